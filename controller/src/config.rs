@@ -1,4 +1,4 @@
-//! How the controller is configured: flags, and a TOML file for what no flag says.
+//! The configuration of the controller: flags, and a TOML file for the rest.
 
 mod tls;
 
@@ -28,7 +28,7 @@ pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
 pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
 /// Default port of the agents on the nodes of a Kubernetes cluster.
 pub const DEFAULT_AGENT_PORT: u16 = 9501;
-/// Where the API is in a pod, for `kubectl port-forward` and shorthornctl.
+/// The port of the API in a pod, for `kubectl port-forward` and shorthornctl.
 pub const API_PORT: u16 = 9520;
 /// Default log level.
 const DEFAULT_LOG: &str = "info";
@@ -63,7 +63,7 @@ pub enum Command {
     },
 }
 
-/// What is printed of the definitions.
+/// The options of printing the definitions.
 #[derive(Debug, Args)]
 pub struct CrdsArgs {
     /// Leaves out the CEL rules, which API servers before 1.25 do not support.
@@ -112,7 +112,7 @@ pub struct ServeArgs {
     /// [default: delete]
     #[arg(long, value_name = "WHAT")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
-    /// Whether to delete a pod whose device is gone, so that its volume is staged again. Applies only to pods that
+    /// Deletes a pod whose device is gone, so that its volume is staged again. Applies only to pods that
     /// a controller re-creates [default: true]
     #[arg(long, value_name = "true|false")]
     pub auto_delete_pod_when_volume_detached_unexpectedly: Option<bool>,
@@ -157,7 +157,7 @@ pub struct ServeArgs {
     /// Minimum free space of a disk for new replicas, in percent of its size [default: 10]
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(..100))]
     pub storage_minimal_available_percentage: Option<u32>,
-    /// Whether to create a volume with fewer replicas than requested if not all can be scheduled. The others are
+    /// Creates a volume with fewer replicas than requested if not all can be scheduled. The others are
     /// created once the volume is attached and they can be scheduled [default: true]
     #[arg(long, value_name = "true|false")]
     pub allow_volume_creation_with_degraded_availability: Option<bool>,
@@ -165,7 +165,7 @@ pub struct ServeArgs {
     /// with the fewest replicas come first [default: 5]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
     pub concurrent_replica_rebuild_per_node_limit: Option<u32>,
-    /// Whether nodes that are cordoned in Kubernetes get no new replicas; existing replicas stay
+    /// Places no new replicas on nodes that are cordoned in Kubernetes; existing replicas stay
     /// [default: true]
     #[arg(long, value_name = "true|false")]
     pub disable_scheduling_on_cordoned_node: Option<bool>,
@@ -219,7 +219,7 @@ pub enum ConfigError {
     /// Metrics would be served nowhere.
     #[error("metrics_listen: {0}")]
     MetricsListen(#[from] MetricsListenError),
-    /// CSI is for processes on the same host, and permissions of files are what protects it.
+    /// The CSI listener is for processes on the same host, and the permissions of its file protect it.
     #[error("csi_listen = {0}: use unix:///path/of/csi.sock")]
     CsiListen(Listen),
     /// CSI would be served where something else is.
@@ -231,7 +231,7 @@ pub enum ConfigError {
     /// Two things say where the store is.
     #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
     TwoStores(PathBuf),
-    /// What is for Kubernetes only.
+    /// The option is for Kubernetes only.
     #[error(
         "--namespace, --kubeconfig, --agent-port and flags about pods and drains are for --kubernetes only"
     )]
@@ -280,12 +280,12 @@ struct KubernetesTable {
     guard_image: Option<String>,
 }
 
-/// Where the volumes are kept.
+/// The storage of the volumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoreConfig {
     /// In a database file.
     File(PathBuf),
-    /// As custom resources.
+    /// The volumes are custom resources.
     Kubernetes(KubernetesConfig),
 }
 
@@ -301,23 +301,23 @@ impl std::fmt::Display for StoreConfig {
 /// The configuration that results.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Where the volumes are kept.
+    /// The storage of the volumes.
     pub store: StoreConfig,
-    /// Where the API is.
+    /// The address of the API.
     pub listen: Listen,
-    /// Where else the API is; none: nowhere.
+    /// The additional address of the API; none if it has none.
     pub forward_listen: Option<Listen>,
     /// Where the API is with mutual TLS; none: nowhere.
     pub tls_listen: Option<SocketAddr>,
     /// Where CSI is, a socket in the file system; none: nowhere.
     pub csi_listen: Option<Listen>,
-    /// Where metrics and health are.
+    /// The address of metrics and health.
     pub metrics_listen: MetricsListen,
-    /// What is logged.
+    /// The filter of the log.
     pub log: String,
     /// How.
     pub log_format: LogFormat,
-    /// What is set for all volumes.
+    /// The settings for all volumes.
     pub settings: Settings,
     /// The agents.
     pub nodes: BTreeMap<NodeName, ServerUrl>,

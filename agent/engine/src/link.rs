@@ -47,7 +47,7 @@ struct Asked {
     buffer_offset: u32,
 }
 
-/// One connection of a queue to a replica, or the place for one. Errors end in [`Event::Lost`]; after
+/// The connection of a queue to a replica, or the place for one. Errors end in [`Event::Lost`]; after
 /// [`Link::close`], [`Link::take_closed`] tells when the last operation on it has ended.
 #[derive(Debug)]
 pub struct Link {

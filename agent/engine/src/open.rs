@@ -378,7 +378,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// One attempt to open the volume, driven by [`shorthorn_recovery`].
+/// An attempt to open the volume, driven by [`shorthorn_recovery`].
 struct Attempt<'a, 'b> {
     opener: &'a mut Opener<'b>,
     greeter: Greeter,

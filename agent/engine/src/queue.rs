@@ -33,7 +33,7 @@ pub struct Queue {
     /// A buffer for every slot, those for copies behind them.
     pub arena: Arena,
     pub wake: Wake,
-    /// One link for every possible replica.
+    /// The links, with a place for every possible replica.
     pub links: Vec<Link>,
     pub frontend: Box<dyn QueueFrontend>,
     pub shared: Arc<Shared>,

@@ -79,8 +79,8 @@ pub enum Mail {
     Connect { peer: PeerIndex, greeted: Greeted, installed: SyncSender<()> },
 }
 
-/// One core for all threads. With one queue, which is the default, the lock is hardly ever contended; with
-/// several it is held for some hundred nanoseconds per batch.
+/// The core, shared by all threads. With one queue, which is the default, the lock is hardly ever contended;
+/// with several it is held for some hundred nanoseconds per batch.
 #[derive(Debug)]
 pub struct Shared {
     core: Mutex<EngineCore>,

@@ -9,8 +9,8 @@ use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, Secret};
 use crate::observed::InstanceKey;
 use crate::{NodeName, World};
 
-/// One small step. The shell carries the steps of a decision out in order and gives the rest up at the
-/// first that fails; the next decision starts from what is so then.
+/// A small step. The shell carries the steps of a decision out in order, and gives the rest up at the first
+/// that fails. The next decision starts from the state after that.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Stores the object if the stored one still has its resource version.
@@ -19,7 +19,7 @@ pub enum Action {
     Remove(Key, u64),
     /// Asks the agent of a node for something.
     Call(NodeName, AgentCall),
-    /// Tells people what happens.
+    /// Sends an event to people.
     Emit(Event),
 }
 
@@ -28,7 +28,7 @@ pub enum Action {
 pub enum AgentCall {
     /// Starts a replica process.
     StartReplica {
-        /// Whose data it holds.
+        /// The volume of the replica.
         volume: VolumeName,
         /// Which replica.
         replica_id: ReplicaId,
@@ -42,14 +42,14 @@ pub enum AgentCall {
         first_members: Vec<ReplicaId>,
         /// The volume's secret.
         secret: Secret,
-        /// Whether a missing directory may be made.
+        /// True if a missing directory may be made.
         create: bool,
         /// Whether the directory may belong to an earlier secret of the volume.
         rebind: bool,
     },
     /// Starts an engine process.
     StartEngine {
-        /// Whose engine it is.
+        /// The volume of the engine.
         volume: VolumeName,
         /// Size of the volume.
         size_bytes: u64,
@@ -61,7 +61,7 @@ pub enum AgentCall {
         frontend: Frontend,
         /// The volume's secret.
         secret: Secret,
-        /// What the arbiter granted last.
+        /// The arbiter's last grant.
         granted: Option<Box<View>>,
         /// How much copying may take.
         rebuild: RebuildLimits,
@@ -69,12 +69,12 @@ pub enum AgentCall {
         revision: u64,
         /// The oldest attachment whose engine this one may take the device over from; 0: none.
         continues: u64,
-        /// Whether replicas compare every read with the sums of its blocks.
+        /// True if replicas compare every read with the sums of its blocks.
         verify_reads: bool,
     },
-    /// Tells an engine what the arbiter has granted. Stored before.
+    /// Sends an engine the grant of the arbiter, which is stored before.
     Grant {
-        /// Whose engine it is.
+        /// The volume of the engine.
         volume: VolumeName,
         /// Number of the attachment.
         attach: u64,
@@ -83,7 +83,7 @@ pub enum AgentCall {
     },
     /// Gives a running engine another list of replicas.
     UpdateReplicas {
-        /// Whose engine it is.
+        /// The volume of the engine.
         volume: VolumeName,
         /// Number of the attachment.
         attach: u64,
@@ -94,7 +94,7 @@ pub enum AgentCall {
     },
     /// Tells a running engine how much copying may take.
     SetRebuildLimits {
-        /// Whose engine it is.
+        /// The volume of the engine.
         volume: VolumeName,
         /// Number of the attachment.
         attach: u64,
@@ -103,7 +103,7 @@ pub enum AgentCall {
     },
     /// Keeps the engines of older attachments from a replica.
     FenceReplica {
-        /// Whose data it holds.
+        /// The volume of the replica.
         volume: VolumeName,
         /// Which replica.
         replica_id: ReplicaId,
@@ -112,20 +112,20 @@ pub enum AgentCall {
     },
     /// Tells a running engine that its volume grows.
     ExpandEngine {
-        /// Whose engine it is.
+        /// The volume of the engine.
         volume: VolumeName,
         /// Number of the attachment.
         attach: u64,
         /// The new size.
         size_bytes: u64,
     },
-    /// Makes what a stopped replica has the truth of its volume.
+    /// Makes the data of a stopped replica the truth of its volume.
     SalvageReplica {
         /// The disk that its directory is on.
         disk_path: String,
         /// The identity of that disk.
         disk_uuid: String,
-        /// Whose data it holds.
+        /// The volume of the replica.
         volume: VolumeName,
         /// Which replica.
         replica_id: ReplicaId,
@@ -136,7 +136,8 @@ pub enum AgentCall {
     StopInstance {
         /// Which one.
         instance: InstanceKey,
-        /// Of an engine: only if its attachment is this one or an older one. 0: any.
+        /// The limit for engines: they are stopped only if their attachment is this one or an older one. 0:
+        /// any.
         attach: u64,
     },
     /// Deletes the directory of a stopped replica.
@@ -145,7 +146,7 @@ pub enum AgentCall {
         disk_path: String,
         /// The identity of that disk.
         disk_uuid: String,
-        /// Whose data it held.
+        /// The volume of the deleted replica.
         volume: VolumeName,
         /// Which replica.
         replica_id: ReplicaId,
@@ -174,7 +175,7 @@ impl AgentCall {
         }
     }
 
-    /// Its name in the node API.
+    /// Returns the name of the call in the node API.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -191,7 +192,7 @@ impl AgentCall {
         }
     }
 
-    /// What it does, in a word.
+    /// Returns a verb for the call.
     #[must_use]
     pub const fn verb(&self) -> &'static str {
         match self {
@@ -209,29 +210,29 @@ impl AgentCall {
     }
 }
 
-/// Where an engine finds a replica.
+/// The address of a replica for an engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ReplicaTarget {
     /// In the order to try.
     pub addresses: Vec<String>,
-    /// Whether it is on the engine's node.
+    /// True if the replica is on the engine's node.
     pub local: bool,
 }
 
 /// Something that people should hear of.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Event<A = Key> {
-    /// What it happened to.
+    /// The object of the event.
     pub about: A,
-    /// Whether it is a trouble.
+    /// True if the event is a trouble.
     pub warning: bool,
-    /// One word for programs.
+    /// The reason: a word for programs.
     pub reason: &'static str,
     /// A sentence for people.
     pub message: String,
 }
 
-/// What a reconciler decides.
+/// The decision of a reconciler.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     /// To be carried out in this order.

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::schema;
 
-/// The longest label: what Kubernetes allows as the value of one.
+/// The maximum length of a label: that of the value of a Kubernetes label.
 pub const MAX_LABEL_BYTES: usize = 63;
 
 /// A tag of a node or a disk, or the name of a zone: a value that a Kubernetes label can have.
@@ -17,7 +17,7 @@ pub const MAX_LABEL_BYTES: usize = 63;
 #[schemars(with = "schema::Label")]
 pub struct Label(String);
 
-/// Tags, or what a selector asks for.
+/// Tags, or the tags of a selector.
 pub type Labels = BTreeSet<Label>;
 
 /// Why a text is no label.

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::schema;
 
-/// The longest node name: what Kubernetes allows.
+/// The maximum length of a node name, as in Kubernetes.
 pub const MAX_NODE_NAME_BYTES: usize = 253;
 
 /// The name of a node: a DNS name, as Kubernetes nodes and most hosts have it.

@@ -1,4 +1,5 @@
-//! The objects as schemas of custom resources: what the API server of Kubernetes checks, shows and keeps.
+//! The schemas of custom resources, by which the API server of Kubernetes checks, shows and keeps the
+//! objects.
 //!
 //! The types derive their schemas; this module has stand-ins for those that are texts outside Rust, and turns what
 //! comes of it into the structural form that custom resources must have. A field that a schema does not know is
@@ -41,7 +42,7 @@ stand_in!(
     Quoted, { "type": "string", "pattern": "^[0-9]{1,20}$" }
 );
 stand_in!(
-    /// Whether a condition holds.
+    /// The status of a condition.
     Truth, { "type": "string", "enum": ["True", "False", "Unknown"] }
 );
 stand_in!(
@@ -65,16 +66,16 @@ stand_in!(
     Label, { "type": "string", "maxLength": 63, "pattern": "^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$" }
 );
 stand_in!(
-    /// What is kept as it is: a record that no API server should take anything out of.
+    /// A record that is kept unchanged: no API server may remove anything from it.
     Opaque, { "type": "object", "x-kubernetes-preserve-unknown-fields": true }
 );
 
-/// Whether the API server fills in what is missing.
+/// The choice of defaults that the API server fills in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Defaults {
-    /// What people write gets its defaults, so that they see them.
+    /// Absent fields of hand-written objects get their defaults, so that people see them.
     Shown,
-    /// What reconcilers write is kept as they wrote it.
+    /// Objects of reconcilers are kept as written.
     Absent,
 }
 
@@ -126,7 +127,7 @@ fn restructure(schema: &mut Value, defaults: Defaults) {
     }
 }
 
-/// `anyOf [X, null]` becomes X: what is optional is left out, never null.
+/// Simplifies `anyOf [X, null]` to X: an optional value is omitted, and never null.
 fn unwrap_optional(map: &mut Map<String, Value>) {
     let is_null = |choice: &Value| {
         choice.get("type").is_some_and(|kind| kind == "null")
@@ -157,7 +158,7 @@ fn gather_words(map: &mut Map<String, Value>) {
     map.insert("enum".to_owned(), Value::Array(words.concat()));
 }
 
-/// `object` without what an API server with this schema would drop.
+/// Returns `object` without the fields that an API server with this schema would drop.
 #[must_use]
 pub fn pruned(schema: &Value, object: &Value) -> Value {
     if schema.get("x-kubernetes-preserve-unknown-fields").is_some_and(|keep| *keep == true) {

@@ -51,7 +51,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Whether people read it. Where there are no names to show, `name` is as a table.
+    /// Returns true if people read the output. If it has no names to show, `name` is like a table.
     pub(super) fn is_for_people(self) -> bool {
         !matches!(self, Format::Json | Format::Yaml)
     }
@@ -121,7 +121,7 @@ pub enum VolumeCommand {
         /// Name of the volume
         name: String,
     },
-    /// Explains why a volume is not healthy, what it waits for, and what to do
+    /// Explains the problems of a volume, the events that it waits for, and the remedies
     Why {
         /// Name of the volume
         name: String,
@@ -252,16 +252,16 @@ pub struct VolumeChanges {
     /// Tags that a disk must have to get a replica; empty: none
     #[arg(long, value_name = "TAG,...")]
     pub disk_selector: Option<TagList>,
-    /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
+    /// best-effort: places a new replica on the node of the engine if possible
     #[arg(long, value_name = "disabled|best-effort")]
     pub data_locality: Option<String>,
-    /// Whether several replicas may be on one node
+    /// Allows several replicas on one node
     #[arg(long, value_name = "true|false")]
     pub soft_anti_affinity: Option<bool>,
-    /// Whether no two replicas may be in one zone
+    /// Forbids two replicas in one zone
     #[arg(long, value_name = "true|false")]
     pub hard_zone_anti_affinity: Option<bool>,
-    /// Whether no two replicas may be on one disk
+    /// Forbids two replicas on one disk
     #[arg(long, value_name = "true|false")]
     pub hard_disk_anti_affinity: Option<bool>,
 }
@@ -321,7 +321,7 @@ pub struct CreateArgs {
     /// Tags that a disk must have to get a replica
     #[arg(long, value_name = "TAG,...", value_delimiter = ',')]
     pub disk_selector: Vec<String>,
-    /// best-effort: a replica that gets a place goes where the volume is attached, if that can be
+    /// best-effort: places a new replica on the node of the engine if possible
     #[arg(long, default_value = "disabled", value_name = "disabled|best-effort")]
     pub data_locality: String,
     /// Replicas compare every read with their block checksums; another replica answers if one has rot
@@ -620,7 +620,7 @@ pub enum DiskCommand {
         /// Space reserved for other uses, like 10GiB
         #[arg(long, value_name = "SIZE")]
         reserved: Option<Size>,
-        /// Whether new replicas may be placed there
+        /// Allows new replicas there
         #[arg(long, value_name = "true|false")]
         scheduling: Option<bool>,
     },

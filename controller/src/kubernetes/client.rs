@@ -14,25 +14,25 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// The longest silence on a connection; longer than that of a watch.
 const READ_LIMIT: Duration = Duration::from_secs(180);
 
-/// What becomes of pods that Kubernetes wants elsewhere while their node is lost.
+/// The treatment of pods that Kubernetes wants elsewhere while their node is lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum PodsOfLostNodes {
-    /// Those whose disks are ours are ended in the place of their kubelet.
+    /// Pods with Shorthorn volumes are deleted in place of their kubelet.
     #[default]
     Delete,
-    /// They wait until their node is back or somebody ends them.
+    /// Pods wait until their node is back or a user deletes them.
     Keep,
 }
 
-/// Whether `kubectl drain` waits for volumes that need the node. The words are Longhorn's.
+/// The policy for `kubectl drain` of nodes that volumes need. The words are Longhorn's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum NodeDrainPolicy {
-    /// It waits until none would have less than it needs.
+    /// A drain waits until no volume would have fewer replicas than it needs.
     #[default]
     BlockIfContainsLastReplica,
-    /// It does not wait.
+    /// A drain does not wait.
     AlwaysAllow,
 }
 
@@ -43,15 +43,15 @@ pub struct KubernetesConfig {
     pub namespace: String,
     /// How to reach the API server; none: as a pod does, else as kubectl does.
     pub kubeconfig: Option<PathBuf>,
-    /// Where agents answer on their nodes.
+    /// The port of the agents on their nodes.
     pub agent_port: u16,
-    /// What becomes of the pods of lost nodes.
+    /// The treatment of the pods of lost nodes.
     pub pods_of_lost_nodes: PodsOfLostNodes,
-    /// Whether pods are ended whose device is gone.
+    /// True if the controller ends pods whose device is gone.
     pub ends_pods_without_device: bool,
-    /// Whether a drain waits for volumes.
+    /// The policy for drains.
     pub node_drain_policy: NodeDrainPolicy,
-    /// What the pods are made of that a drain waits for; none: there are no such pods.
+    /// The image of the guard pods, for which a drain waits; none disables them.
     pub guard_image: Option<String>,
 }
 
@@ -66,7 +66,7 @@ impl KubernetesConfig {
     }
 }
 
-/// Why there is no way to an API server.
+/// The reason why the API server cannot be reached.
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// The file is no kubeconfig.
@@ -83,7 +83,7 @@ pub enum ConnectError {
     Client(kube::Error),
 }
 
-/// A client; nothing is connected yet.
+/// Returns a client; nothing is connected yet.
 ///
 /// # Errors
 /// [`ConnectError`].

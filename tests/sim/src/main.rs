@@ -50,7 +50,7 @@ struct Args {
     assert_coverage: bool,
 }
 
-/// What all runs share.
+/// The state that all runs share.
 struct Progress {
     args: Args,
     begun: Instant,
@@ -71,7 +71,7 @@ impl Progress {
         (!over && !failed).then_some(seed)
     }
 
-    /// Runs seeds until there is none left; how often what happened.
+    /// Runs seeds until none is left; returns the number of occurrences of each event.
     fn work(&self) -> Counts {
         let mut counts = BTreeMap::new();
         while let Some(seed) = self.next_seed() {
@@ -81,7 +81,7 @@ impl Progress {
         counts
     }
 
-    /// Runs a script; prints what is wrong.
+    /// Runs a script; prints its problem, if any.
     fn judge(&self, name: &str, script: &Script, counts: &mut Counts) {
         let options = Options { trace: self.args.trace, sabotage: self.args.sabotage };
         let Outcome { violation, counts: new, log } = run(script, options);

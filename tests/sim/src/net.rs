@@ -160,9 +160,9 @@ impl Conn {
 /// The connections whose messages a cut holds back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whom {
-    /// Those between a host and a replica.
+    /// The connections between a host and a replica.
     Pair(usize, usize),
-    /// Those of one engine process.
+    /// The connections of one engine process.
     Engine(u64),
 }
 

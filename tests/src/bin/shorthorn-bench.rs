@@ -23,7 +23,7 @@ struct Arguments {
     /// How much of the volume is used, as fio takes it.
     #[arg(long, default_value = "1g")]
     size: String,
-    /// Where the files go: the disk that is measured.
+    /// Directory of the files, on the disk to measure.
     #[arg(long, default_value = "/var/tmp")]
     dir: PathBuf,
     /// Only the comparison of ublk and NBD in a virtual machine.
@@ -32,10 +32,10 @@ struct Arguments {
     /// Without the comparison of ublk and NBD in a virtual machine.
     #[arg(long)]
     no_vm: bool,
-    /// Only what rebuilding costs.
+    /// Measure only rebuilds.
     #[arg(long, conflicts_with = "only_vm")]
     only_rebuild: bool,
-    /// Only what noting regions before they are written costs.
+    /// Measure only the cost of the write-intent log.
     #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild"])]
     only_intent: bool,
     /// Only the cost of sums of blocks and of verified reads.

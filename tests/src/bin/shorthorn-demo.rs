@@ -54,7 +54,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     show(&host, &mut steps)
 }
 
-/// Tells what happens, with the seconds since the start.
+/// Prints the steps, with the seconds since the start.
 struct Steps {
     start: Instant,
     number: u32,

@@ -24,7 +24,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// How long a replica may take to grow: some documents and its head are made durable for it.
 const GROW_LIMIT: Duration = Duration::from_secs(30);
 
-/// One control connection for each replica. The user of a connection holds its lock.
+/// The control connection of each replica. The user of a connection holds its lock.
 #[derive(Debug, Default)]
 pub struct Lines([Mutex<Option<Line>>; MAX_MEMBERS]);
 

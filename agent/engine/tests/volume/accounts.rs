@@ -26,7 +26,7 @@ fn content(number: usize) -> [u8; 4096] {
     [u8::try_from(number).unwrap(); 4096]
 }
 
-/// One remaining replica is absent whenever another one is given up, and learns of it only after its return.
+/// A remaining replica is absent whenever another one is given up, and learns of it only after its return.
 #[test]
 fn more_replicas_are_replaced_than_a_replica_keeps_accounts() {
     let mut volume = Volume::start(3, SIZE_BYTES);

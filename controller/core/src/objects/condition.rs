@@ -13,22 +13,22 @@ pub const NEXT_ATTACH: &str = "NextAttach";
 /// The reason of [`ConditionType::Settled`] while the volume is detached and its replicas have not stopped.
 pub const REPLICAS_STOPPING: &str = "ReplicasStopping";
 
-/// What a condition is about. True is always the good side.
+/// The statement of a condition. True is always the good side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum ConditionType {
-    /// Of a volume: what its owner wants can be.
+    /// The spec of the volume is valid.
     Accepted,
-    /// Of a volume: every replica has a disk.
+    /// Every replica of the volume has a disk.
     Scheduled,
-    /// Of a volume: every replica has every acknowledged write.
+    /// Every replica of the volume has every acknowledged write.
     Healthy,
-    /// Of a volume: it is where it should be. While it is not, says what is being waited for.
+    /// The volume is where it should be. Otherwise the message has the event that it waits for.
     Settled,
-    /// Of a volume: its engine does not wait for the arbiter.
+    /// The engine of the volume does not wait for the arbiter.
     Granted,
-    /// Of a volume: it has the size that its owner wants.
+    /// The volume has the size that its owner wants.
     Expanded,
-    /// Of a node: its agent answers.
+    /// The agent of the node answers.
     Ready,
 }
 
@@ -47,7 +47,7 @@ impl ConditionType {
         }
     }
 
-    /// The reason of one that holds.
+    /// Returns the reason of a condition that holds.
     const fn reason_of_well(self) -> &'static str {
         match self {
             ConditionType::Accepted => "SpecAccepted",
@@ -61,24 +61,24 @@ impl ConditionType {
     }
 }
 
-/// One thing about an object that is so or is not so, and why.
+/// A statement about an object that is true or false, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Condition {
-    /// What it is about.
+    /// The statement.
     #[serde(rename = "type")]
     pub kind: ConditionType,
-    /// Whether it is so.
+    /// True if the statement holds.
     #[serde(with = "super::truth")]
     #[schemars(with = "schema::Truth")]
     pub status: bool,
     /// The generation of the object that this was found out about; absent: the store counts none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub observed_generation: u64,
-    /// One word for programs, like `ReplicaFailed`.
+    /// The reason: a word for programs, like `ReplicaFailed`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// A sentence for people: what is in the way, and what to do.
+    /// A sentence for people with the obstacle and the remedy.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
     /// When `status` last changed.
@@ -90,12 +90,12 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// What a reconciler finds for a condition: that all is well, or the reason and the sentence.
+/// The finding of a reconciler for a condition: all is well, or the reason and the sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
     /// The condition holds.
     Well,
-    /// It does not: the word for programs, the sentence for people.
+    /// The condition does not hold: the word for programs, the sentence for people.
     Wrong(&'static str, String),
 }
 
@@ -111,7 +111,7 @@ impl Finding {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Conditions {
     known: Vec<Condition>,
-    /// Those of types that a later version knows: they stay as they are.
+    /// Conditions of types that a later version knows, which are kept unchanged.
     later: Vec<serde_json::Value>,
 }
 
@@ -207,7 +207,7 @@ impl Conditions {
         self.known.iter().find(|condition| condition.kind == kind)
     }
 
-    /// Whether the condition was set and holds.
+    /// Returns true if the condition was set and holds.
     #[must_use]
     pub fn is_true(&self, kind: ConditionType) -> bool {
         self.get(kind).is_some_and(|condition| condition.status)

@@ -12,14 +12,14 @@ use crate::{NodeName, ReplicaTarget, Timestamp, schema};
 pub struct Engine {
     /// Name, version and dates.
     pub metadata: Metadata,
-    /// What the volume's reconciler wants.
+    /// The desired state, set by the reconciler of the volume.
     pub spec: EngineSpec,
-    /// What the engine's reconciler saw.
+    /// The observed state, written by the reconciler of the engine.
     #[serde(default)]
     pub status: EngineStatus,
 }
 
-/// What the volume's reconciler wants of the engine.
+/// The desired state of an engine, set by the reconciler of its volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(extend("x-kubernetes-validations" = [
@@ -27,17 +27,17 @@ pub struct Engine {
     { "rule": "self.attach >= oldSelf.attach", "message": "the number of the attachment only ever rises" },
 ]))]
 pub struct EngineSpec {
-    /// Whose engine it is.
+    /// The volume of the engine.
     #[schemars(with = "schema::VolumeName")]
     pub volume_name: VolumeName,
     /// In bytes.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
     pub volume_size: u64,
-    /// Where it runs, or ran last.
+    /// The node on which the engine runs, or ran last.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
     pub node_id: Option<NodeName>,
-    /// Whether it should run.
+    /// The desired state of the process.
     #[serde(deserialize_with = "super::later::word")]
     pub desire_state: DesireState,
     /// The number of the attachment that it runs for.
@@ -45,20 +45,20 @@ pub struct EngineSpec {
     /// How the device is made.
     #[serde(deserialize_with = "super::later::word")]
     pub frontend: Frontend,
-    /// Its replicas and where they are. Replicas that come back or are new are told to the running engine.
+    /// The replicas and their addresses. The running engine gets replicas that come back or are new.
     #[serde(default)]
     #[schemars(with = "BTreeMap<String, ReplicaTarget>")]
     pub replica_address_map: BTreeMap<ReplicaId, ReplicaTarget>,
-    /// Raised with every change of that map, so that an older one that comes late is recognised.
+    /// The number of the map, raised with every change, so that an older one that arrives late is recognised.
     #[serde(default)]
     pub map_revision: u64,
 }
 
-/// What is known of the engine process.
+/// The known state of the engine process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineStatus {
-    /// Whether a process is there.
+    /// The observed state of the process.
     #[serde(deserialize_with = "super::later::word")]
     pub current_state: CurrentState,
     /// The newest attachment whose engine process was seen.
@@ -86,11 +86,11 @@ pub struct EngineStatus {
     /// The device, or the socket.
     #[serde(default)]
     pub endpoint: String,
-    /// What each replica is to it.
+    /// The state of each replica in the engine.
     #[serde(default)]
     #[schemars(with = "BTreeMap<String, MemberStatus>")]
     pub replica_mode_map: BTreeMap<ReplicaId, MemberStatus>,
-    /// What is wrong.
+    /// The problem, for people; empty if none.
     #[serde(default)]
     pub message: String,
     /// Why the process that should stop could not be stopped yet, as when its device is in use; empty: it was not refused.
@@ -107,14 +107,14 @@ pub struct EngineStatus {
     #[serde(with = "super::quoted", default)]
     #[schemars(with = "schema::Quoted")]
     pub current_size: u64,
-    /// Whether writes may be gone that the user of the device was told are stored: every request is answered with an error,
-    /// until the volume is detached.
+    /// True if writes may be lost that the user of the device believes stored. Every request fails until the
+    /// volume is detached.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
     /// How many times the engine has met damaged data of which no replica has a sound copy, since it was started.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub damaged_ranges: u64,
-    /// What is still to come of an expansion.
+    /// The pending part of an expansion, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expansion: Option<ExpansionStatus>,
     /// The limits that the process was given last.
@@ -149,13 +149,13 @@ impl Engine {
 }
 
 impl EngineStatus {
-    /// Whether that replica is in the view, as the engine says.
+    /// Returns true if that replica is in the view, according to the engine.
     #[must_use]
     pub fn has_member(&self, replica: ReplicaId) -> bool {
         self.replica_mode_map.get(&replica).is_some_and(|member| member.mode == MemberMode::Member)
     }
 
-    /// Whether the engine serves the volume.
+    /// Returns true if the engine serves the volume.
     #[must_use]
     pub fn is_serving(&self) -> bool {
         self.current_state == CurrentState::Running && self.phase == "serving"
@@ -166,15 +166,15 @@ impl EngineStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ExpansionStatus {
-    /// What it waits for; empty: it is under way.
+    /// The obstacle of the expansion; empty if it is under way.
     #[serde(default)]
     pub message: String,
-    /// Whether the device follows with the next attachment only.
+    /// True if the device grows only with the next attachment.
     #[serde(default)]
     pub next_attach: bool,
 }
 
-/// What one replica is to the engine.
+/// The state of one replica in the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberStatus {
@@ -190,7 +190,7 @@ pub struct MemberStatus {
 
 impl<'de> Deserialize<'de> for MemberStatus {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MemberStatus, D::Error> {
-        /// As it is stored.
+        /// The stored form.
         #[derive(Deserialize)]
         #[serde(rename_all = "camelCase")]
         struct Stored {
@@ -199,7 +199,7 @@ impl<'de> Deserialize<'de> for MemberStatus {
             #[serde(default)]
             message: String,
             away_since_ms: Option<u64>,
-            /// What release 0.1.0 has written; it stays beside the new one.
+            /// The field as release 0.1.0 has written it; it stays beside the new one.
             #[serde(rename = "away_since_ms")]
             of_first_release: Option<u64>,
         }
@@ -216,24 +216,25 @@ impl MemberStatus {
         MemberStatus { mode, message: String::new(), away_since_ms: 0 }
     }
 
-    /// Whether requests wait for it, because it is late and the other members cannot go on without it.
+    /// Returns true if requests wait for the replica, because it is late and the other members cannot
+    /// continue without it.
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         self.mode == MemberMode::Member && !self.message.is_empty()
     }
 }
 
-/// Whether a replica is in the view of the engine.
+/// The relation of a replica to the view of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum MemberMode {
-    /// It has every acknowledged write.
+    /// The replica has every acknowledged write.
     Member,
-    /// It left the view.
+    /// The replica has left the view.
     Failed,
     /// Not known yet.
     Connecting,
-    /// It is being brought up: it gets what it lacks, and every new write.
+    /// The replica is being rebuilt: it gets the missing data, and every new write.
     Rebuilding,
 }
 

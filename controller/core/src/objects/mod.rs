@@ -24,7 +24,7 @@ pub use volume::{
     Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 
-/// What an instance (an engine or a replica process) should be.
+/// The desired state of an instance (an engine or a replica process).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DesireState {
@@ -46,11 +46,11 @@ impl DesireState {
     }
 }
 
-/// What an instance is.
+/// The observed state of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CurrentState {
-    /// There is no process, and no call that starts one is under way.
+    /// The instance has no process, and no call that starts one is under way.
     #[default]
     Stopped,
     /// A start was decided; the process may or may not be there.
@@ -89,7 +89,7 @@ pub enum Object {
     Volume(Volume),
     /// The engine of a volume.
     Engine(Engine),
-    /// One replica of a volume.
+    /// A replica of a volume.
     Replica(Replica),
     /// A node with its disks.
     Node(Node),
@@ -128,7 +128,7 @@ impl Object {
         }
     }
 
-    /// What identifies it.
+    /// Returns the key of the object.
     #[must_use]
     pub fn key(&self) -> Key {
         Key::new(self.kind(), &self.metadata().name)

@@ -16,14 +16,14 @@ const FREE_STEPS: u64 = 100;
 pub struct Node {
     /// Name, version and dates.
     pub metadata: Metadata,
-    /// What its administrator wants.
+    /// The desired state, set by the administrator.
     pub spec: NodeSpec,
-    /// What its agent says.
+    /// The status from the agent.
     #[serde(default)]
     pub status: NodeStatus,
 }
 
-/// What the administrator wants of a node.
+/// The desired state of a node, set by the administrator.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeSpec {
@@ -31,34 +31,34 @@ pub struct NodeSpec {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(regex(pattern = "^(|https?://[^ ]+|unix:///[^ ]+)$"))]
     pub address: String,
-    /// Whether new replicas may go there.
+    /// True if new replicas may be placed here.
     #[serde(default = "yes")]
     pub allow_scheduling: bool,
-    /// Whether everything is to leave it: its replicas are replaced elsewhere, then they go.
+    /// True to evict everything: all replicas are replaced elsewhere, and then removed.
     #[serde(default)]
     pub eviction_requested: bool,
-    /// What volumes can ask for.
+    /// The tags that volumes can select.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub tags: Labels,
-    /// What fails together with it; none: what its agent says, else what Kubernetes says.
+    /// The zone, whose nodes may fail together; none: that of the agent, else that in Kubernetes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
-    /// Its disks by path.
+    /// The disks by path.
     #[serde(default)]
     pub disks: BTreeMap<String, DiskSpec>,
-    /// What the controller has found out from Kubernetes; nobody else writes it. The address follows it as long as
-    /// both are the same.
+    /// The data that the controller has found in Kubernetes; no other client writes it. The address follows
+    /// it as long as both are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub discovered: Option<Discovered>,
 }
 
-/// What Kubernetes says of a node.
+/// The data of a node in Kubernetes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Discovered {
-    /// Where its agent answers: the InternalIP, and the port of all agents.
+    /// The address of the agent: the InternalIP, and the port of all agents.
     #[serde(default)]
     pub address: String,
-    /// What fails together with it, as a label says.
+    /// The zone according to a label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
     /// Since when it is cordoned in Kubernetes, as this controller has seen it.
@@ -71,72 +71,71 @@ fn yes() -> bool {
     true
 }
 
-/// What the administrator wants of a disk.
+/// The desired state of a disk, set by the administrator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DiskSpec {
-    /// Whether new replicas may go there.
+    /// True if new replicas may be placed here.
     #[serde(default = "yes")]
     pub allow_scheduling: bool,
-    /// Whether everything is to leave it: its replicas are replaced elsewhere, then they go.
+    /// True to evict everything: all replicas are replaced elsewhere, and then removed.
     #[serde(default)]
     pub eviction_requested: bool,
-    /// Whether somebody has said that it does not come back: its replicas are given up, as those of a node
-    /// that is.
+    /// True if the disk is given up: its replicas are given up, like those of a lost node.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
     /// Bytes that replicas leave to others.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
     pub storage_reserved: u64,
-    /// What volumes can ask for.
+    /// The tags that volumes can select.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub tags: Labels,
 }
 
-/// What the agent of a node says.
+/// The status of a node according to its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
-    /// What holds and what does not, and why.
+    /// The conditions of the object, with their reasons.
     #[serde(default)]
     pub conditions: Conditions,
     /// Version of the agent.
     #[serde(default)]
     pub version: String,
-    /// Where other nodes reach its replicas; empty: they cannot.
+    /// The address by which other nodes reach its replicas; empty if they cannot.
     #[serde(default)]
     pub data_address: String,
     /// The most volumes that CSI lets be attached to it; 0: any number.
     #[serde(default)]
     pub max_volumes: u32,
-    /// What fails together with it, as its agent is configured.
+    /// The zone in the configuration of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
     /// The frontends that it knows.
     #[serde(default)]
     pub frontends: Vec<FrontendStatus>,
-    /// What is free of all its disks, for people.
+    /// The free space of all disks, for people.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub free_space: String,
-    /// Its disks by path.
+    /// The disks by path.
     #[serde(default)]
     pub disk_status: BTreeMap<String, DiskStatus>,
 }
 
-/// Whether a node can make devices in one way.
+/// The support of one frontend on a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FrontendStatus {
     /// ublk, nbd, socket
     pub name: String,
-    /// Whether it works there.
+    /// True if the frontend works there.
     pub usable: bool,
     /// Why not.
     #[serde(default)]
     pub reason: String,
 }
 
-/// What the agent says of a disk.
+/// The status of a disk according to its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DiskStatus {
@@ -145,15 +144,15 @@ pub struct DiskStatus {
     pub disk_uuid: String,
     /// ext4, xfs, …
     pub filesystem_type: String,
-    /// Its size in bytes.
+    /// The size in bytes.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
     pub storage_maximum: u64,
-    /// What is free on it, in bytes; follows the disk in steps of a hundredth of its size.
+    /// The free bytes, in steps of a hundredth of the size.
     #[serde(with = "super::quoted", skip_serializing_if = "is_zero")]
     #[schemars(with = "schema::Quoted")]
     pub storage_available: u64,
-    /// What is wrong and what to do; empty: usable.
+    /// The problem and the remedy; empty if the disk is usable.
     #[serde(default)]
     pub problem: String,
 }
@@ -164,7 +163,7 @@ fn is_zero(number: &u64) -> bool {
 }
 
 impl Node {
-    /// A node of which nothing is known yet but its name.
+    /// Returns a node with a name and no further data.
     #[must_use]
     pub fn new(name: impl Into<String>, now: Timestamp) -> Node {
         Node {
@@ -174,14 +173,13 @@ impl Node {
         }
     }
 
-    /// Whether its machine is cordoned in Kubernetes.
+    /// Returns true if its machine is cordoned in Kubernetes.
     #[must_use]
     pub fn is_machine_cordoned(&self) -> bool {
         self.spec.discovered.as_ref().is_some_and(|found| found.cordoned_since.is_some())
     }
 
-    /// What fails together with it: what its administrator says, else what its agent is configured with, else what
-    /// Kubernetes says.
+    /// Returns the zone: that of the administrator, else that of the agent, else that in Kubernetes.
     #[must_use]
     pub fn zone(&self) -> Option<&Label> {
         let discovered = || self.spec.discovered.as_ref().and_then(|discovered| discovered.zone.as_ref());
@@ -190,7 +188,7 @@ impl Node {
 }
 
 impl DiskSpec {
-    /// What a disk of that size gets when it is first seen.
+    /// Returns the settings of a new disk of that size.
     #[must_use]
     pub fn of_new(total_bytes: u64) -> DiskSpec {
         let storage_reserved = total_bytes / 100 * RESERVED_PERCENT;
@@ -205,7 +203,7 @@ impl DiskSpec {
 }
 
 impl DiskStatus {
-    /// The part of what the agent says that is stored; `before` is what is stored now.
+    /// Returns the part of the agent's view that is stored; `before` is the part stored now.
     #[must_use]
     pub fn of(disk: &DiskView, before: Option<&DiskStatus>) -> DiskStatus {
         let stored = before.filter(|before| before.storage_maximum == disk.total_bytes);

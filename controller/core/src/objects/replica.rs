@@ -5,19 +5,20 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::{CurrentState, DesireState, Metadata};
 use crate::{NodeName, Timestamp, schema};
 
-/// One copy of a volume's data; named `<volume>-<replica id>`, as its directory and its process are.
+/// A copy of a volume's data. Its name, and that of its directory and its process, is
+/// `<volume>-<replica id>`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replica {
     /// Name, version and dates.
     pub metadata: Metadata,
-    /// Where it is and whether it should run.
+    /// The place and the desired state.
     pub spec: ReplicaSpec,
-    /// What the replica's reconciler saw.
+    /// The observed state, written by the reconciler of the replica.
     #[serde(default)]
     pub status: ReplicaStatus,
 }
 
-/// Where a replica is and whether it should run.
+/// The place and the desired state of a replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(extend("x-kubernetes-validations" = [{
@@ -26,14 +27,14 @@ pub struct Replica {
     "message": "a replica stays where it is: of its spec only desireState and evictionRequested can be changed",
 }]))]
 pub struct ReplicaSpec {
-    /// Whose data it holds.
+    /// The volume of the replica.
     #[schemars(with = "schema::VolumeName")]
     pub volume_name: VolumeName,
     /// In bytes.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
     pub volume_size: u64,
-    /// Its identity, never used again.
+    /// The id of the replica, never used again.
     #[serde(rename = "replicaID")]
     #[schemars(with = "schema::ReplicaId")]
     pub replica_id: ReplicaId,
@@ -45,32 +46,33 @@ pub struct ReplicaSpec {
     /// The identity of that disk when the replica was placed there.
     #[serde(rename = "diskID")]
     pub disk_id: String,
-    /// Whether its process should run.
+    /// The desired state of the process.
     #[serde(deserialize_with = "super::later::word")]
     pub desire_state: DesireState,
-    /// Whether another one is to take its place where that is better; else the controller takes this back.
+    /// True to move the replica if a better place exists; else the controller resets this.
     #[serde(default)]
     pub eviction_requested: bool,
 }
 
-/// What is known of a replica.
+/// The known state of a replica.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReplicaStatus {
-    /// Whether a process is there.
+    /// The observed state of the process.
     #[serde(deserialize_with = "super::later::word")]
     pub current_state: CurrentState,
-    /// Whether there is a directory.
+    /// The observed state of the directory.
     #[serde(deserialize_with = "super::later::word")]
     pub data: DataState,
-    /// Where its process serves, while it does.
+    /// The addresses of the running process.
     #[serde(default)]
     pub addresses: Vec<String>,
-    /// What is wrong.
+    /// The problem, for people; empty if none.
     #[serde(default)]
     pub message: String,
-    /// When it was last seen to become a member of the engine's view. Of one that the volume was created with, noted with
-    /// the next change: such a one counts as a member until it is known to have left.
+    /// The time at which it was last seen to become a member of the engine's view. For a replica from the
+    /// volume's creation it is noted with the next change: such a replica counts as a member until it is
+    /// known to have left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub healthy_at: Option<Timestamp>,
@@ -82,8 +84,8 @@ pub struct ReplicaStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub lost_since: Option<Timestamp>,
-    /// Its volume is deleted, and only its data is left, on a node or a disk that could not be reached: it
-    /// is deleted when that is back, and this is kept with it in the trash.
+    /// The record of a deleted volume whose data is still on an unreachable node or disk. The data is deleted
+    /// when that is back, and this record is kept with it in the trash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_record: Option<String>,
     /// The deletion record of a replica that an undeletion has taken back, until the volume is stored with
@@ -100,27 +102,28 @@ pub struct ReplicaStatus {
     pub rebind: bool,
 }
 
-/// Whether a replica has a directory on its disk.
+/// The state of a replica's directory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DataState {
     /// No call that could have made it was ever sent, unless the replica is wanted to run.
     #[default]
     None,
-    /// It may be there; no engine has used it.
+    /// The directory may exist; no engine has used it.
     Requested,
-    /// It was seen. Missing from now on means that data was lost, and it is never made anew.
+    /// The directory was seen. If it is missing later, data was lost, and it is never made anew.
     Present,
 }
 
 impl Replica {
-    /// Whether it is what is left of a volume that is deleted: no volume has it any more.
+    /// Returns true if the replica is left of a deleted volume, and belongs to no volume any more.
     #[must_use]
     pub const fn is_left_behind(&self) -> bool {
         self.status.deletion_record.is_some()
     }
 
-    /// Whether no call that starts it was ever sent. One that was wanted may have been started, whatever its status says.
+    /// Returns true if no call that starts the replica was ever sent. A wanted one may have been started,
+    /// whatever its status says.
     #[must_use]
     pub fn was_never_started(&self) -> bool {
         self.spec.desire_state == DesireState::Stopped

@@ -16,14 +16,14 @@ use crate::{Labels, NodeName, Timestamp, schema};
 pub struct Volume {
     /// Name, version and dates.
     pub metadata: Metadata,
-    /// What its owner wants.
+    /// The desired state, set by the owner.
     pub spec: VolumeSpec,
-    /// What the reconcilers made of it.
+    /// The observed state, written by the reconcilers.
     #[serde(default)]
     pub status: VolumeStatus,
 }
 
-/// What the owner of a volume wants.
+/// The desired state of a volume, set by its owner.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(extend("x-kubernetes-validations" = [
@@ -31,7 +31,7 @@ pub struct Volume {
     { "rule": "int(self.size) >= int(oldSelf.size)", "message": "a volume can grow, not shrink" },
 ]))]
 pub struct VolumeSpec {
-    /// Its name, which is also the name of its engine and of its device: that of the object, and for good.
+    /// The name of the object, which is also the name of the engine and of the device. It never changes.
     #[schemars(with = "Option<schema::VolumeName>")]
     pub volume_name: VolumeName,
     /// In bytes, a multiple of 4096, at most 16 TiB.
@@ -49,16 +49,16 @@ pub struct VolumeSpec {
     /// How the device is made.
     #[serde(default, deserialize_with = "super::later::word")]
     pub frontend: Frontend,
-    /// Where it should be attached; none: nowhere.
+    /// The node to attach the volume to; none to detach it.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
     pub node_id: Option<NodeName>,
-    /// Whether several replicas may be on one node.
+    /// True if several replicas may be on one node.
     #[serde(default)]
     pub replica_soft_anti_affinity: bool,
-    /// Whether several replicas may be in one zone.
+    /// True if several replicas may be in one zone.
     #[serde(default = "yes")]
     pub replica_zone_soft_anti_affinity: bool,
-    /// Whether several replicas that are on one node may be on one disk.
+    /// True if several replicas that are on one node may be on one disk.
     #[serde(default = "yes")]
     pub replica_disk_soft_anti_affinity: bool,
     /// The tags that a node must have to get a replica.
@@ -67,11 +67,11 @@ pub struct VolumeSpec {
     /// The tags that a disk must have to get a replica.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub disk_selector: Labels,
-    /// Whether a replica should be where the volume is attached.
+    /// The rule for a replica on the node of the engine.
     #[serde(default, deserialize_with = "super::later::word")]
     pub data_locality: DataLocality,
-    /// Whether replicas compare every read with the sums of its blocks, so that another replica answers a read of rot. Holds from
-    /// the next attachment on.
+    /// True if replicas compare every read with the sums of its blocks, so that another replica answers a
+    /// read of rot. A change takes effect with the next attachment.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
     /// How much copying may take of its speed.
@@ -80,10 +80,10 @@ pub struct VolumeSpec {
     /// The name that a CSI caller gave it; none: it was not made by one. The volume's own name is made of it.
     #[serde(rename = "csiName", default, skip_serializing_if = "Option::is_none")]
     pub csi_name: Option<String>,
-    /// Where it is expected to be attached first: as good a place for a replica as where it is attached.
+    /// The node of the expected first attachment: as good a place for a replica as the node of the engine.
     #[serde(rename = "preferredNodeID", default, skip_serializing_if = "Option::is_none")]
     pub preferred_node_id: Option<NodeName>,
-    /// What its engine and replicas prove to each other.
+    /// The key that the engine and the replicas prove to each other.
     #[schemars(skip)]
     pub secret: Secret,
 }
@@ -96,17 +96,17 @@ fn default_replicas() -> u32 {
     DEFAULT_REPLICAS
 }
 
-/// What the reconcilers made of a volume.
+/// The observed state of a volume, written by the reconcilers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeStatus {
-    /// Where in its life it is.
+    /// The stage of the volume's life.
     #[serde(deserialize_with = "super::later::word")]
     pub state: VolumeState,
     /// How safe its data is now.
     #[serde(deserialize_with = "super::later::word")]
     pub robustness: Robustness,
-    /// Where it is, or is on its way to or from.
+    /// The node of the volume, or the one that it is being attached to or detached from.
     #[serde(rename = "currentNodeID", default, skip_serializing_if = "Option::is_none")]
     pub current_node_id: Option<NodeName>,
     /// Number of the newest attachment: the first half of the generation that fences older engines.
@@ -124,12 +124,12 @@ pub struct VolumeStatus {
     /// run: enough replicas refuse it. 0: none was ever fenced without having been stopped.
     #[serde(default)]
     pub fenced_attach: u64,
-    /// Nobody waits for an engine of this attachment or an older one: the volume is deleted, and its node was given up. It is not
-    /// fenced, and is stopped if its node comes back. 0: that was never so.
+    /// The attachment up to which engines are not waited for: the volume is deleted, and the node was given
+    /// up. Such an engine is not fenced, and is stopped if its node comes back. 0: none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub abandoned_attach: u64,
-    /// What the arbiter has granted. It is part of the volume, so that the compare-and-swap which stores a grant
-    /// fails where another attachment was drawn meanwhile.
+    /// The arbiter's record of its last grant. It is part of the volume, so that the compare-and-swap which
+    /// stores a grant fails where another attachment was drawn meanwhile.
     #[serde(default)]
     #[schemars(with = "schema::Opaque")]
     pub arbiter: Arbiter,
@@ -153,11 +153,11 @@ pub struct VolumeStatus {
     /// The claim that this PersistentVolume is bound to, or was last, as NAMESPACE/NAME.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub claim: Option<String>,
-    /// What its replicas take on a disk, the largest of them, to a few percent; 0: not known yet.
+    /// The allocated bytes of its largest replica, to a few percent; 0 if not known yet.
     #[serde(with = "super::quoted", default, skip_serializing_if = "is_zero")]
     #[schemars(with = "schema::Quoted")]
     pub actual_size: u64,
-    /// What kubectl shows in its columns.
+    /// The columns of kubectl.
     #[serde(default, skip_serializing_if = "Display::is_empty")]
     pub display: Display,
     /// Whether no replica and no engine has reported yet the view that the arbiter has granted last: its
@@ -173,17 +173,17 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// A volume as people read it in a column. Only the reconciler writes it, and nobody decides by it.
+/// The columns of a volume for people. Only the reconciler writes them, and no decision depends on them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Display {
-    /// What its owner wants it to have, like 10Gi.
+    /// The size that its owner wants, like 10Gi.
     pub size: String,
-    /// What its replicas take on a disk, like 1.5Gi.
+    /// The allocated size of its largest replica, like 1.5Gi.
     pub actual_size: String,
     /// How many replicas have everything, of how many it should have, like 2/3; a number alone where it is not served.
     pub replicas: String,
-    /// The reason of the condition that matters most of those that do not hold.
+    /// The reason of the most important condition that does not hold.
     pub reason: String,
 }
 
@@ -212,7 +212,7 @@ impl Default for RebuildLimits {
     }
 }
 
-/// The decision that what one replica has is the volume, whatever others had.
+/// The decision that the data of one replica is the volume, whatever others had.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Salvage {
@@ -229,9 +229,9 @@ pub struct Salvage {
     pub by: String,
     /// Why, in the operator's words.
     pub reason: String,
-    /// What was known to be lost by it.
+    /// The losses that were known at the decision.
     pub losses: String,
-    /// Whether the replica has been told. Until then nothing is started.
+    /// True if the replica has got the decision. Nothing is started before.
     pub done: bool,
 }
 
@@ -242,8 +242,8 @@ impl Volume {
         if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
     }
 
-    /// Whether it goes with all its data: its deletion was asked for, and nothing keeps it. One whose data has begun to go
-    /// does not come back.
+    /// Returns true if the volume is to be deleted with all its data: its deletion was requested, and nothing
+    /// keeps it. A volume whose data is being deleted does not come back.
     #[must_use]
     pub fn is_deleting(&self) -> bool {
         let has_begun = self.status.state == VolumeState::Deleting;
@@ -258,7 +258,7 @@ impl Volume {
         persistent_volume.filter(|_| self.metadata.is_deleting() && !self.is_deleting())
     }
 
-    /// Whether it is still to become larger.
+    /// Returns true if the volume has not reached its wanted size yet.
     #[must_use]
     pub const fn is_expanding(&self) -> bool {
         self.current_size_bytes() < self.spec.size
@@ -273,11 +273,11 @@ impl VolumeStatus {
     }
 }
 
-/// Where in its life a volume is.
+/// The stage of a volume's life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VolumeState {
-    /// Its replicas are being given disks.
+    /// The volume gets disks for its replicas.
     #[default]
     Creating,
     /// A device is there.
@@ -288,7 +288,7 @@ pub enum VolumeState {
     Attaching,
     /// The engine, then the replicas, are being stopped.
     Detaching,
-    /// As detaching, and then its data is deleted.
+    /// The volume is being detached, and then its data is deleted.
     Deleting,
 }
 
@@ -313,9 +313,9 @@ impl VolumeState {
 pub enum Robustness {
     /// Every replica has every acknowledged write.
     Healthy,
-    /// It serves, with fewer replicas than it should have.
+    /// The volume serves, with fewer replicas than it should have.
     Degraded,
-    /// It cannot serve.
+    /// The volume cannot serve.
     Faulted,
     /// Nothing can be said: it is not attached, or its node is silent.
     #[default]
@@ -348,16 +348,16 @@ pub enum Frontend {
     Nbd,
     /// NBD on a Unix socket, no kernel device.
     Socket,
-    /// One of a later version: no engine can be started.
+    /// The frontend is one of a later version: no engine can be started.
     #[schemars(skip)]
     Unknown,
 }
 
-/// Whether a replica should be where the volume is attached.
+/// The rule for a replica on the node of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataLocality {
-    /// It does not matter.
+    /// The volume needs no replica on the node of its engine.
     #[default]
     Disabled,
     /// A replica that gets a place anyway gets it there, where that can be.

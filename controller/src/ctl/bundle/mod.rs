@@ -22,7 +22,7 @@ use super::status::VERSION;
 /// The unit of the controller, whose log is on this host where it runs here.
 const UNIT: &str = "shorthorn-controller";
 
-/// What is written where.
+/// The options of the bundle.
 #[derive(Clone, Debug, Args)]
 pub struct BundleArgs {
     /// The file; it must not be there [default: shorthorn-support-TIME.tar.gz]
@@ -32,7 +32,7 @@ pub struct BundleArgs {
     pub log_lines: u32,
 }
 
-/// Writes the bundle; returns what was written. What cannot be had is noted in it and told.
+/// Writes the bundle, and returns its description. Unavailable parts are noted in it and reported.
 pub(super) async fn write(
     args: BundleArgs,
     client: &ControllerClient<Channel>,

@@ -19,24 +19,24 @@ pub struct Options {
     /// In the order of this field of -o json, like size or engine.phase
     #[arg(long, value_name = "FIELD")]
     pub sort_by: Option<String>,
-    /// Shows what changes until it is interrupted
+    /// Shows changes until it is interrupted
     #[arg(long, short, conflicts_with = "limit")]
     pub watch: bool,
-    /// At most so many; how to go on is said on standard error
+    /// Maximum number of objects; standard error has the command for the next ones
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
     pub limit: Option<u32>,
-    /// Goes on after a list with --limit
+    /// Continues after a list with --limit
     #[arg(long = "continue", value_name = "TOKEN", default_value = "", hide_default_value = true)]
     pub page_token: String,
 }
 
-/// What is listed.
+/// The kind of the listed objects.
 #[derive(Clone, Debug)]
 pub(in crate::ctl) enum What {
     Volumes {
         /// Only those whose claim is in this namespace; empty: all.
         namespace: String,
-        /// Whether the workloads are looked up too.
+        /// True if the workloads are looked up too.
         workloads: bool,
     },
     Replicas {
@@ -60,7 +60,7 @@ pub(in crate::ctl) struct Lister {
 /// A page of objects, or all pages together.
 struct Page<T> {
     all: Vec<T>,
-    /// Empty: there are no more.
+    /// The token of the next page; empty for the last one.
     next_token: String,
     problem: String,
 }

@@ -24,10 +24,10 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 const FORWARD_LIMIT: Duration = Duration::from_secs(20);
 /// How often a silent connection through Kubernetes is tried.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// What the program is called as a plugin of kubectl.
+/// The prefix of the program's name as a plugin of kubectl.
 const PLUGIN: &str = "kubectl-";
 
-/// Where the controller is.
+/// The options that locate the controller.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ReachArgs {
     /// Where the controller is: unix:///PATH, http://HOST:PORT, or https://HOST:PORT for TLS on this host
@@ -41,7 +41,7 @@ pub struct ReachArgs {
     /// Goes through the cluster of this kubeconfig to the controller that leads there, whatever --server is
     #[arg(long, global = true, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    /// Goes through the cluster of this context of the kubeconfig
+    /// Connects through the cluster of this context of the kubeconfig
     #[arg(long, global = true, value_name = "NAME")]
     pub context: Option<String>,
     /// Namespace that the controller is in
@@ -56,12 +56,12 @@ enum Way {
     Cluster,
 }
 
-/// What is found on this host.
+/// The relevant parts of this host.
 #[derive(Clone, Copy, Debug, Default)]
 struct Surroundings {
     /// The program is a plugin of kubectl.
     is_plugin: bool,
-    /// Somebody may listen on the default socket.
+    /// True if the default socket exists, so that a controller may listen there.
     has_socket: bool,
     /// Something says where an API server is.
     has_cluster: bool,
@@ -85,7 +85,7 @@ impl Surroundings {
     }
 }
 
-/// Whether a program of that name was started by `kubectl shorthorn`.
+/// Returns true if a program of that name was started by `kubectl shorthorn`.
 pub(super) fn is_plugin(program: &Path) -> bool {
     program.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PLUGIN))
 }
@@ -107,7 +107,7 @@ fn way(args: &ReachArgs, found: Surroundings) -> Way {
 pub(super) struct Reached {
     /// Connects when it is used first, and again when it broke.
     pub(super) channel: Channel,
-    /// What it is called in messages.
+    /// The name in messages.
     pub(super) name: String,
     /// The cluster that it is reached through, if it is.
     pub(super) cluster: Option<Cluster>,
@@ -122,13 +122,13 @@ pub(super) struct Cluster {
 }
 
 impl Cluster {
-    /// What was in the way of the last connection; none: nothing is known.
+    /// Returns the error of the last connection; none if unknown.
     pub(super) fn problem(&self) -> Option<String> {
         self.problem.last()
     }
 }
 
-/// Finds the way. Nothing is connected yet.
+/// Finds the way to the controller. Nothing is connected yet.
 pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
     let found = Surroundings::look();
     let way = way(args, found);

@@ -30,10 +30,10 @@ struct Options {
     /// The engine's host keeps the grants that it was given
     #[arg(long)]
     keeps_grants: bool,
-    /// How often the controller's store may be restored from a backup; what heals is not checked then
+    /// Number of times that the controller's store may be restored from a backup; recovery is not checked then
     #[arg(long, default_value_t = 0)]
     restores: u8,
-    /// How often hosts may lose what they remember
+    /// Number of times that hosts may lose their state
     #[arg(long, default_value_t = 0)]
     losses: u8,
     /// Starts may leave out replicas that they have reached
@@ -139,7 +139,7 @@ fn run_walks(model: &Model, options: &Options) -> ExitCode {
     fine()
 }
 
-/// What kind of step it is, for the count.
+/// Returns the name of the kind of step, for the count.
 fn name(step: &Step) -> String {
     let text = format!("{step:?}");
     text.split([' ', '{']).next().unwrap_or_default().to_owned()
