@@ -121,7 +121,7 @@ fn lock(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Until the socket is shut down.
+/// Runs until the socket is shut down.
 fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
     let mut buffer = vec![0; MESSAGE_MAX_BYTES];
     loop {

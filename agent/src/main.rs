@@ -24,12 +24,12 @@ use shorthorn_engine::EngineError;
 use shorthorn_replica::ReplicaError;
 
 const DEFAULT_LOG_LEVEL: &str = "info";
-/// How an engine ends that a newer one has fenced: it must not be started again (RestartPreventExitStatus in
-/// shorthorn-engine@.service).
+/// The exit code of an engine that a newer one has fenced. It must not be started again
+/// (RestartPreventExitStatus in shorthorn-engine@.service).
 const DEPOSED: u8 = 10;
-/// How a replica ends that has failed: it is to be started again, and has waited before it ended.
+/// The exit code of a failed replica. It is to be started again, and has waited before it ended.
 const FAILED: u8 = 13;
-/// How a process ends by any other error.
+/// The exit code of any other error.
 const FAILURE: u8 = 1;
 
 fn main() -> ExitCode {

@@ -25,7 +25,7 @@ pub struct PidFile {
     _file: File,
 }
 
-/// Why a pid file cannot be taken.
+/// The reason why a pid file cannot be taken.
 #[derive(Debug, Error)]
 pub enum PidFileError {
     /// Another process has it.
@@ -181,7 +181,7 @@ mod tests {
 
     const HOLD: &str = "SHORTHORN_TEST_HOLD";
 
-    /// Not a test of its own: the other process of the tests below.
+    /// Runs as the other process of the tests below, and is not a test of its own.
     #[test]
     fn helper_holds_until_its_input_ends() {
         let Some(path) = std::env::var_os(HOLD) else { return };

@@ -15,8 +15,9 @@ use shorthorn_engine::Ended;
 use crate::cli::RoleArgs;
 use crate::pid_file::PidFile;
 
-/// How an engine ends that was ordered to stop for good: it must not be started again (RestartPreventExitStatus in
-/// shorthorn-engine@.service). One that ends otherwise has left its device to the next process.
+/// The exit code of an engine that was ordered to stop for good. It must not be started again
+/// (RestartPreventExitStatus in shorthorn-engine@.service). After any other end it has left its device to the
+/// next process.
 pub const STOPPED: i32 = 12;
 
 /// Runs the engine of one volume until it is stopped.

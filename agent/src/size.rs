@@ -9,10 +9,10 @@ use thiserror::Error;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VolumeSize(pub u64);
 
-/// Why a text is no size.
+/// The reason why a text is no size.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
-    /// Not a number with a known unit.
+    /// The text is not a number with a known unit.
     #[error(
         "size {0:?}: write a whole number of bytes, or one with KiB, MiB, GiB or TiB, for instance 10GiB"
     )]

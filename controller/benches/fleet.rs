@@ -31,7 +31,7 @@ use tokio::task::{JoinHandle, JoinSet};
 const CALLS: usize = 64;
 /// The quiet time before the measurement begins.
 const CALM: Duration = Duration::from_secs(10);
-/// How often rebuilding engines show their progress, as real ones do.
+/// The interval at which rebuilding engines report their progress, as real ones do.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 /// The wait before a refused call is repeated. Kubernetes begins with a second.
 const REPEAT: Duration = Duration::from_millis(500);

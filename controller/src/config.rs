@@ -225,7 +225,7 @@ pub enum ConfigError {
     /// CSI would be served where something else is.
     #[error("csi_listen and listen are both {0}: give each its own")]
     SameListen(Listen),
-    /// Nothing says where the store is.
+    /// The store is configured nowhere.
     #[error("no store is configured: give --store FILE or --kubernetes, or the same in the --config file")]
     NoStore,
     /// Two things say where the store is.
@@ -315,7 +315,7 @@ pub struct Config {
     pub metrics_listen: MetricsListen,
     /// The filter of the log.
     pub log: String,
-    /// How.
+    /// The format of the log.
     pub log_format: LogFormat,
     /// The settings for all volumes.
     pub settings: Settings,

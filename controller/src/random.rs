@@ -2,7 +2,7 @@
 
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
 
-/// How many random bytes tell clusters apart.
+/// The number of random bytes in the name of a cluster.
 const CLUSTER_BYTES: usize = 16;
 
 /// The name of a new cluster.

@@ -44,17 +44,17 @@ use crate::work::{Queue, Worker};
 
 /// The time limit for running calls after the controller was stopped.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
-/// How often a silent connection is tried, and how long the answer may take.
+/// The interval of probes of a silent connection, and the time limit of the answer.
 const KEEPALIVE: Duration = Duration::from_secs(10);
-/// How long the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
+/// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
 /// noted.
 const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
-/// How long the last line of the log may take.
+/// The time limit for the last line of the log.
 const LOG_LIMIT: Duration = Duration::from_millis(100);
 /// The most calls of one sidecar at once; more wait.
 const CSI_CALLS_MAX: usize = 256;
 
-/// Why the controller cannot run, or had to end.
+/// The reason why the controller cannot run, or had to end.
 #[derive(Debug, Error)]
 pub enum ServeError {
     /// The store cannot be opened, or broke.
@@ -236,11 +236,11 @@ struct Opened {
     workloads: Option<ClusterWorkloads>,
     /// The connections to pods; none outside of Kubernetes.
     pods: Option<Pods>,
-    /// They end with this value.
+    /// The tasks, which end when this is dropped.
     tasks: JoinSet<()>,
 }
 
-/// How pods are reached.
+/// The connections to pods.
 struct Pods {
     client: kube::Client,
     known: Arc<Machines>,

@@ -16,7 +16,7 @@ const READY_LIMIT: Duration = Duration::from_secs(60);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 const NAME: &str = "bare";
 
-/// How a [`BareVolume`] is made.
+/// The options of a [`BareVolume`].
 #[derive(Clone, Debug)]
 pub struct BareVolumeOptions {
     /// The directory of its files.

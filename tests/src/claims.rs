@@ -44,7 +44,7 @@ pub struct Persistent {
     pub handle: String,
     fs_type: String,
     attributes: Value,
-    /// How large it is.
+    /// The size in bytes.
     pub size_bytes: i64,
 }
 
@@ -66,7 +66,8 @@ impl Persistent {
         })
     }
 
-    /// How it is used: the driver knows the modes of single writers, so ReadWriteOnce is the one with several.
+    /// Returns the use of the volume. The driver knows the modes of single writers, so ReadWriteOnce is the
+    /// one with several.
     #[must_use]
     pub fn capability(&self) -> v1::VolumeCapability {
         read_write_once(&self.fs_type)

@@ -31,7 +31,7 @@ pub struct GuestOptions {
     pub seed: u64,
     /// The part of the volume that is used.
     pub first_sector: u64,
-    /// How long it is. All of it reads as zeroes at first.
+    /// The number of sectors, which all read as zeroes at first.
     pub sectors: usize,
     /// Requests in flight.
     pub depth: usize,
@@ -66,10 +66,10 @@ pub struct GuestCounts {
     pub longest_stall: Duration,
 }
 
-/// How long a request took, without the time in which an earlier request to the same blocks was in flight.
+/// The duration of a request, without the time in which an earlier request to the same blocks was in flight.
 #[derive(Clone, Debug, Default)]
 pub struct Wait {
-    /// How long.
+    /// The duration.
     pub time: Duration,
     /// The request.
     pub request: String,
@@ -101,7 +101,7 @@ pub trait VolumeClient: std::fmt::Debug {
     /// Requests without an answer, by their cookies.
     fn outstanding(&self) -> &BTreeMap<u64, NbdRequest>;
 
-    /// How often the connection was lost and made again.
+    /// Returns the number of reconnections.
     fn reconnections(&self) -> u64;
 }
 
@@ -166,7 +166,7 @@ struct InFlight {
     /// The id of the written data.
     id: Id,
     submitted: Micros,
-    /// Since when no earlier request to these blocks is in flight.
+    /// The time since which no earlier request to these blocks is in flight.
     free_since: Micros,
 }
 
@@ -216,7 +216,7 @@ impl<C: VolumeClient> Guest<C> {
         self.counts
     }
 
-    /// How often the client had to connect again.
+    /// Returns the number of reconnections of the client.
     #[must_use]
     pub fn reconnections(&self) -> u64 {
         self.client.reconnections()

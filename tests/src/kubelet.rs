@@ -17,7 +17,7 @@ use crate::claims::{Persistent, attachment_of, bytes, claim_path, csi_node_path,
 use crate::cluster_node::ClusterNode;
 use crate::until;
 
-/// How long kubelet lets a call take.
+/// The time limit of kubelet for a call.
 const CALL_LIMIT: Duration = Duration::from_secs(120);
 const LIMIT: Duration = Duration::from_secs(180);
 const ROOT: &str = "/var/lib/kubelet";
@@ -292,7 +292,7 @@ impl<'a> Kubelet<'a> {
         self.say_in_use(&[])
     }
 
-    /// Nothing that is in it may be lost: so by rmdir, as kubelet does.
+    /// Removes a directory by rmdir, like kubelet, so that no content can be lost.
     fn remove(&self, dir: &str, inner: &str) -> Result<()> {
         let script = format!(
             "if test -e {dir}/{inner}; then rmdir {dir}/{inner}; fi; rm -f {dir}/vol_data.json; \

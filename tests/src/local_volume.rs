@@ -16,7 +16,7 @@ use crate::{NbdClient, binary, engine_status, replica_status};
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// How a volume is started with `shorthorn-agent run`.
+/// The options of a volume that runs in `shorthorn-agent run`.
 #[derive(Clone, Debug)]
 pub struct LocalVolumeOptions {
     /// The name of the volume.
@@ -25,9 +25,9 @@ pub struct LocalVolumeOptions {
     pub dir: PathBuf,
     /// The size as in the command line.
     pub size: String,
-    /// How many replicas.
+    /// The number of replicas.
     pub replicas: u32,
-    /// More flags.
+    /// Additional flags.
     pub extra: Vec<String>,
 }
 

@@ -23,7 +23,7 @@ pub enum NbdRequest {
     Read {
         /// The first byte.
         offset: u64,
-        /// How much.
+        /// The length in bytes.
         length: u32,
     },
     /// New data.
@@ -41,14 +41,14 @@ pub enum NbdRequest {
     Trim {
         /// The first byte.
         offset: u64,
-        /// How much.
+        /// The length in bytes.
         length: u32,
     },
     /// Reads as zeroes from now on.
     WriteZeroes {
         /// The first byte.
         offset: u64,
-        /// How much.
+        /// The length in bytes.
         length: u32,
         /// Durable when answered.
         fua: bool,
@@ -123,7 +123,7 @@ impl NbdClient {
         self.size_bytes
     }
 
-    /// How often the connection was lost and made again.
+    /// Returns the number of reconnections.
     #[must_use]
     pub fn reconnections(&self) -> u64 {
         self.reconnections

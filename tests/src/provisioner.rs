@@ -17,15 +17,15 @@ use crate::apiserver::ApiServer;
 use crate::claims::text;
 use crate::{Caller, Sidecars};
 
-/// How long a sidecar tries to connect.
+/// The time limit of a sidecar for connecting.
 const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 /// Between two attempts to connect, and between two probes.
 const PAUSE: Duration = Duration::from_secs(1);
 /// The time limit of a call, the default of the sidecars.
 const CALL_LIMIT: Duration = Duration::from_secs(15);
-/// How long kubelet waits before it starts a container for the third time; twice as long after that.
+/// The pause of kubelet before it starts a container for the third time; it doubles after that.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
-/// How soon a lost connection, or a new claim, is noticed.
+/// The interval of checking for a lost connection, or a new claim.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// The container.
@@ -65,7 +65,7 @@ impl<'a> Provisioner<'a> {
         self.stopped.store(true, Ordering::Release);
     }
 
-    /// How often the container has ended.
+    /// Returns the number of times that the container has ended.
     #[must_use]
     pub fn ends(&self) -> u32 {
         self.ends.load(Ordering::Acquire)

@@ -24,11 +24,11 @@ const LIMIT: Duration = Duration::from_secs(120);
 const VOLUME: &str = "v";
 /// The maximum number of calls to the API server for an attach, without events.
 const CALLS_MAX: usize = 12;
-/// How long an attach may take until its steps are stored, too.
+/// The time after which the steps of an attach are stored, too.
 const QUIET_START: Duration = Duration::from_secs(5);
-/// How often a controller is killed.
+/// The number of times that a controller is killed.
 const KILLS: u32 = 3;
-/// How long after the death of the leading controller a claim may have to wait until it is bound.
+/// The time limit for binding a claim after the death of the leading controller.
 const BOUND_LIMIT: Duration = Duration::from_secs(20);
 /// The time limit of a CSI call.
 const CALL_LIMIT: Duration = Duration::from_secs(15);

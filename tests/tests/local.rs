@@ -146,7 +146,7 @@ fn a_client_notices_nothing_when_a_replica_is_killed() -> Result<()> {
     volume.stop()
 }
 
-/// Until a replica has data: the load is under way.
+/// Waits until a replica has data, so that the load is running.
 fn wait_for_writes(dir: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {

@@ -106,7 +106,7 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     host.ctl("volume detach v1").map(drop)
 }
 
-/// How many times the engine is restarted: 1, or as the environment variable SHORTHORN_RESTARTS says.
+/// Returns the number of restarts of the engine: 1, or the environment variable SHORTHORN_RESTARTS.
 fn restarts() -> Result<usize> {
     std::env::var("SHORTHORN_RESTARTS").map_or(Ok(1), |number| number.parse().context("SHORTHORN_RESTARTS"))
 }

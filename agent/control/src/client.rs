@@ -9,7 +9,7 @@ use crate::status::{Command, Status};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a process could not be asked.
+/// The reason why a request to a process has failed.
 #[derive(Debug, Error)]
 pub enum ControlError {
     /// The socket does not work: the process is not there, or hangs.

@@ -1,5 +1,5 @@
-//! How the agent and an engine or replica process talk: a spec file that the process is started with, and
-//! a control socket of the process that carries lines of JSON.
+//! Messages between the agent and an engine or replica: a spec file from which the process starts, and its
+//! control socket, which carries lines of JSON.
 //!
 //! A client sends one [`Command`] per line. `status` is answered by one [`Status`] line, `watch` by one at
 //! once and one after every change until the client goes, `io` by one [`IoCounters`] line. The others have no

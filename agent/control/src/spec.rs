@@ -39,8 +39,8 @@ pub struct ReplicaSpec {
     pub data_address: Option<std::net::SocketAddr>,
     /// Control socket.
     pub control_socket: PathBuf,
-    /// How much of the volume is read in a second, at most, to make sums of blocks that are at rest. 0: no sums are kept, and
-    /// what the disk changes by itself is not noticed by the replica.
+    /// The maximum rate in bytes per second at which a replica reads idle blocks for their sums. 0: no sums
+    /// are kept, and the replica does not notice rot by itself.
     #[serde(default = "sum_bytes_per_s_default", skip_serializing_if = "is_sum_bytes_per_s_default")]
     pub sum_bytes_per_s: u64,
     /// Fields of a later version.
@@ -73,7 +73,7 @@ pub struct EngineSpec {
     pub attach: u64,
     /// The addresses of the replicas.
     pub replicas: Vec<ReplicaEndpoint>,
-    /// Which frontend.
+    /// The choice of the frontend.
     pub frontend: FrontendChoice,
     /// Secret of the volume.
     pub secret: Secret,
@@ -94,7 +94,7 @@ pub struct EngineSpec {
     /// The view that the arbiter granted last, as far as the controller knew when it attached the volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub granted: Option<View>,
-    /// How much copying may take of the volume's speed.
+    /// The share of the volume's speed that copies may take.
     #[serde(default)]
     pub rebuild: RebuildLimits,
     /// The time after the last write to a region after which the members count as equal there, in
@@ -139,7 +139,7 @@ fn is_zero(value: &u64) -> bool {
     *value == 0
 }
 
-/// How much copying may take of a volume's speed.
+/// The share of a volume's speed that copies may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildLimits {
     /// The most that is copied; 0: no limit.
@@ -157,7 +157,7 @@ impl Default for RebuildLimits {
 /// The address of one replica of the volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaEndpoint {
-    /// Which replica has to answer there.
+    /// The id of the replica that has to answer there.
     pub replica: ReplicaId,
     /// `unix:<path>` or `tcp:<ip>:<port>`, in the order to try.
     pub addresses: Vec<String>,
@@ -165,7 +165,7 @@ pub struct ReplicaEndpoint {
     pub local: bool,
 }
 
-/// Which frontend is wanted.
+/// The choice of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FrontendChoice {
@@ -179,7 +179,7 @@ pub enum FrontendChoice {
     Socket,
 }
 
-/// Why a spec file cannot be used.
+/// The reason why a spec file cannot be used.
 #[derive(Debug, Error)]
 pub enum SpecError {
     /// The file cannot be read or written.

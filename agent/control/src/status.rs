@@ -22,7 +22,7 @@ pub enum Command {
     Handover,
     /// The arbiter has granted a view.
     Grant {
-        /// Which one.
+        /// The granted view.
         view: View,
     },
     /// Sets the replicas of the volume. A new one is rebuilt. A missing one is given up, unless it is in the
@@ -33,7 +33,7 @@ pub enum Command {
     },
     /// Compare all members, or stop that.
     Scrub {
-        /// How; none: stop.
+        /// The settings of the scrub; none stops it.
         scrub: Option<ScrubOrder>,
     },
     /// Only for a replica: no engine of a lower generation may use it from here on. That it holds shows in the
@@ -87,7 +87,7 @@ pub struct ExpansionStatus {
     pub next_attach: bool,
 }
 
-/// How far copying is.
+/// The progress of a copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyStatus {
     /// The bytes to copy at the beginning, in whole regions, including those counted while the replica was
@@ -95,19 +95,19 @@ pub struct CopyStatus {
     pub total_bytes: u64,
     /// The bytes left to copy.
     pub left_bytes: u64,
-    /// How fast it goes.
+    /// The rate in bytes per second.
     pub bytes_per_s: u64,
 }
 
 impl CopyStatus {
-    /// How much is done, 0 to 100.
+    /// Returns the completed percentage, 0 to 100.
     #[must_use]
     pub fn percent(&self) -> u64 {
         let done = self.total_bytes.saturating_sub(self.left_bytes);
         done.saturating_mul(100).checked_div(self.total_bytes).unwrap_or(100)
     }
 
-    /// How long it will take at this speed; none where it stands still.
+    /// Returns the remaining seconds at this speed; none if the copy makes no progress.
     #[must_use]
     pub fn left_s(&self) -> Option<u64> {
         self.left_bytes.checked_div(self.bytes_per_s)
@@ -117,7 +117,7 @@ impl CopyStatus {
 /// The findings of the last or current scrub.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
-    /// Which one it is, counted from 1 since the engine has started.
+    /// The number of the scrub, counted from 1 since the engine has started.
     #[serde(default)]
     pub number: u64,
     /// True if it is under way.
@@ -171,12 +171,12 @@ pub struct IoCounter {
     pub bytes: u64,
     /// The number of requests that ended with an error.
     pub failed: u64,
-    /// How long they took, one after the other, from when the engine had them to when they were completed.
+    /// The sum of the durations, from the arrival of a request at the engine until its completion.
     pub duration_us: u64,
 }
 
 impl IoCounter {
-    /// Both together.
+    /// Returns the sum of both.
     #[must_use]
     pub const fn plus(self, other: IoCounter) -> IoCounter {
         IoCounter {
@@ -188,7 +188,7 @@ impl IoCounter {
     }
 }
 
-/// How far an engine is.
+/// The phase of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EnginePhase {
@@ -211,9 +211,9 @@ pub struct EngineStatus {
     pub volume: VolumeName,
     /// The process.
     pub pid: u32,
-    /// How far it is.
+    /// The phase of the engine.
     pub phase: EnginePhase,
-    /// Why, for people; empty where all is well.
+    /// The reason for people; empty if all is well.
     pub message: String,
     /// The generation of the engine.
     pub generation: Generation,
@@ -251,7 +251,7 @@ pub struct EngineStatus {
     pub version: String,
 }
 
-/// How a replica stands with the engine.
+/// The state of a replica in the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemberMode {
@@ -268,27 +268,28 @@ pub enum MemberMode {
 /// State of one replica as its engine sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberStatus {
-    /// Which replica.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// The address in use, or the first one.
     pub address: String,
-    /// How it stands.
+    /// The state of the replica.
     pub mode: MemberMode,
-    /// Why it is not a member; of a member: why requests wait for it. Empty: all is well.
+    /// The reason why the replica is not a member, or why requests wait for a member. Empty: all is well.
     pub message: String,
-    /// How often requests had to wait for it, as it was late and the others could not go on without it.
+    /// The number of times that requests had to wait for the replica, because it was late and the others
+    /// could not continue without it.
     #[serde(default)]
     pub times_awaited: u64,
-    /// How often it was a source of a copy and held something else than was stored on it, as its sums say.
+    /// The number of times that the replica, as the source of a copy, held rot according to its sums.
     #[serde(default)]
     pub times_rotten: u64,
-    /// How often that was copied as it is, as no other member could give it.
+    /// The number of times that such rot was copied unchanged, because no other member had the data.
     #[serde(default)]
     pub times_rot_copied: u64,
-    /// Since when it is not a member, in milliseconds since 1970.
+    /// The time since which the replica is not a member, in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub away_since_ms: Option<u64>,
-    /// How far it is, while it is being brought up.
+    /// The progress of the rebuild, if one runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copy: Option<CopyStatus>,
 }
@@ -298,7 +299,7 @@ pub struct MemberStatus {
 pub struct ReplicaStatus {
     /// The volume.
     pub volume: VolumeName,
-    /// Which replica.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// The process.
     pub pid: u32,
@@ -307,10 +308,10 @@ pub struct ReplicaStatus {
     /// True if it has failed: it answers everything with an error until its process ends.
     #[serde(default)]
     pub failed: bool,
-    /// How often in a row it has failed, lately and in earlier processes.
+    /// The number of failures in a row, including earlier processes.
     #[serde(default)]
     pub failures: u32,
-    /// Why not, for people; empty where all is well.
+    /// The reason for people; empty if all is well.
     pub message: String,
     /// `unix:<path>` and `tcp:<ip>:<port>`.
     pub addresses: Vec<String>,

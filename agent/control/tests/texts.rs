@@ -54,7 +54,7 @@ fn check<T: Serialize + DeserializeOwned + PartialEq + Debug>(text: &[u8]) -> bo
     true
 }
 
-/// How many kinds of texts accept it.
+/// Returns the number of kinds of texts that accept it.
 fn check_every_kind(text: &[u8]) -> usize {
     let accepted = [
         check::<ReplicaSpec>(text),
@@ -73,7 +73,7 @@ fn each_text_is_accepted_as_it_is() {
     }
 }
 
-/// Some are at the end of an escape, in a number, or out of the range of every number.
+/// Characters at the end of an escape, in a number, or out of the range of every number.
 const SPECIAL: [&str; 13] =
     ["", "0", "-1", "18446744073709551616", "1e400", "\"", "{", "}", "[", "null", "\\ud800", "\0", ","];
 

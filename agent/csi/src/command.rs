@@ -25,7 +25,7 @@ pub(crate) struct Tool {
     limit: Duration,
 }
 
-/// How it ended by itself.
+/// The result of a program that has ended by itself.
 #[derive(Debug)]
 pub(crate) struct Finished {
     /// Exit status; None: a signal.

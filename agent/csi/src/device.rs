@@ -19,7 +19,7 @@ const CHUNK_BYTES: usize = 64 << 10;
 pub struct DeviceNumber {
     /// The number of the driver; 0 for file systems without a device.
     pub major: u32,
-    /// Which of the driver's devices.
+    /// The index of the device in the driver.
     pub minor: u32,
 }
 

@@ -19,7 +19,7 @@ const READS_MAX: usize = 5;
 pub(crate) struct Mount {
     /// Device of the file system.
     pub device: DeviceNumber,
-    /// Which directory, or file, of the file system is mounted.
+    /// The directory, or file, of the file system that is mounted.
     pub root: PathBuf,
     /// The mount point.
     pub point: PathBuf,
@@ -86,7 +86,7 @@ impl Mount {
         has_option(&self.options, "ro")
     }
 
-    /// Why nothing can be written although the mount would allow it; None where that is not so.
+    /// Returns the reason why writes fail although the mount allows them; none if they work.
     pub(crate) fn trouble(&self) -> Option<&'static str> {
         let now = |option| has_option(&self.super_options, option);
         if now("shutdown") {

@@ -28,7 +28,7 @@ pub struct Volume {
     pub device: Option<Device>,
     /// True if the volume was attached for reading only.
     pub read_only: bool,
-    /// How it is.
+    /// The condition of the volume.
     pub condition: Condition,
 }
 
@@ -43,7 +43,7 @@ pub struct Device {
     pub size_bytes: u64,
 }
 
-/// How a volume is. The texts are for people.
+/// The condition of a volume. The texts are for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Condition {
     /// The volume has its full redundancy.

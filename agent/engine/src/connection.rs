@@ -27,7 +27,7 @@ use thiserror::Error;
 
 /// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
-/// How long all pages of a set of regions may take together. There are at most some hundred.
+/// The time limit for all pages of a set of regions together, at most some hundred.
 const SET_LIMIT: Duration = Duration::from_secs(60);
 /// The same for the regions that have data. The replica asks its file system for them, and a disk that is busy has to be read for
 /// that. Each page has to bring something new, and the courier looks between pages whether it has to end.
@@ -130,11 +130,11 @@ pub struct Greeted {
 #[derive(Debug)]
 pub struct Connection {
     stream: Stream,
-    /// How long each step may take; none: for ever.
+    /// The time limit of each step; none for no limit.
     timeout: Option<Duration>,
-    /// When the exchange has to have ended of which the next steps are a part.
+    /// The deadline of the exchange to which the next steps belong.
     deadline: Option<Instant>,
-    /// When all pages of the set of regions have to be there whose first page was asked for last.
+    /// The deadline for all pages of the set of regions that is being read.
     pages_deadline: Option<Instant>,
     /// Makes and reads the headers of frames. None before the welcome.
     session: Option<Session>,
@@ -187,7 +187,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// How long every later step may take; none: for ever.
+    /// Sets the time limit of every later step; none for no limit.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.timeout = timeout;
         self.set_way_timeout(Way::In, timeout)?;
@@ -288,7 +288,7 @@ impl Connection {
         self.receive_frame(Opcode::Ping).map(drop)
     }
 
-    /// Which layers the replica has.
+    /// Lists the layers of the replica.
     pub fn list_layers(&mut self) -> Result<LayerList, ConnectError> {
         self.send(&Header::request(Opcode::Layers, 0, 0, 0), &[])?;
         self.receive(Opcode::Layers)

@@ -89,7 +89,7 @@ impl RequestMeter {
         RequestMeter { counters, slots: vec![nothing; usize::from(slots)].into() }
     }
 
-    /// These are submitted.
+    /// Counts submitted requests.
     pub fn begin(&mut self, requests: &[Request], now: Instant) {
         for request in requests {
             let kind = match request.operation {

@@ -52,7 +52,7 @@ enum Call {
     Attend(Stay),
     /// The reason for a pause is gone.
     Relent,
-    /// Something has changed: try at once.
+    /// The replica may be reachable again: try at once.
     Hurry,
     /// The replica is given up.
     End,
@@ -209,7 +209,7 @@ impl Couriers {
         spawned.inspect_err(|_| self.desk.note_courier(peer, false))
     }
 
-    /// Something has changed that lets them try at once.
+    /// Lets all couriers try at once after a change.
     pub fn hurry(&self) {
         for calls in self.calls.iter().flatten() {
             // One that has ended needs no telling.
@@ -252,7 +252,7 @@ fn forget(desk: &Desk, replica: ReplicaId) {
     }
 }
 
-/// Why an attempt did not bring the replica back.
+/// The reason why an attempt did not bring the replica back.
 type Trouble = shorthorn_recovery::Trouble<ConnectError>;
 
 /// The thread of one replica.
@@ -268,12 +268,12 @@ struct Courier {
     later: Cell<Option<Stay>>,
     /// Members that could not be read to bring the replica back.
     bad_sources: BadSources,
-    /// How often the replica has answered with an error or nonsense lately.
+    /// The recent errors and nonsense in answers of the replica.
     standing: Standing,
 }
 
 impl Courier {
-    /// Until the replica is given up or the process ends.
+    /// Runs until the replica is given up or the process ends.
     fn run(mut self) {
         while let Ok(call) = self.calls.recv() {
             let goes_on = match call {
@@ -368,8 +368,8 @@ impl Courier {
         if is_lasting { LASTING_PAUSE } else { self.next_pause() }
     }
 
-    /// How long to wait for a replica that has answered with an error or nonsense: longer each time, also if its courier is sent again
-    /// meanwhile.
+    /// Returns the pause for a replica that has answered with an error or nonsense. It grows each time, even
+    /// if the courier is sent again meanwhile.
     fn stay_of_offender(&mut self) -> Duration {
         // From long before the start on: else the first time would seem to follow another one.
         let now = self.desk.begun.elapsed() + Duration::from_secs(1 << 20);

@@ -6,7 +6,7 @@ use shorthorn_frontend::FrontendError;
 use shorthorn_types::{Generation, VolumeName};
 use thiserror::Error;
 
-/// Why an engine process ends.
+/// The reason why an engine process ends.
 #[derive(Debug, Error)]
 pub enum EngineError {
     /// The spec file cannot be used.

@@ -22,9 +22,9 @@ pub enum Trouble {
     Failed(Failure),
     /// The frontend has refused a request, so that the volume has not seen it.
     Refused(Refusal),
-    /// So many more errors were not told one by one.
+    /// More errors were counted and not logged one by one.
     More {
-        /// How many.
+        /// The number of suppressed errors.
         count: u64,
     },
 }
@@ -32,7 +32,7 @@ pub enum Trouble {
 /// Limits the number of errors that a queue tells.
 #[derive(Debug, Default)]
 pub struct Limiter {
-    /// When the interval began, if one is under way.
+    /// The beginning of the running interval, if any.
     since: Option<Instant>,
     told: u32,
     untold: u64,

@@ -31,7 +31,7 @@ use shorthorn_types::limits::MAX_QUEUES;
 const PASSED: &str = "SHORTHORN_DESCRIPTORS";
 /// The last of the descriptors that every process has: standard error.
 const LAST_STANDARD: RawFd = 2;
-/// How long whoever keeps descriptors may take to have them: everything waits for that.
+/// The time limit for the service manager to take descriptors: all work waits for that.
 const KEEP_LIMIT: Duration = Duration::from_secs(2);
 
 /// The name of a socket while the service manager keeps it.

@@ -65,7 +65,7 @@ pub struct Link {
     receiving: Option<(Header, IoBuf)>,
 }
 
-/// How many slots a link serves.
+/// The slots that a link serves.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkSlots {
     /// The number of the frontend's slots.
@@ -400,7 +400,7 @@ pub fn peer_of(token: Token) -> PeerIndex {
     u8::try_from(token.index).unwrap_or(u8::MAX)
 }
 
-/// Which blocks of `data` are all zeroes.
+/// Returns a bit for each block of `data` that is all zeroes.
 fn zero_blocks(data: IoBuf) -> ZeroBlocks {
     let block_bytes = usize::try_from(BLOCK_BYTES).unwrap_or(usize::MAX);
     let mut zeroes = ZeroBlocks::default();

@@ -44,8 +44,8 @@ const COPY_SLOTS: u16 = 8;
 /// The amount that may always be left to resync after a crash: a few seconds' work. Requests for other
 /// regions do not wait for it.
 const INTENT_KEEP_BYTES: u64 = 1 << 30;
-/// How long the volume waits for replicas that do not answer PING, if the others cannot go on without them, and for a view to be stored: see
-/// `shorthorn_core::patience`. After that the next start may find other replicas.
+/// The time limit for replicas that do not answer PING, if the others cannot continue without them, and for
+/// storing a view: see `shorthorn_core::patience`. After that the next start may find other replicas.
 const LATE_LIMIT_MS: u64 = 60_000;
 /// The limits of what a replica handles at once. More requests would wait in sockets, in front of PINGs and
 /// proposals.
@@ -62,7 +62,7 @@ const SETTLE_DRAINED_LIMIT: Duration = Duration::from_millis(50);
 /// The maximum that the next process may have to resync: eight regions of a small volume.
 const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 
-/// How an engine process has ended.
+/// The way in which an engine process has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// For good, by order: its device is gone.
@@ -151,8 +151,9 @@ fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
     }
 }
 
-/// How many queues a new device has. On NBD one: with several sockets the kernel gives one up whose requests take 15 s, and sends them over
-/// another one. The engine may read an old copy of a write from the first one later, when a newer write is acknowledged already.
+/// Returns the number of queues of a new device. On NBD one: with several sockets the kernel gives one up
+/// whose requests take 15 s, and sends them over another one. The engine may read an old copy of a write from
+/// the first one later, when a newer write is acknowledged already.
 fn queues_on(kind: Option<FrontendKind>, wanted: u16) -> u16 {
     if kind == Some(FrontendKind::Nbd) { 1 } else { wanted }
 }

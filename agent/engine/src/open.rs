@@ -23,8 +23,8 @@ use crate::shared::News;
 use crate::state::EngineState;
 use crate::status;
 
-/// How long members that do not answer are waited for when the others are enough: a process that is being
-/// restarted is back by then.
+/// The time limit for members that do not answer, if the others are enough: a process that is being restarted
+/// is back by then.
 const MISSING_LIMIT: Duration = Duration::from_secs(5);
 /// The same limit if the others have lost writes that a user counts on: one of the missing replicas may have
 /// kept them.
@@ -68,7 +68,7 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// How much has to be made equal before it is served, where the members may differ.
+    /// Returns the bytes to resync before they are served, because the members may differ there.
     pub fn unequal_bytes(&self) -> Option<u64> {
         let region_bytes = Regions::of(self.size_bytes).region_bytes();
         let bytes = u64::from(self.dirty.len()) * region_bytes;
@@ -76,7 +76,7 @@ impl Opened {
     }
 }
 
-/// How waiting for the volume has ended.
+/// The result of waiting for the volume.
 #[derive(Debug)]
 pub enum Opening {
     /// The volume may be served.
@@ -85,7 +85,7 @@ pub enum Opening {
     Ended { for_good: bool },
 }
 
-/// Why an attempt to open the volume failed.
+/// The reason why an attempt to open the volume failed.
 #[derive(Debug)]
 enum OpenError {
     /// Never again: a newer engine holds it, or this host fails.
@@ -359,7 +359,7 @@ enum Heard {
     Nothing,
 }
 
-/// Why the process does not open the volume.
+/// The reason why the process does not open the volume.
 #[derive(Debug)]
 enum Stop {
     /// This host fails.
@@ -385,12 +385,12 @@ struct Attempt<'a, 'b> {
     /// The replicas of the spec when it began.
     endpoints: Vec<ReplicaEndpoint>,
     members: Vec<MemberStatus>,
-    /// When the first attempt began.
+    /// The time at which the first attempt began.
     first: Instant,
-    /// When the first of the replicas that were not reached was given up.
+    /// The time at which the first unreached replica was given up.
     tried_until: Option<Instant>,
     reached_ms: u64,
-    /// Tells of replicas that had not answered, while the arbiter is waited for.
+    /// The replicas that answer late, while the engine waits for the arbiter.
     search: Option<Receiver<ReplicaId>>,
     pinged: Instant,
 }

@@ -8,7 +8,7 @@ use shorthorn_types::limits::MAX_IO_BYTES;
 const PACE: Duration = Duration::from_millis(250);
 const SMALLEST_PIECE_BYTES: u64 = 64 << 10;
 
-/// How much is copied at a time where `rate` bytes per second are allowed.
+/// Returns the size of a copied piece at `rate` bytes per second.
 pub fn piece_bytes(rate: u64) -> u64 {
     let longest = u64::from(MAX_IO_BYTES);
     if rate == 0 {

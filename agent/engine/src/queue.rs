@@ -28,7 +28,7 @@ const SLOT_KEEP_BYTES: usize = 16 << 10;
 /// The state of a queue thread.
 pub struct Queue {
     pub index: u16,
-    /// How many slots the frontend has.
+    /// The number of slots of the frontend.
     pub depth: u16,
     /// A buffer for every slot, those for copies behind them.
     pub arena: Arena,

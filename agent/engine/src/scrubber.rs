@@ -56,7 +56,7 @@ pub struct Finding {
 pub enum Done {
     /// The range was copied from this member, and reads the same as there.
     Repaired { from: PeerIndex },
-    /// Nothing: it was not asked for.
+    /// No repair was requested.
     Told,
     /// The range was left alone, because the right data is not known.
     Undecided,
@@ -97,13 +97,13 @@ impl Scrubbing {
         Ok(Scrubbing { number, _stop: stop })
     }
 
-    /// Which one it is.
+    /// Returns the number of the scrub.
     pub fn number(&self) -> u64 {
         self.number
     }
 }
 
-/// Why a scrub does not go on.
+/// The reason why a scrub does not continue.
 #[derive(Debug)]
 enum Trouble {
     /// The scrub was stopped by an order.
@@ -138,7 +138,7 @@ struct Scrubber {
     stopped: Receiver<()>,
     pacer: Pacer,
     told: Option<Instant>,
-    /// Why not everything was compared.
+    /// The reason why not everything was compared.
     incomplete: Option<String>,
     /// Pieces of examined layers that still differ. The scrub does not repair the layers above there, because
     /// they build on them.

@@ -28,14 +28,14 @@ use crate::shared::{News, Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
 
-/// How often the core is asked how far copies are, while there are any.
+/// The interval of asking the core for the progress of running copies.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How often the progress of a copy is logged.
+/// The interval of logging the progress of a copy.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 const NO_STAY: Stay = Stay::For(Duration::ZERO);
 
-/// How serving ends.
+/// The way in which serving ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// Stops for good and removes the device.
@@ -65,7 +65,7 @@ pub struct Serving<'a> {
     is_scrubbing: bool,
     /// The running scrub of the snapshots, and the settings with which the scrub of the volume follows.
     snapshots: Option<(Scrubbing, ScrubConfig)>,
-    /// How many scrubs there were.
+    /// The number of scrubs so far.
     scrubs: u64,
     logged: Instant,
 }
@@ -118,7 +118,7 @@ impl<'a> Serving<'a> {
         Ok(serving)
     }
 
-    /// Until the engine has to end.
+    /// Runs until the engine has to end.
     ///
     /// # Errors
     /// Why it cannot go on.

@@ -290,7 +290,7 @@ impl Shared {
         self.connected.get(usize::from(peer)).is_none_or(|queues| queues.load(Ordering::Acquire) == 0)
     }
 
-    /// Tells the main thread.
+    /// Sends news to the main thread.
     pub fn tell(&self, news: News) {
         // The main thread has gone only where the process is ending.
         let _ = self.news.send(news);

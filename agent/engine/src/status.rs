@@ -134,7 +134,7 @@ impl Meter {
         self.total_bytes
     }
 
-    /// Since when.
+    /// Returns the time since the start.
     pub fn elapsed(&self) -> Duration {
         self.begun.elapsed()
     }

@@ -205,7 +205,7 @@ fn store(path: &Path, record: &DeviceRecord) -> Result<(), Anything> {
     Ok(fs::rename(new, path)?)
 }
 
-/// How a queue is served.
+/// The settings of a served queue.
 #[derive(Clone, Copy)]
 struct How {
     depth: u16,

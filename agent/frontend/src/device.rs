@@ -7,7 +7,7 @@ use shorthorn_types::VolumeName;
 use crate::QueueFrontend;
 use crate::node::DeviceNumber;
 
-/// Which frontend.
+/// The kind of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FrontendKind {
@@ -36,9 +36,9 @@ pub struct FrontendSpec {
     pub volume: VolumeName,
     /// The size of the volume in bytes.
     pub size_bytes: u64,
-    /// How many queues; each gets a [`QueueFrontend`].
+    /// The number of queues; each gets a [`QueueFrontend`].
     pub queues: u16,
-    /// How many requests in flight per queue; the arena of a queue has as many slots.
+    /// The number of requests in flight per queue; the arena of a queue has as many slots.
     pub depth: u16,
     /// The path of the socket, for [`FrontendKind::Socket`].
     pub socket_path: PathBuf,
@@ -66,7 +66,7 @@ pub struct DeviceRecord {
 /// A socket that an earlier process has handed over, at the start of a request: see [`crate::Parked::At`].
 #[derive(Debug)]
 pub struct QueueSocket {
-    /// Which queue it is of.
+    /// The queue of the socket.
     pub queue: u16,
     /// Our end of it.
     pub socket: OwnedFd,
@@ -106,7 +106,7 @@ pub trait Device: Send {
     /// Returns the size that the user of the device sees.
     fn size_bytes(&self) -> u64;
 
-    /// Tells the device that the volume has grown.
+    /// Announces the larger size of the volume to the device.
     ///
     /// # Errors
     /// [`FrontendError::Unsupported`] where the kernel cannot do it while the device is in use.
@@ -129,12 +129,12 @@ pub enum FrontendError {
     /// This kernel cannot do it.
     #[error("{frontend} is not possible here: {reason}")]
     Unsupported {
-        /// Which frontend.
+        /// The kind of the frontend.
         frontend: FrontendKind,
         /// The missing feature, and the remedy.
         reason: String,
     },
-    /// Something is in the way that must not be touched.
+    /// The name or device is used by another program, and must not be touched.
     #[error("{action}: {reason}")]
     Refused {
         /// The action that failed, with its object.

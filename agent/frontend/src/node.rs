@@ -29,8 +29,8 @@ pub use users::in_use;
 const NODE_MODE: u32 = 0o660;
 /// The group of disks on every distribution; where it is missing, root alone may open the device.
 const NODE_GROUP: &str = "disk";
-/// How long the page cache of a device may take to be written out before the device is stopped. As long as requests of a volume that
-/// goes on may take: they end by the time-outs of the replicas.
+/// The time limit for writing the page cache of a device back before the device is stopped. It equals the
+/// limit of requests of a working volume: they end by the time-outs of the replicas.
 const WRITE_BACK_LIMIT: Duration = Duration::from_secs(30);
 const SYSFS: &str = "/sys";
 const UDEV_CONTROL: &str = "/run/udev/control";
@@ -41,7 +41,7 @@ const UDEV_DATA: &str = "/run/udev/data";
 pub struct DeviceNumber {
     /// The number of the driver.
     pub major: u32,
-    /// Which of the driver's devices.
+    /// The index of the device in the driver.
     pub minor: u32,
 }
 
@@ -247,7 +247,7 @@ fn is_gone(error: &io::Error) -> bool {
 enum Found {
     Nothing,
     Node(DeviceNumber),
-    /// Something that is no block device, in words.
+    /// The file is no block device; a description of it.
     Other(&'static str),
 }
 

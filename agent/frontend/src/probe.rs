@@ -1,4 +1,4 @@
-//! Which frontends work on this host, and which one to take.
+//! Probes which frontends work on this host, and chooses one.
 
 use std::fs;
 use std::io;
@@ -22,7 +22,7 @@ const NBD_MODULE: &str = "nbd";
 /// The support of one frontend on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FrontendReport {
-    /// Which.
+    /// The kind of the frontend.
     pub kind: FrontendKind,
     /// True if it does.
     pub usable: bool,
@@ -77,7 +77,7 @@ fn choose_any(reports: &[FrontendReport]) -> Result<FrontendKind, FrontendError>
     })
 }
 
-/// Why ublk must not be touched on the kernel of this `release` (uname -r), or None.
+/// Returns the reason why ublk must not be touched on the kernel of this `release` (uname -r), or none.
 ///
 /// Kernels with commit 529d4d632788 and without 011af85ccd87 follow a null pointer on the first ADD_DEV: the
 /// caller hangs for good, and a host with panic_on_oops reboots. No trial can find that out.

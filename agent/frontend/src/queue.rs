@@ -29,7 +29,7 @@ pub struct Refusal {
     pub operation: Option<Operation>,
     /// The offset of the request, which may lie outside of the volume.
     pub offset_bytes: u64,
-    /// How much.
+    /// The length of the request in bytes.
     pub length_bytes: u64,
     /// The answer.
     pub errno: Errno,

@@ -27,7 +27,7 @@ pub(crate) struct Connection {
     pub receiving: Option<u16>,
     /// True if bytes have come since the last tick.
     pub heard: bool,
-    /// How many ticks ago the last bytes came.
+    /// The number of ticks since the last received bytes.
     pub silent_ticks: u32,
 }
 

@@ -82,7 +82,7 @@ pub enum ReplicaError {
     NoPiece {
         /// The requested first byte.
         offset_bytes: u64,
-        /// How long it was to be.
+        /// The requested length.
         length_bytes: u32,
     },
     /// Sums for pieces that a layer does not have.
@@ -92,7 +92,7 @@ pub enum ReplicaError {
         image: String,
         /// From where on.
         first_piece: u32,
-        /// How many.
+        /// The number of them.
         count: usize,
     },
     /// A document that cannot be copied.
@@ -119,7 +119,7 @@ pub enum ReplicaError {
     Failed {
         /// A description of the failure.
         message: String,
-        /// How often in a row that has happened.
+        /// The number of failures in a row.
         in_a_row: u32,
     },
     /// The data thread has ended without an order.

@@ -21,7 +21,7 @@ pub(crate) struct Identity {
     pub secret: Secret,
 }
 
-/// Why a connection was not opened.
+/// The reason why a connection was not opened.
 #[derive(Debug, Error)]
 pub(crate) enum HandshakeError {
     /// The peer is gone, too slow, or no socket works.

@@ -1,4 +1,4 @@
-//! Which connections may be in their handshake at the same time, so that silent ones keep no engine out.
+//! Limits the simultaneous handshakes, so that silent connections keep no engine out.
 
 use std::net::IpAddr;
 
@@ -15,7 +15,7 @@ const ALL_MAX: usize = 2 * (LOCAL_MAX + REMOTE_MAX);
 pub(crate) enum Origin {
     /// This host, over the Unix socket.
     Local,
-    /// Another host.
+    /// The connection comes from another host.
     Remote(IpAddr),
 }
 

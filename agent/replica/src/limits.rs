@@ -38,19 +38,19 @@ pub(crate) const SLOT_BYTES: usize = (EDGE_BLOCKS + REQUEST_BLOCKS_MAX) * BLOCK_
 
 /// Discards and writes of zeroes that are executed at once; the others wait their turn.
 pub(crate) const ZERO_JOBS_MAX: usize = 4;
-/// How much of a discard or write of zeroes is planned at a time, which bounds the length of a plan.
+/// The bytes of a discard or write of zeroes that are planned at a time, which bounds the length of a plan.
 pub(crate) const ZERO_PLAN_BYTES: u64 = 4 << 20;
-/// How many zeroes are written at a time.
+/// The bytes of zeroes that are written at a time.
 pub(crate) const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
 /// The time limit for an engine to prove its identity on a new connection.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often the data thread looks for silent connections and unused memory.
+/// The interval at which the data thread looks for silent connections and unused memory.
 pub(crate) const TICK: Duration = Duration::from_secs(5);
 /// After so many ticks without a byte from an engine (which pings when it has nothing else to say) its
 /// connection is closed: 60 seconds.
 pub(crate) const SILENT_TICKS_MAX: u32 = 12;
-/// How often the space on the disk is looked at for the status.
+/// The interval of reading the free space for the status.
 pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
 /// For how long the space on the disk is told to engines without asking the file system again.
 pub(crate) const FREE_SPACE_PERIOD: Duration = Duration::from_secs(1);
@@ -59,11 +59,11 @@ pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;
 
 /// Pages of sums that are kept in memory, each for 2 MiB of the volume.
 pub(crate) const SUM_PAGES: usize = 24;
-/// How much is read at a time to be summed.
+/// The bytes that are read at a time for sums.
 pub(crate) const SUM_PIECE_BYTES: u64 = 256 << 10;
 /// While requests are under way, the speed of summing is divided by this.
 pub(crate) const SUM_BUSY_SHARE: u64 = 8;
-/// How often clean regions are looked for while others are to be summed.
+/// The interval of searching clean regions while others are to be summed.
 pub(crate) const SUM_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Between two looks for regions that hold data, at the start: one takes some milliseconds.
 pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);

@@ -58,7 +58,7 @@ impl Mailbox {
         Ok((Mailbox { messages: sender, waker }, Inbox { messages, wake }))
     }
 
-    /// Tells the data thread. False: it is gone, and the process ends.
+    /// Sends a message to the data thread. Returns false if it is gone, and the process ends.
     pub fn send(&self, message: Message) -> bool {
         let told = self.messages.send(message).is_ok();
         if told {

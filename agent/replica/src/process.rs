@@ -231,7 +231,7 @@ fn change(status: &mut Status, change: impl FnOnce(&mut ReplicaStatus)) {
     }
 }
 
-/// Tells systemd, where it wants to know.
+/// Notifies systemd, if it has asked for that.
 fn notify(state: &[sd_notify::NotifyState]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::warn!(%error, "cannot notify systemd");

@@ -15,9 +15,9 @@ use crate::limits::{BYTES_IN_FLIGHT_MAX, CONNECTIONS_MAX, SHARED_SLOTS, SLOTS};
 pub(crate) struct Slots {
     pool: SlotPool,
     uses: Box<[Use]>,
-    /// How many slots each connection has.
+    /// The number of slots of each connection.
     held: [u16; CONNECTIONS_MAX],
-    /// How many slots are in use beyond the first one of each connection.
+    /// The number of slots in use beyond the first one of each connection.
     shared: usize,
     bytes: u64,
     waiting: VecDeque<Use>,
@@ -102,12 +102,12 @@ impl Slots {
         self.waiting.iter().any(|waiting| waiting.connection == connection)
     }
 
-    /// Which connection the request in `slot` came from.
+    /// Returns the connection of the request in `slot`.
     pub fn connection(&self, slot: u16) -> u16 {
         self.uses[usize::from(slot)].connection
     }
 
-    /// How many slots `connection` has.
+    /// Returns the number of slots of `connection`.
     pub fn held(&self, connection: u16) -> u16 {
         self.held[usize::from(connection)]
     }

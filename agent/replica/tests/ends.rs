@@ -75,7 +75,7 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     assert_eq!(replica.wait().code(), Some(FAILED));
 }
 
-/// Nothing can be put in the place of the note, nor can it be removed.
+/// An obstacle that neither lets the note be written nor be removed.
 struct NoteBlocked {
     paths: [PathBuf; 2],
     note: Vec<u8>,

@@ -45,13 +45,13 @@ impl Arena {
         Ok(Arena { base, slots, slot_bytes })
     }
 
-    /// How many buffers there are.
+    /// Returns the number of buffers.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.slots
     }
 
-    /// How long each is.
+    /// Returns the length of each buffer in bytes.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
         self.slot_bytes
@@ -184,7 +184,7 @@ impl IoBuf {
     }
 }
 
-/// Which slots of an arena are free. The slot that was freed last is used first, as its pages are warm.
+/// The free slots of an arena. The last freed slot is used first, because its pages are warm.
 #[derive(Debug)]
 pub struct SlotPool {
     free: Vec<u16>,
@@ -208,7 +208,7 @@ impl SlotPool {
         self.free.push(slot);
     }
 
-    /// How many are free.
+    /// Returns the number of free slots.
     #[must_use]
     pub fn free(&self) -> usize {
         self.free.len()

@@ -36,7 +36,8 @@ impl Completion {
 /// The way in which the thread of a ring runs its part of completions that another thread has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskWork {
-    /// When it waits (IORING_SETUP_DEFER_TASKRUN, Linux 6.1): in batches, and without an interruption.
+    /// Completions run when the thread waits (IORING_SETUP_DEFER_TASKRUN, Linux 6.1): in batches, and without
+    /// an interruption.
     Deferred,
     /// At its next system call (IORING_SETUP_COOP_TASKRUN, Linux 5.19).
     Cooperative,

@@ -16,7 +16,7 @@ const HEADER_MAX_BYTES: usize = 64;
 /// Segments in one sendmsg. More gain nothing: the socket buffer is full before.
 const SEGMENTS: usize = 64;
 
-/// How much a stream holds at most.
+/// The maximum buffers of a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamLimits {
     /// Frames that wait to be sent.

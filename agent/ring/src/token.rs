@@ -5,9 +5,9 @@ pub struct Token {
     pub source: u8,
     /// The kind of operation in that part.
     pub kind: u8,
-    /// Which connection, queue tag or file.
+    /// The number of the connection, queue tag or file.
     pub index: u16,
-    /// Which incarnation of that, or which request.
+    /// The incarnation of that, or the request.
     pub tag: u32,
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_ring::{Ring, Token, Wake, Waker};
 
-/// More than ever wait for disks on a machine that runs tests.
+/// The number of threads, above the usual number of waiting tasks on a test machine.
 const THREADS: usize = 200;
 const LIMIT: Duration = Duration::from_secs(30);
 const TOKEN: Token = Token { source: 1, kind: 2, index: 3, tag: 4 };
@@ -55,7 +55,7 @@ fn is_waiting(task: &str) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S'))
 }
 
-/// How many tasks of the host wait for a disk.
+/// Returns the number of tasks of the host that wait for a disk.
 fn blocked() -> usize {
     let stat = std::fs::read_to_string("/proc/stat").unwrap();
     let line = stat.lines().find_map(|line| line.strip_prefix("procs_blocked ")).unwrap();

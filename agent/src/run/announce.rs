@@ -33,9 +33,9 @@ pub struct Ready {
 /// All processes of a volume.
 #[derive(Debug, Serialize)]
 pub struct Pids {
-    /// This process.
+    /// The process id of the supervisor.
     pub supervisor: u32,
-    /// The engine.
+    /// The process id of the engine, if it runs.
     pub engine: Option<u32>,
     /// The replicas that run; all of them, unless one was lost.
     pub replicas: Vec<u32>,

@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use shorthorn_control::SpecError;
 use thiserror::Error;
 
-/// Why a volume cannot be run.
+/// The reason why a volume cannot be run.
 #[derive(Debug, Error)]
 pub enum RunError {
     /// A file or directory of the volume does not work.
     #[error("{path}: {source}")]
     Io {
-        /// Which.
+        /// The path of the file or directory.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -67,13 +67,13 @@ pub enum RunError {
     Leftover {
         /// The process.
         pid: i32,
-        /// Why it cannot be stopped.
+        /// The reason why it cannot be stopped.
         why: String,
     },
     /// A process ended before the volume was ready.
     #[error("the {role} ended before the volume was ready: {message}")]
     Ended {
-        /// Which.
+        /// The role of the process.
         role: String,
         /// The last message of the process.
         message: String,
@@ -84,7 +84,7 @@ pub enum RunError {
     /// The time to become ready has passed.
     #[error("the volume is not ready after {seconds} s: {message}")]
     NotReady {
-        /// How long it was waited for.
+        /// The time limit in seconds.
         seconds: u64,
         /// The reason for waiting.
         message: String,
@@ -92,9 +92,9 @@ pub enum RunError {
     /// A process did not stop, or not cleanly.
     #[error("the {role} did not stop cleanly: {message}")]
     Unclean {
-        /// Which.
+        /// The role of the process.
         role: String,
-        /// How it ended.
+        /// The message at its end.
         message: String,
     },
 }

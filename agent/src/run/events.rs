@@ -17,11 +17,11 @@ use crate::run::RunError;
 pub const QUEUE: usize = 64;
 /// Small: these threads only move a line of JSON.
 const STACK_BYTES: usize = 128 << 10;
-/// How long a process has to bind its control socket is up to it; so often it is tried.
+/// The first pause between attempts to reach a control socket that the process has not bound yet.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
-/// Something happened.
+/// An event of the supervisor.
 #[derive(Debug)]
 pub enum Event {
     /// SIGTERM or SIGINT.

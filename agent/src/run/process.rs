@@ -51,11 +51,11 @@ pub struct Process {
     pub files: ProcessFiles,
     /// The last status since the last start.
     pub status: Option<Status>,
-    /// How it ended the last time.
+    /// The message of the last end.
     pub last_words: Option<String>,
-    /// How often it has ended in a row without having settled.
+    /// The number of ends in a row before the process has settled.
     pub failures: u32,
-    /// When it is to be started again.
+    /// The time of the next start.
     pub restart_at: Option<Instant>,
     index: usize,
     with_parent: bool,
@@ -91,7 +91,7 @@ impl Process {
         }
     }
 
-    /// Starts it.
+    /// Starts the process.
     ///
     /// It must be called on the main thread: a process that asked to be told of its parent's end is told
     /// when the thread ends that started it.
@@ -166,7 +166,7 @@ impl Process {
         Some(message.as_str()).filter(|message| !message.is_empty())
     }
 
-    /// Why it does not serve, for people.
+    /// Returns the reason why the process does not serve, for people.
     pub fn trouble(&self) -> String {
         match (self.message(), &self.last_words, self.pid()) {
             (Some(message), ..) => format!("the {} says: {message}", self.role),
@@ -176,7 +176,7 @@ impl Process {
         }
     }
 
-    /// How it ended, where it has since the last call; the text is for people.
+    /// Returns the exit status and a text for people, if the process has ended since the last call.
     pub fn ended(&mut self) -> Result<Option<(ExitStatus, String)>, RunError> {
         let Some(running) = &mut self.running else { return Ok(None) };
         let status = running.child.try_wait().map_err(RunError::doing("cannot wait for a process"))?;

@@ -248,7 +248,7 @@ impl Supervisor {
     }
 }
 
-/// Why the volume is not ready, for people.
+/// Returns the reasons why the volume is not ready, for people.
 fn troubles(processes: &[Process]) -> String {
     let waiting = processes.iter().filter(|process| !process.serves());
     waiting.map(Process::trouble).collect::<Vec<_>>().join("; ")

@@ -21,7 +21,7 @@ pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
 /// The default address of metrics and health.
 pub const DEFAULT_METRICS: MetricsListen = MetricsListen::loopback(9511);
 const SIZE_MAX_BYTES: u64 = 1 << 20;
-/// More devices than a kernel has.
+/// The maximum number of volumes: more devices than a kernel has.
 const MAX_VOLUMES: u32 = 1 << 20;
 
 /// [`shorthorn_control::SUM_BYTES_PER_S`].
@@ -29,10 +29,10 @@ const MAX_VOLUMES: u32 = 1 << 20;
 pub const SUM_MIB_PER_S: u32 = (shorthorn_control::SUM_BYTES_PER_S >> 20) as u32;
 /// The default retention of the trash: a day, in which a mistaken deletion is noticed.
 const TRASH_HOURS: u32 = 24;
-/// A year.
+/// The maximum retention of the trash: a year.
 const TRASH_HOURS_MAX: u32 = 8784;
 const TRASH_FREE_PERCENT: u32 = 10;
-/// More than a disk reads.
+/// The maximum rate of sums: more than a disk reads.
 const SUM_MIB_PER_S_MAX: u32 = 65_536;
 
 /// The configuration of the agent; `packaging/agent.toml` explains every key.
@@ -52,7 +52,7 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Sockets and pid files.
     pub runtime_dir: PathBuf,
-    /// Device nodes.
+    /// The directory of device nodes.
     pub device_dir: PathBuf,
     /// Address that other nodes reach replicas at.
     pub data_address: Option<IpAddr>,
@@ -68,9 +68,10 @@ pub struct Config {
     pub queue_depth: u16,
     /// A replica that does not answer for so long has failed.
     pub replica_timeout_ms: u32,
-    /// How much of each volume a replica reads in a second to make sums of blocks at rest; 0: none are kept.
+    /// The rate at which each replica reads idle blocks for their sums, in MiB per second; 0: no sums are
+    /// kept.
     pub sum_mib_per_s: u32,
-    /// How long the data of deleted replicas is kept; 0: not at all.
+    /// The hours for which the data of deleted replicas is kept; 0: not at all.
     pub trash_hours: u32,
     /// If less than that is free on a disk, its trash is emptied, the oldest first.
     pub trash_free_percent: u32,
@@ -84,7 +85,7 @@ pub struct Config {
     pub metrics_listen: MetricsListen,
     /// The filter of the log.
     pub log_level: String,
-    /// How.
+    /// The format of the log.
     pub log_format: LogFormat,
 }
 
@@ -119,9 +120,9 @@ pub enum CsiChoice {
     /// The driver runs as soon as kubelet is found.
     #[default]
     Auto,
-    /// At once.
+    /// The driver runs at once.
     On,
-    /// Never.
+    /// The driver never runs.
     Off,
 }
 
@@ -141,7 +142,7 @@ pub enum ConfigError {
     Content {
         /// The file.
         path: PathBuf,
-        /// From 1.
+        /// The line number, from 1.
         line: usize,
         /// The problem.
         message: String,

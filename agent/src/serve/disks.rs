@@ -38,7 +38,7 @@ pub struct Disks {
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Kept {
-    /// Which were added to those of the configuration.
+    /// The paths of disks that were added to those of the configuration.
     disks: Vec<PathBuf>,
     /// Disks of the configuration that have had an identity. Such a disk without an identity is most likely
     /// not mounted.

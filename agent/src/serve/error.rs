@@ -7,7 +7,7 @@ use shorthorn_types::{NameError, ReplicaIdError, TooManyMembers};
 use thiserror::Error;
 use tonic::Status;
 
-/// Why a call of the node API fails. Each variant is one status code.
+/// The reason why a call of the node API fails. Each variant is one status code.
 #[derive(Debug, Error)]
 pub enum NodeError {
     /// A name, size or path that can never work; the text has the remedy.
@@ -22,7 +22,7 @@ pub enum NodeError {
     /// The state does not allow the call; the text has the obstacle.
     #[error("{0}")]
     Precondition(String),
-    /// No space.
+    /// The disk has no space.
     #[error("{0}")]
     Exhausted(String),
     /// A retry may succeed.

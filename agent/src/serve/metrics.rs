@@ -24,11 +24,11 @@ use crate::serve::disks::Disks;
 use crate::serve::instance::{Table, io_counters};
 use crate::serve::tls::NodeTls;
 
-/// How long an engine may take to say its counters. It does so from memory.
+/// The time limit for an engine to return its counters, which it has in memory.
 const ENGINE_LIMIT: Duration = Duration::from_secs(1);
-/// How many are asked at once.
+/// The number of engines that are asked at once.
 const ENGINES_AT_ONCE: usize = 32;
-/// How long disks and devices may take. Whoever waits for a page has more patience than that.
+/// The time limit for disks and devices. Clients that wait for a page have more patience.
 const DISKS_LIMIT: Duration = Duration::from_secs(3);
 
 const STATES: [(InstanceState, &str); 5] = [

@@ -40,7 +40,7 @@ pub struct NodeService {
     pub hub: Arc<Hub>,
     /// The disks of the node.
     pub disks: Arc<Disks>,
-    /// Which frontends work here.
+    /// The frontends that work here.
     pub frontends: Arc<Frontends>,
     /// The cluster that it belongs to.
     pub claim: Arc<Claim>,

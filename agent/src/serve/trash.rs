@@ -42,10 +42,10 @@ const RESTORED: &str = "restored";
 const GONE: &str = ".gone";
 /// The longest record that a caller may have kept.
 const RECORD_MAX_BYTES: usize = 64 << 10;
-/// How often the trash is looked at. A disk does not fill up by the share that is kept free in that time.
+/// The interval of checking the trash. A disk does not fill the reserved share in that time.
 const SWEEP_EVERY: Duration = Duration::from_secs(10);
 
-/// How long something stays.
+/// The limits of the trash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrashLimits {
     /// The retention; zero keeps nothing.
@@ -90,7 +90,7 @@ struct Entry {
     directory: PathBuf,
     /// True if that is where it was before it was deleted.
     is_restored: bool,
-    /// Why it cannot be restored, where that is so.
+    /// The record, or the reason why the directory cannot be restored.
     record: Result<Record, String>,
 }
 
@@ -414,7 +414,7 @@ fn is_directory(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Which replica the folder is of, and when it was deleted.
+/// Returns the replica of the folder, and the time of its deletion.
 fn named(folder: &Path) -> Option<(InstanceId, u64)> {
     let (name, deleted_ms) = folder.file_name()?.to_str()?.rsplit_once('.')?;
     Some((InstanceId::parse(v1::InstanceKind::Replica, name).ok()?, deleted_ms.parse().ok()?))
@@ -474,7 +474,8 @@ struct Space {
     available_bytes: u64,
 }
 
-/// How many of these go, the oldest first: `all` are the times of deletion and sizes in that order.
+/// Returns the number of directories to delete, the oldest first. `all` has the times of deletion and the
+/// sizes in that order.
 fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: Space, now_ms: u64) -> usize {
     let is_over = |deleted_ms: u64| now_ms.saturating_sub(deleted_ms) >= limits.keep_ms();
     let wanted_bytes = u128::from(space.total_bytes) * u128::from(limits.free_percent) / 100;

@@ -38,7 +38,7 @@ pub fn of_grant_wanted(wanted: &GrantWanted) -> v1::GrantWanted {
     }
 }
 
-/// How far copying is.
+/// Converts the progress of a copy.
 pub fn of_copy(copy: &CopyStatus) -> v1::CopyStatus {
     v1::CopyStatus {
         total_bytes: copy.total_bytes,

@@ -23,7 +23,7 @@ pub struct Claim {
     pub replica: ReplicaId,
     /// The generation of this engine. The replica refuses lower ones than it has seen.
     pub generation: Generation,
-    /// Which of the engine's queues this connection serves, from 0.
+    /// The index of the engine's queue that this connection serves, from 0.
     pub queue: u16,
 }
 
@@ -66,7 +66,7 @@ pub struct Welcome {
 /// The replica does not take the engine, or not this request; the status of the frame has the errno.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Refusal {
-    /// Why, for people.
+    /// The reason, for people.
     pub message: String,
     /// The generation that holds the volume, if that is the reason. An engine that believes it ends for good, so it needs a proof.
     #[serde(default, skip_serializing_if = "Option::is_none")]

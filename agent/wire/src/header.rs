@@ -28,7 +28,7 @@ pub enum Opcode {
     Read = 3,
     /// Data for the range, behind the header.
     Write = 4,
-    /// Everything answered so far is made durable.
+    /// Makes all writes answered so far durable.
     Flush = 5,
     /// The range is of no more use: its whole blocks read as zeroes from now on, a block that it covers in part stays
     /// as it is.
@@ -41,7 +41,7 @@ pub enum Opcode {
     Propose = 9,
     /// This view is through. Text: [`crate::ViewMessage`].
     Commit = 10,
-    /// Which regions are in one of the replica's sets? Text: [`crate::RegionsQuery`]; the response carries
+    /// Requests the regions in one of the replica's sets. Text: [`crate::RegionsQuery`]; the response carries
     /// [`crate::RegionsPage`].
     Regions = 11,
     /// Change one of the replica's sets of regions. Text: [`shorthorn_types::MarkRegions`].
@@ -49,7 +49,7 @@ pub enum Opcode {
     /// The CRC-32C of the data of the range, as it reads now: it comes in the data check of the response,
     /// which has no data. [`Errno::ROTTEN`] as with [`Flags::CHECKED`].
     Verify = 13,
-    /// Which layers does the replica have? The response carries [`crate::LayerList`].
+    /// Requests the layers of the replica. The response carries [`crate::LayerList`].
     Layers = 14,
     /// Become a copy of a replica that has these layers. Text: [`crate::LayerList`]; the response carries
     /// [`crate::CopyState`].
@@ -207,7 +207,7 @@ pub enum FrameError {
          secret; look for an attacker in the network between the two hosts"
     )]
     KeyedCheck {
-        /// How many frames of this direction came before it.
+        /// The number of earlier frames in this direction.
         number: u64,
     },
     /// The data was damaged on the way.
@@ -219,7 +219,7 @@ pub enum FrameError {
         found: u32,
         /// The check of the received data.
         computed: u32,
-        /// How long the data is.
+        /// The length of the data in bytes.
         length_bytes: u32,
     },
     /// An opcode that this version does not have.
@@ -276,7 +276,7 @@ impl Header {
         if self.status == 0 { Ok(()) } else { Err(Errno::new(self.status)) }
     }
 
-    /// How many bytes follow the header.
+    /// Returns the number of bytes after the header.
     #[must_use]
     pub const fn data_bytes(&self) -> u32 {
         let follows = match (self.opcode, self.is_response()) {

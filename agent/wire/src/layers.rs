@@ -19,7 +19,7 @@ pub struct LayerList {
     pub layers: Vec<WireLayer>,
 }
 
-/// How far a replica that is being copied to is.
+/// The progress of a replica that is being copied to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyState {
     /// For each layer of the list: whether it is whole and durable. The head never is.
@@ -40,7 +40,7 @@ pub struct ExtentsQuery {
 pub struct Extent {
     /// The first byte of the extent.
     pub offset_bytes: u64,
-    /// How long it is.
+    /// The length in bytes.
     pub length_bytes: u64,
 }
 

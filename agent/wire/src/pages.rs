@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::{ExtentsPage, ExtentsQuery, RegionsPage, RegionsQuery};
 
-/// Why a page of an answer is not believed.
+/// The reason why a page of an answer is not plausible.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("the replica has answered with {0}: it breaks the protocol, or its memory is faulty")]
 pub struct BadPage(String);

@@ -19,14 +19,14 @@ pub struct RegionsQuery {
     pub size_bytes: u64,
 }
 
-/// Tells a replica that the volume has grown: it makes itself larger, durably, before it answers. It never gets smaller.
+/// Orders a replica to grow with the volume: it enlarges itself durably before it answers. It never shrinks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExpandReplica {
     /// The new size of the volume.
     pub size_bytes: u64,
 }
 
-/// Some of the regions of a set.
+/// A page of the regions of a set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionsPage {
     /// True if the replica keeps this set at all. Missed regions that are not kept are not known.

@@ -55,7 +55,7 @@ pub enum Unproven {
         "a refusal names generation {holder}, which does not depose generation {own}: look for faults of that replica"
     )]
     NotNewer {
-        /// Which the replica names.
+        /// The generation that the replica names.
         holder: Generation,
         /// The generation of the engine.
         own: Generation,
@@ -65,7 +65,7 @@ pub enum Unproven {
 /// The generation that holds a replica, with the proof that a process with the volume's secret says so to this engine.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Holder {
-    /// Which one.
+    /// The named generation.
     pub generation: Generation,
     /// See [`Session::prove_holder`].
     pub proof: Proof,

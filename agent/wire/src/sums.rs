@@ -20,7 +20,7 @@ pub const PATCH_BYTES_MAX: u32 = MAX_IO_BYTES / 2;
 pub struct SummedRun {
     /// The first block, counted from the start of the piece.
     pub first_block: u32,
-    /// How many blocks.
+    /// The number of blocks.
     pub blocks: u32,
     /// CRC-32C of their data.
     pub crc32c: u32,
@@ -44,7 +44,7 @@ pub struct LayerRange {
     pub image: String,
     /// The start of the range: a multiple of [`SUM_PIECE_BYTES`].
     pub offset_bytes: u64,
-    /// How long it is: [`SUM_PIECE_BYTES`], or up to the end of the volume.
+    /// The length in bytes: [`SUM_PIECE_BYTES`], or up to the end of the volume.
     pub length_bytes: u32,
 }
 
@@ -91,7 +91,7 @@ pub struct LayerPatch {
     pub image: String,
     /// The start of the part: a multiple of [`BLOCK_BYTES`].
     pub offset_bytes: u64,
-    /// How long it is: whole blocks, at most [`PATCH_BYTES_MAX`].
+    /// The length in bytes: whole blocks, at most [`PATCH_BYTES_MAX`].
     pub length_bytes: u32,
     /// First block, counted from the start of the part, and count of each run of blocks that the layer has; it has no
     /// others. In order.

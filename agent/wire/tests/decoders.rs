@@ -202,7 +202,7 @@ type Place = (prop::sample::Index, usize);
 enum Edit {
     Set(Place, u8),
     Remove(Place, usize),
-    /// So many times the bytes from here on, at most 64 of them.
+    /// Repeats the bytes from here on, at most 64 of them.
     Repeat(Place, usize, usize),
     Insert(Place, &'static str),
     /// The next number is this one.

@@ -1,5 +1,5 @@
-//! How fast replicas get their places in a large cluster, and how evenly: 10,000 volumes of three replicas on 1,000
-//! nodes in ten zones, one after the other.
+//! Measures how fast and how evenly replicas get their places in a large cluster: 10,000 volumes of three
+//! replicas on 1,000 nodes in ten zones, one after the other.
 //!
 //! A placement is one replica that has a place. What is measured is the way that the controller goes: the volume's
 //! reconciler decides over the world of all objects until the volume has its replicas, and each object that it writes
@@ -32,7 +32,7 @@ const REPLICAS: usize = 3;
 const VOLUME_BYTES: u64 = 10 << 30;
 const DISK: &str = "/var/lib/longhorn";
 const DISK_BYTES: u64 = 4 << 40;
-/// More runs than a volume needs to have its replicas.
+/// The maximum number of runs, above those that a volume needs to have its replicas.
 const RUNS_MAX: usize = 10;
 
 struct Cluster {

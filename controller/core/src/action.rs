@@ -30,7 +30,7 @@ pub enum AgentCall {
     StartReplica {
         /// The volume of the replica.
         volume: VolumeName,
-        /// Which replica.
+        /// The id of the replica.
         replica_id: ReplicaId,
         /// The disk that its directory is on.
         disk_path: String,
@@ -57,13 +57,13 @@ pub enum AgentCall {
         attach: u64,
         /// The replicas and where they are.
         replicas: BTreeMap<ReplicaId, ReplicaTarget>,
-        /// How the device is made.
+        /// The choice of the frontend.
         frontend: Frontend,
         /// The volume's secret.
         secret: Secret,
         /// The arbiter's last grant.
         granted: Option<Box<View>>,
-        /// How much copying may take.
+        /// The limits of copies.
         rebuild: RebuildLimits,
         /// Number of that list of replicas.
         revision: u64,
@@ -92,7 +92,7 @@ pub enum AgentCall {
         /// Number of that list.
         revision: u64,
     },
-    /// Tells a running engine how much copying may take.
+    /// Sends a running engine the limits of copies.
     SetRebuildLimits {
         /// The volume of the engine.
         volume: VolumeName,
@@ -105,12 +105,12 @@ pub enum AgentCall {
     FenceReplica {
         /// The volume of the replica.
         volume: VolumeName,
-        /// Which replica.
+        /// The id of the replica.
         replica_id: ReplicaId,
         /// The oldest attachment that may use it. Stored before.
         attach: u64,
     },
-    /// Tells a running engine that its volume grows.
+    /// Orders a running engine to expand its volume.
     ExpandEngine {
         /// The volume of the engine.
         volume: VolumeName,
@@ -127,14 +127,14 @@ pub enum AgentCall {
         disk_uuid: String,
         /// The volume of the replica.
         volume: VolumeName,
-        /// Which replica.
+        /// The id of the replica.
         replica_id: ReplicaId,
         /// The number that was drawn for it.
         attach: u64,
     },
     /// Stops a process.
     StopInstance {
-        /// Which one.
+        /// The instance to stop.
         instance: InstanceKey,
         /// The limit for engines: they are stopped only if their attachment is this one or an older one. 0:
         /// any.
@@ -148,7 +148,7 @@ pub enum AgentCall {
         disk_uuid: String,
         /// The volume of the deleted replica.
         volume: VolumeName,
-        /// Which replica.
+        /// The id of the replica.
         replica_id: ReplicaId,
         /// Kept with it in the trash.
         record: String,
@@ -219,7 +219,7 @@ pub struct ReplicaTarget {
     pub local: bool,
 }
 
-/// Something that people should hear of.
+/// An event for people.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Event<A = Key> {
     /// The object of the event.
@@ -242,7 +242,7 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// Nothing to do.
+    /// Returns a decision without actions.
     #[must_use]
     pub fn nothing() -> Decision {
         Decision::default()

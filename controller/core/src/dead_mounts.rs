@@ -14,14 +14,14 @@ use crate::stranded::{Owner, Pod};
 pub struct DeadMount {
     /// The volume, as its driver calls it.
     pub volume: String,
-    /// Which pod.
+    /// The uid of the pod.
     pub pod_uid: String,
 }
 
 /// The plan for the pods of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// These are to be ended, each with the volumes that are gone under it.
+    /// Pods to delete, each with its volumes whose devices are gone.
     pub end: Vec<(Pod, Vec<String>)>,
     /// Pods that no controller would re-create: the administrator has to decide.
     pub tell: Vec<(Pod, Vec<String>)>,

@@ -1,4 +1,4 @@
-//! Which nodes of a Kubernetes cluster have an agent, and where it answers.
+//! Finds the nodes of a Kubernetes cluster that have an agent, and their addresses.
 //!
 //! An agent registers the CSI driver with the kubelet of its node, under its own name. So there is one wherever the
 //! driver is registered, it answers at the address of that machine, and the name that the driver has there is that of its
@@ -64,7 +64,7 @@ pub struct Cluster {
     pub drivers: BTreeMap<String, String>,
 }
 
-/// Why an agent is not found.
+/// The reason why an agent is not found.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum NotFound {
     /// The machine has no address yet.

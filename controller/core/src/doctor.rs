@@ -13,14 +13,14 @@ const FINDINGS_MAX: usize = 20;
 /// The frontend that makes no device.
 const SOCKET: &str = "socket";
 
-/// How a check has ended.
+/// The outcome of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// Nothing was found.
+    /// The check has found no problem.
     Passed,
     /// The setup works now, but may fail after an event.
     Warned,
-    /// Something does not work.
+    /// A part of the setup does not work.
     Failed,
 }
 
@@ -43,14 +43,14 @@ pub struct Check {
     pub name: &'static str,
     /// The subject of the check, for people.
     pub title: &'static str,
-    /// Nothing: it has passed.
+    /// The problems; empty if the check has passed.
     pub findings: Vec<Finding>,
 }
 
-/// Something that should not be so.
+/// A problem of the setup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// How bad that is.
+    /// The severity of the problem.
     pub outcome: Outcome,
     /// The finding.
     pub message: String,
@@ -73,7 +73,7 @@ pub struct Controller<'a> {
     pub version: &'a str,
     /// The level of features that agents of its release have.
     pub feature_level: u32,
-    /// How full disks may become.
+    /// The limits of the use of disks.
     pub limits: Limits,
 }
 

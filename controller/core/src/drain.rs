@@ -11,7 +11,7 @@ use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica
 use crate::observed::{Agents, Detail, InstanceKey};
 use crate::{World, survivors};
 
-/// Something that is still on a drained node or disk.
+/// An object that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
     /// The volume.
@@ -126,7 +126,7 @@ fn of_engine(volume: &str) -> Left {
     Left { volume: name, replica: None, held: true, message }
 }
 
-/// How far the replica is that is to leave its node.
+/// Returns the progress of a replica that has to leave its node.
 #[must_use]
 pub fn of_replica(world: &World, agents: &Agents, replica: &Replica) -> Left {
     let volume = world.volumes.get(replica.spec.volume_name.as_str());

@@ -20,7 +20,7 @@ pub struct Label(String);
 /// Tags, or the tags of a selector.
 pub type Labels = BTreeSet<Label>;
 
-/// Why a text is no label.
+/// The reason why a text is no label.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{0:?} is no tag or zone: use 1 to {MAX_LABEL_BYTES} letters, digits, '-', '_' and '.', starting and ending with a \

@@ -17,7 +17,7 @@ pub const MAX_NODE_NAME_BYTES: usize = 253;
 #[schemars(with = "schema::NodeName")]
 pub struct NodeName(String);
 
-/// Why a text is no node name.
+/// The reason why a text is no node name.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error(
     "node name {0:?} is no DNS name: use up to 253 lower-case letters, digits, '-' and '.', \

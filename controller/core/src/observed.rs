@@ -187,7 +187,7 @@ pub enum Link {
     Synced,
     /// The agent is unreachable.
     Down {
-        /// Since when.
+        /// The time of the last contact.
         since: Timestamp,
         /// The error of the last attempt.
         reason: String,
@@ -335,13 +335,13 @@ pub struct EngineView {
     pub size_bytes: u64,
     /// True if writes may be lost that the user of the device believes stored, so that every request fails.
     pub lost_writes: bool,
-    /// How many times it has met damaged data of which no replica has a sound copy.
+    /// The number of times that it has met damaged data without a sound copy on any replica.
     pub damaged_ranges: u64,
     /// The pending part of an expansion, if any.
     pub expansion: Option<ExpansionStatus>,
     /// The state of each replica in the engine.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
-    /// How far the replicas are that are being brought up.
+    /// The progress of running rebuilds.
     pub copies: BTreeMap<ReplicaId, CopyView>,
     /// Regions that are made equal after an unclean stop, while there are any.
     pub equalising: Option<CopyView>,
@@ -364,26 +364,26 @@ pub struct GrantWanted {
     pub stored: Members,
 }
 
-/// How far copying is.
+/// The progress of a copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyView {
     /// The bytes to copy at the beginning.
     pub total_bytes: u64,
     /// The bytes left to copy.
     pub left_bytes: u64,
-    /// How fast it goes.
+    /// The rate in bytes per second.
     pub bytes_per_s: u64,
 }
 
 impl CopyView {
-    /// How much is done, 0 to 100.
+    /// Returns the completed percentage, 0 to 100.
     #[must_use]
     pub fn percent(&self) -> u64 {
         let done = u128::from(self.total_bytes.saturating_sub(self.left_bytes)) * 100;
         done.checked_div(self.total_bytes.into()).map_or(100, |percent| u64::try_from(percent).unwrap_or(100))
     }
 
-    /// How long it takes at this speed; none where it stands still.
+    /// Returns the remaining seconds at this speed; none if the copy makes no progress.
     #[must_use]
     pub fn left_s(&self) -> Option<u64> {
         self.left_bytes.checked_div(self.bytes_per_s)

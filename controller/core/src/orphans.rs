@@ -19,7 +19,7 @@ pub struct Directory {
     pub disk_uuid: String,
     /// The volume of the data.
     pub volume: VolumeName,
-    /// Which replica.
+    /// The id of the replica.
     pub replica_id: ReplicaId,
 }
 

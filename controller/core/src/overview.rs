@@ -11,12 +11,12 @@ pub const MATTERS_MAX: usize = 50;
 /// The maximum number of listed names for each version.
 pub const NAMES_MAX: usize = 5;
 
-/// Everything at a glance.
+/// The whole cluster at a glance.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Overview {
-    /// How many volumes there are, by how they are.
+    /// The numbers of volumes by their state.
     pub volumes: Volumes,
-    /// How many nodes there are.
+    /// The number of nodes.
     pub nodes: u32,
     /// The number of nodes that answer.
     pub ready_nodes: u32,
@@ -28,7 +28,7 @@ pub struct Overview {
     pub wrong: Matters,
     /// The activities and the waits.
     pub waiting: Matters,
-    /// Which versions run.
+    /// The running versions.
     pub versions: Vec<Version>,
 }
 
@@ -58,16 +58,16 @@ pub struct Space {
     pub scheduled_bytes: u64,
 }
 
-/// Some matters, the first of them in words.
+/// A list of matters, the first of them in words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matters {
     /// At most [`MATTERS_MAX`].
     pub listed: Vec<Matter>,
-    /// How many more there are.
+    /// The number of further ones.
     pub more: u32,
 }
 
-/// Something about an object.
+/// A matter of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matter {
     /// Kind and name, like `volume v1`.
@@ -85,7 +85,7 @@ pub struct Version {
     pub program: &'static str,
     /// Empty: it does not say.
     pub version: String,
-    /// How many run it.
+    /// The number of programs of the version.
     pub count: u32,
     /// Nodes of agents, volumes of engines; at most [`NAMES_MAX`].
     pub names: Vec<String>,

@@ -38,7 +38,7 @@ pub struct Plan {
     pub moves: Vec<Move>,
     /// Replicas whose move was requested, with the event that each waits for.
     pub under_way: Vec<Left>,
-    /// How many volumes were not looked at, by reason.
+    /// The number of volumes that were left out, by reason.
     pub left_out: BTreeMap<&'static str, u32>,
 }
 
@@ -154,7 +154,7 @@ pub fn ask(world: &World, replica: &str, wanted: bool) -> Result<Change<Replica>
     Ok(if next == *stored { Change::AlreadySo(next) } else { Change::Store(next) })
 }
 
-/// Why no replica of the volume can be moved now; none: one can.
+/// Returns the reason why no replica of the volume can be moved now; none if one can.
 fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'static str> {
     let is_leaving = |replica: &&Replica| drain::is_evicted(world, replica);
     let is_whole = replicas.len() == volume.spec.number_of_replicas as usize;

@@ -62,7 +62,7 @@ pub fn holds(world: &World, node: &str) -> Vec<Hold> {
     holds
 }
 
-/// Which volumes need the replicas of which nodes, kept up to date volume by volume.
+/// The nodes whose replicas volumes need, kept up to date volume by volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Needed {
     /// The needed nodes by volume. Most volumes need no particular node, and are absent.
@@ -208,7 +208,7 @@ fn knows_view(engine: &Engine) -> bool {
     says && matches!(status.phase.as_str(), "serving" | "frozen")
 }
 
-/// Why the volume needs the replicas on `node`; none: it does not.
+/// Returns the reason why the volume needs the replicas on `node`; none if it does not.
 fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> Option<String> {
     let name = &volume.metadata.name;
     if let Some(engine) = world.engines.get(name).filter(|engine| knows_view(engine)) {
@@ -249,7 +249,7 @@ fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName)
     ))
 }
 
-/// How many members have to be elsewhere.
+/// Returns the number of members that have to be on other nodes.
 fn needed(volume: &Volume, members: usize) -> usize {
     let of_view = members.div_ceil(2).max(1);
     let wanted = volume.spec.number_of_replicas as usize;

@@ -13,9 +13,9 @@ pub struct Inspection {
     pub usable: bool,
     /// The stored views; none if no engine has ever opened the replica.
     pub report: Option<ReplicaReport>,
-    /// Not closed cleanly.
+    /// True if the replica was not closed cleanly.
     pub dirty: bool,
-    /// Being rebuilt.
+    /// True if the replica is being rebuilt.
     pub rebuilding: bool,
     /// True if the host was restarted, or the disk has failed, while data was not durable.
     pub lost_cache: bool,
@@ -24,7 +24,7 @@ pub struct Inspection {
 /// The consequences for the volume with one replica as the only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// Which one.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// True if it can be chosen at all.
     pub possible: bool,

@@ -58,7 +58,7 @@ pub struct Machine {
 pub struct Pod {
     /// The name of the pod.
     pub name: Namespaced,
-    /// Which one of that name.
+    /// The uid that tells it from other objects of the name.
     pub uid: String,
     /// The deadline of the pod's deletion, if it is being deleted.
     pub gone_by: Option<Timestamp>,
@@ -95,7 +95,7 @@ pub enum Owner {
 pub struct Attachment {
     /// The name of the attachment.
     pub name: String,
-    /// Which one of that name.
+    /// The uid that tells it from other objects of the name.
     pub uid: String,
     /// The driver of the disk.
     pub driver: String,
@@ -117,7 +117,7 @@ impl Attachment {
     }
 }
 
-/// Why a pod stays.
+/// The reason why a pod stays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
     /// Kubernetes has not deleted the pod.
@@ -158,9 +158,9 @@ impl Why {
 pub struct Plan {
     /// Pods to delete at once, without a confirmation that they have ended.
     pub release: Vec<Pod>,
-    /// These stay.
+    /// Pods that stay.
     pub keep: Vec<(Pod, Why)>,
-    /// These attachments are to be deleted: no pod uses them.
+    /// Attachments to delete, because no pod uses them.
     pub detach: Vec<Attachment>,
     /// Look again after this time even if nothing changes.
     pub look_again: Option<Duration>,
@@ -200,7 +200,7 @@ pub fn volumes_of<'a>(pod: &'a Pod, attachments: &'a [Attachment]) -> impl Itera
     attachments.iter().filter(move |attachment| attachment.is_ours && attachment.is_used_by(pod))
 }
 
-/// Why the pod stays; none: it is to be released.
+/// Returns the reason why the pod stays; none if it is to be released.
 fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timestamp) -> Option<Why> {
     if pod.owner != Owner::Any {
         return Some(Why::OfItsNode(pod.owner));

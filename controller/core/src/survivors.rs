@@ -13,7 +13,7 @@ use crate::{World, lost_disk, lost_node};
 pub enum Survivors {
     /// The volume continues, or starts again, with the remaining replicas.
     Enough,
-    /// There are members left that have everything, and too few of them to start without a salvage.
+    /// The complete members that are left are too few to start without a salvage.
     TooFew,
     /// No replica is left that has everything, as far as is known.
     Nobody,
@@ -144,7 +144,7 @@ mod tests {
     use crate::example::{DISK, Example, id, now};
     use crate::objects::VolumeState;
 
-    /// How a replica is, on a node of its own.
+    /// The state of a replica, on a node of its own.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Is {
         /// A member, as far as is known.

@@ -12,9 +12,9 @@ pub const SERIES_WINDOW: Duration = Duration::from_secs(600);
 pub const BURST: u32 = 25;
 /// The interval after which one more different event of an object is sent.
 pub const REFILL: Duration = Duration::from_secs(30);
-/// How many events, and how many objects, are remembered.
+/// The maximum number of remembered events, and of remembered objects.
 pub const KNOWN_MAX: usize = 4096;
-/// How much of an object's name is in the name of an event, in bytes.
+/// The maximum bytes of an object's name in the name of an event.
 const NAME_BYTES_MAX: usize = 200;
 
 /// The treatment of an event.

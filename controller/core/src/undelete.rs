@@ -34,7 +34,7 @@ use crate::{NodeName, Timestamp, World};
 pub struct Record {
     /// True if it was deleted with its volume; else the volume has gone on without it.
     pub with_volume: bool,
-    /// When the volume was made, by a clock.
+    /// The time of the volume's creation, by a clock.
     pub volume_created: Timestamp,
     /// The version that the store had given to the volume: a store gives a greater one to each volume of the name that
     /// comes later. 0: the record is of a release that did not note it.
@@ -55,10 +55,10 @@ pub struct Record {
     pub current_size: u64,
     /// The identity of the disk.
     pub disk_id: String,
-    /// When the replica was last seen to become a member.
+    /// The time at which the replica was last seen to become a member.
     #[serde(default)]
     pub healthy_at: Option<Timestamp>,
-    /// When it left the view, if it did.
+    /// The time at which it left the view, if it did.
     #[serde(default)]
     pub failed_at: Option<Timestamp>,
 }
@@ -97,14 +97,14 @@ impl Record {
     }
 }
 
-/// Which of the volumes of a name: no other one has had the same ids. A volume of an early release does not know its own.
+/// The ids that tell a volume from others of its name. A volume of an early release does not know its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct LifeId {
     first_members: Vec<ReplicaId>,
     created: Option<Timestamp>,
 }
 
-/// How new the data of a directory is, as it says itself. Of two directories of one replica the greater one
+/// The age of the data in a directory, according to itself. Of two directories of one replica the greater one
 /// is newer, whatever the clocks of their nodes say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Holds {
@@ -127,11 +127,11 @@ pub struct Trashed {
     pub disk_uuid: String,
     /// The volume of the data.
     pub volume: VolumeName,
-    /// Which replica.
+    /// The id of the replica.
     pub replica_id: ReplicaId,
-    /// When it was deleted, in milliseconds since 1970, by the clock of its node.
+    /// The time of the deletion, in milliseconds since 1970, by the clock of its node.
     pub deleted_ms: u64,
-    /// How new its data is.
+    /// The age of its data.
     pub holds: Holds,
     /// True if it is where it was before already, and only its record is in the trash.
     pub restored: bool,

@@ -408,7 +408,7 @@ impl Teller<'_> {
         self.settings.replica_replace_after.checked_sub(passed).filter(|left| !left.is_zero())
     }
 
-    /// Why a replica does not run or does not answer.
+    /// Returns the reason why a replica does not run or does not answer.
     fn reason(&self, replica: &Replica) -> String {
         if let Some(silence) = self.silence(&replica.spec.node_id) {
             return format!(": its node is silent{silence}");
@@ -507,7 +507,7 @@ fn after_colon(text: &str) -> String {
     if text.is_empty() { text } else { format!(": {text}") }
 }
 
-/// How far copying is, for the end of a sentence.
+/// Returns the progress of a copy, for the end of a sentence.
 fn progress(copy: CopyView) -> String {
     let left = copy.left_s().map(|seconds| format!(", about {} left", duration(seconds)));
     format!(

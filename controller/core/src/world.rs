@@ -64,7 +64,7 @@ impl World {
         self.metadata(key).map_or(0, |metadata| metadata.resource_version)
     }
 
-    /// Which object of that key it is, where the store says that; else empty.
+    /// Returns the uid of the object, if the store has uids; else empty.
     #[must_use]
     pub fn uid(&self, key: &Key) -> String {
         self.metadata(key).map(|metadata| metadata.uid.clone()).unwrap_or_default()

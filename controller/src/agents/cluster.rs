@@ -1,4 +1,4 @@
-//! Which cluster a call to an agent is for, and whether a node belongs to it.
+//! Marks calls to agents with the cluster, and checks whether a node belongs to it.
 
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
 use tonic::metadata::{Ascii, MetadataValue};

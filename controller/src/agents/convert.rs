@@ -363,7 +363,7 @@ pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Director
     disks.into_iter().flat_map(of_disk).collect()
 }
 
-/// How new the data of a directory in the trash is.
+/// Returns the age of the data of a directory in the trash.
 fn holds(trashed: &v1::TrashedReplica) -> Holds {
     let report = report(trashed.committed.clone(), trashed.proposed.clone());
     Holds {

@@ -72,7 +72,7 @@ impl Fleet {
         }
     }
 
-    /// Knows an agent at that address; false where it can never be reached there.
+    /// Adds an agent at that address; returns false if it can never be reached there.
     fn know(&self, node: &NodeName, url: &ServerUrl) -> bool {
         if self.peers().get(node).is_some_and(|peer| peer.url == *url) {
             return true;

@@ -16,7 +16,7 @@ use tonic::{Status, Streaming};
 use super::{CALL_LIMIT, Client, Fleet, cluster, convert, limited};
 use crate::work::backoff;
 
-/// How often the free space and the health of disks are asked for.
+/// The interval of reading the free space and the health of disks.
 const DISKS_EVERY: Duration = Duration::from_secs(30);
 /// The longest wait before an agent is tried again: a volume may be frozen until it is back.
 const RECONNECT_MAX: Duration = Duration::from_millis(500);

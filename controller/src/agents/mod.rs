@@ -35,7 +35,7 @@ use crate::work::Queue;
 
 /// The longest that a connection may take to come about.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// How often a silent connection is tried, and how long the answer may take.
+/// The interval of probes of a silent connection, and the time limit of the answer.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// The longest answer of an agent that starts or looks at something.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(15);
@@ -48,7 +48,7 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
 /// A client of an agent, whose calls say which cluster they are for.
 type Client = NodeClient<InterceptedService<Channel, OfCluster>>;
 
-/// Why a call to an agent failed.
+/// The reason why a call to an agent failed.
 #[derive(Debug, Error)]
 pub enum CallError {
     /// No such node in the configuration.
@@ -75,7 +75,7 @@ pub enum CallError {
     /// The agent has refused the request.
     #[error("{message}")]
     Refused {
-        /// Which sort of no.
+        /// The kind of refusal.
         code: Code,
         /// The message of the agent.
         message: String,
@@ -193,7 +193,7 @@ impl Fleet {
         Ok(Arc::new(fleet))
     }
 
-    /// Knows the agent of `node` from now on.
+    /// Adds the agent of `node`.
     fn add(&self, node: &NodeName, url: &ServerUrl, from_object: bool) -> Result<(), AddressError> {
         let role = Role::Node(node.to_string());
         let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;

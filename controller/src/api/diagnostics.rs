@@ -17,7 +17,7 @@ const PART_MAX_BYTES: usize = 1 << 20;
 pub struct Diagnostics {
     /// The source of the metrics.
     pub vitals: Arc<ControllerVitals>,
-    /// How the controller is configured, for people.
+    /// The configuration of the controller, for people.
     pub configuration: String,
 }
 

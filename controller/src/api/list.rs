@@ -16,7 +16,7 @@ pub(super) const PAGE_MAX: usize = 1000;
 /// The prefix of a token, before the name of the last object of the page before.
 const TOKEN: &str = "after:";
 
-/// Some objects of a kind, in the order of their names.
+/// A page of objects of a kind, in the order of their names.
 struct Page<'a, T> {
     objects: Vec<&'a T>,
     next_token: String,

@@ -22,7 +22,7 @@ use crate::kubernetes::workloads::Workloads;
 use crate::random::new_secret;
 use crate::store::{self, ChangeError, Store, StoreError};
 
-/// How many states of a volume a slow watcher may be behind before the next one waits for it.
+/// The number of states of a volume that a slow watcher may be behind before the sender waits.
 const WATCH_BUFFER: usize = 16;
 
 pub(super) type Reply<T> = Result<Response<T>, Status>;

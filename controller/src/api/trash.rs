@@ -21,7 +21,7 @@ use crate::store::StoreError;
 /// The maximum number of new decisions of an undeletion after conflicting changes.
 const CONFLICTS_MAX: u32 = 10;
 
-/// How long an undeletion waits for the deletion to be over. Less than the caller does.
+/// The time that an undeletion waits for the end of the deletion, which is less than the caller waits.
 const DELETION_LIMIT: Duration = Duration::from_secs(20);
 
 impl Api {

@@ -40,7 +40,7 @@ pub(super) fn node_id(id: &str) -> Result<(), CsiError> {
     text("node_id", id, NODE_ID_MAX_BYTES)
 }
 
-/// How a volume is to be used, where no volume can be on several nodes.
+/// Returns the use of a volume, which cannot be on several nodes.
 pub(super) fn usable(wish: Option<v1::VolumeCapability>) -> Result<Capability, CsiError> {
     let capability = capability(wish)?;
     if capability.is_multi_node() {

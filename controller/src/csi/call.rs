@@ -7,7 +7,7 @@ use tonic::{Code, Response, Status};
 
 use crate::metrics::Metrics;
 
-/// More of a name is not logged.
+/// The maximum length of a logged name.
 const NAME_MAX_CHARS: usize = 128;
 
 /// A running call; the outcome is logged when this is dropped.

@@ -13,7 +13,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// The most digits that a time-out has.
 const DIGITS_MAX: usize = 8;
 
-/// How long a call with these headers may wait.
+/// Returns the time limit of a call with these headers.
 pub(super) fn wait_limit(headers: &MetadataMap) -> Duration {
     let timeout = headers.get("grpc-timeout").and_then(|value| parse(value.to_str().ok()?));
     match timeout {

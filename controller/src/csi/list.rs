@@ -92,7 +92,7 @@ impl CsiController {
     }
 }
 
-/// Why a volume cannot be used as is asked for, or is another one.
+/// Returns the reason why a volume cannot be used as requested, or is another one.
 fn unusable(
     world: &World,
     volume: &Volume,

@@ -243,7 +243,7 @@ pub enum VolumeCommand {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = true)]
 pub struct VolumeChanges {
-    /// How many copies of the data there are, 1 to 8
+    /// The number of replicas, 1 to 8
     #[arg(long, value_name = "COUNT")]
     pub replicas: Option<u32>,
     /// Tags that a node must have to get a replica; empty: none
@@ -300,7 +300,7 @@ pub struct CreateArgs {
     /// Size, like 10GiB or 512MiB: KiB, MiB, GiB, TiB, or a number of bytes
     #[arg(long)]
     pub size: Size,
-    /// How many copies of the data there are, 1 to 8
+    /// The number of replicas, 1 to 8
     #[arg(long, default_value_t = 3, value_name = "COUNT")]
     pub replicas: u32,
     /// Frontend: auto, ublk, nbd or socket
@@ -327,12 +327,12 @@ pub struct CreateArgs {
     /// Replicas compare every read with their block checksums; another replica answers if one has rot
     #[arg(long)]
     pub verify_reads: bool,
-    /// How long to wait.
+    /// The limits of waiting.
     #[command(flatten)]
     pub wait: WaitArgs,
 }
 
-/// How long to wait.
+/// The limits of waiting.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct WaitArgs {
     /// Returns once the controller has accepted the request, and does not wait

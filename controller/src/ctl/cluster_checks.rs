@@ -16,7 +16,7 @@ use crate::kubernetes::lease::LEASE_NAME;
 const LIMIT: Duration = Duration::from_secs(10);
 /// The label of the pods of controllers.
 const POD_LABEL: &str = "app.kubernetes.io/name=shorthorn-controller";
-/// How many of them are wanted: one leads, and another one takes over.
+/// The wanted number of pods: one leads, and another one takes over.
 const PODS_WANTED: usize = 2;
 /// The policies that keep volumes from being deleted by mistake.
 const POLICIES: [&str; 2] = ["volumes.shorthorn.io", "installation.shorthorn.io"];

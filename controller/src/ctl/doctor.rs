@@ -10,11 +10,11 @@ use super::error::CtlError;
 use super::output::for_programs;
 use super::status::VERSION;
 
-/// How a check has ended that stands in the way of nothing.
+/// The outcome of a check with a warning.
 pub(super) const WARNED: &str = "warned";
-/// How one has ended after which something does not work.
+/// The outcome of a failed check.
 pub(super) const FAILED: &str = "failed";
-/// How one has ended that has found nothing.
+/// The outcome of a passed check.
 pub(super) const PASSED: &str = "passed";
 
 /// A check, as it is shown.
@@ -75,7 +75,7 @@ pub(super) fn unreachable(reason: String) -> CheckView {
     CheckView::new("controller", "the controller answers", Some((FAILED, reason, fix)))
 }
 
-/// How many have failed.
+/// Returns the number of failed checks.
 pub(super) fn failures(checks: &[CheckView]) -> usize {
     checks.iter().filter(|check| check.has_failed()).count()
 }

@@ -46,7 +46,7 @@ pub(super) fn for_programs(format: Format, value: &impl Serialize) -> Result<Str
     }
 }
 
-/// How many replicas have everything, of how many it should have, and how far those are that are being brought up.
+/// Returns the number of members and of wanted replicas, with the progress of rebuilds.
 pub(super) fn members(volume: &v1::Volume) -> String {
     if volume.state != "attached" {
         return volume.number_of_replicas.to_string();
@@ -66,7 +66,7 @@ pub(super) fn size(volume: &v1::Volume) -> String {
     }
 }
 
-/// How far the replicas are that are being brought up, for a cell of a table.
+/// Returns the progress of the rebuilds, for a cell of a table.
 fn copying(replicas: &[v1::Replica]) -> String {
     let least = replicas.iter().filter_map(|replica| replica.copy.as_ref()).map(percent).min();
     least.map(|percent| format!(" ({percent} %)")).unwrap_or_default()
@@ -108,7 +108,7 @@ fn salvage(salvage: &v1::Salvage) -> String {
     )
 }
 
-/// Why a volume is as it is.
+/// Formats the explanation of a volume's state.
 pub(super) fn explanation(format: Format, why: v1::Explanation) -> Result<String, CtlError> {
     if !format.is_for_people() {
         return for_programs(format, &ExplanationView::from(why));
@@ -121,7 +121,7 @@ pub(super) fn explanation(format: Format, why: v1::Explanation) -> Result<String
     Ok(text)
 }
 
-/// How an upgrade of an engine went.
+/// Formats the result of an engine's upgrade.
 pub(super) fn upgrade(
     format: Format,
     volume: &str,

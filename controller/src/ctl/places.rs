@@ -119,7 +119,7 @@ struct FrontendView {
     reason: String,
 }
 
-/// Everything about a node.
+/// Formats all details of a node.
 pub(super) fn node(format: Format, detail: v1::NodeDetail) -> Result<String, CtlError> {
     let node = detail.node.unwrap_or_default();
     if format == Format::Name {

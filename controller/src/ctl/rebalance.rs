@@ -93,7 +93,7 @@ async fn until_even(
     }
 }
 
-/// How far it is, for people.
+/// Returns the progress for people.
 pub(super) fn describe(answer: &v1::RebalanceResponse) -> String {
     let (begun, moves) = (count_begun(answer), answer.moves.len());
     let mut text = format!(

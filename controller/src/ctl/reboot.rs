@@ -13,7 +13,7 @@ use super::error::{CtlError, is_unreachable};
 use super::output::{for_programs, print};
 use super::wait::Progress;
 
-/// How often it is asked for.
+/// The interval of queries.
 const POLL: Duration = Duration::from_secs(1);
 /// The longest that a question may take.
 const CALL_LIMIT: Duration = Duration::from_secs(30);

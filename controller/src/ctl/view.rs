@@ -115,7 +115,7 @@ impl From<v1::Salvage> for SalvageView {
     }
 }
 
-/// Why a volume is as it is.
+/// The explanation of a volume's state.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ExplanationView {
@@ -206,7 +206,7 @@ fn time_of(ms: u64) -> String {
     time.map(|time| time.to_string()).unwrap_or_default()
 }
 
-/// How an upgrade of an engine went.
+/// The result of an engine's upgrade.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct UpgradeView {

@@ -22,7 +22,8 @@ const RETRY: Duration = Duration::from_millis(200);
 const DRAIN_POLL: Duration = Duration::from_millis(500);
 /// The longest that such a question may take.
 const DRAIN_CALL_LIMIT: Duration = Duration::from_secs(30);
-/// How long all that is left of a drain may be held before waiting ends: the controller needs a moment to begin.
+/// The time for which the whole rest of a drain may be held before the wait ends: the controller needs a
+/// moment to begin.
 pub(super) const HELD_LIMIT: Duration = Duration::from_secs(10);
 
 /// The condition to wait for.
@@ -32,7 +33,7 @@ pub(super) enum Goal {
     Created,
     /// The device is on that node.
     Attached(String),
-    /// Nothing runs, or nothing but replicas that cannot be stopped for long.
+    /// The volume has no process, except for replicas that cannot be stopped for long.
     Detached,
     /// The volume has that size, and so has its device if it is attached.
     Expanded(u64),

@@ -23,7 +23,7 @@ pub struct Attachment {
     pub node: String,
 }
 
-/// Knows which volumes Kubernetes has attached.
+/// A source of the volumes that Kubernetes has attached.
 #[async_trait]
 pub trait Attachments: Send + Sync {
     /// The attachment that names the volume, unless Kubernetes is about to detach it.

@@ -17,7 +17,8 @@ use super::mirror::{Mirror, News};
 use crate::store::{ChangeError, Store, StoreError, change};
 use crate::work::backoff;
 
-/// How long changes are gathered before volumes are looked at: many claims are made or deleted at once.
+/// The time for which changes are gathered before volumes are examined: many claims are made or deleted at
+/// once.
 const SETTLE: Duration = Duration::from_millis(200);
 
 /// Keeps the notes on claims up to date, until it is dropped. `first` is notified after the first complete

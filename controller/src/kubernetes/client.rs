@@ -36,12 +36,12 @@ pub enum NodeDrainPolicy {
     AlwaysAllow,
 }
 
-/// Which API server, and where in it.
+/// The API server, and the namespace in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KubernetesConfig {
     /// The namespace of all objects.
     pub namespace: String,
-    /// How to reach the API server; none: as a pod does, else as kubectl does.
+    /// The kubeconfig; none to connect like a pod, or else like kubectl.
     pub kubeconfig: Option<PathBuf>,
     /// The port of the agents on their nodes.
     pub agent_port: u16,
@@ -75,7 +75,7 @@ pub enum ConnectError {
     /// The context is not there.
     #[error("the context {0} cannot be used: {1}")]
     Context(String, kube::config::KubeconfigError),
-    /// Nothing says where it is.
+    /// The API server is configured nowhere.
     #[error("cannot find an API server: {0}; give --kubeconfig FILE")]
     Infer(kube::config::InferConfigError),
     /// The certificates or the like cannot be used.

@@ -13,7 +13,7 @@ use super::{GROUP, VERSION, kind_name, plural};
 pub const ORDER: [Kind; 4] = [Kind::Volume, Kind::Engine, Kind::Replica, Kind::Node];
 /// The annotation of a definition that says which schema it has.
 pub const HASH_ANNOTATION: &str = "shorthorn.io/schema-hash";
-/// How much of the digest of a schema is its hash.
+/// The bytes of a schema's digest in its hash.
 const HASH_BYTES: usize = 8;
 const RULES: &str = "x-kubernetes-validations";
 

@@ -46,7 +46,7 @@ enum Told {
     Pod(Event<Namespaced>, String),
 }
 
-/// Tells the API server.
+/// The task that sends events to the API server.
 pub struct Teller {
     client: Client,
     namespace: String,

@@ -29,9 +29,10 @@ use crate::store::Store;
 use crate::store::kubernetes::{CallError, bounded, is_code};
 use crate::work::backoff;
 
-/// How long changes are gathered before they are looked at.
+/// The time for which changes are gathered before they are examined.
 const SETTLE: Duration = Duration::from_secs(1);
-/// How long a pod that has ended by itself is not made anew: a kubelet may refuse each one at once.
+/// The time before a pod that has ended by itself is made anew, because a kubelet may refuse each one at
+/// once.
 const AGAIN: Duration = Duration::from_secs(30);
 /// The label of both with the uid of the Node object.
 const NODE_LABEL: &str = "shorthorn.io/guards-node";

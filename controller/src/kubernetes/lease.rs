@@ -19,11 +19,11 @@ use crate::store::kubernetes::{CallError, bounded, is_code};
 
 /// The name of the Lease.
 pub const LEASE_NAME: &str = "shorthorn-controller";
-/// How long others leave a lease alone that is not renewed.
+/// The time for which other controllers respect a lease that is not renewed.
 pub const DURATION: Duration = Duration::from_secs(12);
 /// The time after the last renewal for which the holder continues.
 pub const HOLD_LIMIT: Duration = Duration::from_secs(8);
-/// How often it is renewed.
+/// The interval of renewals.
 const RENEW_EVERY: Duration = Duration::from_secs(3);
 /// The wait before a renewal is tried again, or the lease of another is looked at again.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -55,7 +55,8 @@ fn is_free(lease: &Lease, unchanged: Duration) -> bool {
     !is_held || unchanged >= seconds.map_or(DURATION, Duration::from_secs)
 }
 
-/// How long the holder may still go on so long after its last renewal began; None: not at all.
+/// Returns the time that the holder may still continue, `since_renewal` after its last renewal began; none if
+/// it must stop.
 fn time_left(since_renewal: Duration) -> Option<Duration> {
     HOLD_LIMIT.checked_sub(since_renewal).filter(|left| !left.is_zero())
 }

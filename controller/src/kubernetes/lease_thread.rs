@@ -17,17 +17,18 @@ use super::lease::Leadership;
 use super::{KubernetesConfig, connect};
 use crate::store::kubernetes::CallError;
 
-/// How long the process may take to end after the lease is lost.
+/// The time limit for the process to end after the lease is lost.
 pub const END_LIMIT: Duration = Duration::from_secs(2);
-/// How often the runtime of the controller shows that it runs.
+/// The interval of beats, by which the runtime of the controller shows that it runs.
 const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// How many times in a row it may fail to. The thread counts its own looks: a pause of the whole process is none.
+/// The maximum number of missed beats in a row. The thread counts its own looks: a pause of the whole process
+/// misses none.
 const BEATS_MISSED_MAX: u32 = 10;
 
-/// How far the thread has come.
+/// The state of the thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
-    /// Nothing was asked yet.
+    /// The thread has made no request yet.
     Starting,
     /// The controller requests the lease; the error of its last call, if any.
     Waiting(Option<String>),

@@ -34,22 +34,22 @@ struct Kept<T> {
 /// The changes of a mirror.
 #[derive(Debug, PartialEq, Eq)]
 pub enum News<T> {
-    /// Everything was listed.
+    /// All objects, after a list.
     All(BTreeMap<String, T>),
-    /// These, by name; none: it is gone.
+    /// The changed objects by name; none for a deleted one.
     Some(BTreeMap<String, Option<T>>),
 }
 
-/// Why a watch does not go on.
+/// The reason why a watch does not continue.
 enum Broken {
     /// The watch has ended, and the next one continues from the last version.
     Watch(String),
-    /// Everything has to be listed again.
+    /// The objects have to be listed again.
     Version(String),
 }
 
 impl<T: Clone + PartialEq> Mirror<T> {
-    /// Nothing yet.
+    /// Creates an empty mirror.
     pub fn new() -> Mirror<T> {
         let kept = Kept { by_name: BTreeMap::new(), is_complete: false, news: Some(BTreeSet::new()) };
         Mirror { kept: Mutex::new(kept), changed: watch::Sender::new(()) }
@@ -59,7 +59,7 @@ impl<T: Clone + PartialEq> Mirror<T> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Everything, once it was listed.
+    /// Returns all objects, after the first list.
     pub fn all(&self) -> Option<BTreeMap<String, T>> {
         let kept = self.kept();
         kept.is_complete.then(|| kept.by_name.clone())

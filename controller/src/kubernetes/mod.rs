@@ -24,7 +24,7 @@ pub use client::{ConnectError, KubernetesConfig, NodeDrainPolicy, PodsOfLostNode
 
 /// The API group of the custom resources.
 pub const GROUP: &str = "shorthorn.io";
-/// Their version.
+/// The version of the custom resources.
 pub const VERSION: &str = "v1alpha1";
 /// The label of engines and replicas with the name of their volume.
 pub const VOLUME_LABEL: &str = "shorthorn.io/volume";

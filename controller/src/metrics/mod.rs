@@ -119,7 +119,7 @@ impl ControllerVitals {
         Arc::new(ControllerVitals { metrics, readiness, shown: OnceLock::new() })
     }
 
-    /// There are objects, agents and a queue from now on.
+    /// Sets the sources of the metrics: objects, agents and a queue.
     pub fn show(&self, store: Arc<dyn Store>, fleet: Arc<Fleet>, queue: Arc<Queue>) {
         // It is called once.
         let _ = self.shown.set(Shown { store, fleet, queue });

@@ -25,7 +25,7 @@ impl std::fmt::Debug for Metered {
 }
 
 impl Metered {
-    /// `store`, counted.
+    /// Returns `store` with counters.
     #[must_use]
     pub fn new(store: Arc<dyn Store>, metrics: Metrics, readiness: Arc<Readiness>) -> Metered {
         Metered { store, metrics, readiness }

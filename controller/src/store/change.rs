@@ -4,10 +4,10 @@ use shorthorn_controller_core::requests::Change;
 
 use super::{Store, StoreError};
 
-/// How often a change is tried again that met another one.
+/// The maximum number of retries of a change after conflicts.
 const CONFLICTS_MAX: u32 = 10;
 
-/// Why a change was not made.
+/// The reason why a change was not made.
 #[derive(Debug)]
 pub enum ChangeError<E> {
     /// The change is not allowed.

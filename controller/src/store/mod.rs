@@ -28,7 +28,7 @@ pub const CHANGES_MAX: usize = 4096;
 /// [`StoreError::Conflict`] where another write came in between.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Everything that is stored, as of the last write. Not to be held across an await.
+    /// Returns all stored objects, as of the last write. The guard must not be held across an await.
     fn world(&self) -> RwLockReadGuard<'_, World>;
 
     /// Stores the object durably if the stored version is still its own (0 for a new one), and returns it
@@ -38,7 +38,7 @@ pub trait Store: Send + Sync + 'static {
     /// Removes the object durably where it still has this version.
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
 
-    /// These replicas are about to be stored: their places are taken.
+    /// Reserves the places of replicas that are about to be stored.
     fn promise(&self, replicas: Vec<Replica>);
 
     /// The replicas of these names are stored, or will not be.

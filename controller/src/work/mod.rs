@@ -22,9 +22,9 @@ use crate::store::{Store, StoreError};
 pub(crate) use queue::backoff;
 pub use queue::{Depth, Outcome, Queue};
 
-/// How many objects are worked on at once. Calls to agents can take long, and one must not hold up all.
+/// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.
 const RUNS_MAX: usize = 64;
-/// How many urgent ones beside them: no call to an agent that is slow holds a fail-over up.
+/// The number of urgent ones besides them: no call to a slow agent delays a fail-over.
 const URGENT_RUNS_MAX: usize = 32;
 
 /// The shared state of all runs.

@@ -41,23 +41,23 @@ struct State {
     failures: HashMap<Key, u32>,
 }
 
-/// How a run over an object ended.
+/// The result of a run over an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Everything was done; look again after that time, where one is given.
+    /// The run is complete. The object runs again after that time, if given.
     Done(Option<Duration>),
-    /// Something failed; try again, ever later.
+    /// The run has failed. It is repeated with growing pauses.
     Failed,
 }
 
-/// How many objects are in which part of the queue.
+/// The number of objects in each part of the queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Depth {
-    /// They wait for a worker.
+    /// Objects that wait for a worker.
     pub ready: usize,
-    /// They are being worked on.
+    /// Objects in work.
     pub active: usize,
-    /// They are looked at again at a time that is known.
+    /// Objects with a known time of their next run.
     pub timed: usize,
 }
 
@@ -88,7 +88,7 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many objects are in which part of it.
+    /// Returns the number of objects in each part.
     pub fn depth(&self) -> Depth {
         let state = self.state();
         Depth { ready: state.queued.len(), active: state.active.len(), timed: state.timers.len() }

@@ -41,7 +41,7 @@ struct State {
     /// Why no disk can be removed.
     keeps_disks: Option<String>,
     in_use: Option<String>,
-    /// Why devices cannot be resized while they are there.
+    /// The reason why existing devices cannot be resized.
     keeps_size: Option<String>,
     starts: u32,
     limits: Option<v1::RebuildLimits>,
@@ -50,7 +50,7 @@ struct State {
     views: BTreeMap<String, v1::View>,
 }
 
-/// Something that happens once.
+/// An action that happens once.
 struct Meanwhile(Pin<Box<dyn Future<Output = ()> + Send>>);
 
 impl std::fmt::Debug for Meanwhile {
@@ -84,7 +84,7 @@ impl FakeAgent {
         }
     }
 
-    /// Something else happens while the agent has the next call of that name.
+    /// Does `work` while the agent has the next call of that name.
     pub fn meanwhile(&self, call: &'static str, work: impl Future<Output = ()> + Send + 'static) {
         self.before.lock().unwrap().insert(call, Meanwhile(Box::pin(work)));
     }
@@ -161,7 +161,7 @@ impl FakeAgent {
         self.state().directories.clone()
     }
 
-    /// How many processes were ever started.
+    /// Returns the number of processes that were ever started.
     pub fn starts(&self) -> u32 {
         self.state().starts
     }
@@ -298,7 +298,7 @@ impl FakeAgent {
         self.state().limits
     }
 
-    /// Tells the engine of that attachment, 0 being any.
+    /// Gives an order to the engine of that attachment, 0 being any.
     fn told(
         &self,
         volume: &str,

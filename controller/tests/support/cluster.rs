@@ -28,7 +28,8 @@ pub struct Cluster {
     pub forward: SocketAddr,
     serving: Vec<JoinHandle<()>>,
     controller: Option<Child>,
-    /// How long the controller waits for a replica before it replaces it; takes effect at its next start.
+    /// The time that the controller waits for a replica before it replaces it; takes effect at its next
+    /// start.
     pub replace_after_s: u64,
     /// True if volumes may be created with fewer replicas than requested; most tests expect the refusal.
     pub degraded_creation: bool,
@@ -97,7 +98,7 @@ impl Cluster {
         assert_eq!(&buffer[..length], b"READY=1\n");
     }
 
-    /// kill -9.
+    /// Kills the controller with SIGKILL.
     pub async fn kill_controller(&mut self) {
         let mut child = self.controller.take().unwrap();
         child.kill().await.unwrap();
@@ -194,7 +195,7 @@ impl Cluster {
         }
     }
 
-    /// Nothing that must not happen has happened.
+    /// Fails if a forbidden event has happened.
     pub fn check(&self) {
         let truth = self.truth.lock().unwrap();
         assert!(truth.violations.is_empty(), "{:#?}", truth.violations);

@@ -52,7 +52,7 @@ pub mod csi {
     }
 }
 
-/// How a driver makes itself known to kubelet.
+/// The registration of a driver with kubelet.
 pub mod pluginregistration {
     #![allow(clippy::all)]
     tonic::include_proto!("pluginregistration");

@@ -1,4 +1,4 @@
-//! How a volume is to be used, checked before anything else happens.
+//! Checks the requested use of a volume before anything else happens.
 
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
@@ -12,12 +12,12 @@ const MOUNT_FLAGS_MAX_BYTES: usize = 3 << 10;
 /// The requested use of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
-    /// How it is to be reached.
+    /// The kind of access.
     pub access: Access,
     mode: Mode,
 }
 
-/// How it is to be reached.
+/// The kind of access to a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Access {
     /// The volume is used as a block device.
@@ -26,7 +26,7 @@ pub enum Access {
     Mount(MountWish),
 }
 
-/// Which file system.
+/// The requested file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MountWish {
     /// The requested file system. None: the existing one, or the default on an empty device.
@@ -63,7 +63,7 @@ impl Capability {
     }
 }
 
-/// How the volume is to be used.
+/// Returns the requested use of the volume.
 ///
 /// # Errors
 /// [`CsiError::Invalid`] says what is missing, or can never work.
@@ -155,7 +155,7 @@ pub fn options(list: &str) -> Option<Vec<&str>> {
 /// A kind of file system that volumes can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FsKind {
-    /// The default.
+    /// The default file system.
     Ext4,
     /// The other one.
     Xfs,

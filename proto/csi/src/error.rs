@@ -7,7 +7,7 @@ use shorthorn_types::VolumeName;
 use thiserror::Error;
 use tonic::Status;
 
-/// Why a call fails. Each variant is one status code.
+/// The reason why a call fails. Each variant is one status code.
 ///
 /// Kubernetes takes `Aborted`, `Unavailable` and `TooSlow` for "not known how far it came": it asks again, and undoes later.
 /// Every other one has to mean that nothing was left behind.
@@ -28,7 +28,7 @@ pub enum CsiError {
     /// A size that cannot be.
     #[error("{0}")]
     OutOfRange(String),
-    /// Something else is under way, or has come in between: ask again from the start.
+    /// Another call is in progress, or has interfered: retry from the start.
     #[error("{0}")]
     Aborted(String),
     /// The resources do not suffice here. The caller may try another place, and the call may succeed later.

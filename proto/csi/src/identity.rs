@@ -8,7 +8,8 @@ use shorthorn_api::csi::v1::identity_server::{Identity as IdentityRpc, IdentityS
 use shorthorn_api::csi::v1::{self, plugin_capability as capability};
 use tonic::{Request, Response, Status};
 
-/// Why a call is refused while another process does the work. Callers take this code for a failure that passes.
+/// The message of a refused call while another process leads. Callers take its code for a failure that
+/// passes.
 pub const NOT_READY: &str = "this controller stands by and does not lead; retry once Probe reports ready";
 
 /// The Identity service.

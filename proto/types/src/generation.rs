@@ -25,7 +25,7 @@ impl Generation {
     /// A replica that no engine has opened yet.
     pub const NEVER: Generation = Generation::new(0, 0);
 
-    /// How many bits of a nonce are drawn: as many as a number in JSON has for every reader.
+    /// The number of random bits of a nonce: as many as a number in JSON has for every reader.
     const NONCE_BITS: u32 = 53;
 
     /// The generation `attach`.`restart`, below all that an engine draws for this pair.

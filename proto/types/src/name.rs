@@ -12,7 +12,7 @@ use crate::limits::MAX_VOLUME_NAME_BYTES;
 #[serde(try_from = "String", into = "String")]
 pub struct VolumeName(String);
 
-/// Why a text is no volume name.
+/// The reason why a text is no volume name.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum NameError {
     /// The text is empty or longer than [`MAX_VOLUME_NAME_BYTES`].

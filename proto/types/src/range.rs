@@ -11,7 +11,7 @@ pub struct ByteRange {
     length_bytes: u64,
 }
 
-/// Why a range is refused.
+/// The reason why a range is refused.
 #[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
 pub enum RangeError {
     /// Offset plus length does not fit 64 bits.
@@ -19,7 +19,7 @@ pub enum RangeError {
     Overflow {
         /// The start of the range.
         offset_bytes: u64,
-        /// How long it is.
+        /// The length of the range.
         length_bytes: u64,
     },
     /// Offset or length is no multiple of the sector.
@@ -27,7 +27,7 @@ pub enum RangeError {
     Unaligned {
         /// The start of the range.
         offset_bytes: u64,
-        /// How long it is.
+        /// The length of the range.
         length_bytes: u64,
     },
     /// The range has no bytes.
@@ -44,7 +44,7 @@ pub enum RangeError {
 }
 
 impl ByteRange {
-    /// No bytes.
+    /// The empty range.
     pub const EMPTY: ByteRange = ByteRange { offset_bytes: 0, length_bytes: 0 };
 
     /// The range of `length_bytes` at `offset_bytes`.
@@ -82,7 +82,7 @@ impl ByteRange {
         self.offset_bytes
     }
 
-    /// How long the range is, in bytes.
+    /// Returns the length of the range in bytes.
     #[must_use]
     pub const fn length(self) -> u64 {
         self.length_bytes

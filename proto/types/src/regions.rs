@@ -15,7 +15,7 @@ pub const REGIONS_MAX: u64 = if cfg!(shorthorn_few_regions) { 24 } else { 1 << 2
 /// The most runs that one [`MarkRegions`] or one page of regions carries, so that it fits a control frame.
 pub const RUNS_PER_MARK_MAX: usize = 800;
 
-/// Which of the sets of regions that a replica keeps.
+/// The sets of regions that a replica keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RegionsOf {
@@ -47,9 +47,9 @@ pub enum MarkAction {
 /// An engine changes a set of regions that a replica keeps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MarkRegions {
-    /// Which set.
+    /// The set to change.
     pub of: RegionsOf,
-    /// How.
+    /// The kind of change.
     pub action: MarkAction,
     /// First region and count of each run, at most [`RUNS_PER_MARK_MAX`].
     pub runs: Vec<(u32, u32)>,
@@ -94,7 +94,7 @@ pub const fn is_current(own: Option<u32>, newest: u32) -> bool {
     }
 }
 
-/// How a volume is divided into the regions that the write-intent and missed-region bitmaps count in.
+/// The division of a volume into regions, in which the write intent and the out-of-sync sets count.
 ///
 /// It follows from the volume's size alone, so that engine and replicas agree without talking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,7 +126,7 @@ impl Regions {
         self.region_bytes
     }
 
-    /// How many there are, at most [`REGIONS_MAX`].
+    /// Returns the number of regions, at most [`REGIONS_MAX`].
     #[must_use]
     #[allow(clippy::cast_possible_truncation)] // at most REGIONS_MAX
     pub const fn count(self) -> u32 {
@@ -194,7 +194,7 @@ impl RegionSet {
         all
     }
 
-    /// How many regions the volume has.
+    /// Returns the number of regions of the volume.
     #[must_use]
     pub const fn limit(&self) -> u32 {
         self.limit
@@ -211,7 +211,7 @@ impl RegionSet {
         converted
     }
 
-    /// How many are in the set.
+    /// Returns the number of regions in the set.
     #[must_use]
     pub const fn len(&self) -> u32 {
         self.len

@@ -15,13 +15,13 @@ const BASE: u64 = 36;
 #[serde(try_from = "String", into = "String")]
 pub struct ReplicaId(u64);
 
-/// Why a text is no replica id.
+/// The reason why a text is no replica id.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("replica id {0:?} is not eight characters of 0-9 and a-z")]
 pub struct ReplicaIdError(String);
 
 impl ReplicaId {
-    /// How many different ids there are.
+    /// The number of different ids.
     pub const COUNT: u64 = BASE.pow(DIGITS);
 
     /// The id that `random` falls on.

@@ -3,7 +3,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How long the secret of a volume is.
+/// The length of a volume's secret in bytes.
 pub const SECRET_BYTES: usize = 32;
 
 /// The key that engine and replicas of one volume prove to each other. It is never shown: `Debug` hides it,

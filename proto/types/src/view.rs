@@ -74,7 +74,7 @@ pub struct Members {
 pub struct TooManyMembers(pub usize);
 
 impl Members {
-    /// No replica.
+    /// The empty set.
     pub const NONE: Members = Members { ids: [None; MAX_MEMBERS], count: 0 };
 
     /// The set of `ids`; repeated ones count once.
@@ -100,7 +100,7 @@ impl Members {
         self.count += 1;
     }
 
-    /// How many.
+    /// Returns the number of members.
     #[must_use]
     pub fn len(&self) -> usize {
         usize::from(self.count)

@@ -3,9 +3,9 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Members, ReplicaId, View};
 
-/// Which accounts a replica keeps in vain that keeps those of `tracks`: those of replicas that the volume does not
-/// have any more. It has the `wanted` ones, and those of `views`, which have to be all that the replica knows and
-/// all that its engine honours.
+/// Returns the replicas whose out-of-sync sets are kept in vain by a replica that keeps those of `tracks`:
+/// the volume does not have them any more. It has the `wanted` ones, and those of `views`, which have to be
+/// all that the replica knows and all that its engine honours.
 ///
 /// Nothing is lost by that, whoever is wrong: where one member of a first view has no account of a replica, that replica
 /// becomes a copy ([`combine`](crate::combine)). That holds as long as no account is begun again that looks like a

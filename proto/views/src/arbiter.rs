@@ -26,7 +26,7 @@ const fn is_zero(attach: &u64) -> bool {
     *attach == 0
 }
 
-/// Why the arbiter does not grant a view. Nothing has changed; the engine can only stop.
+/// The reason why the arbiter does not grant a view. The record has not changed; the engine can only stop.
 #[derive(Debug, Error, PartialEq, Eq, Clone)]
 pub enum NotGranted {
     /// The volume has been attached again since, or is attached nowhere.

@@ -15,10 +15,10 @@ pub struct Change {
     granted: bool,
 }
 
-/// How far a [`Change`] is.
+/// The progress of a [`Change`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// Some member of the new view has not stored it yet.
+    /// Some members of the new view have not stored it yet.
     Storing,
     /// All members have, but that is no quorum of a view that it replaces, and the arbiter cannot help.
     NoQuorum,
@@ -62,7 +62,7 @@ impl Change {
         honoured.map(|view| quorum(&view.members, reached)).min() == Some(Quorum::Half)
     }
 
-    /// How far it is.
+    /// Returns the progress of the change.
     #[must_use]
     pub fn progress(&self) -> Progress {
         if !self.target.members.is_subset_of(&self.stored) || self.target.members.is_empty() {

@@ -29,7 +29,7 @@ const ROLLED_BACK: &str = "the replica lacks later writes: its disk was restored
 const BROKEN: &str = "the replica lacks data although it is in the view: its rebuild did not finish. It has \
     to be rebuilt again";
 
-/// How to start.
+/// The plan of a start.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The views to honour.
@@ -74,7 +74,7 @@ impl Plan {
 /// The reasons why a start is not possible now.
 #[derive(Debug)]
 pub struct NoPlan {
-    /// Which replicas are missing.
+    /// The reason, with the missing replicas.
     pub cannot: CannotStart,
     /// The replicas that cannot be members, like [`Plan::unfit`].
     pub unfit: Vec<(ReplicaId, String)>,

@@ -1,13 +1,13 @@
 use shorthorn_types::Members;
 
-/// How much of a view some replicas are.
+/// The share of a view that some replicas are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Quorum {
     /// Less than half of its members: never enough.
     Less,
     /// Exactly half: enough with the arbiter's grant.
     Half,
-    /// More than half: enough.
+    /// The replicas are more than half: enough.
     More,
 }
 

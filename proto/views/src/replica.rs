@@ -54,7 +54,7 @@ pub enum Refused {
         /// The number of both.
         proposed: ViewId,
     },
-    /// More proposed views than a replica keeps.
+    /// The proposed views are more than a replica keeps.
     #[error("more than {MAX_PROPOSED_VIEWS} proposed views: none of them has been committed")]
     TooManyProposed,
 }

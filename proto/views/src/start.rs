@@ -21,7 +21,7 @@ pub struct Basis {
     pub needs_grant: bool,
 }
 
-/// Why an engine cannot start yet, or not without the operator.
+/// The reason why an engine cannot start yet, or not without the operator.
 #[derive(Debug, Error, PartialEq, Eq, Clone)]
 pub enum CannotStart {
     /// No replica answers.

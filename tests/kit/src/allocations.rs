@@ -17,7 +17,7 @@ impl CountingAllocator {
         CountingAllocator(())
     }
 
-    /// How many allocations this thread has made. The test harness has a thread of its own.
+    /// Returns the number of allocations of this thread. The test harness has a thread of its own.
     pub fn allocations(&self) -> usize {
         COUNT.get()
     }

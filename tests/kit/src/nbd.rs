@@ -204,7 +204,7 @@ impl Nbd {
         }
     }
 
-    /// Reads.
+    /// Reads a range.
     ///
     /// # Errors
     /// The server has gone, or has answered with an error.

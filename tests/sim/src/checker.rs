@@ -32,7 +32,7 @@ struct Write {
 }
 
 impl Write {
-    /// There from the beginning.
+    /// Returns the write that exists from the beginning.
     fn first(id: Id) -> Write {
         let done = Some(0);
         Write { id, submitted: 0, ended: done, effective: done, durable: true, dead: None, gone: false }
@@ -84,7 +84,7 @@ impl Checker {
         self.is_unsettled.resize(sectors, false);
     }
 
-    /// How many there are.
+    /// Returns the number of sectors.
     pub fn sectors(&self) -> usize {
         self.sectors.len()
     }

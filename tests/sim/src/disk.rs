@@ -26,7 +26,7 @@ pub struct SparseFile {
     durable: Blocks,
     /// Changes since the last sync, in order.
     unsynced: Vec<(u64, Option<Block>)>,
-    /// How many changes there were before.
+    /// The number of changes before the sync.
     synced: usize,
 }
 

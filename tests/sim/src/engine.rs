@@ -128,7 +128,7 @@ pub struct EngineProc {
     /// True if the process is paused: its events happen later.
     pub paused: bool,
     pub backlog: Vec<Occurrence>,
-    /// How long after its end the next one starts; 0: some time.
+    /// The time between its end and the next start; 0 for a random time.
     pub restarts_after: u64,
     lies: BTreeMap<(u16, u16), Lie>,
     /// The place of the last read of each slot in its buffer, in sectors.
@@ -193,7 +193,7 @@ impl EngineProc {
         self.links[peer].iter().all(Option::is_none)
     }
 
-    /// Which replica and which queue a connection serves.
+    /// Returns the replica and the queue of a connection.
     fn link_of(&self, conn: ConnId) -> Option<(usize, u16)> {
         self.links.iter().enumerate().find_map(|(peer, links)| {
             let queue = links.iter().position(|link| *link == Some(conn))?;
@@ -810,14 +810,14 @@ impl World {
         self.apply(engine, Event::Granted { view: view.id });
     }
 
-    /// How a replica is known to the core.
+    /// Returns the configuration of a replica in the core.
     pub fn peer_config(&self, engine: u64, peer: usize) -> Option<PeerConfig> {
         let process = self.engines.get(&engine)?;
         Some(PeerConfig { replica: process.peers[peer].replica, local: peer == 0 })
     }
 }
 
-/// Which blocks of a piece are all zeroes.
+/// Returns a bit for each block of a piece that is all zeroes.
 fn zero_blocks(data: &[Id]) -> ZeroBlocks {
     let mut zeroes = ZeroBlocks::default();
     for (at, block) in data.chunks(BLOCK_SECTORS).enumerate() {

@@ -36,7 +36,7 @@ pub enum Fault {
     BreakConnection { pick: u64 },
     /// The controller is away for a while.
     StopController { for_us: u64 },
-    /// Everything loses power at once.
+    /// All hosts lose power at once.
     CutPowerOfAll,
     /// The disk of a replica is full for a while; with `pages` also for the sets of regions.
     FillDisk { victim: usize, partial: bool, pages: bool, for_us: u64 },
@@ -98,11 +98,11 @@ pub enum Broken {
     Page,
     /// The note that data may be gone, once the replica has failed by something else.
     Note,
-    /// Nothing, but its process answers with an error when all is done.
+    /// No operation lies, but the process answers with an error after all is done.
     Answer,
-    /// Nothing, but its process answers with regions that cannot be.
+    /// No operation lies, but the process answers with impossible regions.
     Regions,
-    /// Nothing, but its process answers with extents that cannot be.
+    /// No operation lies, but the process answers with impossible extents.
     Extents,
 }
 
@@ -239,7 +239,7 @@ impl Fault {
 }
 
 impl World {
-    /// Some trouble.
+    /// Begins a fault.
     pub fn trouble(&mut self, strike: Strike) {
         if self.calm {
             return;

@@ -251,7 +251,7 @@ fn slot_id(at: usize) -> SlotId {
     SlotId { queue: number(at / usize::from(DEPTH)), slot: number(at % usize::from(DEPTH)) }
 }
 
-/// And back.
+/// Returns the place of a slot, the inverse of the above.
 fn place(id: SlotId) -> usize {
     usize::from(id.queue) * usize::from(DEPTH) + usize::from(id.slot)
 }

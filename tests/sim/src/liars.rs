@@ -17,7 +17,7 @@ impl World {
         self.replicas.iter().any(|replica| !replica.lies.is_empty() && !replica.gone)
     }
 
-    /// They tell the truth from now on.
+    /// Ends the lies of all processes.
     pub fn end_lies(&mut self) {
         self.replicas.iter_mut().for_each(|replica| replica.lies.clear());
     }

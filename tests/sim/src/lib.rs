@@ -97,7 +97,7 @@ pub enum Sabotage {
     FirstSource,
 }
 
-/// How to run a script.
+/// The options of running a script.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// True to write a log.
@@ -199,14 +199,14 @@ pub const COVERED: &[&str] = &[
     "rolled back replicas that came back",
 ];
 
-/// How long the volume may take to come back.
+/// The time limit for the volume to come back.
 const RECOVERY_US: u64 = 60_000_000;
-/// How often the volume is scrubbed at the end, if replicas leave meanwhile.
+/// The maximum number of scrubs at the end, if replicas leave meanwhile.
 const LAST_SCRUBS_MAX: u32 = 5;
 const REGIONS: u64 = 10;
-/// How often the controller looks for replicas that are lost.
+/// The interval at which the controller looks for lost replicas.
 const CONTROL_US: u64 = 400_000;
-/// How long replicas may lie when all other trouble is over.
+/// The time for which replicas may lie after all other trouble is over.
 const LIES_US: u64 = 30_000_000;
 /// Whoever is back by himself is back by then.
 const PATIENCE_US: u64 = 8_000_000;
@@ -356,7 +356,7 @@ fn run_tasks(world: &Rc<RefCell<World>>, tasks: &mut Tasks) {
 }
 
 impl World {
-    /// Something happens.
+    /// Handles an occurrence.
     pub fn happen(&mut self, what: Occurrence) {
         match what {
             Occurrence::Deliver { conn, to_replica, number, message } => {

@@ -9,7 +9,7 @@ use shorthorn_wire::{ExtentsPage, RegionsPage, RegionsQuery};
 use crate::checker::Id;
 use crate::disk::{Block, SparseFile};
 
-/// Which connection; never used again.
+/// The id of a connection; never used again.
 pub type ConnId = u64;
 
 /// A request of an engine to a replica. The sectors of data are ids of writes.
@@ -41,7 +41,7 @@ pub enum Ask {
     Regions(RegionsQuery),
     /// Change a set of regions.
     Mark(MarkRegions),
-    /// Which layers are there?
+    /// Requests the list of layers.
     Layers,
     /// From where on does the head have data?
     HeadExtents(u64),
@@ -88,7 +88,7 @@ pub enum Answer {
     SnapshotBlock(Box<Block>),
     /// To a question for extents.
     Extents(ExtentsPage),
-    /// Something went wrong.
+    /// The request has failed.
     Error(Errno),
     /// A newer engine holds the replica.
     Deposed(Generation),
@@ -108,11 +108,11 @@ pub enum Message {
 /// The messages from one end of a connection to the other.
 #[derive(Debug, Default)]
 pub struct Direction {
-    /// When the last message arrives: later ones arrive later.
+    /// The arrival time of the last message: later ones arrive later.
     pub last_us: u64,
-    /// How many were sent.
+    /// The number of sent messages.
     pub sent: u64,
-    /// How many of those have arrived, or are held back.
+    /// The number of these that have arrived, or are held back.
     pub arrived: u64,
     /// From this one on they are lost.
     pub lost_from: Option<u64>,
@@ -135,13 +135,13 @@ pub struct Conn {
     pub engine_open: bool,
     /// True if the replica's end is open.
     pub replica_open: bool,
-    /// Nothing arrives any more, at either end.
+    /// True if nothing arrives any more, at either end.
     pub is_dead: bool,
     /// From the engine.
     pub to_replica: Direction,
     /// To the engine.
     pub to_engine: Direction,
-    /// Which engine and queue, once the replica has taken it.
+    /// The engine and queue, once the replica has admitted the connection.
     pub place: Option<(Generation, u16)>,
 }
 

@@ -35,11 +35,11 @@ const CALL_TIMEOUT_US: u64 = 1_000_000;
 /// The time limit of a replica for an answer over a control connection.
 const LINE_LIMIT_US: u64 = 10_000_000;
 const RETRY_US: u64 = 100_000;
-/// How long a courier waits before its first attempt,
+/// The pause of a courier before its first attempt.
 const FIRST_PAUSE_US: u64 = 20_000;
-/// and at most between two.
+/// The maximum pause of a courier between two attempts.
 const LONGEST_PAUSE_US: u64 = 800_000;
-/// How long members that do not answer are waited for when the others are enough.
+/// The time limit for members that do not answer, if the others are enough.
 const MISSING_LIMIT_MS: u64 = 1500;
 /// The same if the others have lost writes that the guest counts on.
 const KEEPER_LIMIT_MS: u64 = 3000;
@@ -51,7 +51,7 @@ struct Process {
     engine: u64,
 }
 
-/// Everything that an engine process does besides serving.
+/// Runs all tasks of an engine process besides serving.
 pub async fn live(sim: Sim, engine: u64) {
     let process = Process { sim, engine };
     process.open_patiently().await;

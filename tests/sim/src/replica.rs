@@ -53,7 +53,7 @@ struct Op {
     conn: ConnId,
     number: u64,
     ask: Ask,
-    /// How much of the head was unsynced when a flush began.
+    /// The number of unsynced changes of the head when a flush began.
     mark: usize,
 }
 
@@ -72,7 +72,7 @@ pub struct Replica {
     durable: Durable,
     pub size_bytes: u64,
     pub up: bool,
-    /// Which process this is.
+    /// The number of the process.
     pub boot: u64,
     /// True if the process is paused: its events happen later.
     pub paused: bool,
@@ -83,13 +83,13 @@ pub struct Replica {
     pub full_for_pages: bool,
     /// Requests that fail have changed some blocks.
     pub is_partial: bool,
-    /// How much longer the disk may take.
+    /// The additional time of the disk.
     pub slow_by_us: Micros,
     /// Errors to come.
     pub broken: BTreeMap<Broken, u32>,
-    /// When its process lies, and the number of the fault.
+    /// The lies of its process, and the number of the fault.
     pub lies: BTreeMap<LieAt, u64>,
-    /// When it is started again after it has failed.
+    /// The time after a failure at which it is started again.
     pub restarts_after: Micros,
     /// True after an error of the disk: nothing is served until the process is restarted.
     pub failed: bool,

@@ -20,19 +20,19 @@ pub const HOSTS: usize = 3;
 pub struct Script {
     /// The seed of delays, and of the guest's requests.
     pub seed: u64,
-    /// How many replicas the volume has.
+    /// The number of replicas of the volume.
     pub replicas: u64,
     /// Blocks beyond whole regions.
     #[serde(default)]
     pub odd_blocks: u64,
     /// The most requests that the guest makes.
     pub requests: u64,
-    /// How long there may be trouble.
+    /// The maximum duration of the trouble.
     pub trouble_us: u64,
     /// True if messages are now and then very late.
     #[serde(default)]
     pub slow_network: bool,
-    /// How many queues the engine has.
+    /// The number of queues of the engine.
     #[serde(default = "one")]
     pub queues: u16,
     /// The layout of each replica at the beginning; unnamed ones have a plain one.
@@ -45,7 +45,7 @@ pub struct Script {
 /// A fault and its time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Strike {
-    /// When it strikes.
+    /// The time of the fault.
     pub at_us: u64,
     /// The seed of the other choices: lost blocks, durations.
     #[serde(default)]
@@ -74,7 +74,7 @@ fn one() -> u16 {
 /// The duration of the trouble.
 const TROUBLE_US: u64 = 15_000_000;
 
-/// How often each kind of fault is chosen.
+/// The relative probability of each kind of fault.
 const WEIGHTS: [(Kind, u32); 36] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),

@@ -8,9 +8,9 @@ use crate::{Options, run};
 pub struct Shrunk {
     /// The script, which fails.
     pub script: Script,
-    /// How.
+    /// The violated rule.
     pub violation: String,
-    /// How often it was run on the way.
+    /// The number of runs on the way.
     pub runs: u32,
 }
 

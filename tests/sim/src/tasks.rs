@@ -5,7 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// Something that is under way.
+/// A running task.
 pub type Running = Pin<Box<dyn Future<Output = ()>>>;
 
 /// The tasks of the engine processes that there are.

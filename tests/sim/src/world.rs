@@ -16,7 +16,7 @@ use crate::net::{Answer, Conn, ConnId, Cut, Direction, Message, Whom};
 use crate::replica::Replica;
 use crate::script::{HOSTS, Script, Strike};
 
-/// Something that happens at a point in time.
+/// An occurrence at a point in time.
 #[derive(Debug)]
 pub enum Occurrence {
     /// A message arrives at a host; `number` counts those of its connection and direction.
@@ -32,9 +32,9 @@ pub enum Occurrence {
     Sum { replica: usize, boot: u64, is_read: Option<bool> },
     /// The time of an engine advances.
     Tick { engine: u64 },
-    /// Trouble.
+    /// A fault begins.
     Fault(Strike),
-    /// Something that was cut, full, slow or stopped is well again.
+    /// A fault is repaired.
     Mend(Mend),
     /// A replica process starts.
     StartReplica { replica: usize, boot: u64 },
@@ -115,7 +115,7 @@ pub struct World {
     pub woken: Vec<u64>,
     /// Blocks that a disk has changed by itself, by replica.
     pub was_rotten: std::collections::BTreeSet<(usize, u64)>,
-    /// How many scrubs have seen everything.
+    /// The number of complete scrubs.
     pub scrubs_done: u64,
     /// The first thing that must not be.
     pub violation: Option<String>,
@@ -211,7 +211,7 @@ impl World {
         *self.counts.entry(what).or_default() += 1;
     }
 
-    /// How often that was counted.
+    /// Returns the count of an event.
     pub fn counted(&self, what: &'static str) -> u64 {
         self.counts.get(what).copied().unwrap_or(0)
     }
@@ -224,7 +224,7 @@ impl World {
         }
     }
 
-    /// Something that must never be.
+    /// Records a violation.
     pub fn violate(&mut self, what: String) {
         self.note(|| format!("VIOLATION {what}"));
         self.violation.get_or_insert(what);
@@ -417,7 +417,7 @@ impl World {
         Some(what)
     }
 
-    /// Everything that a world of this script meets.
+    /// Schedules all events of a script.
     pub fn schedule(&mut self, script: &Script) {
         self.after(10, Occurrence::StartEngine { host: 0 });
         self.after(20, Occurrence::Guest);

@@ -19,7 +19,7 @@ const LOAD_LIMIT: Duration = Duration::from_secs(600);
 pub struct VmFigure {
     /// ublk or nbd.
     pub frontend: &'static str,
-    /// How many replicas the volume has.
+    /// The number of replicas of the volume.
     pub replicas: u32,
     /// The name of the workload.
     pub workload: &'static str,

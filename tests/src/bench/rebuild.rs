@@ -33,7 +33,7 @@ pub struct RebuildFigures {
     pub degraded: f64,
     /// The same while it is brought up.
     pub beside_rebuild: f64,
-    /// How much was copied in that time, bytes per second.
+    /// The bytes copied in that time, per second.
     pub copied_beside_bytes_per_s: f64,
 }
 
@@ -83,7 +83,7 @@ pub(super) fn load(
     fio(&FioJob { arguments })
 }
 
-/// How fast a replica comes back that has missed a write of everything.
+/// Measures the speed at which a replica returns that has missed a write of the whole volume.
 fn rebuild(volume: &LocalVolume) -> Result<f64> {
     miss_everything(volume, || Ok(()))?;
     let started = Instant::now();

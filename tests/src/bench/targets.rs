@@ -18,13 +18,13 @@ const SERVER_LIMIT: Duration = Duration::from_secs(20);
 pub enum TargetKind {
     /// A volume of Shorthorn behind the frontend `socket`.
     Shorthorn {
-        /// How many replicas it has, all on this host.
+        /// The number of its replicas, all on this host.
         replicas: u32,
     },
     /// Measures fio on as many files as replicas: the limits of the disk and the file system. Writes are sent
     /// to all files at once, one request each, and count once; reads use one file.
     Files {
-        /// How many files.
+        /// The number of files.
         files: u32,
     },
     /// qemu-nbd on one file: one hop over NBD, no replication.
@@ -46,7 +46,7 @@ pub struct Measured {
     pub resident_bytes: Option<u64>,
 }
 
-/// Something that serves a volume.
+/// A server of a volume.
 #[derive(Debug)]
 pub struct Target {
     kind: TargetKind,

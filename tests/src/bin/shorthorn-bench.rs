@@ -17,10 +17,10 @@ struct Arguments {
     /// Seconds per measurement.
     #[arg(long, default_value_t = 5)]
     seconds: u32,
-    /// How often everything is measured; the table shows medians.
+    /// Number of rounds; the table shows medians.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
-    /// How much of the volume is used, as fio takes it.
+    /// Size of the used part of the volume, in the format of fio.
     #[arg(long, default_value = "1g")]
     size: String,
     /// Directory of the files, on the disk to measure.
@@ -202,7 +202,7 @@ fn in_a_vm(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// How far the values are apart, in percent of the median.
+/// Returns the spread of the values, in percent of the median.
 fn spread_percent(values: &[f64]) -> f64 {
     let most = values.iter().copied().fold(f64::MIN, f64::max);
     let least = values.iter().copied().fold(f64::MAX, f64::min);

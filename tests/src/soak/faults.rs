@@ -1,4 +1,4 @@
-//! Which faults come in which order. All of it follows from a seed.
+//! Derives the faults and their order from a seed.
 
 use std::time::Duration;
 
@@ -7,17 +7,17 @@ use std::time::Duration;
 pub enum Kind {
     /// kill -9, and a start some time later.
     ReplicaKilled,
-    /// The same.
+    /// The engine is killed.
     EngineKilled,
     /// SIGSTOP, and SIGCONT some time later.
     ReplicaPaused,
-    /// The same.
+    /// The engine is paused for a while.
     EnginePaused,
     /// The link carries nothing in either direction, and no connection ends.
     LinkCut,
-    /// Nothing reaches the replica.
+    /// The link delivers nothing to the replica.
     ToReplicaCut,
-    /// Nothing comes from the replica.
+    /// The link delivers nothing from the replica.
     FromReplicaCut,
     /// All connections to the replica end.
     ConnectionsClosed,
@@ -60,11 +60,11 @@ pub type Row = (Group, Kind);
 pub struct Hit {
     /// The kind of fault.
     pub kind: Kind,
-    /// Which replica; of no meaning for the engine.
+    /// The index of the replica; meaningless for the engine.
     pub replica: usize,
-    /// How long after the beginning of the hit before it, or after its end if the same comes again.
+    /// The time after the beginning of the previous hit, or after its end if the kind is the same.
     pub after: Duration,
-    /// How long it lasts.
+    /// The duration.
     pub hold: Duration,
     /// A choice that depends on the kind.
     pub choice: u64,
@@ -84,11 +84,11 @@ pub struct Episode {
 /// A step of a fault and its time, counted from the beginning of the episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Step {
-    /// When.
+    /// The time of the step.
     pub at: Duration,
     /// True if it ends then; else it begins.
     pub is_end: bool,
-    /// Which hit.
+    /// The index of the hit.
     pub hit: usize,
 }
 

@@ -18,7 +18,7 @@ use super::{Options, say};
 use crate::guest::{Guest, GuestOptions, WrongByte};
 use crate::{is_whole, until};
 
-/// Until all replicas are members again. Longer than any of their pauses.
+/// The time limit until all replicas are members again, longer than any of their pauses.
 const WHOLE_LIMIT: Duration = Duration::from_secs(240);
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 /// A process that was started a moment ago is there soon; a damage needs something to damage.

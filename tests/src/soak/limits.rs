@@ -1,4 +1,4 @@
-//! How long a request may take under a fault, and why.
+//! The time limits of requests under faults, and their reasons.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const LATE: Duration = Duration::from_secs(60);
 /// is for a machine with other load.
 const NOTICE: Duration = Duration::from_secs(2);
 
-/// How long a request may take.
+/// The time limit of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
     /// The limit without the additional time.
@@ -35,7 +35,7 @@ pub enum Beyond {
     Faults,
 }
 
-/// How long the faults of an episode have lasted.
+/// The durations of the faults of an episode.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Times {
     /// From the first one's beginning to the end of the last.

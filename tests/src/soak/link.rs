@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use nix::sched::{CloneFlags, setns};
 
-/// How long a connection to the replica may take. A cut link has it wait.
+/// The time limit of a connection to the replica, which waits while the link is cut.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// The maximum bytes that are carried at once.

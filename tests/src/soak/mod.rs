@@ -30,22 +30,22 @@ use shorthorn_control::FrontendChoice;
 use faults::Episode;
 use lane::Lane;
 
-/// How a run is made.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The seed of the order of faults, and of the data of the loads.
     pub seed: u64,
-    /// How many faults there are at least, unless the time is over before.
+    /// The minimum number of faults, unless the time is over before.
     pub faults: usize,
     /// No fault begins later than that.
     pub time: Option<Duration>,
-    /// How many volumes there are.
+    /// The number of volumes.
     pub volumes: usize,
     /// Only this one of them runs.
     pub only: Option<usize>,
     /// No fault lasts longer.
     pub longest: Duration,
-    /// How the loads reach the volumes.
+    /// The frontend between the loads and the volumes.
     pub frontend: FrontendChoice,
     /// `replica_timeout_ms` of the volumes.
     pub replica_timeout: Duration,
@@ -90,7 +90,7 @@ pub fn run(options: &Options, dir: &Path) -> Result<Report> {
     Ok(report)
 }
 
-/// Tells how far it is.
+/// Prints the progress.
 fn say(what: &str) {
     // A run goes on if nobody reads that.
     let _ = writeln!(std::io::stdout(), "{what}");

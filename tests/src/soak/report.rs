@@ -17,7 +17,7 @@ pub(super) struct Outcome {
     pub seen: Seen,
     pub fault_time: Duration,
     pub limit: Duration,
-    /// How long after the faults all replicas were members again.
+    /// The time from the faults until all replicas were members again.
     pub whole_after: Duration,
 }
 
@@ -45,7 +45,7 @@ struct Figures {
     faults: usize,
     errors: usize,
     wrong: usize,
-    /// How many have waited beyond their limit.
+    /// The number of requests that have waited beyond their limit.
     over: usize,
     longest: Duration,
     closest: Closest,
@@ -88,7 +88,7 @@ pub struct Report {
     problems: Vec<String>,
     /// Errors while no majority existed.
     honest: Vec<String>,
-    /// How processes have ended by themselves, and how often.
+    /// The ends of processes by themselves, with their numbers.
     ends: BTreeMap<String, u32>,
     answered: u64,
     reconnections: u64,
@@ -166,7 +166,7 @@ impl Report {
         self.reconnections += other.reconnections;
     }
 
-    /// How many faults there were.
+    /// Returns the number of faults.
     #[must_use]
     pub fn faults(&self) -> usize {
         self.rows.values().map(|figures| figures.faults).sum()

@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 
 use crate::console::ConsoleLog;
 
-/// How long the first attempt waits for the agent's greeting. A guest that is still
-/// booting swallows connections, so attempts are given up; each waits twice as long
-/// as the one before, so that a slow guest is reached as well.
+/// The time that the first attempt waits for the agent's greeting. A guest that is still booting swallows
+/// connections, so attempts are given up; each waits twice as long as the one before, so that a slow guest is
+/// reached as well.
 const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(4);
 
@@ -293,7 +293,7 @@ impl Running {
         self.collected.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Kills it.
+    /// Kills the command.
     pub fn kill(self) {}
 
     pub(crate) fn send(&self, kind: u8, payload: &[u8]) -> Result<()> {

@@ -13,7 +13,7 @@ use crate::cache;
 
 const TAIL_LINES: usize = 15;
 
-/// How many logs of failed VMs are kept.
+/// The number of logs of failed VMs that are kept.
 const KEPT_LOGS: usize = 50;
 
 /// A console log. It is removed with this value, unless something failed.

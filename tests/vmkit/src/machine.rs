@@ -23,7 +23,7 @@ pub const DISK_BUS: &str = "disks.0";
 /// The name QEMU gives the port forwarding on its command line and in its tables.
 pub const CONTROL_NETWORK: &str = "control";
 
-/// Which kernel the guest boots, by the block drivers that it offers.
+/// The kernel that the guest boots, by the block drivers that it offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
     /// Debian 13's, Linux 6.12: ublk and NBD.

@@ -57,7 +57,7 @@ impl Template {
         self.dir.join("memory")
     }
 
-    /// Everything of the machine but memory and disk.
+    /// Returns the file with the state of the machine, apart from memory and disk.
     pub(crate) fn state(&self) -> PathBuf {
         self.dir.join("state")
     }

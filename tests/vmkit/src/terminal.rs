@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::agent::{Stream, write_frame};
 use crate::vm::Vm;
 
-/// How often the size of the window is looked at.
+/// The interval of reading the size of the window.
 const SIZE_INTERVAL_MS: u16 = 500;
 /// The maximum duration of a session at a test VM.
 const SESSION_LIMIT: Duration = Duration::from_secs(24 * 3600);

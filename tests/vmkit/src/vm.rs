@@ -20,13 +20,13 @@ use crate::pack;
 use crate::qemu::{Files, Qemu};
 use crate::template::{BOOT_LIMIT, Template, standard_hardware, wait_booted};
 
-/// How long a command may run that sets no limit of its own.
+/// The default time limit of a command.
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
 
 /// The guest's address on the network that only the harness reaches it by.
 pub const HOST_SIDE: &str = "10.0.2.15";
 
-/// How long a clone may take to answer.
+/// The time limit for a clone to answer.
 const CLONE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The options of a VM.

@@ -81,7 +81,7 @@ pub(super) fn is_stale(mount: &Mount) -> bool {
     }
 }
 
-/// Why a file system that is mounted cannot be used as it should be.
+/// Returns the reason why a mounted file system is not usable as requested.
 pub(super) fn trouble(mount: &Mount) -> Option<String> {
     if let Some(trouble) = mount.trouble() {
         return Some(trouble.to_owned());

@@ -13,7 +13,7 @@ use crate::mounts::Mount;
 use crate::node::{NodeOptions, look};
 use crate::volumes::{Condition, Device, Volume, VolumesError};
 
-/// How a volume is at a path.
+/// The statistics of a volume at a path.
 pub(super) struct Stats {
     pub(super) answer: v1::NodeGetVolumeStatsResponse,
     /// True if the mounted device is gone.

@@ -142,7 +142,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Without volumes.
+    /// Creates a node without volumes.
     pub fn new() -> Node {
         assert!(rustix_is_root(), "loop devices and mounts need root: run this test as root");
         let dir = tempfile::tempdir().unwrap();

@@ -89,7 +89,7 @@ mod tests {
 
     const REGION_BYTES: u64 = 64 << 10;
 
-    /// How many bytes are copied in ten seconds of which each 100 ms bring `moved` bytes of the frontend.
+    /// Returns the bytes that are copied in ten seconds, while the frontend moves `moved` bytes per 100 ms.
     fn copied(limits: CopyLimits, moved: u64) -> u64 {
         let mut bucket = Bucket::new(limits);
         let mut copied = 0;

@@ -15,11 +15,11 @@ pub struct Failure {
     pub range: ByteRange,
     /// The errno that the frontend answers.
     pub errno: Errno,
-    /// Why.
+    /// The reason of the error.
     pub cause: Cause,
 }
 
-/// Why a request is completed with an error.
+/// The reason why a request is completed with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// These replicas have answered with it: the last member, or the members without space.

@@ -16,12 +16,12 @@ use crate::membership::{PeerIndex, PeerMask};
 /// region that is in use now and then is not noted again and again.
 const CALM_INTERVALS: u64 = 12;
 
-/// How far clearing is.
+/// The state of clearing.
 #[derive(Debug)]
 pub(crate) struct Clearing {
     phase: Phase,
     settling: Settling,
-    /// 0: never.
+    /// The interval in milliseconds; 0 disables clearing.
     interval_ms: u64,
     keep_bytes: u64,
     turned_at_ms: u64,
@@ -36,9 +36,9 @@ pub(crate) struct Clearing {
     is_level: bool,
 }
 
-/// How many new stamps follow a flush. The first may be as the last one of an earlier engine, which some members have stored and
-/// this engine does not know; a member that is restored to a state before the flush is two behind even so, and also
-/// where only members are left that lack the last one.
+/// The number of new stamps after a flush. The first may be as the last one of an earlier engine, which some
+/// members have stored and this engine does not know; a member that is restored to a state before the flush
+/// is two behind even so, and also where only members are left that lack the last one.
 const STAMPS_PER_TURN: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,12 +46,12 @@ enum Phase {
     Resting,
     WantsFlush,
     Flushing,
-    /// So many new stamps are left to be sent.
+    /// The number of new stamps to send.
     Stamping(u32),
     Marking,
 }
 
-/// How far the turn is that clears all that it can.
+/// The state of the turn that clears all that it can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Settling {
     No,
@@ -293,7 +293,7 @@ impl EngineCore {
         self.clearing.marks.send(number, to, &change, self.now_ms, out);
     }
 
-    /// Everybody has answered the mark: modifications of its regions go on.
+    /// Ends the mark, which every replica has answered: modifications of its regions continue.
     pub(crate) fn cleared(&mut self) {
         if self.clearing.phase != Phase::Marking {
             self.wake = true;

@@ -43,14 +43,14 @@ pub struct EngineCore {
     pub(crate) resyncs: Vec<SlotId>,
     /// True if an event has happened that lets held requests continue.
     pub(crate) wake_held: bool,
-    /// There may be something to do beside requests.
+    /// True if other work than requests may be pending.
     pub(crate) wake: bool,
     /// Per queue: replicas whose connection is closed.
     pub(crate) closed: Vec<PeerMask>,
     pub(crate) patience: Patience,
     /// Too few members have been heard of lately: see [`crate::patience`].
     pub(crate) is_out_of_touch: bool,
-    /// When the change of the view that is under way was proposed.
+    /// The time at which the pending change of the view was proposed.
     pub(crate) proposed_at_ms: u64,
     pub(crate) unfinished: usize,
     /// Bytes of discards and writes of zeroes that were sent and are not completed.
@@ -79,7 +79,7 @@ pub struct EngineCore {
     pub(crate) clearing: Clearing,
     /// Per replica: its state if it is not in the view and the core counts the regions that it misses.
     pub(crate) absent: Vec<Option<Absent>>,
-    /// Which of them there are.
+    /// The existing ones of these replicas.
     pub(crate) counted: PeerMask,
     /// Absent replicas whose out-of-sync set is complete, and does not start only at some time.
     pub(crate) trusted: PeerMask,
@@ -164,7 +164,7 @@ impl EngineCore {
         self.settle_alone();
     }
 
-    /// Which replicas are members.
+    /// Returns the members and their states.
     #[must_use]
     pub fn membership(&self) -> &Membership {
         &self.membership
@@ -196,7 +196,7 @@ impl EngineCore {
         whole + is_short - self.regions.region_bytes()
     }
 
-    /// How many requests of the frontend are unfinished.
+    /// Returns the number of unfinished requests of the frontend.
     #[must_use]
     pub fn unfinished(&self) -> usize {
         self.unfinished

@@ -10,9 +10,9 @@ use crate::slot::SlotId;
 /// The configuration from which an engine core is made.
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
-    /// How many queues.
+    /// The number of queues.
     pub queues: u16,
-    /// How many slots each has.
+    /// The number of slots of each queue.
     pub depth: u16,
     /// Every replica that the engine was given, at most [`shorthorn_types::limits::MAX_MEMBERS`].
     pub peers: Vec<PeerConfig>,
@@ -23,7 +23,7 @@ pub struct CoreConfig {
     pub replica_timeout_ms: u64,
     /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go on without it.
     pub late_limit_ms: u64,
-    /// How much may be with the replicas at once.
+    /// The limits of requests that the replicas have at once.
     pub flight_limits: FlightLimits,
     /// Size of the volume.
     pub size_bytes: u64,
@@ -36,10 +36,11 @@ pub struct CoreConfig {
     pub stamp: u32,
     /// For each of `peers`: the newest stamp that it was sent before it left. Of members it does not count.
     pub missed_stamps: Vec<u32>,
-    /// How many slots queue 0 has beyond `depth`, with a buffer of [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES)
-    /// each, for copies and checks; at least two. The last one is kept for what failed requests wait for.
+    /// The number of slots that queue 0 has beyond `depth`, for copies and checks, with a buffer of
+    /// [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES) each. At least two; the last one is reserved
+    /// for copies that failed requests wait for.
     pub copy_slots: u16,
-    /// How fast regions may be copied.
+    /// The limits of the speed of copies.
     pub copy_limits: CopyLimits,
     /// The minimum time for which a region stays dirty after its last write. 0: regions stay dirty until
     /// [`Event::Settle`], and regions copied to joiners stay in the members' out-of-sync sets as well.
@@ -55,8 +56,9 @@ pub struct CoreConfig {
     pub refuses_requests: bool,
 }
 
-/// How much of the frontend's requests may be with the replicas at once, of reads and of all others each. More waits in the core: its
-/// time begins when it is sent, and a PING never stands behind more than that in a connection.
+/// The limits of frontend requests that the replicas have at once, separately for reads and for all others.
+/// More waits in the core: its time begins when it is sent, and a PING never stands behind more than that in
+/// a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlightLimits {
     /// Data; a larger request is sent alone.
@@ -65,7 +67,7 @@ pub struct FlightLimits {
     pub requests: usize,
 }
 
-/// How much copying may take of the volume's speed. Regions that a request waits for are copied at once.
+/// The share of the volume's speed that copies may take. Regions that a request waits for are copied at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyLimits {
     /// The most that is copied; 0: no limit.
@@ -98,25 +100,25 @@ pub enum Event {
     },
     /// A replica has answered a request. The data of a read is in the slot's buffer.
     Reply {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The slot of the request.
         slot: SlotId,
-        /// How it went.
+        /// The result of the request.
         outcome: Result<(), Errno>,
     },
     /// A replica has answered a PING.
     Pong {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// Over the connection of this queue.
         queue: u16,
-        /// How much space its disk has left, in MiB; 0 if it does not know.
+        /// The free space of the replica's disk, in MiB; 0 if it is unknown.
         free_mib: u32,
     },
     /// A replica has answered a PING with an error: it has failed for good, and answers every request with an error.
     PingFailed {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// Over the connection of this queue.
         queue: u16,
@@ -125,14 +127,14 @@ pub enum Event {
     },
     /// A replica has answered a proposal.
     ViewStored {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The view that it has stored.
         view: ViewId,
     },
     /// The arbiter has granted a view.
     Granted {
-        /// Which one.
+        /// The id of the view.
         view: ViewId,
     },
     /// A replica outside the view was found: the core counts the regions that it misses from now on. Its
@@ -140,30 +142,30 @@ pub enum Event {
     Track {
         /// The index of the replica.
         peer: PeerIndex,
-        /// Which replica.
+        /// The new replica.
         config: PeerConfig,
     },
     /// A tracked replica is connected on every queue. It has the data of the members except for `missing` and
     /// the regions counted meanwhile. The core rebuilds it and makes it a member.
     Join {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// Regions that the replica lacks besides the counted ones.
         missing: Box<RegionSet>,
     },
     /// A replica that joins does not count as being rebuilt any more: see [`crate::EngineCore::is_in_copy`].
     CopyEnded {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
     },
     /// A replica that is not in the view is given up: it counts no more. Connections to it are dropped.
     Forget {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
     },
     /// A replica has answered [`Output::Mark`].
     Marked {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The number of the mark.
         mark: u32,
@@ -171,7 +173,7 @@ pub enum Event {
     /// A successful answer, like [`Event::Reply`], to the read of a copy slot, with the results of examining
     /// the data.
     CopyRead {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The slot.
         slot: SlotId,
@@ -180,7 +182,7 @@ pub enum Event {
     },
     /// A replica has answered [`Operation::Verify`].
     Verified {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The slot.
         slot: SlotId,
@@ -203,20 +205,20 @@ pub enum Event {
     SetCopyLimits(CopyLimits),
     /// A connection to a replica is lost, or its data cannot be trusted.
     Lost {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
-        /// Why.
+        /// The reason, for people.
         reason: String,
     },
     /// The answer to [`Output::Drop`]: for this replica, nothing is read into or sent from the buffers of
     /// `queue` any more.
     Closed {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
-        /// Which queue.
+        /// The index of the queue.
         queue: u16,
     },
-    /// Time passes; at least four times a second while requests are in flight.
+    /// The clock advances. The shell sends this at least four times a second while requests are in flight.
     Tick {
         /// Milliseconds since any fixed point. Of a step of more than a second one second counts: the process was paused.
         now_ms: u64,
@@ -241,7 +243,7 @@ impl Event {
 // Every request has some of them, which are moved from hand to hand. Views are large and change rarely: boxed.
 const _: () = assert!(size_of::<Output>() <= 96);
 
-/// Why connections to a replica are dropped.
+/// The reason why connections to a replica are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropCause {
     /// The replica was connected and has not answered in time.
@@ -259,7 +261,7 @@ pub enum DropCause {
 pub enum Output {
     /// Send the request to a replica.
     Send {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The slot has the data of a write, or takes that of a read.
         slot: SlotId,
@@ -274,7 +276,7 @@ pub enum Output {
     Complete {
         /// The slot of the request.
         slot: SlotId,
-        /// How it went.
+        /// The result for the frontend.
         outcome: Result<(), Errno>,
     },
     /// For people: why the next [`Output::Complete`] of this slot has an error.
@@ -297,7 +299,7 @@ pub enum Output {
     },
     /// Tell a replica that the view is through.
     Commit {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The view.
         view: Box<View>,
@@ -313,7 +315,7 @@ pub enum Output {
     },
     /// Have a replica change one of its sets of regions.
     Mark {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// Number to be given back in [`Event::Marked`].
         mark: u32,
@@ -326,12 +328,12 @@ pub enum Output {
     Settled,
     /// The volume has this size: requests may come for all of it.
     Expanded {
-        /// In bytes.
+        /// The new size of the volume in bytes.
         size_bytes: u64,
     },
     /// A replica that was brought up is in the view.
     Joined {
-        /// Which one.
+        /// The index of the replica.
         peer: PeerIndex,
     },
     /// The members do not read the same.
@@ -345,7 +347,7 @@ pub enum Output {
     },
     /// The checksums of a member show that its data differs from the data that was stored.
     RotFound {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// The range that contains the rot.
         range: ByteRange,
@@ -356,16 +358,16 @@ pub enum Output {
     ScrubDone,
     /// Close every connection to a replica that has failed; [`Event::Closed`] follows for each queue.
     Drop {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
         /// The kind of the reason.
         cause: DropCause,
     },
     /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` changes.
     Awaited {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
         /// For how long it has owed the answer.
         late_ms: u64,
@@ -374,17 +376,17 @@ pub enum Output {
     },
     /// A member that was [awaited](Output::Awaited) has answered.
     Prompt {
-        /// Which replica.
+        /// The index of the replica.
         peer: PeerIndex,
     },
     /// The view has changed.
     ViewChanged {
-        /// To this.
+        /// The new view.
         view: Box<View>,
     },
     /// The engine has lost its quorum and acknowledges and reads nothing any more. It has to start again.
     Frozen {
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
 }

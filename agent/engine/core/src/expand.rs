@@ -15,7 +15,7 @@ use crate::event::{Output, Outputs};
 use crate::job::Why;
 
 impl EngineCore {
-    /// How the volume is divided.
+    /// Returns the division of the volume into regions.
     #[must_use]
     pub fn regions(&self) -> Regions {
         self.regions

@@ -24,13 +24,13 @@ use crate::slot::{Phase, SlotId};
 /// A disk with so much space has room for a change of the view.
 const ROOM_MIB: u32 = 16;
 
-/// Which members have said since a request found no space whether their disks have any. An answer to an older PING does not
+/// The answers of members on their free space since a request found none. An answer to an older PING does not
 /// count.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
     known: PeerMask,
     has_room: PeerMask,
-    /// Since when that is asked.
+    /// The time since which the members are asked.
     since_ms: u64,
 }
 
@@ -46,16 +46,16 @@ impl Space {
 /// The ways to continue a request for which some members have no space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WayOut {
-    /// These members leave, and it succeeds.
+    /// These members leave, and the request succeeds.
     Leave,
-    /// They may leave as soon as the others are not slow.
+    /// The members may leave as soon as the others are not slow.
     Wait,
     /// The request fails, and all members are made equal.
     Fail,
 }
 
 impl EngineCore {
-    /// Everybody has answered the request in slot `id`, and some have found no space.
+    /// Continues the request in slot `id`, which every replica has answered, after some have found no space.
     pub(crate) fn found_no_space(&mut self, id: SlotId, out: &mut Outputs) {
         let slot = *self.slots.at(id);
         let members = self.membership.answering();

@@ -53,7 +53,7 @@ impl Intent {
         !self.clearing.is_empty() && self.clearing.contains_any(regions)
     }
 
-    /// Everything that may differ, into `all`.
+    /// Adds all regions in which the members may differ to `all`.
     pub fn add_dirty_to(&self, all: &mut RegionSet) {
         for set in [&self.hot, &self.warm, &self.cool, &self.clearing] {
             if !set.is_empty() {
@@ -62,7 +62,7 @@ impl Intent {
         }
     }
 
-    /// How many regions at most stay noted until a turn.
+    /// Returns the maximum number of regions that stay dirty until a turn.
     pub fn kept(&self) -> u32 {
         self.hot.len() + self.warm.len()
     }

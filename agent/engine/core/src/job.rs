@@ -23,7 +23,7 @@ pub(crate) enum FlushFor {
     Joining,
 }
 
-/// Why something is copied.
+/// The reason of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.

@@ -13,7 +13,7 @@ use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
 use crate::ranges::Access;
 use crate::slot::SlotId;
 
-/// How far the replica is that becomes a member next: it misses nothing any more. Others wait.
+/// The progress of the next replica to become a member: it misses no more data. Others wait.
 #[derive(Debug, Default)]
 pub(crate) struct Joins {
     next: Option<(PeerIndex, Step)>,
@@ -50,7 +50,7 @@ impl Joins {
 }
 
 impl EngineCore {
-    /// There is a replica outside the view that may come (back).
+    /// Tracks a replica outside the view that may come (back).
     pub(crate) fn track(&mut self, peer: PeerIndex, config: PeerConfig) {
         if self.membership.state(peer) != PeerState::Failed || self.membership.in_view().has(peer) {
             return; // it is counted, or will be when it leaves

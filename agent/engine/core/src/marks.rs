@@ -21,7 +21,7 @@ impl Marks {
         self.outstanding.is_some()
     }
 
-    /// Tells the replicas in `to`, of which there is at least one.
+    /// Sends the mark to the replicas in `to`, of which there is at least one.
     pub fn send(&mut self, number: u32, to: PeerMask, change: &MarkRegions, now_ms: u64, out: &mut Outputs) {
         assert!(self.outstanding.is_none() && !to.is_empty(), "mark {number} to {to:?}");
         self.outstanding = Some(Outstanding { number, pending: to, sent_at_ms: now_ms });

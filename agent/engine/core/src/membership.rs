@@ -58,13 +58,13 @@ impl PeerMask {
 /// A replica that the engine was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerConfig {
-    /// Which replica.
+    /// The id of the replica.
     pub replica: ReplicaId,
     /// True if it is on this host: reads go there first.
     pub local: bool,
 }
 
-/// How a replica stands with the engine.
+/// The state of a replica in the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerState {
     /// The replica is in the view and answers.
@@ -79,11 +79,11 @@ pub enum PeerState {
 struct Peer {
     config: PeerConfig,
     state: PeerState,
-    /// How often it was lost, or became another replica.
+    /// The number of times that the replica was lost, or replaced by another one.
     losses: u64,
 }
 
-/// Which replicas are members, and the change that is under way.
+/// The members of the volume, and the pending change.
 #[derive(Debug)]
 pub struct Membership {
     peers: Vec<Peer>,
@@ -105,7 +105,7 @@ pub struct Membership {
 /// The consequence of a loss, of a proposal, or of an answer to one.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Nothing now.
+    /// The caller has to wait for answers.
     Wait,
     /// Propose this view to [`Membership::proposed_to`].
     Propose(View, ReplicaReport),
@@ -156,21 +156,21 @@ impl Membership {
         self.change.is_some()
     }
 
-    /// How replica number `peer` stands.
+    /// Returns the state of replica number `peer`.
     #[must_use]
     pub fn state(&self, peer: PeerIndex) -> PeerState {
         self.peers.get(usize::from(peer)).map_or(PeerState::Failed, |peer| peer.state)
     }
 
-    /// How often replica number `peer` was lost before it became the member that it is now; none if it is no member. As long as
-    /// this stays the same it has been a member without a break.
+    /// Returns the number of losses of replica number `peer` before it became a member; none if it is no
+    /// member. While the number stays the same, it has been a member without a break.
     #[must_use]
     pub fn losses_of_member(&self, peer: PeerIndex) -> Option<u64> {
         let peer = self.peers.get(usize::from(peer)).filter(|peer| peer.state == PeerState::Member)?;
         Some(peer.losses)
     }
 
-    /// Which replica number `peer` is.
+    /// Returns the id of replica number `peer`.
     #[must_use]
     pub fn replica(&self, peer: PeerIndex) -> Option<ReplicaId> {
         self.peers.get(usize::from(peer)).map(|peer| peer.config.replica)
@@ -196,8 +196,8 @@ impl Membership {
         self.answering.with(self.joining)
     }
 
-    /// How much of the view is left if only the members in `peers` stay. While the arbiter is asked for a view, a further loss is
-    /// the end.
+    /// Returns the rest of the view if only the members in `peers` stay. While the arbiter is asked for a
+    /// view, a further loss is the end.
     pub(crate) fn quorum_of(&self, peers: PeerMask) -> Quorum {
         if self.is_asked {
             return Quorum::Less;

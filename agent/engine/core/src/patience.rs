@@ -1,4 +1,4 @@
-//! How long the volume waits for a replica that does not answer.
+//! Decides how long the volume waits for a replica that does not answer.
 //!
 //! A replica whose connection breaks is lost at once. One whose connection stays and that does not answer is *late*: its disk
 //! may be slow, or its process may have been stopped. The volume drops it after [`CoreConfig::replica_timeout_ms`] if the others can go
@@ -44,7 +44,7 @@ const COPY_BYTES_PER_S: u64 = 2 << 20;
 /// The result stays below the 30 s after which the SCSI drivers of guests give up a request.
 const TIMES_LONGER_FOR_HALF: u64 = 3;
 
-/// When the replicas were asked, and when they have answered.
+/// The times of questions to the replicas, and of their answers.
 #[derive(Debug)]
 pub(crate) struct Patience {
     timeout_ms: u64,
@@ -68,22 +68,22 @@ pub(crate) struct Patience {
 /// A connection of one queue.
 #[derive(Clone, Copy, Debug, Default)]
 struct Line {
-    /// When the PING was sent that has no answer yet.
+    /// The time of the PING that is not answered yet.
     pinged_at_ms: Option<u64>,
-    /// When the replica has last answered anything.
+    /// The time of the replica's last answer of any kind.
     heard_at_ms: u64,
 }
 
-/// How much of the view certain replicas have been without a break.
+/// The times for which certain replicas have been enough of the view without a break.
 #[derive(Clone, Copy, Debug, Default)]
 struct Steady {
-    /// Since when they are a majority, and since when at least half of it.
+    /// The times since which they are a majority, and since which they are at least half of the view.
     majority_since_ms: u64,
     half_since_ms: u64,
 }
 
 impl Steady {
-    /// How much they have been for `time_ms`, if they are `left` at the moment.
+    /// Returns the share of the view that they have been for `time_ms`, if they are `left` now.
     fn update(&mut self, left: Quorum, now_ms: u64, time_ms: u64) -> Quorum {
         if left < Quorum::More {
             self.majority_since_ms = now_ms;
@@ -195,7 +195,8 @@ impl Patience {
         self.slow
     }
 
-    /// How late a member is when the core tells the engine that the volume waits for it. Less than the limit at which it is dropped.
+    /// Returns the lateness of a member at which the core reports that the volume waits for it. It is less
+    /// than the limit at which the member is dropped.
     fn told_ms(&self) -> u64 {
         self.timeout_ms.min(self.limit_ms / 2)
     }

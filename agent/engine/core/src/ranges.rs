@@ -16,7 +16,7 @@ pub struct RangeTable {
     next_order: u64,
 }
 
-/// How a request uses its range.
+/// The way in which a request uses its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Reads from a member.

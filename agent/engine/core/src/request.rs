@@ -35,7 +35,7 @@ pub struct Request {
     pub slot: u16,
     /// The requested operation.
     pub operation: Operation,
-    /// Which bytes of the volume. Checked by the frontend against the volume's size; at most
+    /// The range of the volume. Checked by the frontend against the volume's size; at most
     /// [`shorthorn_types::limits::MAX_IO_BYTES`] of data and [`shorthorn_types::limits::MAX_ZERO_BYTES`] of
     /// discard or zeroes.
     pub range: ByteRange,

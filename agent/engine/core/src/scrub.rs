@@ -29,7 +29,7 @@ impl Scrub {
         Scrub { repair: config.repair, bucket: Bucket::new(limits), next_bytes: 0, narrow_until_bytes: 0 }
     }
 
-    /// Everything before was looked at.
+    /// Returns the position before which everything was compared.
     pub fn at_bytes(&self) -> u64 {
         self.next_bytes
     }
@@ -186,7 +186,7 @@ impl EngineCore {
         }
     }
 
-    /// Everybody has told the check, or has left.
+    /// Compares the checks of a range after every member has answered or left.
     pub(crate) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
         let members = self.membership.answering();
         let is_unreadable = self.slots.at(id).error.is_some();

@@ -271,7 +271,7 @@ impl EngineCore {
         }
     }
 
-    /// Everybody has answered.
+    /// Finishes a request that every replica has answered.
     fn finish(&mut self, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at(id);
         match slot.error {

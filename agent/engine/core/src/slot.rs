@@ -6,9 +6,9 @@ use crate::request::{Operation, Request};
 /// The id of one slot of one queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotId {
-    /// Which queue.
+    /// The index of the queue.
     pub queue: u16,
-    /// Which of its slots.
+    /// The index of the slot in the queue.
     pub slot: u16,
 }
 
@@ -23,7 +23,7 @@ pub(crate) enum Phase {
     Held,
     /// The request was sent.
     Active,
-    /// Everybody has answered, some that it has failed there: the replicas are being made equal.
+    /// Every replica has answered, some with an error: the members are being resynced.
     Resync,
 }
 
@@ -97,7 +97,7 @@ impl Slots {
         id.queue < self.queues && (id.slot < self.depth || self.copy_index(id).is_some())
     }
 
-    /// Which of the slots for copies `id` is, if it is one.
+    /// Returns the index of `id` among the copy slots, if it is one.
     pub fn copy_index(&self, id: SlotId) -> Option<usize> {
         let index = id.slot.checked_sub(self.depth).filter(|index| id.queue == 0 && *index < self.copy_slots);
         index.map(usize::from)

@@ -40,7 +40,7 @@ pub enum Verdict {
     Equal,
     /// The verdict depends on [`Evidence::shown`] of all members that can read the range.
     LookFurther,
-    /// These are wrong, and those are right.
+    /// Some members are wrong, and others are right.
     Odd {
         /// Members with wrong data.
         odd: Vec<PeerIndex>,
@@ -101,7 +101,8 @@ fn by_kept_sums(witnesses: &[Witness], sound: &[&Witness]) -> Verdict {
     Verdict::Odd { odd, sources: sound.iter().map(|(peer, _)| *peer).collect() }
 }
 
-/// More than half of at least three that show the same are right. Whoever cannot read is wrong where all others agree.
+/// Decides by majority: more than half of at least three members that show the same are right. A member that
+/// cannot read is wrong if all others agree.
 fn by_majority(witnesses: &[Witness]) -> Verdict {
     let readable: Vec<&Witness> = witnesses.iter().filter(|(_, evidence)| evidence.sum.is_some()).collect();
     let all = || witnesses.iter().map(|(peer, _)| *peer).collect();

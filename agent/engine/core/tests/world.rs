@@ -73,12 +73,12 @@ struct World {
     now_ms: u64,
     is_frozen: bool,
     joined: u64,
-    /// Which replicas have full disks, and which bad ones.
+    /// True for replicas with full disks.
     is_full: [bool; REPLICAS],
     is_bad: [bool; REPLICAS],
     /// True for replicas that were given up: their missed units are not known any more.
     is_forgotten: [bool; REPLICAS],
-    /// How many requests have failed.
+    /// The number of failed requests.
     failed: u64,
 }
 

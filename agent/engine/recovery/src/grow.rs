@@ -11,7 +11,7 @@ use crate::serving::{Address, ServingEngine};
 pub struct NotGrown<E> {
     /// The id of the replica.
     pub replica: ReplicaId,
-    /// Why.
+    /// The error of the replica.
     pub error: E,
 }
 

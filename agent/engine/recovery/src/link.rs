@@ -3,7 +3,7 @@
 use shorthorn_types::{Generation, MarkRegions, RegionSet, Regions, RegionsOf, ReplicaReport, View};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
 
-/// Why a replica has not done as it was asked.
+/// The reason why a replica has not done a request.
 pub trait LinkError: std::fmt::Display {
     /// The generation of the newer engine that holds the replica, if that is the reason.
     fn deposed_by(&self) -> Option<Generation>;
@@ -19,7 +19,7 @@ pub trait LinkError: std::fmt::Display {
 
 /// A connection to a replica that has taken this engine. Each function is one request and its answer.
 pub trait Link {
-    /// Why a request has failed.
+    /// The reason why a request has failed.
     type Error: LinkError;
 
     /// Has the replica store a proposed view.
@@ -102,7 +102,7 @@ pub(crate) async fn regions_or_all<L: Link>(
     Ok(set.map_or_else(|| RegionSet::full(divided.count()), |(set, _)| set))
 }
 
-/// Why a replica does not have the size of the volume.
+/// The reason why a replica does not have the size of the volume.
 #[derive(Debug)]
 pub enum Misfit<E> {
     /// The replica is larger: this engine has not learned of an expansion yet.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use shorthorn_types::{Members, ReplicaId};
 
-/// So many failures in a row make a replica an offender: the next attempt leaves it out, if that is possible.
+/// The number of failures in a row that make a replica an offender: the next attempt leaves it out if
+/// possible.
 const FAILURES_MAX: u32 = 3;
 /// The number of failures in a row that cost no pause: the attempt that leaves the offender out does not
 /// wait.
@@ -31,11 +32,11 @@ struct Greeted {
     replica: ReplicaId,
     /// The run of its process.
     run: u64,
-    /// How often in a row it has failed.
+    /// The number of failures in a row.
     failures: u32,
     /// In which part of an attempt it has failed last.
     part: Part,
-    /// How.
+    /// The description of the last failure.
     reason: String,
 }
 
@@ -97,7 +98,7 @@ impl Offenders {
         known.map_or("", |known| &known.reason)
     }
 
-    /// How long to wait at least before the next attempt.
+    /// Returns the minimum pause before the next attempt.
     #[must_use]
     pub fn pause(&self) -> Duration {
         let failures = self.greeted.iter().map(|known| known.failures).max().unwrap_or(0);
@@ -112,7 +113,7 @@ impl Offenders {
 /// one attempt to the next, by the task that brings the replica back.
 #[derive(Debug, Default)]
 pub struct BadSources {
-    /// How often each has failed; no more than a volume has replicas.
+    /// The number of failures of each replica; at most one entry for each replica of the volume.
     failures: Vec<(ReplicaId, u32)>,
 }
 

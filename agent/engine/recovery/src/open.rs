@@ -13,8 +13,9 @@ use crate::accounts::{forget, make_room};
 use crate::link::{Link, LinkError, regions, regions_or_all};
 use crate::offenders::{Offenders, Part};
 
-/// How often [`OpeningEngine::next_grant`] is called at most by an attempt that leaves replicas out: one of them may be well again, and
-/// then no grant is needed. The engine waits for a quarter of a second in each.
+/// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out: one
+/// of them may be well again, and then no grant is needed. The engine waits for a quarter of a second in
+/// each.
 const GRANT_WAITS_MAX: u32 = 20;
 
 /// The volume as one attempt to open it knows it. It stays the same until the attempt has ended.
@@ -28,7 +29,7 @@ pub struct Volume {
     pub size_bytes: u64,
     /// The newest grant of the arbiter that is known.
     pub granted: Option<View>,
-    /// How long members that do not answer, or not as they should, are waited for when the others are enough.
+    /// The time limit for members that do not answer properly, if the others are enough, in milliseconds.
     pub missing_limit_ms: u64,
     /// The same if the others have lost writes that a user counts on: one of the missing may have kept them.
     pub keeper_limit_ms: u64,
@@ -89,15 +90,15 @@ pub struct Opened<C> {
     pub runs: Vec<Option<u64>>,
 }
 
-/// Why an attempt did not open the volume.
+/// The reason why an attempt did not open the volume.
 #[derive(Debug)]
 pub enum NotOpen<S> {
-    /// Nothing was proposed: the next attempt may have the same generation.
+    /// The attempt has proposed no view: the next one may use the same generation.
     Waiting(String),
     /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer generation, because a
     /// view's number never stands for two sets.
     Torn {
-        /// Why, in words.
+        /// The reason, in words.
         reason: String,
         /// The replica that has not done as it was asked, if it was one and that is not noted yet.
         by: Option<ReplicaId>,
@@ -137,7 +138,7 @@ pub trait OpeningEngine {
     type Link: Link;
     /// The connections of all queues to the members.
     type Connections;
-    /// Why the process ends.
+    /// The reason why the process ends.
     type Stop;
 
     /// Greets every replica, which fences it, and tells it the size of the volume ([`crate::fit`]). Replicas
@@ -154,7 +155,7 @@ pub trait OpeningEngine {
     /// failure. Shows and logs that.
     fn leaves_out(&mut self, replica: ReplicaId, reason: &str);
 
-    /// How long the volume is being opened by now, over all attempts.
+    /// Returns the time since the first attempt to open the volume, in milliseconds.
     fn waited_ms(&self) -> u64;
 
     /// Returns true if a user of the device may count on writes that were not flushed, and does not know yet

@@ -15,21 +15,21 @@ use crate::serving::{Address, Peer, ServingEngine, members};
 
 /// The maximum number of attempts to report the end of a copy.
 const COPY_END_TRIES: u32 = 5;
-/// How often a copy is sent a stamp, if the core sends newer ones meanwhile.
+/// The maximum number of stamps that a copy is sent, if the core sends newer ones meanwhile.
 const STAMP_TRIES: u32 = 5;
 
-/// Why an attempt did not bring the replica back.
+/// The reason why an attempt did not bring the replica back.
 #[derive(Debug)]
 pub enum Trouble<E> {
     /// The replica was given up, or the process ends.
     Ended,
-    /// Something else has to happen first; it is looked at again soon.
+    /// Another event has to happen first. The courier tries again soon.
     NotYet(&'static str),
     /// A request has failed.
     Failed {
         /// The purpose of the request.
         doing: &'static str,
-        /// Why.
+        /// The error of the replica.
         error: E,
     },
     /// A request to the member that is read to make a copy has failed.
@@ -38,7 +38,7 @@ pub enum Trouble<E> {
         source: ReplicaId,
         /// The purpose of the request.
         doing: &'static str,
-        /// Why.
+        /// The error of the member.
         error: E,
     },
 }
@@ -57,7 +57,7 @@ impl<E> Trouble<E> {
 
 /// The answers of a replica count for one run of its process only: see [`Welcome::run`].
 pub const OTHER_RUN: &str = "the replica restarted during the attempt";
-/// Why a copy has to be made again.
+/// The reason why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
 /// A member that is read to make a copy.

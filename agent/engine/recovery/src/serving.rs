@@ -41,7 +41,7 @@ pub struct PendingView {
 /// The process while it serves. It gives the number of a replica that was given up to another one only after the courier of
 /// that number has ended, and no queue has a connection to the replica.
 pub trait ServingEngine {
-    /// Why a replica has not done as it was asked.
+    /// The reason why a replica has not done a request.
     type Error: LinkError;
     /// See [`ServingEngine::line`].
     type Line<'a>: Link<Error = Self::Error>

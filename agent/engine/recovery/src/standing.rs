@@ -1,4 +1,4 @@
-//! How soon a replica that was dropped may come back.
+//! Decides how soon a dropped replica may come back.
 //!
 //! Each time that a late replica leaves, the requests of the volume have waited for it for the whole time-out. A replica that is late now and then
 //! would cost its volume that again and again, if it were let in at once. So its pauses grow, and after some rounds it stays out. A replica whose
@@ -41,22 +41,22 @@ const LONGEST_PAUSE_OF_NEEDED: Duration = Duration::from_secs(30);
 /// The time after which a broken connection is forgiven, like [`LATE_FORGIVEN`]: a replica that is restarted
 /// once is not unsteady.
 const BREAKS_FORGIVEN: Duration = Duration::from_secs(60);
-/// So many breaks in a row cost no pause: processes are restarted, upgraded and killed.
+/// The number of breaks in a row that cost no pause: processes are restarted, upgraded and killed.
 const FREE_BREAKS: u32 = 3;
 /// The pause after the first break beyond these; doubled with each further one.
 const FIRST_BREAK_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
 
-/// How long a replica stays away.
+/// The time for which a replica stays out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stay {
     /// For so long.
     For(Duration),
-    /// Until an operator clears it.
+    /// The replica stays out until an operator clears that.
     Out,
 }
 
-/// How often a replica was dropped lately.
+/// The recent drops of a replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
     late: Strikes,
@@ -64,7 +64,7 @@ pub struct Standing {
     broken: Strikes,
 }
 
-/// How often it has happened in a row, and when last.
+/// The number of events in a row, and the time of the last one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Strikes {
     count: u32,
@@ -112,7 +112,7 @@ impl Standing {
         }
     }
 
-    /// How often in a row the replica was late.
+    /// Returns how many times in a row the replica was late.
     #[must_use]
     pub fn times_late(&self) -> u32 {
         self.late.count

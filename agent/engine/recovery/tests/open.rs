@@ -119,7 +119,7 @@ struct Engine {
     calls: Calls,
     reached: Vec<Reached<Replica>>,
     grants: VecDeque<Grant>,
-    /// Nothing more is heard once these grants have come; else the process ends.
+    /// True if the process waits after these grants, else it ends.
     is_arbiter_silent: bool,
     waited_ms: u64,
     /// The replica whose queues cannot be connected.
@@ -345,7 +345,7 @@ fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_en
     }
 }
 
-/// How an attempt has ended.
+/// The result of an attempt.
 type Attempted = Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>>;
 
 /// An attempt to open a volume of `count` replicas of which the second refuses every proposal, and the calls that it makes.

@@ -65,7 +65,7 @@ impl LinkError for Gone {
     }
 }
 
-/// When the volume changes.
+/// The moment of a change of the volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {
     Greeting,

@@ -12,7 +12,7 @@ use crate::connection::ConnectError;
 use crate::courier::lines::ControlLine;
 use crate::courier::{Courier, Desk, Told, Trouble};
 
-/// How long a queue may take to take over a connection.
+/// The time limit for a queue to take over a connection.
 const INSTALL_LIMIT: Duration = Duration::from_secs(5);
 
 impl ServingEngine for Desk {

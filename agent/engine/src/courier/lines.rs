@@ -21,7 +21,7 @@ const IDLE_LIMIT: Duration = Duration::from_secs(30);
 /// The time limit of an answer over a control connection. Syncing a layer, or reading the extents of a large
 /// one, takes longer than a request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// How long a replica may take to grow: some documents and its head are made durable for it.
+/// The time limit for a replica to grow: it syncs some documents and its head for that.
 const GROW_LIMIT: Duration = Duration::from_secs(30);
 
 /// The control connection of each replica. The user of a connection holds its lock.

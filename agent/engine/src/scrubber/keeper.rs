@@ -48,7 +48,7 @@ impl Keeper {
         self.page.sums.push(sum);
     }
 
-    /// These were all: from now on they are kept.
+    /// Completes the sums: from now on the member keeps them.
     pub fn finish(mut self, desk: &Desk) {
         self.page.is_last = true;
         self.send(desk);

@@ -43,7 +43,7 @@ impl Serving<'_> {
         self.couriers.attend(peer, stay)
     }
 
-    /// How long the replica stays away that was dropped, and the words for that.
+    /// Returns the time for which the dropped replica stays out, and a description of it.
     fn stay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (Stay, String) {
         let peers = self.desk().known_peers();
         let members = self.shared().look(|core| {

@@ -6,7 +6,7 @@ use shorthorn_testkit::nbd::Nbd;
 use crate::volume::Volume;
 
 const SIZE_BYTES: u64 = 16 << 20;
-/// More than a replica keeps accounts.
+/// The number of replaced replicas: more than a replica keeps out-of-sync sets.
 const REPLACED: usize = 9;
 
 fn members(count: usize) -> impl Fn(&EngineStatus) -> bool + Send + 'static {

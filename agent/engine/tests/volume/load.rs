@@ -56,7 +56,7 @@ impl Load {
         Load { stop, written, writers, seed }
     }
 
-    /// Until so many more writes are acknowledged.
+    /// Waits until `count` more writes are acknowledged.
     pub fn wait_for_writes(&self, count: u64) {
         let (begin, from) = (Instant::now(), self.written.load(Ordering::Relaxed));
         while self.written.load(Ordering::Relaxed) < from + count {

@@ -30,7 +30,7 @@ pub struct Volume {
     pub size_bytes: u64,
     /// Number of the attachment that the next engine is started for.
     pub attach: u64,
-    /// How long a region stays dirty at least.
+    /// The minimum time for which a region stays dirty.
     pub intent_clear_after_ms: u32,
     pub replica_timeout_ms: u32,
     /// Replicas from this one on have their directories in a file system of their own, which can be frozen.
@@ -250,7 +250,7 @@ impl Volume {
         }
     }
 
-    /// How often the engine has logged any of `text`.
+    /// Returns the number of log lines with all of `text`.
     pub fn count_in_log(&self, text: &[&str]) -> usize {
         let log = self.log_of_engine();
         text.iter().map(|text| log.matches(text).count()).sum()

@@ -26,8 +26,8 @@ pub(super) const RECEIVED: u8 = 2;
 /// [`Token::kind`] of a request to end a receive.
 const DISARMED: u8 = 3;
 
-/// How much is received at once: some ten small writes with their data, or thousands of reads. Larger data go
-/// to their slot directly.
+/// The maximum bytes of one receive: some ten small writes with their data, or thousands of reads. Larger
+/// data is received directly into its slot.
 const RECEIVE_BYTES: usize = 64 << 10;
 /// The maximum number of unsent replies without a slot (errors and completed ones), beyond one for every
 /// slot, at which more requests are read.
@@ -94,7 +94,7 @@ enum Phase {
     Dead,
 }
 
-/// How a connection begins.
+/// The beginning of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Opening {
     /// With the newstyle negotiation.
@@ -103,7 +103,7 @@ pub(super) enum Opening {
     Transmission,
 }
 
-/// A client.
+/// The connection of a client.
 #[derive(Debug)]
 pub(super) struct Connection {
     id: u16,
@@ -116,7 +116,7 @@ pub(super) struct Connection {
     current: Option<u16>,
     /// The slot whose data are being received.
     receiving: Option<u16>,
-    /// How many requests are in progress.
+    /// The number of requests in progress.
     commands: u16,
     /// Replies without a slot that wait to be sent.
     replies: usize,
@@ -163,7 +163,7 @@ impl Connection {
         token.tag == self.incarnation
     }
 
-    /// Since when the client negotiates, unless it has chosen an export.
+    /// Returns the time since which the client negotiates, unless it has chosen an export.
     pub(super) fn negotiates_since(&self) -> Option<Instant> {
         matches!(self.phase, Phase::Handshake(_)).then_some(self.opened)
     }
@@ -558,7 +558,7 @@ impl Connection {
     }
 }
 
-/// How much is missing of a request's header of which `here` bytes are here; nothing where it has not begun.
+/// Returns the missing bytes of a request's header of which `here` bytes have arrived; 0 if it has not begun.
 fn missing_of_header(here: usize) -> u32 {
     if here == 0 { 0 } else { u32::try_from(RequestHeader::BYTES.saturating_sub(here)).unwrap_or(0) }
 }

@@ -41,19 +41,20 @@ const DEFAULT_TIMER_MS: u32 = 30_000;
 /// second. Each time it runs out, the driver logs a line ("Possible stuck request") without a limit. At 2 s the most that it can
 /// log while a volume stands still is one line for each of its 128 requests in 2 s.
 const REQUEST_TIMER_MS: u32 = 2000;
-/// How long the kernel lets a new request for a device without any connection wait before it fails. The kernel cannot tell an engine
-/// that does not come back from one that waits for its replicas, which may take as long as a site is down: a week is longer than that.
-/// To detach the volume fails the requests at any time. Those that a dead engine has read fail by that only: see [`NO_TIMEOUT`].
+/// The time limit in the kernel for a new request while its device has no connection. The kernel cannot tell
+/// an engine that does not come back from one that waits for its replicas. That may take as long as a site is
+/// down: a week is longer. Detaching the volume fails the requests at any time. Requests that a dead engine
+/// has read fail only by that: see [`NO_TIMEOUT`].
 const DEAD_CONNECTION_TIMEOUT_S: u64 = 7 * 24 * 3600;
 /// The maximum number of connections of a queue: a living one, and broken ones with requests in progress.
 /// Such requests remain if the volume has stopped for longer than the kernel waits.
 const CONNECTIONS: u16 = 4;
-/// How long kernel and udev have to show a new device.
+/// The time limit for kernel and udev to show a new device.
 const SETTLE_LIMIT: Duration = Duration::from_secs(10);
-/// How long a recovered device has to answer a first read: longer than the longer time-out, so that a connection that
-/// broke meanwhile is replaced before.
+/// The time limit for a recovered device to answer a first read. It is longer than the longer time-out, so
+/// that a connection that broke meanwhile is replaced before.
 const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
-/// How long the device of a dead engine has to answer a read, to show that it is not dead.
+/// The time limit for the device of a dead engine to answer a read, which would show that it is not dead.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
 /// The time limit for the removal of a disconnected device.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
@@ -159,7 +160,7 @@ pub fn remove_nbd_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<us
     Ok(found.len())
 }
 
-/// How the kernel's device says whose it is.
+/// Returns the identifier with which the kernel's device names its volume.
 fn backend_of(volume: &VolumeName) -> String {
     format!("shorthorn:{volume}")
 }
@@ -286,9 +287,9 @@ struct NbdDevice {
     export: Arc<Export>,
     backend: String,
     record: DeviceRecord,
-    /// Until the kernel has them.
+    /// The sockets for the kernel, until it has taken them.
     kernel_ends: Vec<OwnedFd>,
-    /// Until the keeper has it.
+    /// The broken connections, until the keeper has taken the receiver.
     broken: Option<Receiver<OwnedFd>>,
     /// No connection is to be mended any more.
     closed: Arc<AtomicBool>,

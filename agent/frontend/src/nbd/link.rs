@@ -20,15 +20,15 @@ use super::netlink::Driver;
 use super::sysfs;
 use crate::{QueueSocket, wait};
 
-/// How long a new socket is offered. A dead socket is known as such within milliseconds after it broke.
+/// The time for which a new socket is offered. A dead socket is noticed within milliseconds after it broke.
 const OFFER_LIMIT: Duration = Duration::from_secs(10);
-/// How long one call to the driver may take. It waits for locks that are held for the time of another call, and
-/// a change of size for requests in flight. Those of an engine that was killed are sent again within the 15 s of
-/// `kernel::REQUEST_TIMEOUT_S`.
+/// The time limit of one call to the driver. It waits for locks that are held for the time of another call,
+/// and a change of size for requests in flight. Those of an engine that was killed are sent again within the
+/// 15 s of `kernel::REQUEST_TIMEOUT_S`.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
-/// How long the kernel tries to send one request before it gives up the connection: as long as an engine may be slow. A send waits
-/// only if the engine has no free slot and the socket is full. Without a limit, who disconnects a device of a process that hangs
-/// would wait for that send for ever.
+/// The time limit of the kernel for sending one request, after which it gives up the connection: as long as
+/// an engine may be slow. A send waits only if the engine has no free slot and the socket is full. Without a
+/// limit, disconnecting a device of a hanging process would wait for that send for ever.
 const SEND_LIMIT_S: i64 = 60;
 
 /// A connected pair: one end for us, one for the kernel, which takes no other sockets than SOCK_STREAM.

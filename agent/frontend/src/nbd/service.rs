@@ -28,7 +28,7 @@ impl Service {
         Service { connections, shared, incarnation: 0, open: 0, lost: false }
     }
 
-    /// How many connections there are.
+    /// Returns the number of open connections.
     pub(super) fn open(&self) -> u16 {
         self.open
     }
@@ -129,7 +129,7 @@ impl Service {
         }
     }
 
-    /// How far that is. Of several connections none is handed over: all but one are broken.
+    /// Returns the progress of parking. Of several connections none is handed over: all but one are broken.
     pub(super) fn parked(&self) -> Parked {
         let mut connections = self.connections.iter().flatten();
         if !connections.clone().all(Connection::is_parked) {

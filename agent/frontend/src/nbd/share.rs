@@ -1,4 +1,4 @@
-//! How the connections of one queue share its slots.
+//! Shares the slots of one queue among its connections.
 
 use std::collections::VecDeque;
 

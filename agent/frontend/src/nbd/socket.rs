@@ -35,9 +35,9 @@ const BACKLOG: i32 = 128;
 /// The time limit of a negotiation while another client waits. Clients that follow the protocol need
 /// milliseconds, on a busy host a second or two.
 const NEGOTIATION_LIMIT: Duration = Duration::from_secs(10);
-/// How long a new server waits for the kernel to close the socket of a dead one.
+/// The time for which a new server waits for the kernel to close the socket of a dead one.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
-/// How long [`Device::stop`] waits for the answers to requests in progress.
+/// The time for which [`Device::stop`] waits for the answers to requests in progress.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
 /// [`Token::kind`] of an accepted client; 1 and 2 are the connections'.
@@ -96,7 +96,7 @@ pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
     Ok(Prepared { queues, device: Box::new(device) })
 }
 
-/// How many clients there are, over all queues.
+/// The number of clients over all queues.
 #[derive(Debug, Default)]
 struct Clients {
     count: Mutex<usize>,
@@ -136,7 +136,7 @@ struct SocketQueue {
     wake: Wake,
     stopping: Arc<AtomicBool>,
     clients: Arc<Clients>,
-    /// How many of ours are in `clients`.
+    /// The number of this queue's clients in `clients`.
     counted: u16,
 }
 

@@ -12,7 +12,7 @@ use super::DeviceNumber;
 /// The record that udev had of a disk before an event.
 #[derive(Debug)]
 pub struct UdevBefore {
-    /// When that was, by the clock of the stamps in records.
+    /// The time of the event, by the clock of the stamps in records.
     now_us: u64,
     /// The disk, if it was there, and which version of its record.
     disk: Option<(DeviceNumber, Option<Version>)>,

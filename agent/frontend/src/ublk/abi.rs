@@ -167,7 +167,7 @@ pub(crate) struct IoDescriptor {
 /// `struct ublksrv_ctrl_cmd`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ControlCommand {
-    /// Which device.
+    /// The number of the device.
     pub id: u32,
     /// The length of the data at `address`.
     pub length_bytes: u16,
@@ -193,9 +193,9 @@ impl ControlCommand {
 /// `struct ublksrv_io_cmd`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IoCommand {
-    /// Which queue.
+    /// The index of the queue.
     pub queue: u16,
-    /// Which tag of it.
+    /// The tag in the queue.
     pub tag: u16,
     /// Answer to the request: bytes, or a negative errno.
     pub result: i32,

@@ -19,7 +19,7 @@ use crate::wait;
 pub(crate) const CONTROL_PATH: &str = "/dev/ublk-control";
 /// The maximum number of commands in flight: one, besides those that were given up.
 const RING_ENTRIES: u32 = 8;
-/// How often a command that waits for others is looked at.
+/// The interval of checking a command that waits for others.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// `/dev/ublk-control` with a ring of 128-byte submissions, which its commands need.
@@ -143,7 +143,7 @@ impl Control {
     }
 }
 
-/// How far a command got.
+/// The progress of a command.
 enum Outcome {
     /// The kernel has never seen it, and will not.
     NotQueued(io::Error),

@@ -1,5 +1,5 @@
-//! How far the queues of a device are on their way to serve it. START_DEV and END_USER_RECOVERY wait, without a limit,
-//! until every queue has fetched all of its tags.
+//! The progress of the queues of a device towards serving it. START_DEV and END_USER_RECOVERY wait, without a
+//! limit, until every queue has fetched all of its tags.
 
 use std::io;
 use std::sync::OnceLock;
@@ -28,19 +28,19 @@ impl Fetching {
         self.failure.get_or_init(|| error.to_string());
     }
 
-    /// Why a queue has failed, if one has.
+    /// Returns the reason why a queue has failed, if one has.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
     }
 
-    /// How many queues have asked for requests with all of their tags.
+    /// Returns the number of queues that have asked for requests with all of their tags.
     pub(super) fn queues(&self) -> u16 {
         self.queues.load(Ordering::Acquire)
     }
 }
 
-/// Why queue `queue` cannot map its descriptors. For EINVAL the driver has one reason (`ublk_ch_mmap` before Linux 6.15): the
-/// device still belongs to the memory of another process.
+/// Returns the error of queue `queue`, which cannot map its descriptors. For EINVAL the driver has one reason
+/// (`ublk_ch_mmap` before Linux 6.15): the device still belongs to the memory of another process.
 pub(super) fn cannot_map(queue: u16, error: &io::Error) -> io::Error {
     let reason = match error.raw_os_error() {
         Some(libc::EINVAL) => {

@@ -40,7 +40,7 @@ pub(super) struct UblkQueue {
     is_parked: bool,
     /// Tags that the driver will give no more requests for.
     ended: usize,
-    /// Tells the control half how far this queue is.
+    /// Reports the progress of this queue to the control half.
     fetching: Arc<Fetching>,
     /// The character device. Gone once all tags have ended: a deletion of the device waits for that.
     device: Option<Arc<OwnedFd>>,

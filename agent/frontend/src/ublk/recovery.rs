@@ -41,9 +41,8 @@ use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
 use crate::leftovers::remove_node_first;
 use crate::{FrontendError, node, probe, queue_attribute, wait};
 
-/// How long the descriptors of a dead process may take to be closed. Its memory has to be given back first, and
-/// what it had in flight on a slow disk has to end.
-/// It is longer than the timer of requests that the block layer has by default.
+/// The time limit for the descriptors of a dead process to be closed. Its memory has to be freed first, and
+/// its I/O on a slow disk has to end. The limit is longer than the block layer's default timer of requests.
 const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(45);
 /// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits so long again.
 /// The block layer rounds it up by a second.

@@ -57,7 +57,7 @@ impl Volume {
         self.bad_to.store(range.end, Ordering::SeqCst);
     }
 
-    /// How many flushes were done.
+    /// Returns the number of completed flushes.
     pub fn flushes(&self) -> u64 {
         self.flushes.load(Ordering::SeqCst)
     }

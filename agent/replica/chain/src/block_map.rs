@@ -39,7 +39,7 @@ pub struct BlockMap {
     pub(crate) can_punch: bool,
 }
 
-/// How much memory a map takes.
+/// The memory of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapUsage {
     /// The bytes in use.
@@ -177,8 +177,8 @@ impl BlockMap {
         }
     }
 
-    /// Which file holds the block at `offset` (the head counts where it holds it), and where the
-    /// run of blocks with that owner ends, at the latest at the end of the window.
+    /// Returns the file that holds the block at `offset`, which may be the head, and the end of the run of
+    /// blocks with that owner, at most that of the window.
     pub(crate) fn owner_at<S: ExtentSource>(
         &mut self,
         offset: u64,
@@ -196,8 +196,8 @@ impl BlockMap {
         Ok((owner, offset_of(index, head_end.min(parents_end))))
     }
 
-    /// Which layer below the head holds the block at `offset`, and where the run of blocks with
-    /// that owner ends, at the latest at the end of the window.
+    /// Returns the layer below the head that holds the block at `offset`, and the end of the run of blocks
+    /// with that owner, at most that of the window.
     pub(crate) fn parent_at<S: ExtentSource>(
         &mut self,
         offset: u64,

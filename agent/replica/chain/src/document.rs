@@ -59,7 +59,7 @@ pub struct DiskMeta {
     pub removed: bool,
     /// True if a user took the snapshot, rather than the system.
     pub user_created: bool,
-    /// When, RFC 3339 in UTC.
+    /// The time of creation, RFC 3339 in UTC.
     pub created: String,
     /// Labels; `null` in most.
     pub labels: Option<BTreeMap<String, String>>,

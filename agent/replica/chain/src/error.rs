@@ -191,7 +191,7 @@ pub enum ChainError {
         /// The rule that it breaks.
         rule: &'static str,
     },
-    /// There is a snapshot of this name.
+    /// The chain has a snapshot of this name already.
     #[error("there is a snapshot '{0}' already")]
     SnapshotExists(String),
     /// The chain has no snapshot of this name.
@@ -208,7 +208,7 @@ pub enum ChainError {
     SeveralChildren {
         /// The snapshot.
         name: String,
-        /// How many layers build on it.
+        /// The number of layers that build on it.
         children: usize,
     },
     /// The fold cannot run beside writes.

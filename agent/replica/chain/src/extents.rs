@@ -4,7 +4,7 @@ use std::num::NonZeroU8;
 
 use shorthorn_types::ByteRange;
 
-/// Which of the open files of a chain: an identity, not a position.
+/// The identity of an open file of a chain, which is not its position.
 ///
 /// A file keeps its index for as long as it is open, whatever is put above or taken from below it;
 /// the index of a file that has left the chain is given to a later one.
@@ -12,7 +12,7 @@ use shorthorn_types::ByteRange;
 pub struct FileIndex(NonZeroU8); // not zero, so that an optional one takes one byte in the map
 
 impl FileIndex {
-    /// How many files can be open in one chain.
+    /// The maximum number of open files in one chain.
     pub const SLOTS: usize = u8::MAX as usize;
 
     /// The file at `slot` of a table of [`FileIndex::SLOTS`].

@@ -24,7 +24,7 @@ pub struct MetaFacts {
     pub bytes: Vec<u8>,
 }
 
-/// Everything in a directory that matters.
+/// The relevant facts about a directory.
 #[derive(Clone, Debug, Default)]
 pub struct DirectoryFacts {
     /// The content of `volume.meta`.

@@ -110,7 +110,7 @@ impl Layout {
             && metas(self) == metas(other)
     }
 
-    /// Tells the inode of an image that an operation has made.
+    /// Sets the inode of an image that an operation has made.
     pub fn set_inode(&mut self, image: &ImageName, inode: u64) {
         if let Some(disk) = self.disks.get_mut(image) {
             disk.inode = inode;

@@ -26,7 +26,7 @@ pub struct Operation {
 /// The way in which a removed snapshot is deleted.
 #[derive(Clone, Debug)]
 pub enum FoldPlan {
-    /// Nothing builds on it: it is deleted.
+    /// No layer builds on the snapshot: it is deleted.
     Delete(Operation),
     /// Exactly one layer builds on the snapshot: that layer is folded into it, and it takes that layer's
     /// name.
@@ -51,7 +51,7 @@ pub struct NewSnapshot {
     pub user_created: bool,
     /// The labels of the snapshot.
     pub labels: BTreeMap<String, String>,
-    /// When, RFC 3339 in UTC.
+    /// The time of creation, RFC 3339 in UTC.
     pub created: String,
 }
 

@@ -26,7 +26,7 @@ pub enum BlockSource {
 pub struct ReadSegment {
     /// The place of the bytes.
     pub source: BlockSource,
-    /// Which bytes of the volume, and of the file.
+    /// The range of the volume and of the file.
     pub range: ByteRange,
 }
 
@@ -99,7 +99,7 @@ impl ZeroStep {
     }
 }
 
-/// Why nothing was planned.
+/// The reason why nothing was planned.
 #[derive(Debug, Error)]
 pub enum PlanError<E> {
     /// The range is none that the volume can serve.

@@ -17,7 +17,7 @@ pub(crate) type Owner = Option<FileIndex>;
 /// The approximate overhead of the allocator for each allocation, in bytes.
 const ALLOCATION_BYTES: usize = 16;
 
-/// Which blocks of a window the head holds.
+/// The blocks of a window that the head holds.
 #[derive(Debug, Default)]
 pub(crate) enum HeadBlocks {
     #[default]
@@ -27,8 +27,8 @@ pub(crate) enum HeadBlocks {
     Mixed(Box<Bits>),
 }
 
-/// Which layer below the head holds each block of a window, the topmost first. Never changes while
-/// the chain stays the same.
+/// The topmost layer below the head that holds each block of a window. It never changes while the chain stays
+/// the same.
 #[derive(Debug, Default)]
 pub(crate) enum ParentBlocks {
     #[default]
@@ -183,7 +183,8 @@ impl ParentBlocks {
         }
     }
 
-    /// Which file holds `block`, and where the run of blocks with that owner ends. `None`: not known.
+    /// Returns the file that holds `block`, and the end of the run of blocks with that owner. `None`: not
+    /// known.
     pub fn run_at(&self, block: usize) -> Option<(Owner, usize)> {
         match self {
             ParentBlocks::Unknown => None,

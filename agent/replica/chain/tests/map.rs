@@ -279,7 +279,7 @@ struct Drawn {
 
 #[derive(Clone, Debug)]
 struct Layout {
-    /// Which layer has the block.
+    /// The index of the layer that has the block.
     owner: usize,
     /// True if zeroes were written, or copied as written data.
     keeps_zeroes: bool,

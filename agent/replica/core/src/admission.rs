@@ -18,7 +18,7 @@ pub const CANDIDATES_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
 pub struct Place {
     /// The generation of the engine.
     pub generation: Generation,
-    /// Which of its queues.
+    /// The index of the engine's queue.
     pub queue: u16,
 }
 
@@ -43,7 +43,7 @@ pub struct Displaced<C, W> {
     pub refuse: Vec<(Place, W, Why)>,
 }
 
-/// Why a candidate is refused.
+/// The reason why a candidate is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// A newer engine holds the replica.

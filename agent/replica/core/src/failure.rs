@@ -1,4 +1,4 @@
-//! When the process of a replica that has failed ends, to be started again.
+//! Decides when the process of a failed replica ends, to be started again.
 //!
 //! Only a new process serves again: this one does not know what its disk holds. It must not end before the disk says that data
 //! may be gone. The next process would start in the same boot of the host, and would count as one that has kept everything.
@@ -26,7 +26,8 @@ pub enum Noted {
     Counted,
     /// Data may be gone: durable, or for as long as the boot of the host. The count could not be kept.
     Uncounted,
-    /// Nothing for sure: the next process in the same boot of the host may not know that data may be gone.
+    /// The note is not surely written: the next process in the same boot of the host may not know that data
+    /// may be lost.
     Not,
 }
 
@@ -35,7 +36,7 @@ pub enum Noted {
 pub struct Failure {
     /// A description of the failure.
     pub message: String,
-    /// How often in a row the replica has failed, this time included.
+    /// The number of failures in a row, this one included.
     pub in_a_row: u32,
     /// The state of the note on the disk.
     pub noted: Noted,
@@ -44,7 +45,8 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// How long after the failure the process ends, or later if engines are still connected then. None: it must not end.
+    /// Returns the time after the failure at which the process ends, or later if engines are still connected
+    /// then. None: it must not end.
     #[must_use]
     pub fn pause_before_end(&self) -> Option<Duration> {
         let at = usize::try_from(self.in_a_row.saturating_sub(1)).unwrap_or(usize::MAX);

@@ -10,11 +10,11 @@ use crate::steps::{Disk, Fault, Step, is_final};
 /// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]
 pub struct Found {
-    /// Which replica it is.
+    /// The id of the replica.
     pub me: ReplicaId,
     /// The stored views.
     pub views: ReplicaViews,
-    /// How the volume is divided.
+    /// The division of the volume into regions.
     pub regions: Regions,
     /// The epoch that counts.
     pub epoch: u64,
@@ -30,7 +30,7 @@ pub struct Found {
     pub lost_cache: bool,
     /// The disk says to Longhorn that the replica has left a view.
     pub is_left_noted: bool,
-    /// How often in a row the replica has failed.
+    /// The number of failures in a row.
     pub failures: u32,
 }
 
@@ -42,7 +42,7 @@ pub enum SumsFound {
         /// True if the file exists.
         has_file: bool,
     },
-    /// They are to be kept.
+    /// Sums are to be kept.
     Wanted(Option<Vec<u8>>),
 }
 
@@ -51,7 +51,7 @@ pub enum SumsFound {
 pub struct Started {
     /// The state of the replica.
     pub state: ReplicaState,
-    /// Which sets count as full in part, or are worth nothing, and why.
+    /// The sets that count as full in part, or do not count, and the reasons.
     pub damages: Vec<(SetKey, Vec<PageDamage>)>,
 }
 
@@ -228,7 +228,7 @@ mod tests {
         set.file()
     }
 
-    /// Everything is well: replica 3 is away.
+    /// Files without damage, while replica 3 is absent.
     fn found() -> Found {
         Found {
             me: id(1),

@@ -24,13 +24,13 @@ pub struct ReplicaState {
     pub(crate) is_left_noted: bool,
     /// Taking that note back has failed, perhaps only at its end: the note may be there or not.
     pub(crate) may_be_left_noted: bool,
-    /// How often in a row the replica had failed before.
+    /// The number of earlier failures in a row.
     pub(crate) failures: u32,
     pub(crate) failure: Option<Failure>,
 }
 
 impl ReplicaState {
-    /// Which replica this is.
+    /// Returns the id of this replica.
     #[must_use]
     pub fn me(&self) -> ReplicaId {
         self.me

@@ -35,7 +35,7 @@ pub enum Step<'a> {
 
 /// Performs steps.
 pub trait Disk {
-    /// Why a step has failed.
+    /// The reason why a step has failed.
     type Error: Fault + From<Denied>;
 
     /// Performs one step, which is durable on return.

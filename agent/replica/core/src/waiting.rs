@@ -37,14 +37,14 @@ pub enum PageEnd {
     Written,
     /// The page has to be written again.
     Again,
-    /// Everything that waits [is given up](Waiting::give_up) with this error.
+    /// All waiting requests [are given up](Waiting::give_up) with this error.
     NoSpace(Errno),
     /// The content of the disk is not known: the replica [fails](ReplicaState::fail).
     Failed(Errno),
 }
 
 impl<M, T> Waiting<M, T> {
-    /// Nothing waits. There is room for so many of each.
+    /// Creates an empty queue with room for `count` of each kind.
     #[must_use]
     pub fn with_capacity(count: usize) -> Waiting<M, T> {
         let (modifications, marks) = (Vec::with_capacity(count), Vec::with_capacity(count));

@@ -35,10 +35,10 @@ pub enum Admit {
     Wait,
 }
 
-/// Why the sets stay as they are.
+/// The reason why the sets do not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum KeepError {
-    /// More replicas are away than a volume has.
+    /// The absent replicas are more than a volume has.
     #[error(
         "the missed regions of {MAX_MEMBERS} replicas are kept already, and {0} is one more: have those of \
          replicas that will not come back forgotten"
@@ -51,16 +51,16 @@ pub enum KeepError {
         first: u32,
         /// The number of regions in the run.
         count: u32,
-        /// How many regions the volume has.
+        /// The number of regions of the volume.
         limit: u32,
     },
-    /// More runs than one message may have.
+    /// The runs are more than one message may have.
     #[error("{0} runs of regions at once, more than {RUNS_PER_MARK_MAX}")]
     TooManyRuns(usize),
     /// The set does not support this change.
     #[error("{action:?} cannot be done to {of:?}")]
     Unsupported {
-        /// Which set.
+        /// The set that the mark changes.
         of: RegionsOf,
         /// The requested change.
         action: MarkAction,
@@ -70,7 +70,7 @@ pub enum KeepError {
 /// The condition for the answer to a mark.
 #[derive(Debug)]
 pub enum Marked {
-    /// Nothing.
+    /// The mark is complete.
     Done,
     /// Pages have to be written: ask [`RegionKeeper::is_durable`] when one has been.
     Wait(Ticket),
@@ -136,7 +136,7 @@ impl GrownSets {
 /// A page that is to be written now.
 #[derive(Debug)]
 pub struct PageWrite<'a> {
-    /// Which of the writes at once, below [`PAGE_WRITES_MAX`]: for [`RegionKeeper::end_write`].
+    /// The index of the write, below [`PAGE_WRITES_MAX`]: for [`RegionKeeper::end_write`].
     pub slot: u8,
     /// The set of the page.
     pub key: SetKey,
@@ -146,7 +146,7 @@ pub struct PageWrite<'a> {
     pub bytes: &'a [u8; PAGE_BYTES],
 }
 
-/// Some runs of regions of a set.
+/// A page of runs of regions of a set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunsPage {
     /// First region and count of each, in order, at most [`RUNS_PER_MARK_MAX`].
@@ -256,7 +256,7 @@ impl RegionKeeper {
         if full { Err(KeepError::TooManySets(replica)) } else { Ok(()) }
     }
 
-    /// How the volume is divided.
+    /// Returns the division of the volume into regions.
     #[must_use]
     pub fn regions(&self) -> Regions {
         self.regions
@@ -615,7 +615,7 @@ impl RegionKeeper {
         }
     }
 
-    /// These hold nothing that is worth a sum.
+    /// Excludes the regions of `run` from sums, because they hold no data worth a sum.
     pub fn need_no_sums(&mut self, run: Range<u32>) {
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.need_none(run);

@@ -28,7 +28,7 @@ const STAMP_AT: usize = 56;
 const CHECK_AT: usize = 60;
 /// The 64-bit words of bits in a page.
 pub(crate) const PAGE_WORDS: usize = (PAGE_BYTES - HEADER_BYTES) / 8;
-/// How many regions one page has a bit for.
+/// The number of regions for which a page has a bit.
 pub const REGIONS_PER_PAGE: u32 = 32_256;
 const _: () = assert!(REGIONS_PER_PAGE as usize == 64 * PAGE_WORDS);
 
@@ -60,7 +60,7 @@ pub(crate) struct PageContent {
     pub bits: Bits,
 }
 
-/// Why bytes are not the page that is expected there.
+/// The reason why bytes are not the expected page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PageDamage {
     /// The file ends before it.

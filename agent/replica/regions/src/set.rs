@@ -33,7 +33,7 @@ struct Page {
 #[derive(Clone, Debug)]
 pub(crate) struct KeptSet {
     pub name: [u8; 8],
-    /// Tells it from a set of the same name that was kept before.
+    /// A number that differs from that of an earlier set of the same name.
     pub serial: u64,
     regions: Regions,
     epoch: u64,

@@ -68,7 +68,7 @@ impl Unsummed {
         self.summing = None;
     }
 
-    /// These are about to be modified. The pages that have to be written before, as a mask.
+    /// Prepares a modification of the regions. Returns the pages to write before as a mask.
     pub fn modify(&mut self, run: Range<u32>) -> u64 {
         if let Some(summing) = &mut self.summing {
             summing.spoiled |= summing.mask(&run);
@@ -133,7 +133,7 @@ impl Unsummed {
 }
 
 impl Summing {
-    /// Which of the regions that a mask has room for are in `run`.
+    /// Returns the regions in `run` as a mask.
     fn mask(&self, run: &Range<u32>) -> u64 {
         let start = run.start.max(self.first).saturating_sub(self.first).min(SUMMED_AT_ONCE_MAX);
         let end = run.end.max(self.first).saturating_sub(self.first).min(SUMMED_AT_ONCE_MAX);

@@ -100,9 +100,9 @@ struct World {
     /// In regions of the volume as it was made.
     must: BTreeMap<SetKey, BTreeSet<u32>>,
     size_bytes: u64,
-    /// How often each region was modified, of the volume as it was made.
+    /// The number of modifications of each region, in the original division of the volume.
     content: BTreeMap<u32, u64>,
-    /// How often it had been when its sums were read that are on the disk.
+    /// The number of modifications of each region when its stored sums were read.
     sums: BTreeMap<u32, u64>,
     /// Regions that were read to store their sums.
     read: BTreeMap<u32, u64>,

@@ -15,7 +15,7 @@ use crate::limits::{
 #[derive(Debug)]
 pub(super) struct Buffers {
     arena: Arena,
-    /// How much of each slot may have memory.
+    /// The bytes of each slot that may have memory.
     touched: Box<[usize]>,
     touched_sum: u64,
 }
@@ -100,7 +100,7 @@ mod tests {
 
     use super::*;
 
-    /// How many pages of `buf` have memory, as the kernel tells.
+    /// Returns the number of pages of `buf` that have memory, according to the kernel.
     fn resident_pages(buf: IoBuf) -> usize {
         let map = File::open("/proc/self/pagemap").unwrap();
         let first = buf.as_ptr() as u64 / 4096;

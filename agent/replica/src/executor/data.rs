@@ -223,7 +223,7 @@ pub(super) fn piece(first: usize, count: usize, file: FileIndex) -> Piece {
     Piece { first: number(first), blocks: number(count), file }
 }
 
-/// How many blocks a distance inside a request is.
+/// Returns the number of blocks in a distance inside a request.
 pub(super) fn block_count(bytes: u64) -> usize {
     super::buffers::distance(bytes / BLOCK_BYTES)
 }

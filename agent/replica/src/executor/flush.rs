@@ -14,7 +14,7 @@ pub(super) struct Flushes {
 /// The decision on a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flush {
-    /// Everything is durable: answer at once.
+    /// All data is durable: answer at once.
     Done,
     /// Start an fdatasync; it covers this one.
     Start,
@@ -33,7 +33,7 @@ impl Flushes {
         }
     }
 
-    /// Something has changed that has to be made durable.
+    /// Records a change that has to be made durable.
     pub fn changed(&mut self) {
         self.unsynced = true;
     }

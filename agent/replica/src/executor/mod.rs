@@ -94,7 +94,7 @@ pub(crate) struct Executor {
     in_flight: usize,
     /// Failed reads so far; only the first is logged.
     read_failures: u64,
-    /// When the process has begun to serve.
+    /// The time at which the process has begun to serve.
     since: Instant,
     /// When the disk was asked last for its space, and what it has said, in MiB.
     free: Option<(Instant, u32)>,

@@ -8,7 +8,7 @@ use crate::limits::{BLOCK_BYTES_USIZE, SLOT_BYTES};
 pub(super) struct Piece {
     /// The first block, counted from the start of the buffer.
     pub first: u16,
-    /// How many blocks.
+    /// The number of blocks.
     pub blocks: u16,
     /// The file.
     pub file: FileIndex,

@@ -135,7 +135,7 @@ impl Disk for Shelf<'_> {
 }
 
 impl Shelf<'_> {
-    /// Tells Longhorn how new the replica is.
+    /// Reports to Longhorn how new the replica is.
     pub(super) fn tell_revision(&mut self, views: &ReplicaViews) -> Result<(), ReplicaError> {
         match revision_counter(self.owner.replica, views) {
             Some(counter) => Ok(self.store.set_revision_counter(counter)?),

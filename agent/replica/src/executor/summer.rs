@@ -46,7 +46,7 @@ pub(crate) struct Summer {
     search_from: Option<u32>,
     /// The region from which the next region to sum is searched.
     cursor: u32,
-    /// When there may be something to do; none: when something is modified.
+    /// The time of the next possible work; none to wait for a modification.
     next_at: Option<Instant>,
     job: Option<Job>,
     /// The sums that the job has made.
@@ -78,7 +78,7 @@ struct Job {
     /// The start of the remaining part, in bytes.
     at_bytes: u64,
     end_bytes: u64,
-    /// How much was read.
+    /// The number of bytes read.
     read_bytes: u64,
     step: Step,
     /// True if the result is not needed any more.
@@ -156,7 +156,7 @@ fn is_modification(opcode: Opcode) -> bool {
 }
 
 impl Executor {
-    /// When [`Executor::sum`] has something to do, if nothing else happens.
+    /// Returns the time until [`Executor::sum`] has work, unless an event comes before.
     pub fn sums_pause(&self) -> Option<Duration> {
         let next_at = self.summer.next_at.filter(|_| self.summer.job.is_none())?;
         Some(next_at.saturating_duration_since(Instant::now()))

@@ -35,7 +35,7 @@ pub(super) enum Next {
     Step(ZeroStep),
     /// Put the plan for this range into [`ZeroJob::steps`].
     Plan(ByteRange),
-    /// Nothing: it is done.
+    /// The job is complete.
     Done,
 }
 

@@ -129,7 +129,7 @@ impl Server {
         }
     }
 
-    /// Tells which engine holds the replica, and the views that it knows.
+    /// Publishes the engine that holds the replica, and the known views.
     pub(super) fn publish_views(&self) {
         let views = self.executor.state().views();
         self.publisher.update(|status| {

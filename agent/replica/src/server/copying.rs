@@ -7,7 +7,7 @@ use super::Server;
 use crate::error::ReplicaError;
 
 impl Server {
-    /// Tells which layers there are.
+    /// Answers with the list of layers.
     pub(super) fn take_layers(&mut self, slot: u16, header: &Header) {
         match self.layers() {
             Ok(list) => self.respond_text(slot, header, &list),
@@ -26,7 +26,7 @@ impl Server {
         Ok(LayerList { layers })
     }
 
-    /// Tells where a layer has data.
+    /// Answers with the extents of a layer.
     pub(super) fn take_extents(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<ExtentsQuery>(index, slot, header) else { return };
         let found =

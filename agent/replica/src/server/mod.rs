@@ -48,7 +48,7 @@ pub(crate) struct Server {
     busy: bool,
     /// True if free slots may have memory that idleness should give back.
     memory_to_release: bool,
-    /// When the replica has failed.
+    /// The time of the replica's failure.
     failed_at: Option<Instant>,
     /// True if earlier failures do not count any more.
     is_forgiven: bool,

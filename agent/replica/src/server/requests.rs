@@ -20,9 +20,9 @@ const INLINE_DATA_BYTES: usize = RECEIVE_BYTES / 4;
 enum Parsed {
     /// A request that needs this slot's data first, which is all there.
     Ready(u16),
-    /// Nothing can be done until more bytes come.
+    /// The request needs more bytes.
     MoreBytes,
-    /// Nothing can be done until a slot is free.
+    /// The request needs a free slot.
     NoSlot,
     /// The connection is of no more use.
     Broken(String),
@@ -247,7 +247,7 @@ fn is_request(header: &Header) -> bool {
     !header.is_response() && !matches!(header.opcode, Opcode::Challenge | Opcode::Hello)
 }
 
-/// How much memory the request's data takes.
+/// Returns the memory that the request's data takes.
 fn data_in_slot(header: &Header) -> u32 {
     match header.opcode {
         Opcode::CheckLayer => MAX_IO_BYTES,

@@ -56,7 +56,7 @@ impl Server {
         }
     }
 
-    /// Tells some of the regions of a set.
+    /// Answers with some of the regions of a set.
     pub(super) fn take_regions(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
         let regions = match query.size_bytes {

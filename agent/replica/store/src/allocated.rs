@@ -5,10 +5,11 @@ use shorthorn_types::{ByteRange, RUNS_PER_MARK_MAX, RegionSet, Regions};
 use crate::error::StoreError;
 use crate::store::Store;
 
-/// How often one call asks the file system where a layer has data. That takes a microsecond or two each.
+/// The maximum number of questions of one call to the file system about a layer's data. Each takes a
+/// microsecond or two.
 const QUESTIONS_MAX: usize = 4096;
 
-/// Some runs of regions, first and count, and where to look for more.
+/// A page of runs of regions, first and count, and the region to continue from.
 pub type AllocatedRuns = (Vec<(u32, u32)>, Option<u32>);
 
 impl Store {

@@ -38,9 +38,10 @@ type Result<T> = std::result::Result<T, StoreError>;
 pub(crate) const BLOCK_SUMS_FILE: &str = "shorthorn.block-sums";
 /// Length of a page, and the unit in which sums are read and written.
 pub const SUM_PAGE_BYTES: usize = 4096;
-/// How many blocks a page has a sum for: 2 MiB of the volume, so that regions and pages never overlap in part.
+/// The number of blocks for which a page has a sum: 2 MiB of the volume, so that regions and pages never
+/// overlap in part.
 pub const BLOCKS_PER_SUM_PAGE: usize = 512;
-/// How much of the volume that is.
+/// The bytes of the volume that a page covers.
 pub const SUM_PAGE_SPAN_BYTES: u64 = BLOCKS_PER_SUM_PAGE as u64 * BLOCK_BYTES;
 
 const MAGIC: &[u8; 8] = b"SHRNBSUM";
@@ -93,7 +94,7 @@ impl SumPage {
         self.0.get(block).copied().unwrap_or(SUM_UNKNOWN)
     }
 
-    /// Knows the sum of a block.
+    /// Sets the sum of a block.
     pub fn set(&mut self, block: usize, sum: u32) {
         if let Some(place) = self.0.get_mut(block) {
             *place = sum;
@@ -106,7 +107,7 @@ impl SumPage {
         self.0.iter().all(|sum| *sum == SUM_UNKNOWN)
     }
 
-    /// Knows nothing any more.
+    /// Clears all sums.
     pub fn clear(&mut self) {
         self.0.fill(SUM_UNKNOWN);
     }

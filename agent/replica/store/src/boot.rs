@@ -30,7 +30,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub(crate) struct Boot {
     boot_id: String,
     lost_cache: bool,
-    /// How often in a row the replica has failed. Programs from before that do not write it.
+    /// The number of failures in a row. Programs of earlier versions do not write it.
     #[serde(default)]
     failures: u32,
     /// True if the loss happened in this process: nothing here makes up for it.
@@ -48,7 +48,8 @@ pub enum LossNote {
     Written,
     /// The note could not be written. The file is removed instead, which means the same but loses the count.
     FileRemoved,
-    /// Nothing in the directory could be changed. It is noted in [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
+    /// The directory cannot be changed. The note is in
+    /// [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
     Elsewhere,
 }
 
@@ -114,7 +115,7 @@ impl Boot {
         self.lost_cache
     }
 
-    /// How often in a row the replica has failed.
+    /// Returns the number of failures in a row.
     pub fn failures(&self) -> u32 {
         self.failures
     }

@@ -36,7 +36,7 @@ pub(crate) struct Copy {
     list: CopyList,
     /// True if the layers are there.
     prepared: bool,
-    /// Which of them are whole and durable.
+    /// True for layers that are complete and durable.
     done: Vec<bool>,
     epoch: u64,
 }

@@ -84,7 +84,7 @@ pub enum StoreError {
         /// The size of its blocks.
         unit_bytes: u64,
     },
-    /// There is a replica in the directory.
+    /// The directory has a replica already.
     #[error("{} holds a replica already; open it, or give another directory", .0.display())]
     Exists(PathBuf),
     /// The directory for a new replica has other things in it.

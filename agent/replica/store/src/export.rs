@@ -43,7 +43,7 @@ impl<T: Write + std::fmt::Debug> WriteDebug for T {}
 pub struct ExportedVolume {
     /// The size of the image.
     pub size_bytes: u64,
-    /// How much of it is not zeroes.
+    /// The bytes that are not zeroes.
     pub data_bytes: u64,
     /// True if the directory had not been closed cleanly: the last writes may be missing.
     pub was_dirty: bool,

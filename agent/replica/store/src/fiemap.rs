@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
-/// How many extents one call asks for: 14 KiB of memory, and few calls for a file in many pieces.
+/// The number of extents of one call: 14 KiB of memory, and few calls for a file in many pieces.
 const EXTENTS: usize = 256;
 
 /// FIEMAP_FLAG_SYNC: the file is written first. A file system may note later than it says that a write is done that the extent is
@@ -72,7 +72,7 @@ impl Extent {
     }
 }
 
-/// Some extents of a file, in the order of their offsets.
+/// A page of the extents of a file, in the order of their offsets.
 #[derive(Debug)]
 pub(crate) struct ExtentPage(Box<Map>);
 

@@ -18,7 +18,7 @@ pub(crate) struct Files {
     slots: Vec<Option<LayerFile>>,
 }
 
-/// Which files of a chain are opened for writing.
+/// The files of a chain that are opened for writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writable {
     None,

@@ -46,7 +46,7 @@ pub(crate) struct Guard {
     /// The possible identities of `volume.meta`: the last one of Shorthorn, and the one before while it is
     /// replaced.
     volume_meta: Vec<FileIdentity>,
-    /// There after a clean close.
+    /// The identity of the head, present after a clean close.
     head: Option<HeadIdentity>,
     /// Sizes of layers that are shorter than the one above for a reason that no document tells.
     #[serde(default)]

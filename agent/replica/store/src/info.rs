@@ -12,7 +12,7 @@ pub enum Provenance {
     Ours,
     /// Another program may have had it.
     Foreign {
-        /// How it was noticed.
+        /// The evidence.
         why: String,
     },
 }
@@ -33,7 +33,7 @@ pub struct StoreInfo {
     /// True if the host was restarted or the disk has failed while data was not durable, and a rebuild has
     /// not made up for it.
     pub lost_cache: bool,
-    /// How often in a row the replica has failed, as was noted last.
+    /// The number of failures in a row according to the last note.
     pub failures: u32,
     /// The last user of the directory.
     pub provenance: Provenance,
@@ -73,7 +73,7 @@ pub struct SnapshotInfo {
     pub user_created: bool,
     /// True if it is marked as removed.
     pub removed: bool,
-    /// When it was taken, RFC 3339.
+    /// The time of creation, RFC 3339.
     pub created: String,
     /// The labels of the snapshot.
     pub labels: BTreeMap<String, String>,

@@ -45,9 +45,9 @@ pub struct InspectedVolume {
     pub size_bytes: i64,
     /// The head's file.
     pub head: String,
-    /// Not closed cleanly, or open now.
+    /// True if the replica was not closed cleanly, or is open now.
     pub dirty: bool,
-    /// Being rebuilt.
+    /// True if the replica is being rebuilt.
     pub rebuilding: bool,
     /// True if the replica is not in the view of its volume. Longhorn treats it as one that is being rebuilt.
     pub has_left: bool,
@@ -74,7 +74,7 @@ pub struct InspectedLayer {
     pub user_created: bool,
     /// True if it is marked as removed.
     pub removed: bool,
-    /// When it was made, RFC 3339.
+    /// The time of creation, RFC 3339.
     pub created: String,
     /// The labels of the snapshot.
     pub labels: BTreeMap<String, String>,
@@ -101,16 +101,16 @@ pub struct OwnState {
     pub saved: SavedState,
 }
 
-/// Something wrong.
+/// A problem of the directory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Problem {
-    /// How bad it is.
+    /// The severity of the problem.
     pub severity: Severity,
     /// The problem, its place, and the remedy.
     pub message: String,
 }
 
-/// How bad a problem is.
+/// The severity of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {

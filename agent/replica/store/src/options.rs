@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub struct CreateOptions {
     /// The size of the volume, a multiple of 4096.
     pub size_bytes: u64,
-    /// When it was made, RFC 3339 in UTC; `None` is now.
+    /// The time of creation, RFC 3339 in UTC; `None` is now.
     pub created: Option<String>,
     /// See [`OpenOptions::loss_note`].
     pub loss_note: Option<PathBuf>,
@@ -38,7 +38,7 @@ pub struct OpenOptions {
 /// The decision of a [`FaultHook`] on a completed step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing.
+    /// Do nothing.
     None,
     /// The store stops there as if the process had died: it does nothing more, and every later call fails.
     Die,

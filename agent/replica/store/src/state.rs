@@ -16,7 +16,7 @@ const FORMAT: u32 = 1;
 /// The saved state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SavedState {
-    /// Nothing, ever.
+    /// The state was never saved.
     None,
     /// The state belongs to the volume as it is.
     Current(Vec<u8>),

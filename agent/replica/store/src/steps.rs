@@ -15,7 +15,7 @@ use crate::options::{Fault, FaultHook};
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-/// How much a fold copies at a time.
+/// The bytes that a fold copies at a time.
 const COPY_BYTES: usize = 1 << 20;
 
 /// Executes steps in one directory.

@@ -31,7 +31,7 @@ use crate::timestamp::now_rfc3339;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-/// How much the synchronous calls move at a time.
+/// The bytes that the synchronous calls move at a time.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
 /// An open replica directory, held exclusively.
@@ -202,7 +202,7 @@ impl Store {
         self.layout.size_bytes()
     }
 
-    /// How much space the disk has left; none if the file system does not say.
+    /// Returns the free space of the disk in bytes; none if the file system does not report it.
     #[must_use]
     pub fn free_bytes(&self) -> Option<u64> {
         let found = fstatvfs(self.fd(self.head())).ok()?;

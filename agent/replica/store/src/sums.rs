@@ -49,7 +49,7 @@ const NAME_MAX_BYTES: usize = 255;
 /// The sums of a layer, one for each piece of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerSums {
-    /// How long a piece is.
+    /// The length of a piece in bytes.
     pub piece_bytes: u32,
     /// The sum of each piece; 0 where it is not known.
     pub sums: Vec<u32>,
@@ -58,15 +58,15 @@ pub struct LayerSums {
 /// The sums found for a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundSums {
-    /// Nothing, or of a file that had this name before.
+    /// The layer has no sums, or those of a former file of this name.
     None,
-    /// These.
+    /// The layer has these sums.
     Kept(LayerSums),
     /// A file that is not as it was written, and why not.
     Damaged(String),
 }
 
-/// Which file of which layer sums are about.
+/// The file and layer of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Subject {
     size_bytes: u64,

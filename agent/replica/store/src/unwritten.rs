@@ -147,7 +147,7 @@ mod tests {
         file.sync_all().unwrap();
     }
 
-    /// How many bytes are allocated and not written; none if the file system does not tell.
+    /// Returns the bytes that are allocated and not written; none if the file system does not report them.
     fn unwritten_bytes(file: &File) -> Option<u64> {
         let (mut page, mut at, mut bytes) = (ExtentPage::new(), 0, 0);
         loop {

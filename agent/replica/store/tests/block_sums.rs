@@ -1,4 +1,4 @@
-//! Which series of sums of blocks counts.
+//! Tests which series of sums of blocks counts.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::collections::BTreeMap;

@@ -97,7 +97,7 @@ fn so_is_an_opening() {
     }
 }
 
-/// Nothing can be written in place of the note.
+/// Blocks the path of the note, so that it cannot be written.
 fn block_the_note(path: &Path) {
     std::fs::create_dir(path.join("shorthorn.boot.tmp")).unwrap();
 }

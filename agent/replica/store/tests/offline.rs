@@ -12,7 +12,7 @@ use shorthorn_regions::{RegionKeeper, SetKey};
 use shorthorn_store::{CreateOptions, ExportTarget, OpenOptions, Severity, Store, export, inspect};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};
 
-/// Everything about every file that a change would show in.
+/// Returns all properties of all files that a change would show in.
 fn traces(path: &Path) -> BTreeMap<String, (u64, i64, i64, u64)> {
     let trace = |path: &Path| {
         let metadata = std::fs::metadata(path).unwrap();

@@ -4,7 +4,7 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Something mounted under a directory, until it is dropped.
+/// A file system that is mounted under a directory until this is dropped.
 pub struct Mounted(pub PathBuf);
 
 impl Mounted {

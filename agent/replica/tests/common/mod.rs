@@ -18,7 +18,7 @@ use shorthorn_wire::{
     Welcome, decode_text, encode_text,
 };
 
-/// Nothing here takes so long unless it hangs.
+/// A time limit that is reached only by a hang.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 pub const SECRET: [u8; 32] = [0x5e; 32];
 pub const MIB: u64 = 1 << 20;

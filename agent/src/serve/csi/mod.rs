@@ -49,7 +49,7 @@ pub struct Driver {
     state: Arc<DriverState>,
 }
 
-/// How the driver stands with kubelet.
+/// The state of the registration with kubelet.
 #[derive(Debug, Default)]
 pub struct DriverState {
     /// True if kubelet has registered it, as far as kubelet has said.
@@ -65,7 +65,7 @@ impl DriverState {
         *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = problem;
     }
 
-    /// Why it cannot be served, if so.
+    /// Returns the reason why the driver cannot be served, if any.
     pub fn problem(&self) -> Option<String> {
         self.problem.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -122,7 +122,7 @@ impl Driver {
         Ok(Some(Driver { config: Arc::clone(config), finder, inherited, volumes, state }))
     }
 
-    /// How it stands with kubelet, from now on.
+    /// Returns the state of the registration, which is kept up to date.
     pub fn state(&self) -> Arc<DriverState> {
         Arc::clone(&self.state)
     }
@@ -215,7 +215,7 @@ impl Driver {
     }
 }
 
-/// Something may change at some paths.
+/// A possible change at some paths.
 struct Change(Option<Watch>);
 
 impl Change {
@@ -245,7 +245,7 @@ fn server() -> Server {
     Server::builder().concurrency_limit_per_connection(CALLS_MAX).http2_keepalive_interval(Some(KEEPALIVE))
 }
 
-/// How servers learn that the agent stops, and it that they are done.
+/// The signals for stopping: servers learn that the agent stops, and the agent that they have ended.
 #[derive(Clone)]
 struct Stopping {
     stopping: channel::Receiver<bool>,

@@ -306,11 +306,11 @@ impl Instance {
     }
 }
 
-/// How a process ended.
+/// The way in which a process ended.
 enum Ended {
     /// The end was ordered: another program told the engine to leave its device to the next one.
     Well,
-    /// Otherwise.
+    /// The process failed; a message.
     Badly(String),
 }
 

@@ -29,7 +29,7 @@ pub use table::{Table, Watch};
 
 use crate::serve::error::NodeError;
 
-/// Which instance.
+/// The identity of an instance.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum InstanceId {
     /// The engine of a volume.

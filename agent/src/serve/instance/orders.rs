@@ -20,7 +20,7 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 /// The longest that an engine may take to serve the device that was made anew.
 const RENEW_LIMIT: Duration = Duration::from_secs(60);
 
-/// How an upgrade went.
+/// The result of an upgrade.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Upgraded {
     /// The time without service: from the moment when the old process had finished its requests, or was gone,
@@ -33,7 +33,7 @@ pub struct Upgraded {
 }
 
 impl Hub {
-    /// Tells an engine which view was granted; see the node API.
+    /// Sends a grant to an engine; see the node API.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] where it is not the engine of that attachment.

@@ -18,7 +18,8 @@ use crate::serve::instance::InstanceId;
 
 /// The longest path that `sockaddr_un` takes, which also needs a NUL.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
-/// How long the state of an engine is kept after its last change; far longer than a call to an agent can be on its way.
+/// The time for which the state of an engine is kept after its last change. It is far longer than a call to
+/// an agent can be in flight.
 const ENGINE_STATE_KEPT: Duration = Duration::from_hours(24);
 
 /// The directories of the agent.

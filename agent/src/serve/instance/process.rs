@@ -13,7 +13,7 @@ use crate::serve::instance::{InstanceId, Places, control_watch};
 /// An engine that was asked to end takes its device away, or leaves it to the next one, within this.
 pub const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
 
-/// How far the process of an instance is, as whoever runs it sees that.
+/// The phase of an instance's process, according to its manager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// The process does not exist and is not wanted.
@@ -31,11 +31,11 @@ pub enum Phase {
 /// The process of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// How far it is.
+    /// The phase of the process.
     pub phase: Phase,
     /// The process id of the living process.
     pub pid: Option<i32>,
-    /// Why it failed; empty else.
+    /// The reason of the failure; empty otherwise.
     pub message: String,
 }
 
@@ -50,7 +50,7 @@ impl Process {
         Process { phase, pid: Some(pid), message: String::new() }
     }
 
-    /// Failed.
+    /// Returns a failed process.
     pub fn failed(message: impl Into<String>) -> Process {
         Process { phase: Phase::Failed, pid: None, message: message.into() }
     }

@@ -23,9 +23,10 @@ use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy
 use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
-/// More than the `TimeoutStopSec=` of the units: systemd has killed the process before.
+/// The time limit of a stop. It is longer than the `TimeoutStopSec=` of the units: systemd kills the process
+/// before.
 const STOP_LIMIT: Duration = Duration::from_secs(120);
-/// How many processes of an engine are asked to end before its unit is stopped.
+/// The number of processes of an engine that are asked to end before its unit is stopped.
 const ORDERLY_ROUNDS: u32 = 3;
 /// A unit that systemd has given up is tried again after this.
 const FIRST_RETRY: Duration = Duration::from_secs(10);

@@ -21,13 +21,13 @@ pub struct NewVolume {
     pub limit_bytes: u64,
 }
 
-/// Why a volume cannot be made, or made larger.
+/// The reason why a volume cannot be made, or enlarged.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SizedError {
     /// No size fits the request.
     #[error(transparent)]
     Size(#[from] SizeError),
-    /// Something else is in the way.
+    /// The request was refused for another reason.
     #[error(transparent)]
     Request(#[from] RequestError),
 }
@@ -66,7 +66,7 @@ pub fn expand(
     Ok((requests::expand_within(world, name, size_bytes, limits)?, awaited_bytes))
 }
 
-/// How far a new volume is.
+/// The progress of a new volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// Every replica has a place.
@@ -79,7 +79,7 @@ pub enum Placement {
     Gone,
 }
 
-/// How far the volume is.
+/// Returns the progress of the volume.
 #[must_use]
 pub fn placement(world: &World, name: &str) -> Placement {
     let living = world.volumes.get(name).filter(|volume| !volume.is_deleting());

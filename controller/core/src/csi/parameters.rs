@@ -20,7 +20,7 @@ const OF_KUBERNETES: [&str; 4] = [
 enum Harmless {
     /// Any value is accepted, because the parameter has no effect here.
     Any,
-    /// These; any other one asks for something that Shorthorn does not have.
+    /// The values that are accepted; any other one requests a missing feature.
     Only(&'static [&'static str]),
 }
 
@@ -70,7 +70,7 @@ fn of_longhorn(key: &str) -> Option<Harmless> {
 const KNOWN: &str = "numberOfReplicas, dataLocality, replicaSoftAntiAffinity, replicaZoneSoftAntiAffinity, \
                      replicaDiskSoftAntiAffinity, nodeSelector, diskSelector, verifyReads, frontend and fsType";
 
-/// Why parameters cannot be used.
+/// The reason why parameters cannot be used.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ParameterError {
     /// The parameter is not known.
@@ -79,7 +79,7 @@ pub enum ParameterError {
     /// Longhorn has it, and its value asks for something that is not there.
     #[error("parameter {key} = {value:?} of Longhorn is not supported: leave it out; known are {KNOWN}")]
     Longhorn {
-        /// Which one.
+        /// The name of the parameter.
         key: String,
         /// The given value.
         value: String,
@@ -87,7 +87,7 @@ pub enum ParameterError {
     /// The value can never work.
     #[error("parameter {key} = {value:?}: use {expected}")]
     Value {
-        /// Which one.
+        /// The name of the parameter.
         key: String,
         /// The given value.
         value: String,

@@ -19,9 +19,9 @@ pub enum SizeError {
         "no valid size from {required_bytes} to {limit_bytes} bytes: sizes are multiples of {BLOCK_BYTES}"
     )]
     NoStep {
-        /// The least.
+        /// The minimum in bytes.
         required_bytes: u64,
-        /// The most.
+        /// The maximum in bytes.
         limit_bytes: u64,
     },
     /// Volumes do not shrink.
@@ -29,7 +29,7 @@ pub enum SizeError {
     Shrinks {
         /// The current size in bytes.
         has_bytes: u64,
-        /// The most.
+        /// The maximum in bytes.
         limit_bytes: u64,
     },
 }

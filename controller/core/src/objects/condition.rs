@@ -81,7 +81,7 @@ pub struct Condition {
     /// A sentence for people with the obstacle and the remedy.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
-    /// When `status` last changed.
+    /// The time at which `status` last changed.
     #[schemars(with = "schema::Time")]
     pub last_transition_time: Timestamp,
 }

@@ -42,7 +42,7 @@ pub struct EngineSpec {
     pub desire_state: DesireState,
     /// The number of the attachment that it runs for.
     pub attach: u64,
-    /// How the device is made.
+    /// The choice of the frontend.
     #[serde(deserialize_with = "super::later::word")]
     pub frontend: Frontend,
     /// The replicas and their addresses. The running engine gets replicas that come back or are new.
@@ -93,7 +93,8 @@ pub struct EngineStatus {
     /// The problem, for people; empty if none.
     #[serde(default)]
     pub message: String,
-    /// Why the process that should stop could not be stopped yet, as when its device is in use; empty: it was not refused.
+    /// The reason why the process could not be stopped yet, such as a device in use; empty if the stop was
+    /// not refused.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub stop_refused: String,
     /// The newest map of replicas that the process was given.
@@ -111,7 +112,8 @@ pub struct EngineStatus {
     /// volume is detached.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost_writes: bool,
-    /// How many times the engine has met damaged data of which no replica has a sound copy, since it was started.
+    /// The number of times since its start that the engine has met damaged data without a sound copy on any
+    /// replica.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub damaged_ranges: u64,
     /// The pending part of an expansion, if any.
@@ -180,10 +182,11 @@ pub struct ExpansionStatus {
 pub struct MemberStatus {
     /// In the view or not.
     pub mode: MemberMode,
-    /// Why it is not. Of a member: why requests wait for it, if they do.
+    /// The reason why the replica is not a member, or why requests wait for a member, if they do.
     #[serde(default)]
     pub message: String,
-    /// Since when it is not a member, in milliseconds since 1970; 0: it is one, or that is not known.
+    /// The time since which the replica is not a member, in milliseconds since 1970; 0 for a member, or if
+    /// unknown.
     #[serde(default)]
     pub away_since_ms: u64,
 }
@@ -232,7 +235,7 @@ pub enum MemberMode {
     Member,
     /// The replica has left the view.
     Failed,
-    /// Not known yet.
+    /// The state is not known yet.
     Connecting,
     /// The replica is being rebuilt: it gets the missing data, and every new write.
     Rebuilding,

@@ -33,7 +33,7 @@ impl Kind {
 /// The identity of an object in a store.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
-    /// Which kind.
+    /// The kind of the object.
     pub kind: Kind,
     /// The name, which is unique within the kind.
     pub name: String,
@@ -59,7 +59,7 @@ impl fmt::Display for Key {
 pub struct Metadata {
     /// Unique within the kind.
     pub name: String,
-    /// Which object of that name it is, where a store says that; else empty.
+    /// The uid that tells it from other objects of the name, if the store has uids; else empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
     /// The version that the store raises at every write and compares with the stored one; 0 if not stored
@@ -68,9 +68,9 @@ pub struct Metadata {
     /// The number that the store raises with every change of the spec, if it counts these; else 0.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u64,
-    /// When it was made.
+    /// The time of creation.
     pub creation_timestamp: Timestamp,
-    /// When its deletion was asked for; the reconcilers take it from there.
+    /// The time of the request to delete it, which the reconcilers carry out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_timestamp: Option<Timestamp>,
 }

@@ -30,7 +30,7 @@ pub use volume::{
 pub enum DesireState {
     /// A process serves.
     Running,
-    /// No process.
+    /// The process does not exist.
     #[default]
     Stopped,
 }
@@ -117,7 +117,7 @@ impl Object {
         }
     }
 
-    /// Which kind of object it is.
+    /// Returns the kind of the object.
     #[must_use]
     pub const fn kind(&self) -> Kind {
         match self {

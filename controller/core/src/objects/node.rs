@@ -61,7 +61,7 @@ pub struct Discovered {
     /// The zone according to a label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,
-    /// Since when it is cordoned in Kubernetes, as this controller has seen it.
+    /// The time since which it is cordoned in Kubernetes, as this controller has seen it.
     #[serde(default, rename = "cordonedSince", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub cordoned_since: Option<Timestamp>,
@@ -130,7 +130,7 @@ pub struct FrontendStatus {
     pub name: String,
     /// True if the frontend works there.
     pub usable: bool,
-    /// Why not.
+    /// The reason why it does not work.
     #[serde(default)]
     pub reason: String,
 }

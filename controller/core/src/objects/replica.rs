@@ -76,11 +76,11 @@ pub struct ReplicaStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub healthy_at: Option<Timestamp>,
-    /// When it left the view; none while it is, as far as known, in it.
+    /// The time at which it left the view; none while it is in the view, as far as known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub failed_at: Option<Timestamp>,
-    /// Since when the engine serves without it and does not bring it up either.
+    /// The time since which the engine serves without it and does not rebuild it either.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub lost_since: Option<Timestamp>,

@@ -42,11 +42,11 @@ pub struct VolumeSpec {
     }]))]
     #[schemars(with = "schema::Quoted")]
     pub size: u64,
-    /// How many copies of the data there should be.
+    /// The wanted number of replicas.
     #[serde(default = "default_replicas")]
     #[schemars(range(min = 1, max = 8))]
     pub number_of_replicas: u32,
-    /// How the device is made.
+    /// The choice of the frontend.
     #[serde(default, deserialize_with = "super::later::word")]
     pub frontend: Frontend,
     /// The node to attach the volume to; none to detach it.
@@ -74,7 +74,7 @@ pub struct VolumeSpec {
     /// read of rot. A change takes effect with the next attachment.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
-    /// How much copying may take of its speed.
+    /// The share of its speed that copies may take.
     #[serde(default)]
     pub rebuild: RebuildLimits,
     /// The name that a CSI caller gave it; none: it was not made by one. The volume's own name is made of it.
@@ -103,7 +103,7 @@ pub struct VolumeStatus {
     /// The stage of the volume's life.
     #[serde(deserialize_with = "super::later::word")]
     pub state: VolumeState,
-    /// How safe its data is now.
+    /// The robustness: whether the volume has all of its members.
     #[serde(deserialize_with = "super::later::word")]
     pub robustness: Robustness,
     /// The node of the volume, or the one that it is being attached to or detached from.
@@ -112,7 +112,7 @@ pub struct VolumeStatus {
     /// Number of the newest attachment: the first half of the generation that fences older engines.
     /// Only ever rises, and is stored before an engine is started with it.
     pub attach: u64,
-    /// When that number was drawn.
+    /// The time at which that number was drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub attach_started_at: Option<Timestamp>,
@@ -181,7 +181,8 @@ pub struct Display {
     pub size: String,
     /// The allocated size of its largest replica, like 1.5Gi.
     pub actual_size: String,
-    /// How many replicas have everything, of how many it should have, like 2/3; a number alone where it is not served.
+    /// The number of members of the wanted number, like 2/3; the wanted number alone if the volume is not
+    /// served.
     pub replicas: String,
     /// The reason of the most important condition that does not hold.
     pub reason: String,
@@ -193,7 +194,7 @@ impl Display {
     }
 }
 
-/// How much copying may take of a volume's speed.
+/// The share of a volume's speed that copies may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct RebuildLimits {
@@ -216,18 +217,18 @@ impl Default for RebuildLimits {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Salvage {
-    /// Which one.
+    /// The chosen replica.
     #[serde(rename = "replicaID")]
     #[schemars(with = "schema::ReplicaId")]
     pub replica_id: ReplicaId,
     /// The number that was drawn for it: the replica's view gets it.
     pub attach: u64,
-    /// When it was decided.
+    /// The time of the decision.
     #[schemars(with = "schema::Time")]
     pub decided_at: Timestamp,
-    /// By whom.
+    /// The person or program that has decided.
     pub by: String,
-    /// Why, in the operator's words.
+    /// The reason, in the operator's words.
     pub reason: String,
     /// The losses that were known at the decision.
     pub losses: String,
@@ -282,7 +283,7 @@ pub enum VolumeState {
     Creating,
     /// A device is there.
     Attached,
-    /// Nothing runs.
+    /// The volume has no process.
     Detached,
     /// Replicas, then the engine, are being started.
     Attaching,
@@ -307,7 +308,7 @@ impl VolumeState {
     }
 }
 
-/// How safe the data of a volume is.
+/// The robustness of a volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Robustness {
@@ -317,7 +318,7 @@ pub enum Robustness {
     Degraded,
     /// The volume cannot serve.
     Faulted,
-    /// Nothing can be said: it is not attached, or its node is silent.
+    /// The robustness is unknown: the volume is detached, or its node does not answer.
     #[default]
     Unknown,
 }
@@ -335,7 +336,7 @@ impl Robustness {
     }
 }
 
-/// How the device of a volume is made.
+/// The choice of a volume's frontend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Frontend {

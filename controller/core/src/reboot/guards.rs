@@ -24,7 +24,7 @@ const TOLD_MAX: usize = 8;
 pub struct Guard {
     /// The Node object, which owns it.
     pub node: String,
-    /// Which object of that name; the budget finds its pod by that.
+    /// The uid of the Node object, by which the budget finds its pod.
     pub uid: String,
     /// The name of the machine in Kubernetes.
     pub machine: String,
@@ -54,7 +54,7 @@ pub struct Plan {
     pub make_budget: Vec<(String, Guard)>,
     /// To be made.
     pub make_pod: Vec<(String, Guard)>,
-    /// They say something else from now on.
+    /// Pods whose message has changed.
     pub tell: Vec<(String, String)>,
     /// Pods to delete, because they are not needed any more or belong to another Node object.
     pub delete_pod: Vec<String>,

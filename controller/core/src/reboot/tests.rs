@@ -104,7 +104,7 @@ fn cordon(world: &mut World, node: &str, second: i64) {
     world.insert(Node { metadata: Metadata::new(node, now()), spec, status: NodeStatus::default() }.into());
 }
 
-/// Why the volume needs the replica of the node; empty: it does not.
+/// Returns the reason why the volume needs the replica of the node; empty if it does not.
 fn told(world: &World, node: &str) -> String {
     let holds = holds(world, node);
     assert!(holds.iter().all(|hold| hold.volume == "v" && !hold.is_engine), "{holds:?}");

@@ -29,33 +29,33 @@ pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
 /// The duration of a start after which its single steps are stored. A good start is over sooner, and its
 /// steps are not read. With Kubernetes each would be a call.
 pub const QUIET_START: Duration = Duration::from_secs(5);
-/// When to look again at a start that was asked for and has not shown up on the agent's stream.
+/// The delay before checking a requested start that is not in the agent's stream yet.
 pub const START_CHECK: Duration = Duration::from_secs(10);
 /// The delay before checking a grant again that an engine has got and still waits for.
 pub const GRANT_CHECK: Duration = Duration::from_secs(1);
-/// When to look again whether there is space on disks that were too full: nothing tells when files are deleted.
+/// The delay before checking the space of full disks again, because no event reports deleted files.
 pub const SPACE_CHECK: Duration = Duration::from_secs(60);
-/// How long a replica may be away before it is replaced, unless something else is configured.
+/// The default time that a replica may be absent before it is replaced.
 pub const REPLICA_REPLACE_AFTER: Duration = Duration::from_secs(600);
-/// How many replicas are brought up on a node at a time, unless something else is configured.
+/// The default number of simultaneous rebuilds on a node.
 pub const REBUILDS_PER_NODE: u32 = 5;
-/// When to look again whether a node has brought up enough replicas to take another one.
+/// The delay before checking whether a node has completed enough rebuilds to take another one.
 pub const REBUILD_CHECK: Duration = Duration::from_secs(5);
-/// When to look again whether anything is left on a node that is given up.
+/// The delay before checking whether anything is left on a node that is given up.
 pub const GIVE_UP_CHECK: Duration = Duration::from_secs(10);
-/// How long a new replica may take at least until the engine brings it up.
+/// The minimum time for a new replica before its rebuild begins.
 pub const NEW_REPLICA_WAIT: Duration = Duration::from_secs(120);
 
 /// The administrator's settings for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// How long a replica may be away before it is replaced.
+    /// The time that a replica may be absent before it is replaced.
     pub replica_replace_after: Duration,
-    /// How full disks may become.
+    /// The limits of the use of disks.
     pub scheduling: Limits,
     /// True if a volume is created with the replicas that have a place, if that is one at least.
     pub degraded_creation: bool,
-    /// How many replicas may be brought up on a node at a time for others to be placed there in place of lost ones.
+    /// The number of rebuilds on a node above which no substitute of a lost replica is placed there.
     pub rebuilds_per_node: u32,
 }
 
@@ -70,7 +70,7 @@ impl Default for Settings {
     }
 }
 
-/// Everything that a decision is made from.
+/// The input of a decision.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
     /// The stored state.
@@ -201,7 +201,7 @@ fn seeking(world: &World) -> impl Iterator<Item = Key> {
     keys.filter(|key| gives_space_away(world, key))
 }
 
-/// How well the controller sees a node.
+/// The controller's sight of a node.
 pub(crate) enum Sight<'a> {
     /// The agent is reachable and its view is up to date.
     Clear(&'a AgentView),

@@ -1,4 +1,4 @@
-//! How many replicas each node is bringing up, and which volumes need the next place there more than another one.
+//! Counts the rebuilds on each node, and decides which volumes need the next place there most.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::{NodeName, World};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rebuilds {
     by_node: BTreeMap<NodeName, u32>,
-    /// How many other volumes wait for a place too and have fewer members.
+    /// The number of other volumes that wait for a place and have fewer members.
     needier: u32,
 }
 

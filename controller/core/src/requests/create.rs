@@ -1,4 +1,4 @@
-//! New volumes.
+//! Creation of volumes.
 
 use shorthorn_types::VolumeName;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};

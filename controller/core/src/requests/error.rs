@@ -1,4 +1,4 @@
-//! Why a call is refused.
+//! The reasons why a call is refused.
 
 use shorthorn_types::NameError;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
@@ -8,7 +8,7 @@ use crate::objects::{DataLocalityError, FrontendError};
 use crate::scheduler::Refusal;
 use crate::{LabelError, NodeName, NodeNameError};
 
-/// Why a call is refused.
+/// The reason why a call is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RequestError {
     /// The volume's name can never work.
@@ -149,7 +149,7 @@ pub enum RequestError {
         name: String,
         /// The requested size.
         wanted: u64,
-        /// Which disks, and why.
+        /// The disks, and the reasons.
         refusal: Box<Refusal>,
     },
     /// The share of copying can never work.
@@ -194,7 +194,7 @@ pub enum RequestError {
     NodeHasEngines {
         /// The node.
         node: String,
-        /// Which volumes.
+        /// The names of the volumes.
         volumes: String,
     },
     /// Data would be lost.
@@ -213,10 +213,10 @@ pub enum RequestError {
     NodeHasMajority {
         /// The node.
         node: String,
-        /// Which volumes.
+        /// The names of the volumes.
         volumes: String,
     },
-    /// Something is on it.
+    /// The disk still has replicas.
     #[error(
         "disk {path} of node {node} has replicas: move them with shorthornctl disk drain {node} {path}; if \
          the disk never comes back, run shorthornctl disk remove --lost {node} {path}"
@@ -262,7 +262,7 @@ pub enum RequestError {
         node: String,
         /// The disk there.
         path: String,
-        /// How many.
+        /// The number of directories.
         directories: usize,
     },
     /// Volumes could not start by themselves.
@@ -275,7 +275,7 @@ pub enum RequestError {
         node: String,
         /// The disk there.
         path: String,
-        /// Which volumes.
+        /// The names of the volumes.
         volumes: String,
     },
     /// The directory does not exist, or belongs to a volume.
@@ -300,7 +300,7 @@ pub enum RequestError {
     NodeFull {
         /// The node.
         node: String,
-        /// How many it takes.
+        /// The maximum number of its volumes.
         max_volumes: u32,
     },
     /// The frontend makes no device.

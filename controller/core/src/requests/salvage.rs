@@ -15,7 +15,7 @@ pub struct SalvageVolume {
     pub confirm: String,
     /// The person or program that decides.
     pub by: String,
-    /// Why.
+    /// The reason, in the operator's words.
     pub reason: String,
     /// The known losses of the decision.
     pub losses: String,

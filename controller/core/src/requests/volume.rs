@@ -88,13 +88,13 @@ pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Vol
 pub struct SetVolume {
     /// The name of the volume.
     pub name: String,
-    /// How many replicas it should have. Those beyond that go while it is attached, one at a time.
+    /// The wanted number of replicas. Surplus ones are removed one at a time while the volume is attached.
     pub number_of_replicas: Option<u32>,
     /// All tags that a node must have to get a replica from now on. Replicas that are there stay.
     pub node_selector: Option<Vec<String>>,
     /// The same of disks.
     pub disk_selector: Option<Vec<String>>,
-    /// disabled, best-effort.
+    /// The data locality: disabled or best-effort.
     pub data_locality: Option<String>,
     /// True if several replicas may be on one node.
     pub replica_soft_anti_affinity: Option<bool>,

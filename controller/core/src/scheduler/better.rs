@@ -7,8 +7,8 @@ use super::zones::Zones;
 use super::{NodeCandidate, Placement, Request};
 use crate::NodeName;
 
-/// How much less a replica may bring two disks together than its own size and is moved all the same. With none, disks whose
-/// sizes differ a little would have replicas moved for nothing.
+/// The divisor of a replica's size that gives the minimum gain of a move. Without it, replicas would move in
+/// vain between disks whose sizes differ a little.
 const WORTH_DIVISOR: u64 = 2;
 
 /// Returns the best place for a replica that is on the disk `path` of `node` now, and the gain, if that is

@@ -29,23 +29,23 @@ pub enum Filter {
     DiskTags,
     /// Replicas are on several disks.
     DiskAntiAffinity,
-    /// So much has to stay free.
+    /// The disk has to keep its minimum of free space.
     MinimalAvailable,
-    /// So much may be promised.
+    /// The disk has to have unscheduled capacity.
     Capacity,
 }
 
 struct NodeFilter {
     filter: Filter,
     takes: fn(&Request, &NodeCandidate, &Zone) -> bool,
-    /// Why it does not.
+    /// The reason why the node does not pass.
     reason: fn(&Request, &NodeCandidate) -> String,
 }
 
 struct DiskFilter {
     filter: Filter,
     takes: fn(&Request, &DiskCandidate) -> bool,
-    /// Why it does not.
+    /// The reason why the disk does not pass.
     reason: fn(&Request, &DiskCandidate) -> String,
 }
 
@@ -137,8 +137,8 @@ pub(super) fn takes_on(request: &Request, disk: &DiskCandidate) -> bool {
     DISK_FILTERS.iter().all(|filter| (filter.takes)(request, disk))
 }
 
-/// Which filter removes the node, and the reason for people. Where all its disks are removed it is the filter that the
-/// disk which came furthest has failed: that is what is missing there.
+/// Returns the filter that removes the node, and the reason for people. If all of its disks are removed, this
+/// is the filter that the most suitable disk has failed: that is the missing condition.
 pub(super) fn explain(request: &Request, node: &NodeCandidate, zone: &Zone) -> Option<(Filter, String)> {
     if let Some(failed) = NODE_FILTERS.iter().find(|filter| !(filter.takes)(request, node, zone)) {
         return Some((failed.filter, (failed.reason)(request, node)));
@@ -151,7 +151,7 @@ pub(super) fn explain(request: &Request, node: &NodeCandidate, zone: &Zone) -> O
     Some((furthest, reasons.collect::<Vec<_>>().join(", ")))
 }
 
-/// Why a disk cannot promise `request.size_bytes` more.
+/// Returns the reason why a disk has no room for `request.size_bytes` more.
 pub(super) fn lacks_room(request: &Request, disk: &DiskCandidate) -> Option<(Filter, String)> {
     let has_room = request.size_bytes <= disk.room_bytes(request.limits);
     (!has_room).then(|| (Filter::Capacity, too_small(request, disk)))
@@ -203,7 +203,7 @@ impl Filter {
     }
 }
 
-/// Some tags, in words.
+/// A list of tags, in words.
 struct Tags<'a>(&'a Labels);
 
 impl fmt::Display for Tags<'_> {

@@ -25,10 +25,10 @@ pub use room::{Room, room};
 pub use scores::Gain;
 use zones::Zones;
 
-/// How much of a new disk is left to others, in percent.
+/// The share of a new disk that is left to other users, in percent.
 pub const RESERVED_PERCENT: u64 = 10;
 
-/// How full disks may become and which machines are left alone, for all volumes.
+/// The limits of the use of disks, and the rule for cordoned machines, for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The limit of scheduled bytes, in percent of the bytes that are not reserved. Replicas are sparse, so
@@ -53,7 +53,7 @@ impl Default for Limits {
 /// The requirements of a placement.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
-    /// How large each replica can become.
+    /// The maximum size of each replica in bytes.
     pub size_bytes: u64,
     /// The bytes that each replica takes at once: a new one gets the data of the others.
     pub used_bytes: u64,
@@ -69,7 +69,7 @@ pub struct Request {
     pub disk_selector: Labels,
     /// The node that should have a replica, if one should.
     pub local: Option<NodeName>,
-    /// How full disks may become, and which machines are left alone.
+    /// The limits of the use of disks, and the rule for cordoned machines.
     pub limits: Limits,
 }
 
@@ -109,7 +109,7 @@ pub struct NodeCandidate {
     pub machine_cordoned: bool,
     /// True if the replicas on the node are about to leave: they keep no other replica out of the zone.
     pub evicted: bool,
-    /// Why it cannot make one now.
+    /// The reason why the node cannot make a replica now.
     pub not_ready: Option<String>,
     /// True if it brings up as many replicas as it may.
     pub is_busy: bool,
@@ -126,7 +126,7 @@ pub struct DiskCandidate {
     pub uuid: String,
     /// The tags of the disk.
     pub tags: Labels,
-    /// Why it takes none at all.
+    /// The reason why the node takes no replica.
     pub refusal: Option<String>,
     /// The size in bytes.
     pub total_bytes: u64,
@@ -136,9 +136,9 @@ pub struct DiskCandidate {
     pub reserved_bytes: u64,
     /// The scheduled bytes.
     pub scheduled_bytes: u64,
-    /// How many replicas of this volume are on it.
+    /// The number of replicas of this volume on it.
     pub same_volume: u32,
-    /// How many of those are lost and do not keep others away.
+    /// The number of these that are lost and keep no other one away.
     pub excused: u32,
 }
 

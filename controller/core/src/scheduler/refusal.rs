@@ -11,7 +11,7 @@ use crate::NodeName;
 /// too long for people with a thousand.
 const NAMED_MAX: usize = 10;
 
-/// Why a node takes no replica.
+/// The reason why a node takes no replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removal {
     /// The filter that has removed the node.
@@ -23,13 +23,13 @@ pub struct Removal {
 /// No place for a replica: why not, by node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// How many replicas have a place.
+    /// The number of replicas that have a place.
     pub placed: u32,
-    /// How many are wanted.
+    /// The number of wanted replicas.
     pub wanted: u32,
-    /// Why each node takes no more.
+    /// The reason why each node takes no more.
     pub by_node: BTreeMap<NodeName, Removal>,
-    /// How many nodes have gone for which reason, in words, the most first.
+    /// The number of removed nodes for each reason, in words, the largest first.
     pub summary: String,
 }
 

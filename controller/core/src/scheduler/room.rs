@@ -6,7 +6,7 @@ use super::zones::Zones;
 use super::{NodeCandidate, Request, place};
 use crate::requests::MAX_VOLUME_BYTES;
 
-/// How much more could be placed of some kind of volume.
+/// The room for further volumes of some kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     /// The bytes for all volumes together: the sum of the bytes that can be scheduled, divided by the number

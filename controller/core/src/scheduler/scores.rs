@@ -18,7 +18,7 @@ type Score = fn(&Request, &Choice<'_>) -> u64;
 const SPREAD: &[(Gain, Score)] =
     &[(Gain::Locality, locality), (Gain::Zone, used_zone), (Gain::Node, used_node), (Gain::Disk, used_disk)];
 
-/// Then space.
+/// The scores of the room.
 const ROOM: &[Score] = &[fuller_zone, fuller_disk];
 
 /// The advantage of a place over another one, the most important first.

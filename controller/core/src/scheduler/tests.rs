@@ -386,7 +386,7 @@ fn a_node_is_summed_up_by_the_disk_that_came_furthest() {
     );
 }
 
-/// Some nodes with disks: (size, promised, free now) in GiB, a zone, a tag.
+/// A set of nodes with disks: (size, scheduled, free now) in GiB, a zone, a tag.
 fn some_nodes() -> impl Strategy<Value = Vec<NodeCandidate>> {
     let disks = prop::collection::vec((1u64..200, 0u64..250, 0u64..200, any::<bool>()), 0..4);
     let nodes = prop::collection::vec((disks, 0u8..4, any::<bool>(), 0u8..8), 0..8);

@@ -14,9 +14,9 @@ pub(super) struct Zones {
 /// The state of a zone.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Zone {
-    /// How many replicas of the volume are in it to stay.
+    /// The number of replicas of the volume that stay in it.
     pub(super) same_volume: u32,
-    /// How many of those keep no other away.
+    /// The number of these that keep no other one away.
     pub(super) excused: u32,
     /// The average room on a disk that can be chosen, because zones need not have the same number of disks.
     pub(super) mean_room_bytes: u64,

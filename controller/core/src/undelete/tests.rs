@@ -60,7 +60,7 @@ fn deleted(created: i64) -> Volume {
     volume
 }
 
-/// How it comes back if every directory can be restored, and which are.
+/// Returns the undeletion if every directory can be restored, and the restored directories.
 fn back(world: &World, trash: &[Trashed]) -> Result<(Undeletion, Vec<Trashed>), RequestError> {
     let restored = directories(world, "v", trash)?;
     let in_place = restored.iter().map(|trashed| trashed.replica_id).collect();

@@ -21,7 +21,7 @@ pub struct Replicas {
 pub struct Promised {
     /// The sum of their sizes. No number of volumes that a store can hold makes it overflow.
     pub bytes: u128,
-    /// How many they are.
+    /// The number of replicas.
     pub replicas: u32,
 }
 

@@ -8,7 +8,7 @@ use shorthorn_controller_core::{Action, NodeName, Timestamp};
 
 use crate::agent::{Event, SimAgent};
 
-/// Everything here is gone after a crash.
+/// The state of a controller, all of which is lost in a crash.
 #[derive(Debug)]
 pub struct Controller {
     pub agents: Agents,

@@ -559,7 +559,7 @@ impl Sim {
         }
     }
 
-    /// Everything gets its turn until nothing has anything to do.
+    /// Lets every part act until none has work left.
     pub fn settle(&mut self) {
         let mut idle = 0;
         for _ in 0..ROUNDS_MAX {

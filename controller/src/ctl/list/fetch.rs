@@ -10,10 +10,10 @@ use super::{List, nodes, replicas, sort, volumes};
 use crate::ctl::commands::limited;
 use crate::ctl::error::CtlError;
 
-/// How many objects are asked for at a time.
+/// The number of objects in a request.
 const PAGE: u32 = 500;
 
-/// How a list is made.
+/// The options of a list.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Options {
     /// In the order of this field of -o json, like size or engine.phase
@@ -49,7 +49,7 @@ pub(in crate::ctl) enum What {
     Disks,
 }
 
-/// Makes lists.
+/// A maker of lists.
 #[derive(Debug)]
 pub(in crate::ctl) struct Lister {
     pub(in crate::ctl) client: ControllerClient<Channel>,
@@ -149,7 +149,7 @@ impl Lister {
         Ok(found)
     }
 
-    /// How many are asked for after so many; none: no more.
+    /// Returns the number of objects to request after `had`; none at the end.
     fn page_after(&self, had: usize) -> Option<u32> {
         let Some(limit) = self.options.limit else { return Some(PAGE) };
         let left = limit.saturating_sub(u32::try_from(had).unwrap_or(u32::MAX));

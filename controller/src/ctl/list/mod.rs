@@ -41,7 +41,7 @@ const fn wide(header: &'static str) -> Column {
 struct Entry {
     /// Kind and name, as `-o name` shows it.
     name: String,
-    /// Everything, as programs see it.
+    /// All fields, as programs see them.
     fields: Value,
     /// The cells of all its rows, one for each column.
     rows: Vec<Vec<String>>,

@@ -10,9 +10,9 @@ use crate::ctl::args::Format;
 use crate::ctl::error::{CtlError, is_unreachable};
 use crate::ctl::output;
 
-/// How often the list is made anew.
+/// The interval of making the list anew.
 const POLL: Duration = Duration::from_secs(2);
-/// How long the controller may be out of reach: another one takes over sooner.
+/// The time limit of an unreachable controller: another one takes over sooner.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Shows the list, then each object that looks different, until it is interrupted.

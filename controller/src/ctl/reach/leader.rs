@@ -11,7 +11,7 @@ use crate::store::kubernetes::{CallError, bounded};
 
 /// The name of the port in the pod.
 const PORT_NAME: &str = "api";
-/// How many characters of an identity come after the name of its host, and a dash.
+/// The number of characters of an identity after the name of its host and a dash.
 const RANDOM_CHARS: usize = 8;
 
 /// The address of the leading controller's API.
@@ -21,7 +21,7 @@ pub(super) struct Leader {
     pub(super) port: u16,
 }
 
-/// Why it cannot be reached.
+/// The reason why the leader cannot be reached.
 #[derive(Debug, Error)]
 pub(super) enum LeaderError {
     #[error("cannot read the Lease of the leader from the API server: {0}")]

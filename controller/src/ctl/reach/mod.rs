@@ -22,7 +22,7 @@ use crate::kubernetes::client_of;
 /// The longest that a connection may take to come about; one through Kubernetes takes several calls.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 const FORWARD_LIMIT: Duration = Duration::from_secs(20);
-/// How often a silent connection through Kubernetes is tried.
+/// The interval of probes of a silent connection through Kubernetes.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// The prefix of the program's name as a plugin of kubectl.
 const PLUGIN: &str = "kubectl-";
@@ -63,7 +63,7 @@ struct Surroundings {
     is_plugin: bool,
     /// True if the default socket exists, so that a controller may listen there.
     has_socket: bool,
-    /// Something says where an API server is.
+    /// True if an API server is configured.
     has_cluster: bool,
     /// The program runs in a pod.
     is_pod: bool,

@@ -28,11 +28,11 @@ use crate::agents::Fleet;
 use crate::metrics::Metrics;
 use crate::store::Store;
 
-/// How long changes are gathered before they are looked at: many pods go at once.
+/// The time for which changes are gathered before they are examined: many pods are deleted at once.
 const SETTLE: Duration = Duration::from_secs(1);
-/// How many machines are looked after at a time; where more are lost, they wait for each other.
+/// The maximum number of machines that are handled at a time; further lost ones wait.
 const MACHINES_MAX: usize = 100;
-/// How many of them ask the API server at once.
+/// The number of these that call the API server at once.
 const ROUNDS_MAX: usize = 4;
 
 /// The shared state of the releaser.

@@ -10,7 +10,7 @@ use crate::store::StoreError;
 /// The longest that the API server may take to answer.
 pub const CALL_LIMIT: Duration = Duration::from_secs(15);
 
-/// Why a call to the API server failed.
+/// The reason why a call to the API server failed.
 #[derive(Debug, Error)]
 pub enum CallError {
     /// The time limit has passed without an answer. The call may be executed all the same.

@@ -20,7 +20,7 @@ pub const FINALIZER: &str = "shorthorn.io/data";
 /// The word for a volume that cannot be.
 pub const INVALID_SPEC: &str = "InvalidSpec";
 
-/// Why an object of the API server cannot be used.
+/// The reason why an object of the API server cannot be used.
 #[derive(Debug, Error)]
 pub enum ConvertError {
     /// The object lacks a field that every object has.

@@ -20,38 +20,38 @@ use super::{ConvertError, Inner, OpenError, Part, convert, is_expired};
 use crate::kubernetes::{GROUP, plural, resource};
 use crate::work::backoff;
 
-/// How many objects are asked for at once: a page of 2 to 6 MB, which the API server makes in one go.
+/// The number of objects in a page of 2 to 6 MB, which the API server makes in one go.
 pub(crate) const PAGE_OBJECTS: u32 = 2000;
 /// After which time the API server ends a watch by itself, in seconds.
 pub(crate) const WATCH_LIMIT_S: u32 = 290;
 /// The longest silence of a watch: the API server sends a bookmark every minute.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(150);
-/// How often a list begins anew because the API server does not know its version any more.
+/// The maximum number of restarts of a list whose version the API server has forgotten.
 const LISTS_MAX: u32 = 5;
-/// How many objects are marked as ours at a time during a list.
+/// The number of objects that are marked at a time during a list.
 const HOLDS_MAX: usize = 16;
 /// The wait before objects are tried again that could not be marked as ours.
 const LEFT_OUT_WAIT: Duration = Duration::from_secs(30);
 
-/// Why a watch does not go on.
+/// The reason why a watch does not continue.
 #[derive(Debug, Error)]
 enum WatchError {
     /// The watch has ended as usual, or broke: the next one continues from the last version.
     #[error("{0}")]
     Broken(String),
-    /// Everything has to be listed again.
+    /// The objects have to be listed again.
     #[error("{0}")]
     Lost(String),
 }
 
-/// How far a kind is known.
+/// The known state of a kind.
 #[derive(Debug)]
 pub(super) struct Followed {
-    /// Everything up to this version.
+    /// The version up to which all changes are known.
     version: u64,
     /// But for these, which the API server does not let us mark as ours.
     left_out: BTreeSet<Key>,
-    /// When these are tried again.
+    /// The time of the next attempt for these objects.
     again_at: Instant,
 }
 
@@ -327,7 +327,7 @@ async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<Dynami
     inner.send(key, version, Part::Held { finalizers, fingerprint }).await
 }
 
-/// Which keys the volumes need that are there, before there is a key to read them with.
+/// Returns the keys that existing volumes need, before a key can read them.
 pub(super) async fn keys_of_volumes(
     client: &kube::Client,
     namespace: &str,

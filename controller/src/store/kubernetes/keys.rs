@@ -27,9 +27,10 @@ const FIELD: &str = "key";
 const FINGERPRINT_TEXT: &[u8] = b"fingerprint of the key";
 /// The text whose tag is the name of the cluster.
 const CLUSTER_TEXT: &[u8] = b"name of the cluster";
-/// How much of that tag is its name.
+/// The bytes of that tag in the name.
 const CLUSTER_BYTES: usize = 16;
-/// How much of the tag of the fingerprint is shown: enough to tell keys apart, of no use for finding one.
+/// The bytes of the fingerprint's tag that are shown: enough to tell keys apart, and of no use for finding
+/// one.
 const FINGERPRINT_BYTES: usize = 8;
 
 /// The key that the secrets of all volumes are derived from.
@@ -151,7 +152,7 @@ impl VolumeKeys {
     }
 }
 
-/// Which key a volume of the API server needs.
+/// The key that a volume of the API server needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyOfVolume {
     volume: String,

@@ -46,7 +46,7 @@ pub use self::calls::{CallError, bounded, is_code};
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
 
-/// Why the store cannot be opened.
+/// The reason why the store cannot be opened.
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// A call failed.
@@ -86,7 +86,7 @@ pub enum OpenError {
          fingerprint is {fingerprint}. No other key is made: no engine would reach its replicas with it"
     )]
     KeyLost {
-        /// How many volumes need it.
+        /// The number of volumes that need it.
         count: usize,
         /// A volume that needs the key.
         volume: String,
@@ -99,7 +99,7 @@ pub enum OpenError {
          that from a backup (docs/cluster.md); with this one no engine of theirs reaches its replicas"
     )]
     OtherKey {
-        /// How many volumes need another one.
+        /// The number of volumes that need another one.
         count: usize,
         /// A volume that needs the key.
         volume: String,
@@ -486,7 +486,7 @@ enum Part {
     Finalizers(Vec<String>),
 }
 
-/// Why a write failed.
+/// The reason why a write failed.
 #[derive(Debug, Error)]
 enum WriteError {
     #[error(transparent)]

@@ -1,5 +1,5 @@
-//! Which of the many things that are heard of objects is the newest. They come from watches, from lists and as the
-//! answers to our own writes, in any order; what the reconcilers see must never go back.
+//! Decides which version of an object is the newest. Versions come from watches, from lists and as the
+//! answers to own writes, in any order. The state that the reconcilers see must never go back.
 //!
 //! Resource versions of one kind rise with every change. So an object that is known is replaced by newer versions only.
 //! One that is not known is either new, or was removed and is heard of late: a watch delivers in order, so of versions

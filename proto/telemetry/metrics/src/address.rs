@@ -9,7 +9,7 @@ use thiserror::Error;
 pub enum MetricsListen {
     /// At this address.
     At(SocketAddr),
-    /// Nowhere.
+    /// The metrics are not served.
     Off,
 }
 

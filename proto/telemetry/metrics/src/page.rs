@@ -30,14 +30,14 @@ impl Page {
         gauges
     }
 
-    /// Something that was counted elsewhere, looked up for this page.
+    /// Adds counters that are kept elsewhere, read for this page.
     pub fn counters(&mut self, name: &str, help: &str) -> Counters {
         let counters = Counters::default();
         self.show_counters(name, help, &counters);
         counters
     }
 
-    /// Time that was added up elsewhere, looked up for this page.
+    /// Adds sums of time that are kept elsewhere, read for this page.
     pub fn seconds(&mut self, name: &str, help: &str) -> Seconds {
         let seconds = Seconds(Family::default());
         self.registry.register(name, help, seconds.0.clone());
@@ -91,14 +91,14 @@ impl Counters {
         self.0.get_or_create_owned(&owned(labels)).inc_by(more);
     }
 
-    /// How many were counted.
+    /// Returns the count.
     #[must_use]
     pub fn get(&self, labels: &[(&'static str, &str)]) -> u64 {
         self.0.get_or_create_owned(&owned(labels)).get()
     }
 }
 
-/// Time that only gets more, by labels.
+/// Sums of time that only grow, by labels.
 #[derive(Clone, Debug)]
 pub struct Seconds(Family<Labels, Counter<f64, std::sync::atomic::AtomicU64>>);
 
@@ -109,7 +109,7 @@ impl Seconds {
     }
 }
 
-/// How long something took, by labels; cheap to clone.
+/// Histograms of durations, by labels; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Histograms(Family<Labels, Histogram, fn() -> Histogram>);
 

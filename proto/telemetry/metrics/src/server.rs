@@ -20,7 +20,7 @@ use crate::address::MetricsListen;
 use crate::page::Page;
 use crate::process;
 
-/// More connections wait.
+/// The maximum number of connections; more of them wait.
 const CONNECTIONS_MAX: usize = 16;
 /// The longest that one may last. It carries one request.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
@@ -38,7 +38,7 @@ const TEXT: &str = "text/plain; charset=utf-8";
 /// The health and the metrics of a program.
 #[async_trait]
 pub trait Vitals: Send + Sync + 'static {
-    /// Which program it is, and its version.
+    /// Returns the name and the version of the program.
     fn program(&self) -> (&'static str, &'static str);
 
     /// Returns an error unless the program can do its work.

@@ -10,7 +10,7 @@ pub(crate) const REPLICAS_MAX: usize = 3;
 pub struct Bits(pub(crate) u8);
 
 impl Bits {
-    /// Nothing.
+    /// The empty set.
     pub const NONE: Bits = Bits(0);
 
     /// The numbers below `count`.
@@ -25,13 +25,13 @@ impl Bits {
         self.0 & (1 << item) != 0
     }
 
-    /// These and `item`.
+    /// Returns the set with `item`.
     #[must_use]
     pub fn with(self, item: u8) -> Bits {
         Bits(self.0 | (1 << item))
     }
 
-    /// These but `item`.
+    /// Returns the set without `item`.
     #[must_use]
     pub fn without(self, item: u8) -> Bits {
         Bits(self.0 & !(1 << item))
@@ -60,7 +60,7 @@ impl Bits {
         (1..=self.0).map(Bits).filter(move |part| self.has_all(*part))
     }
 
-    /// How many.
+    /// Returns the number of items.
     #[must_use]
     pub fn len(self) -> u32 {
         self.0.count_ones()
@@ -72,7 +72,7 @@ impl Bits {
         self.0 == 0
     }
 
-    /// In order.
+    /// Returns the items in order.
     pub fn iter(self) -> impl Iterator<Item = u8> {
         (0..8).filter(move |item| self.has(*item))
     }

@@ -102,7 +102,7 @@ impl Writer {
         self.bytes.push(u8::MAX);
     }
 
-    /// Which replica comes first, second, ...
+    /// Returns the replicas in the order of their new places.
     fn places(&self, count: usize) -> impl Iterator<Item = usize> + use<> {
         let order = self.order;
         (0..).take(count).filter_map(move |place| order.iter().position(|to| *to == place))

@@ -23,7 +23,7 @@ struct Start<'a> {
     views: Vec<ReplicaViews>,
 }
 
-/// Why an attempt fails.
+/// The reason why an attempt fails.
 enum Failed {
     /// No replica can be a member.
     NoBasis(String),

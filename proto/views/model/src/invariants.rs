@@ -32,7 +32,7 @@ use crate::state::{Engine, State};
 /// A violated invariant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
-    /// Which of the rules.
+    /// The number of the rule.
     pub rule: u8,
     /// The objects that violate it.
     pub what: String,

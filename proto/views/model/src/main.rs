@@ -12,16 +12,16 @@ use shorthorn_views_model::{Limits, Model, Mutation, Step, Violation, search, wa
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Options {
-    /// How many replicas, at most three
+    /// The number of replicas, at most three
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
     replicas: u8,
-    /// How many engine processes
+    /// The number of engine processes
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=8))]
     engines: u8,
-    /// How many writes
+    /// The number of writes
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
     writes: u8,
-    /// How often each engine may change its view
+    /// The number of view changes that each engine may make
     #[arg(long, default_value_t = 4)]
     changes: u8,
     /// Engines may also go on in the old view; the real one never does
@@ -57,7 +57,7 @@ struct Options {
     /// The seed of the first of these walks; those after it have the numbers that follow
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
-    /// How long a walk is
+    /// The length of a walk in steps
     #[arg(long, default_value_t = 150)]
     steps: usize,
 }

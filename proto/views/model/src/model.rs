@@ -5,16 +5,16 @@ use crate::rules::Rules;
 use crate::state::{Engine, State};
 use crate::step::Step;
 
-/// How much there is of everything.
+/// The limits of the model.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Replicas, at most three.
     pub replicas: u8,
-    /// Engine processes.
+    /// The maximum number of engine processes.
     pub engines: u8,
     /// Writes, at most eight.
     pub writes: u8,
-    /// How often each engine may begin to change its view, or give up a change.
+    /// The number of times that each engine may begin to change its view, or give up a change.
     pub changes: u8,
     /// True if replicas crash. Whatever follows from that follows from lost messages too.
     pub replica_crashes: bool,
@@ -23,7 +23,8 @@ pub struct Limits {
     /// True if a host keeps the grants that its engine was given, for the engine's next start. Without, it
     /// knows what the controller said when it attached, and what a refusal said.
     pub keeps_grants: bool,
-    /// How often the controller's store may be restored from a backup; `healing` has to be left out then.
+    /// The number of times that the controller's store may be restored from a backup; `healing` has to be
+    /// left out then.
     pub restores: u8,
     /// The number of times that hosts may lose their state.
     pub losses: u8,

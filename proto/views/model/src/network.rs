@@ -1,54 +1,54 @@
 use crate::state::State;
 
-/// Something on its way. Engines are meant by their place in [`State::engines`].
+/// A message in flight. Engines are named by their index in [`State::engines`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Message {
     /// An engine wants to hold a replica.
     Open {
-        /// From.
+        /// The sender.
         engine: u8,
-        /// To.
+        /// The receiver.
         replica: u8,
     },
     /// The replica accepts; the report is in [`crate::Engine::welcomes`].
     Opened {
-        /// To.
+        /// The receiver.
         engine: u8,
-        /// From.
+        /// The sender.
         replica: u8,
     },
     /// An engine proposes its view `number`.
     Propose {
-        /// From.
+        /// The sender.
         engine: u8,
-        /// To.
+        /// The receiver.
         replica: u8,
-        /// Which.
+        /// The number of the view.
         number: u8,
     },
     /// A replica has stored it.
     Stored {
-        /// To.
+        /// The receiver.
         engine: u8,
-        /// From.
+        /// The sender.
         replica: u8,
-        /// Which.
+        /// The number of the view.
         number: u8,
     },
     /// The view `number` is through.
     Commit {
-        /// From.
+        /// The sender.
         engine: u8,
-        /// To.
+        /// The receiver.
         replica: u8,
-        /// Which.
+        /// The number of the view.
         number: u8,
     },
-    /// Data.
+    /// A write with its data.
     Write {
-        /// From.
+        /// The sender.
         engine: u8,
-        /// To.
+        /// The receiver.
         replica: u8,
         /// Over which of the connections that the two have had.
         link: u8,
@@ -57,9 +57,9 @@ pub enum Message {
     },
     /// A replica has the data.
     Applied {
-        /// To.
+        /// The receiver.
         engine: u8,
-        /// From.
+        /// The sender.
         replica: u8,
         /// Over which connection.
         link: u8,
@@ -68,21 +68,21 @@ pub enum Message {
     },
     /// An engine asks the arbiter for its view `number`.
     Ask {
-        /// From.
+        /// The sender.
         engine: u8,
-        /// Which.
+        /// The number of the view.
         number: u8,
     },
     /// The arbiter has recorded it.
     Granted {
-        /// To.
+        /// The receiver.
         engine: u8,
-        /// Which.
+        /// The number of the view.
         number: u8,
     },
     /// The arbiter refuses; its last grant is in [`crate::Engine::refusal`].
     Refused {
-        /// To.
+        /// The receiver.
         engine: u8,
     },
 }

@@ -125,7 +125,7 @@ impl Rules {
         ViewId { generation, number: u32::from(engine.last_number()) + 1 }
     }
 
-    /// How far the change of an engine is.
+    /// Returns the progress of the engine's change.
     pub fn progress(self, engine: &Engine, underway: &Underway, fenced: Bits) -> Progress {
         let change = &underway.change;
         let progress = change.progress();

@@ -10,9 +10,9 @@ use crate::step::Step;
 /// The result of a search.
 #[derive(Clone, Debug)]
 pub struct Found {
-    /// How many states were seen.
+    /// The number of states seen.
     pub states: usize,
-    /// How many steps led to the farthest of them.
+    /// The number of steps to the farthest of them.
     pub depth: usize,
     /// True if these are all the states that there are.
     pub exhausted: bool,

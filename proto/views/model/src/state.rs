@@ -21,13 +21,13 @@ pub struct State {
     pub engines: Vec<Rc<Engine>>,
     /// The messages in flight, in order.
     pub messages: Vec<Message>,
-    /// How many writes have been submitted.
+    /// The number of submitted writes.
     pub writes: u8,
     /// The content of the backup of the controller's store.
     pub backup: (u64, Arbiter),
-    /// How often that was restored.
+    /// The number of restores.
     pub restores: u8,
-    /// How many engines there were then.
+    /// The number of engines at the last restore.
     pub restored_at: usize,
     /// The number of times that a host has lost its state.
     pub losses: u8,
@@ -84,7 +84,7 @@ pub struct Engine {
     pub acknowledged: Bits,
     /// True if its first view has come through.
     pub served: bool,
-    /// How often it has begun to change its view.
+    /// The number of times that it has begun to change its view.
     pub changes: u8,
     /// The arbiter's record in a refusal on its way.
     pub refusal: Option<View>,
@@ -149,7 +149,7 @@ impl State {
         }
     }
 
-    /// Every replica.
+    /// Returns all replicas.
     pub fn all(&self) -> impl Iterator<Item = u8> + use<> {
         (0..8).take(self.replicas.len())
     }

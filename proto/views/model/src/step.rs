@@ -17,26 +17,26 @@ pub enum Step {
     Renew,
     /// The host of an attachment, not necessarily of the current one, starts its engine again.
     Restart {
-        /// Which attachment, from 0.
+        /// The attachment, from 0.
         host: u8,
         /// True if the nonce is above those of others with the same numbers, else below.
         higher: bool,
     },
     /// The host of an attachment loses its state and starts an engine, whose numbers were used before.
     StartAnew {
-        /// Which attachment, from 0.
+        /// The attachment, from 0.
         host: u8,
         /// True if the nonce is above those of others with the same numbers, else below.
         higher: bool,
     },
     /// An engine process ends.
     Crash {
-        /// Which.
+        /// The index of the engine.
         engine: u8,
     },
     /// A replica process ends and comes back: its connections are gone.
     ReplicaCrash {
-        /// Which.
+        /// The index of the replica.
         replica: u8,
     },
     /// A message arrives, and stays where it is.
@@ -44,7 +44,7 @@ pub enum Step {
     /// A starting engine has reached enough replicas, and chooses its members among those that hold
     /// everything. It asks the arbiter if necessary.
     Choose {
-        /// Which.
+        /// The index of the engine.
         engine: u8,
         /// The members.
         members: Bits,
@@ -54,52 +54,52 @@ pub enum Step {
     /// The engine makes its members equal, and proposes its first view to the replicas that it had reached
     /// when it chose.
     Begin {
-        /// Which.
+        /// The index of the engine.
         engine: u8,
         /// The member whose data all get.
         source: u8,
     },
     /// A serving engine takes a member for failed.
     Leave {
-        /// Which engine.
+        /// The index of the engine.
         engine: u8,
-        /// Which member.
+        /// The index of the member.
         replica: u8,
     },
     /// An engine gives up one more replica while it changes its view.
     LeaveToo {
-        /// Which engine.
+        /// The index of the engine.
         engine: u8,
-        /// Which replica.
+        /// The index of the replica.
         replica: u8,
     },
     /// An engine continues in its old view.
     GiveUp {
-        /// Which.
+        /// The index of the engine.
         engine: u8,
     },
     /// A replica outside the view gets the data of a member, and all writes from now on.
     Copy {
-        /// Which engine.
+        /// The index of the engine.
         engine: u8,
         /// The receiving replica.
         replica: u8,
-        /// From whom.
+        /// The index of the source.
         source: u8,
     },
     /// The engine proposes the joiner as a member.
     Join {
-        /// Which engine.
+        /// The index of the engine.
         engine: u8,
     },
     /// The engine loses the joiner before that.
     LoseJoiner {
-        /// Which engine.
+        /// The index of the engine.
         engine: u8,
     },
     /// Exactly half have stored the view under way: the arbiter is asked.
     Ask {
-        /// Which engine.
+        /// The index of the engine.
         engine: u8,
     },
     /// A write is submitted.
@@ -111,7 +111,7 @@ pub enum Step {
     Acknowledge {
         /// By which engine.
         engine: u8,
-        /// Which write.
+        /// The number of the write.
         write: u8,
     },
 }

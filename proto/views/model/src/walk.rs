@@ -43,7 +43,7 @@ pub fn walk(model: &Model, seed: u64, steps_max: usize) -> Walk {
 /// and with few commit marks reach other states than walks on which replicas leave all the time.
 struct Weights([u32; KINDS]);
 
-/// How many kinds of steps there are.
+/// The number of kinds of steps.
 const KINDS: usize = 17;
 
 impl Weights {

@@ -54,7 +54,7 @@ impl Process {
         }
     }
 
-    /// Which replica is to be brought back.
+    /// Returns the replica to bring back.
     fn is_away(&self, peer: usize) -> Option<ReplicaId> {
         let world = self.sim.borrow();
         let process = world.engines.get(&self.engine)?;

@@ -7,7 +7,7 @@ use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPag
 use super::{CALL_TIMEOUT_US, Process};
 use crate::net::{Answer, Ask, ConnId};
 
-/// Why a replica has not done as it was asked.
+/// The reason why a replica has not done a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallError {
     /// A newer engine holds it.

@@ -22,7 +22,7 @@ pub(super) struct Durable {
     pub rebuilding: bool,
     /// `volume.meta` says to Longhorn that the replica has left a view.
     pub says_left: bool,
-    /// There is a snapshot below the head.
+    /// True if a snapshot exists below the head.
     pub has_snapshot: bool,
     /// Sums of blocks; which of them count is in a set of regions.
     pub sums: BTreeMap<u64, u32>,
@@ -30,7 +30,7 @@ pub(super) struct Durable {
     pub lost: BTreeMap<u64, u32>,
     /// The host was off while data was not durable, and not all of that has been made equal since.
     pub power_was_lost: bool,
-    /// How often in a row the replica has failed.
+    /// The number of failures in a row.
     pub failures: u32,
 }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// How often a process that has failed looks whether it may end.
+/// The interval at which a failed process checks whether it may end.
 const FAILED_POLL_US: Micros = 50_000;
 
 impl World {
@@ -555,7 +555,7 @@ impl World {
         }
     }
 
-    /// Everything loses power at once.
+    /// Cuts the power of all hosts at once.
     pub fn cut_power_of_all(&mut self, rng: &mut Rng) {
         for host in 0..self.hosts.len() {
             self.kill_engine(host, 0, rng);

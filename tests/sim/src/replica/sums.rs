@@ -14,9 +14,9 @@ use crate::net::RottenBlock;
 
 /// The content of a sector that the disk has changed.
 pub const ROT: Id = Id::MAX;
-/// How often a process looks for regions to sum.
+/// The interval at which a process searches regions to sum.
 const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
-/// How many regions are summed at once, at most.
+/// The maximum number of regions that are summed at once.
 const REGIONS_AT_ONCE: u32 = 4;
 
 /// Regions that are being summed.

@@ -81,7 +81,7 @@ impl Bench {
         std::mem::take(&mut self.out)
     }
 
-    /// Everybody but `deaf` answers everything at once, until nothing more follows.
+    /// Answers all outputs at once for every replica but `deaf`, until no more follow.
     fn answer(&mut self, first: Outputs, deaf: &[PeerIndex]) -> Outputs {
         let mut outputs = first;
         let mut at = 0;

@@ -13,7 +13,7 @@ pub const REPLICAS: usize = 3;
 /// A block has two, so that requests share blocks.
 pub const UNIT_BYTES: u64 = 2048;
 pub const BLOCK_UNITS: usize = 2;
-/// More than the buffer of a copy holds; the last region is short.
+/// A size beyond the buffer of a copy, with a short last region.
 pub const SIZE_BYTES: u64 = ((REGIONS as u64 - 1) << 16) + (16 << 10);
 pub const REGIONS: u32 = 20;
 pub const UNITS: usize = (SIZE_BYTES / UNIT_BYTES) as usize;

@@ -29,7 +29,7 @@ pub(crate) struct Memory {
     says_left: bool,
     /// The executed steps.
     done: Vec<String>,
-    /// Which of the coming steps fails, and how; a step that fails is done or not.
+    /// The index of the step that fails, the error, and whether it is done.
     fails: Option<(usize, Errno, bool)>,
 }
 

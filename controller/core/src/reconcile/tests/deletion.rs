@@ -213,7 +213,7 @@ pub(super) fn without_b() -> (World, Agents) {
     (world, agents)
 }
 
-/// Some rounds of everything but the nodes; the calls that were made.
+/// Runs some rounds of all reconcilers but those of nodes; returns the calls.
 pub(super) fn all_rounds(world: &mut World, agents: &Agents) -> Vec<AgentCall> {
     let mut calls = Vec::new();
     for _ in 0..6 {

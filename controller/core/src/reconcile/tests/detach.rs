@@ -53,7 +53,8 @@ fn refuse(agents: &mut Agents) {
     a.failures.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), failure);
 }
 
-/// Some rounds of the reconcilers of the volume and its engine; every stop of the engine is refused. The calls that were made.
+/// Runs some rounds of the reconcilers of the volume and its engine, with every stop of the engine refused.
+/// Returns the calls.
 pub(super) fn rounds(world: &mut World, agents: &mut Agents) -> Vec<AgentCall> {
     let mut calls = Vec::new();
     for _ in 0..6 {

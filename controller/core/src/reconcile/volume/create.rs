@@ -132,8 +132,8 @@ impl Run<'_> {
         self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
     }
 
-    /// How long nodes may still take that have been out of reach for a short time only, as all are when
-    /// the controller starts: no place is refused before.
+    /// Returns the time that recently unreachable nodes may still take, which are all nodes when the
+    /// controller starts: no place is refused before.
     pub(super) fn nodes_may_come(&self) -> Option<Duration> {
         let left = |node: &NodeName| match sight(self.context, node) {
             Sight::Blurred(left) => Some(left),

@@ -127,7 +127,8 @@ impl Run<'_> {
         self.pass_on_places(engine);
     }
 
-    /// Tells an engine that is to be stopped where its replicas are: its own reconciler is busy with having it stopped.
+    /// Sends the addresses of the replicas to an engine that is being stopped, because its own reconciler is
+    /// busy with the stop.
     fn pass_on_places(&mut self, engine: &Engine) {
         let Some(node) = engine.spec.node_id.clone() else { return };
         let (revision, attach) = (engine.spec.map_revision, engine.spec.attach);
@@ -188,7 +189,7 @@ impl Run<'_> {
         ));
     }
 
-    /// Everything stops, then the replicas go with their data, then the objects.
+    /// Stops all processes, then deletes the replicas with their data, and then the objects.
     pub(super) fn tear_down(&mut self) {
         self.enter(VolumeState::Deleting);
         if !self.engine_stopped() {

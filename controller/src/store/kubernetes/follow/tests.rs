@@ -21,7 +21,7 @@ use crate::store::cache::Cache;
 #[derive(Default)]
 struct FakeApi {
     volumes: Mutex<BTreeMap<String, Value>>,
-    /// How many pages are refused because their version is forgotten.
+    /// The number of pages to refuse because their version is forgotten.
     expired: Mutex<u32>,
     /// The volume that cannot be changed.
     frozen: Mutex<Option<String>>,

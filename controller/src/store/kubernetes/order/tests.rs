@@ -38,7 +38,7 @@ struct Model {
     list: Option<List>,
     order: Order,
     world: World,
-    /// How much of the history of each object has been shown.
+    /// The shown part of the history of each object.
     shown: BTreeMap<u8, usize>,
 }
 

@@ -100,7 +100,7 @@ impl Slow {
         self.out.extend(self.bench.apply(Event::CopyRead { peer: READER, slot: id(COPY), zeroes }));
     }
 
-    /// Everybody answers PING.
+    /// Answers PING for every replica.
     fn pass(&mut self, time_ms: u64) {
         self.now_ms += time_ms;
         let ticked = tick_with_pongs(&mut self.bench, self.now_ms);
