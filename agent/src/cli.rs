@@ -14,9 +14,9 @@ use crate::size::VolumeSize;
 
 /// Replicated block storage: everything that runs on a node.
 ///
-/// `serve` is the agent of a node in a cluster. `run` does not need an agent, a controller or a configuration. It
-/// serves one volume from a directory for as long as it runs. `engine` and `replica serve` are the processes
-/// that both of them start.
+/// `serve` is the agent of a node in a cluster. `run` does not need an agent, a controller or a
+/// configuration. It serves one volume from a directory for as long as it runs. `engine` and `replica serve`
+/// are the processes that both of them start.
 #[derive(Debug, Parser)]
 #[command(name = "shorthorn-agent", version, about, long_about, max_term_width = 100)]
 pub struct Cli {
@@ -91,12 +91,13 @@ pub struct RoleArgs {
 
 /// Runs one volume in a directory, without a daemon.
 ///
-/// Creates the volume if DIR has none, otherwise continues with the existing one. When the volume is ready, the
-/// command prints one line of JSON: its `device` or its `uri` and `socket`, and the `pids` of all its
+/// Creates the volume if DIR has none, otherwise continues with the existing one. When the volume is ready,
+/// the command prints one line of JSON: its `device` or its `uri` and `socket`, and the `pids` of all its
 /// processes. It restarts an engine or replica that dies. SIGTERM and SIGINT stop everything cleanly.
 ///
-/// After SIGKILL, a volume with the frontend `socket` stops as well. With a kernel frontend, engine and replicas
-/// continue, so that a mounted file system keeps its disk; the next `run` on DIR takes the device over.
+/// After SIGKILL, a volume with the frontend `socket` stops as well. With a kernel frontend, engine and
+/// replicas continue, so that a mounted file system keeps its disk; the next `run` on DIR takes the device
+/// over.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     /// Name of the volume: lower-case letters, digits and '-', at most 63
@@ -122,8 +123,8 @@ pub struct RunArgs {
     /// Milliseconds after which a replica that does not answer counts as late
     #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(500..=600_000))]
     pub replica_timeout_ms: u32,
-    /// Milliseconds without a write after which a region counts as clean. After a crash of the engine, only dirty
-    /// regions are resynced. 0: never while the engine runs
+    /// Milliseconds without a write after which a region counts as clean. After a crash of the engine, only
+    /// dirty regions are resynced. 0: never while the engine runs
     #[arg(long, default_value_t = INTENT_CLEAR_AFTER_MS, value_name = "MS")]
     pub intent_clear_after_ms: u32,
     /// Replicas compare every read with their block checksums; another replica answers if one has rot

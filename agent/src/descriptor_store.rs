@@ -1,7 +1,8 @@
 //! A replacement of systemd's descriptor store for an engine that is a child process of the agent.
 //!
-//! An engine that ends in order leaves the sockets of its device here, by messages as those to systemd (sd_notify(3)):
-//! FDSTORE=1, FDSTOREREMOVE=1 and FDNAME=. The next one is started with them. What else engines tell is not listened to.
+//! An engine that ends in order leaves the sockets of its device here, by messages as those to systemd
+//! (sd_notify(3)): FDSTORE=1, FDSTOREREMOVE=1 and FDNAME=. The next one is started with them. What else
+//! engines tell is not listened to.
 
 use std::env;
 use std::fs::{self, Permissions};
@@ -75,7 +76,8 @@ impl DescriptorStore {
             }
             Ok(())
         };
-        // SAFETY: between fork and exec the closure makes one system call for each descriptor and allocates nothing.
+        // SAFETY: between fork and exec the closure makes one system call for each descriptor and allocates
+        // nothing.
         unsafe { command.pre_exec(inherit) };
     }
 }

@@ -1,8 +1,8 @@
 //! Pid files that cannot lie.
 //!
 //! A process holds a record lock on its pid file for as long as it lives. The kernel tells who holds the
-//! lock, so a pid that was used again, or a file left by a process that is gone, deceives nobody. The text in the
-//! file is for people.
+//! lock, so a pid that was used again, or a file left by a process that is gone, deceives nobody. The text in
+//! the file is for people.
 
 use std::fs::{self, File};
 use std::io::{self, Write};

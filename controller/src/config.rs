@@ -103,13 +103,12 @@ pub struct ServeArgs {
     /// Kubeconfig of the API server; the default is the pod's service account, then kubectl's configuration.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    /// Port of the agents on the nodes of the cluster. The controller discovers nodes with the registered driver
-    /// [default: 9501]
+    /// Port of the agents on the nodes of the cluster. The controller discovers nodes with the registered
+    /// driver [default: 9501]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub agent_port: Option<u16>,
-    /// Action for terminating pods with Shorthorn volumes on lost nodes: delete force-deletes them, so that they
-    /// start on other nodes; keep lets them wait for their node or an operator
-    /// [default: delete]
+    /// Action for terminating pods with Shorthorn volumes on lost nodes: delete force-deletes them, so that
+    /// they start on other nodes; keep lets them wait for their node or an operator [default: delete]
     #[arg(long, value_name = "WHAT")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
     /// Deletes a pod whose device is gone, so that its volume is staged again. Applies only to pods that
@@ -117,12 +116,13 @@ pub struct ServeArgs {
     #[arg(long, value_name = "true|false")]
     pub auto_delete_pod_when_volume_detached_unexpectedly: Option<bool>,
     /// Policy for kubectl drain on a node with replicas that volumes in use need. With
-    /// block-if-contains-last-replica and a --guard-image, the drain waits until the volumes no longer need them;
-    /// with always-allow it does not wait [default: block-if-contains-last-replica]
+    /// block-if-contains-last-replica and a --guard-image, the drain waits until the volumes no longer need
+    /// them; with always-allow it does not wait [default: block-if-contains-last-replica]
     #[arg(long, value_name = "POLICY")]
     pub node_drain_policy: Option<NodeDrainPolicy>,
     /// Image of the guard pods, for which kubectl drain waits: the image of this controller, with
-    /// shorthorn-controller in /usr/bin. Without it, the controller creates no guard pods and a drain does not wait
+    /// shorthorn-controller in /usr/bin. Without it, the controller creates no guard pods and a drain does
+    /// not wait
     #[arg(long, value_name = "IMAGE")]
     pub guard_image: Option<String>,
     /// The agent of a node: http://HOST:PORT, https://HOST:PORT or unix:///PATH. Repeat it for each node.
@@ -132,8 +132,8 @@ pub struct ServeArgs {
     /// [default: unix:///run/shorthorn/controller.sock]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<Listen>,
-    /// Second address of the API: 127.0.0.1:PORT of a pod, which shorthornctl reaches by a port-forward; off by
-    /// default
+    /// Second address of the API: 127.0.0.1:PORT of a pod, which shorthornctl reaches by a port-forward; off
+    /// by default
     #[arg(long, value_name = "ADDRESS")]
     pub forward_listen: Option<Listen>,
     /// Flags for TLS.
@@ -142,16 +142,16 @@ pub struct ServeArgs {
     /// Socket for the CSI sidecars: unix:///PATH, on their host; off by default
     #[arg(long, value_name = "ADDRESS")]
     pub csi_listen: Option<Listen>,
-    /// Address of /metrics, /healthz and /readyz: ADDRESS:PORT, or off. Every client that reaches it can read them
-    /// [default: 127.0.0.1:9510, if that is free]
+    /// Address of /metrics, /healthz and /readyz: ADDRESS:PORT, or off. Every client that reaches it can read
+    /// them [default: 127.0.0.1:9510, if that is free]
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics_listen: Option<MetricsListen>,
     /// Seconds that a replica may be away from an attached volume before a new one takes its place
     /// [default: 600]
     #[arg(long, value_name = "SECONDS")]
     pub replica_replace_after_s: Option<u64>,
-    /// Bytes that may be scheduled on a disk, in percent of its unreserved space. More than 100 is possible, because
-    /// replicas are sparse, but the disk can run out of space [default: 100]
+    /// Bytes that may be scheduled on a disk, in percent of its unreserved space. More than 100 is possible,
+    /// because replicas are sparse, but the disk can run out of space [default: 100]
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..))]
     pub storage_over_provisioning_percentage: Option<u32>,
     /// Minimum free space of a disk for new replicas, in percent of its size [default: 10]
@@ -161,8 +161,8 @@ pub struct ServeArgs {
     /// created once the volume is attached and they can be scheduled [default: true]
     #[arg(long, value_name = "true|false")]
     pub allow_volume_creation_with_degraded_availability: Option<bool>,
-    /// Maximum number of concurrent rebuilds on a node. Further replacements are placed elsewhere or wait; volumes
-    /// with the fewest replicas come first [default: 5]
+    /// Maximum number of concurrent rebuilds on a node. Further replacements are placed elsewhere or wait;
+    /// volumes with the fewest replicas come first [default: 5]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
     pub concurrent_replica_rebuild_per_node_limit: Option<u32>,
     /// Places no new replicas on nodes that are cordoned in Kubernetes; existing replicas stay

@@ -1,5 +1,5 @@
-//! shorthornctl on a laptop: through an API server to the pod that leads. The API server is a stand-in, and the controller behind
-//! the forwarded port is the real one.
+//! shorthornctl on a laptop: through an API server to the pod that leads. The API server is a stand-in, and
+//! the controller behind the forwarded port is the real one.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 #[path = "support/apiserver.rs"]

@@ -144,7 +144,8 @@ impl Nodes {
     }
 }
 
-/// A deletion was decided, and its first call takes long: meanwhile the replica belongs to the undeleted volume again.
+/// A deletion was decided, and its first call takes long: meanwhile the replica belongs to the undeleted
+/// volume again.
 #[tokio::test]
 async fn a_deletion_that_was_decided_before_an_undeletion_deletes_nothing() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());

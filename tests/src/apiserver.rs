@@ -1,5 +1,5 @@
-//! A Kubernetes API server with its etcd, on loopback ports, for one test, and Kubernetes' own controllers of volumes where a
-//! test wants them. `tests/apiserver/build` has made the programs.
+//! A Kubernetes API server with its etcd, on loopback ports, for one test, and Kubernetes' own controllers of
+//! volumes where a test wants them. `tests/apiserver/build` has made the programs.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -324,8 +324,8 @@ impl ApiServer {
             .collect())
     }
 
-    /// The calls of the controller that the API server has answered so far, as verb and object, without watches and
-    /// what has to do with the lease.
+    /// The calls of the controller that the API server has answered so far, as verb and object, without
+    /// watches and what has to do with the lease.
     ///
     /// # Errors
     /// The audit log cannot be read.

@@ -15,7 +15,8 @@ nix::ioctl_read!(
     u32
 );
 
-/// A file that lies on a file system of its own, which can break down and be repaired. Unmounted when dropped.
+/// A file that lies on a file system of its own, which can break down and be repaired. Unmounted when
+/// dropped.
 #[derive(Debug)]
 pub struct BadDisk {
     image: PathBuf,
@@ -69,8 +70,8 @@ impl BadDisk {
     /// # Errors
     /// The file system cannot be mounted again.
     pub fn repair(&self) -> Result<()> {
-        // Over the mount from before, which writes nothing any more: so nobody ever finds the file that lies below.
-        // The kernel would have one file system for two mounts of an image: the one that is broken.
+        // Over the mount from before, which writes nothing any more: so nobody ever finds the file that lies
+        // below. The kernel would have one file system for two mounts of an image: the one that is broken.
         let kept = self.image.with_extension("kept");
         run(Command::new("cp").arg("--sparse=always").args([&self.image, &kept]))?;
         BadDisk::mount_at(&kept, &self.mounts[1])?;

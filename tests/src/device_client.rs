@@ -42,7 +42,8 @@ pub struct DeviceClient {
 }
 
 impl DeviceClient {
-    /// Opens a device for so many requests in flight. Its threads end with it, once the kernel has answered them.
+    /// Opens a device for so many requests in flight. Its threads end with it, once the kernel has answered
+    /// them.
     ///
     /// # Errors
     /// The device cannot be opened.

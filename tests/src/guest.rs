@@ -172,8 +172,8 @@ struct InFlight {
 
 /// A client of a volume that makes random, overlapping requests and checks every answer.
 ///
-/// Each sector is filled with words that have the write's id in their upper and the sector's number in their lower half,
-/// so that a torn, misplaced, stale or lost sector shows, and whose it is.
+/// Each sector is filled with words that have the write's id in their upper and the sector's number in their
+/// lower half, so that a torn, misplaced, stale or lost sector shows, and whose it is.
 #[derive(Debug)]
 pub struct Guest<C = NbdClient> {
     client: C,

@@ -1,5 +1,6 @@
-//! Hosts without virtual machines: each is a network namespace with an agent in it, a controller reaches the agents
-//! over their Unix sockets, and the engines reach the replicas of other hosts over links that a test can cut.
+//! Hosts without virtual machines: each is a network namespace with an agent in it, a controller reaches the
+//! agents over their Unix sockets, and the engines reach the replicas of other hosts over links that a test
+//! can cut.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -272,8 +273,8 @@ impl Hosts {
         NbdClient::connect(&socket, volume, LIMIT)
     }
 
-    /// Starts an engine of the next attachment on another host by hand, as a controller does that has lost sight of
-    /// the host of the first one.
+    /// Starts an engine of the next attachment on another host by hand, as a controller does that has lost
+    /// sight of the host of the first one.
     ///
     /// # Errors
     /// The first host has never had the volume, or the engine does not serve.

@@ -1,5 +1,6 @@
-//! A small stand-in for kubelet. It makes kubelet's calls in kubelet's order and with kubelet's arguments on the sockets that
-//! an agent serves, makes and removes the directories that kubelet does, and writes to the API server what kubelet writes.
+//! A small stand-in for kubelet. It makes kubelet's calls in kubelet's order and with kubelet's arguments on
+//! the sockets that an agent serves, makes and removes the directories that kubelet does, and writes to the
+//! API server what kubelet writes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -243,7 +244,8 @@ impl<'a> Kubelet<'a> {
         Ok((usage.total, usage.used))
     }
 
-    /// Grows the file system of a pod's volume after the driver has grown the volume, and says so at the claim.
+    /// Grows the file system of a pod's volume after the driver has grown the volume, and says so at the
+    /// claim.
     ///
     /// # Errors
     /// It does not grow.

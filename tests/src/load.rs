@@ -66,7 +66,8 @@ impl Load {
         Ok(())
     }
 
-    /// Ends the load, its requests in flight excepted; see [`Guest::drain`] and [`Guest::compare_everything`].
+    /// Ends the load, its requests in flight excepted; see [`Guest::drain`] and
+    /// [`Guest::compare_everything`].
     ///
     /// # Errors
     /// What the guest has found.

@@ -66,8 +66,8 @@ pub struct NbdCompletion {
     pub outcome: Result<Vec<u8>, u32>,
 }
 
-/// A pipelined NBD client on a Unix socket that survives its server, as the kernel's does: it connects again and
-/// sends what has no answer once more, in the order in which it was submitted.
+/// A pipelined NBD client on a Unix socket that survives its server, as the kernel's does: it connects again
+/// and sends what has no answer once more, in the order in which it was submitted.
 #[derive(Debug)]
 pub struct NbdClient {
     socket: PathBuf,

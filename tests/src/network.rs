@@ -11,7 +11,8 @@ use crate::signal;
 
 const PREFIX: &str = "shorthorn";
 
-/// Network namespaces called after the process that made them, joined by a bridge in one more; gone when dropped.
+/// Network namespaces called after the process that made them, joined by a bridge in one more; gone when
+/// dropped.
 #[derive(Debug)]
 pub(crate) struct Network {
     name: String,

@@ -61,7 +61,8 @@ pub fn until_whole(control: &Path, limit: Duration) -> Result<EngineStatus> {
     })
 }
 
-/// Writes each replica directory as an image into `folder` and compares them all; returns how many bytes each has.
+/// Writes each replica directory as an image into `folder` and compares them all; returns how many bytes each
+/// has.
 ///
 /// # Errors
 /// Two differ, the first place is in the message; or one cannot be read.

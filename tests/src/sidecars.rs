@@ -1,6 +1,6 @@
-//! Small stand-ins for the sidecars beside the controller. They make the calls of external-provisioner, external-attacher
-//! and external-resizer with the arguments of those, and write to the API server what those write. Each method is what a
-//! sidecar does about one object, again and again until it is done.
+//! Small stand-ins for the sidecars beside the controller. They make the calls of external-provisioner,
+//! external-attacher and external-resizer with the arguments of those, and write to the API server what those
+//! write. Each method is what a sidecar does about one object, again and again until it is done.
 
 use std::path::Path;
 use std::time::Duration;
@@ -47,8 +47,8 @@ impl<'a> Sidecars<'a> {
         until(what, LIMIT, || act().map(Some))
     }
 
-    /// external-provisioner: makes the volume of a claim that was left to this driver, and the PersistentVolume, whose
-    /// name it returns.
+    /// external-provisioner: makes the volume of a claim that was left to this driver, and the
+    /// PersistentVolume, whose name it returns.
     ///
     /// # Errors
     /// It does not come about.

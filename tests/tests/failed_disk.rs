@@ -32,8 +32,8 @@ fn head_in(directory: &Path) -> Result<PathBuf> {
     entries.into_iter().find(is_head).with_context(|| format!("{} has no head", directory.display()))
 }
 
-/// Has the head of the replica lie on a disk that can break down. The replica is killed for that: it would notice that its
-/// head is another file if it had closed it.
+/// Has the head of the replica lie on a disk that can break down. The replica is killed for that: it would
+/// notice that its head is another file if it had closed it.
 fn with_bad_disk(volume: &LocalVolume, directory: &Path, folder: &Path) -> Result<BadDisk> {
     let pid = volume.replica_pid(REPLICA)?;
     signal(volume.ready.pids.supervisor, Signal::SIGSTOP)?;

@@ -1,5 +1,5 @@
-//! Volumes across three hosts, which are network namespaces of this machine: links are cut, processes die, the
-//! controller goes and comes, under a load that checks every answer.
+//! Volumes across three hosts, which are network namespaces of this machine: links are cut, processes die,
+//! the controller goes and comes, under a load that checks every answer.
 
 use std::time::{Duration, Instant};
 
@@ -133,8 +133,8 @@ impl Cluster {
     }
 }
 
-/// The host of the engine is cut off from everything. Another engine serves; the first one never answers again, and
-/// nothing that it had answered is lost.
+/// The host of the engine is cut off from everything. Another engine serves; the first one never answers
+/// again, and nothing that it had answered is lost.
 #[test]
 fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     let mut cluster = cluster("3")?;
@@ -176,8 +176,8 @@ fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     ensure_silent(&mut old)
 }
 
-/// The host of a volume is cut off, and the volume is wanted elsewhere: it leaves when the engine there can have nothing
-/// acknowledged any more, and nothing that was is lost. When the host is back, its engine goes.
+/// The host of a volume is cut off, and the volume is wanted elsewhere: it leaves when the engine there can
+/// have nothing acknowledged any more, and nothing that was is lost. When the host is back, its engine goes.
 #[test]
 fn a_volume_moves_from_a_host_that_is_cut_off() -> Result<()> {
     let mut cluster = cluster("3")?;
@@ -224,8 +224,8 @@ fn ensure_silent(old: &mut shorthorn_tests::NbdClient) -> Result<()> {
     Ok(())
 }
 
-/// A dead replica of three holds requests up until its process is seen to be gone, or its time-out is over, which is 2 s
-/// on these hosts.
+/// A dead replica of three holds requests up until its process is seen to be gone, or its time-out is over,
+/// which is 2 s on these hosts.
 #[test]
 fn a_volume_goes_on_without_a_dead_replica() -> Result<()> {
     let cluster = cluster("3")?;
@@ -264,8 +264,8 @@ fn until_degraded(hosts: &Hosts) -> Result<()> {
     })
 }
 
-/// The engine's process is replaced again and again under a load that checks every answer, on processors that are not
-/// emulated: what it says of the pause is what a host would see.
+/// The engine's process is replaced again and again under a load that checks every answer, on processors that
+/// are not emulated: what it says of the pause is what a host would see.
 #[test]
 fn an_engine_is_replaced_under_load() -> Result<()> {
     let cluster = cluster("3")?;

@@ -1,5 +1,5 @@
-//! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service account with
-//! the roles of packaging/deploy, real agents, engines and replicas.
+//! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service
+//! account with the roles of packaging/deploy, real agents, engines and replicas.
 
 use std::path::PathBuf;
 use std::process::Child;
@@ -228,8 +228,8 @@ impl Cluster {
     }
 }
 
-/// Made, attached, written to, detached and deleted as kubectl does it. While it is attached the API server is killed,
-/// and others write to the objects.
+/// Made, attached, written to, detached and deleted as kubectl does it. While it is attached the API server
+/// is killed, and others write to the objects.
 #[test]
 fn a_volume_lives_in_kubernetes() -> Result<()> {
     let mut cluster = Cluster::start()?;
@@ -294,8 +294,8 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
     the_leader_is_found(&cluster)
 }
 
-/// shorthornctl finds the leader by its Lease, with the rights of the controller, and asks for a port of its pod. No kubelet
-/// forwards one here: controller/tests/laptop.rs has a stand-in for that.
+/// shorthornctl finds the leader by its Lease, with the rights of the controller, and asks for a port of its
+/// pod. No kubelet forwards one here: controller/tests/laptop.rs has a stand-in for that.
 fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     let kubeconfig = cluster.api.kubeconfig()?.display().to_string();
     let list = ["--kubeconfig", &kubeconfig, "volume", "list"];
@@ -316,8 +316,8 @@ fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     cluster.api.ok("DELETE", &format!("{pods}/{host}"), None).map(drop)
 }
 
-/// Several controllers, of which one works: it is killed at some point of an attach or a detach, and the next one takes
-/// over, while others write to the objects.
+/// Several controllers, of which one works: it is killed at some point of an attach or a detach, and the next
+/// one takes over, while others write to the objects.
 #[test]
 fn controllers_take_over_from_each_other() -> Result<()> {
     let seed = std::env::var("SHORTHORN_SEED").map_or_else(|_| Ok(fastrand::u64(..)), |text| text.parse())?;
@@ -520,7 +520,8 @@ fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
     Ok(())
 }
 
-/// Without the key of its volumes a controller does not start, nor with another one; with the right one it does.
+/// Without the key of its volumes a controller does not start, nor with another one; with the right one it
+/// does.
 fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
     let secrets = format!("/api/v1/namespaces/{NAMESPACE}/secrets");
     let path = format!("{secrets}/shorthorn-volume-key");

@@ -1,5 +1,6 @@
-//! Pods of a lost node, with a real API server, a real controller as its service account, and real engines and replicas.
-//! No kubelet and none of Kubernetes' own controllers runs, so whatever goes, the controller has taken away.
+//! Pods of a lost node, with a real API server, a real controller as its service account, and real engines
+//! and replicas. No kubelet and none of Kubernetes' own controllers runs, so whatever goes, the controller
+//! has taken away.
 
 use std::time::Duration;
 
@@ -58,7 +59,8 @@ impl Cluster {
         self.api.ok("PATCH", &format!("/api/v1/nodes/{node}/status"), Some(&status)).map(drop)
     }
 
-    /// A volume with a device on a node, and whatever Kubernetes makes of it: claim, PersistentVolume, attachment.
+    /// A volume with a device on a node, and whatever Kubernetes makes of it: claim, PersistentVolume,
+    /// attachment.
     fn volume(&self, volume: &str, node: &str) -> Result<()> {
         let object = json!({
             "apiVersion": "shorthorn.io/v1alpha1",

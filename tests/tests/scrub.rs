@@ -1,5 +1,5 @@
-//! Rot on a real disk, found and put right by a scrub of real processes; and a replica that is made anew from one with
-//! snapshots.
+//! Rot on a real disk, found and put right by a scrub of real processes; and a replica that is made anew from
+//! one with snapshots.
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -57,7 +57,8 @@ fn read(volume: &BareVolume, offset: u64, length: u64) -> Result<Vec<u8>> {
     answer.map_err(|errno| anyhow::anyhow!("reading: errno {errno}"))
 }
 
-/// Flips a bit of each byte of a block of an image, past every cache, as a disk does that rots. Waits until it is there.
+/// Flips a bit of each byte of a block of an image, past every cache, as a disk does that rots. Waits until
+/// it is there.
 fn rot(image: &Path, offset: u64) -> Result<()> {
     let file = OpenOptions::new()
         .read(true)
@@ -99,8 +100,8 @@ fn found(scrub: &ScrubStatus) -> (u64, u64, &str) {
     (scrub.found, scrub.repaired, scrub.last.as_str())
 }
 
-/// A volume whose directories have the snapshots `first` and `second` and a head above them, all made while nothing ran:
-/// so they are laid out alike, which an engine that makes members equal does not see to.
+/// A volume whose directories have the snapshots `first` and `second` and a head above them, all made while
+/// nothing ran: so they are laid out alike, which an engine that makes members equal does not see to.
 fn with_snapshots(folder: &tempfile::TempDir, replicas: usize) -> Result<BareVolume> {
     let volume = BareVolume::start(options(folder, replicas))?;
     again(folder, volume, replicas, |store| {
@@ -441,7 +442,8 @@ fn damaged_sums_are_made_again_and_removed_with_their_snapshot() -> Result<()> {
     all_are_equal(folder.path(), volume)
 }
 
-/// Members may hold the same in other layers, as after a rebuild: that is no rot, neither before it was seen nor after.
+/// Members may hold the same in other layers, as after a rebuild: that is no rot, neither before it was seen
+/// nor after.
 #[test]
 fn what_is_laid_out_otherwise_is_no_rot() -> Result<()> {
     let folder = folder()?;

@@ -1,6 +1,6 @@
-//! The whole story in a cluster: a real API server with Kubernetes' own controllers of volumes, the controller as its service
-//! account, two nodes with real kernels, systemd, the socket units and ublk. Stand-ins for the sidecars and for kubelet make
-//! the calls of those.
+//! The whole story in a cluster: a real API server with Kubernetes' own controllers of volumes, the
+//! controller as its service account, two nodes with real kernels, systemd, the socket units and ublk.
+//! Stand-ins for the sidecars and for kubelet make the calls of those.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -242,7 +242,8 @@ impl Cluster {
         self.nodes[node].host.sh(script)
     }
 
-    /// Does something with the sidecars, while the controller is killed after some of its calls and started again.
+    /// Does something with the sidecars, while the controller is killed after some of its calls and started
+    /// again.
     fn with_kill<T: Send>(
         &mut self,
         what: &str,
@@ -360,8 +361,8 @@ fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
 
     let larger = json!({ "spec": { "resources": { "requests": { "storage": GROWN_BYTES.to_string() } } } });
     cluster.api.ok("PATCH", &claim_path("data"), Some(&larger))?;
-    // The driver of this kernel cannot change the size of a device in use: the resizer is done, and the node says what it waits
-    // for until the volume is staged again.
+    // The driver of this kernel cannot change the size of a device in use: the resizer is done, and the node
+    // says what it waits for until the volume is staged again.
     cluster.sidecars()?.resize("data")?;
     let refused = cluster.kubelet(0).expand(&mounted, "data");
     let refused = format!("{:?}", refused.err().context("the device has grown while it is in use")?);

@@ -1,8 +1,8 @@
 //! Tests a power loss of a machine under load, whose disk loses unflushed data. After the restart all durable
 //! data is there, and all replicas are equal.
 //!
-//! Once the machine is switched off; and once the disk's writes are recorded, and replayed up to the moments at which the
-//! client was told that its data is durable, without anything that was not flushed by then.
+//! Once the machine is switched off; and once the disk's writes are recorded, and replayed up to the moments
+//! at which the client was told that its data is durable, without anything that was not flushed by then.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -104,7 +104,8 @@ fn come_back(host: &mut VmHost) -> Result<()> {
     host.sh("systemctl start shorthorn-agent shorthorn-controller")?;
     for volume in ["raw", "files"] {
         until("healthy volume", LIMIT, || {
-            // Until it has seen the agent, the controller shows what was before the cut: the device tells more.
+            // Until it has seen the agent, the controller shows what was before the cut: the device tells
+            // more.
             let shown = host.inspect(volume)?;
             ensure!(shown["state"] == "attached" && shown["robustness"] == "healthy", "{shown:#}");
             Ok(host.vm.run(&format!("test -b /dev/longhorn/{volume}"))?.success().then_some(()))

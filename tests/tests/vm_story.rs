@@ -61,7 +61,8 @@ fn file_system(host: &VmHost, name: &str, mkfs: &str) -> Result<()> {
     host.sh("fstrim /mnt/v1 && sha256sum --check --quiet /root/sum && umount /mnt/v1").map(drop)
 }
 
-/// kill -9 of a replica, of the agent, and of the engine twice, under a verified load on a mounted file system.
+/// kill -9 of a replica, of the agent, and of the engine twice, under a verified load on a mounted file
+/// system.
 fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
     let load = host.spawn(
@@ -83,7 +84,8 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("sha256sum --check --quiet /root/sum; umount /mnt/v1").map(drop)
 }
 
-/// A mounted ext4 gets more room: at once where the device can follow, else after the next attach, and that is said.
+/// A mounted ext4 gets more room: at once where the device can follow, else after the next attach, and that
+/// is said.
 fn grows(host: &VmHost, in_use: bool) -> Result<()> {
     let has =
         |mib: u32| host.sh(&format!("test $(blockdev --getsize64 /dev/longhorn/v1) = $(({mib} << 20))"));

@@ -69,7 +69,8 @@ fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
 
 fn replaced_under_load(kernel: Kernel, frontend: &str) -> Result<()> {
     let host = VmHost::start(VmHost::options(kernel))?;
-    // What the engines and the agent say is all that is left of a failure: it must not be lost among other units.
+    // What the engines and the agent say is all that is left of a failure: it must not be lost among other
+    // units.
     replace_under_load(&host, frontend).with_context(|| logs(&host))
 }
 
@@ -111,8 +112,8 @@ fn restarts() -> Result<usize> {
     std::env::var("SHORTHORN_RESTARTS").map_or(Ok(1), |number| number.parse().context("SHORTHORN_RESTARTS"))
 }
 
-/// Every thread of the engine has PF_MEMALLOC_NOIO, which PR_SET_IO_FLUSHER sets: none starts write-back, which may be through the
-/// engine itself, to get memory.
+/// Every thread of the engine has PF_MEMALLOC_NOIO, which PR_SET_IO_FLUSHER sets: none starts write-back,
+/// which may be through the engine itself, to get memory.
 fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
     let pid = engine_pid(host)?;
     let unprotected = host.sh(&format!(
@@ -179,8 +180,8 @@ fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
     host.finish(running, LIMIT).map(drop)
 }
 
-/// Replaces the engine and waits for a whole run of fio after that. On NBD the new process has the very sockets of the
-/// old one.
+/// Replaces the engine and waits for a whole run of fio after that. On NBD the new process has the very
+/// sockets of the old one.
 fn replaced(host: &VmHost, frontend: &str, replace: impl FnOnce() -> Result<String>) -> Result<()> {
     let (before, sockets) = (engine_pid(host)?, engine_sockets(host)?);
     println!("{frontend}: {}", replace()?);

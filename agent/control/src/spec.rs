@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
-/// The fields of a file that this version does not know. A later version has written them, and may be installed again: so they
-/// are kept when the file is written. What must not be overlooked gets another name of its file, not a field.
+/// The fields of a file that this version does not know. A later version has written them, and may be
+/// installed again: so they are kept when the file is written. What must not be overlooked gets another name
+/// of its file, not a field.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Unknown(BTreeMap<String, serde_json::Value>);
@@ -278,7 +279,8 @@ mod tests {
         assert_eq!(serde_json::from_value::<EngineSpec>(old).unwrap(), spec());
     }
 
-    /// Specs as release 0.1.0 has written them. They stay readable for as long as an update from that release is.
+    /// Specs as release 0.1.0 has written them. They stay readable for as long as an update from that release
+    /// is.
     #[test]
     fn specs_of_earlier_releases_can_be_read() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/releases/0.1.0");

@@ -36,8 +36,8 @@ pub enum Command {
         /// The settings of the scrub; none stops it.
         scrub: Option<ScrubOrder>,
     },
-    /// Only for a replica: no engine of a lower generation may use it from here on. That it holds shows in the
-    /// status.
+    /// Only for a replica: no engine of a lower generation may use it from here on. That it holds shows in
+    /// the status.
     Fence {
         /// The lowest generation that may.
         generation: Generation,

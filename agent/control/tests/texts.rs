@@ -1,5 +1,5 @@
-//! Spec files come from disks, lines of the control socket from any process that reaches it. No text makes a parser panic, and a text that
-//! is accepted is written again as one that means the same.
+//! Spec files come from disks, lines of the control socket from any process that reaches it. No text makes a
+//! parser panic, and a text that is accepted is written again as one that means the same.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::fmt::Debug;

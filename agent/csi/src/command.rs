@@ -77,8 +77,8 @@ impl Tool {
 
     /// Runs it; any exit status is an answer.
     ///
-    /// After the time limit it is killed, and then waited for without a limit: what still writes to a device must not
-    /// be forgotten. Whoever cannot wait so long has to run this on a thread of its own.
+    /// After the time limit it is killed, and then waited for without a limit: what still writes to a device
+    /// must not be forgotten. Whoever cannot wait so long has to run this on a thread of its own.
     pub(crate) fn run(self) -> Result<Finished, CommandError> {
         let (program, limit) = (self.program, self.limit);
         let mut child = Command::new(program)

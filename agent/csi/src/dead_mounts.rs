@@ -44,8 +44,8 @@ impl DeadMounts {
         }
     }
 
-    /// The volume is not published at `target` any more, or anew. Kubelet publishes a device at another path than the one at which
-    /// it asks how the device is: both name the pod.
+    /// The volume is not published at `target` any more, or anew. Kubelet publishes a device at another path
+    /// than the one at which it asks how the device is: both name the pod.
     pub(crate) fn forget(&self, volume: &VolumeName, target: &Path) {
         let uid = pod_uid(target);
         self.lock().retain(|path, mount| {
@@ -64,9 +64,10 @@ impl DeadMounts {
     }
 }
 
-/// The pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system, `…/volumeDevices/PV/dev/UID` its node
-/// of a device, which is published at `…/volumeDevices/publish/PV/UID` (kubernetes/pkg/volume/csi: `csi_plugin.go`,
-/// `csi_block.go`; kubelets before 1.19 publish at `publish/PV`, which names no pod).
+/// The pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system,
+/// `…/volumeDevices/PV/dev/UID` its node of a device, which is published at `…/volumeDevices/publish/PV/UID`
+/// (kubernetes/pkg/volume/csi: `csi_plugin.go`, `csi_block.go`; kubelets before 1.19 publish at `publish/PV`,
+/// which names no pod).
 fn pod_uid(path: &Path) -> Option<&str> {
     let names: Vec<&str> = path.iter().filter_map(|name| name.to_str()).collect();
     let of_mount = names.windows(2).find(|pair| pair[0] == "pods").map(|pair| pair[1]);

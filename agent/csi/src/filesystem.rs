@@ -1,10 +1,11 @@
 //! Probes devices, and makes, checks and grows the file systems of volumes.
 //!
-//! A device is formatted only where that cannot destroy anything: where blkid knows nothing on it *and* both its ends are
-//! zero, or where it carries the mark of a format of ours that never came to its end. A file system is made with that
-//! mark as its label, everything is flushed, and only then is the label taken away. Whatever a power cut leaves of a
-//! format, then, is either empty, or marked, or in neither case looks like a file system to be mounted. (What is left
-//! can also be blocks without any signature. That cannot be told from somebody's data, and is refused.)
+//! A device is formatted only where that cannot destroy anything: where blkid knows nothing on it *and* both
+//! its ends are zero, or where it carries the mark of a format of ours that never came to its end. A file
+//! system is made with that mark as its label, everything is flushed, and only then is the label taken away.
+//! Whatever a power cut leaves of a format, then, is either empty, or marked, or in neither case looks like a
+//! file system to be mounted. (What is left can also be blocks without any signature. That cannot be told
+//! from somebody's data, and is refused.)
 
 use std::path::Path;
 use std::time::Duration;
@@ -105,8 +106,8 @@ pub(crate) fn format(device: &Device, kind: FsKind) -> Result<(), CsiError> {
 
 fn make(path: &Path, kind: FsKind) -> Tool {
     let tool = match kind {
-        // A volume that has never been written to has nothing to discard. No blocks for root alone; 4 KiB blocks also where
-        // the volume is small, because it may grow.
+        // A volume that has never been written to has nothing to discard. No blocks for root alone; 4 KiB
+        // blocks also where the volume is small, because it may grow.
         FsKind::Ext4 => Tool::new("mkfs.ext4", FORMAT_LIMIT).args([
             "-q",
             "-F",

@@ -1,5 +1,6 @@
-//! Mounting and unmounting, with mount(8) and umount(8): they know the options of every file system, and keep `_netdev`
-//! where systemd finds it. With it, systemd unmounts a volume before it stops the engine of its device.
+//! Mounting and unmounting, with mount(8) and umount(8): they know the options of every file system, and keep
+//! `_netdev` where systemd finds it. With it, systemd unmounts a volume before it stops the engine of its
+//! device.
 
 use std::fs;
 use std::io;

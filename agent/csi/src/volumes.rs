@@ -16,8 +16,8 @@ pub trait Volumes: Send + Sync + 'static {
     /// [`VolumesError::NotFound`] where it is not attached to this node.
     async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError>;
 
-    /// Called before a volume is staged: has a device that could not grow while it was in use take the size of its volume now, if
-    /// nobody uses it. One that cannot stays as it is.
+    /// Called before a volume is staged: has a device that could not grow while it was in use take the size
+    /// of its volume now, if nobody uses it. One that cannot stays as it is.
     async fn take_size(&self, _volume: &VolumeName) {}
 }
 

@@ -317,7 +317,8 @@ async fn after_a_power_cut_the_journal_is_replayed() {
         client.stage(stage("v1", &staging, file_system(fs_type))).await.unwrap();
         assert!(put(&staging.join("file"), "data"));
         run("sync", &[staging.join("file").to_str().unwrap()]);
-        // The disk as it is in this moment, mounted, becomes the disk of another volume; a clone beside its origin.
+        // The disk as it is in this moment, mounted, becomes the disk of another volume; a clone beside its
+        // origin.
         let copy = node.volume("v2").path.clone();
         run(
             "dd",

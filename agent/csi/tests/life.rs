@@ -212,7 +212,8 @@ async fn an_ext4_volume_grows_in_use() {
     refused(client.expand("v1", &staging, larger).await.map(drop), Code::Internal, "resize2fs");
 }
 
-/// The device cannot grow while it is in use: kubelet stages the volume anew on the same node, with no attachment in between.
+/// The device cannot grow while it is in use: kubelet stages the volume anew on the same node, with no
+/// attachment in between.
 #[tokio::test]
 async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_take_in_use() {
     for as_block in [false, true] {

@@ -25,12 +25,14 @@ use shorthorn_wire::{
 };
 use thiserror::Error;
 
-/// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give less.
+/// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give
+/// less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 /// The time limit for all pages of a set of regions together, at most some hundred.
 const SET_LIMIT: Duration = Duration::from_secs(60);
-/// The same for the regions that have data. The replica asks its file system for them, and a disk that is busy has to be read for
-/// that. Each page has to bring something new, and the courier looks between pages whether it has to end.
+/// The same for the regions that have data. The replica asks its file system for them, and a disk that is
+/// busy has to be read for that. Each page has to bring something new, and the courier looks between pages
+/// whether it has to end.
 const ALLOCATED_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The reason why a replica could not be opened or does not do a request.
@@ -153,8 +155,8 @@ enum Stream {
     Tcp(TcpStream),
 }
 
-/// A listener whose process takes no connection has connect wait without a limit once its backlog is full, unless the socket has a
-/// limit for sending: unix_stream_connect of net/unix/af_unix.c.
+/// A listener whose process takes no connection has connect wait without a limit once its backlog is full,
+/// unless the socket has a limit for sending: unix_stream_connect of net/unix/af_unix.c.
 fn connect_unix(path: &str, timeout: Duration) -> io::Result<UnixStream> {
     let stream =
         UnixStream::from(socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?);
@@ -217,7 +219,8 @@ impl Connection {
         result
     }
 
-    /// Fills `data`, within the time that a step may take: a peer that sends a byte now and then gains nothing.
+    /// Fills `data`, within the time that a step may take: a peer that sends a byte now and then gains
+    /// nothing.
     fn read_all(&mut self, data: &mut [u8]) -> io::Result<()> {
         let (length, mut rest) = (data.len(), data);
         self.step(Way::In, length, |connection| {
@@ -268,7 +271,8 @@ impl Connection {
         if is_short { self.set_way_timeout(way, self.timeout) } else { Ok(()) }
     }
 
-    /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it has the secret.
+    /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it
+    /// has the secret.
     pub fn greet(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
         let nonce = draw_nonce()?;

@@ -1,7 +1,8 @@
 //! I/O counters of the device, one set for each queue.
 //!
-//! Only the thread of a queue writes its counters, so that counting is a load and a store, and each queue has cache lines of
-//! its own. The clock is read once for all requests that a turn begins, and once for all that it completes.
+//! Only the thread of a queue writes its counters, so that counting is a load and a store, and each queue has
+//! cache lines of its own. The clock is read once for all requests that a turn begins, and once for all that
+//! it completes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,8 +55,8 @@ impl QueueCounters {
     }
 }
 
-/// The counters of all queues as they are now. They are read one by one: requests that are completed meanwhile may be in
-/// one number and not in another.
+/// The counters of all queues as they are now. They are read one by one: requests that are completed
+/// meanwhile may be in one number and not in another.
 pub fn sum(queues: &[Arc<QueueCounters>]) -> IoCounters {
     let of = |kind| queues.iter().map(|queue| queue.shown(kind)).fold(IoCounter::default(), IoCounter::plus);
     IoCounters {

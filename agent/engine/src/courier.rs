@@ -1,8 +1,9 @@
 //! Couriers: a thread for each replica that is not in the view, which brings it back.
 //!
-//! A courier tries to reach its replica, has it store a view that is being brought through, copies the snapshot layers to
-//! it where it is new, and in the end gives its connections to the queues and the replica to the core, which brings
-//! the rest ([`join`]). All that goes over control connections ([`lines`]), which carry no request of a frontend.
+//! A courier tries to reach its replica, has it store a view that is being brought through, copies the
+//! snapshot layers to it where it is new, and in the end gives its connections to the queues and the replica
+//! to the core, which brings the rest ([`join`]). All that goes over control connections ([`lines`]), which
+//! carry no request of a frontend.
 
 mod join;
 mod layers;

@@ -1,7 +1,8 @@
-//! Errors that reach the user of the device: each kind of trouble leaves a trace, and a storm of errors floods no log.
+//! Errors that reach the user of the device: each kind of trouble leaves a trace, and a storm of errors
+//! floods no log.
 //!
-//! A queue thread only hands them over: it never writes to the log itself. The log may be on this very volume, and then a
-//! thread that waits for the log would wait for itself.
+//! A queue thread only hands them over: it never writes to the log itself. The log may be on this very
+//! volume, and then a thread that waits for the log would wait for itself.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,8 @@ use shorthorn_frontend::Refusal;
 use shorthorn_types::Errno;
 
 /// Each queue tells so many errors in one [`INTERVAL`]: enough to show ranges and causes side by side. With
-/// [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight lines per second at most.
+/// [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight lines per second at
+/// most.
 const TOLD_MAX: u32 = 10;
 /// After this the queue tells the number of errors that it has left out, and tells single errors again.
 const INTERVAL: Duration = Duration::from_secs(10);

@@ -1,12 +1,14 @@
 //! The sockets of a device, from one engine process to the next.
 //!
-//! A process that ends in order stops reading each socket at the start of a request, answers what it has read, and then
-//! gives the sockets to whoever has started it, in the way of systemd's descriptor store (sd_notify(3): FDSTORE, FDNAME).
-//! The next process gets them as sd_listen_fds(3) says. The kernel never sees them closed: what it has sent meanwhile
-//! is read by the next process, and nothing waits for a time-out.
+//! A process that ends in order stops reading each socket at the start of a request, answers what it has
+//! read, and then gives the sockets to whoever has started it, in the way of systemd's descriptor store
+//! (sd_notify(3): FDSTORE, FDNAME). The next process gets them as sd_listen_fds(3) says. The kernel never
+//! sees them closed: what it has sent meanwhile is read by the next process, and nothing waits for a
+//! time-out.
 //!
-//! A socket carries the generation of the process that has handed it over. Only the very next process takes it: one that
-//! dies may have read a part of a request, and its successor finds another generation in the state file.
+//! A socket carries the generation of the process that has handed it over. Only the very next process takes
+//! it: one that dies may have read a part of a request, and its successor finds another generation in the
+//! state file.
 
 use std::env;
 use std::fmt;
@@ -110,8 +112,8 @@ fn passed() -> io::Result<Vec<(OwnedFd, String)>> {
     let mut numbers: Vec<(RawFd, String)> = sd_notify::listen_fds_with_names()?.collect();
     numbers.extend(env::var(PASSED).ok().map(|list| listed(&list)).transpose()?.unwrap_or_default());
     let own = |(number, name)| {
-        // SAFETY: who has started this process has opened the descriptor for it, nobody else here knows its number, and
-        // this is called once.
+        // SAFETY: who has started this process has opened the descriptor for it, nobody else here knows its
+        // number, and this is called once.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
         fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
         Ok((fd, name))
@@ -130,8 +132,8 @@ fn listed(list: &str) -> io::Result<Vec<(RawFd, String)>> {
     list.split(',').filter(|entry| !entry.is_empty()).map(one).collect()
 }
 
-/// Has whoever has started this process keep `sockets` for the next one. Where that fails they are closed with this
-/// process, and the next one makes new ones, as after a crash.
+/// Has whoever has started this process keep `sockets` for the next one. Where that fails they are closed
+/// with this process, and the next one makes new ones, as after a crash.
 pub fn keep(generation: Generation, sockets: Vec<QueueSocket>) {
     if sockets.is_empty() || env::var_os("NOTIFY_SOCKET").is_none() {
         return;

@@ -117,8 +117,8 @@ impl Link {
         }
     }
 
-    /// Queues a request. `data` is its part of the slot's buffer, from `buffer_offset` on, and `data_check` the
-    /// check of that for writes.
+    /// Queues a request. `data` is its part of the slot's buffer, from `buffer_offset` on, and `data_check`
+    /// the check of that for writes.
     pub fn send(
         &mut self,
         slot: SlotId,
@@ -209,8 +209,8 @@ impl Link {
         }
     }
 
-    /// Ends the connection; nothing that comes over it counts any more. [`Link::take_closed`] tells of the end,
-    /// also where there was no connection any more.
+    /// Ends the connection; nothing that comes over it counts any more. [`Link::take_closed`] tells of the
+    /// end, also where there was no connection any more.
     pub fn close(&mut self) {
         self.closing = true;
         self.told_closed = false;

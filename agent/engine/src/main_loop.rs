@@ -38,8 +38,8 @@ use crate::shared::{News, Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
-/// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in flight the
-/// latency of a replica across a network does not limit the speed of a copy.
+/// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in
+/// flight the latency of a replica across a network does not limit the speed of a copy.
 const COPY_SLOTS: u16 = 8;
 /// The amount that may always be left to resync after a crash: a few seconds' work. Requests for other
 /// regions do not wait for it.
@@ -71,12 +71,12 @@ pub enum Ended {
     LeftToNext,
 }
 
-/// Runs the engine that `spec_file` describes until a signal or a client of the control socket ends it. SIGTERM and
-/// SIGINT leave a device of the kernel to the next process; an order to stop takes it away.
+/// Runs the engine that `spec_file` describes until a signal or a client of the control socket ends it.
+/// SIGTERM and SIGINT leave a device of the kernel to the next process; an order to stop takes it away.
 ///
 /// # Errors
-/// Why it cannot start or cannot go on; after [`EngineError::Frozen`] a new start waits for the replicas, after
-/// [`EngineError::Deposed`] there must be none.
+/// Why it cannot start or cannot go on; after [`EngineError::Frozen`] a new start waits for the replicas,
+/// after [`EngineError::Deposed`] there must be none.
 pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let begin = Instant::now();
     let mut spec: EngineSpec = load_spec(spec_file)?;
@@ -230,8 +230,8 @@ impl Start<'_> {
         }
         let Prepared { queues, mut device } =
             prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
-        // What was made is remembered before anything can use it: a process that dies from here on is followed
-        // by one that recovers the device.
+        // What was made is remembered before anything can use it: a process that dies from here on is
+        // followed by one that recovers the device.
         self.state.device_goes_live(device.record())?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();

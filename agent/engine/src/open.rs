@@ -29,8 +29,8 @@ const MISSING_LIMIT: Duration = Duration::from_secs(5);
 /// The same limit if the others have lost writes that a user counts on: one of the missing replicas may have
 /// kept them.
 const KEEPER_LIMIT: Duration = Duration::from_secs(30);
-/// Between two attempts to reach the replicas that are missing; the first ones come sooner, as a replica that is
-/// being restarted is back soon.
+/// Between two attempts to reach the replicas that are missing; the first ones come sooner, as a replica that
+/// is being restarted is back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const FIRST_RETRY: Duration = Duration::from_millis(20);
 /// The time limit for a replica to store a view, and to say which sets of regions it keeps. The engine takes
@@ -403,7 +403,8 @@ impl OpeningEngine for Attempt<'_, '_> {
     type Connections = Vec<Vec<Connection>>;
     type Stop = Stop;
 
-    /// Waits for each replica until it has answered or its time is over: whoever is left out has to be brought up later.
+    /// Waits for each replica until it has answered or its time is over: whoever is left out has to be
+    /// brought up later.
     async fn reach(&mut self) -> Result<Vec<Reached>, NotOpen<Stop>> {
         let begin = Instant::now();
         let (sender, answers) = mpsc::channel();
@@ -621,8 +622,8 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
     })
 }
 
-/// Has a replica mark the view as committed, and opens the connections of a member: the one of queue 0 is there, those of
-/// the others are made now. Fails with the replica, and why.
+/// Has a replica mark the view as committed, and opens the connections of a member: the one of queue 0 is
+/// there, those of the others are made now. Fails with the replica, and why.
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,

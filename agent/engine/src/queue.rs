@@ -190,7 +190,8 @@ impl Running {
         Ok(())
     }
 
-    /// Requests that the frontend has refused in this turn, and the number of errors that an interval has left out.
+    /// Requests that the frontend has refused in this turn, and the number of errors that an interval has
+    /// left out.
     fn tell_refusals(&mut self) {
         if self.refusals.is_empty() && !self.limiter.is_active() {
             return;
@@ -410,8 +411,8 @@ impl Running {
         link.send(slot, operation, range, (data, buffer_offset), data_check, &mut self.events);
     }
 
-    /// Gives the memory of large requests back, unless a client takes its time for its answer or its data. Not that
-    /// of copies: one may be in progress, although nothing happens.
+    /// Gives the memory of large requests back, unless a client takes its time for its answer or its data.
+    /// Not that of copies: one may be in progress, although nothing happens.
     fn trim(&mut self) {
         let queue = self.queue.index;
         if !self.queue.frontend.is_idle() {

@@ -1,9 +1,10 @@
 //! Comparing the members' snapshots, layer by layer, on a thread of its own.
 //!
-//! Snapshots never change: nobody has to wait for this, and it goes over control connections. The members are asked for
-//! the sum of each piece of each layer, and for the one that they have kept from when all agreed;
-//! [`judge`](shorthorn_core::judge) says who is right. What is rotten is copied from who is right and looked at again
-//! ([`mend`]). What all agree on is kept ([`keeper`]). The oldest layer comes first: what is above builds on what is below.
+//! Snapshots never change: nobody has to wait for this, and it goes over control connections. The members are
+//! asked for the sum of each piece of each layer, and for the one that they have kept from when all agreed;
+//! [`judge`](shorthorn_core::judge) says who is right. What is rotten is copied from who is right and looked
+//! at again ([`mend`]). What all agree on is kept ([`keeper`]). The oldest layer comes first: what is above
+//! builds on what is below.
 
 mod keeper;
 mod mend;

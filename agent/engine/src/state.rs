@@ -49,8 +49,8 @@ pub struct EngineState {
 }
 
 impl EngineState {
-    /// Locks and reads the state file, and takes the next generation of attachment `attach`. Whoever has used the volume
-    /// since attachment `continues` may be using it still; 0: nobody has before this one.
+    /// Locks and reads the state file, and takes the next generation of attachment `attach`. Whoever has used
+    /// the volume since attachment `continues` may be using it still; 0: nobody has before this one.
     ///
     /// # Errors
     /// The file is in use, or newer than the spec, or cannot be read or written.
@@ -218,8 +218,8 @@ impl EngineState {
     }
 }
 
-/// With a nonce of its own: a process that has lost this file, or was given an attachment that was used before, is
-/// not the one that had the same numbers.
+/// With a nonce of its own: a process that has lost this file, or was given an attachment that was used
+/// before, is not the one that had the same numbers.
 fn drawn(pair: Generation) -> Result<Generation, EngineError> {
     let random =
         getrandom::u64().map_err(|error| EngineError::system("draw a nonce")(io::Error::other(error)))?;

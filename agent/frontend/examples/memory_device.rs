@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! memory_device --frontend ublk|nbd|socket|auto --backing FILE --size BYTES --state FILE
-//!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR] [--fault killed|mapped|stalled]
-//!               [--task-work cooperative]
+//!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR]
+//!               [--fault killed|mapped|stalled] [--task-work cooperative]
 //! ```
 //!
-//! Put the backing file on tmpfs, and its content survives `kill -9`. The state file holds what is needed to take
-//! the device over after that: just start the same command again. One line of JSON on standard output says that
-//! the device is ready. SIGTERM takes the device away and ends; SIGHUP leaves it to the next process; SIGUSR1 makes the
-//! volume 64 MiB larger; SIGUSR2 says who uses the device.
+//! Put the backing file on tmpfs, and its content survives `kill -9`. The state file holds what is needed to
+//! take the device over after that: just start the same command again. One line of JSON on standard output
+//! says that the device is ready. SIGTERM takes the device away and ends; SIGHUP leaves it to the next
+//! process; SIGUSR1 makes the volume 64 MiB larger; SIGUSR2 says who uses the device.
 #![allow(clippy::print_stderr, reason = "a program for the command line")]
 
 use std::error::Error;

@@ -7,8 +7,9 @@ use shorthorn_types::VolumeName;
 use crate::node::DeviceNumber;
 use crate::{FrontendError, node, remove_nbd_leftovers, ublk};
 
-/// Takes every device of `volume` away, and their names in `device_dir`. Requests that wait there fail, and whoever has it
-/// mounted sees errors: without that they would wait for ever, and so would whoever unmounts it.
+/// Takes every device of `volume` away, and their names in `device_dir`. Requests that wait there fail, and
+/// whoever has it mounted sees errors: without that they would wait for ever, and so would whoever unmounts
+/// it.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where a living process serves one.
@@ -22,8 +23,9 @@ pub fn discard(volume: &VolumeName, device_dir: &Path) -> Result<(), FrontendErr
     Ok(())
 }
 
-/// Removes the node of `volume` if it still leads to `device`, and then the device itself with `remove_device`. In this
-/// order: the number of a device that is gone may be given to another volume at once, and the node would lead there.
+/// Removes the node of `volume` if it still leads to `device`, and then the device itself with
+/// `remove_device`. In this order: the number of a device that is gone may be given to another volume at
+/// once, and the node would lead there.
 ///
 /// # Errors
 /// The node cannot be removed; the device is left alone then. Or the error of `remove_device`.

@@ -138,8 +138,8 @@ pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> R
     })
 }
 
-/// All nodes in `device_dir` that have the name of a volume, in order of their names. A directory that does not
-/// exist has none.
+/// All nodes in `device_dir` that have the name of a volume, in order of their names. A directory that does
+/// not exist has none.
 ///
 /// # Errors
 /// What the file system answers.
@@ -151,8 +151,8 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
 }
 
 /// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, where it
-/// runs, has handled it: before that, udev may still have it open. `before` is what udev knew before the event that it has to handle;
-/// without it, any record of udev will do.
+/// runs, has handled it: before that, udev may still have it open. `before` is what udev knew before the
+/// event that it has to handle; without it, any record of udev will do.
 ///
 /// # Errors
 /// [`FrontendError::System`] where the disk does not come up within `limit`. A udev that is slow or stuck is

@@ -30,8 +30,8 @@ pub struct FrontendReport {
     pub reason: String,
 }
 
-/// Looks which frontends work here, in the order in which they are preferred. Loads the module of ublk, and where
-/// that is of no use that of NBD.
+/// Looks which frontends work here, in the order in which they are preferred. Loads the module of ublk, and
+/// where that is of no use that of NBD.
 #[must_use]
 pub fn probe() -> Vec<FrontendReport> {
     let ublk = probe_ublk();
@@ -102,8 +102,8 @@ fn is_stable_oops(release: &str) -> bool {
     })
 }
 
-/// Ubuntu's kernels for clouds, as in `6.17.0-1015-azure`: on Azure builds 1015 to 1018 are known to crash, on AWS
-/// no 6.17 is known not to.
+/// Ubuntu's kernels for clouds, as in `6.17.0-1015-azure`: on Azure builds 1015 to 1018 are known to crash,
+/// on AWS no 6.17 is known not to.
 fn is_ubuntu_oops(release: &str) -> bool {
     let Some(build) = release.strip_prefix("6.17.0-") else { return false };
     match build.split_once('-') {

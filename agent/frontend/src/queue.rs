@@ -5,7 +5,8 @@ use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Arena, Completion, Ring, TaskWork};
 use shorthorn_types::Errno;
 
-/// [`shorthorn_ring::Token::source`] of every completion that belongs to the frontend. Other numbers are the engine's.
+/// [`shorthorn_ring::Token::source`] of every completion that belongs to the frontend. Other numbers are the
+/// engine's.
 pub const SOURCE: u8 = 1;
 
 /// The resources that a queue lends its frontend.
@@ -22,7 +23,8 @@ pub struct QueueIo<'a> {
     pub refusals: &'a mut Vec<Refusal>,
 }
 
-/// A request that no volume can do: the frontend has answered it with an error, and the engine does not see it.
+/// A request that no volume can do: the frontend has answered it with an error, and the engine does not see
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// The operation; none if a volume does not support it.

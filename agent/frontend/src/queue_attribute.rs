@@ -1,9 +1,10 @@
 //! Attributes of a block device's queue in sysfs, of a device that this process serves.
 //!
-//! **This process neither writes nor reads them.** The kernel may have the writer of such an attribute wait until every request of the
-//! device is answered, and the reader of another one until that has ended (`queue_attr_store` and `queue_attr_show` in
-//! block/blk-sysfs.c, Linux 6.11 and later). Neither can be killed meanwhile. If the waiting thread is needed to answer these requests,
-//! that is for ever, and a process with such a thread keeps its device until the host is started anew. A child process waits instead.
+//! **This process neither writes nor reads them.** The kernel may have the writer of such an attribute wait
+//! until every request of the device is answered, and the reader of another one until that has ended
+//! (`queue_attr_store` and `queue_attr_show` in block/blk-sysfs.c, Linux 6.11 and later). Neither can be
+//! killed meanwhile. If the waiting thread is needed to answer these requests, that is for ever, and a
+//! process with such a thread keeps its device until the host is started anew. A child process waits instead.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,8 +13,8 @@ use std::thread;
 /// Reads the attribute in `$0`, and writes `$2` if it is `$1` or more.
 const LOWER: &str = r#"read -r now <"$0" && { [ "$now" -lt "$1" ] || echo "$2" >"$0"; }"#;
 
-/// Has `attribute` of the disk `kernel_name` lowered to `value` if it is larger, and returns at once. If that fails, `consequence`
-/// says in the log what it is good for.
+/// Has `attribute` of the disk `kernel_name` lowered to `value` if it is larger, and returns at once. If that
+/// fails, `consequence` says in the log what it is good for.
 pub(crate) fn lower(kernel_name: &str, attribute: &str, value: u32, consequence: &'static str) {
     lower_from(kernel_name, attribute, value.saturating_add(1), value, consequence);
 }

@@ -1,5 +1,5 @@
-//! The frontend nbd on real kernels, in a virtual machine: most of them on Debian 12's, which has no ublk. These tests
-//! fail where VMs cannot run.
+//! The frontend nbd on real kernels, in a virtual machine: most of them on Debian 12's, which has no ublk.
+//! These tests fail where VMs cannot run.
 
 mod guest;
 
@@ -70,7 +70,8 @@ fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
 fn every_request_does_what_it_says() -> Result<()> {
     let guest = Guest::start(Kernel::Ublk, "nbd")?;
     let vm = &guest.vm;
-    // The kernel writes nothing back by itself for an hour. 0 would have it look at once for too many dirty pages.
+    // The kernel writes nothing back by itself for an hour. 0 would have it look at once for too many dirty
+    // pages.
     vm.sh("cd /proc/sys/vm && echo 360000 | tee dirty_writeback_centisecs >dirty_expire_centisecs")?;
     let pid = guest.serve("memory", "")?;
     requests_are_limited(&guest)?;
@@ -171,7 +172,8 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     let (worst, resent) = (worst_wait(&guest, "/mem/fio.json")?, kernel_lines(&guest, "Possible stuck")?);
     println!("worst wait {worst:?}, longest restart {longest_restart:?}, {resent} times a timer ran out");
     ensure!(resent > 0, "no request was in flight at a kill: the test shows nothing");
-    // A request waits for the timer of 2 s, which the block layer rounds up. Without that timer it waits for 15 s.
+    // A request waits for the timer of 2 s, which the block layer rounds up. Without that timer it waits for
+    // 15 s.
     ensure!(worst < longest_restart + Duration::from_secs(10), "a request has waited {worst:?}");
     guest.vm.sh("umount /mnt/m")?;
     guest.vm.sh(&format!("fsck.ext4 -fn {NODE}"))?;

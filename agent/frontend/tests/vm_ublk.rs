@@ -103,8 +103,8 @@ fn every_request_does_what_it_says() -> Result<()> {
     vm.spawn(&format!("sha256sum <{NODE} >/mem/sum"))?.wait(5 * MINUTE)?;
     ensure!(vm.sh("cat /mem/sum")? == before, "the content changed over a stop and a start");
     vm.sh(&format!("blkdiscard -z {NODE} && cmp -n {SIZE_BYTES} {NODE} /dev/zero"))?;
-    // Buffered writes that nobody has flushed are written when the device stops. The last one who closes it would
-    // flush them, so somebody keeps it open.
+    // Buffered writes that nobody has flushed are written when the device stops. The last one who closes it
+    // would flush them, so somebody keeps it open.
     let holder =
         vm.spawn(&format!("exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; sleep 1000"))?;
     vm.sh("for n in $(seq 600); do test -e /mem/written && exit; sleep 0.05; done; exit 1")?;
@@ -220,7 +220,8 @@ fn ended_with_every_tag_taken_on_the_newest_kernel() -> Result<()> {
     every_tag_taken(Kernel::Newest)
 }
 
-/// No command waits to be cancelled: some drivers notice the end of the process by the timer of a request only.
+/// No command waits to be cancelled: some drivers notice the end of the process by the timer of a request
+/// only.
 fn every_tag_taken(kernel: Kernel) -> Result<()> {
     let guest = Guest::start(kernel, "ublk")?;
     let options = "--queues 1 --depth 4";
@@ -283,8 +284,8 @@ fn killed_between_mapping_and_fetching() -> Result<()> {
     // At once, not when START_LIMIT is over.
     let output = vm.run(&format!("timeout --signal=KILL 25 {}", guest.command("memory", "")))?;
     let stderr = String::from_utf8_lossy(&output.stderr);
-    // On a busy machine the driver may have noticed the death by itself: then it takes the next process, which serves until its
-    // time is over.
+    // On a busy machine the driver may have noticed the death by itself: then it takes the next process,
+    // which serves until its time is over.
     let is_taken = output.status == 137 && String::from_utf8_lossy(&output.stdout).contains("\"device\"");
     if !is_taken {
         ensure!(output.status == 1 && stderr.contains("resume the device ublkb0 of memory"), "{output}");

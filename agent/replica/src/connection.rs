@@ -48,7 +48,8 @@ impl Connection {
         }
     }
 
-    /// The header of the next frame, if it is here whole. The frame stays the next one until its header is taken.
+    /// The header of the next frame, if it is here whole. The frame stays the next one until its header is
+    /// taken.
     pub fn header(&self) -> Option<Result<Header, FrameError>> {
         self.stream.bytes().first_chunk().map(|bytes| self.session.decode(bytes))
     }
@@ -59,7 +60,8 @@ impl Connection {
         self.stream.consume(HEADER_BYTES);
     }
 
-    /// Queues a response; `slot` has its data. After an error the connection is of no more use: the number of the frame is gone.
+    /// Queues a response; `slot` has its data. After an error the connection is of no more use: the number of
+    /// the frame is gone.
     pub fn send(&mut self, response: &Header, data: Option<IoBuf>, slot: u16) -> io::Result<()> {
         self.stream.send(&self.session.encode(response), data, Some(u32::from(slot)))
     }

@@ -114,7 +114,8 @@ pub enum ReplicaError {
         /// The error of the system.
         source: io::Error,
     },
-    /// The replica has failed, which its disk says, and no engine is connected any more. A new process serves again.
+    /// The replica has failed, which its disk says, and no engine is connected any more. A new process serves
+    /// again.
     #[error("{message}: the process ends, to be started again; failures in a row: {in_a_row}")]
     Failed {
         /// A description of the failure.

@@ -31,8 +31,9 @@ use crate::state::{Owner, load_views};
 /// Blocks; the directory is clean when it returns without an error, unless the replica has failed before.
 ///
 /// # Errors
-/// [`ReplicaError`] says what is wrong, where, and what to do. After [`ReplicaError::Failed`] it is to be started again. Other
-/// errors of single requests are answered to the engine that made them and do not end the process.
+/// [`ReplicaError`] says what is wrong, where, and what to do. After [`ReplicaError::Failed`] it is to be
+/// started again. Other errors of single requests are answered to the engine that made them and do not end
+/// the process.
 pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let spec: ReplicaSpec = load_spec(spec_file)?;
     let span = tracing::info_span!("replica", volume = %spec.volume, replica = %spec.replica);
@@ -96,7 +97,8 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     if !there && !spec.create {
         return Err(ReplicaError::Missing(directory.clone()));
     }
-    // With systemd sockets are in /run, which a disk that fails leaves as it is, and which goes with the boot of the host.
+    // With systemd sockets are in /run, which a disk that fails leaves as it is, and which goes with the boot
+    // of the host.
     let loss_note = Some(spec.control_socket.with_extension("lost"));
     let store = if there {
         // One that lacks data serves all the same: it is to be made whole, and says what it is.
@@ -109,8 +111,8 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     for repair in store.info().repairs {
         tracing::warn!("{repair}");
     }
-    // One that is there may have another size than the spec: engines that know of an expansion have it grow, and
-    // none takes one that is larger than the volume.
+    // One that is there may have another size than the spec: engines that know of an expansion have it grow,
+    // and none takes one that is larger than the volume.
     Ok(store)
 }
 

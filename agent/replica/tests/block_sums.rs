@@ -405,7 +405,8 @@ fn sums_that_nobody_has_kept_up_to_date_count_for_nothing() {
     is_clean(&mut client, SIZE);
     wait_until_summed(&spec, SIZE, &[0, 2]);
     replica.kill();
-    // A version that knows no sums: it writes the guard as it knows it, and the head, and leaves all other files alone.
+    // A version that knows no sums: it writes the guard as it knows it, and the head, and leaves all other
+    // files alone.
     let path = spec.directory.join("shorthorn.guard");
     let mut guard: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     assert!(guard.as_object_mut().unwrap().remove("block_sums").unwrap().is_u64());

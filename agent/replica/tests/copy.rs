@@ -223,7 +223,8 @@ fn a_member_is_not_thrown_away() {
     client.call(Opcode::Flush, Flags::NONE, 0, 0, &[]).unwrap();
 }
 
-/// Else the copy would count as ended in memory and not on the disk: a member that may be emptied after a restart.
+/// Else the copy would count as ended in memory and not on the disk: a member that may be emptied after a
+/// restart.
 #[test]
 fn an_end_of_a_copy_that_could_not_be_stored_has_not_ended_it() {
     let base = base();

@@ -11,9 +11,9 @@ use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
 use shorthorn_wire::{Flags, HEADER_BYTES, Header, Opcode};
 
 const SIZE: u64 = 64 * MIB;
-/// Data in flight that the replica takes with one more request. Of a client that waits until more is taken, and reads no
-/// answer meanwhile, it would take no more. It takes 4 MiB, and has answers in its hands until all that it sends with them are
-/// sent: they may be as many again.
+/// Data in flight that the replica takes with one more request. Of a client that waits until more is taken,
+/// and reads no answer meanwhile, it would take no more. It takes 4 MiB, and has answers in its hands until
+/// all that it sends with them are sent: they may be as many again.
 const DATA_BYTES_MAX: usize = 1 << 20;
 
 /// A sequence of numbers that a seed determines.
@@ -39,8 +39,8 @@ struct Pending {
     data: Vec<u8>,
 }
 
-/// Random requests, many in flight at once, none of which overlaps another in a 4-KiB block; compared with bytes
-/// in memory.
+/// Random requests, many in flight at once, none of which overlaps another in a 4-KiB block; compared with
+/// bytes in memory.
 struct Model {
     random: Random,
     bytes: Vec<u8>,

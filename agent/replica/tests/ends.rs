@@ -1,5 +1,5 @@
-//! A replica whose disk has failed ends, and the next process serves again. Needs root, for mounts; without it these tests say
-//! so and pass.
+//! A replica whose disk has failed ends, and the next process serves again. Needs root, for mounts; without
+//! it these tests say so and pass.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;
@@ -14,8 +14,8 @@ use shorthorn_control::ReplicaSpec;
 /// The exit code of a replica that is to be started again.
 const FAILED: i32 = 13;
 
-/// A replica whose head alone lies on a disk that has broken down, and an engine that has heard of it. The rest of the directory
-/// can be written until `meets_it`.
+/// A replica whose head alone lies on a disk that has broken down, and an engine that has heard of it. The
+/// rest of the directory can be written until `meets_it`.
 struct Broken {
     replica: Replica,
     client: Client,

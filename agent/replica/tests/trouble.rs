@@ -329,8 +329,9 @@ fn a_newer_engine_waits_for_writes_in_flight() {
     assert!(newer.join().unwrap().read(0, 4096).unwrap() == pattern(1, 4096));
 }
 
-/// A replica whose head alone lies on a disk that breaks down, so that the rest of the directory can be written, and
-/// what it says of itself when it is started again, with a disk that works, in the same boot of the host.
+/// A replica whose head alone lies on a disk that breaks down, so that the rest of the directory can be
+/// written, and what it says of itself when it is started again, with a disk that works, in the same boot of
+/// the host.
 fn restarted_after(meets_it: impl FnOnce(Replica, Client)) {
     if !may_mount() {
         return;

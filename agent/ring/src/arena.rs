@@ -69,8 +69,8 @@ impl Arena {
         IoBuf { base, length: self.slot_bytes }
     }
 
-    /// Gives the pages of `slot` behind its first `keep_bytes` back to the kernel; they read as zeroes afterwards.
-    /// Only for slots that no request uses.
+    /// Gives the pages of `slot` behind its first `keep_bytes` back to the kernel; they read as zeroes
+    /// afterwards. Only for slots that no request uses.
     pub fn release_pages(&self, slot: usize, keep_bytes: usize) {
         let buf = self.buf(slot);
         let keep = keep_bytes.next_multiple_of(4096).min(buf.length);

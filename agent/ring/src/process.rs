@@ -12,8 +12,9 @@ pub struct ProtectionReport {
 
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
 
-/// Has allocations of the calling thread, and of all that it starts, never wait for write-back through this process: see
-/// PR_SET_IO_FLUSHER in prctl(2). Returns why that is not possible: it needs CAP_SYS_RESOURCE and Linux 5.6.
+/// Has allocations of the calling thread, and of all that it starts, never wait for write-back through this
+/// process: see PR_SET_IO_FLUSHER in prctl(2). Returns why that is not possible: it needs CAP_SYS_RESOURCE
+/// and Linux 5.6.
 #[must_use]
 pub fn protect_allocations() -> Option<io::Error> {
     // SAFETY: prctl with these arguments reads and writes no memory of ours.

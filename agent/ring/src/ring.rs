@@ -96,8 +96,8 @@ impl Ring {
         })
     }
 
-    /// Leaves the ring to the kernel, which closes it when the process has ended. A driver that has commands of this ring
-    /// learns of the end of the process by that, after the threads that it knows.
+    /// Leaves the ring to the kernel, which closes it when the process has ended. A driver that has commands
+    /// of this ring learns of the end of the process by that, after the threads that it knows.
     pub fn leave_open(self) {
         std::mem::forget(self);
     }
@@ -165,8 +165,8 @@ impl Ring {
             Some(timeout) => {
                 let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
                 let args = SubmitArgs::new().timespec(&timespec);
-                // SAFETY: with ENTER_EXT_ARG the kernel takes a struct io_uring_getevents_arg, as which SubmitArgs is laid out. It reads it, and the
-                // timespec behind it, during the call only.
+                // SAFETY: with ENTER_EXT_ARG the kernel takes a struct io_uring_getevents_arg, as which
+                // SubmitArgs is laid out. It reads it, and the timespec behind it, during the call only.
                 unsafe { submitter.enter(queued, 1, flags | ENTER_EXT_ARG, Some(&args)) }
             }
         }
@@ -213,23 +213,26 @@ impl Ring {
         unsafe { self.push(entry, token) }
     }
 
-    /// Completes once when there is something to read from a descriptor, or to accept; at once if there is already.
+    /// Completes once when there is something to read from a descriptor, or to accept; at once if there is
+    /// already.
     pub fn readable(&mut self, fd: RawFd, token: Token) {
         let entry = opcode::PollAdd::new(Fd(fd), u32::from(libc::POLLIN.cast_unsigned())).build();
         // SAFETY: no memory involved.
         unsafe { self.push(entry, token) }
     }
 
-    /// Completes once, `after` that time. One timer at a time: the time of the newest holds for all that are not submitted yet.
+    /// Completes once, `after` that time. One timer at a time: the time of the newest holds for all that are
+    /// not submitted yet.
     pub fn timer(&mut self, after: Duration, token: Token) {
         *self.expiration = Timespec::new().sec(after.as_secs()).nsec(after.subsec_nanos());
         let entry = opcode::Timeout::new(&raw const *self.expiration).build();
-        // SAFETY: the kernel reads the time when it takes the entry, which is in this ring; the time lives as long.
+        // SAFETY: the kernel reads the time when it takes the entry, which is in this ring; the time lives as
+        // long.
         unsafe { self.push(entry, token) }
     }
 
-    /// Has the operation with the token `operation` end soon, unless it ends by itself before that; it completes in any
-    /// case. The request to do so completes with `token`.
+    /// Has the operation with the token `operation` end soon, unless it ends by itself before that; it
+    /// completes in any case. The request to do so completes with `token`.
     pub fn cancel(&mut self, operation: Token, token: Token) {
         let entry = opcode::AsyncCancel::new(operation.pack()).build();
         // SAFETY: no memory involved.
@@ -237,7 +240,8 @@ impl Ring {
     }
 }
 
-/// [`ENTER_NO_IOWAIT`], if the kernel knows it: from Linux 6.15 on. A kernel refuses flags that it does not know.
+/// [`ENTER_NO_IOWAIT`], if the kernel knows it: from Linux 6.15 on. A kernel refuses flags that it does not
+/// know.
 fn no_iowait_of(ring: &IoUring) -> u32 {
     // SAFETY: nothing is submitted, and no argument is given.
     let tried = unsafe { ring.submitter().enter::<SubmitArgs<'_, '_>>(0, 0, ENTER_NO_IOWAIT, None) };

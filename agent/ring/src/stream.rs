@@ -137,11 +137,13 @@ impl Stream {
         }
         let entry = opcode::Recv::new(Fd(self.fd.as_raw_fd()), target, length).build();
         self.incoming.in_flight = true;
-        // SAFETY: the target is arena memory or the boxed receive buffer, which outlives the request (see Drop).
+        // SAFETY: the target is arena memory or the boxed receive buffer, which outlives the request (see
+        // Drop).
         unsafe { ring.push(entry, self.receive_token) }
     }
 
-    /// Has the receive that is in flight come back, with or without bytes; the request for it completes with `token`.
+    /// Has the receive that is in flight come back, with or without bytes; the request for it completes with
+    /// `token`.
     pub fn disarm(&mut self, ring: &mut Ring, token: Token) {
         if self.incoming.in_flight {
             ring.cancel(self.receive_token, token);

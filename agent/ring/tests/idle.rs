@@ -1,4 +1,5 @@
-//! Threads that wait in rings for requests that may never come: the host must not count them as waiting for a disk.
+//! Threads that wait in rings for requests that may never come: the host must not count them as waiting for a
+//! disk.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -15,8 +15,8 @@ use crate::run::volume::VolumeDir;
 
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// Stops them, the engine first, as a supervisor does. Where the device is in use, the engine is killed instead:
-/// then the device stays, its requests wait, and the engine that is started next takes it over.
+/// Stops them, the engine first, as a supervisor does. Where the device is in use, the engine is killed
+/// instead: then the device stays, its requests wait, and the engine that is started next takes it over.
 ///
 /// # Errors
 /// [`RunError::Leftover`] where the next engine could not take the device over, or a process does not stop.
@@ -41,7 +41,8 @@ pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<
     Ok(())
 }
 
-/// Through its control socket where there is one: told by a signal, an engine would leave its device to the next one.
+/// Through its control socket where there is one: told by a signal, an engine would leave its device to the
+/// next one.
 fn stop_one(holder: &Holder, at_once: bool, control: Option<&Path>) -> Result<(), RunError> {
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };

@@ -88,8 +88,8 @@ impl VolumeDir {
         self.store()
     }
 
-    /// The same, above `used`, which a replica was opened for. True: it was not above that before, as this file is
-    /// older than the replicas.
+    /// The same, above `used`, which a replica was opened for. True: it was not above that before, as this
+    /// file is older than the replicas.
     ///
     /// # Errors
     /// [`RunError::Spec`].

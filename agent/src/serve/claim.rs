@@ -66,7 +66,8 @@ impl Claim {
         self.lock().clone().unwrap_or_default()
     }
 
-    /// Lets a call of the controller of `cluster` through, or says why not. The first one makes this node its own.
+    /// Lets a call of the controller of `cluster` through, or says why not. The first one makes this node its
+    /// own.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] where it is another cluster's.

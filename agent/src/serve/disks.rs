@@ -155,11 +155,12 @@ impl Disks {
         answer
     }
 
-    /// Checks that `path` is one of them and that it is mounted: something is read or written there only if the disk's
-    /// identity is. `uuid` says which one is meant; empty: any.
+    /// Checks that `path` is one of them and that it is mounted: something is read or written there only if
+    /// the disk's identity is. `uuid` says which one is meant; empty: any.
     ///
     /// # Errors
-    /// [`NodeError::NotFound`] if it is no disk of this node, [`NodeError::Precondition`] if that disk is not there.
+    /// [`NodeError::NotFound`] if it is no disk of this node, [`NodeError::Precondition`] if that disk is not
+    /// there.
     pub fn check(&self, path: &Path, uuid: &str) -> Result<(), NodeError> {
         if !self.has(path) {
             let message = format!("{} is no disk of this node: add it first", path.display());
@@ -418,8 +419,8 @@ fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
     Ok(Some(identity))
 }
 
-/// The mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the directory is another
-/// one then.
+/// The mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the directory
+/// is another one then.
 fn missing_mount(path: &Path) -> Option<String> {
     let fstab = fs::read_to_string("/etc/fstab").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -463,7 +464,8 @@ fn filesystem(path: &Path) -> Option<String> {
     filesystem_in(&mounts, &number, path)
 }
 
-/// Looks for the device; where mountinfo shows another number for it (btrfs), for the mount that `path` is under.
+/// Looks for the device; where mountinfo shows another number for it (btrfs), for the mount that `path` is
+/// under.
 fn filesystem_in(mounts: &str, number: &str, path: &Path) -> Option<String> {
     let mut under: Option<(usize, &str)> = None;
     for line in mounts.lines() {

@@ -45,7 +45,8 @@ pub fn objection(proc: &Path, path: &Path, identity_file: &str) -> Option<String
     ))
 }
 
-/// The program of Longhorn that a command line is of. It may be the second word, behind an interpreter or an init.
+/// The program of Longhorn that a command line is of. It may be the second word, behind an interpreter or an
+/// init.
 fn program(command_line: &[u8]) -> Option<&'static str> {
     let words = command_line.split(|byte| *byte == 0).take(3);
     let mut names = words.filter_map(|word| std::str::from_utf8(word).ok()?.rsplit('/').next());

@@ -1,7 +1,7 @@
 //! Metrics of the agent at `/metrics`, and `/readyz`. docs/metrics.md explains every metric.
 //!
-//! Instances are shown as the table has them; engines are asked for their counters, and disks for their space, when
-//! somebody asks, each within a time: a disk or an engine that hangs is left out.
+//! Instances are shown as the table has them; engines are asked for their counters, and disks for their
+//! space, when somebody asks, each within a time: a disk or an engine that hangs is left out.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -4,8 +4,8 @@
 //! systemd, or through pid files and control sockets. So it may end at any moment, and the next one goes on.
 //!
 //! After the host was started anew, neither engines nor replicas are started by the agent. An engine needs a
-//! new number of attachment, which only the controller can give, and the controller knows which replicas it wants.
-//! Their spec files are still there, and they are listed as stopped.
+//! new number of attachment, which only the controller can give, and the controller knows which replicas it
+//! wants. Their spec files are still there, and they are listed as stopped.
 
 mod claim;
 pub mod config;

@@ -1,5 +1,5 @@
-//! The TCP ports of replicas. A replica keeps its port for as long as it is known here, so that the engines of
-//! other nodes find it again after it was started anew.
+//! The TCP ports of replicas. A replica keeps its port for as long as it is known here, so that the engines
+//! of other nodes find it again after it was started anew.
 
 use std::net::{SocketAddr, TcpListener};
 

@@ -107,8 +107,8 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     }
     let salvaged = State { views: alone(replica, attach)?, ..state.clone() };
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
-    // The sets are about other replicas, which are made anew in full, or about regions in which this one may differ
-    // from them. Before the state: where this is cut off, it is all done again.
+    // The sets are about other replicas, which are made anew in full, or about regions in which this one may
+    // differ from them. Before the state: where this is cut off, it is all done again.
     store.remove_all_regions().map_err(|error| of_store(&error))?;
     store.set_rebuilding(false).and_then(|()| store.set_left(false)).map_err(|error| of_store(&error))?;
     store.save_state(&bytes).map_err(|error| of_store(&error))?;

@@ -1,15 +1,18 @@
 //! The trash of a disk: where the directories of deleted replicas stay for a while.
 //!
-//! Each has a folder of its own in `replicas/.shorthorn-trash`, on the file system of the replicas: a checked record, and the
-//! directory as it was. The record is durable before the directory is moved, so a directory in the trash always says whose it
-//! is. A folder without a directory is what a move has left that was cut off before or after it, and holds nothing.
+//! Each has a folder of its own in `replicas/.shorthorn-trash`, on the file system of the replicas: a checked
+//! record, and the directory as it was. The record is durable before the directory is moved, so a directory
+//! in the trash always says whose it is. A folder without a directory is what a move has left that was cut
+//! off before or after it, and holds nothing.
 //!
-//! A directory that is restored leaves its folder behind, with the record and a mark. For as long as the directory is in place it is
-//! listed as restored: whoever undeletes a volume and is cut off finds again what he has restored, and removes the rest of the
-//! folder at the end. A directory that nothing names is never out of sight by that.
+//! A directory that is restored leaves its folder behind, with the record and a mark. For as long as the
+//! directory is in place it is listed as restored: whoever undeletes a volume and is cut off finds again what
+//! he has restored, and removes the rest of the folder at the end. A directory that nothing names is never
+//! out of sight by that.
 //!
-//! A folder that is deleted for good is renamed first, so that a directory of which a part is gone is never restored. Whoever
-//! deletes a directory holds the lock that each process of a replica takes, as does an export.
+//! A folder that is deleted for good is renamed first, so that a directory of which a part is gone is never
+//! restored. Whoever deletes a directory holds the lock that each process of a replica takes, as does an
+//! export.
 
 use std::fs;
 use std::io;
@@ -32,7 +35,8 @@ use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 use crate::serve::salvage;
 
-/// Below the folder of replicas. Longhorn takes names that end in a hyphen and eight letters or digits for replicas.
+/// Below the folder of replicas. Longhorn takes names that end in a hyphen and eight letters or digits for
+/// replicas.
 const TRASH: &str = ".shorthorn-trash";
 const RECORD: &str = "record.json";
 const DIRECTORY: &str = "replica";
@@ -131,8 +135,8 @@ pub fn held(directory: &Path) -> Result<Held, NodeError> {
 /// stays. Older content of the trash is deleted if the disk has no space for the record.
 ///
 /// # Errors
-/// [`NodeError::Exhausted`] if the disk has no space for the record, and nothing else is in the trash. The directory is where it
-/// was then.
+/// [`NodeError::Exhausted`] if the disk has no space for the record, and nothing else is in the trash. The
+/// directory is where it was then.
 pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u64) -> Result<(), NodeError> {
     let InstanceId::Replica(volume, replica) = id else {
         return Err(NodeError::Invalid(format!("the {id} is no replica")));
@@ -218,8 +222,8 @@ fn remove_oldest(disk: &Path) -> bool {
 /// Takes the directory of a replica out of the trash, to where it was. Its record stays until it is removed.
 ///
 /// # Errors
-/// [`NodeError::NotFound`] if it is not there, [`NodeError::Precondition`] if it cannot be used or is being read, or if something
-/// else has its place.
+/// [`NodeError::NotFound`] if it is not there, [`NodeError::Precondition`] if it cannot be used or is being
+/// read, or if something else has its place.
 pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeError> {
     let (folder, directory) = (folder_of(disk, id, deleted_ms), directory_of(disk, id));
     let is_in_place = directory.try_exists().map_err(NodeError::at(&directory))?;

@@ -1,4 +1,5 @@
-//! A call as kubelet's gRPC library for Go sends it, byte by byte: no client in Rust sends such an `:authority`.
+//! A call as kubelet's gRPC library for Go sends it, byte by byte: no client in Rust sends such an
+//! `:authority`.
 
 use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;

@@ -1,5 +1,6 @@
-//! A stand-in for kubelet's watcher of plugins: it looks through the directory of registrations when it starts, then
-//! follows it by inotify, asks each socket who it is, calls the driver, and tells it that it was taken.
+//! A stand-in for kubelet's watcher of plugins: it looks through the directory of registrations when it
+//! starts, then follows it by inotify, asks each socket who it is, calls the driver, and tells it that it was
+//! taken.
 
 use std::collections::BTreeMap;
 use std::fs;

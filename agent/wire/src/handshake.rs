@@ -41,8 +41,9 @@ pub struct Hello {
 /// The replica takes the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// Drawn at random by each run of the replica's process. An engine does not combine answers and connections of two runs: the
-    /// replica may have lost power in between, and with it data that was not flushed.
+    /// Drawn at random by each run of the replica's process. An engine does not combine answers and
+    /// connections of two runs: the replica may have lost power in between, and with it data that was not
+    /// flushed.
     pub run: u64,
     /// Size of the volume as the replica has it.
     pub size_bytes: u64,
@@ -58,7 +59,8 @@ pub struct Welcome {
     /// The replicas whose missed regions it keeps.
     #[serde(default)]
     pub tracks: Members,
-    /// The newest stamp that it was sent, as its disk has kept it: see [`is_current`](shorthorn_types::is_current).
+    /// The newest stamp that it was sent, as its disk has kept it: see
+    /// [`is_current`](shorthorn_types::is_current).
     #[serde(default)]
     pub stamp: Option<u32>,
 }
@@ -68,7 +70,8 @@ pub struct Welcome {
 pub struct Refusal {
     /// The reason, for people.
     pub message: String,
-    /// The generation that holds the volume, if that is the reason. An engine that believes it ends for good, so it needs a proof.
+    /// The generation that holds the volume, if that is the reason. An engine that believes it ends for good,
+    /// so it needs a proof.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub holder: Option<Holder>,
 }
@@ -104,7 +107,8 @@ fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &Cl
 /// Header and text of a control frame; `request` is the request that it answers, if it does.
 ///
 /// The text is at most [`Opcode::text_max_bytes`] long: the messages are bounded by the number of members, of
-/// proposed views, of runs or of extents. Only a list of layers may be longer, which its sender has to look at.
+/// proposed views, of runs or of extents. Only a list of layers may be longer, which its sender has to look
+/// at.
 #[must_use]
 pub fn encode_text<T: Serialize>(header: Header, text: &T) -> (Header, Vec<u8>) {
     let bytes = serde_json::to_vec(text).unwrap_or_default();

@@ -30,8 +30,8 @@ pub enum Opcode {
     Write = 4,
     /// Makes all writes answered so far durable.
     Flush = 5,
-    /// The range is of no more use: its whole blocks read as zeroes from now on, a block that it covers in part stays
-    /// as it is.
+    /// The range is of no more use: its whole blocks read as zeroes from now on, a block that it covers in
+    /// part stays as it is.
     Discard = 6,
     /// The range reads as zeroes from now on.
     WriteZeroes = 7,
@@ -57,10 +57,11 @@ pub enum Opcode {
     /// Requests the extents of a layer. Text: [`crate::ExtentsQuery`]; the response carries
     /// [`crate::ExtentsPage`].
     Extents = 16,
-    /// Data of the range in one layer alone, whose number is in the status field. With [`Flags::CHECKED`], the
-    /// blocks of it that a reader of the volume sees are compared.
+    /// Data of the range in one layer alone, whose number is in the status field. With [`Flags::CHECKED`],
+    /// the blocks of it that a reader of the volume sees are compared.
     ReadLayer = 17,
-    /// Data for the range in one layer of a replica that is being copied to; its number is in the status field.
+    /// Data for the range in one layer of a replica that is being copied to; its number is in the status
+    /// field.
     WriteLayer = 18,
     /// A layer is, or all of them are, copied: make it durable. Text: [`crate::CopyEnd`].
     CopyEnd = 19,
@@ -173,7 +174,8 @@ pub struct Header {
     pub flags: Flags,
     /// Chosen by the engine, repeated in the response.
     pub id: u64,
-    /// The range in the volume; of control frames and responses without data: offset 0 and the length of the text.
+    /// The range in the volume; of control frames and responses without data: offset 0 and the length of the
+    /// text.
     pub offset_bytes: u64,
     /// See `offset_bytes`.
     pub length_bytes: u32,
@@ -303,7 +305,8 @@ impl Header {
         }
     }
 
-    /// The bytes of the header of a frame of the opening, which has no keyed check yet. [`Session`](crate::Session) makes all others.
+    /// The bytes of the header of a frame of the opening, which has no keyed check yet.
+    /// [`Session`](crate::Session) makes all others.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         self.encode_keyed(|_| 0)
@@ -315,7 +318,8 @@ impl Header {
         check: impl FnOnce(&mut [u8; HEADER_BYTES]) -> u64,
     ) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
-        // As whole words: the checks read them back, and a processor waits if they were written in smaller pieces.
+        // As whole words: the checks read them back, and a processor waits if they were written in smaller
+        // pieces.
         let kind = [VERSION, self.opcode as u8];
         let first =
             u64::from(MAGIC) | u64::from(u16::from_le_bytes(kind)) << 32 | u64::from(self.flags.0) << 48;
@@ -356,7 +360,8 @@ impl Header {
         if u32_at(36) != computed {
             return Err(FrameError::HeaderCheck { found: u32_at(36), computed });
         }
-        // Bytes 0 to 39 are alike in every version, so that each of two versions can say that it is another one.
+        // Bytes 0 to 39 are alike in every version, so that each of two versions can say that it is another
+        // one.
         if bytes[4] != VERSION {
             return Err(FrameError::Version(bytes[4]));
         }

@@ -11,8 +11,8 @@ pub struct WireLayer {
     pub size_bytes: u64,
 }
 
-/// The layers of a replica, from the oldest to the head. Their numbers are their places in it. As a text at most
-/// [`MAX_LAYERS_TEXT_BYTES`](crate::MAX_LAYERS_TEXT_BYTES) long.
+/// The layers of a replica, from the oldest to the head. Their numbers are their places in it. As a text at
+/// most [`MAX_LAYERS_TEXT_BYTES`](crate::MAX_LAYERS_TEXT_BYTES) long.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerList {
     /// The layers.

@@ -16,25 +16,27 @@
 //! | 28 | 4 | status: an errno in a response; the number of the layer in READ_LAYER and WRITE_LAYER; 0 else |
 //! | 32 | 4 | CRC-32C of the data behind the header, 0 where there is none |
 //! | 36 | 4 | CRC-32C of bytes 0 to 35: tells damage from malice, and another version from both |
-//! | 40 | 8 | keyed check: SipHash-2-4 of bytes 0 to 39 and the frame's number (8 bytes); 0 in frames of the opening |
+//! | 40 | 8 | keyed check: SipHash-2-4 of bytes 0 to 39 and the frame's number (8 bytes); 0 in the opening |
 //!
-//! Bytes 0 to 39 mean the same in every version of the protocol, so that each end can say that the other one speaks another
-//! version.
+//! Bytes 0 to 39 mean the same in every version of the protocol, so that each end can say that the other one
+//! speaks another version.
 //!
-//! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: the volume, the replica, its generation,
-//! a nonce of its own, and the proof that it has the volume's secret. The replica answers WELCOME (the response to HELLO)
-//! with the proof that it has the secret too, or a response with an errno and a text, and closes. Only then other frames are
-//! taken. A refusal that names a newer generation counts only with a proof: see [`Session`].
+//! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: the volume, the replica, its
+//! generation, a nonce of its own, and the proof that it has the volume's secret. The replica answers WELCOME
+//! (the response to HELLO) with the proof that it has the secret too, or a response with an errno and a text,
+//! and closes. Only then other frames are taken. A refusal that names a newer generation counts only with a
+//! proof: see [`Session`].
 //!
-//! From then on every frame has a keyed check. Each direction of each connection has a key of its own, and its frames have the
-//! numbers 0, 1, 2, …, which are not sent. So a frame that is repeated, left out, put in another place, sent back to its
-//! sender, brought from another connection, or made without the secret does not pass, and ends the connection.
+//! From then on every frame has a keyed check. Each direction of each connection has a key of its own, and
+//! its frames have the numbers 0, 1, 2, …, which are not sent. So a frame that is repeated, left out, put in
+//! another place, sent back to its sender, brought from another connection, or made without the secret does
+//! not pass, and ends the connection.
 //!
-//! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An attacker in the network
-//! between two hosts who computes another text or other data of the same CRC can change them, though not the order, kind, range,
-//! length or outcome of frames; and can read everything. Only an encrypted connection (TLS) protects from that. All replicas of a
-//! volume have the same secret: a replica that lies can pass for another one of the volume if it answers at the address of
-//! that one.
+//! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An
+//! attacker in the network between two hosts who computes another text or other data of the same CRC can
+//! change them, though not the order, kind, range, length or outcome of frames; and can read everything. Only
+//! an encrypted connection (TLS) protects from that. All replicas of a volume have the same secret: a replica
+//! that lies can pass for another one of the volume if it answers at the address of that one.
 //!
 //! What the engine promises: no two requests that modify data and overlap, rounded to
 //! [`shorthorn_types::limits::BLOCK_BYTES`], are in flight at once over all its connections.

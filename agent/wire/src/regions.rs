@@ -37,7 +37,8 @@ pub struct RegionsPage {
     /// The first region of the next page, if any.
     #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub next: Option<u32>,
-    /// The stamp that is kept with the set: see [`is_current`](shorthorn_types::is_current). 0 of a set that is not kept.
+    /// The stamp that is kept with the set: see [`is_current`](shorthorn_types::is_current). 0 of a set that
+    /// is not kept.
     #[serde(default)]
     pub stamp: u32,
 }

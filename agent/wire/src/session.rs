@@ -21,8 +21,9 @@ const MAC_BLOCK_BYTES: usize = 64;
 #[serde(try_from = "String", into = "String")]
 pub struct Nonce([u8; BYTES]);
 
-/// An HMAC-SHA-256 made with the volume's secret, or with a key derived from it: 64 lower-case hexadecimal digits.
-/// Not comparable: [`Session`] and [`Hello`](crate::Hello) compare in a time that does not depend on the difference.
+/// An HMAC-SHA-256 made with the volume's secret, or with a key derived from it: 64 lower-case hexadecimal
+/// digits. Not comparable: [`Session`] and [`Hello`](crate::Hello) compare in a time that does not depend on
+/// the difference.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Proof([u8; BYTES]);
@@ -62,7 +63,8 @@ pub enum Unproven {
     },
 }
 
-/// The generation that holds a replica, with the proof that a process with the volume's secret says so to this engine.
+/// The generation that holds a replica, with the proof that a process with the volume's secret says so to
+/// this engine.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Holder {
     /// The named generation.
@@ -79,12 +81,12 @@ pub struct ProvenWelcome {
     proof: Proof,
 }
 
-/// The keys of one end of one connection. Both ends derive them from the volume's secret, from a nonce of each, and from all
-/// that the hello claims. So nothing that is proven with them proves anything on another connection, of another queue, or
-/// for a replica or an engine of another name.
+/// The keys of one end of one connection. Both ends derive them from the volume's secret, from a nonce of
+/// each, and from all that the hello claims. So nothing that is proven with them proves anything on another
+/// connection, of another queue, or for a replica or an engine of another name.
 ///
-/// All replicas of a volume have the same secret. So a proof says that some process with the secret has answered as the
-/// replica that the hello names; it does not say that it is no other replica of the volume.
+/// All replicas of a volume have the same secret. So a proof says that some process with the secret has
+/// answered as the replica that the hello names; it does not say that it is no other replica of the volume.
 pub struct Session {
     /// The generation of the engine.
     generation: Generation,
@@ -102,8 +104,8 @@ struct Direction {
 }
 
 impl Session {
-    /// The engine's end of the connection on which the replica has sent `challenge` as its nonce, and the engine `nonce`
-    /// with `claim`.
+    /// The engine's end of the connection on which the replica has sent `challenge` as its nonce, and the
+    /// engine `nonce` with `claim`.
     #[must_use]
     pub fn of_engine(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
         let key = |label| derive(secret, label, challenge, nonce, claim).finalize().into_bytes().into();
@@ -131,7 +133,8 @@ impl Session {
         bytes
     }
 
-    /// Reads and checks the header of the next frame that this end receives. It stays the next one until [`Session::advance`].
+    /// Reads and checks the header of the next frame that this end receives. It stays the next one until
+    /// [`Session::advance`].
     ///
     /// # Errors
     /// [`FrameError`] says what is wrong; the connection has to be closed.
@@ -200,7 +203,8 @@ impl Direction {
         Direction { key: SipHasher24::new_with_key(key), number: 0 }
     }
 
-    /// The keyed check of the next frame, whose header this is. Its number takes the place of the check meanwhile.
+    /// The keyed check of the next frame, whose header this is. Its number takes the place of the check
+    /// meanwhile.
     fn check(&self, header: &mut [u8; HEADER_BYTES]) -> u64 {
         if let Some(end) = header.last_chunk_mut() {
             *end = self.number.to_le_bytes();
@@ -215,8 +219,8 @@ impl fmt::Debug for Session {
     }
 }
 
-/// A MAC over both nonces and all that the engine claims. None of the fields has a line feed, so no two different lists of
-/// fields give the same text.
+/// A MAC over both nonces and all that the engine claims. None of the fields has a line feed, so no two
+/// different lists of fields give the same text.
 pub(crate) fn derive(
     secret: &Secret,
     label: &str,
@@ -610,7 +614,8 @@ mod tests {
 
     #[test]
     fn fingerprints_stay_as_they_are() {
-        // As OpenSSL computes it: printf 'shorthorn-1\nfingerprint\n' | openssl dgst -sha256 -mac HMAC -macopt hexkey:0303…
+        // As OpenSSL computes it: printf 'shorthorn-1\nfingerprint\n' | openssl dgst -sha256 -mac HMAC
+        // -macopt hexkey:0303…
         assert_eq!(fingerprint(SECRET.bytes()), "b0c03de4980e5acf");
         // The same of 'replica directory\n'.
         let of_directory = directory_fingerprint(SECRET.bytes());

@@ -26,8 +26,8 @@ pub struct SummedRun {
     pub crc32c: u32,
 }
 
-/// The sum of a piece of a layer whose blocks, in runs that are as long as can be, are these: of which blocks are there
-/// and of what they hold, since a hole and zeroes are not the same. Never 0.
+/// The sum of a piece of a layer whose blocks, in runs that are as long as can be, are these: of which blocks
+/// are there and of what they hold, since a hole and zeroes are not the same. Never 0.
 #[must_use]
 pub fn piece_sum(runs: impl IntoIterator<Item = SummedRun>) -> u32 {
     let add = |sum, word: u32| crc32c::crc32c_append(sum, &word.to_le_bytes());
@@ -62,8 +62,8 @@ pub struct LayerCheck {
     pub next_bytes: Option<u64>,
 }
 
-/// Sums to keep of a snapshot's layer. The first message has `is_first`, and only after the one with `is_last` they are
-/// kept, durably. Pieces that no message tells of have no blocks.
+/// Sums to keep of a snapshot's layer. The first message has `is_first`, and only after the one with
+/// `is_last` they are kept, durably. Pieces that no message tells of have no blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeepSums {
     /// Name of the image file.
@@ -93,8 +93,8 @@ pub struct LayerPatch {
     pub offset_bytes: u64,
     /// The length in bytes: whole blocks, at most [`PATCH_BYTES_MAX`].
     pub length_bytes: u32,
-    /// First block, counted from the start of the part, and count of each run of blocks that the layer has; it has no
-    /// others. In order.
+    /// First block, counted from the start of the part, and count of each run of blocks that the layer has;
+    /// it has no others. In order.
     pub runs: Vec<(u32, u32)>,
 }
 

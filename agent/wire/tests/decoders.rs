@@ -1,5 +1,5 @@
-//! Decoders get bytes that a hostile or rotten peer may send. They never panic, they hold no more memory than the stated bound,
-//! and a text that they accept encodes back to itself.
+//! Decoders get bytes that a hostile or rotten peer may send. They never panic, they hold no more memory than
+//! the stated bound, and a text that they accept encodes back to itself.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::fmt::Debug;
@@ -16,8 +16,8 @@ use shorthorn_wire::*;
 
 const SECRET: Secret = Secret::new([3; 32]);
 const NONCE: Nonce = Nonce::new([5; 32]);
-/// The most memory that a decoded list or text takes, as a multiple of its text. A list of views without members is the densest:
-/// 70 characters for each; a list that grows doubles its room.
+/// The most memory that a decoded list or text takes, as a multiple of its text. A list of views without
+/// members is the densest: 70 characters for each; a list that grows doubles its room.
 const HELD_PER_BYTE: usize = 8;
 
 fn claim() -> Claim {
@@ -37,7 +37,8 @@ fn changes() -> impl Strategy<Value = Vec<(prop::sample::Index, u8)>> {
     vec((any::<prop::sample::Index>(), byte), 0..6)
 }
 
-/// Headers that are good or nearly good, of every opcode, at and over all limits; sometimes with a few bytes that are others.
+/// Headers that are good or nearly good, of every opcode, at and over all limits; sometimes with a few bytes
+/// that are others.
 fn headers() -> impl Strategy<Value = [u8; HEADER_BYTES]> {
     let offset = prop_oneof![
         Just(0),

@@ -1,9 +1,9 @@
 //! Tracks the volumes that PersistentVolumes of Kubernetes keep: their data is not deleted, whatever the
 //! request.
 //!
-//! It is noted in the status of the volume, so that the admission policy, which sees nothing but the object that is to be
-//! deleted, refuses the same as the controller. A VolumeAttachment names a PersistentVolume, which its attacher keeps for as
-//! long; so there is nothing to note of it.
+//! It is noted in the status of the volume, so that the admission policy, which sees nothing but the object
+//! that is to be deleted, refuses the same as the controller. A VolumeAttachment names a PersistentVolume,
+//! which its attacher keeps for as long; so there is nothing to note of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,8 +1,8 @@
 //! Finds the nodes of a Kubernetes cluster that have an agent, and their addresses.
 //!
-//! An agent registers the CSI driver with the kubelet of its node, under its own name. So there is one wherever the
-//! driver is registered, it answers at the address of that machine, and the name that the driver has there is that of its
-//! Node object.
+//! An agent registers the CSI driver with the kubelet of its node, under its own name. So there is one
+//! wherever the driver is registered, it answers at the address of that machine, and the name that the driver
+//! has there is that of its Node object.
 //!
 //! What was found is noted in the object (`spec.discovered`). The address follows it as long as both are the
 //! same: an address that somebody has set otherwise, or emptied, is never touched again. Since when a machine

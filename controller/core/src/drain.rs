@@ -1,9 +1,9 @@
 //! Lists the rest of a drain of a node or disk: each replica and each engine there, and the event that it
 //! waits for.
 //!
-//! Draining is the work of the volumes' reconcilers: a replica in such a place is replaced first, and goes once as many
-//! replicas as configured have everything without it. Here is only said how far they are. What no reconciler can go on
-//! with by itself is *held*: somebody has to do something.
+//! Draining is the work of the volumes' reconcilers: a replica in such a place is replaced first, and goes
+//! once as many replicas as configured have everything without it. Here is only said how far they are. What
+//! no reconciler can go on with by itself is *held*: somebody has to do something.
 
 use std::collections::BTreeSet;
 

@@ -31,16 +31,17 @@
 //! 1. `volume.status.attach` is raised and stored before any engine is started with that number.
 //! 2. `engine.status.currentState` leaves `stopped` before the first start call, and becomes `stopped`
 //!    only after a stop call was answered: a stored `stopped` is a promise that no start is under way.
-//! 3. `replica.spec.desireState` is `running` before the first call that may make a directory, and is taken back only once
-//!    the status says that a process and a directory may be there. `replica.status.data` becomes `present` in the same
-//!    write that publishes the replica's addresses. An engine gets only published addresses, so no directory that an
-//!    engine has used is ever made anew.
-//! 4. Data is deleted for a replica whose deletion was asked for: by the deletion of its volume, or because it
-//!    was replaced. The latter is asked for, and done, only while the engine serves with the configured number of
-//!    members and does not know that replica any more.
-//! 5. A grant of the arbiter is stored in the volume, by the compare-and-swap that also holds the number of the
-//!    attachment, before any engine is told of it.
-//! 6. A salvage is stored with a number of its own, and the engine is stopped, before the replica is told of it.
+//! 3. `replica.spec.desireState` is `running` before the first call that may make a directory, and is taken
+//!    back only once the status says that a process and a directory may be there. `replica.status.data`
+//!    becomes `present` in the same write that publishes the replica's addresses. An engine gets only
+//!    published addresses, so no directory that an engine has used is ever made anew.
+//! 4. Data is deleted for a replica whose deletion was asked for: by the deletion of its volume, or because
+//!    it was replaced. The latter is asked for, and done, only while the engine serves with the configured
+//!    number of members and does not know that replica any more.
+//! 5. A grant of the arbiter is stored in the volume, by the compare-and-swap that also holds the number of
+//!    the attachment, before any engine is told of it.
+//! 6. A salvage is stored with a number of its own, and the engine is stopped, before the replica is told of
+//!    it.
 #![forbid(unsafe_code)]
 
 mod action;

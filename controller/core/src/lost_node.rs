@@ -1,9 +1,10 @@
 //! Giving up a node that never comes back.
 //!
-//! Somebody has its object deleted; what the node itself would have to do is not waited for any more from there on. Its
-//! replicas go once the engine of their volume serves without them and has forgotten them, or with their volume.
-//! Nothing else is hurried: an engine there is stopped or fenced before another one is started, and a replica that may be
-//! in the view stays. The object stays until nothing is left that names the node.
+//! Somebody has its object deleted; what the node itself would have to do is not waited for any more from
+//! there on. Its replicas go once the engine of their volume serves without them and has forgotten them, or
+//! with their volume. Nothing else is hurried: an engine there is stopped or fenced before another one is
+//! started, and a replica that may be in the view stays. The object stays until nothing is left that names
+//! the node.
 
 use crate::objects::{ConditionType, Key, Kind, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents};

@@ -416,7 +416,8 @@ pub struct ReplicaView {
     pub allocated_bytes: u64,
     /// The directory; empty if not reported.
     pub directory: String,
-    /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does not say.
+    /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does
+    /// not say.
     pub attach: u64,
     /// The views that it knows, no older than that.
     pub views: Option<Box<ReplicaReport>>,

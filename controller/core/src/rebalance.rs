@@ -1,8 +1,9 @@
 //! Rebalancing: plans moves of replicas to better places, on request.
 //!
-//! Nothing is moved unless it is asked for, and nothing of it is remembered but `replica.spec.evictionRequested`: such a
-//! replica is replaced as one of a drained disk is. Its volume's reconciler looks for the better place once more when it comes
-//! to it, and takes the request back where there is none any more. So a request does no harm, however old it is.
+//! Nothing is moved unless it is asked for, and nothing of it is remembered but
+//! `replica.spec.evictionRequested`: such a replica is replaced as one of a drained disk is. Its volume's
+//! reconciler looks for the better place once more when it comes to it, and takes the request back where
+//! there is none any more. So a request does no harm, however old it is.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};

@@ -82,8 +82,8 @@ impl Needed {
         }
     }
 
-    /// Looks again at the volumes for which a change of `node` counts: those with a replica there, if it was cordoned or
-    /// uncordoned.
+    /// Looks again at the volumes for which a change of `node` counts: those with a replica there, if it was
+    /// cordoned or uncordoned.
     pub fn look_at_node(&mut self, world: &World, node: &str) {
         // Of a node that has just come, nobody knows whether it is needed by what cannot be read.
         world.left_out().volumes().into_iter().for_each(|volume| self.look_at(world, volume));

@@ -1,9 +1,9 @@
 //! The schemas of custom resources, by which the API server of Kubernetes checks, shows and keeps the
 //! objects.
 //!
-//! The types derive their schemas; this module has stand-ins for those that are texts outside Rust, and turns what
-//! comes of it into the structural form that custom resources must have. A field that a schema does not know is
-//! dropped by the API server, so a test holds every object against its schema.
+//! The types derive their schemas; this module has stand-ins for those that are texts outside Rust, and turns
+//! what comes of it into the structural form that custom resources must have. A field that a schema does not
+//! know is dropped by the API server, so a test holds every object against its schema.
 
 use std::borrow::Cow;
 

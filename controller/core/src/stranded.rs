@@ -1,14 +1,16 @@
 //! Handles pods that do not end, because the kubelet of their node is gone.
 //!
-//! Kubernetes decides by itself that such pods go elsewhere and marks them as to be deleted, but waits for that kubelet to say
-//! that they have ended. So their objects stay, no new pod comes in their place, and their volumes stay attached. Shorthorn
-//! can say it in the kubelet's place for pods whose disks are its own: whoever detaches such a volume from a node that is lost
-//! fences the engine there first (`reconcile::volume::fence`), and only then may the volume be used elsewhere. So whatever
-//! such a pod still does there, it writes no more.
+//! Kubernetes decides by itself that such pods go elsewhere and marks them as to be deleted, but waits for
+//! that kubelet to say that they have ended. So their objects stay, no new pod comes in their place, and
+//! their volumes stay attached. Shorthorn can say it in the kubelet's place for pods whose disks are its own:
+//! whoever detaches such a volume from a node that is lost fences the engine there first
+//! (`reconcile::volume::fence`), and only then may the volume be used elsewhere. So whatever such a pod still
+//! does there, it writes no more.
 //!
-//! Nothing is decided against Kubernetes: a pod is released only after it has been told to go and the time that it was given
-//! has passed, where both Kubernetes and this controller have lost its node. A disk of another driver that the pod has there
-//! may be written on, for all that is known; such a pod stays. Attachments go when no pod of the node uses them any more.
+//! Nothing is decided against Kubernetes: a pod is released only after it has been told to go and the time
+//! that it was given has passed, where both Kubernetes and this controller have lost its node. A disk of
+//! another driver that the pod has there may be written on, for all that is known; such a pod stays.
+//! Attachments go when no pod of the node uses them any more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -166,7 +168,8 @@ pub struct Plan {
     pub look_again: Option<Duration>,
 }
 
-/// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod is there before its attachment is.
+/// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod is there before its
+/// attachment is.
 #[must_use]
 pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> Plan {
     let mut plan = Plan::default();
@@ -184,7 +187,8 @@ pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Tim
             }
         }
     }
-    // A pod that is released now uses its volumes until its object is gone: Kubernetes would attach them again.
+    // A pod that is released now uses its volumes until its object is gone: Kubernetes would attach them
+    // again.
     let is_used = |attachment: &Attachment| {
         pods.iter().filter(|pod| !pod.has_ended).any(|pod| attachment.is_used_by(pod))
     };
@@ -229,7 +233,8 @@ fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Opti
     if pod.has_inline_disk {
         return Some("Kubernetes itself".to_owned());
     }
-    // A claim without an attachment is none of a disk, unless there are disks of which nobody knows the claims.
+    // A claim without an attachment is none of a disk, unless there are disks of which nobody knows the
+    // claims.
     let attached: BTreeSet<&str> = attachments
         .iter()
         .filter(|attachment| attachment.is_used_by(pod))

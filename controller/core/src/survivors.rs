@@ -1,7 +1,7 @@
 //! Computes the remaining replicas of a volume if some are given up, with their disk or their node.
 //!
-//! Replicas in places that were given up before count as gone. The controller does not know the view of a volume that is not
-//! served: whoever was in it and is not known to have left it counts as a member.
+//! Replicas in places that were given up before count as gone. The controller does not know the view of a
+//! volume that is not served: whoever was in it and is not known to have left it counts as a member.
 
 use std::collections::BTreeSet;
 

@@ -1,9 +1,10 @@
 //! Deleted volumes that are still in the trash of their disks, and how they come back.
 //!
-//! With each directory the agent keeps a record of its volume, as it was stored when its deletion was carried out. A volume comes
-//! back detached, with the replicas that were deleted with it, each with the views in its own files. So it is attached as
-//! any other volume: an engine starts only from replicas that are enough of the newest view, and gets a higher number than any
-//! before. A replica that was deleted while its volume went on is not brought back: its record says so.
+//! With each directory the agent keeps a record of its volume, as it was stored when its deletion was carried
+//! out. A volume comes back detached, with the replicas that were deleted with it, each with the views in its
+//! own files. So it is attached as any other volume: an engine starts only from replicas that are enough of
+//! the newest view, and gets a higher number than any before. A replica that was deleted while its volume
+//! went on is not brought back: its record says so.
 //!
 //! What a deletion could not reach has left its objects behind, with the same records, and its data where
 //! it was: it belongs to the volume again. As a deletion of an object cannot be taken back everywhere, such
@@ -36,8 +37,8 @@ pub struct Record {
     pub with_volume: bool,
     /// The time of the volume's creation, by a clock.
     pub volume_created: Timestamp,
-    /// The version that the store had given to the volume: a store gives a greater one to each volume of the name that
-    /// comes later. 0: the record is of a release that did not note it.
+    /// The version that the store had given to the volume: a store gives a greater one to each volume of the
+    /// name that comes later. 0: the record is of a release that did not note it.
     #[serde(default)]
     pub volume_version: u64,
     /// Without its secret.
@@ -70,7 +71,8 @@ impl Record {
         let spec =
             VolumeSpec { node_id: None, secret: Secret::new([0; SECRET_BYTES]), ..volume.spec.clone() };
         if volume.status.attach == 0 && volume.status.first_members.is_empty() {
-            // It has never had data. An agent keeps the record of the directory that an undeletion has restored.
+            // It has never had data. An agent keeps the record of the directory that an undeletion has
+            // restored.
             return String::new();
         }
         let record = Record {

@@ -188,7 +188,8 @@ impl Fleet {
         for (node, url) in nodes {
             fleet.add(node, url, false)?;
         }
-        // A node that nobody knows counts as lost: what a new controller decides first has to know of all of them.
+        // A node that nobody knows counts as lost: what a new controller decides first has to know of all of
+        // them.
         fleet.know_stored();
         Ok(Arc::new(fleet))
     }
@@ -522,7 +523,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// The cluster that the node belongs to, as its agent says; empty: to none yet. And that of this controller.
+    /// The cluster that the node belongs to, as its agent says; empty: to none yet. And that of this
+    /// controller.
     ///
     /// # Errors
     /// [`CallError`].

@@ -171,8 +171,8 @@ impl Api {
         world.left_behind(&name).any(is_asked)
     }
 
-    /// A deletion that was decided before the volume was stored may have moved directories since `before` was listed. Returns
-    /// the problems.
+    /// A deletion that was decided before the volume was stored may have moved directories since `before` was
+    /// listed. Returns the problems.
     async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
         let FoundTrash { found, .. } = self.fleet.trash().await;
         let is_stored = |trashed: &Trashed| {

@@ -10,7 +10,8 @@ use shorthorn_controller::manual;
 use shorthorn_controller::serve::serve;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API server is away.
+/// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API
+/// server is away.
 const QUIET: &[&str] = &["kube_client=off"];
 
 fn main() -> anyhow::Result<()> {

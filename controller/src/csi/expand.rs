@@ -38,7 +38,8 @@ impl CsiController {
         .await
         .map_err(|error: crate::store::ChangeError<csi::SizedError>| error.into_csi_error())?;
         let wanted_bytes = wanted_bytes.into_inner();
-        // It grows whether somebody waits for that or not: whoever does keeps nobody from taking the volume away.
+        // It grows whether somebody waits for that or not: whoever does keeps nobody from taking the volume
+        // away.
         drop(pass);
         let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
             Some(volume) if volume.current_size_bytes() >= wanted_bytes => {
@@ -49,8 +50,8 @@ impl CsiController {
             None => Some(Err(CsiError::NotFound(format!("volume {name} was deleted meanwhile")))),
         });
         let (size_bytes, grows_later) = grown.await??;
-        // The device of a node has its size by now, or when it is made again. What is on it is another matter; where it is
-        // not said what that is, the node finds out.
+        // The device of a node has its size by now, or when it is made again. What is on it is another
+        // matter; where it is not said what that is, the node finds out.
         let is_device = capability.is_some_and(|capability| capability.access == Access::Block);
         Ok(v1::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(size_bytes).unwrap_or(i64::MAX),

@@ -27,7 +27,8 @@ pub struct Cli {
     /// Address of the controller.
     #[command(flatten)]
     pub reach: ReachArgs,
-    /// Tables are for people and may change, wide ones show more; json and yaml are for programs, name is for scripts
+    /// Tables are for people and may change, wide ones show more; json and yaml are for programs, name is for
+    /// scripts
     #[arg(long, short, global = true, value_enum, default_value_t = Format::Table)]
     pub output: Format,
     /// The command.
@@ -64,8 +65,8 @@ pub enum Command {
     Status,
     /// Checks the setup of the cluster, and suggests a remedy for each problem
     Doctor,
-    /// Writes a support bundle to one file: objects, problems, events, versions, metrics, configuration and logs.
-    /// Leaves out secrets
+    /// Writes a support bundle to one file: objects, problems, events, versions, metrics, configuration and
+    /// logs. Leaves out secrets
     SupportBundle(BundleArgs),
     /// Prints the completion script for a shell
     Completion {
@@ -90,14 +91,16 @@ pub enum Command {
     /// Disks: the directories that hold replicas
     #[command(subcommand)]
     Disk(DiskCommand),
-    /// Orphans: replica directories without a volume, for example on a node or disk that was given up and is back
+    /// Orphans: replica directories without a volume, for example on a node or disk that was given up and is
+    /// back
     #[command(subcommand)]
     Orphan(OrphanCommand),
     /// Certificates: of administrators, nodes, and the cluster's CA
     #[command(subcommand)]
     Tls(TlsCommand),
     /// Moves replicas of attached volumes to better places, a few at a time, and waits for the moves. Better
-    /// places are apart from each other, on the node of the volume if it asks for that, on disks with more room
+    /// places are apart from each other, on the node of the volume if it asks for that, on disks with more
+    /// room
     Rebalance(RebalanceArgs),
 }
 
@@ -140,8 +143,8 @@ pub enum VolumeCommand {
     Detach {
         /// Name of the volume
         name: String,
-        /// Detaches even if a VolumeAttachment names the volume. Kubernetes does not notice: pods on that node do
-        /// not get the volume until you attach it there by hand or delete its VolumeAttachment
+        /// Detaches even if a VolumeAttachment names the volume. Kubernetes does not notice: pods on that
+        /// node do not get the volume until you attach it there by hand or delete its VolumeAttachment
         #[arg(long)]
         force: bool,
         #[command(flatten)]
@@ -185,8 +188,8 @@ pub enum VolumeCommand {
     Scrub {
         /// Name of the volume
         name: String,
-        /// Repairs rot: in a snapshot, data that differs from its checksum; otherwise, data that differs from the
-        /// majority
+        /// Repairs rot: in a snapshot, data that differs from its checksum; otherwise, data that differs from
+        /// the majority
         #[arg(long)]
         repair: bool,
         /// Maximum bytes compared per second, like 100MiB; 0: no limit
@@ -196,17 +199,17 @@ pub enum VolumeCommand {
         #[arg(long, conflicts_with_all = ["repair", "rate"])]
         stop: bool,
     },
-    /// Restarts the engine of an attached volume with the program that is installed on its node. The device stays
-    /// in use
+    /// Restarts the engine of an attached volume with the program that is installed on its node. The device
+    /// stays in use
     UpgradeEngine {
         /// Name of the volume
         name: String,
     },
-    /// Shows the data of each replica of a volume that cannot start, and makes one of them the volume. Data that
-    /// only other replicas have is lost for good
+    /// Shows the data of each replica of a volume that cannot start, and makes one of them the volume. Data
+    /// that only other replicas have is lost for good
     Salvage(SalvageArgs),
-    /// Lists deleted volumes and replicas in the trash. Data stays in the trash of its disk for a day, unless the
-    /// agent is configured otherwise or the disk fills up
+    /// Lists deleted volumes and replicas in the trash. Data stays in the trash of its disk for a day, unless
+    /// the agent is configured otherwise or the disk fills up
     Trash {
         /// Lists only the trash of this volume
         name: Option<String>,
@@ -220,8 +223,8 @@ pub enum VolumeCommand {
         #[arg(long, short, requires = "remove")]
         yes: bool,
     },
-    /// Restores a deleted volume from the trash, detached. Fails if a part of the trash could not be reached. Does
-    /// not create a PersistentVolume
+    /// Restores a deleted volume from the trash, detached. Fails if a part of the trash could not be reached.
+    /// Does not create a PersistentVolume
     Undelete {
         /// Name of the volume
         name: String,
@@ -407,8 +410,8 @@ pub enum NodeCommand {
         /// Name of the node
         name: String,
     },
-    /// Replaces all replicas of a node elsewhere, deletes them, and waits until the node is empty. Uncordon cancels
-    /// the drain
+    /// Replaces all replicas of a node elsewhere, deletes them, and waits until the node is empty. Uncordon
+    /// cancels the drain
     Drain {
         /// Name of the node
         name: String,
@@ -424,12 +427,12 @@ pub enum NodeCommand {
         /// Name of the node
         name: String,
     },
-    /// Reports whether a node can be restarted without leaving a volume with too few replicas, for scripts and
-    /// kured. Exits with 0 if it can, otherwise with 1 and a list of the volumes that hold the node and what they
-    /// wait for
+    /// Reports whether a node can be restarted without leaving a volume with too few replicas, for scripts
+    /// and kured. Exits with 0 if it can, otherwise with 1 and a list of the volumes that hold the node and
+    /// what they wait for
     CanReboot(CanRebootArgs),
-    /// Gives up a node that never comes back. The controller forgets its replicas once their volumes are served
-    /// without them. Drain a node that answers instead
+    /// Gives up a node that never comes back. The controller forgets its replicas once their volumes are
+    /// served without them. Drain a node that answers instead
     #[command(visible_alias = "rm")]
     Delete {
         /// Name of the node
@@ -441,8 +444,9 @@ pub enum NodeCommand {
         #[arg(long)]
         force: bool,
     },
-    /// Takes over a node that belongs to another cluster. Stop the controller of the other cluster first, or remove
-    /// the node from it. Processes on the node continue; this cluster leaves alone those that it does not know
+    /// Takes over a node that belongs to another cluster. Stop the controller of the other cluster first, or
+    /// remove the node from it. Processes on the node continue; this cluster leaves alone those that it does
+    /// not know
     Release {
         /// Name of the node
         name: String,
@@ -568,8 +572,8 @@ pub enum DiskCommand {
         /// The directory there
         path: String,
     },
-    /// Replaces all replicas of a disk on other disks or nodes, deletes them, and waits until the disk is empty.
-    /// Uncordon cancels the drain
+    /// Replaces all replicas of a disk on other disks or nodes, deletes them, and waits until the disk is
+    /// empty. Uncordon cancels the drain
     Drain {
         /// The node
         node: String,
@@ -589,12 +593,12 @@ pub enum DiskCommand {
         node: String,
         /// The directory there
         path: String,
-        /// The disk is gone, read-only or failing, and never comes back. Replaces its replicas without waiting
-        /// for its data
+        /// The disk is gone, read-only or failing, and never comes back. Replaces its replicas without
+        /// waiting for its data
         #[arg(long)]
         lost: bool,
-        /// With --lost: also if nothing seems wrong with it, or if it has the last replica of volumes: those are lost. Else: also if
-        /// something is in its trash, which stays on the disk
+        /// With --lost: also if nothing seems wrong with it, or if it has the last replica of volumes: those
+        /// are lost. Else: also if something is in its trash, which stays on the disk
         #[arg(long)]
         force: bool,
         /// Does not ask

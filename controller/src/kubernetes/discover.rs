@@ -1,4 +1,5 @@
-//! Makes Node objects for the machines of a Kubernetes cluster that have an agent, and keeps their addresses right.
+//! Makes Node objects for the machines of a Kubernetes cluster that have an agent, and keeps their addresses
+//! right.
 
 use std::sync::Arc;
 
@@ -65,7 +66,8 @@ impl MachineChanges {
     }
 }
 
-/// Keeps `known` and the Node objects up to date, until it is dropped. Agents answer at `port` of their machines.
+/// Keeps `known` and the Node objects up to date, until it is dropped. Agents answer at `port` of their
+/// machines.
 pub async fn discover(client: Client, known: Arc<Machines>, store: Arc<dyn Store>, port: u16) {
     tokio::join!(
         known.machines.follow(Api::all(client.clone()), machine),

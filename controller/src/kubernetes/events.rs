@@ -1,7 +1,7 @@
 //! Sends Kubernetes events, which people see with their volume.
 //!
-//! Nobody waits for them. What is to be told goes through a queue with a bound to one task; where the API server is slower
-//! than what happens, events are dropped and counted.
+//! Nobody waits for them. What is to be told goes through a queue with a bound to one task; where the API
+//! server is slower than what happens, events are dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,9 +1,10 @@
-//! The admission policies that refuse deletions by mistake, for API servers since 1.30. The controller itself holds up the
-//! deletion of a volume that a PersistentVolume needs, where there are no such policies; but it cannot keep an object, the
-//! definitions or its own namespace from going.
+//! The admission policies that refuse deletions by mistake, for API servers since 1.30. The controller itself
+//! holds up the deletion of a volume that a PersistentVolume needs, where there are no such policies; but it
+//! cannot keep an object, the definitions or its own namespace from going.
 //!
-//! A policy sees the object that is to be deleted and, one at a time, its parameters. So what it judges by is in the object's
-//! status, or there is a refusal for each object that is a parameter: each volume refuses the deletion of the definitions.
+//! A policy sees the object that is to be deleted and, one at a time, its parameters. So what it judges by is
+//! in the object's status, or there is a refusal for each object that is a parameter: each volume refuses the
+//! deletion of the definitions.
 
 use serde_json::{Value, json};
 use shorthorn_controller_core::objects::Kind;

@@ -1,10 +1,10 @@
 //! Leader election: the controller that holds the Lease leads.
 //!
-//! The holder renews it; whoever else sees it unchanged for its whole duration, by its own clock, takes it. Clocks of
-//! different machines are never compared. The holder counts from before it asked for the last renewal that worked, and
-//! ends [`HOLD_LIMIT`] after that, well before anybody can have seen the lease unchanged for [`DURATION`]. A process
-//! that was halted and does not know the time yet can still try to write: the stored objects have moved on, and the
-//! write is refused.
+//! The holder renews it; whoever else sees it unchanged for its whole duration, by its own clock, takes it.
+//! Clocks of different machines are never compared. The holder counts from before it asked for the last
+//! renewal that worked, and ends [`HOLD_LIMIT`] after that, well before anybody can have seen the lease
+//! unchanged for [`DURATION`]. A process that was halted and does not know the time yet can still try to
+//! write: the stored objects have moved on, and the write is refused.
 
 use std::time::Duration;
 
@@ -145,7 +145,8 @@ impl Leadership {
     pub async fn hold(&mut self) -> String {
         let too_late = || format!("the Lease could not be renewed for {} s", HOLD_LIMIT.as_secs());
         loop {
-            // Nothing is asked when there is no time left: a refusal comes at once, and would be asked for again and again.
+            // Nothing is asked when there is no time left: a refusal comes at once, and would be asked for
+            // again and again.
             let Some(left) = time_left(self.renewed.elapsed()) else { return too_late() };
             let mut wait = RENEW_EVERY;
             if self.renewed.elapsed() >= RENEW_EVERY {

@@ -1,8 +1,10 @@
-//! The lease on a thread of its own, with a runtime and connections of its own: no work of the controller delays a renewal.
+//! The lease on a thread of its own, with a runtime and connections of its own: no work of the controller
+//! delays a renewal.
 //!
-//! The thread also sees to it that the process ends once the lease is lost, even if everything else hangs: another
-//! controller may work by then. If the runtime of the controller runs nothing for [`BEATS_MISSED_MAX`] seconds, the thread
-//! gives the lease up: a controller that hangs must not keep others from leading.
+//! The thread also sees to it that the process ends once the lease is lost, even if everything else hangs:
+//! another controller may work by then. If the runtime of the controller runs nothing for
+//! [`BEATS_MISSED_MAX`] seconds, the thread gives the lease up: a controller that hangs must not keep others
+//! from leading.
 
 use std::io;
 use std::sync::Arc;
@@ -49,8 +51,9 @@ pub struct LeaseThread {
 }
 
 impl LeaseThread {
-    /// Starts the thread, which asks for the lease at once, for the runtime that this is called in. `hangs` runs if the
-    /// process is still there [`END_LIMIT`] after the lease was lost, or after this value went without giving it back.
+    /// Starts the thread, which asks for the lease at once, for the runtime that this is called in. `hangs`
+    /// runs if the process is still there [`END_LIMIT`] after the lease was lost, or after this value went
+    /// without giving it back.
     ///
     /// # Errors
     /// The operating system gives no thread.
@@ -125,7 +128,8 @@ async fn beat(beats: Arc<AtomicU64>) {
     }
 }
 
-/// Waits until the runtime of the controller does not run; returns that as the reason for the loss of the lease.
+/// Waits until the runtime of the controller does not run; returns that as the reason for the loss of the
+/// lease.
 async fn hang(beats: &AtomicU64) -> String {
     let (mut last, mut missed) = (0, 0);
     while missed <= BEATS_MISSED_MAX {

@@ -16,7 +16,8 @@ pub enum ChangeError<E> {
     Store(StoreError),
 }
 
-/// Makes the change that `decide` wants of the stored objects; decides anew where another change came in between.
+/// Makes the change that `decide` wants of the stored objects; decides anew where another change came in
+/// between.
 ///
 /// # Errors
 /// [`ChangeError`].

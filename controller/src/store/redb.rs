@@ -218,8 +218,8 @@ impl Damage {
     }
 }
 
-/// Makes the tables where they are missing, and checks the format. Returns the newest version given out, and the name of the
-/// cluster, which is `drawn` if the file has none yet.
+/// Makes the tables where they are missing, and checks the format. Returns the newest version given out, and
+/// the name of the cluster, which is `drawn` if the file has none yet.
 fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
     let transaction = database.begin_write()?;
     let (revision, cluster) = {

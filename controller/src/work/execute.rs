@@ -5,7 +5,8 @@ use super::{Outcome, Worker};
 use crate::store::StoreError;
 
 impl Worker {
-    /// Carries the actions out in order, up to the first that fails. `version`: that of the object when it was decided.
+    /// Carries the actions out in order, up to the first that fails. `version`: that of the object when it
+    /// was decided.
     pub(super) async fn carry_out(&self, key: &Key, version: u64, decision: Decision) -> Outcome {
         for action in decision.actions {
             // Calls before it may have taken long: an undeletion may want the data again.

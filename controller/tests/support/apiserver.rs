@@ -1,4 +1,5 @@
-//! A stand-in for an API server and the kubelet behind it: it has some objects, and forwards ports as they do.
+//! A stand-in for an API server and the kubelet behind it: it has some objects, and forwards ports as they
+//! do.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

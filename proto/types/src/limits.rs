@@ -21,8 +21,8 @@ pub const MAX_VOLUME_NAME_BYTES: usize = 63;
 pub const MAX_QUEUES: u16 = 8;
 /// The most requests in flight in one queue.
 pub const MAX_QUEUE_DEPTH: u16 = 256;
-/// Data of the frontend's reads that an engine has in flight, on all connections to one replica; of its writes likewise. A replica
-/// has room for more: for copies and scrubs beside.
+/// Data of the frontend's reads that an engine has in flight, on all connections to one replica; of its
+/// writes likewise. A replica has room for more: for copies and scrubs beside.
 pub const ENGINE_FLIGHT_BYTES_MAX: u64 = 4 << 20;
 /// Reads of the frontend that an engine has in flight; all other requests likewise.
 pub const ENGINE_FLIGHT_REQUESTS_MAX: usize = 128;

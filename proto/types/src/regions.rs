@@ -8,8 +8,8 @@ use crate::{ByteRange, ReplicaId};
 pub const REGION_BYTES_MIN: u64 = 64 << 10;
 /// The most regions of one volume; larger volumes have larger regions. A set of them takes 128 KiB.
 ///
-/// A simulation that is built with `--cfg shorthorn_few_regions` has volumes whose regions become larger when they are expanded: no
-/// simulated volume is as large as 64 GiB.
+/// A simulation that is built with `--cfg shorthorn_few_regions` has volumes whose regions become larger when
+/// they are expanded: no simulated volume is as large as 64 GiB.
 pub const REGIONS_MAX: u64 = if cfg!(shorthorn_few_regions) { 24 } else { 1 << 20 };
 
 /// The most runs that one [`MarkRegions`] or one page of regions carries, so that it fits a control frame.
@@ -39,8 +39,8 @@ pub enum MarkAction {
     Clear,
     /// Keep the set no longer. For missed regions only.
     Forget,
-    /// Keep [`MarkRegions::stamp`] as the replica's own, in place of the one before; durable when it is answered. For the intent
-    /// only.
+    /// Keep [`MarkRegions::stamp`] as the replica's own, in place of the one before; durable when it is
+    /// answered. For the intent only.
     Stamp,
 }
 
@@ -82,10 +82,11 @@ impl MarkRegions {
 /// Returns true if a replica that keeps the stamp `own` has kept all that it stored while it was sent stamps
 /// up to `newest`.
 ///
-/// An engine numbers the stamps that it has its members store. It sends one only when every member has stored the one before, and
-/// after each flush that lets it clear write intents it sends three. So a member whose disk has kept everything is behind by
-/// one at most, and one whose disk was restored to a state before such a flush is behind by two at least. `None`: it does not
-/// know, because the file of its write intents is lost or of a version without stamps. Then it counts as current.
+/// An engine numbers the stamps that it has its members store. It sends one only when every member has stored
+/// the one before, and after each flush that lets it clear write intents it sends three. So a member whose
+/// disk has kept everything is behind by one at most, and one whose disk was restored to a state before such
+/// a flush is behind by two at least. `None`: it does not know, because the file of its write intents is lost
+/// or of a version without stamps. Then it counts as current.
 #[must_use]
 pub const fn is_current(own: Option<u32>, newest: u32) -> bool {
     match own {
@@ -399,8 +400,8 @@ mod tests {
     }
 
     proptest! {
-        /// Growing never loses a byte of a set, whether its regions become larger or not, and brings in nothing that is
-        /// further away than the larger region is long.
+        /// Growing never loses a byte of a set, whether its regions become larger or not, and brings in
+        /// nothing that is further away than the larger region is long.
         #[test]
         fn a_set_follows_the_size(
             old_mib in 1u64..200_000,

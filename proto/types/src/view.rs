@@ -11,7 +11,8 @@ use crate::{Generation, ReplicaId};
 pub struct ViewId {
     /// The generation of the engine that made the view.
     pub generation: Generation,
-    /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with or salvaged to.
+    /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with or
+    /// salvaged to.
     pub number: u32,
 }
 

@@ -7,10 +7,10 @@ use shorthorn_types::{Members, ReplicaId, View};
 /// the volume does not have them any more. It has the `wanted` ones, and those of `views`, which have to be
 /// all that the replica knows and all that its engine honours.
 ///
-/// Nothing is lost by that, whoever is wrong: where one member of a first view has no account of a replica, that replica
-/// becomes a copy ([`combine`](crate::combine)). That holds as long as no account is begun again that looks like a
-/// whole one. A replica begins one, from its write intent, for everybody in the views that it knows or is told of who
-/// is not in the next one: so an account of a replica in such a view stays.
+/// Nothing is lost by that, whoever is wrong: where one member of a first view has no account of a replica,
+/// that replica becomes a copy ([`combine`](crate::combine)). That holds as long as no account is begun again
+/// that looks like a whole one. A replica begins one, from its write intent, for everybody in the views that
+/// it knows or is told of who is not in the next one: so an account of a replica in such a view stays.
 #[must_use]
 pub fn accounts_to_forget<'a>(
     tracks: &Members,

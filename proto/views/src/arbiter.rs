@@ -8,11 +8,12 @@ use crate::quorum::{Quorum, quorum};
 
 /// The arbiter's record of one volume: the view that it granted last.
 ///
-/// Half of a view cannot tell whether the other half goes on as well. The arbiter can: it lets one half go on,
-/// and the other only when that has heard of the first. Every grant therefore follows from the one before.
+/// Half of a view cannot tell whether the other half goes on as well. The arbiter can: it lets one half go
+/// on, and the other only when that has heard of the first. Every grant therefore follows from the one
+/// before.
 ///
-/// What it cannot see it has to believe: who has stored the target, and that the engine reports all that it has to
-/// honour. The replicas and [`crate::Change`] see to that.
+/// What it cannot see it has to believe: who has stored the target, and that the engine reports all that it
+/// has to honour. The replicas and [`crate::Change`] see to that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     granted: Option<View>,
@@ -105,8 +106,8 @@ impl Arbiter {
         self.granted
     }
 
-    /// The record turns out to be older than the volume; attachment `since`, which is newer than all that is known of,
-    /// was drawn because of that. Nothing is granted until [`Arbiter::renewed`].
+    /// The record turns out to be older than the volume; attachment `since`, which is newer than all that is
+    /// known of, was drawn because of that. Nothing is granted until [`Arbiter::renewed`].
     #[must_use]
     pub fn stale(&self, since: u64) -> Arbiter {
         Arbiter { granted: self.granted, stale_since: since }
@@ -118,9 +119,10 @@ impl Arbiter {
         Some(self.stale_since).filter(|since| *since > 0)
     }
 
-    /// An engine that was granted nothing has brought `through` through, since the record is known to be stale. So it
-    /// had more than half of every view that anybody may have gone on with. From here on, whoever asks has to have
-    /// honoured that view or something newer; what was granted before does not matter any more.
+    /// An engine that was granted nothing has brought `through` through, since the record is known to be
+    /// stale. So it had more than half of every view that anybody may have gone on with. From here on,
+    /// whoever asks has to have honoured that view or something newer; what was granted before does not
+    /// matter any more.
     #[must_use]
     pub fn renewed(&self, through: View) -> Option<Arbiter> {
         let since = self.stale_since()?;
@@ -128,9 +130,10 @@ impl Arbiter {
         is_later.then_some(Arbiter { granted: Some(through), stale_since: 0 })
     }
 
-    /// An engine asks for `target`, which honours the views in `honoured`; `stored` have stored it or, where the engine
-    /// starts, are fenced and will be proposed to. `attach` is the current attachment. What comes back has to be stored, by the same compare-and-swap that `attach` was
-    /// read with, before the engine is answered. Asking again for what is granted changes nothing.
+    /// An engine asks for `target`, which honours the views in `honoured`; `stored` have stored it or, where
+    /// the engine starts, are fenced and will be proposed to. `attach` is the current attachment. What comes
+    /// back has to be stored, by the same compare-and-swap that `attach` was read with, before the engine is
+    /// answered. Asking again for what is granted changes nothing.
     ///
     /// # Errors
     /// [`NotGranted`].
@@ -169,7 +172,8 @@ impl Arbiter {
     }
 }
 
-/// The target is newer than every view that it honours and part of each, and at least half of each has stored it.
+/// The target is newer than every view that it honours and part of each, and at least half of each has stored
+/// it.
 fn check_quorum(target: View, honoured: &ReplicaReport, stored: &Members) -> Result<(), NotGranted> {
     if !target.members.is_subset_of(stored) {
         let missing = target.members.filter(|id| !stored.contains(id));

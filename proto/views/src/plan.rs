@@ -38,9 +38,10 @@ pub struct Plan {
     pub members: Members,
     /// Replicas that the views would take as members and that are none, and why.
     pub unfit: Vec<(ReplicaId, String)>,
-    /// Replicas that do not know the views that they were in, or none at all where others do, or whose disk was restored to
-    /// an older state. They count for nothing, and nothing is proposed to them: they would learn the views by that, and pass for replicas that hold
-    /// everything but what was counted since they left.
+    /// Replicas that do not know the views that they were in, or none at all where others do, or whose disk
+    /// was restored to an older state. They count for nothing, and nothing is proposed to them: they would
+    /// learn the views by that, and pass for replicas that hold everything but what was counted since they
+    /// left.
     pub blank: Members,
     /// True if every member may have lost data, so that acknowledged but unflushed writes may be lost. A user
     /// who has used the volume since before has to learn of it.
@@ -48,13 +49,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The same start without `offenders`: replicas that are fenced and have reported, but do not do as they are asked after that.
-    /// `witnesses` and `granted` are those that the plan was made with. None if the start needs an offender: as a member, because no
-    /// other replica has kept everything, or as one that stores the view.
+    /// The same start without `offenders`: replicas that are fenced and have reported, but do not do as they
+    /// are asked after that. `witnesses` and `granted` are those that the plan was made with. None if the
+    /// start needs an offender: as a member, because no other replica has kept everything, or as one that
+    /// stores the view.
     ///
-    /// Only the members and the replicas that store the view become fewer, and the views to honour may become more
-    /// ([`basis_without`]). Who is unfit or blank, who may have lost writes, and whether writes are lost stays as it follows from the
-    /// reports of all, the offenders included.
+    /// Only the members and the replicas that store the view become fewer, and the views to honour may become
+    /// more ([`basis_without`]). Who is unfit or blank, who may have lost writes, and whether writes are lost
+    /// stays as it follows from the reports of all, the offenders included.
     #[must_use]
     pub fn without(self, offenders: &Members, witnesses: &[Witness], granted: Option<View>) -> Option<Plan> {
         let Plan { members, unfit, blank, lost_writes, .. } = self;
@@ -80,7 +82,8 @@ pub struct NoPlan {
     pub unfit: Vec<(ReplicaId, String)>,
 }
 
-/// Decides how to start after `witnesses` were fenced; `granted` is the last view that the arbiter has granted.
+/// Decides how to start after `witnesses` were fenced; `granted` is the last view that the arbiter has
+/// granted.
 ///
 /// # Errors
 /// [`NoPlan`] says which replicas are missing or unfit.
@@ -113,8 +116,8 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     let members = basis.members.filter(is_whole);
     let broken = basis.members.filter(|id| !is_whole(id));
     unfit.extend(broken.iter().map(|id| (id, BROKEN.to_owned())));
-    // Who may have lost what was not flushed holds everything that was acknowledged only when the others have had their
-    // say: while one of those is left, it joins later.
+    // Who may have lost what was not flushed holds everything that was acknowledged only when the others have
+    // had their say: while one of those is left, it joins later.
     let has_lost = |id| witnesses.iter().any(|witness| witness.replica == id && witness.lost_cache);
     let intact = members.filter(|id| !has_lost(id));
     let lost_writes = intact.is_empty();
@@ -136,8 +139,9 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
 
-/// The replicas that hold every acknowledged write by their views, but lack stamps that another one of these replicas has. The stamp
-/// of a replica that is being rebuilt does not count: it may be older than the rebuild.
+/// The replicas that hold every acknowledged write by their views, but lack stamps that another one of these
+/// replicas has. The stamp of a replica that is being rebuilt does not count: it may be older than the
+/// rebuild.
 fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
     let holders = || witnesses.iter().filter(|witness| basis.members.contains(witness.replica));
     let newest = holders().filter(|holder| !holder.rebuilding).filter_map(|holder| holder.stamp).max();
@@ -177,7 +181,8 @@ pub struct Kept {
 pub struct Account {
     /// Regions in which the replica lacks data.
     pub missed: RegionSet,
-    /// The newest stamp that was sent to it. If its disk has lost that stamp, it misses more regions than `missed`.
+    /// The newest stamp that was sent to it. If its disk has lost that stamp, it misses more regions than
+    /// `missed`.
     pub stamp: u32,
 }
 

@@ -97,8 +97,9 @@ impl ReplicaViews {
     /// Proposes `view`; `basis` is the report that the engine had to honour. Repeating it changes nothing, be
     /// it committed meanwhile. Nothing else is answered as stored that is not.
     ///
-    /// Of views with the same members the newest is kept: it asks the same of a start, and stays proposed for longer. So
-    /// an engine that fails again and again to bring its first view through does not fill the replicas.
+    /// Of views with the same members the newest is kept: it asks the same of a start, and stays proposed for
+    /// longer. So an engine that fails again and again to bring its first view through does not fill the
+    /// replicas.
     ///
     /// # Errors
     /// [`Refused`].

@@ -44,11 +44,12 @@ pub enum CannotStart {
 /// Returns the basis for an engine that has fenced the replicas in `reports`. `granted` is the last view that
 /// the arbiter has granted, as far as the engine knows. It counts as a proposed one.
 ///
-/// Proposed views that are dead ([`may_be_through`]) are left out: they would stand in the way of others for ever.
+/// Proposed views that are dead ([`may_be_through`]) are left out: they would stand in the way of others for
+/// ever.
 ///
 /// # Errors
-/// [`CannotStart`] says who is missing. An engine whose record of the grants may be old has the arbiter tell it the
-/// newest before it gives up.
+/// [`CannotStart`] says who is missing. An engine whose record of the grants may be old has the arbiter tell
+/// it the newest before it gives up.
 #[allow(clippy::result_large_err)] // made once per start, and it carries the view that is missing
 pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, CannotStart> {
     let is_reached = |id| reports.iter().any(|(reached, _)| *reached == id);
@@ -59,8 +60,9 @@ pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, Canno
 /// later requests. They are no members and count for no quorum: the quorums consist of the replicas in
 /// `stored`.
 ///
-/// The report of an offender still adds views that have to be honoured. But it rules no view out: for that the offender counts as one
-/// that was not reached. So more has to be honoured than with the offenders, never less.
+/// The report of an offender still adds views that have to be honoured. But it rules no view out: for that
+/// the offender counts as one that was not reached. So more has to be honoured than with the offenders, never
+/// less.
 ///
 /// # Errors
 /// As [`basis`], with the offenders among those who are missing.
@@ -142,15 +144,17 @@ impl Start<'_> {
     /// Returns true if the proposed `view` may be committed, now or later; `older` are the views that it can
     /// follow from.
     ///
-    /// If it is through, all its members have stored it, and so has a quorum of the newest view through before it.
-    /// That one is among `older`: whoever stores a proposal stores what it honours. So the view is dead
+    /// If it is through, all its members have stored it, and so has a quorum of the newest view through
+    /// before it. That one is among `older`: whoever stores a proposal stores what it honours. So the view is
+    /// dead
     ///
-    /// - if a member has not stored it, or less than half of each older view has. Who was reached and has not stored it never
-    ///   will, because it is fenced; who was not reached may have.
-    /// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from outside of it.
-    ///   The arbiter does not grant it any more, and it has not been granted before either. For a grant is within the
-    ///   one before, unless something newer than that was committed between the two; that then has all members of the
-    ///   later grant in it, one of whom was reached and reports it: the view is not the newest one through.
+    /// - if a member has not stored it, or less than half of each older view has. Who was reached and has not
+    ///   stored it never will, because it is fenced; who was not reached may have.
+    /// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from
+    ///   outside of it. The arbiter does not grant it any more, and it has not been granted before either.
+    ///   For a grant is within the one before, unless something newer than that was committed between the
+    ///   two; that then has all members of the later grant in it, one of whom was reached and reports it: the
+    ///   view is not the newest one through.
     ///
     /// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
     fn may_be_through(&self, view: &View, older: &[View]) -> bool {

@@ -1,5 +1,5 @@
-//! An attachment and a restart that are used twice: an engine has lost its state file, or the controller's store was
-//! restored from a backup. In the order of the real programs.
+//! An attachment and a restart that are used twice: an engine has lost its state file, or the controller's
+//! store was restored from a backup. In the order of the real programs.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};

@@ -1,10 +1,10 @@
 //! The possible contents of each sector in the reads of a guest.
 //!
-//! Every write has an id, and a sector's content is the id of the write that it shows (0: zeroes). The checker knows when
-//! each write was submitted and when it ended, and from that which ids a read may return:
+//! Every write has an id, and a sector's content is the id of the write that it shows (0: zeroes). The
+//! checker knows when each write was submitted and when it ended, and from that which ids a read may return:
 //!
-//! - never one that a later write has surely replaced: the later one was submitted after the earlier ended, and
-//!   took effect (was acknowledged, or was read) before the read began;
+//! - never one that a later write has surely replaced: the later one was submitted after the earlier ended,
+//!   and took effect (was acknowledged, or was read) before the read began;
 //! - after a loss of power that nobody can survive, also what was replaced by writes that no flush covers.
 
 use crate::replica::ROT;

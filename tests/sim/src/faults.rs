@@ -40,8 +40,8 @@ pub enum Fault {
     CutPowerOfAll,
     /// The disk of a replica is full for a while; with `pages` also for the sets of regions.
     FillDisk { victim: usize, partial: bool, pages: bool, for_us: u64 },
-    /// A disk reports errors; with `partial` some blocks of a modification have changed all the same. A replica that ends by
-    /// that is started again after `for_us`.
+    /// A disk reports errors; with `partial` some blocks of a modification have changed all the same. A
+    /// replica that ends by that is started again after `for_us`.
     BreakDisk { victim: usize, what: Broken, times: u32, partial: bool, for_us: u64 },
     /// For a while the process of a replica lies. It welcomes engines, and reads and writes.
     Lie { victim: usize, at: LieAt, for_us: u64 },
@@ -368,7 +368,8 @@ impl World {
             }
             Fault::RestoreDisk { victim, for_us } => {
                 let victim = self.victim(victim);
-                // Two of three would agree that nothing is missing, and one that does not know its stamp says nothing.
+                // Two of three would agree that nothing is missing, and one that does not know its stamp says
+                // nothing.
                 let tells =
                     |replica: &Replica| !replica.is_rolled_back && replica.judgement().stamp.is_some();
                 let is_known = self.replicas.iter().all(tells) && self.replicas[victim].has_saved_disk();
@@ -436,7 +437,8 @@ impl World {
     fn restore_controller(&mut self, rng: &mut Rng) -> bool {
         let Some(saved) = self.saved_controller.clone() else { return false };
         let before = self.controller.attach;
-        // It shows in a replica that was opened since. A store whose loss nothing shows is restored by nobody.
+        // It shows in a replica that was opened since. A store whose loss nothing shows is restored by
+        // nobody.
         let shown = self.replicas.iter().filter(|replica| replica.up && !replica.gone);
         let shown = shown.map(Replica::attach).max().unwrap_or_default();
         if shown <= saved.attach {
@@ -517,8 +519,8 @@ impl World {
             replica.has_space();
             replica.slow_by_us = 0;
             replica.broken.clear();
-            // A replica that has seen an error of its disk serves nothing until it is started again. If that is not noted, its
-            // host is.
+            // A replica that has seen an error of its disk serves nothing until it is started again. If that
+            // is not noted, its host is.
             if replica.failed {
                 let power = !replica.may_end();
                 let mut rng = self.rng.fork();

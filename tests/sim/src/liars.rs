@@ -1,5 +1,5 @@
-//! Replicas that lie for a while, and lie on when all other trouble is over: as far as the others are enough, the volume has to start and
-//! to come back without their help.
+//! Replicas that lie for a while, and lie on when all other trouble is over: as far as the others are enough,
+//! the volume has to start and to come back without their help.
 
 use shorthorn_types::{Members, ReplicaId, View};
 
@@ -54,7 +54,8 @@ impl World {
         (!core.membership().is_changing()).then(|| core.membership().view().members)
     }
 
-    /// A replica that could be a member and is none. Joining needs a view that every member stores, and so no liar at proposals.
+    /// A replica that could be a member and is none. Joining needs a view that every member stores, and so no
+    /// liar at proposals.
     fn absent(&self) -> Option<ReplicaId> {
         let members = self.serving()?;
         if self.has_liar_at_proposals() {

@@ -1,17 +1,19 @@
-//! A deterministic simulation of one volume: the real engine core, view rules, region keeping and layer plans, over simulated
-//! disks, connections, hosts, a controller and a guest.
+//! A deterministic simulation of one volume: the real engine core, view rules, region keeping and layer
+//! plans, over simulated disks, connections, hosts, a controller and a guest.
 //!
-//! A run follows from its [`Script`] alone, and a script from a seed. For a while there is trouble: processes are killed or
-//! stopped, hosts lose power, connections break, stall or fall silent, disks are full, slow or report errors, the volume is
-//! attached elsewhere, replicas are replaced or lost. Then the trouble ends, and the volume has to come back by itself; where
-//! the last holder of something is gone for good, after a salvage.
+//! A run follows from its [`Script`] alone, and a script from a seed. For a while there is trouble: processes
+//! are killed or stopped, hosts lose power, connections break, stall or fall silent, disks are full, slow or
+//! report errors, the volume is attached elsewhere, replicas are replaced or lost. Then the trouble ends, and
+//! the volume has to come back by itself; where the last holder of something is gone for good, after a
+//! salvage.
 //!
 //! What must hold ([`run`] says which did not):
-//! - a read returns the last acknowledged write of each sector or a concurrent one ([`checker`]), also after the device
-//!   was recovered or attached elsewhere;
+//! - a read returns the last acknowledged write of each sector or a concurrent one ([`checker`]), also after
+//!   the device was recovered or attached elsewhere;
 //! - what a flush or a FUA write has acknowledged survives every loss of power;
 //! - two reads of a sector agree; an engine that is fenced changes nothing any more;
-//! - when the trouble is over, every request is answered, every replica becomes a member, and all of them read the same.
+//! - when the trouble is over, every request is answered, every replica becomes a member, and all of them
+//!   read the same.
 #![forbid(unsafe_code)]
 
 pub mod checker;
@@ -258,8 +260,8 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     }
 }
 
-/// All other trouble is over, and some replicas lie on. As far as the others are enough the volume has to start and to come back
-/// without them.
+/// All other trouble is over, and some replicas lie on. As far as the others are enough the volume has to
+/// start and to come back without them.
 fn outlast_lies(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64) {
     if !world.borrow().has_liars() {
         return;
@@ -494,7 +496,8 @@ impl World {
         self.conns.get(&conn).is_some_and(|conn| conn.engine_open && conn.replica_open)
     }
 
-    /// A replica is given up, and a new one takes its place: as the controller does it, only while all others are members.
+    /// A replica is given up, and a new one takes its place: as the controller does it, only while all others
+    /// are members.
     fn replace_replica(&mut self, victim: usize) -> bool {
         if !self.has_room() || self.guest.replicas.len() < 2 || !self.controller.up || !self.all_are_members()
         {
@@ -608,8 +611,8 @@ impl World {
         }
     }
 
-    /// The operator makes a replica the volume: the best there is. Unless it is a member of every view that may have counted, it
-    /// may lack anything, but holds nothing that was never written.
+    /// The operator makes a replica the volume: the best there is. Unless it is a member of every view that
+    /// may have counted, it may lack anything, but holds nothing that was never written.
     fn salvage(&mut self) {
         self.count("salvages needed");
         let mut rng = self.rng.fork();

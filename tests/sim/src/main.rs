@@ -1,4 +1,5 @@
-//! Runs scripts of the simulation: that of a seed, of a range of seeds, of as many as fit a time, or a stored one.
+//! Runs scripts of the simulation: that of a seed, of a range of seeds, of as many as fit a time, or a stored
+//! one.
 
 use std::collections::BTreeMap;
 use std::fs;

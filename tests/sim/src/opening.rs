@@ -1,5 +1,5 @@
-//! The tasks of an engine process beside serving: open the volume, then bring replicas back, expand them and give them up. The
-//! steps are those of [`shorthorn_recovery`], over simulated connections.
+//! The tasks of an engine process beside serving: open the volume, then bring replicas back, expand them and
+//! give them up. The steps are those of [`shorthorn_recovery`], over simulated connections.
 
 mod courier;
 mod link;

@@ -41,8 +41,8 @@ struct Saved {
     stamp: Option<u32>,
 }
 
-/// A restored disk is recognised by the stamps of the other members if the replica was sent so many more since: they have all of
-/// these but the last.
+/// A restored disk is recognised by the stamps of the other members if the replica was sent so many more
+/// since: they have all of these but the last.
 const STAMPS_THAT_TELL: u32 = 3;
 /// And if no quorum of the view is without another one of them, which is as it was.
 const MEMBERS_THAT_TELL: usize = 3;

@@ -1,8 +1,9 @@
 //! A run as data: its parameters, and every fault with its time and all of its choices.
 //!
-//! A script is made from a seed with a generator of its own, and can be stored, changed and run again. What it does not say
-//! (how long a message or a disk takes) comes from its seed while it runs; what the guest asks for comes from there too, by a
-//! generator of its own. So a stored script survives a change of the generator of scripts, and mostly one of the simulation.
+//! A script is made from a seed with a generator of its own, and can be stored, changed and run again. What
+//! it does not say (how long a message or a disk takes) comes from its seed while it runs; what the guest
+//! asks for comes from there too, by a generator of its own. So a stored script survives a change of the
+//! generator of scripts, and mostly one of the simulation.
 
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};

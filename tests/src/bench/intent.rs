@@ -1,6 +1,6 @@
-//! The cost, in the steady state, of noting regions before they are written, of keeping sums of blocks, and of verified reads: the
-//! same loads on two volumes that run at the same time, one with it and one without. They take short turns, so that a change
-//! on the machine changes both.
+//! The cost, in the steady state, of noting regions before they are written, of keeping sums of blocks, and
+//! of verified reads: the same loads on two volumes that run at the same time, one with it and one without.
+//! They take short turns, so that a change on the machine changes both.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -65,7 +65,8 @@ pub struct CostFigure {
     pub without: f64,
 }
 
-/// Measures `turns` turns of each load with the files below `base`: which volume comes first changes from turn to turn.
+/// Measures `turns` turns of each load with the files below `base`: which volume comes first changes from
+/// turn to turn.
 ///
 /// # Errors
 /// A volume does not start, or a load sees an error.
@@ -108,8 +109,8 @@ impl Subject {
         options.size = "10GiB".into();
         options.extra = cost.arguments(is_with).iter().map(|argument| (*argument).to_owned()).collect();
         let volume = LocalVolume::start(&options)?;
-        // What is written for the first time costs more. And all regions are noted now: they stay so, or are cleared
-        // when the loads leave them alone.
+        // What is written for the first time costs more. And all regions are noted now: they stay so, or are
+        // cleared when the loads leave them alone.
         for _ in 0..2 {
             load(&volume, &WRITE, USED, 0)?;
         }

@@ -5,7 +5,8 @@ use anyhow::{Context, Result};
 /// The resources that some processes have used so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
-    /// CPU time of all their threads, kernel side included, in microseconds. The kernel counts in ticks of 10 ms.
+    /// CPU time of all their threads, kernel side included, in microseconds. The kernel counts in ticks of 10
+    /// ms.
     pub cpu_us: u64,
     /// Resident memory; shared memory counts for each process.
     pub resident_bytes: u64,

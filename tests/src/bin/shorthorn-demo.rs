@@ -18,7 +18,8 @@ struct Arguments {
     /// Only prepares the machine (agent and controller run, a disk is added) and gives a root shell in it.
     #[arg(long)]
     shell: bool,
-    /// The kernel of the machine: ublk (Debian 13's, with ublk and NBD), nbd (Debian 12's, with NBD only) or newest.
+    /// The kernel of the machine: ublk (Debian 13's, with ublk and NBD), nbd (Debian 12's, with NBD only) or
+    /// newest.
     #[arg(long, default_value = "ublk")]
     kernel: String,
 }

@@ -13,12 +13,14 @@ use shorthorn_vmkit::Kernel;
 
 /// An emulated machine is slow: a thousand faults take over an hour.
 const VM_LIMIT: Duration = Duration::from_secs(6 * 3600);
-/// replica_timeout_ms of the volumes, on the processors of this machine and on emulated ones. Those do everything several times slower, and a
-/// replica that is late only for that is dropped for nothing. All other limits are the same: they are times of the engine.
+/// replica_timeout_ms of the volumes, on the processors of this machine and on emulated ones. Those do
+/// everything several times slower, and a replica that is late only for that is dropped for nothing. All
+/// other limits are the same: they are times of the engine.
 const REPLICA_TIMEOUT_MS: u64 = 3000;
 const REPLICA_TIMEOUT_IN_VM_MS: u64 = 10_000;
 
-/// Injects kills, pauses, cuts, slow and full disks, and corrupt frames into volumes of three replicas. Needs root.
+/// Injects kills, pauses, cuts, slow and full disks, and corrupt frames into volumes of three replicas. Needs
+/// root.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Seed of the faults and their order; drawn and printed by default.
@@ -48,7 +50,8 @@ struct Arguments {
     /// Runs in a virtual machine.
     #[arg(long)]
     in_vm: bool,
-    /// The kernel of the machine: newest (Debian's newest), ublk (Debian 13's) or nbd (Debian 12's, without ublk).
+    /// The kernel of the machine: newest (Debian's newest), ublk (Debian 13's) or nbd (Debian 12's, without
+    /// ublk).
     #[arg(long, default_value = "newest", value_parser = kernel, requires = "in_vm")]
     kernel: Kernel,
     /// Stops all volumes after the first violation.

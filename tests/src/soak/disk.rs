@@ -1,4 +1,5 @@
-//! The disk of a replica: a small file system that can be full, on a block device whose requests can be slowed down.
+//! The disk of a replica: a small file system that can be full, on a block device whose requests can be
+//! slowed down.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -155,8 +155,8 @@ const GROUPS: [(Group, u32); 3] = [(Group::Alone, 75), (Group::WithEngine, 12), 
 const SLOW_DISK: Duration = Duration::from_secs(20);
 const REPLICAS: usize = 3;
 
-/// Draws episodes: first one of each row, then at random until there are at least `faults` faults. None lasts longer than
-/// `longest`.
+/// Draws episodes: first one of each row, then at random until there are at least `faults` faults. None lasts
+/// longer than `longest`.
 #[must_use]
 pub fn draw(seed: u64, faults: usize, longest: Duration) -> Vec<Episode> {
     let mut drawing = Drawing { random: fastrand::Rng::with_seed(seed), longest };

@@ -128,8 +128,9 @@ impl<'a> Lane<'a> {
         settled
     }
 
-    /// Waits until all replicas are members and have been so for a while: the engine may not have noticed yet that one is lost. Of the
-    /// requests that are sent after the faults some need every member. When they are answered, it has.
+    /// Waits until all replicas are members and have been so for a while: the engine may not have noticed yet
+    /// that one is lost. Of the requests that are sent after the faults some need every member. When they are
+    /// answered, it has.
     fn until_settled(&self) -> Result<()> {
         loop {
             self.volume.until_whole(WHOLE_LIMIT)?;

@@ -1,5 +1,5 @@
-//! The link between an engine and one replica, as a process of its own would forward it: it can be cut in each direction, slowed
-//! down, and can damage what it carries.
+//! The link between an engine and one replica, as a process of its own would forward it: it can be cut in
+//! each direction, slowed down, and can damage what it carries.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

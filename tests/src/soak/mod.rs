@@ -1,7 +1,8 @@
 //! Many faults of all kinds on several volumes at once, under a load that checks every answer.
 //!
-//! Each volume has three hosts, which are network namespaces, and a load of its own. Its faults come one episode after the other, so that each
-//! stall has one cause; the volumes are what makes faults of all kinds overlap on one machine.
+//! Each volume has three hosts, which are network namespaces, and a load of its own. Its faults come one
+//! episode after the other, so that each stall has one cause; the volumes are what makes faults of all kinds
+//! overlap on one machine.
 
 mod disk;
 mod faults;

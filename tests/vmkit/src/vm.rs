@@ -225,8 +225,8 @@ impl Vm {
         Ok(output.stdout)
     }
 
-    /// Has the host's loopback lead to the guest: its `host_port` to the guest's `guest_port` on [`HOST_SIDE`]. It lasts
-    /// until the machine is off.
+    /// Has the host's loopback lead to the guest: its `host_port` to the guest's `guest_port` on
+    /// [`HOST_SIDE`]. It lasts until the machine is off.
     pub fn forward(&self, host_port: u16, guest_port: u16) -> Result<()> {
         self.with_qemu(|qemu| qemu.forward(host_port, guest_port))
     }

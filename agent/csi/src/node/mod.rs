@@ -1,8 +1,9 @@
 //! The Node service.
 //!
-//! A call checks its arguments, takes the gate of its volume, asks for the volume, and does its work on a thread of its own.
-//! The gate stays taken until that thread is done, also where the caller has gone or the call has taken too long: a
-//! mount that hangs on a frozen volume is still under way, and whoever asks again hears ABORTED.
+//! A call checks its arguments, takes the gate of its volume, asks for the volume, and does its work on a
+//! thread of its own. The gate stays taken until that thread is done, also where the caller has gone or the
+//! call has taken too long: a mount that hangs on a frozen volume is still under way, and whoever asks again
+//! hears ABORTED.
 
 mod expand;
 mod look;
@@ -254,7 +255,8 @@ impl Node for NodeService {
         _: Request<v1::NodeGetCapabilitiesRequest>,
     ) -> Answer<v1::NodeGetCapabilitiesResponse> {
         use v1::node_service_capability::{Rpc, Type, rpc};
-        // Not VOLUME_MOUNT_GROUP: ext4 and xfs have no mount option for it, and kubelet changes the group by itself.
+        // Not VOLUME_MOUNT_GROUP: ext4 and xfs have no mount option for it, and kubelet changes the group by
+        // itself.
         let announced = [
             rpc::Type::StageUnstageVolume,
             rpc::Type::GetVolumeStats,

@@ -1,4 +1,5 @@
-//! Staging: the file system of a volume mounted once for the node. A volume that is used as a device needs none.
+//! Staging: the file system of a volume mounted once for the node. A volume that is used as a device needs
+//! none.
 
 use std::path::Path;
 
@@ -39,8 +40,8 @@ fn not_mounted_at(table: &MountTable, device: &Device, point: &Path) -> Result<(
     }
 }
 
-/// Mounts the file system of a volume at `staging`, unless it is there; makes it where the device is empty. Where it was
-/// mounted.
+/// Mounts the file system of a volume at `staging`, unless it is there; makes it where the device is empty.
+/// Where it was mounted.
 pub(super) fn stage_mount(
     options: &NodeOptions,
     volume: &Volume,

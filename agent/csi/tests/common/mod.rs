@@ -1,7 +1,7 @@
 //! A node with the driver on a Unix socket, and volumes that are loop devices of this host.
 //!
-//! Everything is in a directory of its own, so that tests run beside each other; whatever is mounted there, and the loop
-//! devices, go when the node is dropped, also when its test has failed. Needs root.
+//! Everything is in a directory of its own, so that tests run beside each other; whatever is mounted there,
+//! and the loop devices, go when the node is dropped, also when its test has failed. Needs root.
 #![allow(dead_code, reason = "every test binary uses a part")]
 
 use std::collections::HashMap;

@@ -11,7 +11,8 @@ pub(crate) struct Absent {
     pub covered: RegionSet,
     /// The region from which the search for the next region to copy continues.
     pub cursor: u32,
-    /// The newest stamp that the engine sent to it. If its disk has lost that stamp, it misses more regions than `missed`.
+    /// The newest stamp that the engine sent to it. If its disk has lost that stamp, it misses more regions
+    /// than `missed`.
     pub stamp: u32,
 }
 
@@ -22,7 +23,8 @@ impl Absent {
         Absent { missed, copied: empty(), covered: empty(), cursor: 0, stamp }
     }
 
-    /// The volume has grown. Where its regions become larger, one may be copied in part: it does not count as copied.
+    /// The volume has grown. Where its regions become larger, one may be copied in part: it does not count as
+    /// copied.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         for set in [&mut self.missed, &mut self.copied, &mut self.covered] {
             *set = set.converted(from, to);

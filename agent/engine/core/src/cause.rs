@@ -26,7 +26,8 @@ pub enum Cause {
     Replicas(Blamed),
     /// These members hold rot there, and no other member is left.
     Rot(Blamed),
-    /// The volume refuses every request: see [`CoreConfig::refuses_requests`](crate::CoreConfig::refuses_requests).
+    /// The volume refuses every request: see
+    /// [`CoreConfig::refuses_requests`](crate::CoreConfig::refuses_requests).
     LostWrites,
 }
 

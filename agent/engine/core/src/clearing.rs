@@ -2,8 +2,9 @@
 //! was not written for a while. Out-of-sync regions are cleared once they are copied to their replica. Before
 //! its end the engine settles: it clears all that it can once, without waiting for regions to cool.
 //!
-//! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`]. If a disk is restored to a
-//! state before the flush, the engine sees that by the stamp: no intent set notes the regions any more that this disk lacks.
+//! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`].
+//! If a disk is restored to a state before the flush, the engine sees that by the stamp: no intent set notes
+//! the regions any more that this disk lacks.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf};
 
@@ -12,8 +13,8 @@ use crate::event::{Output, Outputs};
 use crate::marks::Marks;
 use crate::membership::{PeerIndex, PeerMask};
 
-/// While no more than [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are so many times rarer: a
-/// region that is in use now and then is not noted again and again.
+/// While no more than [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are so many times
+/// rarer: a region that is in use now and then is not noted again and again.
 const CALM_INTERVALS: u64 = 12;
 
 /// The state of clearing.
@@ -63,7 +64,8 @@ enum Settling {
 impl Clearing {
     pub fn new(interval_ms: u64, keep_bytes: u64, stamp: u32) -> Clearing {
         Clearing {
-            // All members store the newest stamp at once, so that a member that has lost its own stamp has one again.
+            // All members store the newest stamp at once, so that a member that has lost its own stamp has
+            // one again.
             phase: Phase::Stamping(0),
             settling: Settling::No,
             interval_ms,
@@ -107,8 +109,8 @@ impl Clearing {
         self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
     }
 
-    /// `peer` has failed: a flush that it answers after it has come back belongs to a later turn. If `peer` is a member, the engine
-    /// sends no new stamp before all members have stored the newest one.
+    /// `peer` has failed: a flush that it answers after it has come back belongs to a later turn. If `peer`
+    /// is a member, the engine sends no new stamp before all members have stored the newest one.
     pub fn forget(&mut self, peer: PeerIndex, is_member: bool) {
         self.flushed = self.flushed.without(PeerMask::one(peer));
         if is_member {
@@ -205,8 +207,8 @@ impl EngineCore {
         }
     }
 
-    /// The members are about to clear regions that joiners do not miss. Joiners were sent the writes there, and no account counts
-    /// them: if a joiner comes back without this stamp, it lacks those writes.
+    /// The members are about to clear regions that joiners do not miss. Joiners were sent the writes there,
+    /// and no account counts them: if a joiner comes back without this stamp, it lacks those writes.
     fn note_stamp_of_joiners(&mut self) {
         for peer in self.membership.joining().and(self.clearing.flushed).iter() {
             if let Some(absent) = &mut self.absent[usize::from(peer)] {

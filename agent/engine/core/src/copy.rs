@@ -152,11 +152,11 @@ impl EngineCore {
         preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
     }
 
-    /// All that could give the piece hold rot there. In different blocks of it, perhaps: it is looked at block by block. True
-    /// if there is something to read again.
+    /// All that could give the piece hold rot there. In different blocks of it, perhaps: it is looked at
+    /// block by block. True if there is something to read again.
     ///
-    /// What every member has lost is copied as it is, and told: else no replica could ever join again. A repair has nothing to
-    /// repair it from.
+    /// What every member has lost is copied as it is, and told: else no replica could ever join again. A
+    /// repair has nothing to repair it from.
     fn has_no_sound_source(&mut self, id: SlotId, out: &mut Outputs) -> bool {
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
         if copy.narrow() {
@@ -174,8 +174,9 @@ impl EngineCore {
         true
     }
 
-    /// `peer` knows that it holds something else than was stored there, if it was asked that. Another one gives the piece of a
-    /// copy, to this one too; and what the check says of this one is that it cannot be read.
+    /// `peer` knows that it holds something else than was stored there, if it was asked that. Another one
+    /// gives the piece of a copy, to this one too; and what the check says of this one is that it cannot be
+    /// read.
     pub(crate) fn take_rot(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
         let who = PeerMask::one(peer);
         match self.job(id) {
@@ -249,7 +250,8 @@ impl EngineCore {
         }
     }
 
-    /// Takes `peer`, which has no space, out of a copy that only repairs its rot. False if the copy is more than that.
+    /// Takes `peer`, which has no space, out of a copy that only repairs its rot. False if the copy is more
+    /// than that.
     fn leaves_rot(&mut self, peer: PeerIndex, id: SlotId) -> bool {
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
         if !matches!(copy.step, CopyStep::Write { .. }) {

@@ -55,7 +55,8 @@ pub struct EngineCore {
     pub(crate) unfinished: usize,
     /// Bytes of discards and writes of zeroes that were sent and are not completed.
     pub(crate) zeroing_bytes: u64,
-    /// Reads that are with the replicas, and all other requests: reads do not wait for a member that is slow to write.
+    /// Reads that are with the replicas, and all other requests: reads do not wait for a member that is slow
+    /// to write.
     pub(crate) reads: Flight,
     pub(crate) changes: Flight,
     pub(crate) frozen: bool,
@@ -480,15 +481,17 @@ impl EngineCore {
         self.clearing.stamp()
     }
 
-    /// The newest stamp that was sent to `peer`, which is not in the view; 0 if that is not known. If its disk has lost that stamp,
-    /// it misses more regions than are counted: see [`shorthorn_types::is_current`].
+    /// The newest stamp that was sent to `peer`, which is not in the view; 0 if that is not known. If its
+    /// disk has lost that stamp, it misses more regions than are counted: see
+    /// [`shorthorn_types::is_current`].
     #[must_use]
     pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
         self.absent.get(usize::from(peer)).and_then(Option::as_ref).map_or(0, |absent| absent.stamp)
     }
 
-    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`]. The state
-    /// before the copy may have the newest stamp: so `peer` counts as current only after the stamps of the next turn.
+    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`].
+    /// The state before the copy may have the newest stamp: so `peer` counts as current only after the stamps
+    /// of the next turn.
     pub fn is_in_copy(&mut self, peer: PeerIndex) {
         self.in_copy = self.in_copy.with(PeerMask::one(peer));
         if let Some(absent) = self.absent.get_mut(usize::from(peer)).and_then(Option::as_mut) {

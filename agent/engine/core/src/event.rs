@@ -18,10 +18,11 @@ pub struct CoreConfig {
     pub peers: Vec<PeerConfig>,
     /// The engine's first view, through already.
     pub view: View,
-    /// A replica that does not answer for so long is dropped if the others can go on without it: the table in the description of
-    /// `patience` has all limits.
+    /// A replica that does not answer for so long is dropped if the others can go on without it: the table in
+    /// the description of `patience` has all limits.
     pub replica_timeout_ms: u64,
-    /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go on without it.
+    /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go
+    /// on without it.
     pub late_limit_ms: u64,
     /// The limits of requests that the replicas have at once.
     pub flight_limits: FlightLimits,
@@ -85,7 +86,8 @@ pub struct ScrubConfig {
     pub repair: bool,
 }
 
-/// Blocks of [`BLOCK_BYTES`](shorthorn_types::limits::BLOCK_BYTES) of a slot's buffer that are all zeroes: bit n % 64 of word n / 64.
+/// Blocks of [`BLOCK_BYTES`](shorthorn_types::limits::BLOCK_BYTES) of a slot's buffer that are all zeroes:
+/// bit n % 64 of word n / 64.
 pub type ZeroBlocks = [u64; 4];
 
 /// An input of the core.
@@ -116,7 +118,8 @@ pub enum Event {
         /// The free space of the replica's disk, in MiB; 0 if it is unknown.
         free_mib: u32,
     },
-    /// A replica has answered a PING with an error: it has failed for good, and answers every request with an error.
+    /// A replica has answered a PING with an error: it has failed for good, and answers every request with an
+    /// error.
     PingFailed {
         /// The index of the replica.
         peer: PeerIndex,
@@ -191,12 +194,12 @@ pub enum Event {
     },
     /// Start to compare all members from the beginning, or stop that.
     Scrub(Option<ScrubConfig>),
-    /// The engine is about to end: whatever can be is to be flushed and cleared from the write intent once, however
-    /// new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests go on; what is modified
-    /// meanwhile stays dirty.
+    /// The engine is about to end: whatever can be is to be flushed and cleared from the write intent once,
+    /// however new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests go on; what
+    /// is modified meanwhile stays dirty.
     Settle,
-    /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A replica that
-    /// joins from here on has grown too.
+    /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A
+    /// replica that joins from here on has grown too.
     Expand {
         /// In bytes; less than it has changes nothing.
         size_bytes: u64,
@@ -220,7 +223,8 @@ pub enum Event {
     },
     /// The clock advances. The shell sends this at least four times a second while requests are in flight.
     Tick {
-        /// Milliseconds since any fixed point. Of a step of more than a second one second counts: the process was paused.
+        /// Milliseconds since any fixed point. Of a step of more than a second one second counts: the process
+        /// was paused.
         now_ms: u64,
     },
 }
@@ -240,7 +244,8 @@ impl Event {
     }
 }
 
-// Every request has some of them, which are moved from hand to hand. Views are large and change rarely: boxed.
+// Every request has some of them, which are moved from hand to hand. Views are large and change rarely:
+// boxed.
 const _: () = assert!(size_of::<Output>() <= 96);
 
 /// The reason why connections to a replica are dropped.
@@ -365,7 +370,8 @@ pub enum Output {
         /// The kind of the reason.
         cause: DropCause,
     },
-    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and again if `is_silent` changes.
+    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and
+    /// again if `is_silent` changes.
     Awaited {
         /// The index of the replica.
         peer: PeerIndex,

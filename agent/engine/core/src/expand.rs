@@ -2,11 +2,11 @@
 //! beyond its end. The frontend learns the new size after [`Output::Expanded`], so that no request for the
 //! new part comes before.
 //!
-//! What is counted in regions follows. A large volume has larger regions, and while theirs become larger nothing may be
-//! under way that names one: copies of regions and marks end first, new ones wait, requests go on. Then whatever was to
-//! be copied or may differ is no less than before, and what was about to be cleared is forgotten: there will be
-//! another turn. Regions that are to be made equal stay as they are until they are: requests are let into a region
-//! once it is equal, and must not find it taken back.
+//! What is counted in regions follows. A large volume has larger regions, and while theirs become larger
+//! nothing may be under way that names one: copies of regions and marks end first, new ones wait, requests go
+//! on. Then whatever was to be copied or may differ is no less than before, and what was about to be cleared
+//! is forgotten: there will be another turn. Regions that are to be made equal stay as they are until they
+//! are: requests are let into a region once it is equal, and must not find it taken back.
 
 use shorthorn_types::Regions;
 

@@ -178,8 +178,8 @@ impl Jobs {
         &mut self.jobs[index].1
     }
 
-    /// A slot for anything but a resync, which has the last one to itself: copies that wait for the range of a request that
-    /// has failed must not keep it from what it waits for.
+    /// A slot for anything but a resync, which has the last one to itself: copies that wait for the range of
+    /// a request that has failed must not keep it from what it waits for.
     pub fn free(&self) -> Option<SlotId> {
         let others = self.jobs.len().saturating_sub(1);
         self.jobs[..others].iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)

@@ -146,7 +146,8 @@ impl EngineCore {
             }
         }
         self.take_slot(id, Job::Copy(Copy::new(Why::Join { region }, range, targets)));
-        // It repairs members that hold rot there: until that is done, a verified read of them shows the rot, which has no sums any more.
+        // It repairs members that hold rot there: until that is done, a verified read of them shows the rot,
+        // which has no sums any more.
         let access = if self.verify_reads { Access::Modify } else { Access::Rebuild };
         if self.ranges.enter(id, range, access) {
             self.advance(id, out);
@@ -163,8 +164,9 @@ impl EngineCore {
         from(absent.cursor).chain(from(0)).find(|region| !self.jobs.has(Why::Join { region: *region }))
     }
 
-    /// `range`, which was all of the region when its copy began, was copied to those of `targets` that are left. Where the
-    /// region has grown since, they still miss it: modifications of the new part were not sent to them.
+    /// `range`, which was all of the region when its copy began, was copied to those of `targets` that are
+    /// left. Where the region has grown since, they still miss it: modifications of the new part were not
+    /// sent to them.
     pub(crate) fn region_is_brought(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
         if self.regions.range(region) != range {
             return;

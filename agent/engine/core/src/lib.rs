@@ -12,10 +12,10 @@
 //! - A replica that fails leaves by a view change. Until that is through nothing is acknowledged that the
 //!   replica has not answered, and nothing new is sent. Where half of the members are left, that is until the
 //!   arbiter has granted the view; a further loss meanwhile is the end.
-//! - Members without space for a modification leave if more than half of the view has done it. Else it fails, after all have been
-//!   made equal in its range.
-//! - A member that is connected and does not answer is dropped if the others can go on without it, and else waited for,
-//!   up to a limit.
+//! - Members without space for a modification leave if more than half of the view has done it. Else it fails,
+//!   after all have been made equal in its range.
+//! - A member that is connected and does not answer is dropped if the others can go on without it, and else
+//!   waited for, up to a limit.
 //! - Where the members may differ at the start, nobody reads or writes before the region was copied from one
 //!   of them to all others.
 //! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,
@@ -23,12 +23,13 @@
 //! - What a replica outside the view misses is counted from the moment it leaves or is tracked, and is never
 //!   less than what it lacks. It becomes a member when that is copied, everybody has flushed, and it has been
 //!   told what the others outside the view miss.
-//! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them, end
-//!   nothing but their joining.
+//! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them,
+//!   end nothing but their joining.
 //! - Copies keep to their limits, except where a request waits for one.
-//! - Before the core completes a request with an error, it names the replicas that have caused it ([`Output::Failed`]).
-//! - A core that refuses requests answers each with an error at once, whatever else is under way; it makes the members
-//!   equal and brings replicas up as any other.
+//! - Before the core completes a request with an error, it names the replicas that have caused it
+//!   ([`Output::Failed`]).
+//! - A core that refuses requests answers each with an error at once, whatever else is under way; it makes
+//!   the members equal and brings replicas up as any other.
 #![forbid(unsafe_code)]
 
 mod absent;

@@ -1,28 +1,33 @@
 //! Decides how long the volume waits for a replica that does not answer.
 //!
-//! A replica whose connection breaks is lost at once. One whose connection stays and that does not answer is *late*: its disk
-//! may be slow, or its process may have been stopped. The volume drops it after [`CoreConfig::replica_timeout_ms`] if the others can go
-//! on without it, and else waits for it. These are the limits:
+//! A replica whose connection breaks is lost at once. One whose connection stays and that does not answer is
+//! *late*: its disk may be slow, or its process may have been stopped. The volume drops it after
+//! [`CoreConfig::replica_timeout_ms`] if the others can go on without it, and else waits for it. These are
+//! the limits:
 //!
 //! | Without the late replicas the view has | it has answered no request | it has not answered PING either |
 //! |---|---|---|
 //! | a majority | the time-out | the time-out |
-//! | exactly half, so that the arbiter has to be asked, which may be away | three times the time-out | the time-out |
+//! | exactly half, so that the arbiter has to be asked | three times the time-out | the time-out |
 //! | less, while the view changes | [`CoreConfig::late_limit_ms`] | [`CoreConfig::late_limit_ms`] |
 //! | less, and the view does not change | none | [`CoreConfig::late_limit_ms`] |
 //!
-//! In the last case the engine goes on waiting, because a new start would need the same replicas. A change of the view has a limit, from when
-//! it was proposed: replicas that have come back since can be members after a new start only.
+//! The arbiter may be unreachable, so the limit is longer if it has to be asked.
 //!
-//! A joiner may answer each part of a copy in time, and still hold a modification of that range up for many parts. So the time for which
-//! requests wait for the copy because of the joiner counts as a whole. The limit is the time-out and the time that a slow disk takes for
-//! so many bytes ([`COPY_BYTES_PER_S`]).
+//! In the last case the engine continues to wait, because a new start would need the same replicas. A change of
+//! the view has a limit, from when it was proposed: replicas that have come back since can be members after a
+//! new start only.
 //!
-//! One disk may hold several replicas. All of them are late at almost the same time then, and answer at almost the same time again. None of
-//! them may be dropped because another one is a moment ahead of it. So only those replicas count as able to go on that have answered
-//! all that is older than half of the time-out, and the others are dropped only when there have been enough of these for as long. A
-//! replica that is late beyond [`CoreConfig::late_limit_ms`] is compared with less: with those that have answered all that is older than half of
-//! that limit. Others may be slow because they do its reads too.
+//! A joiner may answer each part of a copy in time, and still hold a modification of that range up for many
+//! parts. So the time for which requests wait for the copy because of the joiner counts as a whole. The limit
+//! is the time-out and the time that a slow disk takes for so many bytes ([`COPY_BYTES_PER_S`]).
+//!
+//! One disk may hold several replicas. All of them are late at almost the same time then, and answer at
+//! almost the same time again. None of them may be dropped because another one is a moment ahead of it. So
+//! only those replicas count as able to go on that have answered all that is older than half of the time-out,
+//! and the others are dropped only when there have been enough of these for as long. A replica that is late
+//! beyond [`CoreConfig::late_limit_ms`] is compared with less: with those that have answered all that is
+//! older than half of that limit. Others may be slow because they do its reads too.
 
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_views::Quorum;
@@ -35,8 +40,9 @@ use crate::slot::{Phase, Slot};
 
 /// A connection that is silent for so long gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
-/// A replica may take a second longer for as many bytes that it makes zeroes: it may have to write them, and an old disk writes
-/// no faster. A time-out of five seconds alone asks for more of [`MAX_ZERO_BYTES`](shorthorn_types::limits::MAX_ZERO_BYTES).
+/// A replica may take a second longer for as many bytes that it makes zeroes: it may have to write them, and
+/// an old disk writes no faster. A time-out of five seconds alone asks for more of
+/// [`MAX_ZERO_BYTES`](shorthorn_types::limits::MAX_ZERO_BYTES).
 const ZEROING_BYTES_PER_S: u64 = 8 << 20;
 /// A joiner may hold requests up for a second longer for as many bytes of a region that is copied to it.
 const COPY_BYTES_PER_S: u64 = 2 << 20;
@@ -58,7 +64,8 @@ pub(crate) struct Patience {
     /// Replicas that answer in time, and replicas that are late but within the limit.
     prompt: Steady,
     alive: Steady,
-    /// The late members that the volume waits for, and those of them that do not answer PING, as the core last told the engine.
+    /// The late members that the volume waits for, and those of them that do not answer PING, as the core
+    /// last told the engine.
     awaited: PeerMask,
     silent: PeerMask,
     /// The members that owe answers for longer than half of the time-out.
@@ -285,8 +292,8 @@ impl EngineCore {
         out.extend(answered.iter().map(|peer| Output::Prompt { peer }));
     }
 
-    /// While no majority of the view has been heard of lately, nothing new is sent: a newer engine may hold the volume, and
-    /// one of these few would answer reads with data that is older than that engine's.
+    /// While no majority of the view has been heard of lately, nothing new is sent: a newer engine may hold
+    /// the volume, and one of these few would answer reads with data that is older than that engine's.
     fn keep_in_touch(&mut self, debts: &Debts) {
         let timeout_ms = self.patience.timeout_ms;
         let heard =
@@ -372,7 +379,8 @@ impl EngineCore {
         let queues = self.patience.queues;
         for peer in self.membership.connected().iter() {
             let Some(lines) = self.patience.lines.get_mut(usize::from(peer)) else { continue };
-            // On every connection: a replica closes one that is silent for long, and one may be dead while others are not.
+            // On every connection: a replica closes one that is silent for long, and one may be dead while
+            // others are not.
             if lines.iter().all(|line| line.pinged_at_ms.is_none()) {
                 for (queue, line) in (0..).zip(lines.iter_mut().take(queues)) {
                     line.pinged_at_ms = Some(now_ms);

@@ -20,7 +20,8 @@ pub enum Operation {
         /// Durable before it is acknowledged.
         fua: bool,
     },
-    /// Tell the check of the range as it reads now, or [`shorthorn_types::Errno::ROTTEN`]. Asked by the core alone.
+    /// Tell the check of the range as it reads now, or [`shorthorn_types::Errno::ROTTEN`]. Asked by the core
+    /// alone.
     Verify,
     /// Reads like [`Operation::Read`], but a replica that knows that its data is not what was stored answers
     /// with [`shorthorn_types::Errno::ROTTEN`]. Only the core sends it.

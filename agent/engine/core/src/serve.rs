@@ -235,7 +235,8 @@ impl EngineCore {
         }
     }
 
-    /// `peer` holds rot in the range of a read: another member answers it, and the range is compared and repaired.
+    /// `peer` holds rot in the range of a read: another member answers it, and the range is compared and
+    /// repaired.
     fn read_elsewhere(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
         (slot.pending, slot.rotten) = (PeerMask::NONE, slot.rotten.with(PeerMask::one(peer)));
@@ -253,8 +254,9 @@ impl EngineCore {
         members.has(peer) && members.is_one()
     }
 
-    /// A replica that cannot even answer a PING has failed, whether a request has shown that or not. Unless it is the last
-    /// member: its errors go to the frontend, request by request, and its loss would freeze the volume.
+    /// A replica that cannot even answer a PING has failed, whether a request has shown that or not. Unless
+    /// it is the last member: its errors go to the frontend, request by request, and its loss would freeze
+    /// the volume.
     pub(crate) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
             self.patience.ponged(peer, queue);
@@ -281,8 +283,8 @@ impl EngineCore {
         }
     }
 
-    /// The last member could not do it. Where a replica that was brought up has done it and has become a member since, that one
-    /// is not the last any more and leaves.
+    /// The last member could not do it. Where a replica that was brought up has done it and has become a
+    /// member since, that one is not the last any more and leaves.
     fn failed_alone(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
         let in_view = self.membership.in_view();
         let members = self.membership.answering();

@@ -1,7 +1,8 @@
 //! The rule of a scrub: which members are right if they differ, for the volume and for single layers.
 //!
-//! A snapshot's layer never changes, and a member may have kept a sum of it from when all agreed. Such a sum tells rot
-//! from what was always so, with two members as with three. Where nobody has kept one, the majority is right.
+//! A snapshot's layer never changes, and a member may have kept a sum of it from when all agreed. Such a sum
+//! tells rot from what was always so, with two members as with three. Where nobody has kept one, the majority
+//! is right.
 
 use crate::membership::PeerIndex;
 

@@ -1,4 +1,5 @@
-//! Accounts of missed regions that replicas keep in vain: they are looked at at every greeting, and forgotten.
+//! Accounts of missed regions that replicas keep in vain: they are looked at at every greeting, and
+//! forgotten.
 
 use shorthorn_types::{MarkRegions, Members, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{accounts_to_forget, lacks_room};
@@ -15,8 +16,9 @@ pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), 
     Ok(())
 }
 
-/// Has a replica that is to store `target` forget accounts that it keeps in vain, if it has no room for more: it could not
-/// store any view that leaves a member out, ever again. `honoured` is the view that the start honours.
+/// Has a replica that is to store `target` forget accounts that it keeps in vain, if it has no room for more:
+/// it could not store any view that leaves a member out, ever again. `honoured` is the view that the start
+/// honours.
 pub(crate) async fn make_room<L: Link>(
     link: &mut L,
     (me, welcome): (ReplicaId, &Welcome),
@@ -36,8 +38,8 @@ pub(crate) async fn make_room<L: Link>(
 /// caller holds, or comes with a view, and then the replica is in a view.
 ///
 /// # Errors
-/// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next greeting tries
-/// again.
+/// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next
+/// greeting tries again.
 pub async fn forget_in_vain<E: ServingEngine>(
     engine: &E,
     link: &mut impl Link<Error = E::Error>,
@@ -60,9 +62,9 @@ fn wanted(engine: &impl ServingEngine) -> Members {
     Members::new(engine.peers().into_iter().map(|(_, peer)| peer.replica)).unwrap_or_default()
 }
 
-/// Has the members forget the account of a replica that the volume no longer has: by greeting each of them, after it has
-/// learned the view without the replica. Returns the members that did not do it: they keep the account in vain until they
-/// are greeted again.
+/// Has the members forget the account of a replica that the volume no longer has: by greeting each of them,
+/// after it has learned the view without the replica. Returns the members that did not do it: they keep the
+/// account in vain until they are greeted again.
 pub async fn give_up<E: ServingEngine>(engine: &E) -> Vec<(ReplicaId, E::Error)> {
     let mut failed = Vec::new();
     let Some(view) = engine.look(|core| core.membership().view()) else { return failed };

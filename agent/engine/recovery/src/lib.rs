@@ -1,17 +1,18 @@
-//! The order of steps in which an engine opens a volume ([`open`]), brings a replica back that is not in the view
-//! ([`rebuild`]), expands the replicas ([`grow_replicas`]) and gives a replica up ([`give_up`]).
+//! The order of steps in which an engine opens a volume ([`open`]), brings a replica back that is not in the
+//! view ([`rebuild`]), expands the replicas ([`grow_replicas`]) and gives a replica up ([`give_up`]).
 //!
-//! The steps are async functions over traits: the engine process brings blocking connections and threads, the simulation
-//! brings its own. So both run the same order of the same questions, and the same decisions about the answers. Nothing in
-//! here knows a clock, a socket or a thread.
+//! The steps are async functions over traits: the engine process brings blocking connections and threads, the
+//! simulation brings its own. So both run the same order of the same questions, and the same decisions about
+//! the answers. Nothing in here knows a clock, a socket or a thread.
 //!
 //! - [`Link`]: a connection to one replica that has taken this engine.
 //! - [`OpeningEngine`]: the process while it opens the volume.
 //! - [`ServingEngine`]: the process while it serves.
 //! - [`Courier`]: the task that brings one replica back.
 //!
-//! [`Offenders`] are the replicas that an attempt to open the volume goes without, [`BadSources`] the members that the next copy is not made
-//! of, and [`Standing`] says how soon a replica that was dropped may come back.
+//! [`Offenders`] are the replicas that an attempt to open the volume goes without, [`BadSources`] the members
+//! that the next copy is not made of, and [`Standing`] says how soon a replica that was dropped may come
+//! back.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 

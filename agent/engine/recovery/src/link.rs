@@ -31,7 +31,8 @@ pub trait Link {
     /// Has the replica grow, durably, to `size_bytes`.
     async fn expand(&mut self, size_bytes: u64) -> Result<(), Self::Error>;
 
-    /// A page of one of the replica's sets of regions. All pages from the first one on have a time limit together.
+    /// A page of one of the replica's sets of regions. All pages from the first one on have a time limit
+    /// together.
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Self::Error>;
 
     /// Changes one of the replica's sets of regions.
@@ -114,8 +115,8 @@ pub enum Misfit<E> {
     NotGrown(E),
 }
 
-/// Gives a replica that has just welcomed the engine the size of the volume. It was away while the volume has grown, or the
-/// volume was not attached then.
+/// Gives a replica that has just welcomed the engine the size of the volume. It was away while the volume has
+/// grown, or the volume was not attached then.
 ///
 /// # Errors
 /// [`Misfit`]; the replica must not be used.

@@ -1,5 +1,6 @@
-//! Replicas that welcome an engine and then do not do as they are asked: attempts to open the volume fail because of them, although
-//! the others could open it. And members that are read to make a copy of them, and answer with an error or nonsense.
+//! Replicas that welcome an engine and then do not do as they are asked: attempts to open the volume fail
+//! because of them, although the others could open it. And members that are read to make a copy of them, and
+//! answer with an error or nonsense.
 //!
 //! All of this is remembered for one process of the engine, and for one run of the replica's process.
 
@@ -17,7 +18,8 @@ const FREE_FAILURES: u32 = FAILURES_MAX + 1;
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The part of an attempt in which a replica has failed. A replica that has come further than that is well again.
+/// The part of an attempt in which a replica has failed. A replica that has come further than that is well
+/// again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Part {
     /// The replica was asked to store the view, and which sets of regions it keeps.
@@ -50,8 +52,8 @@ pub struct Offenders {
 }
 
 impl Offenders {
-    /// An attempt has reached these replicas, of which it knows the runs, out of all that the volume is to have. A replica that was
-    /// started again since has offended nobody.
+    /// An attempt has reached these replicas, of which it knows the runs, out of all that the volume is to
+    /// have. A replica that was started again since has offended nobody.
     pub(crate) fn reached(&mut self, reached: impl IntoIterator<Item = (ReplicaId, u64)>, of: &[ReplicaId]) {
         self.greeted.retain(|known| of.contains(&known.replica));
         for (replica, run) in reached.into_iter().filter(|(replica, _)| of.contains(replica)) {
@@ -65,8 +67,8 @@ impl Offenders {
         }
     }
 
-    /// The replicas that this attempt leaves out if it can do without them. Every second attempt has all: an offender may be well again,
-    /// and the others may need it.
+    /// The replicas that this attempt leaves out if it can do without them. Every second attempt has all: an
+    /// offender may be well again, and the others may need it.
     pub(crate) fn next_left_out(&mut self) -> Members {
         let offenders = self.greeted.iter().filter(|known| known.failures >= FAILURES_MAX);
         // There are no more replicas than a set can have.
@@ -109,8 +111,8 @@ impl Offenders {
     }
 }
 
-/// The members that were read to bring one replica back and have failed in that: the next attempt takes another one. It is kept from
-/// one attempt to the next, by the task that brings the replica back.
+/// The members that were read to bring one replica back and have failed in that: the next attempt takes
+/// another one. It is kept from one attempt to the next, by the task that brings the replica back.
 #[derive(Debug, Default)]
 pub struct BadSources {
     /// The number of failures of each replica; at most one entry for each replica of the volume.

@@ -95,8 +95,8 @@ pub struct Opened<C> {
 pub enum NotOpen<S> {
     /// The attempt has proposed no view: the next one may use the same generation.
     Waiting(String),
-    /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer generation, because a
-    /// view's number never stands for two sets.
+    /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer
+    /// generation, because a view's number never stands for two sets.
     Torn {
         /// The reason, in words.
         reason: String,
@@ -182,8 +182,8 @@ pub trait OpeningEngine {
         proposal: &Proposal,
     ) -> Vec<(Reached<Self::Link>, Result<Option<Kept>, <Self::Link as Link>::Error>)>;
 
-    /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with [`NotOpen::torn_by`] if a member is
-    /// to blame.
+    /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with
+    /// [`NotOpen::torn_by`] if a member is to blame.
     async fn connect(
         &mut self,
         reached: Vec<Reached<Self::Link>>,
@@ -209,8 +209,8 @@ pub async fn open<E: OpeningEngine>(
     let asked = reached.iter().map(|one| one.replica).filter(|id| is_asked(*id));
     let stored = Members::new(asked).unwrap_or_default(); // there are no more replicas than a set can have
     if change.would_need_grant(&stored) {
-        // Nothing is proposed before: a view that one half has stored and that is never granted would stand in the way of
-        // the other half for ever.
+        // Nothing is proposed before: a view that one half has stored and that is never granted would stand
+        // in the way of the other half for ever.
         engine.ask_arbiter(&change, stored);
         let waits_max = (!left_out.is_empty()).then_some(GRANT_WAITS_MAX);
         let granted = await_grant(engine, &change, &mut reached, waits_max).await;
@@ -228,8 +228,9 @@ pub async fn open<E: OpeningEngine>(
     bring_through(engine, volume, change, (reached, stamps), offenders).await
 }
 
-/// The plan for the first view, unless a member has to be waited for: a replica that is left out has to be rebuilt later. With the
-/// offenders that it leaves out: all that they have reported counts, but they are no members and store nothing.
+/// The plan for the first view, unless a member has to be waited for: a replica that is left out has to be
+/// rebuilt later. With the offenders that it leaves out: all that they have reported counts, but they are no
+/// members and store nothing.
 fn plan_view<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
@@ -249,7 +250,8 @@ fn plan_view<E: OpeningEngine>(
         let why = if loses { ", and the others have lost what was not flushed" } else { "" };
         return Err(NotOpen::Waiting(format!("{silent} of the view do not answer{why}")));
     }
-    // An offender is left out no sooner than a replica that does not answer: it has to be brought up later too.
+    // An offender is left out no sooner than a replica that does not answer: it has to be brought up later
+    // too.
     let left_out = if has_waited { offenders.next_left_out() } else { Members::NONE };
     if left_out.is_empty() {
         return Ok((plan, Members::NONE));
@@ -278,8 +280,9 @@ fn with_unfit(none: &NoPlan) -> String {
 
 /// Waits until the arbiter has granted the view of `change`.
 ///
-/// If another replica is back, or another view was granted, the start begins again with the next generation: a grant that
-/// comes late is for the view that was asked for, and never for another of its number. The same after `waits_max` calls.
+/// If another replica is back, or another view was granted, the start begins again with the next generation:
+/// a grant that comes late is for the view that was asked for, and never for another of its number. The same
+/// after `waits_max` calls.
 async fn await_grant<E: OpeningEngine>(
     engine: &mut E,
     change: &Change,
@@ -305,8 +308,9 @@ async fn await_grant<E: OpeningEngine>(
     }
 }
 
-/// Has the replicas store the view; if it is through, and every member has said which sets of regions it keeps, marks it
-/// as committed and connects the queues. `stamps` are those of all that were reached, also of those that are not asked.
+/// Has the replicas store the view; if it is through, and every member has said which sets of regions it
+/// keeps, marks it as committed and connects the queues. `stamps` are those of all that were reached, also of
+/// those that are not asked.
 async fn bring_through<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
@@ -381,8 +385,8 @@ fn blamed<E: OpeningEngine>(
     }
 }
 
-/// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may begin some by
-/// storing it.
+/// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may
+/// begin some by storing it.
 ///
 /// # Errors
 /// The replica has not stored it, or has not said which sets it keeps.
@@ -411,11 +415,12 @@ pub async fn propose_to<L: Link>(
     Ok(Some(Kept { intent, stamp: welcome.stamp, missed }))
 }
 
-/// The view is through: has one replica that has stored it mark it as committed, and forget the accounts that it keeps in
-/// vain.
+/// The view is through: has one replica that has stored it mark it as committed, and forget the accounts that
+/// it keeps in vain.
 ///
 /// # Errors
-/// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and accounts stay until then.
+/// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and accounts stay until
+/// then.
 pub async fn conclude<L: Link>(one: &mut Reached<L>, proposal: &Proposal) -> Result<(), L::Error> {
     let Reached { link, welcome, .. } = one;
     link.commit(proposal.view, &proposal.honoured).await?;

@@ -106,9 +106,9 @@ pub trait Courier {
         state: &CopyState,
     ) -> Result<(), Trouble<Error<Self>>>;
 
-    /// Opens a connection to `replica` for every queue and waits until the queues have them. Fails with [`OTHER_RUN`] if one of them
-    /// leads to another run of its process than `run`. Returns the size that it has at least: the size of the volume before
-    /// the first was opened.
+    /// Opens a connection to `replica` for every queue and waits until the queues have them. Fails with
+    /// [`OTHER_RUN`] if one of them leads to another run of its process than `run`. Returns the size that it
+    /// has at least: the size of the volume before the first was opened.
     async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<Error<Self>>>;
 
     /// Learns that the replica's disk has not kept all that it had stored: it will be a copy.
@@ -320,11 +320,11 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(set.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set))
     }
 
-    /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns the regions in which the source
-    /// has data beside.
+    /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns the regions in
+    /// which the source has data beside.
     ///
-    /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt: so nobody takes an account that is not
-    /// yet whole for all that it lacks.
+    /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt: so nobody takes an
+    /// account that is not yet whole for all that it lacks.
     async fn make_copy(
         &self,
         source: Source,
@@ -355,7 +355,8 @@ impl<C: Courier> Attempt<'_, C> {
         }
     }
 
-    /// The regions in which the head of the source has data; everything else it shares with the snapshots, which are there.
+    /// The regions in which the head of the source has data; everything else it shares with the snapshots,
+    /// which are there.
     async fn find_data(
         &self,
         source: Source,
@@ -387,9 +388,9 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(data)
     }
 
-    /// From now on it counts the regions that the other absent ones miss, as the members do; if they do not know all of
-    /// these, it keeps no account. An account that it has kept from before it was away lacks what was missed meanwhile: if
-    /// it alone is left at the next start, that would pass for all.
+    /// From now on it counts the regions that the other absent ones miss, as the members do; if they do not
+    /// know all of these, it keeps no account. An account that it has kept from before it was away lacks what
+    /// was missed meanwhile: if it alone is left at the next start, that would pass for all.
     async fn keep_accounts(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble<Error<C>>> {
         let (engine, regions) = (self.engine, self.engine.regions());
         let nothing = RegionSet::empty(regions.count());
@@ -431,7 +432,8 @@ impl<C: Courier> Attempt<'_, C> {
     /// core may already know.
     async fn hand_to_core(&self, lack: Lack, size_bytes: u64) -> Result<(), Trouble<Error<C>>> {
         let is_copy = lack.is_copy;
-        // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from the core.
+        // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from
+        // the core.
         let joined = self.decide(|core, outputs| {
             if size_bytes < self.engine.size_bytes() {
                 return None;
@@ -441,8 +443,8 @@ impl<C: Courier> Attempt<'_, C> {
                 core.is_in_copy(self.me);
             }
             core.apply(Event::Join { peer: self.me, missing }, outputs);
-            // With the regions that were counted while it was away. Told here, it is told before the end of even the shortest
-            // copy.
+            // With the regions that were counted while it was away. Told here, it is told before the end of
+            // even the shortest copy.
             let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == self.me);
             self.courier.is_joining(left.map_or(0, |(_, bytes)| bytes), is_copy);
             Some(self.counting(core))
@@ -481,8 +483,8 @@ impl<C: Courier> Attempt<'_, C> {
         self.end_copy().await
     }
 
-    /// Has `keepers` keep all that this one misses, which the core knows by now. Some of them may have begun to count later
-    /// than the source was looked at, or anew: so first they count, then the core is asked.
+    /// Has `keepers` keep all that this one misses, which the core knows by now. Some of them may have begun
+    /// to count later than the source was looked at, or anew: so first they count, then the core is asked.
     async fn complete_accounts(&self, keepers: &[Address]) -> Result<(), Trouble<Error<C>>> {
         let (replica, regions) = (self.replica, self.engine.regions());
         self.keep_missed(keepers, replica, &RegionSet::empty(regions.count()), regions).await?;
@@ -538,7 +540,8 @@ impl<C: Courier> Attempt<'_, C> {
         peers.map(|(index, peer)| Address { peer: index, replica: peer.replica }).collect()
     }
 
-    /// Has `keepers` count the regions that `replica` misses, and `missed`, which counts in `regions`, as a part of them.
+    /// Has `keepers` count the regions that `replica` misses, and `missed`, which counts in `regions`, as a
+    /// part of them.
     async fn keep_missed(
         &self,
         keepers: &[Address],

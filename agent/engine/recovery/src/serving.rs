@@ -19,8 +19,8 @@ pub struct Peer {
     pub last_view: Option<View>,
 }
 
-/// A replica by its number and its id: after the volume has given it up, another one may get its number, or it may come back
-/// under another one.
+/// A replica by its number and its id: after the volume has given it up, another one may get its number, or
+/// it may come back under another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     /// The index of the replica in the engine.
@@ -38,8 +38,8 @@ pub struct PendingView {
     pub honoured: ReplicaReport,
 }
 
-/// The process while it serves. It gives the number of a replica that was given up to another one only after the courier of
-/// that number has ended, and no queue has a connection to the replica.
+/// The process while it serves. It gives the number of a replica that was given up to another one only after
+/// the courier of that number has ended, and no queue has a connection to the replica.
 pub trait ServingEngine {
     /// The reason why a replica has not done a request.
     type Error: LinkError;
@@ -70,11 +70,12 @@ pub trait ServingEngine {
     /// ask the engine for its peers and its size.
     fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R>;
 
-    /// The control connection to a replica, which is made when it is used first, and closed when a request over it fails. After
-    /// the volume has given the replica up every request fails.
+    /// The control connection to a replica, which is made when it is used first, and closed when a request
+    /// over it fails. After the volume has given the replica up every request fails.
     fn line(&self, to: Address) -> Self::Line<'_>;
 
-    /// Makes a new control connection to a replica, which closes the last one. It calls [`crate::forget_in_vain`].
+    /// Makes a new control connection to a replica, which closes the last one. It calls
+    /// [`crate::forget_in_vain`].
     async fn open_line(&self, to: Address) -> Result<Welcome, Self::Error>;
 
     /// Replica number `peer`, unless it was given up.

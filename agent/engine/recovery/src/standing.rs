@@ -1,9 +1,10 @@
 //! Decides how soon a dropped replica may come back.
 //!
-//! Each time that a late replica leaves, the requests of the volume have waited for it for the whole time-out. A replica that is late now and then
-//! would cost its volume that again and again, if it were let in at once. So its pauses grow, and after some rounds it stays out. A replica whose
-//! connections break has cost no time, but each of its returns makes the others that are about to join begin their last steps anew. So does one
-//! whose disk is full, and it holds up the requests that need what is copied to it.
+//! Each time that a late replica leaves, the requests of the volume have waited for it for the whole
+//! time-out. A replica that is late now and then would cost its volume that again and again, if it were let
+//! in at once. So its pauses grow, and after some rounds it stays out. A replica whose connections break has
+//! cost no time, but each of its returns makes the others that are about to join begin their last steps anew.
+//! So does one whose disk is full, and it holds up the requests that need what is copied to it.
 
 use std::time::Duration;
 
@@ -22,8 +23,8 @@ const LATE_PAUSES: [Duration; 6] = [
     // Less than the ten minutes after which the controller makes another replica in its place.
     Duration::from_secs(300),
 ];
-/// The pauses of a replica whose disk is full. The last one is longer than the ten minutes after which the controller makes another
-/// replica in its place: each return would begin these ten minutes anew.
+/// The pauses of a replica whose disk is full. The last one is longer than the ten minutes after which the
+/// controller makes another replica in its place: each return would begin these ten minutes anew.
 const FULL_PAUSES: [Duration; 9] = [
     Duration::from_secs(1),
     Duration::from_secs(1),
@@ -82,7 +83,8 @@ impl Strikes {
 }
 
 impl Standing {
-    /// The replica is dropped. `now` counts from any fixed point; `is_needed`: without it so few are left that it may not stay out.
+    /// The replica is dropped. `now` counts from any fixed point; `is_needed`: without it so few are left
+    /// that it may not stay out.
     pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> Stay {
         match cause {
             DropCause::Late => {

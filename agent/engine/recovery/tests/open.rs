@@ -1,4 +1,5 @@
-//! The order of the steps of a start, and the way each of their outcomes is taken, with an engine that writes down its calls.
+//! The order of the steps of a start, and the way each of their outcomes is taken, with an engine that writes
+//! down its calls.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::cell::RefCell;
@@ -348,7 +349,8 @@ fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_en
 /// The result of an attempt.
 type Attempted = Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>>;
 
-/// An attempt to open a volume of `count` replicas of which the second refuses every proposal, and the calls that it makes.
+/// An attempt to open a volume of `count` replicas of which the second refuses every proposal, and the calls
+/// that it makes.
 fn attempt_with_a_liar(
     offenders: &mut Offenders,
     count: u64,

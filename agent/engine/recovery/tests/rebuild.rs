@@ -1,5 +1,5 @@
-//! A replica is brought back while the volume changes: it is given up and another one gets its number, or the member that it is
-//! copied from leaves.
+//! A replica is brought back while the volume changes: it is given up and another one gets its number, or the
+//! member that it is copied from leaves.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::cell::RefCell;
@@ -133,7 +133,8 @@ impl Engine {
         }
     }
 
-    /// At its moment the volume is to have replica 3 instead of replica 2, which gets the number of that one; or member 1 leaves.
+    /// At its moment the volume is to have replica 3 instead of replica 2, which gets the number of that one;
+    /// or member 1 leaves.
     fn reaches(&self, moment: Moment) {
         if self.moment != moment {
             return;

@@ -3,8 +3,8 @@ use std::io;
 use shorthorn_ring::{IoBuf, Stream};
 use shorthorn_wire::{FrameError, HEADER_BYTES, Header, Session};
 
-/// A stream of frames with keyed checks. All headers that are sent and taken pass through here, so that none is left out
-/// of the numbers.
+/// A stream of frames with keyed checks. All headers that are sent and taken pass through here, so that none
+/// is left out of the numbers.
 #[derive(Debug)]
 pub struct Framed {
     /// For all but headers.

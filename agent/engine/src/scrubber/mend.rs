@@ -11,8 +11,8 @@ use crate::connection::ConnectError;
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);
 
-/// A piece of a layer as a member holds it: the runs of blocks that are there, and the data of the whole piece with
-/// zeroes elsewhere.
+/// A piece of a layer as a member holds it: the runs of blocks that are there, and the data of the whole
+/// piece with zeroes elsewhere.
 #[derive(Debug, PartialEq, Eq)]
 struct Held {
     piece: ByteRange,

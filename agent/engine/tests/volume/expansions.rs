@@ -102,7 +102,8 @@ fn the_next_engine_ends_an_expansion_that_was_cut_off() {
     volume.assert_equal();
 }
 
-/// A replica that hangs while the volume grows leaves the view, as for any request; it follows when it is back.
+/// A replica that hangs while the volume grows leaves the view, as for any request; it follows when it is
+/// back.
 #[test]
 fn a_replica_that_hangs_does_not_stop_an_expansion() {
     let mut volume = Volume::start(3, SIZE);

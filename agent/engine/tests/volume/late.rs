@@ -1,4 +1,5 @@
-//! Replicas whose disk hangs while their processes answer: on a file system that is frozen for a while. These tests need root.
+//! Replicas whose disk hangs while their processes answer: on a file system that is frozen for a while. These
+//! tests need root.
 
 use shorthorn_control::{EnginePhase, EngineStatus, MemberMode};
 

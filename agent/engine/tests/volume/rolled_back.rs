@@ -1,4 +1,5 @@
-//! The disk of a replica is restored to an older state, while the view stays the same: it counts for nothing, and is made anew.
+//! The disk of a replica is restored to an older state, while the view stays the same: it counts for nothing,
+//! and is made anew.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -1,6 +1,6 @@
-//! Clients that take their time for an answer, or for their data: the memory of their slot is theirs until they are
-//! through, although no request is in flight. That they are slow is what is tested; how slow, the engine says: they
-//! wait until it has thought of giving memory back.
+//! Clients that take their time for an answer, or for their data: the memory of their slot is theirs until
+//! they are through, although no request is in flight. That they are slow is what is tested; how slow, the
+//! engine says: they wait until it has thought of giving memory back.
 
 use std::io::Write;
 

@@ -215,7 +215,8 @@ impl Volume {
         head.write_all_at(&[0; 4096], offset).unwrap();
     }
 
-    /// A replica that hangs. `kill` returns before the threads of a process have stopped, so this waits for that.
+    /// A replica that hangs. `kill` returns before the threads of a process have stopped, so this waits for
+    /// that.
     pub fn pause(&self, number: usize) {
         let pid = self.pid(number);
         kill(pid, Signal::SIGSTOP).unwrap();

@@ -331,8 +331,8 @@ impl Connection {
 
     fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared, io: &mut QueueIo<'_>) {
         let mut command = Command::new(self.id, header.kind, header.fua(), header.cookie);
-        // Of a longer range the zeroes are made without taking space. All requests behind it on this connection wait until its last
-        // part is under way, and as data it may be 4 GiB.
+        // Of a longer range the zeroes are made without taking space. All requests behind it on this
+        // connection wait until its last part is under way, and as data it may be 4 GiB.
         command.no_hole = header.no_hole() && header.length_bytes <= MAX_ZERO_BYTES;
         command.offset_bytes = header.offset_bytes;
         command.rest_bytes = match header.kind {

@@ -1,5 +1,5 @@
-//! The frontend `nbd`: a block device /dev/nbdN of the kernel's NBD driver, served over a pair of Unix sockets for
-//! each queue, without a handshake.
+//! The frontend `nbd`: a block device /dev/nbdN of the kernel's NBD driver, served over a pair of Unix
+//! sockets for each queue, without a handshake.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,20 +26,23 @@ use crate::{
     QueueIo, QueueSocket, probe, wait,
 };
 
-/// For devices with several queues: after this many seconds without an answer the kernel gives up the connection and sends its
-/// requests again on another one. Nothing else makes it do that with a request that it has sent. So it is how long requests wait
-/// that were in flight when an engine died; one that ends in order hands its sockets over instead. It is longer than most pauses
-/// of an engine that lives, which loses its connection by that.
+/// For devices with several queues: after this many seconds without an answer the kernel gives up the
+/// connection and sends its requests again on another one. Nothing else makes it do that with a request that
+/// it has sent. So it is how long requests wait that were in flight when an engine died; one that ends in
+/// order hands its sockets over instead. It is longer than most pauses of an engine that lives, which loses
+/// its connection by that.
 const REQUEST_TIMEOUT_S: u64 = 15;
-/// For devices with one queue: the driver gives up no connection for time. When the timer of a request runs out, it sends the
-/// request again if the socket was replaced since, else it starts the timer anew (`nbd_xmit_timeout` in drivers/block/nbd.c, Linux
-/// 5.8 and later; with several sockets it does not come there).
+/// For devices with one queue: the driver gives up no connection for time. When the timer of a request runs
+/// out, it sends the request again if the socket was replaced since, else it starts the timer anew
+/// (`nbd_xmit_timeout` in drivers/block/nbd.c, Linux 5.8 and later; with several sockets it does not come
+/// there).
 const NO_TIMEOUT: u64 = 0;
 /// The timer that the driver gives the requests of a device with [`NO_TIMEOUT`].
 const DEFAULT_TIMER_MS: u32 = 30_000;
-/// The timer that they get instead: how long requests wait after the next engine has come. The block layer rounds it up by a
-/// second. Each time it runs out, the driver logs a line ("Possible stuck request") without a limit. At 2 s the most that it can
-/// log while a volume stands still is one line for each of its 128 requests in 2 s.
+/// The timer that they get instead: how long requests wait after the next engine has come. The block layer
+/// rounds it up by a second. Each time it runs out, the driver logs a line ("Possible stuck request") without
+/// a limit. At 2 s the most that it can log while a volume stands still is one line for each of its 128
+/// requests in 2 s.
 const REQUEST_TIMER_MS: u32 = 2000;
 /// The time limit in the kernel for a new request while its device has no connection. The kernel cannot tell
 /// an engine that does not come back from one that waits for its replicas. That may take as long as a site is
@@ -59,8 +62,8 @@ const DEAD_LIMIT: Duration = Duration::from_secs(2);
 /// The time limit for the removal of a disconnected device.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
-/// Makes a queue for each of the sockets that were handed over, and a socket pair for each of the other queues. The
-/// device itself comes, or comes back, with [`Device::go_live`].
+/// Makes a queue for each of the sockets that were handed over, and a socket pair for each of the other
+/// queues. The device itself comes, or comes back, with [`Device::go_live`].
 ///
 /// # Errors
 /// The kernel has no NBD, or the volume has a device that another process serves.
@@ -146,8 +149,8 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
     Ok(None)
 }
 
-/// Takes away every NBD device of `volume` that an engine left behind which does not come back. Requests that wait
-/// there fail. Returns how many devices there were.
+/// Takes away every NBD device of `volume` that an engine left behind which does not come back. Requests that
+/// wait there fail. Returns how many devices there were.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where a living process serves one.
@@ -217,8 +220,8 @@ struct KernelQueue {
 }
 
 impl KernelQueue {
-    /// After a connection broke: makes a new one. This is the one thing here that allocates; it happens after a
-    /// failure only.
+    /// After a connection broke: makes a new one. This is the one thing here that allocates; it happens after
+    /// a failure only.
     fn mend(&mut self, io: &mut QueueIo<'_>) {
         self.broken |= self.service.take_lost();
         let is_closed = self.is_parked || self.closed.load(Ordering::Acquire);

@@ -1,7 +1,7 @@
 //! The sockets between the kernel's NBD driver and our queues, and how broken ones are replaced.
 //!
-//! The kernel gives up a socket when we close it. With several queues it also does so when a request was not answered within the
-//! time-out. RECONFIGURE puts a new socket in place of a dead one.
+//! The kernel gives up a socket when we close it. With several queues it also does so when a request was not
+//! answered within the time-out. RECONFIGURE puts a new socket in place of a dead one.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -82,7 +82,8 @@ impl Target {
     /// Puts `socket` in place of a dead one, as soon as there is a dead one.
     ///
     /// # Errors
-    /// What the driver answers; [`io::ErrorKind::TimedOut`] where all sockets stay alive: somebody else serves.
+    /// What the driver answers; [`io::ErrorKind::TimedOut`] where all sockets stay alive: somebody else
+    /// serves.
     pub(super) fn reconnect(&self, socket: &OwnedFd) -> io::Result<()> {
         let taken = wait::until(OFFER_LIMIT, || {
             let offered = socket.try_clone()?;
@@ -105,8 +106,8 @@ impl Target {
     }
 }
 
-/// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from `broken`.
-/// Ends when all queues have ended. Sets `closed` where the device is gone for good.
+/// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from
+/// `broken`. Ends when all queues have ended. Sets `closed` where the device is gone for good.
 pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<AtomicBool>) -> io::Result<()> {
     let keeper = move || {
         // The device waits for us; what this machine does not allow is reported by the queues' threads.

@@ -1,8 +1,8 @@
 //! The kernel's NBD driver over generic netlink: connect, reconnect, resize, disconnect (linux/nbd-netlink.h,
 //! linux/netlink.h, linux/genetlink.h).
 //!
-//! A call runs inside send(2), in the kernel, and may wait for locks and for requests in flight: never call from
-//! a thread that serves the device.
+//! A call runs inside send(2), in the kernel, and may wait for locks and for requests in flight: never call
+//! from a thread that serves the device.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -116,9 +116,10 @@ impl Driver {
 
     /// Offers `socket` to device `index` in place of a dead one. Returns whether the driver has taken it.
     ///
-    /// The driver answers the same if it has taken a socket and if none was dead. So a descriptor follows that is none. The
-    /// driver goes through the list until it finds no dead socket: it comes to that descriptor, and refuses it, only if it
-    /// has taken the one before (nbd_genl_reconfigure in drivers/block/nbd.c).
+    /// The driver answers the same if it has taken a socket and if none was dead. So a descriptor follows
+    /// that is none. The driver goes through the list until it finds no dead socket: it comes to that
+    /// descriptor, and refuses it, only if it has taken the one before (nbd_genl_reconfigure in
+    /// drivers/block/nbd.c).
     pub(super) fn reconnect(
         &mut self,
         index: u32,

@@ -1,5 +1,5 @@
-//! The NBD protocol as bytes: numbers, the request header and the replies. Pure; the source is the protocol's own
-//! document (NetworkBlockDevice/nbd, doc/proto.md). Everything is big-endian.
+//! The NBD protocol as bytes: numbers, the request header and the replies. Pure; the source is the protocol's
+//! own document (NetworkBlockDevice/nbd, doc/proto.md). Everything is big-endian.
 
 use shorthorn_types::Errno;
 

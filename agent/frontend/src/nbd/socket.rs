@@ -163,7 +163,8 @@ impl SocketQueue {
         }
     }
 
-    /// A client waits, or did: ends the oldest negotiation for it if that has taken long enough, or sets the timer.
+    /// A client waits, or did: ends the oldest negotiation for it if that has taken long enough, or sets the
+    /// timer.
     fn make_room(&mut self, io: &mut QueueIo<'_>) {
         self.watching = false;
         let is_waiting = || is_readable(&self.listener) && !self.stopping.load(Ordering::Acquire);

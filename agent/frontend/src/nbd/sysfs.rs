@@ -46,8 +46,8 @@ pub(super) fn number(index: u32) -> io::Result<DeviceNumber> {
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Has udev look at device `index` again. The kernel may tell it of a new device before the attribute `backend`
-/// is there, by which our rules know it.
+/// Has udev look at device `index` again. The kernel may tell it of a new device before the attribute
+/// `backend` is there, by which our rules know it.
 ///
 /// # Errors
 /// What the file system answers.
@@ -78,16 +78,16 @@ fn find_in(root: &Path, backend: &str) -> io::Result<Vec<u32>> {
     Ok(found)
 }
 
-/// Asks the kernel to make requests of device `index` of up to `bytes`, and no longer ones. It does so soon. By itself the
-/// driver of Linux 6.1 ends them at 128 KiB, and that of Linux 6.12 at 1280 KiB.
+/// Asks the kernel to make requests of device `index` of up to `bytes`, and no longer ones. It does so soon.
+/// By itself the driver of Linux 6.1 ends them at 128 KiB, and that of Linux 6.12 at 1280 KiB.
 pub(super) fn limit_requests(index: u32, bytes: u32) {
     let consequence = "long requests are cut, or take two slots";
     queue_attribute::set(&name(index), "max_sectors_kb", bytes / 1024, consequence);
 }
 
-/// Has the timer of the requests of device `index` lowered from `default_ms`, the driver's own one of a device without a request
-/// time-out. It happens soon. A device that an earlier version has made has a time-out and keeps its timer: when that one runs out,
-/// the driver gives up the connection.
+/// Has the timer of the requests of device `index` lowered from `default_ms`, the driver's own one of a
+/// device without a request time-out. It happens soon. A device that an earlier version has made has a
+/// time-out and keeps its timer: when that one runs out, the driver gives up the connection.
 pub(super) fn set_request_timer(index: u32, default_ms: u32, value_ms: u32) {
     let consequence = "requests may wait 30 s after this process has died";
     queue_attribute::lower_from(&name(index), "io_timeout", default_ms, value_ms, consequence);

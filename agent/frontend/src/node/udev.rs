@@ -1,7 +1,8 @@
-//! The records of udev: one file for each device, named by its number (`device_update_db` in systemd, sd-device/device-private.c).
+//! The records of udev: one file for each device, named by its number (`device_update_db` in systemd,
+//! sd-device/device-private.c).
 //!
-//! A number is given again, and a device that is there before its volume (nbd0) has a record from that time. So that a record exists
-//! says nothing about the event that just happened.
+//! A number is given again, and a device that is there before its volume (nbd0) has a record from that time.
+//! So that a record exists says nothing about the event that just happened.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -36,7 +37,8 @@ impl UdevBefore {
     fn is_before(&self, device: DeviceNumber, version: Version, text: &str) -> bool {
         match self.disk {
             Some((known, old)) if known == device => old != Some(version),
-            // A new disk: udev stamps its record when it sees it for the first time. A record without a stamp tells nothing.
+            // A new disk: udev stamps its record when it sees it for the first time. A record without a stamp
+            // tells nothing.
             _ => initialised_us(text).is_none_or(|stamp| stamp >= self.now_us),
         }
     }
@@ -58,15 +60,16 @@ fn version(path: &Path) -> Option<Version> {
     Some(Version { inode: meta.ino(), changed: (meta.ctime(), meta.ctime_nsec()) })
 }
 
-/// The line `I:` of a record: when udev saw the device for the first time, in microseconds of CLOCK_MONOTONIC.
+/// The line `I:` of a record: when udev saw the device for the first time, in microseconds of
+/// CLOCK_MONOTONIC.
 fn initialised_us(text: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("I:")?.parse().ok())
 }
 
 fn now_us() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the kernel writes the time to `now` and nothing else. The clock is there on every Linux; if it were not, `now` would stay 0
-    // and every record would count as new.
+    // SAFETY: the kernel writes the time to `now` and nothing else. The clock is there on every Linux; if it
+    // were not, `now` would stay 0 and every record would count as new.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     let (seconds, nanoseconds) = (u64::try_from(now.tv_sec), u64::try_from(now.tv_nsec));
     seconds.unwrap_or(0) * 1_000_000 + nanoseconds.unwrap_or(0) / 1000

@@ -22,10 +22,11 @@ const NAMES_MAX: usize = 8;
 /// file systems, devices on top of it, swap, loop devices, and processes that have it open. A mount of its
 /// node elsewhere counts too, as kubelet makes it for pods that use it as a device.
 ///
-/// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the message. All others
-/// are looked for. Not found are a process that has only mapped the device, a mount of the node in a
-/// namespace of mounts other than ours and that of process 1, and a process in a container whose processes this one does not see. A
-/// device that does not exist is used by nobody; one that can not be opened is taken as used.
+/// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the
+/// message. All others are looked for. Not found are a process that has only mapped the device, a mount of
+/// the node in a namespace of mounts other than ours and that of process 1, and a process in a container
+/// whose processes this one does not see. A device that does not exist is used by nobody; one that can not be
+/// opened is taken as used.
 #[must_use]
 pub fn in_use(path: &Path) -> Option<String> {
     let opened = fs::OpenOptions::new()
@@ -68,8 +69,8 @@ fn listed(users: &[String]) -> String {
     text
 }
 
-/// The device that the node at `path` leads to, links followed. Asks no server: some paths are files of programs that
-/// have nothing to do with us, and one on a file system that hangs must not hang us.
+/// The device that the node at `path` leads to, links followed. Asks no server: some paths are files of
+/// programs that have nothing to do with us, and one on a file system that hangs must not hang us.
 fn device_at(path: &Path) -> Option<DeviceNumber> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
     let found = statx(CWD, path, flags, StatxFlags::TYPE).ok()?;
@@ -219,8 +220,8 @@ fn loop_backing(path: &Path) -> Option<DeviceNumber> {
     const WORDS: usize = 232 / 8;
     let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
     let mut info = [0_u64; WORDS];
-    // SAFETY: the kernel writes sizeof(struct loop_info64) = 232 bytes to `info`, which has as many and outlives the call;
-    // every pattern of bits is a valid array of numbers.
+    // SAFETY: the kernel writes sizeof(struct loop_info64) = 232 bytes to `info`, which has as many and
+    // outlives the call; every pattern of bits is a valid array of numbers.
     let answer = unsafe { libc::ioctl(file.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) };
     (answer == 0 && info[2] != 0).then(|| DeviceNumber::of(info[2]))
 }

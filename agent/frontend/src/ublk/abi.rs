@@ -1,7 +1,7 @@
 //! The interface of the ublk driver: numbers and structures of `linux/ublk_cmd.h`.
 //!
-//! Sizes and offsets are checked against that header by the tests below. All integers are in the byte order of
-//! the machine.
+//! Sizes and offsets are checked against that header by the tests below. All integers are in the byte order
+//! of the machine.
 
 use std::mem::size_of;
 

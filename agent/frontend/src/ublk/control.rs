@@ -1,7 +1,7 @@
 //! Control commands, which make, start, recover and delete ublk devices.
 //!
-//! Every command is run by a worker thread of the kernel while we wait with a limit: on a kernel whose ublk is
-//! broken a command never returns, and no signal helps whoever is inside it.
+//! Every command is run by a worker thread of the kernel while we wait with a limit: on a kernel whose ublk
+//! is broken a command never returns, and no signal helps whoever is inside it.
 
 use std::fs::File;
 use std::io;
@@ -90,7 +90,8 @@ impl Control {
         let header = ControlCommand { id, length_bytes, address: data.addr() as u64, value: 0 };
         // SAFETY: the memory is on the heap, and take_back leaves it alone unless the kernel is done with it.
         let outcome = unsafe { self.submit(command, header, limit, || false) };
-        // SAFETY: the pointer came from Box::into_raw above, and any bits that the kernel wrote are a valid T.
+        // SAFETY: the pointer came from Box::into_raw above, and any bits that the kernel wrote are a valid
+        // T.
         unsafe { take_back(data, outcome) }
     }
 

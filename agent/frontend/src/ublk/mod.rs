@@ -1,9 +1,9 @@
 //! The frontend ublk: /dev/ublkbN, a block device whose requests this process serves.
 //!
-//! Life of a device: ADD_DEV and SET_PARAMS in [`prepare_ublk`]; every queue fetches its tags on its own thread;
-//! START_DEV in [`Device::go_live`]; STOP_DEV and DEL_DEV in [`Device::stop`]. A process that ends in any other way
-//! leaves the device behind with its requests waiting, and the next one takes it over (recovery.rs). Nothing here
-//! deletes a device in a destructor.
+//! Life of a device: ADD_DEV and SET_PARAMS in [`prepare_ublk`]; every queue fetches its tags on its own
+//! thread; START_DEV in [`Device::go_live`]; STOP_DEV and DEL_DEV in [`Device::stop`]. A process that ends in
+//! any other way leaves the device behind with its requests waiting, and the next one takes it over
+//! (recovery.rs). Nothing here deletes a device in a destructor.
 //!
 //! Interface: `linux/ublk_cmd.h`, `Documentation/block/ublk.rst`; Linux 6.5 or later.
 
@@ -67,8 +67,8 @@ pub(crate) fn features(limit: Duration) -> io::Result<u64> {
 
 /// Makes a ublk device, or takes over the one of `spec.previous` after its process died.
 ///
-/// The device may have fewer queues than asked for: the driver gives no more than there are processors. A device
-/// that is taken over has the queues and the depth with which it was made. [`Device::record`] tells.
+/// The device may have fewer queues than asked for: the driver gives no more than there are processors. A
+/// device that is taken over has the queues and the depth with which it was made. [`Device::record`] tells.
 ///
 /// # Errors
 /// [`FrontendError::Unsupported`] where the kernel can not do it; else what is in the way.
@@ -103,8 +103,8 @@ fn add(control: &mut Control, spec: &FrontendSpec) -> Result<DeviceInfo, Fronten
     let wanted = DeviceInfo {
         queues: spec.queues,
         depth: spec.depth,
-        // As much as one request to a replica carries: a larger one would be split, a smaller one would make more
-        // of them. Buffers that are not used up to there cost no memory.
+        // As much as one request to a replica carries: a larger one would be split, a smaller one would make
+        // more of them. Buffers that are not used up to there cost no memory.
         max_io_bytes: MAX_IO_BYTES,
         id: u32::MAX,
         flags: required | (features & abi::F_UPDATE_SIZE),
@@ -316,7 +316,8 @@ impl UblkDevice {
         during(action)(source)
     }
 
-    /// A device that was taken over has the size that its last process gave it. The volume may have grown since.
+    /// A device that was taken over has the size that its last process gave it. The volume may have grown
+    /// since.
     fn catch_up(&mut self) -> Result<u64, FrontendError> {
         let wanted = self.size_bytes.load(Ordering::Relaxed);
         let name = self.kernel_name();

@@ -21,8 +21,8 @@ use crate::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE, probe};
 
 /// A queue: tag N of the driver is slot N.
 ///
-/// A tag is either with the driver, which waits for a request to deliver, or with us, who work on one. It changes
-/// sides with the completion of a command, and with the next command.
+/// A tag is either with the driver, which waits for a request to deliver, or with us, who work on one. It
+/// changes sides with the completion of a command, and with the next command.
 #[derive(Debug)]
 pub(super) struct UblkQueue {
     queue: u16,
@@ -209,7 +209,8 @@ impl QueueFrontend for UblkQueue {
     }
 
     fn is_idle(&self) -> bool {
-        // The driver copies while it takes a command, and before it completes one: what lies between is a request.
+        // The driver copies while it takes a command, and before it completes one: what lies between is a
+        // request.
         true
     }
 }
@@ -315,8 +316,8 @@ impl Descriptors {
 
     fn get(&self, tag: usize) -> IoDescriptor {
         assert!(tag < self.count && self.count * size_of::<IoDescriptor>() <= self.length_bytes);
-        // SAFETY: inside the mapping, as just checked. The driver has written it before it completed the command
-        // of the tag, and leaves it alone until the next one.
+        // SAFETY: inside the mapping, as just checked. The driver has written it before it completed the
+        // command of the tag, and leaves it alone until the next one.
         unsafe { self.base.add(tag).read_volatile() }
     }
 }

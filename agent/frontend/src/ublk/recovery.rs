@@ -1,32 +1,35 @@
 //! Devices that a process has left behind: taking one over, or taking it away.
 //!
-//! The driver keeps them. When the process of a started device dies, the driver notices once all its descriptors
-//! are closed, and sets the device QUIESCED: requests wait, without a limit. From there a new process goes on
-//! (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or somebody stops the device and the requests fail.
+//! The driver keeps them. When the process of a started device dies, the driver notices once all its
+//! descriptors are closed, and sets the device QUIESCED: requests wait, without a limit. From there a new
+//! process goes on (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or somebody stops the device and
+//! the requests fail.
 //!
-//! How the driver of Linux 6.7 to 6.14 notices the end of a process (`ublk_uring_cmd_cancel_fn` and `ublk_timeout` in
-//! drivers/block/ublk_drv.c): the closing of its rings cancels the commands that wait for requests. If a queue has none of
-//! them because every tag is at the process, the timer of a request has to run out first, which takes 30 s by default: see
-//! [`notice_deaths_soon`]. Earlier drivers look for dead processes every few seconds; later ones act when the character
-//! device is closed.
+//! How the driver of Linux 6.7 to 6.14 notices the end of a process (`ublk_uring_cmd_cancel_fn` and
+//! `ublk_timeout` in drivers/block/ublk_drv.c): the closing of its rings cancels the commands that wait for
+//! requests. If a queue has none of them because every tag is at the process, the timer of a request has to
+//! run out first, which takes 30 s by default: see [`notice_deaths_soon`]. Earlier drivers look for dead
+//! processes every few seconds; later ones act when the character device is closed.
 //!
-//! **A thread of a queue ends before its ring is closed.** When the driver cancels, it takes back the requests that it has
-//! delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) has the owner of the ring run the deliveries that wait. If
-//! that thread still lives, they are delivered after the cancellation: nobody takes them back, and the driver waits for them
-//! without a limit, holding the lock that STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the
-//! requests back. So a process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the
-//! process has ended, as after `kill -9`.
+//! **A thread of a queue ends before its ring is closed.** When the driver cancels, it takes back the
+//! requests that it has delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) has the owner of
+//! the ring run the deliveries that wait. If that thread still lives, they are delivered after the
+//! cancellation: nobody takes them back, and the driver waits for them without a limit, holding the lock that
+//! STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the requests back. So a
+//! process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the process
+//! has ended, as after `kill -9`.
 //!
-//! Known gap: the kernel closes the rings when the last thread has ended. A thread that waits in the kernel for the device
-//! itself (STOP_DEV, or the flush before it, while replicas do not answer) cannot end, and its process keeps the device.
+//! Known gap: the kernel closes the rings when the last thread has ended. A thread that waits in the kernel
+//! for the device itself (STOP_DEV, or the flush before it, while replicas do not answer) cannot end, and its
+//! process keeps the device.
 //!
-//! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every device
-//! carries the identity of its volume in the field that the driver keeps for its server.
+//! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every
+//! device carries the identity of its volume in the field that the driver keeps for its server.
 //!
-//! Known gap (before Linux 6.15): where the new process dies as well, after a queue has mapped its descriptors and before
-//! all of its tags were fetched, the driver takes no third process, and the device can only be stopped. That is why a
-//! queue maps and fetches in one go, and why this is the last thing that a starting engine does. The third process says
-//! so: see `fetching.rs`.
+//! Known gap (before Linux 6.15): where the new process dies as well, after a queue has mapped its
+//! descriptors and before all of its tags were fetched, the driver takes no third process, and the device can
+//! only be stopped. That is why a queue maps and fetches in one go, and why this is the last thing that a
+//! starting engine does. The third process says so: see `fetching.rs`.
 
 use std::fs;
 use std::io;
@@ -44,8 +47,8 @@ use crate::{FrontendError, node, probe, queue_attribute, wait};
 /// The time limit for the descriptors of a dead process to be closed. Its memory has to be freed first, and
 /// its I/O on a slow disk has to end. The limit is longer than the block layer's default timer of requests.
 const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(45);
-/// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits so long again.
-/// The block layer rounds it up by a second.
+/// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits
+/// so long again. The block layer rounds it up by a second.
 const REQUEST_TIMER_MS: u32 = 1000;
 /// The directory in which the driver lists its devices.
 const CLASS: &str = "/sys/class/ublk-char";
@@ -96,7 +99,8 @@ const STILL_LIVE: &str =
     ": the driver still waits for it (state LIVE; /sys/kernel/debug/block has the requests in flight)";
 const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended";
 
-/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a queue.
+/// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a
+/// queue.
 pub(super) fn notice_deaths_soon(kernel_name: &str) {
     if needs_timer(&probe::release()) {
         let consequence = "requests may wait 30 s after this process has died";

@@ -1,5 +1,5 @@
-//! A virtual machine in which the example `memory_device` serves a volume through a frontend. The volume is a file
-//! on tmpfs, so it survives the death of the process that serves it.
+//! A virtual machine in which the example `memory_device` serves a volume through a frontend. The volume is a
+//! file on tmpfs, so it survives the death of the process that serves it.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -1,12 +1,13 @@
-//! A check in a JSON document, as its last field: readers that know nothing of it, Longhorn among them, skip the field.
-//! A document without a check is accepted: Longhorn or an older version of ours has written it.
+//! A check in a JSON document, as its last field: readers that know nothing of it, Longhorn among them, skip
+//! the field. A document without a check is accepted: Longhorn or an older version of ours has written it.
 
 use crate::error::ChainError;
 
 /// The field.
 const FIELD: &str = "ShorthornCheck";
 
-/// The document of an object with at least one field, which ends in `}` and a newline, with a check over all of it.
+/// The document of an object with at least one field, which ends in `}` and a newline, with a check over all
+/// of it.
 #[must_use]
 pub fn with_check(mut document: Vec<u8>) -> Vec<u8> {
     debug_assert!(document.ends_with(END));

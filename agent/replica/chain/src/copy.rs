@@ -72,9 +72,9 @@ impl CopyList {
         self.0.len() == other.0.len() && self.0[..self.0.len() - 1] == other.0[..other.0.len() - 1]
     }
 
-    /// The steps that make a directory, in which the files `names` are, hold these layers and no others, all of
-    /// them without data but those that are `done`. They can stop anywhere and be done again from the start, with
-    /// what is there then; until then the directory makes no sense.
+    /// The steps that make a directory, in which the files `names` are, hold these layers and no others, all
+    /// of them without data but those that are `done`. They can stop anywhere and be done again from the
+    /// start, with what is there then; until then the directory makes no sense.
     #[must_use]
     pub fn steps(&self, volume: &VolumeMeta, names: &[String], done: &[bool]) -> Vec<Step> {
         let done = |number: usize| done.get(number).copied().unwrap_or(false);

@@ -37,8 +37,8 @@ pub struct VolumeMeta {
     pub backing_file_path: String,
     /// True if the volume is encrypted above us.
     pub encrypted: bool,
-    /// Ours, and there only if the replica has left its view: whether it is being rebuilt too. Longhorn drops this when it
-    /// writes the document.
+    /// Ours, and there only if the replica has left its view: whether it is being rebuilt too. Longhorn drops
+    /// this when it writes the document.
     #[serde(rename = "ShorthornRebuilding", skip_serializing_if = "Option::is_none")]
     pub rebuilding_too: Option<bool>,
     /// Fields that this version does not know.
@@ -112,8 +112,8 @@ impl VolumeMeta {
     }
 }
 
-/// The label of a layer that is larger than the one below it because the volume was expanded: the size of that one. A
-/// layer that was truncated since does not have it any more.
+/// The label of a layer that is larger than the one below it because the volume was expanded: the size of
+/// that one. A layer that was truncated since does not have it any more.
 const BELOW_LABEL: &str = "replica-expansion-below";
 
 impl DiskMeta {

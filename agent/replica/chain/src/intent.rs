@@ -33,8 +33,8 @@ pub enum Intent {
         /// The snapshot that the old head becomes; a revert throws it away.
         snapshot: Option<String>,
     },
-    /// The volume becomes larger, and its head with it. Unlike the others it is never taken back: once this note is there
-    /// the expansion is finished, by whoever opens the directory next if need be.
+    /// The volume becomes larger, and its head with it. Unlike the others it is never taken back: once this
+    /// note is there the expansion is finished, by whoever opens the directory next if need be.
     Expand {
         /// The head.
         head: FileRef,

@@ -69,7 +69,8 @@ fn apply(text: &mut Vec<u8>, edits: &[Edit]) {
 fn check_every_kind(bytes: &[u8]) -> usize {
     let mut accepted = 0;
     if let Ok(volume) = VolumeMeta::parse(bytes) {
-        // A document that names the fields of a check otherwise than we write it is refused; so it has none among the unknown ones.
+        // A document that names the fields of a check otherwise than we write it is refused; so it has none
+        // among the unknown ones.
         assert_eq!(VolumeMeta::parse(&volume.to_bytes()).unwrap(), volume);
         accepted += 1;
     }

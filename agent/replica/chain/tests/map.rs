@@ -40,7 +40,8 @@ impl ExtentSource for Layers {
             let data = blocks[at as usize].is_some();
             let run = (at..end).find(|&block| blocks[block as usize].is_some() != data).unwrap_or(end);
             if data {
-                // As a file system with smaller blocks might say it: the ends are holes, for they were zeroes.
+                // As a file system with smaller blocks might say it: the ends are holes, for they were
+                // zeroes.
                 found(ByteRange::new(at * BLOCK + 512, (run - at) * BLOCK - 1024).unwrap());
             }
             at = run;
@@ -324,8 +325,8 @@ fn drawn() -> impl Strategy<Value = Vec<Drawn>> {
 }
 
 proptest! {
-    /// Members that read the same may hold it differently: zeroes are copied to a new one as holes, and file systems
-    /// that cannot punch are given zeroes to write.
+    /// Members that read the same may hold it differently: zeroes are copied to a new one as holes, and file
+    /// systems that cannot punch are given zeroes to write.
     #[test]
     fn a_discard_leaves_all_members_reading_the_same(drawn in drawn(), layers in 1..4usize,
         (first, count) in (0..DRAWN * 8, 1..DRAWN * 8)) {

@@ -25,9 +25,10 @@ pub struct Place {
 /// The connections of a replica process. `C` names an admitted connection. `W` is the state of a candidate:
 /// an engine that has proven its identity and waits for the answer to its hello.
 ///
-/// A candidate [arrives](Admission::arrive) when its generation is stored. The shell closes and refuses whom that displaces. It
-/// tells when a connection is [gone](Admission::gone): closed, and nothing that it has sent is being done any more. After each
-/// of these it asks who is [ready](Admission::next_ready), and [opens](Admission::open) those connections.
+/// A candidate [arrives](Admission::arrive) when its generation is stored. The shell closes and refuses whom
+/// that displaces. It tells when a connection is [gone](Admission::gone): closed, and nothing that it has
+/// sent is being done any more. After each of these it asks who is [ready](Admission::next_ready), and
+/// [opens](Admission::open) those connections.
 #[derive(Debug)]
 pub struct Admission<C, W> {
     connections: Vec<(C, Place)>,
@@ -73,8 +74,9 @@ impl<C, W> Default for Admission<C, W> {
 }
 
 impl<C: Copy + PartialEq, W> Admission<C, W> {
-    /// A candidate comes, whose generation is stored and not lower than any that was stored before. Everything of lower
-    /// generations goes. So does what there is of the same queue: the engine has given that connection up.
+    /// A candidate comes, whose generation is stored and not lower than any that was stored before.
+    /// Everything of lower generations goes. So does what there is of the same queue: the engine has given
+    /// that connection up.
     pub fn arrive(&mut self, place: Place, candidate: W) -> Displaced<C, W> {
         let mut displaced = self.fence(place.generation);
         displaced.close.extend(self.connections.iter().filter(|(_, other)| *other == place).map(|(c, _)| *c));
@@ -100,9 +102,10 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         taken.into_iter().map(|(place, candidate)| (place, candidate, why)).collect()
     }
 
-    /// The first candidate that nothing stands in the way of, if there is room for one more connection. An engine waits until
-    /// nothing of another generation is left, so that what an older one has sent is done or gone. A queue waits until its last
-    /// connection is gone, because the engine will send again what was in flight there.
+    /// The first candidate that nothing stands in the way of, if there is room for one more connection. An
+    /// engine waits until nothing of another generation is left, so that what an older one has sent is done
+    /// or gone. A queue waits until its last connection is gone, because the engine will send again what was
+    /// in flight there.
     ///
     /// What a candidate has waited for may be what has failed: then it is not let in.
     pub fn next_ready(&mut self, has_failed: bool) -> Option<Ready<W>> {

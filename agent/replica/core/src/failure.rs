@@ -1,20 +1,21 @@
 //! Decides when the process of a failed replica ends, to be started again.
 //!
-//! Only a new process serves again: this one does not know what its disk holds. It must not end before the disk says that data
-//! may be gone. The next process would start in the same boot of the host, and would count as one that has kept everything.
-//! A disk that fails again and again makes its replica leave the volume and come back each time. So the pauses grow. But an engine
-//! that starts may need the replica: all disks of a volume may have failed together, and work again.
+//! Only a new process serves again: this one does not know what its disk holds. It must not end before the
+//! disk says that data may be gone. The next process would start in the same boot of the host, and would
+//! count as one that has kept everything. A disk that fails again and again makes its replica leave the
+//! volume and come back each time. So the pauses grow. But an engine that starts may need the replica: all
+//! disks of a volume may have failed together, and work again.
 
 use std::time::Duration;
 
-/// The pauses before the process ends, by how often in a row the replica has failed. Any disk may have a bad moment: the
-/// first pause is none.
+/// The pauses before the process ends, by how often in a row the replica has failed. Any disk may have a bad
+/// moment: the first pause is none.
 const PAUSES: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(600), Duration::from_secs(3600)];
 /// The pause if the disk could not store the count: such a disk can hardly be written.
 const UNCOUNTED_PAUSE: Duration = Duration::from_secs(600);
-/// The pause at most if an engine asks for the replica that came after the failure: its volume may not start without it. A replica
-/// that fails again at once still meets no start limit of a supervisor.
+/// The pause at most if an engine asks for the replica that came after the failure: its volume may not start
+/// without it. A replica that fails again at once still meets no start limit of a supervisor.
 const ASKED_PAUSE: Duration = Duration::from_secs(10);
 /// Once a process has served for so long, earlier failures do not count any more.
 pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);

@@ -1,11 +1,11 @@
 //! The value of Longhorn's revision counter for a replica of ours.
 //!
-//! Longhorn counts the writes of a replica in `revision.counter`, if a volume has that enabled. Of the replicas that it
-//! opens it takes those with the highest number, and drops the others. We count no writes: a number that we left alone
-//! would be the same in a replica that has missed everything since. Ours stands for the newest view that the replica
-//! has stored. So all members show the same number as soon as they know their view, and one that was left behind,
-//! whether it has heard of that or not, shows a smaller one. A member that has not heard of its newest view yet shows a smaller one too: Longhorn
-//! rebuilds it.
+//! Longhorn counts the writes of a replica in `revision.counter`, if a volume has that enabled. Of the
+//! replicas that it opens it takes those with the highest number, and drops the others. We count no writes: a
+//! number that we left alone would be the same in a replica that has missed everything since. Ours stands for
+//! the newest view that the replica has stored. So all members show the same number as soon as they know
+//! their view, and one that was left behind, whether it has heard of that or not, shows a smaller one. A
+//! member that has not heard of its newest view yet shows a smaller one too: Longhorn rebuilds it.
 
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_views::ReplicaViews;
@@ -22,8 +22,8 @@ const RESTART_BITS: u32 = 18;
 /// Bits for the number of the engine's view.
 const NUMBER_BITS: u32 = 20;
 
-/// The number for a replica with these views. None if it has to keep the number that it has: no engine has ever had the
-/// replica, or it is not in all of its views.
+/// The number for a replica with these views. None if it has to keep the number that it has: no engine has
+/// ever had the replica, or it is not in all of its views.
 #[must_use]
 pub fn revision_counter(me: ReplicaId, views: &ReplicaViews) -> Option<u64> {
     let report = views.report();
@@ -35,7 +35,8 @@ pub fn revision_counter(me: ReplicaId, views: &ReplicaViews) -> Option<u64> {
     if newest.generation == Generation::NEVER {
         return None;
     }
-    // A part that is too large counts as the largest that fits: then two views can have one number, as without a counter.
+    // A part that is too large counts as the largest that fits: then two views can have one number, as
+    // without a counter.
     let fit = |value: u64, bits: u32| value.min((1 << bits) - 2);
     let attach = fit(attach, ATTACH_BITS) << (RESTART_BITS + NUMBER_BITS);
     let restart = fit(u64::from(restart), RESTART_BITS) << NUMBER_BITS;

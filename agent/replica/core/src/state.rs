@@ -11,8 +11,9 @@ use crate::steps::{Denied, Disk, Fault, Step, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///
-/// A step that has failed for lack of space or memory has changed nothing. After any other error nobody can say what is on
-/// the disk: the replica has failed, and the shell answers everything with an error until the process ends: see [`Failure`].
+/// A step that has failed for lack of space or memory has changed nothing. After any other error nobody can
+/// say what is on the disk: the replica has failed, and the shell answers everything with an error until the
+/// process ends: see [`Failure`].
 #[derive(Debug)]
 pub struct ReplicaState {
     pub(crate) me: ReplicaId,
@@ -69,10 +70,11 @@ impl ReplicaState {
     /// Stops serving after a failure. Before the caller learns of it, a note on the disk records that the
     /// data may lack acknowledged writes.
     ///
-    /// So it is after an fdatasync that has failed, and after a write that has: if it was to be durable it is an fdatasync too,
-    /// and else nobody knows what the head holds there now. But it also goes for what failed beside the data, a page
-    /// of regions or a document: the disk, or the journal of its file system, tells of a loss only once, to whoever
-    /// asks first, and whose data it was nobody knows. To be wrong costs a copy of the regions written lately.
+    /// So it is after an fdatasync that has failed, and after a write that has: if it was to be durable it is
+    /// an fdatasync too, and else nobody knows what the head holds there now. But it also goes for what
+    /// failed beside the data, a page of regions or a document: the disk, or the journal of its file system,
+    /// tells of a loss only once, to whoever asks first, and whose data it was nobody knows. To be wrong
+    /// costs a copy of the regions written lately.
     ///
     /// If even the note fails, the process must not end ([`Failure::pause_before_end`]).
     pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {
@@ -84,7 +86,8 @@ impl ReplicaState {
         }
     }
 
-    /// Tries the note of a failure once more that could not be made durable. Whether it is durable now and was not before.
+    /// Tries the note of a failure once more that could not be made durable. Whether it is durable now and
+    /// was not before.
     pub fn note_again<D: Disk>(&mut self, disk: &mut D) -> bool {
         let Some(failure) = self.failure.as_mut().filter(|failure| failure.noted == Noted::Not) else {
             return false;
@@ -242,8 +245,8 @@ impl ReplicaState {
         ended.iter().try_for_each(|replica| self.end_set(disk, replica))
     }
 
-    /// Notes for Longhorn that a view in `views` lacks the replica. Any will do: which of them counts is not for Longhorn to find
-    /// out.
+    /// Notes for Longhorn that a view in `views` lacks the replica. Any will do: which of them counts is not
+    /// for Longhorn to find out.
     pub(crate) fn note_left<D: Disk>(&mut self, disk: &mut D, views: &ReplicaViews) -> Result<(), D::Error> {
         if !self.is_left_noted && !is_in_all(self.me, views) {
             self.perform(disk, Step::NoteLeft)?;
@@ -255,7 +258,8 @@ impl ReplicaState {
     /// Takes that back if all views that may count have the replica.
     fn note_joined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         if (self.is_left_noted || self.may_be_left_noted) && is_in_all(self.me, &self.views) {
-            // If only the end of the step fails, the note is gone: the next view without the replica has it made once more.
+            // If only the end of the step fails, the note is gone: the next view without the replica has it
+            // made once more.
             (self.is_left_noted, self.may_be_left_noted) = (false, true);
             self.perform(disk, Step::NoteJoined)?;
             self.may_be_left_noted = false;

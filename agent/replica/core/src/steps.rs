@@ -44,7 +44,8 @@ pub trait Disk {
     /// Nobody knows whether it is done.
     fn perform(&mut self, step: Step<'_>) -> Result<(), Self::Error>;
 
-    /// Notes durably that data may be gone that was written here, and that the replica has failed `in_a_row` times.
+    /// Notes durably that data may be gone that was written here, and that the replica has failed `in_a_row`
+    /// times.
     fn note_failure(&mut self, in_a_row: u32) -> Noted;
 }
 

@@ -79,7 +79,8 @@ impl<M, T> Waiting<M, T> {
         if may_write { state.keeper_mut().begin_write(lazy) } else { None }
     }
 
-    /// The write of a page has ended. Without space nothing that waits can be executed, and it can be tried again.
+    /// The write of a page has ended. Without space nothing that waits can be executed, and it can be tried
+    /// again.
     pub fn page_ended(&mut self, state: &mut ReplicaState, slot: u8, outcome: Result<(), Errno>) -> PageEnd {
         state.keeper_mut().end_write(slot, outcome.is_ok());
         match outcome {
@@ -136,7 +137,8 @@ mod tests {
     use super::*;
     use crate::state::tests::{Memory, opened};
 
-    /// A replica for which modification 'm' and mark 't' wait, for the page that is being written to the slot.
+    /// A replica for which modification 'm' and mark 't' wait, for the page that is being written to the
+    /// slot.
     fn waiting() -> (Memory, ReplicaState, Waiting<char, char>, u8) {
         let (mut disk, mut state) = opened();
         let mut waiting = Waiting::default();

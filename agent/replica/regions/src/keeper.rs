@@ -88,8 +88,8 @@ pub struct Ticket {
     after: u64,
 }
 
-/// A set that is about to be kept. It counts from [`RegionKeeper::keep`] on, and has to be whole and durable on the
-/// disk by then. Nothing may be admitted in between.
+/// A set that is about to be kept. It counts from [`RegionKeeper::keep`] on, and has to be whole and durable
+/// on the disk by then. Nothing may be admitted in between.
 #[derive(Debug)]
 pub struct NewSet {
     replica: ReplicaId,
@@ -110,8 +110,8 @@ impl NewSet {
     }
 }
 
-/// The sets for the volume after it has grown. They count from [`RegionKeeper::grow`] on, and have to be whole and
-/// durable on the disk by then. Nothing may be admitted or marked in between.
+/// The sets for the volume after it has grown. They count from [`RegionKeeper::grow`] on, and have to be
+/// whole and durable on the disk by then. Nothing may be admitted or marked in between.
 #[derive(Debug)]
 pub struct GrownSets {
     regions: Regions,
@@ -293,8 +293,8 @@ impl RegionKeeper {
         }
     }
 
-    /// The volume has grown, and the files of its sets are there. Pages that are being written are of the files before:
-    /// they count no more, and whatever waits for them is durable in the new ones.
+    /// The volume has grown, and the files of its sets are there. Pages that are being written are of the
+    /// files before: they count no more, and whatever waits for them is durable in the new ones.
     pub fn grow(&mut self, grown: GrownSets) {
         let GrownSets { regions, intent, missed, unsummed, lost } = grown;
         if let (Some(kept), Some(grown)) = (&mut self.unsummed, unsummed) {
@@ -383,7 +383,8 @@ impl RegionKeeper {
         Some(PageWrite { slot: slot as u8, key, page: number as u32, bytes: &writing.image })
     }
 
-    /// A page write has ended: well, and then the page is durable, or not, and then it has to be written again.
+    /// A page write has ended: well, and then the page is durable, or not, and then it has to be written
+    /// again.
     pub fn end_write(&mut self, slot: u8, well: bool) {
         let Some(writing) = self.writes.get_mut(usize::from(slot)) else { return };
         let Some((serial, number)) = writing.what.take() else { return };
@@ -420,7 +421,8 @@ impl RegionKeeper {
         let theirs = if *size_bytes == 0 { self.regions } else { Regions::of(*size_bytes) };
         check_runs(runs, theirs.count())?;
         let (ours, is_add) = (self.regions, *action == MarkAction::Add);
-        // Of a volume of another size: what is put in is no less than what is said, and what is taken out no more.
+        // Of a volume of another size: what is put in is no less than what is said, and what is taken out no
+        // more.
         let here = move |run: Range<u32>| match is_add {
             _ if ours == theirs => run,
             true => ours.touched(theirs.bytes(run)),
@@ -473,11 +475,12 @@ impl RegionKeeper {
         }
     }
 
-    /// The sets that begin with the proposal of `target`: for every replica but `me` that is in a view known before,
-    /// and not in this one. They begin as the intent set: whatever such a replica may lack is there. A set that
-    /// is kept already is that large at least, and stays.
+    /// The sets that begin with the proposal of `target`: for every replica but `me` that is in a view known
+    /// before, and not in this one. They begin as the intent set: whatever such a replica may lack is there.
+    /// A set that is kept already is that large at least, and stays.
     ///
-    /// Keep them before the view is stored, else a crash in between leaves a view without the set that it needs.
+    /// Keep them before the view is stored, else a crash in between leaves a view without the set that it
+    /// needs.
     ///
     /// # Errors
     /// [`KeepError::TooManySets`].
@@ -579,23 +582,23 @@ impl RegionKeeper {
         }
     }
 
-    /// The sums of these count for nothing any more, in memory; on the disk as soon as the pages of the set are written. They are
-    /// to be summed again.
+    /// The sums of these count for nothing any more, in memory; on the disk as soon as the pages of the set
+    /// are written. They are to be summed again.
     pub fn unsum(&mut self, run: Range<u32>) {
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.modify(run);
         }
     }
 
-    /// The first region from `from` on that can be summed: it is to be, and is not in the intent set. So all members have
-    /// flushed it since it was last modified, and nothing of it is in flight.
+    /// The first region from `from` on that can be summed: it is to be, and is not in the intent set. So all
+    /// members have flushed it since it was last modified, and nothing of it is in flight.
     #[must_use]
     pub fn next_to_sum(&self, from: u32) -> Option<u32> {
         self.unsummed.as_ref()?.next_to_sum(from, &self.intent)
     }
 
-    /// The regions of `run`, at most [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), that can be summed are read from now on.
-    /// False if there is none.
+    /// The regions of `run`, at most [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), that can be summed
+    /// are read from now on. False if there is none.
     pub fn begin_sums(&mut self, run: Range<u32>) -> bool {
         let RegionKeeper { unsummed, intent, .. } = self;
         unsummed.as_mut().is_some_and(|unsummed| unsummed.begin(run, intent))
@@ -607,8 +610,8 @@ impl RegionKeeper {
         self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
     }
 
-    /// The sums of the regions that were begun with are durable, or (`well`: false) they will not be. From now on they
-    /// count, for those regions that nothing has modified meanwhile.
+    /// The sums of the regions that were begun with are durable, or (`well`: false) they will not be. From
+    /// now on they count, for those regions that nothing has modified meanwhile.
     pub fn end_sums(&mut self, well: bool) {
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.end(well);
@@ -647,8 +650,8 @@ impl RegionKeeper {
         Some(RunsPage { runs, next, stamp: set.stamp().unwrap_or(0) })
     }
 
-    /// The host was restarted, or the disk has failed, while data was not durable: until every region that is in the intent set now has been
-    /// cleared from it, [`RegionKeeper::has_lost_cache`].
+    /// The host was restarted, or the disk has failed, while data was not durable: until every region that is
+    /// in the intent set now has been cleared from it, [`RegionKeeper::has_lost_cache`].
     pub fn lost_cache(&mut self) {
         self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());
     }

@@ -9,14 +9,14 @@
 //! | 24 | 8 | how many times the set was written |
 //! | 32 | 8 | bytes of a region |
 //! | 40 | 8 | the epoch of the directory in which it was written |
-//! | 48 | 8 | size of the volume that the set was made for; 0 in pages of versions that could not expand one |
+//! | 48 | 8 | size of the volume that the set was made for; 0 in pages of versions without expansion |
 //! | 56 | 4 | the stamp that is kept with the set; 0 in pages of versions that kept none |
 //! | 60 | 4 | CRC-32C of the page with zeroes in this field |
 //! | 64 | 4032 | one bit for each region, the lowest of the first byte first |
 //!
-//! Numbers are little-endian. One more page without any bit follows those of the set, with the next number: a new stamp is written
-//! to it. The stamp of the page that was written last counts. Of the intent set it is not known if the last page is damaged or
-//! missing.
+//! Numbers are little-endian. One more page without any bit follows those of the set, with the next number: a
+//! new stamp is written to it. The stamp of the page that was written last counts. Of the intent set it is
+//! not known if the last page is damaged or missing.
 
 use thiserror::Error;
 
@@ -123,8 +123,8 @@ impl PageHeader {
     }
 }
 
-/// The size of the volume that a file of a set was made for, as its first page says; none where that is damaged, or
-/// of a version that did not say.
+/// The size of the volume that a file of a set was made for, as its first page says; none where that is
+/// damaged, or of a version that did not say.
 pub(crate) fn made_for(file: &[u8]) -> Option<u64> {
     let page = checked(file).ok().filter(|page| page.starts_with(MAGIC))?;
     Some(u64_at(page, SIZE_AT)).filter(|size_bytes| *size_bytes != 0)

@@ -63,7 +63,8 @@ pub(crate) struct Identity {
 }
 
 impl KeptSet {
-    /// The empty set, which is not on the disk yet but counts as if: whoever keeps it has put it there before.
+    /// The empty set, which is not on the disk yet but counts as if: whoever keeps it has put it there
+    /// before.
     pub fn empty(identity: Identity) -> KeptSet {
         let Identity { name, regions, epoch } = identity;
         let page = Page { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
@@ -88,8 +89,8 @@ impl KeptSet {
     /// Loads the set from a file, and returns the damage of each page. A damaged page has all its regions in
     /// the set.
     ///
-    /// A file that was made for the volume before it has grown is taken as such: the process has ended after the volume
-    /// had grown, and before the file was made anew.
+    /// A file that was made for the volume before it has grown is taken as such: the process has ended after
+    /// the volume had grown, and before the file was made anew.
     pub fn load(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
         match made_for(file).filter(|size_bytes| *size_bytes < identity.regions.size_bytes()) {
             None => KeptSet::load_as(identity, file),
@@ -102,7 +103,8 @@ impl KeptSet {
         }
     }
 
-    /// The set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts it on the disk before.
+    /// The set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts it on the
+    /// disk before.
     pub fn grown(&self, regions: Regions) -> KeptSet {
         let KeptSet { name, epoch, version, .. } = *self;
         let mut grown =
@@ -126,7 +128,8 @@ impl KeptSet {
                     set.version = set.version.max(version);
                     set.pages[number].wanted = bits;
                 }
-                // It holds no region. Whether it was torn by a crash or is damaged, a newer stamp may have been there.
+                // It holds no region. Whether it was torn by a crash or is damaged, a newer stamp may have
+                // been there.
                 Err(_) if number >= set.region_pages() => set.has_stamp_page = false,
                 Err(damage) => {
                     damages.push(damage);
@@ -153,8 +156,8 @@ impl KeptSet {
         self.stamp = None;
     }
 
-    /// A newer stamp is written with every page from now on. The page that has to be written before it is durable, as a
-    /// mask.
+    /// A newer stamp is written with every page from now on. The page that has to be written before it is
+    /// durable, as a mask.
     pub fn raise_stamp(&mut self, stamp: u32) -> u64 {
         if self.stamp >= Some(stamp) { 0 } else { self.put_stamp(stamp) }
     }
@@ -240,8 +243,8 @@ impl KeptSet {
         (ready != 0).then(|| ready.trailing_zeros() as usize)
     }
 
-    /// Page `number` is being written from now on, as write number `write`, as it is now. From here until the write
-    /// has ended the disk may hold either page, so only what is in both is there for sure.
+    /// Page `number` is being written from now on, as write number `write`, as it is now. From here until the
+    /// write has ended the disk may hold either page, so only what is in both is there for sure.
     pub fn begin_write(&mut self, number: usize, image: &mut [u8; PAGE_BYTES], bits: &mut Bits) {
         debug_assert_eq!(self.writing & 1 << number, 0, "a page is written once at a time");
         self.version += 1;
@@ -275,7 +278,8 @@ impl KeptSet {
         (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
     }
 
-    /// The whole file. The page for a stamp that is not known is no valid page, and yet has its place on the disk.
+    /// The whole file. The page for a stamp that is not known is no valid page, and yet has its place on the
+    /// disk.
     pub fn file(&self) -> Vec<u8> {
         let mut file = Vec::with_capacity(self.pages.len() * PAGE_BYTES);
         let mut image = [0; PAGE_BYTES];

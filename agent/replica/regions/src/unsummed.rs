@@ -1,8 +1,8 @@
 //! The regions in which no sum of a block counts, and those that are being summed.
 //!
-//! A region leaves the set when the sums of its blocks are durable, and nothing has modified it since they were read. It
-//! enters the set durably before it is modified, as it does the others. So a region that is not in the file of the set
-//! holds what its sums say, whatever has stopped when.
+//! A region leaves the set when the sums of its blocks are durable, and nothing has modified it since they
+//! were read. It enters the set durably before it is modified, as it does the others. So a region that is not
+//! in the file of the set holds what its sums say, whatever has stopped when.
 
 use std::ops::Range;
 

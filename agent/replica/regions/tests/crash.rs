@@ -49,7 +49,8 @@ enum Event {
     EndSums {
         well: bool,
     },
-    /// The volume grows, maybe to one with larger regions; the process dies after so many files were made anew.
+    /// The volume grows, maybe to one with larger regions; the process dies after so many files were made
+    /// anew.
     Expand {
         by: usize,
         files: usize,

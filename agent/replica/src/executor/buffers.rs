@@ -22,8 +22,8 @@ pub(super) struct Buffers {
 
 impl Buffers {
     pub fn new() -> io::Result<Buffers> {
-        // Two more than there are slots of requests: what is read to be summed, and the zeroes. As nobody writes there, these
-        // cost no memory.
+        // Two more than there are slots of requests: what is read to be summed, and the zeroes. As nobody
+        // writes there, these cost no memory.
         let arena = Arena::new(SLOTS + 2, SLOT_BYTES)?;
         Ok(Buffers { arena, touched: vec![0; SLOTS + 1].into(), touched_sum: 0 })
     }

@@ -128,8 +128,8 @@ const NOTHING: Work = Work {
 };
 
 impl Executor {
-    /// Executes on `store`, which belongs to `owner`, and keeps `state` beside the data; `marks` has the files of its sets, and
-    /// `summer` that of the sums of blocks.
+    /// Executes on `store`, which belongs to `owner`, and keeps `state` beside the data; `marks` has the
+    /// files of its sets, and `summer` that of the sums of blocks.
     ///
     /// # Errors
     /// Where there is no memory for the buffers.
@@ -357,9 +357,10 @@ impl Executor {
         Ok(begun?)
     }
 
-    /// Makes the volume larger: the files of the sets of regions first, under other names, as they may need space; then
-    /// the directory, which makes it so; then these files get their names. Where the process ends before that, the sets
-    /// are read from the files of the size before. Waits for the disk; requests may be in flight.
+    /// Makes the volume larger: the files of the sets of regions first, under other names, as they may need
+    /// space; then the directory, which makes it so; then these files get their names. Where the process ends
+    /// before that, the sets are read from the files of the size before. Waits for the disk; requests may be
+    /// in flight.
     ///
     /// # Errors
     /// The volume has its size from before then, or nothing is served any more.

@@ -1,12 +1,14 @@
 //! Makes sums of blocks in the background while the volume is idle, and compares read data with them.
 //!
-//! A region is summed when the engine has said that it is clean: all members have flushed it since it was last modified.
-//! Its blocks are read back, as a reader sees them, in a slot of their own; the page with their sums is written, durably,
-//! and only then the region leaves the set of unsummed regions, unless something has modified it meanwhile. The set, and the
-//! order in which it follows, are pure: see `shorthorn-regions`.
+//! A region is summed when the engine has said that it is clean: all members have flushed it since it was
+//! last modified. Its blocks are read back, as a reader sees them, in a slot of their own; the page with
+//! their sums is written, durably, and only then the region leaves the set of unsummed regions, unless
+//! something has modified it meanwhile. The set, and the order in which it follows, are pure: see
+//! `shorthorn-regions`.
 //!
-//! A check compares whole blocks of regions that have sums, after the data was read. It never makes a sound block look
-//! rotten: what is not known for sure, because a page of sums is torn or the region was modified meanwhile, is not compared.
+//! A check compares whole blocks of regions that have sums, after the data was read. It never makes a sound
+//! block look rotten: what is not known for sure, because a page of sums is torn or the region was modified
+//! meanwhile, is not compared.
 
 use std::time::{Duration, Instant};
 
@@ -291,7 +293,8 @@ impl Executor {
         true
     }
 
-    /// The next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has anything need none.
+    /// The next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has anything need
+    /// none.
     fn next_sum_piece(&mut self, from_bytes: u64, end_bytes: u64) -> Option<ByteRange> {
         let regions = self.state.keeper().regions();
         let mut at = from_bytes;
@@ -453,8 +456,8 @@ impl Executor {
         }
     }
 
-    /// The sums that are kept count for nothing any more: the volume is about to be, or was, changed beside the requests.
-    /// Begins anew.
+    /// The sums that are kept count for nothing any more: the volume is about to be, or was, changed beside
+    /// the requests. Begins anew.
     ///
     /// # Errors
     /// They can be neither begun anew nor forgotten: nothing is served any more.
@@ -522,7 +525,8 @@ impl Executor {
         }
     }
 
-    /// The request in the slot is about to modify `range`: reads of it are not compared any more, and it has to be summed again.
+    /// The request in the slot is about to modify `range`: reads of it are not compared any more, and it has
+    /// to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
         if self.summer.file.is_none() {
             return;

@@ -1,7 +1,7 @@
 //! Sums of snapshots' layers: as they are now, and as they are kept.
 //!
-//! A piece is read as other data is, without holding anybody up. Sums are kept rarely, and what has rotten is put right
-//! more rarely still: that waits for the disk.
+//! A piece is read as other data is, without holding anybody up. Sums are kept rarely, and what has rotten is
+//! put right more rarely still: that waits for the disk.
 
 use shorthorn_ring::Ring;
 use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, StoreError, sum_of_data};
@@ -55,7 +55,8 @@ impl Checked {
 }
 
 impl Executor {
-    /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`] can tell.
+    /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`]
+    /// can tell.
     pub fn start_check(
         &mut self,
         slot: u16,

@@ -38,8 +38,8 @@ impl Server {
         self.welcome_ready();
     }
 
-    /// The volume is taken off a node that does not answer. An engine of a lower generation gets no answer any more
-    /// once that is stored: neither to what it has in flight, nor to another hello.
+    /// The volume is taken off a node that does not answer. An engine of a lower generation gets no answer
+    /// any more once that is stored: neither to what it has in flight, nor to another hello.
     pub(super) fn fence(&mut self, generation: Generation) {
         match self.executor.change(|state, disk| state.fence(disk, generation)) {
             Ok(Fence::Raised) => tracing::info!(%generation, "older engines are fenced"),

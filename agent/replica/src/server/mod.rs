@@ -2,8 +2,8 @@
 //!
 //! Everything happens in one loop: wait for completions, pass each on to whom it belongs, answer what has
 //! finished, serve who waits for a slot, note what is about to be written, start the sends. Requests of all
-//! connections are pipelined and answered in the order in which they finish. Nothing allocates, logs or locks per
-//! request.
+//! connections are pipelined and answered in the order in which they finish. Nothing allocates, logs or locks
+//! per request.
 
 mod admission;
 mod copying;

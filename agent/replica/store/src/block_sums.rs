@@ -1,11 +1,12 @@
-//! Sums of the blocks of the volume as a reader sees them, in `shorthorn.block-sums`. Which of them count is kept elsewhere: see the
-//! unsummed regions of `shorthorn-regions`.
+//! Sums of the blocks of the volume as a reader sees them, in `shorthorn.block-sums`. Which of them count is
+//! kept elsewhere: see the unsummed regions of `shorthorn-regions`.
 //!
-//! The file is a row of pages without a beginning of its own. Page n has the sums of [`BLOCKS_PER_SUM_PAGE`] blocks from block
-//! n * [`BLOCKS_PER_SUM_PAGE`] on. Pages that were never written are holes. A page that is torn, damaged, or of another series says
-//! nothing: its sums are not known. The *series* that counts is kept in `shorthorn.guard`. What changes the volume without an
-//! account of the regions, and a version of this program that knows no sums, leaves none there; so all pages are worth nothing
-//! afterwards. A page says nothing about layers: what a reader sees stays the same if snapshots are made or taken out.
+//! The file is a row of pages without a beginning of its own. Page n has the sums of [`BLOCKS_PER_SUM_PAGE`]
+//! blocks from block n * [`BLOCKS_PER_SUM_PAGE`] on. Pages that were never written are holes. A page that is
+//! torn, damaged, or of another series says nothing: its sums are not known. The *series* that counts is kept
+//! in `shorthorn.guard`. What changes the volume without an account of the regions, and a version of this
+//! program that knows no sums, leaves none there; so all pages are worth nothing afterwards. A page says
+//! nothing about layers: what a reader sees stays the same if snapshots are made or taken out.
 //!
 //! All numbers are little-endian.
 //!

@@ -1,15 +1,16 @@
 //! Decides whether unflushed writes may be lost, because the host was restarted or the disk has failed.
 //!
-//! `shorthorn.boot` says in which boot of the kernel the directory was last open. A directory that was not closed
-//! cleanly and was open in another boot may have lost what was in the page cache then. That stays so
+//! `shorthorn.boot` says in which boot of the kernel the directory was last open. A directory that was not
+//! closed cleanly and was open in another boot may have lost what was in the page cache then. That stays so
 //! until whoever knows says that it has been made up for.
 //!
 //! A file that is damaged may have said that data is gone: then it counts as if it had.
 //!
-//! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it is told:
-//! the next process, in the same boot, would hear of nothing. With it goes how often in a row the replica has failed, by which
-//! the caller decides how soon the next process is started. A file system that has given up takes no note: then it is made
-//! outside of the directory, and has to last no longer than the boot of the host.
+//! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it
+//! is told: the next process, in the same boot, would hear of nothing. With it goes how often in a row the
+//! replica has failed, by which the caller decides how soon the next process is started. A file system that
+//! has given up takes no note: then it is made outside of the directory, and has to last no longer than the
+//! boot of the host.
 
 use std::fs::{self, File};
 use std::io;
@@ -130,9 +131,9 @@ impl Boot {
         Boot { lost_cache: self.is_lost_now, ..self.clone() }
     }
 
-    /// Data may be gone from now on, whatever becomes of the note; the replica has failed so often in a row. If that cannot be
-    /// written, the file is removed: an open directory without it counts as one that has lost data too. If that is not
-    /// possible either, it is noted elsewhere.
+    /// Data may be gone from now on, whatever becomes of the note; the replica has failed so often in a row.
+    /// If that cannot be written, the file is removed: an open directory without it counts as one that has
+    /// lost data too. If that is not possible either, it is noted elsewhere.
     ///
     /// # Errors
     /// Nothing of that is durable: the error of the note.
@@ -151,8 +152,8 @@ impl Boot {
         }
     }
 
-    /// The same result of writes of an opening. A failure is noted as a loss, as the kernel may have told of one by it: the
-    /// next opening would hear of nothing. A lack of space or memory tells of none.
+    /// The same result of writes of an opening. A failure is noted as a loss, as the kernel may have told of
+    /// one by it: the next opening would hear of nothing. A lack of space or memory tells of none.
     pub fn noting(
         &mut self,
         directory: &Directory,
@@ -176,7 +177,8 @@ fn may_exist(file: &Path) -> bool {
     !fs::symlink_metadata(file).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
-/// Makes the file. It may lie on the disk that has failed: it counts only if the disk says that it is durable.
+/// Makes the file. It may lie on the disk that has failed: it counts only if the disk says that it is
+/// durable.
 fn leave_note(file: &Path) -> io::Result<()> {
     File::create(file)?.sync_all()?;
     File::open(file.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()

@@ -1,10 +1,10 @@
 //! Copying a replica: the source's description of its layers, and the way in which a directory becomes a
 //! copy.
 //!
-//! A directory that is being copied to is marked as rebuilding, and `shorthorn.copy` says of what it becomes a
-//! copy, whether the layers are there yet, and which of them are whole. Whenever the process or the machine stops,
-//! the next opening makes sense of it: layers that were about to be made are made again, what is whole is
-//! kept, and the record of a copy that has ended is removed.
+//! A directory that is being copied to is marked as rebuilding, and `shorthorn.copy` says of what it becomes
+//! a copy, whether the layers are there yet, and which of them are whole. Whenever the process or the machine
+//! stops, the next opening makes sense of it: layers that were about to be made are made again, what is whole
+//! is kept, and the record of a copy that has ended is removed.
 
 use std::os::fd::AsFd;
 
@@ -147,8 +147,8 @@ fn read_volume(directory: &Directory) -> Result<VolumeMeta> {
 }
 
 impl Store {
-    /// The layers as a copy of this replica has to have them, the oldest first, the head last. Their places in
-    /// this list are the numbers that the calls below take.
+    /// The layers as a copy of this replica has to have them, the oldest first, the head last. Their places
+    /// in this list are the numbers that the calls below take.
     ///
     /// # Errors
     /// An I/O error.
@@ -176,8 +176,8 @@ impl Store {
         Some(self.layout.disks().get(image)?.size_bytes)
     }
 
-    /// Up to `extents_max` runs of whole blocks from `from_bytes` on where a layer has data, and where to look for
-    /// more.
+    /// Up to `extents_max` runs of whole blocks from `from_bytes` on where a layer has data, and where to
+    /// look for more.
     ///
     /// # Errors
     /// A layer that is not there, or an I/O error.
@@ -214,14 +214,15 @@ impl Store {
         })
     }
 
-    /// Becomes a copy of a replica that has these layers: whatever is here is gone, the layers are made without data,
-    /// and the replica counts as rebuilding. Which layers are whole already, from a copy of the same snapshots that
-    /// was interrupted; the head is always empty.
+    /// Becomes a copy of a replica that has these layers: whatever is here is gone, the layers are made
+    /// without data, and the replica counts as rebuilding. Which layers are whole already, from a copy of the
+    /// same snapshots that was interrupted; the head is always empty.
     ///
     /// No request may be in flight, and plans made before are void.
     ///
     /// # Errors
-    /// [`StoreError`]; unless the layers were refused, the store has to be opened again, which goes on with it.
+    /// [`StoreError`]; unless the layers were refused, the store has to be opened again, which goes on with
+    /// it.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>> {
         self.check_writable()?;
         self.check_no_fold()?;

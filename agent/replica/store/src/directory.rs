@@ -25,8 +25,9 @@ const DOCUMENT_MAX_BYTES: u64 = 64 << 20;
 
 /// Written out, so that its blocks can be had back by removing it.
 pub(crate) const RESERVE_FILE: &str = "shorthorn.reserve";
-/// Room for every document of a replica twice, for three files of regions (33 pages at most), and for the journal of
-/// the file system to be content. A member on a full disk has to begin an account for each other replica that leaves.
+/// Room for every document of a replica twice, for three files of regions (33 pages at most), and for the
+/// journal of the file system to be content. A member on a full disk has to begin an account for each other
+/// replica that leaves.
 const RESERVE_BYTES: usize = 512 << 10;
 const RESERVE_PIECE_BYTES: usize = 4096;
 
@@ -150,8 +151,9 @@ impl Directory {
             Err(error) if is_full(error.errno()) => {
                 self.unlink(RESERVE_FILE)?;
                 let result = attempt();
-                // What was freed can be had again only once that is on the disk. The kernel tells a write error once, and this
-                // may be of what has just succeeded: only a lack of space is left to the next attempt.
+                // What was freed can be had again only once that is on the disk. The kernel tells a write
+                // error once, and this may be of what has just succeeded: only a lack of space is left to the
+                // next attempt.
                 let synced = self.fd.sync_all().map_err(|error| self.error("sync", ".", error));
                 self.keep_reserve();
                 match synced {
@@ -213,9 +215,9 @@ impl Directory {
         self.open_file(name, OFlag::O_RDONLY)?.sync_all().map_err(|error| self.error("sync", name, error))
     }
 
-    /// Makes the content of a document durable that holds these bytes. Some file systems find a place for them only then: if
-    /// there is none, the document is written again. A second sync alone could be answered with a success that means
-    /// nothing.
+    /// Makes the content of a document durable that holds these bytes. Some file systems find a place for
+    /// them only then: if there is none, the document is written again. A second sync alone could be answered
+    /// with a success that means nothing.
     pub fn sync_document(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let has_failed = Cell::new(false);
         self.with_reserve(|| {

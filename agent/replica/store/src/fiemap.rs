@@ -8,8 +8,8 @@ use std::os::fd::AsRawFd;
 /// The number of extents of one call: 14 KiB of memory, and few calls for a file in many pieces.
 const EXTENTS: usize = 256;
 
-/// FIEMAP_FLAG_SYNC: the file is written first. A file system may note later than it says that a write is done that the extent is
-/// written.
+/// FIEMAP_FLAG_SYNC: the file is written first. A file system may note later than it says that a write is
+/// done that the extent is written.
 const SYNC: u32 = 0x1;
 /// FIEMAP_EXTENT_LAST.
 const LAST: u32 = 0x1;
@@ -91,8 +91,8 @@ impl ExtentPage {
             extent_count: u32::try_from(EXTENTS).unwrap_or(0),
             ..Head::default()
         };
-        // SAFETY: the head is the first field of `map`, and `extent_count` extents follow it there: the kernel writes
-        // no more than that, during the call. All of it are plain numbers.
+        // SAFETY: the head is the first field of `map`, and `extent_count` extents follow it there: the
+        // kernel writes no more than that, during the call. All of it are plain numbers.
         unsafe { system::fiemap(file.as_raw_fd(), std::ptr::from_mut(map).cast())? };
         let count = usize::try_from(map.head.mapped_extents).unwrap_or(EXTENTS).min(EXTENTS);
         Ok(&map.extents[..count])

@@ -51,7 +51,8 @@ pub(crate) struct Guard {
     /// Sizes of layers that are shorter than the one above for a reason that no document tells.
     #[serde(default)]
     pub known_sizes: BTreeMap<String, u64>,
-    /// The series of sums of blocks that counts: see `block_sums`. A version that knows none drops it with whatever it writes.
+    /// The series of sums of blocks that counts: see `block_sums`. A version that knows none drops it with
+    /// whatever it writes.
     #[serde(default)]
     pub block_sums: Option<u64>,
     /// The newest series there was.

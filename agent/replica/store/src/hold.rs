@@ -4,7 +4,8 @@ use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::lock::Lock;
 
-/// The directory of a replica that no process has open, and none opens until this is dropped. Nothing in it is changed.
+/// The directory of a replica that no process has open, and none opens until this is dropped. Nothing in it
+/// is changed.
 #[derive(Debug)]
 pub struct Held {
     _lock: Lock,

@@ -46,7 +46,8 @@ impl HostFileSystem {
             None => from_statfs(directory),
         })?;
         match host.smaller_unit_bytes {
-            // What is there can be read: a block of which a part is data counts as data, here and for Longhorn.
+            // What is there can be read: a block of which a part is data counts as data, here and for
+            // Longhorn.
             Some(unit_bytes) if !read_only => {
                 Err(StoreError::SmallAllocationUnit { directory: directory.path().to_owned(), unit_bytes })
             }
@@ -101,7 +102,8 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
     let sector = &mut buffer.as_mut_slice()[..512];
     let small_reads = file.read_exact_at(sector, PROBE_OFFSET + SECTOR_BYTES).is_ok();
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    // All of a block but its first sector: a hole appears in it only if something smaller than the block is allocated.
+    // All of a block but its first sector: a hole appears in it only if something smaller than the block is
+    // allocated.
     let rest = (signed(PROBE_OFFSET + SECTOR_BYTES), BLOCK_LENGTH - signed(SECTOR_BYTES));
     let smaller_unit_bytes = match fallocate(file.as_fd(), punch, rest.0, rest.1) {
         Ok(()) => {

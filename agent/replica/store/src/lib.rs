@@ -10,8 +10,8 @@
 //!   whole or not at all, whenever the process or the machine stops.
 //!
 //! Beside the volume a store keeps what a replica must not forget: its state ([`Store::save_state`]), sets of
-//! regions ([`Store::make_regions`]), how far it is as a copy of another replica ([`Store::begin_copy`]), and sums of its
-//! snapshots ([`Store::save_sums`]).
+//! regions ([`Store::make_regions`]), how far it is as a copy of another replica ([`Store::begin_copy`]), and
+//! sums of its snapshots ([`Store::save_sums`]).
 //!
 //! [`inspect`] and [`export`] look at a directory without changing anything in it.
 //!

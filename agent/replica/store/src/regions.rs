@@ -1,5 +1,6 @@
 //! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent`,
-//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. What is in them is the business of `shorthorn-regions`.
+//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. What is in them is the business of
+//! `shorthorn-regions`.
 //!
 //! A file has all its blocks from the start and keeps its length, so that its pages can be written over when
 //! the disk is full. It gets its name when it is whole and durable.
@@ -128,8 +129,8 @@ impl Store {
         let named = self.directory.rename(&temp, &name).and_then(|()| self.directory.sync());
         let made = named.and_then(|()| self.open_regions(key));
         if made.is_err() {
-            // A file that nobody keeps up to date must not be found later. Where even that fails, the error that led
-            // here tells what the disk is like.
+            // A file that nobody keeps up to date must not be found later. Where even that fails, the error
+            // that led here tells what the disk is like.
             let _ = self.directory.unlink(&name);
         }
         made

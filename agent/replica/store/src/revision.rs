@@ -1,6 +1,6 @@
-//! Longhorn's counter of revisions. See `E/pkg/replica/revision_counter.go` of longhorn-engine: one block with the number
-//! in decimal digits, the rest of it zero bytes, written with direct I/O. Longhorn reads it only where a volume
-//! has the counter enabled, and makes a file that is not there with the number 0.
+//! Longhorn's counter of revisions. See `E/pkg/replica/revision_counter.go` of longhorn-engine: one block
+//! with the number in decimal digits, the rest of it zero bytes, written with direct I/O. Longhorn reads it
+//! only where a volume has the counter enabled, and makes a file that is not there with the number 0.
 
 use shorthorn_chain::REVISION_FILE;
 use shorthorn_types::limits::BLOCK_BYTES;
@@ -9,8 +9,8 @@ use crate::error::StoreError;
 use crate::store::Store;
 
 impl Store {
-    /// Stores the number that Longhorn compares with those of other replicas. Durable on return. Which number is the
-    /// business of the caller.
+    /// Stores the number that Longhorn compares with those of other replicas. Durable on return. Which number
+    /// is the business of the caller.
     ///
     /// # Errors
     /// An I/O error; the number from before is then still there.

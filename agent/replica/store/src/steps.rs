@@ -89,8 +89,9 @@ impl Executor<'_> {
         }
     }
 
-    /// Makes the data of a layer durable. The hook comes before it too, so that it can fail. A layer that cannot even be
-    /// opened has failed as well: that is all that some file systems say once they have given up.
+    /// Makes the data of a layer durable. The hook comes before it too, so that it can fail. A layer that
+    /// cannot even be opened has failed as well: that is all that some file systems say once they have given
+    /// up.
     pub fn sync_data(&self, image: &str) -> Result<()> {
         self.pass(|| format!("about to sync {image}"))
             .and_then(|()| self.directory.sync_file(image))

@@ -353,10 +353,11 @@ impl Store {
         Ok(())
     }
 
-    /// Data that was written, and is not durable, may be gone: the disk has failed. Durable on return, so that the
-    /// next opening says so, in this boot of the host too, with [`OpenOptions::loss_note`] if nothing in the directory can be
-    /// changed; and whatever is returned, it holds for this store, and nothing makes up for it here. To be called before
-    /// anybody hears of the failure. `failures`: how often in a row the replica has failed.
+    /// Data that was written, and is not durable, may be gone: the disk has failed. Durable on return, so
+    /// that the next opening says so, in this boot of the host too, with [`OpenOptions::loss_note`] if
+    /// nothing in the directory can be changed; and whatever is returned, it holds for this store, and
+    /// nothing makes up for it here. To be called before anybody hears of the failure. `failures`: how often
+    /// in a row the replica has failed.
     ///
     /// # Errors
     /// An I/O error: the next process may not know of it.

@@ -1,9 +1,10 @@
 //! Keeps sums of snapshots' layers beside them in `shorthorn.sums-<snapshot>`, and repairs data that does not
 //! match them.
 //!
-//! What is summed, and how, is the business of whoever keeps them. A file of sums belongs to one file of one layer: it
-//! names its inode and size and the epoch in which it was written, and is removed with the layer. The time of the
-//! layer's last change is no part of that: a layer that was changed behind our back is what the sums are to find.
+//! What is summed, and how, is the business of whoever keeps them. A file of sums belongs to one file of one
+//! layer: it names its inode and size and the epoch in which it was written, and is removed with the layer.
+//! The time of the layer's last change is no part of that: a layer that was changed behind our back is what
+//! the sums are to find.
 //!
 //! All numbers are little-endian.
 //!
@@ -76,7 +77,8 @@ struct Subject {
 }
 
 impl LayerSums {
-    /// Room for a layer of `size_bytes`, each sum as `sum`. None where the layer is too large for its sums to be kept.
+    /// Room for a layer of `size_bytes`, each sum as `sum`. None where the layer is too large for its sums to
+    /// be kept.
     #[must_use]
     pub fn new(size_bytes: u64, piece_bytes: u32, sum: u32) -> Option<LayerSums> {
         let pieces = usize::try_from(size_bytes.div_ceil(u64::from(piece_bytes))).ok()?;
@@ -142,7 +144,8 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 const SUMS_PREFIX: &str = "sums-";
 
-/// The file for the sums of a snapshot; none where its name would make it something else to Longhorn, or is too long.
+/// The file for the sums of a snapshot; none where its name would make it something else to Longhorn, or is
+/// too long.
 fn file_of(image: &ImageName) -> Option<String> {
     let name = format!("{OWN_PREFIX}{SUMS_PREFIX}{}", image.snapshot_name()?);
     let is_ours = !name.ends_with(META_SUFFIX) && !name.contains("volume-head");
@@ -205,7 +208,8 @@ impl Store {
     /// Keeps the sums of a snapshot's layer, durably.
     ///
     /// # Errors
-    /// A layer that is not there or cannot have sums, or an I/O error; what was kept before is then still there.
+    /// A layer that is not there or cannot have sums, or an I/O error; what was kept before is then still
+    /// there.
     pub fn save_sums(&mut self, image: &str, sums: &LayerSums) -> Result<()> {
         self.check_writable()?;
         let image = self.known_layer(image)?;
@@ -264,11 +268,12 @@ impl Store {
     /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no
     /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
     ///
-    /// A read that was planned before and has not ended may see what was there, what is there now, or zeroes where a
-    /// block goes that should never have been there. Plans made before are void afterwards.
+    /// A read that was planned before and has not ended may see what was there, what is there now, or zeroes
+    /// where a block goes that should never have been there. Plans made before are void afterwards.
     ///
     /// # Errors
-    /// A layer that is not there, a range that it does not have, or an I/O error: the range may then hold some of both.
+    /// A layer that is not there, a range that it does not have, or an I/O error: the range may then hold
+    /// some of both.
     pub fn repair_layer(
         &mut self,
         image: &str,

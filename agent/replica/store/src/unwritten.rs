@@ -1,10 +1,10 @@
 //! Blocks of the head that are allocated and were never written.
 //!
-//! A direct write allocates its blocks first and marks them as written when the data is there. A loss of power or a
-//! failed write in between leaves them allocated and not written. To us such blocks are holes (SEEK_DATA), and
-//! what lies below shows through. To Longhorn they are zeroes (FIEMAP), which hide what lies below. So holes are made
-//! of them before Longhorn can see them: before the directory counts as cleanly closed, and before the head
-//! becomes a snapshot.
+//! A direct write allocates its blocks first and marks them as written when the data is there. A loss of
+//! power or a failed write in between leaves them allocated and not written. To us such blocks are holes
+//! (SEEK_DATA), and what lies below shows through. To Longhorn they are zeroes (FIEMAP), which hide what lies
+//! below. So holes are made of them before Longhorn can see them: before the directory counts as cleanly
+//! closed, and before the head becomes a snapshot.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -22,11 +22,11 @@ use crate::store::Store;
 type Result<T> = std::result::Result<T, StoreError>;
 
 impl Store {
-    /// Makes holes of the blocks of the head that are allocated and were never written, as far as writes may have left
-    /// any. The directory was not closed cleanly: that may be so anywhere.
+    /// Makes holes of the blocks of the head that are allocated and were never written, as far as writes may
+    /// have left any. The directory was not closed cleanly: that may be so anywhere.
     ///
-    /// A full disk has no room for the records of new holes. It must not keep the replica from opening: then the close
-    /// tries again, and until it succeeds the directory stays dirty.
+    /// A full disk has no room for the records of new holes. It must not keep the replica from opening: then
+    /// the close tries again, and until it succeeds the directory stays dirty.
     pub(crate) fn mend_head(&mut self) -> Result<()> {
         self.unwritten = ByteRange::new(0, self.size_bytes()).ok();
         match self.punch_unwritten() {
@@ -83,7 +83,8 @@ impl Store {
     }
 }
 
-/// Makes holes of the blocks of `range` that are allocated and were never written. Reads the extents page by page.
+/// Makes holes of the blocks of `range` that are allocated and were never written. Reads the extents page by
+/// page.
 fn punch(file: &File, range: ByteRange) -> nix::Result<u64> {
     let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let mut page = ExtentPage::new();

@@ -1,8 +1,8 @@
 //! The CSI driver of this node: its two sockets, where kubelet looks for them.
 //!
-//! kubelet takes a driver away whose registration socket is gone, so neither socket is removed when the agent ends; where
-//! systemd holds them, they even go on to be listened on. CSI is served before the registration, because kubelet
-//! calls it as soon as it has seen that.
+//! kubelet takes a driver away whose registration socket is gone, so neither socket is removed when the agent
+//! ends; where systemd holds them, they even go on to be listened on. CSI is served before the registration,
+//! because kubelet calls it as soon as it has seen that.
 
 mod root;
 mod sockets;
@@ -33,8 +33,8 @@ use sockets::Socket;
 use volumes::Attached;
 use watch::Watch;
 
-/// The kernel tells when a directory or a socket appears or goes. Nothing tells when a kubelet is started with
-/// a directory of its own: whether there is one is looked up so often.
+/// The kernel tells when a directory or a socket appears or goes. Nothing tells when a kubelet is started
+/// with a directory of its own: whether there is one is looked up so often.
 const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 /// The pause after a change or failure, in which related changes may follow.
 const SETTLE: Duration = Duration::from_millis(200);
@@ -73,9 +73,10 @@ impl DriverState {
 
 /// Name of the registration socket.
 ///
-/// The '@' has to be there. kubelet (v1.36, `pluginmanager/operationexecutor`) dials the bare path, and gRPC for Go sends that
-/// as `:authority`, with `%2F` for each slash. The HTTP library here refuses a '%' in the name of a host and answers with
-/// PROTOCOL_ERROR, but not in what comes before an '@', which would be a user. Go leaves the '@' as it is.
+/// The '@' has to be there. kubelet (v1.36, `pluginmanager/operationexecutor`) dials the bare path, and gRPC
+/// for Go sends that as `:authority`, with `%2F` for each slash. The HTTP library here refuses a '%' in the
+/// name of a host and answers with PROTOCOL_ERROR, but not in what comes before an '@', which would be a
+/// user. Go leaves the '@' as it is.
 const REGISTRATION_SOCKET: &str = "shorthorn@csi.shorthorn.io-reg.sock";
 
 /// The paths on which kubelet looks for drivers.

@@ -51,7 +51,8 @@ impl Finder {
     }
 }
 
-/// The directories of the kubelets that run on this host; not of those in containers, whose paths mean something else.
+/// The directories of the kubelets that run on this host; not of those in containers, whose paths mean
+/// something else.
 fn running(proc: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(proc) else { return Vec::new() };
     let processes = entries.flatten().map(|entry| entry.path());

@@ -28,8 +28,8 @@ impl Inherited {
     pub fn take() -> io::Result<Inherited> {
         let mut inherited = Inherited::default();
         for (fd, name) in sd_notify::listen_fds_with_names()? {
-            // SAFETY: systemd has opened the descriptor for this process, nobody else here knows its number, and this is
-            // called once.
+            // SAFETY: systemd has opened the descriptor for this process, nobody else here knows its number,
+            // and this is called once.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             let place = match name.as_str() {
                 CSI => &mut inherited.csi,
@@ -89,8 +89,8 @@ fn file_at(path: &Path) -> io::Result<(u64, u64)> {
 impl Socket {
     /// Makes a socket for root only, and replaces that of an earlier agent.
     ///
-    /// It is made under another name, which kubelet ignores, and moved: so it never has other permissions, and
-    /// there is no moment without one.
+    /// It is made under another name, which kubelet ignores, and moved: so it never has other permissions,
+    /// and there is no moment without one.
     ///
     /// # Errors
     /// What the file system says.

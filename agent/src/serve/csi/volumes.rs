@@ -47,8 +47,8 @@ impl Volumes for Attached {
     }
 }
 
-/// The device that the engine says it serves, whatever the node of its name leads to. An engine of an earlier version does not
-/// say that.
+/// The device that the engine says it serves, whatever the node of its name leads to. An engine of an earlier
+/// version does not say that.
 fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<Device>> {
     let meta = match fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_block_device() => meta,

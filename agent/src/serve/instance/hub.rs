@@ -30,8 +30,8 @@ pub struct Hub {
     config: Config,
     /// Locks that allow one operation at a time on each instance.
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
-    /// The newest list of replicas that each engine was given: attachment and number. Calls that come late are
-    /// recognised by it; none comes later than the agent that took it has ended.
+    /// The newest list of replicas that each engine was given: attachment and number. Calls that come late
+    /// are recognised by it; none comes later than the agent that took it has ended.
     revisions: Mutex<HashMap<InstanceId, (u64, u64)>>,
 }
 
@@ -96,8 +96,8 @@ impl Hub {
     /// Starts an instance; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Exists`] where it runs with another spec, [`NodeError::Precondition`] where the request is
-    /// older than what was here.
+    /// [`NodeError::Exists`] where it runs with another spec, [`NodeError::Precondition`] where the request
+    /// is older than what was here.
     pub async fn start_instance(
         self: &Arc<Hub>,
         spec: Spec,

@@ -1,4 +1,5 @@
-//! Commands to a running engine. Each is stored in its spec file first, so that the next process knows it too.
+//! Commands to a running engine. Each is stored in its spec file first, so that the next process knows it
+//! too.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -222,8 +223,8 @@ impl Hub {
     /// Replaces the process of an engine under I/O; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it does not serve, [`NodeError::Unavailable`] where the new one does not
-    /// come to serve in time: it goes on trying.
+    /// [`NodeError::Precondition`] where it does not serve, [`NodeError::Unavailable`] where the new one does
+    /// not come to serve in time: it goes on trying.
     pub async fn upgrade(self: &Arc<Hub>, volume: VolumeName, attach: u64) -> Result<Upgraded, NodeError> {
         let hub = Arc::clone(self);
         finish(tokio::spawn(async move { hub.upgrade_now(InstanceId::Engine(volume), attach).await })).await

@@ -61,7 +61,8 @@ impl Process {
 /// # Errors
 /// What the system says.
 pub fn end_of(process: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd is the same descriptor until it is dropped, which happens after its registration ends.
+    // SAFETY: an OwnedFd is the same descriptor until it is dropped, which happens after its registration
+    // ends.
     Ok(unsafe { AsyncFd::register_with_interest(process, Interest::READABLE) }?)
 }
 

@@ -1,7 +1,7 @@
 //! Instances as units of systemd.
 //!
-//! The unit files keep an instance running: they start it again when it dies, and give up after many times
-//! in a row. All that is left to do here is to say what is to run, to follow the units, and to try those again
+//! The unit files keep an instance running: they start it again when it dies, and give up after many times in
+//! a row. All that is left to do here is to say what is to run, to follow the units, and to try those again
 //! that systemd has given up.
 
 use std::collections::HashMap;
@@ -99,7 +99,8 @@ impl Backend for Systemd {
 
     fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
-            // Before the unit is stopped, so that it is not tried again meanwhile, and nothing is said of it after.
+            // Before the unit is stopped, so that it is not tried again meanwhile, and nothing is said of it
+            // after.
             let follower = self.followers.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
             if let Some(follower) = follower {
                 follower.abort();
@@ -149,8 +150,9 @@ impl Bus {
         if result == "done" { Ok(()) } else { Err(BackendError::NotStopped(unit, result)) }
     }
 
-    /// SIGTERM would leave the device to the next process, so the process is asked to end in another way first. The
-    /// unit starts it again a moment later, unless it is stopped by then: such a process is asked as well.
+    /// SIGTERM would leave the device to the next process, so the process is asked to end in another way
+    /// first. The unit starts it again a moment later, unless it is stopped by then: such a process is asked
+    /// as well.
     async fn end_orderly(&self, id: &InstanceId) -> Result<(), BackendError> {
         let path = self.manager.load_unit(&unit_of(id)).await?;
         let service = ServiceProxy::new(&self.connection, path).await?;
@@ -170,9 +172,9 @@ impl Bus {
     async fn restart(&self, id: &InstanceId) -> Result<(), BackendError> {
         let unit = unit_of(id);
         let _ = self.manager.reset_failed_unit(&unit).await;
-        // SIGTERM has the old process hand over. Nothing but this job may end it: the unit would start the next one by
-        // itself, and this job would end that one too. The job goes on until the new process is ready, which may
-        // wait for replicas: nobody waits for it here.
+        // SIGTERM has the old process hand over. Nothing but this job may end it: the unit would start the
+        // next one by itself, and this job would end that one too. The job goes on until the new process is
+        // ready, which may wait for replicas: nobody waits for it here.
         match self.manager.restart_unit(&unit, "replace").await {
             Err(error) if is_no_such_unit(&error) => Err(BackendError::NoUnit(unit)),
             other => other.map(|_| ()).map_err(BackendError::from),

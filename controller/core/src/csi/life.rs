@@ -33,7 +33,8 @@ pub enum SizedError {
 }
 
 impl NewVolume {
-    /// The volume to be stored; the same call repeated finds it there, whatever size of the range it was given.
+    /// The volume to be stored; the same call repeated finds it there, whatever size of the range it was
+    /// given.
     ///
     /// # Errors
     /// [`SizedError`] says what to change.

@@ -1,8 +1,8 @@
 //! Maps the calls of CSI to the stored objects: names, sizes and parameters, and the nodes that may use a
 //! volume.
 //!
-//! The shell has the wire, the waiting and the codes. Which calls change what is decided here, on one state of the
-//! world, and stored by compare-and-swap, so that nothing comes in between.
+//! The shell has the wire, the waiting and the codes. Which calls change what is decided here, on one state
+//! of the world, and stored by compare-and-swap, so that nothing comes in between.
 
 mod life;
 mod name;

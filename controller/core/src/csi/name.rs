@@ -54,8 +54,9 @@ pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
     Ok(VolumeName::new(&format!("{}-{hash}", readable(csi_name)))?)
 }
 
-/// The name of the VolumeAttachment that Kubernetes makes for a volume on one of its nodes, both as the driver and Kubernetes
-/// call them. Its attach-detach controller makes it up in this way (`pkg/volume/csi/csi_attacher.go`, `getAttachmentName`).
+/// The name of the VolumeAttachment that Kubernetes makes for a volume on one of its nodes, both as the
+/// driver and Kubernetes call them. Its attach-detach controller makes it up in this way
+/// (`pkg/volume/csi/csi_attacher.go`, `getAttachmentName`).
 #[must_use]
 pub fn attachment_name(handle: &str, driver: &str, machine: &str) -> String {
     let mut hash = Sha256::new();

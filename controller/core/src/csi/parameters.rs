@@ -24,7 +24,8 @@ enum Harmless {
     Only(&'static [&'static str]),
 }
 
-/// Whatever says that a backing image is used is refused by `backingImage` itself; the same holds for `dataSource`.
+/// Whatever says that a backing image is used is refused by `backingImage` itself; the same holds for
+/// `dataSource`.
 const OF_LONGHORN: [(&str, Harmless); 35] = [
     ("staleReplicaTimeout", Harmless::Any),
     ("fromBackup", Harmless::Only(&[""])),

@@ -188,7 +188,8 @@ impl Conditions {
         }
     }
 
-    /// Notes that all of them are about the object as its owner wants it in that generation; 0: the store counts none.
+    /// Notes that all of them are about the object as its owner wants it in that generation; 0: the store
+    /// counts none.
     pub fn observe(&mut self, generation: u64) {
         if generation > 0 {
             self.known.iter_mut().for_each(|condition| condition.observed_generation = generation);

@@ -1,4 +1,5 @@
-//! Words of a later version. An object with one stays in sight: it is read as the word that assumes the least.
+//! Words of a later version. An object with one stays in sight: it is read as the word that assumes the
+//! least.
 
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};

@@ -8,7 +8,8 @@ use crate::observed::DiskView;
 use crate::scheduler::RESERVED_PERCENT;
 use crate::{Label, Labels, Timestamp, schema};
 
-/// In how many steps the free space of a disk is stored: each step is a write of the node, which volumes look at.
+/// In how many steps the free space of a disk is stored: each step is a write of the node, which volumes look
+/// at.
 const FREE_STEPS: u64 = 100;
 
 /// A machine with an agent, and its disks.

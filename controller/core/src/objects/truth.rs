@@ -1,4 +1,5 @@
-//! The status of a condition as Kubernetes writes it, `"True"` or `"False"`; older stores have a bare true or false.
+//! The status of a condition as Kubernetes writes it, `"True"` or `"False"`; older stores have a bare true or
+//! false.
 
 use serde::{Deserialize, Deserializer, Serializer};
 

@@ -116,12 +116,12 @@ pub struct VolumeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub attach_started_at: Option<Timestamp>,
-    /// The first attachment since which the volume has been on its node without a break: the device of an engine of
-    /// this one or a later one may be carried over to the next. 0: not known.
+    /// The first attachment since which the volume has been on its node without a break: the device of an
+    /// engine of this one or a later one may be carried over to the next. 0: not known.
     #[serde(default)]
     pub attached_since: u64,
-    /// No engine of this attachment or an older one can have a write acknowledged any more, wherever it may still
-    /// run: enough replicas refuse it. 0: none was ever fenced without having been stopped.
+    /// No engine of this attachment or an older one can have a write acknowledged any more, wherever it may
+    /// still run: enough replicas refuse it. 0: none was ever fenced without having been stopped.
     #[serde(default)]
     pub fenced_attach: u64,
     /// The attachment up to which engines are not waited for: the volume is deleted, and the node was given
@@ -136,9 +136,9 @@ pub struct VolumeStatus {
     /// The operator's last decision that one replica is the truth, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salvage: Option<Salvage>,
-    /// The size that the volume really has: all replicas, and the device where it is attached; 0: as it was created
-    /// (spec.size). Of a volume that is not attached: the size that it is attached with next, as its replicas grow before
-    /// anything is served.
+    /// The size that the volume really has: all replicas, and the device where it is attached; 0: as it was
+    /// created (spec.size). Of a volume that is not attached: the size that it is attached with next, as its
+    /// replicas grow before anything is served.
     #[serde(with = "super::quoted", default)]
     #[schemars(with = "schema::Quoted")]
     pub current_size: u64,
@@ -146,8 +146,8 @@ pub struct VolumeStatus {
     #[serde(default)]
     #[schemars(with = "Vec<schema::ReplicaId>")]
     pub first_members: Vec<ReplicaId>,
-    /// The PersistentVolume of Kubernetes that the volume is, as long as that keeps it: the data is not deleted before it
-    /// is gone or released. Only the controller writes it.
+    /// The PersistentVolume of Kubernetes that the volume is, as long as that keeps it: the data is not
+    /// deleted before it is gone or released. Only the controller writes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume: Option<String>,
     /// The claim that this PersistentVolume is bound to, or was last, as NAMESPACE/NAME.
@@ -251,8 +251,8 @@ impl Volume {
         self.metadata.is_deleting() && (has_begun || self.status.persistent_volume.is_none())
     }
 
-    /// The PersistentVolume that a deletion waits for, which was asked for in spite of it: by kubectl, where no admission
-    /// policy has refused that.
+    /// The PersistentVolume that a deletion waits for, which was asked for in spite of it: by kubectl, where
+    /// no admission policy has refused that.
     #[must_use]
     pub fn deletion_waits_for(&self) -> Option<&str> {
         let persistent_volume = self.status.persistent_volume.as_deref();

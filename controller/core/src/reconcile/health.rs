@@ -240,7 +240,8 @@ mod tests {
     use crate::objects::{DesireState, Metadata, ReplicaSpec, ReplicaStatus};
     use crate::reconcile::REPLICA_WAIT;
 
-    /// Replicas on nodes of their own, of which the first `running` run and the nodes of the others do not answer.
+    /// Replicas on nodes of their own, of which the first `running` run and the nodes of the others do not
+    /// answer.
     fn readiness_with(running: u64, all: u64, left: Duration, node_was_lost: bool) -> Readiness {
         let replica = |at: u64| {
             let replica_id = ReplicaId::from_random(at + 1);

@@ -15,7 +15,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         (Some(node), _) => node.clone(),
         (None, _) if context.world.unknown(&Key::new(Kind::Node, name)).is_some() => return decision,
         (None, Some(view)) if !view.from_object => Node::new(name, context.now),
-        // Known by an object that is gone: it is given up, and this controller has not got round to forgetting it.
+        // Known by an object that is gone: it is given up, and this controller has not got round to
+        // forgetting it.
         (None, _) => return decision,
     };
     if node.metadata.is_deleting()
@@ -84,8 +85,9 @@ fn lost_disks(node: &Node) -> impl Iterator<Item = &str> {
     node.spec.disks.iter().filter(|(_, disk)| disk.lost).map(|(path, _)| path.as_str())
 }
 
-/// Stops the processes on disks that are given up whose replicas are forgotten: nothing else knows of them. A process that waits
-/// for its disk may not end at once, so this is done until the agent does not show it any more.
+/// Stops the processes on disks that are given up whose replicas are forgotten: nothing else knows of them. A
+/// process that waits for its disk may not end at once, so this is done until the agent does not show it any
+/// more.
 fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decision: &mut Decision) {
     if lost.is_empty() {
         return;

@@ -17,7 +17,8 @@ pub(super) struct Rebuilds {
 }
 
 impl Rebuilds {
-    /// Looks at every engine that serves and may lack a member. Only a volume that is about to place a replica needs that.
+    /// Looks at every engine that serves and may lack a member. Only a volume that is about to place a
+    /// replica needs that.
     pub(super) fn look(context: &Context<'_>, engine: &Engine) -> Rebuilds {
         let world = context.world;
         let mut rebuilds = Rebuilds::default();

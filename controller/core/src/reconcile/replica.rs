@@ -76,7 +76,8 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
     }
     let create = status.data != DataState::Present;
     store_news(context, replica, status, &mut decision);
-    // The wish that it runs is stored: a process and a directory may be there from here on, whatever the status says.
+    // The wish that it runs is stored: a process and a directory may be there from here on, whatever the
+    // status says.
     if found.is_none() {
         start(context, replica, create, &mut decision);
     }
@@ -111,9 +112,9 @@ fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
     decision
 }
 
-/// Writes the status of a replica that is wanted, where it says anything new. Two things wait for the next write: that
-/// it is being started, for a while; and that one of those which the volume was created with is in the view, as it counts as
-/// being there until something else is stored.
+/// Writes the status of a replica that is wanted, where it says anything new. Two things wait for the next
+/// write: that it is being started, for a while; and that one of those which the volume was created with is
+/// in the view, as it counts as being there until something else is stored.
 fn store_news(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
     let stored = &replica.status;
     let volume = context.world.volumes.get(replica.spec.volume_name.as_str());
@@ -359,9 +360,9 @@ fn obstacle(view: &AgentView, replica: &InstanceKey, stray: Option<InstanceKey>)
     matches!(failure.call, "StopInstance" | "DeleteReplica").then(|| failure.message.clone())
 }
 
-/// An engine that is still there on the node of a replica that was left behind, and the number of its volume's last attachment:
-/// nothing else knows of it, if the volume has been elsewhere since. It is fenced. An engine of a new volume of the name is
-/// left alone.
+/// An engine that is still there on the node of a replica that was left behind, and the number of its
+/// volume's last attachment: nothing else knows of it, if the volume has been elsewhere since. It is fenced.
+/// An engine of a new volume of the name is left alone.
 fn stray_engine(
     context: &Context<'_>,
     replica: &Replica,

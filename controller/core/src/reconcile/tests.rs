@@ -246,7 +246,8 @@ fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica 
     }
 }
 
-/// The volume is attached to a, with one replica there and one on b that has been away for too long; c is free.
+/// The volume is attached to a, with one replica there and one on b that has been away for too long; c is
+/// free.
 fn degraded_world() -> World {
     let mut world = world();
     let (kept, lost) = (ReplicaId::from_random(1), ReplicaId::from_random(2));

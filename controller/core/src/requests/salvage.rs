@@ -22,8 +22,9 @@ pub struct SalvageVolume {
 }
 
 impl SalvageVolume {
-    /// The volume with a new number of attachment, and a grant of the arbiter for that replica alone: an engine that
-    /// does not find it cannot start from any other. Nothing is started before the replica was told.
+    /// The volume with a new number of attachment, and a grant of the arbiter for that replica alone: an
+    /// engine that does not find it cannot start from any other. Nothing is started before the replica was
+    /// told.
     ///
     /// # Errors
     /// [`RequestError`] says what is in the way.
@@ -72,7 +73,8 @@ impl SalvageVolume {
 /// [`RequestError`] says what is in the way.
 pub fn check_salvageable(world: &World, volume: &Volume) -> Result<(), RequestError> {
     let name = volume.metadata.name.clone();
-    // One that has served in this attachment may have its device in use: it would not stop, and might serve again.
+    // One that has served in this attachment may have its device in use: it would not stop, and might serve
+    // again.
     let serving = world.engines.get(&name).is_some_and(|engine| {
         let has_served = engine.status.served_attach >= engine.spec.attach && engine.spec.attach > 0;
         engine.status.is_serving() || has_served && volume.status.state == VolumeState::Attaching

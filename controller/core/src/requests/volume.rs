@@ -60,7 +60,8 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
     }
 }
 
-/// The same for whoever sees to the PersistentVolume. The data stays until that is released, as far as is known here.
+/// The same for whoever sees to the PersistentVolume. The data stays until that is released, as far as is
+/// known here.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
@@ -160,8 +161,8 @@ pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Repl
     Ok(Change::Store(replica))
 }
 
-/// The volume with more bytes, attached or not, where the disks of its replicas are not to promise more than they
-/// have. `status.current_size` tells when it has them.
+/// The volume with more bytes, attached or not, where the disks of its replicas are not to promise more than
+/// they have. `status.current_size` tells when it has them.
 ///
 /// # Errors
 /// [`RequestError`] says what is in the way.

@@ -16,8 +16,8 @@ const WORTH_DIVISOR: u64 = 2;
 /// the two disks afterwards. Only gains in `wanted` count. If a place is returned, `nodes` has the replica
 /// there.
 ///
-/// Each move brings the volume's replicas further apart, or makes the sum of the squares of the disks' room smaller. So moves
-/// come to an end, however often this is asked.
+/// Each move brings the volume's replicas further apart, or makes the sum of the squares of the disks' room
+/// smaller. So moves come to an end, however often this is asked.
 pub fn better_place(
     request: &Request,
     nodes: &mut [NodeCandidate],

@@ -70,7 +70,8 @@ fn used_disk(_: &Request, choice: &Choice<'_>) -> u64 {
     choice.disk.same_volume.into()
 }
 
-/// Without it the zones that come first by name would fill up first, and the last one would lag behind for good.
+/// Without it the zones that come first by name would fill up first, and the last one would lag behind for
+/// good.
 fn fuller_zone(_: &Request, choice: &Choice<'_>) -> u64 {
     u64::MAX - choice.zone.mean_room_bytes
 }

@@ -471,7 +471,8 @@ proptest! {
             }
         };
         check_placed(&request, &nodes)?;
-        // What was refused could not have been done: with the same choices, one more breaks a rule everywhere.
+        // What was refused could not have been done: with the same choices, one more breaks a rule
+        // everywhere.
         if placed < wanted {
             for at in 0..nodes.len() {
                 for disk_at in 0..nodes[at].disks.len() {

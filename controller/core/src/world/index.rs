@@ -1,5 +1,5 @@
-//! Sets of names that every change of the objects keeps up to date. An event concerns a few objects: a search among all
-//! would take longer with every volume.
+//! Sets of names that every change of the objects keeps up to date. An event concerns a few objects: a search
+//! among all would take longer with every volume.
 
 use std::collections::{BTreeMap, BTreeSet};
 

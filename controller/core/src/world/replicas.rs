@@ -7,7 +7,8 @@ use crate::objects::Replica;
 /// All replicas by name, and their scheduled bytes on each disk. Every change keeps these up to date: the
 /// scheduler needs them at each placement, and counting would take longer with every replica.
 ///
-/// A replica that is about to be stored is promised its place before: others may look for places while the store writes it.
+/// A replica that is about to be stored is promised its place before: others may look for places while the
+/// store writes it.
 #[derive(Clone, Debug, Default)]
 pub struct Replicas {
     by_name: BTreeMap<String, Replica>,

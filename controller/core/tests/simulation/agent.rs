@@ -112,7 +112,8 @@ impl SimAgent {
                     }
                     self.gone(&key, events);
                 }
-                // Kept while the agent has a spec of the engine, which a start that comes late must not make smaller.
+                // Kept while the agent has a spec of the engine, which a start that comes late must not make
+                // smaller.
                 let size = self.sizes.entry((key.clone(), *attach)).or_default();
                 *size = (*size).max(*size_bytes);
                 if !self.instances.contains_key(&key) {

@@ -363,7 +363,8 @@ impl Sim {
             self.random >> 16
         });
         let (world, agents, now) = (&self.store, &self.controller.agents, self.now);
-        // Some rounds of settling, so that replicas that come back at once are kept, and new ones can come up.
+        // Some rounds of settling, so that replicas that come back at once are kept, and new ones can come
+        // up.
         let settings =
             Settings { replica_replace_after: std::time::Duration::from_secs(300), ..Settings::default() };
         let context = Context { world, agents, now, random, settings };

@@ -1,8 +1,10 @@
-//! The secrets of volumes. None of them is stored: each is derived from one key and the identity of its volume, so that
-//! a volume made by kubectl has one too, and reading volumes gives nobody access to their data.
+//! The secrets of volumes. None of them is stored: each is derived from one key and the identity of its
+//! volume, so that a volume made by kubectl has one too, and reading volumes gives nobody access to their
+//! data.
 //!
-//! With another key no engine reaches a replica that was made with the old one. So each volume carries the fingerprint of its
-//! key, the Secret with the key has a finalizer, and a key is made only where no volume can need another one.
+//! With another key no engine reaches a replica that was made with the old one. So each volume carries the
+//! fingerprint of its key, the Secret with the key has a finalizer, and a key is made only where no volume
+//! can need another one.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;

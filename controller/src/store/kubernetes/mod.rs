@@ -1,14 +1,16 @@
 //! Objects as custom resources of Kubernetes.
 //!
-//! Everything is kept in memory as well, filled by a list and a watch of each kind, and by the answers to our own
-//! writes. A write is a JSON merge patch of what differs, with the resource version that the decision was made from: it
-//! fails with a conflict where anybody wrote in between, and leaves alone what others keep with the object, like labels.
-//! Server-side apply would not do: it cannot take back what somebody else has written too, like `spec.nodeID`.
+//! Everything is kept in memory as well, filled by a list and a watch of each kind, and by the answers to our
+//! own writes. A write is a JSON merge patch of what differs, with the resource version that the decision was
+//! made from: it fails with a conflict where anybody wrote in between, and leaves alone what others keep with
+//! the object, like labels. Server-side apply would not do: it cannot take back what somebody else has
+//! written too, like `spec.nodeID`.
 //!
-//! Spec and status are two calls. Where both differ the spec goes first. That is safe because no reconciler needs both
-//! at once: who dies in between leaves a spec whose status is found out anew by the next run. What must be durable
-//! before anything else happens (the number of an attachment, a grant, that an engine may run) is in a status alone.
-//! A deletion is a call of its own; reconcilers look at nothing else of what is being deleted.
+//! Spec and status are two calls. Where both differ the spec goes first. That is safe because no reconciler
+//! needs both at once: who dies in between leaves a spec whose status is found out anew by the next run. What
+//! must be durable before anything else happens (the number of an attachment, a grant, that an engine may
+//! run) is in a status alone. A deletion is a call of its own; reconcilers look at nothing else of what is
+//! being deleted.
 
 mod calls;
 mod convert;

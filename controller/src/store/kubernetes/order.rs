@@ -1,9 +1,9 @@
 //! Decides which version of an object is the newest. Versions come from watches, from lists and as the
 //! answers to own writes, in any order. The state that the reconcilers see must never go back.
 //!
-//! Resource versions of one kind rise with every change. So an object that is known is replaced by newer versions only.
-//! One that is not known is either new, or was removed and is heard of late: a watch delivers in order, so of versions
-//! up to which it has come, everything was heard already.
+//! Resource versions of one kind rise with every change. So an object that is known is replaced by newer
+//! versions only. One that is not known is either new, or was removed and is heard of late: a watch delivers
+//! in order, so of versions up to which it has come, everything was heard already.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,8 +16,8 @@ use shorthorn_controller_core::objects::{Key, Kind, Object};
 pub struct Order {
     /// Up to where the watch of each kind has come.
     heard: BTreeMap<Kind, u64>,
-    /// The versions of objects that we removed ourselves, until the watch or a list says so too: a list that was made
-    /// before may still be on its way. As many as removals that were not heard of yet.
+    /// The versions of objects that we removed ourselves, until the watch or a list says so too: a list that
+    /// was made before may still be on its way. As many as removals that were not heard of yet.
     removed: BTreeMap<Key, u64>,
 }
 

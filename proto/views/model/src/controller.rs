@@ -15,7 +15,8 @@ impl State {
         self.attach += 1;
         let host = Host { restart: 0, known: self.arbiter.granted(), has_lost: false };
         let place = place(self.attach);
-        // Numbers that were left out, or were drawn before the store was restored, are of hosts that know nothing.
+        // Numbers that were left out, or were drawn before the store was restored, are of hosts that know
+        // nothing.
         while self.hosts.len() <= place {
             self.hosts.push(Host { restart: 0, known: None, has_lost: true });
         }
@@ -36,7 +37,8 @@ impl State {
             && (self.opened_attach() > *attach || *arbiter == self.arbiter)
     }
 
-    /// The store is restored from the backup; the replicas show that it is older than the volume, where it is.
+    /// The store is restored from the backup; the replicas show that it is older than the volume, where it
+    /// is.
     pub(crate) fn restore(&mut self, rules: Rules) {
         self.restores += 1;
         (self.attach, self.arbiter) = self.backup.clone();
@@ -72,8 +74,8 @@ impl State {
         self.run_again(rules, pair, higher);
     }
 
-    /// A host that has lost its state file starts an engine, as if it were the first one of the attachment. Another
-    /// one may run: what kept a second one from starting may be lost too.
+    /// A host that has lost its state file starts an engine, as if it were the first one of the attachment.
+    /// Another one may run: what kept a second one from starting may be lost too.
     pub(crate) fn start_anew(&mut self, rules: Rules, host: u8, higher: bool) {
         self.losses += 1;
         self.hosts[usize::from(host)] = Host { restart: 0, known: None, has_lost: true };

@@ -27,8 +27,9 @@ impl Model {
         self.rules.basis_without(&reports, known, &members(left_out), &members(at.reached))
     }
 
-    /// The first view is fixed, and the arbiter asked for it where that is needed. Whoever is reached from now on is
-    /// not proposed to, as nobody knows what it would have reported. Nor are those that are left out.
+    /// The first view is fixed, and the arbiter asked for it where that is needed. Whoever is reached from
+    /// now on is not proposed to, as nobody knows what it would have reported. Nor are those that are left
+    /// out.
     pub(crate) fn choose(&self, state: &mut State, engine: u8, chosen: Bits, left_out: Bits) {
         let Some(found) = self.found(state, engine, left_out) else { return };
         let target = view(self.rules.view_id(state.engine(engine)), chosen);

@@ -30,7 +30,8 @@ struct Options {
     /// The engine's host keeps the grants that it was given
     #[arg(long)]
     keeps_grants: bool,
-    /// Number of times that the controller's store may be restored from a backup; recovery is not checked then
+    /// Number of times that the controller's store may be restored from a backup; recovery is not checked
+    /// then
     #[arg(long, default_value_t = 0)]
     restores: u8,
     /// Number of times that hosts may lose their state

@@ -16,9 +16,9 @@ pub enum Mutation {
     CountOffenders,
     /// A starting engine takes its members from the newest proposed view alone.
     NewestMembers,
-    /// A change is given up though the arbiter was asked for it, the arbiter grants views with members from outside of
-    /// what they replace, and its grant counts as committed. The real arbiter and the real start each prevent the
-    /// harm of giving up: the rule against it is a second line.
+    /// A change is given up though the arbiter was asked for it, the arbiter grants views with members from
+    /// outside of what they replace, and its grant counts as committed. The real arbiter and the real start
+    /// each prevent the harm of giving up: the rule against it is a second line.
     GiveUpGranted,
     /// Writes in flight are not sent again to a replica that joins.
     ForgetInFlight,
@@ -29,7 +29,8 @@ pub enum Mutation {
     ServeBeforeFence,
     /// A joining replica counts as a member from when it has stored the view, whoever else has not.
     EarlyJoiner,
-    /// The arbiter does not mind that an engine has not honoured its last grant. Found only where hosts forget grants.
+    /// The arbiter does not mind that an engine has not honoured its last grant. Found only where hosts
+    /// forget grants.
     ForgetGrant,
     /// A starting engine proposes its first view before it asks the arbiter for it.
     ProposeFirst,

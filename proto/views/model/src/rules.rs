@@ -33,7 +33,8 @@ impl Rules {
         Some(report)
     }
 
-    /// The generation of an engine process; `next` is the nonce that it draws where others have had this pair.
+    /// The generation of an engine process; `next` is the nonce that it draws where others have had this
+    /// pair.
     pub fn nonce(self, pair: Generation, next: Option<u64>) -> Generation {
         let is_drawn = !self.is(Mutation::NoNonce) && !self.is(Mutation::UsedTwice);
         if is_drawn { pair.of_nonce(next.unwrap_or(FIRST_NONCE)) } else { pair }

@@ -17,7 +17,8 @@ pub struct State {
     pub hosts: Vec<Host>,
     /// The replicas.
     pub replicas: Vec<Rc<Replica>>,
-    /// Every engine process that ever was, in the order of their starts, which is not that of their generations.
+    /// Every engine process that ever was, in the order of their starts, which is not that of their
+    /// generations.
     pub engines: Vec<Rc<Engine>>,
     /// The messages in flight, in order.
     pub messages: Vec<Message>,
@@ -31,7 +32,8 @@ pub struct State {
     pub restored_at: usize,
     /// The number of times that a host has lost its state.
     pub losses: u8,
-    /// For the invariants only: replicas whose data was replaced to make them members, which they are not yet.
+    /// For the invariants only: replicas whose data was replaced to make them members, which they are not
+    /// yet.
     pub unjoined: Bits,
 }
 

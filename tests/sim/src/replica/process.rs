@@ -450,7 +450,8 @@ impl World {
         self.write_pages(at);
     }
 
-    /// The volume grows here: the directory first, then the files of the sets, one by one. The process may die in between.
+    /// The volume grows here: the directory first, then the files of the sets, one by one. The process may
+    /// die in between.
     fn expand_replica(&mut self, at: usize, op: &Op, size_bytes: u64) {
         let is_calm = self.calm;
         let replica = &mut self.replicas[at];
@@ -489,11 +490,12 @@ impl World {
         self.go_on_waiting(at);
     }
 
-    /// The process is killed; with `power`, its host is off. It is back after `for_us`; 0: some time. False where there is
-    /// none.
+    /// The process is killed; with `power`, its host is off. It is back after `for_us`; 0: some time. False
+    /// where there is none.
     ///
-    /// One that has failed and could not note that stays until it can, or its host has no power. If somebody kills it all the
-    /// same, the next process takes what it finds for whole; the real one tells the operator so.
+    /// One that has failed and could not note that stays until it can, or its host has no power. If somebody
+    /// kills it all the same, the next process takes what it finds for whole; the real one tells the operator
+    /// so.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
         let replica = &self.replicas[at];

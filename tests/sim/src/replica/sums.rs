@@ -70,7 +70,8 @@ impl Replica {
         self.known_rot.keep(sums);
     }
 
-    /// A request is to modify `range`: the sums of its regions do not count any more, whether it is admitted or not.
+    /// A request is to modify `range`: the sums of its regions do not count any more, whether it is admitted
+    /// or not.
     pub(super) fn sums_end(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);

@@ -131,8 +131,8 @@ fn marks_begin_grow_shrink_and_end_a_set() {
     assert_eq!(keeper.tracks().len(), 1, "until its file is gone");
 }
 
-/// The engine counts from its mark on. A modification that the disk was given before that may still be under way, and is
-/// in nothing that the engine reads from this replica meanwhile.
+/// The engine counts from its mark on. A modification that the disk was given before that may still be under
+/// way, and is in nothing that the engine reads from this replica meanwhile.
 #[test]
 fn a_set_that_begins_has_what_is_being_modified() {
     let mut keeper = keeper(40_000);

@@ -166,7 +166,8 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
     }
 }
 
-/// The replicas may refuse the engine by now: the next one takes the device over, under the number that was drawn.
+/// The replicas may refuse the engine by now: the next one takes the device over, under the number that was
+/// drawn.
 #[test]
 fn a_volume_whose_engine_was_about_to_be_fenced_goes_on_with_the_next_one() {
     let (mut world, mut agents) = (leaving_world(), both());

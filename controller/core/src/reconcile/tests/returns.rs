@@ -26,7 +26,8 @@ fn a_volume_that_waits_for_its_name_is_deleted_at_once() {
     assert!(world.engines.is_empty());
 }
 
-/// The engine object that a volume had before its undeletion was removed when the volume was on its way to a node.
+/// The engine object that a volume had before its undeletion was removed when the volume was on its way to a
+/// node.
 #[test]
 fn an_attachment_whose_engine_object_is_removed_late_gets_another_one() {
     let mut world = degraded_world();

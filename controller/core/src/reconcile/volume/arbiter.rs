@@ -11,9 +11,10 @@ use crate::{AgentCall, NodeName};
 const WAITING: &str = "WaitingForArbiter";
 
 impl Run<'_> {
-    /// Answers the engine of the current attachment where it waits for the arbiter. The answer is stored before the
-    /// engine hears of it. Any answer may be lost, so it is given again as long as the engine shows that it waits: after
-    /// [`GRANT_CHECK`] or [`START_CHECK`], and ever later where the agent cannot be called.
+    /// Answers the engine of the current attachment where it waits for the arbiter. The answer is stored
+    /// before the engine hears of it. Any answer may be lost, so it is given again as long as the engine
+    /// shows that it waits: after [`GRANT_CHECK`] or [`START_CHECK`], and ever later where the agent cannot
+    /// be called.
     pub(super) fn arbitrate(&mut self) {
         let Some((node, wanted)) = self.grant_wanted() else {
             if self.stored.status.conditions.get(ConditionType::Granted).is_some() {
@@ -49,8 +50,9 @@ impl Run<'_> {
                     self.decision.emit(self.key(), true, "NotGranted", message.clone());
                 }
                 if let Some(granted) = refused.granted() {
-                    // It has to honour that: a start does at once, and of an engine that serves the next process does. Told
-                    // for as long as it asks: nothing else shows that an answer was lost, and a start without it waits for ever.
+                    // It has to honour that: a start does at once, and of an engine that serves the next
+                    // process does. Told for as long as it asks: nothing else shows that an answer was lost,
+                    // and a start without it waits for ever.
                     self.tell_grant(node, granted);
                 }
                 self.note_grant(Finding::wrong("NotGranted", message));

@@ -78,8 +78,9 @@ impl Run<'_> {
         }
     }
 
-    /// Makes the engine object of a volume that has lost it on its way to a node: it was left behind by the volume before
-    /// its undeletion, and was removed when its process had stopped. Nothing may have the number that was drawn for it.
+    /// Makes the engine object of a volume that has lost it on its way to a node: it was left behind by the
+    /// volume before its undeletion, and was removed when its process had stopped. Nothing may have the
+    /// number that was drawn for it.
     fn make_engine(&mut self) {
         if self.waits_for_name() {
             return;
@@ -122,7 +123,8 @@ impl Run<'_> {
         let moves = engine.spec.node_id.as_ref() != Some(&node);
         let stopped = engine.spec.desire_state == DesireState::Stopped
             && (engine.status.current_state == CurrentState::Stopped || self.is_fenced(engine));
-        // An engine that may still write on another node is stopped or fenced there first: detaching does that.
+        // An engine that may still write on another node is stopped or fenced there first: detaching does
+        // that.
         if moves && !stopped {
             self.enter(VolumeState::Detaching);
             return;
@@ -203,7 +205,8 @@ impl Run<'_> {
         }
         let is_unseen = replica.status.current_state == CurrentState::Stopped;
         if desire_state == DesireState::Stopped && is_unseen {
-            // It was wanted, so it may run, though nobody has seen it yet: that must not be forgotten with the wish.
+            // It was wanted, so it may run, though nobody has seen it yet: that must not be forgotten with
+            // the wish.
             let data = match replica.status.data {
                 DataState::None => DataState::Requested,
                 known => known,

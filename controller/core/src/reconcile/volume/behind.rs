@@ -1,11 +1,13 @@
 //! A store that is older than the volume: it was restored from a backup.
 //!
-//! It shows in a replica that refuses engines which this store has not numbered yet. The next number is drawn above that
-//! one. What the arbiter has granted since the backup is lost too, so it grants nothing until an engine has started from
-//! more than half of its replicas, without it ([`shorthorn_views::Arbiter::renewed`]).
+//! It shows in a replica that refuses engines which this store has not numbered yet. The next number is drawn
+//! above that one. What the arbiter has granted since the backup is lost too, so it grants nothing until an
+//! engine has started from more than half of its replicas, without it
+//! ([`shorthorn_views::Arbiter::renewed`]).
 //!
-//! It cannot be seen where every replica in reach was away since the backup. An engine that starts from them alone needs a
-//! grant if they are half; that is the case in which a grant since the backup to the other half is not known here.
+//! It cannot be seen where every replica in reach was away since the backup. An engine that starts from them
+//! alone needs a grant if they are half; that is the case in which a grant since the backup to the other half
+//! is not known here.
 
 use shorthorn_types::View;
 
@@ -26,8 +28,8 @@ impl Run<'_> {
         engines.chain([self.refused_attach()]).max().unwrap_or_default()
     }
 
-    /// The newest attachment that has opened a replica in reach. An engine may be of another volume of this name, a
-    /// replica is not.
+    /// The newest attachment that has opened a replica in reach. An engine may be of another volume of this
+    /// name, a replica is not.
     fn refused_attach(&self) -> u64 {
         let attach = |replica: &&Replica| Some(self.replica_view(replica)?.attach);
         self.replicas.iter().filter_map(attach).max().unwrap_or_default()
@@ -69,7 +71,8 @@ impl Run<'_> {
         !is_launched && !is_salvaged
     }
 
-    /// The arbiter grants again once the engine serves that was started since its record is known to be stale.
+    /// The arbiter grants again once the engine serves that was started since its record is known to be
+    /// stale.
     pub(super) fn renew_record(&mut self) {
         if self.stored.status.arbiter.stale_since().is_none() {
             return;

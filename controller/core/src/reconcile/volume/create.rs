@@ -30,7 +30,8 @@ impl Run<'_> {
             replica.status.data == DataState::Present || replica.metadata.creation_timestamp < created
         };
         if self.replicas.iter().any(was_before) {
-            // It was there before the volume: it is being undeleted, and the rest of it is about to be stored.
+            // It was there before the volume: it is being undeleted, and the rest of it is about to be
+            // stored.
             self.settle(Finding::wrong("Undeleting", UNDELETING));
             return;
         }
@@ -98,8 +99,8 @@ impl Run<'_> {
         false
     }
 
-    /// Places as many replicas as possible. Returns true if no further replica has a place. That others have none is
-    /// stored only then: while the volume is being created it would mean that the volume cannot be.
+    /// Places as many replicas as possible. Returns true if no further replica has a place. That others have
+    /// none is stored only then: while the volume is being created it would mean that the volume cannot be.
     fn place_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
         if refusal.placed == present {
             let finding = Finding::wrong("NoPlace", refusal.to_string());

@@ -1,9 +1,9 @@
 //! Taking a volume off its node.
 //!
-//! It is detached as soon as its engine is stopped or fenced: from there on no write of that engine can be acknowledged, and
-//! the volume may be attached elsewhere. Its replicas are stopped after that, so that one that hangs keeps nobody waiting.
-//! An engine whose device is in use is not stopped. Its volume is looked after as an attached one is, and is attached again
-//! if it is wanted there again.
+//! It is detached as soon as its engine is stopped or fenced: from there on no write of that engine can be
+//! acknowledged, and the volume may be attached elsewhere. Its replicas are stopped after that, so that one
+//! that hangs keeps nobody waiting. An engine whose device is in use is not stopped. Its volume is looked
+//! after as an attached one is, and is attached again if it is wanted there again.
 
 use super::{Run, Sight, sight};
 use crate::objects::{

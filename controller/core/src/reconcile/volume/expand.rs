@@ -2,8 +2,8 @@
 //! order, and grows first the replicas and then the device. The volume has its new size only when the device
 //! shows it.
 //!
-//! While nothing is attached it has it at once: an engine has every replica grow before it serves anything, one that
-//! was away too, so nobody ever sees the old size again.
+//! While nothing is attached it has it at once: an engine has every replica grow before it serves anything,
+//! one that was away too, so nobody ever sees the old size again.
 
 use super::Run;
 use crate::objects::{
@@ -11,7 +11,8 @@ use crate::objects::{
 };
 
 impl Run<'_> {
-    /// Brings the size to the replicas and the engine as they are stored; true where that was something to do.
+    /// Brings the size to the replicas and the engine as they are stored; true where that was something to
+    /// do.
     pub(super) fn pass_on_size(&mut self) -> bool {
         let size = self.stored.spec.size;
         let smaller = |replica: &&Replica| replica.spec.volume_size < size;

@@ -1,11 +1,12 @@
 //! Taking a volume off a node that does not answer.
 //!
-//! Its engine may still run there and cannot be stopped, so its replicas are told to refuse it. First a new attachment
-//! number is drawn and stored: from there on the arbiter grants the old engine nothing. Then every replica in reach is
-//! told that number. An engine of a lower one is done for good when those that have stored the number are so many that a
-//! new engine could start from them (`shorthorn_views::basis`): they are a quorum of every view in which the old one may be,
-//! so that it can neither have anything acknowledged there nor bring another view through. Fewer than that prove nothing, and
-//! the volume waits for its replicas or its node.
+//! Its engine may still run there and cannot be stopped, so its replicas are told to refuse it. First a new
+//! attachment number is drawn and stored: from there on the arbiter grants the old engine nothing. Then every
+//! replica in reach is told that number. An engine of a lower one is done for good when those that have
+//! stored the number are so many that a new engine could start from them (`shorthorn_views::basis`): they are
+//! a quorum of every view in which the old one may be, so that it can neither have anything acknowledged
+//! there nor bring another view through. Fewer than that prove nothing, and the volume waits for its replicas
+//! or its node.
 
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
 use shorthorn_views::{basis, forgets, knows_no_engine};
@@ -32,8 +33,8 @@ impl Run<'_> {
         self.want_replicas(DesireState::Running);
         let reports = self.fenced_reports();
         let arbiter = &self.stored.status.arbiter;
-        // What is granted for a salvage ends what was before only once the replica is the volume: until then the old engine may
-        // have a majority. Its own grant is not remembered any more.
+        // What is granted for a salvage ends what was before only once the replica is the volume: until then
+        // the old engine may have a majority. Its own grant is not remembered any more.
         let is_salvaging = self.stored.status.pending_salvage().is_some();
         let granted = arbiter.granted().filter(|_| !is_salvaging);
         match basis(&reports, granted) {

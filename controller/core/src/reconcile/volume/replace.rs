@@ -1,12 +1,13 @@
 //! Replaces lost replicas, one at a time, and gives up replaced ones.
 //!
-//! Replicas that are to leave their node, or whose object somebody has deleted, are replaced in the same way: another one is made first. Members cannot be
-//! taken out of a view from outside, so once more replicas than configured are members, the process of one that is not
-//! needed is stopped; it leaves the view as one that fails does, and then it is one of those that nobody needs.
+//! Replicas that are to leave their node, or whose object somebody has deleted, are replaced in the same way:
+//! another one is made first. Members cannot be taken out of a view from outside, so once more replicas than
+//! configured are members, the process of one that is not needed is stopped; it leaves the view as one that
+//! fails does, and then it is one of those that nobody needs.
 //!
-//! Nothing here is remembered between runs. While fewer replicas than configured are members, every replica is
-//! wanted; once enough are, those that are not members are given up: first the engine forgets them, then their
-//! data goes.
+//! Nothing here is remembered between runs. While fewer replicas than configured are members, every replica
+//! is wanted; once enough are, those that are not members are given up: first the engine forgets them, then
+//! their data goes.
 
 use std::collections::BTreeMap;
 

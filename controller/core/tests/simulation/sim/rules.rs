@@ -108,8 +108,8 @@ impl Sim {
             AgentCall::StartEngine { volume, attach, replicas, .. } => {
                 let status = &self.store.volumes[volume.as_str()].status;
                 let stored = status.attach;
-                // A start that was decided before the salvage was asked for is of a lower number: that engine is
-                // stopped before the replica is told.
+                // A start that was decided before the salvage was asked for is of a lower number: that engine
+                // is stopped before the replica is told.
                 assert!(
                     status.pending_salvage().is_none_or(|salvage| *attach < salvage.attach),
                     "an engine is started before its volume is salvaged"

@@ -83,7 +83,8 @@ fn a_source_that_leaves_between_two_pieces() {
     assert!(out.contains(&Output::Joined { peer: 1 }), "{out:?}");
 }
 
-/// All copy slots but one wait for the range of a request that fails; it ends though the view changes meanwhile.
+/// All copy slots but one wait for the range of a request that fails; it ends though the view changes
+/// meanwhile.
 #[test]
 fn joins_that_fill_all_slots_do_not_hold_a_resync_up() {
     let mut bench = Bench::with(&config(4, 3));

@@ -8,7 +8,8 @@ use super::*;
 const COPY: u16 = 8;
 const READER: PeerIndex = 0;
 
-/// Two members and replica 2, which is brought up and lacks `missing`. Copies are answered when the test says so.
+/// Two members and replica 2, which is brought up and lacks `missing`. Copies are answered when the test says
+/// so.
 fn joining(missing: &[u32]) -> (Bench, Outputs) {
     let mut config = config(3, 2);
     config.copy_slots = 2;
@@ -467,7 +468,8 @@ fn a_joiner_keeps_its_intent_where_it_misses_a_region() {
     let written = bench.submit(0, WRITE, 4 * REGION_BLOCKS);
     bench.answer(written, &[]);
     let mut out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[2, 3, 4])) });
-    // The flush for clearing comes next, before the copies of the other regions. That of 3 has the only slot then.
+    // The flush for clearing comes next, before the copies of the other regions. That of 3 has the only slot
+    // then.
     out.extend(bench.apply(Event::Settle));
     let is_of_3 = |range: &ByteRange| range.offset() == 3 << 16 && range.length() == 1 << 16;
     let mut at = 0;

@@ -4,8 +4,8 @@ use super::*;
 
 const COPY: u16 = 8;
 
-/// Members in `silent` answer nothing, those in `slow` only PING; the others answer everything. Returns the drops with the
-/// time of each.
+/// Members in `silent` answer nothing, those in `slow` only PING; the others answer everything. Returns the
+/// drops with the time of each.
 fn pass(
     bench: &mut Bench,
     until_ms: u64,

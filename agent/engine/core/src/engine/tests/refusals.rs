@@ -21,7 +21,8 @@ fn refusing(members: u64) -> Bench {
     Bench::with(&config)
 }
 
-/// Each kind of request, twice in the same slot and to the same block, is answered with an error and with nothing else.
+/// Each kind of request, twice in the same slot and to the same block, is answered with an error and with
+/// nothing else.
 fn assert_refuses(bench: &mut Bench, when: &str) {
     for operation in ALL.into_iter().chain(ALL) {
         let range = ByteRange::new(4096, if operation == Operation::Flush { 0 } else { 4096 }).unwrap();
