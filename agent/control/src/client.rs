@@ -41,7 +41,7 @@ impl Client {
     /// Connects to the socket at `path`.
     ///
     /// # Errors
-    /// [`ControlError::Io`] where nobody listens there.
+    /// Fails with [`ControlError::Io`] if no process listens there.
     pub fn connect(path: &Path) -> Result<Client, ControlError> {
         let io = |source| ControlError::Io { path: path.to_owned(), source };
         let stream = UnixStream::connect(path).map_err(io)?;
@@ -72,7 +72,7 @@ impl Client {
         serde_json::from_str(&line).map(Some).map_err(|source| self.answer(source))
     }
 
-    /// The status as it is now.
+    /// Returns the current status.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -82,7 +82,7 @@ impl Client {
         status.ok_or_else(|| self.io(io::ErrorKind::UnexpectedEof.into()))
     }
 
-    /// The status as it is now, then after every change; ends when the process does.
+    /// Yields the current status, then one after every change; ends when the process does.
     ///
     /// # Errors
     /// [`ControlError`].

@@ -2,8 +2,8 @@
 //! control socket, which carries lines of JSON.
 //!
 //! A client sends one [`Command`] per line. `status` is answered by one [`Status`] line, `watch` by one at
-//! once and one after every change until the client goes, `io` by one [`IoCounters`] line. The others have no
-//! answer: what becomes of them shows in the status.
+//! once and one after every change until the client disconnects, `io` by one [`IoCounters`] line. The others
+//! have no answer: their result shows in the status.
 #![forbid(unsafe_code)]
 
 mod client;

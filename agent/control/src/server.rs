@@ -15,7 +15,7 @@ use crate::status::{Command, IoCounters, Status};
 const CLIENTS_MAX: usize = 16;
 /// The longest line that a client may send.
 const LINE_MAX_BYTES: u64 = 32 << 10;
-/// A client that does not take its status for so long is cut off.
+/// The time after which a client that does not take its status is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Handles the orders of clients to the process.
@@ -87,7 +87,7 @@ impl Server {
     /// own threads. `order` is called with the orders of clients.
     ///
     /// # Errors
-    /// What bind answers, for instance for a path of more than 107 bytes.
+    /// The error of bind, for instance for a path of more than 107 bytes.
     pub fn start(
         path: &Path,
         first: Status,
@@ -118,7 +118,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Somebody may have removed it before us: then there is nothing to do.
+        // Another process may have removed it before: then nothing is left to do.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -141,7 +141,7 @@ fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<Order>) {
         let shared = Arc::clone(&publisher.0);
         let spawned =
             thread::Builder::new().name("control-client".into()).stack_size(128 << 10).spawn(move || {
-                // A client that goes away ends its thread with an error that concerns nobody.
+                // A client that disconnects ends its thread with an error that does not matter.
                 let _ = serve(client, &publisher, order.as_ref());
                 publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
             });

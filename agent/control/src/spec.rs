@@ -10,8 +10,8 @@ use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
 /// The fields of a file that this version does not know. A later version has written them, and may be
-/// installed again: so they are kept when the file is written. What must not be overlooked gets another name
-/// of its file, not a field.
+/// installed again, so they are kept when the file is written. A setting that must not be overlooked gets
+/// another file name instead of a field.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Unknown(BTreeMap<String, serde_json::Value>);
@@ -204,7 +204,7 @@ pub enum SpecError {
 /// Reads a spec file.
 ///
 /// # Errors
-/// [`SpecError`] names the file and what is wrong.
+/// [`SpecError`] has the file and its problem.
 pub fn load_spec<T: DeserializeOwned>(path: &Path) -> Result<T, SpecError> {
     let bytes = fs::read(path).map_err(|source| SpecError::Io { path: path.to_owned(), source })?;
     serde_json::from_slice(&bytes).map_err(|source| SpecError::Content { path: path.to_owned(), source })
@@ -213,7 +213,7 @@ pub fn load_spec<T: DeserializeOwned>(path: &Path) -> Result<T, SpecError> {
 /// Writes a spec file, readable by its owner only: whole or not at all, and durably.
 ///
 /// # Errors
-/// [`SpecError`] names the file and what is wrong.
+/// [`SpecError`] has the file and its problem.
 pub fn store_spec<T: Serialize>(path: &Path, spec: &T) -> Result<(), SpecError> {
     let content = |source| SpecError::Content { path: path.to_owned(), source };
     let bytes = serde_json::to_vec_pretty(spec).map_err(content)?;

@@ -228,7 +228,7 @@ pub struct EngineStatus {
     /// The number of the device that this process serves, like 259:3; none of a socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Size of the device, as whoever uses it sees it.
+    /// The size of the device as its user sees it.
     pub size_bytes: u64,
     /// True if writes may be lost that the user of the device believes stored. Every request fails until the
     /// volume is detached.

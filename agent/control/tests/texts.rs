@@ -1,5 +1,6 @@
-//! Spec files come from disks, lines of the control socket from any process that reaches it. No text makes a
-//! parser panic, and a text that is accepted is written again as one that means the same.
+//! Tests texts from disks and sockets: spec files come from disks, and lines of the control socket from any
+//! process that reaches it. No text makes a parser panic, and an accepted text is written again with the same
+//! meaning.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::fmt::Debug;
@@ -46,7 +47,7 @@ fn texts() -> Vec<String> {
     ]
 }
 
-/// Returns true if `text` is a `T`, which is then written again as it is.
+/// Returns true if `text` is a `T`, which is then written again unchanged.
 fn check<T: Serialize + DeserializeOwned + PartialEq + Debug>(text: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<T>(text) else { return false };
     let again = serde_json::to_vec(&value).unwrap();

@@ -419,7 +419,7 @@ impl Connection {
         let Err(errno) = header.outcome() else { return Ok(()) };
         match &self.session {
             Some(session) => Err(refusal(header, text, errno, session)),
-            // Before the hello there is nothing to refuse.
+            // Before the hello, the replica has nothing to refuse.
             None => Err(ConnectError::Unexpected(*header)),
         }
     }

@@ -1,9 +1,8 @@
 //! Couriers: a thread for each replica that is not in the view, which brings it back.
 //!
-//! A courier tries to reach its replica, has it store a view that is being brought through, copies the
-//! snapshot layers to it where it is new, and in the end gives its connections to the queues and the replica
-//! to the core, which brings the rest ([`join`]). All that goes over control connections ([`lines`]), which
-//! carry no request of a frontend.
+//! A courier connects to its replica, has it store a pending view, and copies the snapshot layers to a new
+//! replica. In the end it gives the connections to the queues and the replica to the core, which copies the
+//! rest ([`join`]). All that uses control connections ([`lines`]), which carry no request of a frontend.
 
 mod join;
 mod layers;
@@ -213,7 +212,7 @@ impl Couriers {
     /// Lets all couriers try at once after a change.
     pub fn hurry(&self) {
         for calls in self.calls.iter().flatten() {
-            // One that has ended needs no telling.
+            // An ended courier needs no message.
             let _ = calls.send(Call::Hurry);
         }
     }

@@ -1,10 +1,10 @@
-//! Expanding a volume that is served: the replicas first, each durably, then the core, then the device. Until
-//! the last step whoever uses the device sees the old size, and asks for nothing beyond it.
+//! Expands a volume that is served: first the replicas, each durably, then the core, then the device. Until
+//! the last step the user of the device sees the old size, and sends no request beyond it.
 //!
-//! Whatever ends in between is made up for. The size is in the spec before anything grows, so the next engine
-//! starts with it, and whoever greets a replica has it grow first: one that was away, one that is new, and
-//! one that this process did not come to. A replica is therefore never larger than what its engine is told,
-//! and never used while it is smaller.
+//! After any end in between, the next attempts complete the expansion. The size is in the spec before
+//! anything grows, so the next engine starts with it. A replica grows when it is greeted, if it was absent,
+//! is new, or was not reached by this process. A replica is therefore never larger than the size of its
+//! engine, and never used while it is smaller.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};

@@ -1,14 +1,14 @@
 //! The sockets of a device, from one engine process to the next.
 //!
-//! A process that ends in order stops reading each socket at the start of a request, answers what it has
-//! read, and then gives the sockets to whoever has started it, in the way of systemd's descriptor store
-//! (sd_notify(3): FDSTORE, FDNAME). The next process gets them as sd_listen_fds(3) says. The kernel never
-//! sees them closed: what it has sent meanwhile is read by the next process, and nothing waits for a
-//! time-out.
+//! A process that ends in order stops reading each socket at the start of a request, and answers the requests
+//! that it has read. Then it gives the sockets to the service manager that has started it, in the way of
+//! systemd's descriptor store (sd_notify(3): FDSTORE, FDNAME). The next process gets them as in
+//! sd_listen_fds(3). The kernel never sees them closed: the next process reads the requests sent meanwhile,
+//! and none waits for a time-out.
 //!
 //! A socket carries the generation of the process that has handed it over. Only the very next process takes
-//! it: one that dies may have read a part of a request, and its successor finds another generation in the
-//! state file.
+//! it: a process that dies may have read a part of a request, and its successor finds another generation in
+//! the state file.
 
 use std::env;
 use std::fmt;
@@ -99,7 +99,8 @@ fn choose(passed: Vec<(OwnedFd, String)>, predecessor: Option<Generation>) -> Ve
             }
             _ => {
                 tracing::warn!(name = text, "a socket is not of the process before this one: it is not used");
-                // Whoever keeps a copy of it would keep it alive. It fails where it is dead already.
+                // A holder of a copy would keep the connection alive. The shutdown fails if it is dead
+                // already.
                 let _ = UnixStream::from(socket).shutdown(Shutdown::Both);
             }
         }
@@ -112,8 +113,8 @@ fn passed() -> io::Result<Vec<(OwnedFd, String)>> {
     let mut numbers: Vec<(RawFd, String)> = sd_notify::listen_fds_with_names()?.collect();
     numbers.extend(env::var(PASSED).ok().map(|list| listed(&list)).transpose()?.unwrap_or_default());
     let own = |(number, name)| {
-        // SAFETY: who has started this process has opened the descriptor for it, nobody else here knows its
-        // number, and this is called once.
+        // SAFETY: the parent has opened the descriptor for this process, no other code here knows its number,
+        // and this is called once.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
         fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
         Ok((fd, name))
@@ -132,8 +133,8 @@ fn listed(list: &str) -> io::Result<Vec<(RawFd, String)>> {
     list.split(',').filter(|entry| !entry.is_empty()).map(one).collect()
 }
 
-/// Has whoever has started this process keep `sockets` for the next one. Where that fails they are closed
-/// with this process, and the next one makes new ones, as after a crash.
+/// Gives `sockets` to the service manager for the next process. If that fails they are closed with this
+/// process, and the next one makes new ones, as after a crash.
 pub fn keep(generation: Generation, sockets: Vec<QueueSocket>) {
     if sockets.is_empty() || env::var_os("NOTIFY_SOCKET").is_none() {
         return;
@@ -143,7 +144,7 @@ pub fn keep(generation: Generation, sockets: Vec<QueueSocket>) {
         let name = Name { generation, queue: *queue }.to_string();
         sd_notify::notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(&name)], &[socket.as_fd()])
     });
-    // A message of a process that has ended may find nobody who knows it any more.
+    // The service manager may not know the process of a late message any more.
     match kept.and_then(|()| barrier()) {
         Ok(()) => tracing::info!(%generation, count, "the sockets are kept for the next process"),
         Err(error) => tracing::warn!(%generation, %error, "the sockets may not be kept for the next process"),
@@ -189,7 +190,7 @@ mod tests {
                 ((ours, (*name).to_owned()), kernels)
             })
             .unzip();
-        // As in the store: somebody else has them too.
+        // The copies stand for those in the store.
         let _copies: Vec<OwnedFd> = passed.iter().map(|(fd, _)| fd.try_clone().unwrap()).collect();
         let chosen = choose(passed, Some(predecessor));
         assert_eq!(chosen.iter().map(|socket| socket.queue).collect::<Vec<_>>(), [0, 2]);

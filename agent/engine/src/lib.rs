@@ -1,11 +1,11 @@
 //! The engine process: one volume, attached.
 //!
-//! [`run`] opens the replicas ([`open`]: fence, find the view, bring the first one through), brings up the
-//! frontend, and then lets one thread per queue ([`queue`]) move requests between the frontend, the core and
-//! the replicas ([`link`]). The main thread only watches ([`serving`]): signals, the control socket, what the
-//! queues tell. A thread for each replica that is not in the view brings it back ([`courier`]). A scrub
-//! compares the snapshots on a thread of its own ([`scrubber`]) before the core compares the volume, and a
-//! volume grows step by step ([`expansion`]).
+//! [`run`] opens the replicas ([`open`]: fence, find the view, have the first one stored) and creates the
+//! frontend. Then one thread per queue ([`queue`]) moves requests between the frontend, the core and the
+//! replicas ([`link`]). The main thread only watches ([`serving`]): signals, the control socket, news of the
+//! queues. A thread for each replica outside the view brings it back ([`courier`]). A scrub compares the
+//! snapshots on a thread of its own ([`scrubber`]) before the core compares the volume, and a volume grows
+//! step by step ([`expansion`]).
 
 mod connection;
 mod counters;

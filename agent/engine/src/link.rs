@@ -18,7 +18,8 @@ pub const SOURCE: u8 = 2;
 const KIND_SEND: u8 = 0;
 const KIND_RECEIVE: u8 = 1;
 
-/// Frames beside those of requests: a PING, view changes and their marks, changes of sets of regions.
+/// The number of frames beside those of requests: a PING, view changes and their marks, changes of sets of
+/// regions.
 const CONTROL_FRAMES: usize = 64;
 /// A view message and a run of small replies fit; payloads of reads are received past it.
 const RECEIVE_BYTES: usize = MAX_TEXT_BYTES as usize + (48 << 10);
@@ -209,8 +210,8 @@ impl Link {
         }
     }
 
-    /// Ends the connection; nothing that comes over it counts any more. [`Link::take_closed`] tells of the
-    /// end, also where there was no connection any more.
+    /// Ends the connection; later messages do not count. [`Link::take_closed`] reports the end, even if no
+    /// connection existed any more.
     pub fn close(&mut self) {
         self.closing = true;
         self.told_closed = false;

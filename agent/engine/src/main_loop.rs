@@ -81,7 +81,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let begin = Instant::now();
     let mut spec: EngineSpec = load_spec(spec_file)?;
     check(&spec)?;
-    // What is logged on this thread without the volume as a field of its own has it from here.
+    // Lines logged on this thread without the field volume get it from here.
     let _in = tracing::info_span!("engine", volume = %spec.volume).entered();
     // Before any thread is started: all of them take part in serving the device, the rebuilding ones too.
     if let Some(error) = protect_allocations() {
@@ -212,7 +212,7 @@ impl Start<'_> {
                 return Ok(if for_good { Ended::Stopped } else { Ended::LeftToNext });
             }
             Opening::Ended { .. } => {
-                // Nobody has read from them: they are as good for the next one.
+                // No request was read from them: the next process can use them.
                 handover::keep(self.state.generation(), std::mem::take(&mut self.sockets));
                 return Ok(Ended::LeftToNext);
             }
@@ -230,8 +230,8 @@ impl Start<'_> {
         }
         let Prepared { queues, mut device } =
             prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
-        // What was made is remembered before anything can use it: a process that dies from here on is
-        // followed by one that recovers the device.
+        // The device is recorded before it can be used: after a death from here on, the next process recovers
+        // it.
         self.state.device_goes_live(device.record())?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();
@@ -276,7 +276,8 @@ impl Start<'_> {
         )?;
         let ending = serving.run(&self.news).inspect_err(|_| serving.log_rest(&self.news))?;
         notify_systemd(sd_notify::NotifyState::Stopping);
-        // While requests go on: the next process finds little to make equal, and nobody waits for that.
+        // Requests continue meanwhile: the next process finds little to resync, and no request waits for
+        // that.
         let (ending, is_settled) = serving.settle(&self.news, ending, SETTLE_LIMIT)?;
         publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         if ending == Ending::Terminate && may_be_left {
@@ -289,7 +290,7 @@ impl Start<'_> {
         } else {
             lock(device).stop()?;
             serving.forget_device()?;
-            // Now nothing is modified any more: what was meanwhile can be cleared too.
+            // No request modifies data any more: modifications of the meantime can be cleared too.
             if is_settled && let Err(error) = serving.settle(&self.news, ending, SETTLE_LIMIT) {
                 tracing::warn!(%volume, %error, "the members could not flush the last writes");
             }

@@ -125,7 +125,7 @@ impl Greeter {
         self.size_bytes.load(Ordering::Acquire)
     }
 
-    /// The volume is to have this size: whoever is greeted from now on grows first.
+    /// Sets the size of the volume: replicas that are greeted from now on grow first.
     pub fn set_size(&self, size_bytes: u64) {
         self.size_bytes.fetch_max(size_bytes, Ordering::AcqRel);
     }
@@ -238,7 +238,7 @@ impl Opener<'_> {
         let order = match self.news.recv_timeout(pause) {
             Ok(News::Terminate) => return Err(Stop::Ended { for_good: false }),
             Ok(News::Order(order)) => order,
-            // The queues do not run yet: nobody else has anything to tell.
+            // The queues do not run yet, so no other news can come.
             Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
             Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended { for_good: false }),
         };
@@ -403,8 +403,8 @@ impl OpeningEngine for Attempt<'_, '_> {
     type Connections = Vec<Vec<Connection>>;
     type Stop = Stop;
 
-    /// Waits for each replica until it has answered or its time is over: whoever is left out has to be
-    /// brought up later.
+    /// Waits for each replica until it has answered or its time is over: a replica that is left out has to be
+    /// rebuilt later.
     async fn reach(&mut self) -> Result<Vec<Reached>, NotOpen<Stop>> {
         let begin = Instant::now();
         let (sender, answers) = mpsc::channel();
@@ -412,7 +412,8 @@ impl OpeningEngine for Attempt<'_, '_> {
             let (sender, greeter) = (sender.clone(), self.greeter.clone());
             thread::spawn(move || {
                 let answer = greeter.greet(&endpoint, 0);
-                // The receiver has gone when somebody else's answer was fatal: then this one does not matter.
+                // The receiver is gone if the answer of another replica was fatal: then this one does not
+                // matter.
                 let _ = sender.send((index, answer, Instant::now()));
             });
         }
@@ -604,7 +605,7 @@ impl Attempt<'_, '_> {
             let (sender, greeter) = (sender.clone(), self.greeter.clone());
             thread::spawn(move || {
                 if greeter.greet(&endpoint, 0).is_ok() {
-                    // Nobody listens any more where the grant has come.
+                    // The receiver is gone once the grant has come.
                     let _ = sender.send(endpoint.replica);
                 }
             });
@@ -622,8 +623,8 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
     })
 }
 
-/// Has a replica mark the view as committed, and opens the connections of a member: the one of queue 0 is
-/// there, those of the others are made now. Fails with the replica, and why.
+/// Makes a replica mark the view as committed, and opens the connections of a member: the one of queue 0
+/// exists, those of the others are made now. Fails with the replica and the reason.
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,

@@ -1,4 +1,4 @@
-//! A limit of speed for whoever copies or compares over control connections.
+//! Limits the speed of copies and comparisons over control connections.
 
 use std::time::{Duration, Instant};
 

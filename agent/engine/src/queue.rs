@@ -267,7 +267,8 @@ impl Running {
             {
                 link.start(&mut self.ring);
                 shared.note_connected(*index, arrival.peer, true);
-                // Who waits for it gives up after a while: then the core is never told to use the connection.
+                // The waiting courier gives up after a while: then the core never learns to use the
+                // connection.
                 let _ = arrival.installed.try_send(());
             }
         }
@@ -332,7 +333,7 @@ impl Running {
     }
 
     fn perform(&mut self) {
-        // The same data goes to every member: its check is computed once.
+        // The same data is sent to every member: its check is computed once.
         let mut checked = None;
         // When those were completed that are completed in this turn.
         let mut now = None;

@@ -1,10 +1,10 @@
 //! Comparing the members' snapshots, layer by layer, on a thread of its own.
 //!
-//! Snapshots never change: nobody has to wait for this, and it goes over control connections. The members are
-//! asked for the sum of each piece of each layer, and for the one that they have kept from when all agreed;
-//! [`judge`](shorthorn_core::judge) says who is right. What is rotten is copied from who is right and looked
-//! at again ([`mend`]). What all agree on is kept ([`keeper`]). The oldest layer comes first: what is above
-//! builds on what is below.
+//! Snapshots never change: no request waits for this, and it uses control connections. The members are asked
+//! for the sum of each piece of each layer, and for the one that they have kept from the last agreement.
+//! [`judge`](shorthorn_core::judge) decides who is right. Rotten pieces are copied from a right member and
+//! checked again ([`mend`]). Sums that all agree on are kept ([`keeper`]). The oldest layer comes first,
+//! because the others build on it.
 
 mod keeper;
 mod mend;
@@ -241,7 +241,7 @@ impl Scrubber {
                 keeper.put(&self.desk, offset_bytes / SUM_PIECE_BYTES, sum.unwrap_or(0));
             }
         }
-        // What one alone says is nothing to rely on later.
+        // The statement of a single member is no basis for later decisions.
         if keepers.len() > 1 {
             keepers.into_iter().for_each(|keeper| keeper.finish(&self.desk));
         }
@@ -323,7 +323,7 @@ impl Scrubber {
         let (odd, done) = match &verdict {
             Verdict::Equal => return Ok(sums),
             Verdict::Torn(odd) => (odd.clone(), Done::Undecided),
-            // Somebody does not say what it shows.
+            // Some member does not report the shown sum.
             Verdict::LookFurther => (witnesses.iter().map(|(peer, _)| *peer).collect(), Done::Undecided),
             Verdict::Odd { odd, .. } if !self.order.repair => (odd.clone(), Done::Told),
             Verdict::Odd { odd, sources } => {

@@ -312,7 +312,7 @@ impl<'a> Serving<'a> {
             }
         });
         if 2 * view.members.len() <= self.spec.replicas.len() {
-            // Too few are left to be choosy about those that were away before.
+            // Too few are left to reject members that were absent before.
             let was_away = |peer: &Peer| !before.members.contains(peer.endpoint.replica);
             let away = self.desk().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
             away.for_each(|(index, _)| self.couriers.relent(index));
@@ -527,7 +527,7 @@ impl Serving<'_> {
         self.desk().greeter.set_size(size_bytes);
         self.show_expansion(String::new(), false);
         self.expansion = Some(expansion::Step::grow_replicas(Arc::clone(self.couriers.desk()))?);
-        // One that was too large until now may be taken.
+        // A formerly too large replica may be accepted.
         self.couriers.hurry();
         Ok(())
     }

@@ -37,7 +37,7 @@ pub enum News {
     Prompt { peer: PeerIndex },
     /// A view needs the arbiter's grant.
     AskGrant { wanted: Box<GrantWanted> },
-    /// A replica that was brought up is in the view.
+    /// A rebuilt replica is in the view.
     Joined { peer: PeerIndex },
     /// The members are equal everywhere.
     Equalised,
@@ -320,6 +320,6 @@ impl Shared {
 }
 
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A thread that panics takes the process with it: nobody ever sees what it left behind.
+    // A thread that panics ends the process: no other thread sees its state.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -49,8 +49,8 @@ pub struct EngineState {
 }
 
 impl EngineState {
-    /// Locks and reads the state file, and takes the next generation of attachment `attach`. Whoever has used
-    /// the volume since attachment `continues` may be using it still; 0: nobody has before this one.
+    /// Locks and reads the state file, and takes the next generation of attachment `attach`. A user since
+    /// attachment `continues` may still use the volume; 0: the volume had no user before this one.
     ///
     /// # Errors
     /// The file is in use, or newer than the spec, or cannot be read or written.
@@ -81,8 +81,8 @@ impl EngineState {
         }
         if attach > known {
             state.content.generation = drawn(Generation::new(attach, 0))?;
-            // The volume may have been attached elsewhere since: what an old device still holds back must
-            // never be written now.
+            // The volume may have been attached elsewhere since: requests that an old device still holds back
+            // must never be written now.
             state.content.device = None;
             state.store()?;
         } else {
@@ -210,7 +210,7 @@ impl EngineState {
         file.sync_all()?;
         match renameat2(AT_FDCWD, &temporary, AT_FDCWD, &self.path, RenameFlags::RENAME_EXCHANGE) {
             Ok(()) => {}
-            // There is none yet, or this file system cannot exchange names.
+            // The file does not exist yet, or this file system cannot exchange names.
             Err(Errno::ENOENT | Errno::EINVAL) => fs::rename(&temporary, &self.path)?,
             Err(errno) => return Err(errno.into()),
         }
@@ -218,8 +218,8 @@ impl EngineState {
     }
 }
 
-/// With a nonce of its own: a process that has lost this file, or was given an attachment that was used
-/// before, is not the one that had the same numbers.
+/// The generation has its own nonce. It differs from that of a process with the same numbers, after a loss of
+/// this file or with an attachment that was used before.
 fn drawn(pair: Generation) -> Result<Generation, EngineError> {
     let random =
         getrandom::u64().map_err(|error| EngineError::system("draw a nonce")(io::Error::other(error)))?;

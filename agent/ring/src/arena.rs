@@ -19,7 +19,7 @@ impl Arena {
     /// Maps the memory. `slot_bytes` is rounded up to whole pages.
     ///
     /// # Errors
-    /// What mmap answers.
+    /// The error of mmap.
     pub fn new(slots: usize, slot_bytes: usize) -> io::Result<Arena> {
         let slot_bytes = slot_bytes.next_multiple_of(4096);
         let length = slots.checked_mul(slot_bytes).filter(|n| *n > 0).ok_or(io::ErrorKind::InvalidInput)?;
@@ -87,8 +87,8 @@ impl Arena {
 
 /// A handle to memory of an [`Arena`]. Copying the handle copies no bytes.
 ///
-/// Nothing keeps two holders from using the same bytes: whoever owns the slot decides. The bytes are only
-/// ever copied in and out, never lent, so the kernel may change them at any time.
+/// Two holders can use the same bytes: the owner of the slot decides. The bytes are only ever copied in and
+/// out, never lent, so the kernel may change them at any time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoBuf {
     base: NonNull<u8>,
@@ -178,8 +178,8 @@ impl IoBuf {
     /// CRC-32C of the whole buffer.
     #[must_use]
     pub fn crc32c(&self) -> u32 {
-        // SAFETY: the range is valid and initialised (the kernel hands out zeroed pages); the slice lives
-        // for this call only. Who computes a check owns the bytes at that time.
+        // SAFETY: the range is valid and initialised (the kernel hands out zeroed pages); the slice lives for
+        // this call only. The caller that computes a check owns the bytes at that time.
         crc32c::crc32c(unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.length) })
     }
 }

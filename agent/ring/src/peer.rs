@@ -15,7 +15,7 @@ const KEEPALIVE_PROBES: u32 = 4;
 /// does not read for a while too.
 ///
 /// # Errors
-/// What setsockopt answers.
+/// The error of setsockopt.
 pub fn set_up_tcp(socket: &impl AsFd) -> io::Result<()> {
     setsockopt(socket, sockopt::TcpNoDelay, &true)?;
     setsockopt(socket, sockopt::KeepAlive, &true)?;

@@ -64,7 +64,7 @@ impl Ring {
     /// A ring with `entries` submissions and four times as many completions.
     ///
     /// # Errors
-    /// What io_uring_setup answers: ENOSYS or EPERM where the kernel has none or forbids it.
+    /// The error of io_uring_setup: ENOSYS or EPERM if the kernel has none or forbids it.
     pub fn new(entries: u32) -> io::Result<Ring> {
         Ring::with(entries, TaskWork::Deferred)
     }
@@ -72,7 +72,7 @@ impl Ring {
     /// [`Ring::new`] with a choice; kernels that are too old for it have the thread interrupted.
     ///
     /// # Errors
-    /// Those of [`Ring::new`].
+    /// The errors of [`Ring::new`].
     pub fn with(entries: u32, task_work: TaskWork) -> io::Result<Ring> {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(entries * 4);
@@ -105,7 +105,7 @@ impl Ring {
     /// Queues `entry` for the next [`Ring::wait`].
     ///
     /// # Safety
-    /// Whatever memory the entry points to stays valid until its completion has come.
+    /// The memory that the entry points to stays valid until its completion has come.
     pub unsafe fn push(&mut self, entry: Entry, token: Token) {
         let entry = entry.user_data(token.pack());
         // SAFETY: promised by the caller.
@@ -128,7 +128,7 @@ impl Ring {
     /// to `out`.
     ///
     /// # Errors
-    /// What io_uring_enter answers, other than interruption and time-out.
+    /// The error of io_uring_enter, other than interruption and time-out.
     pub fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<Completion>) -> io::Result<()> {
         while !self.overflow.is_empty() {
             match self.ring.submit() {

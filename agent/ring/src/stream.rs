@@ -102,7 +102,7 @@ impl Stream {
     /// Takes the completion of a send; the owners of frames that are out are appended to `finished`.
     ///
     /// # Errors
-    /// What sendmsg answers: the connection is of no more use.
+    /// The error of sendmsg: the connection is of no more use.
     pub fn on_sent(&mut self, completion: Completion, finished: &mut Vec<u32>) -> io::Result<()> {
         self.outgoing.in_flight = false;
         let mut count = completion.count()?;
@@ -153,7 +153,7 @@ impl Stream {
     /// Returns a descriptor of the socket for another process that continues with it.
     ///
     /// # Errors
-    /// What dup answers.
+    /// The error of dup.
     pub fn share(&self) -> io::Result<OwnedFd> {
         self.fd.try_clone()
     }
@@ -161,7 +161,7 @@ impl Stream {
     /// Handles the completion of a receive. A receive without data is no error.
     ///
     /// # Errors
-    /// What recv answers: the connection is of no more use.
+    /// The error of recv: the connection is of no more use.
     pub fn on_received(&mut self, completion: Completion) -> io::Result<Received> {
         self.incoming.in_flight = false;
         let count = match completion.count() {
@@ -209,8 +209,8 @@ impl Stream {
     /// Ends the connection both ways; requests in flight come back.
     pub fn shutdown(&self) {
         if let Ok(fd) = self.fd.try_clone() {
-            // An error says that the socket is not connected any more, which is what we want. The call is
-            // the same for every kind of socket.
+            // An error means that the socket is not connected any more, as wanted. The call is the same for
+            // every kind of socket.
             let _ = UnixStream::from(fd).shutdown(Shutdown::Both);
         }
     }

@@ -19,14 +19,14 @@ impl Wake {
     /// A pair. The memory behind it is never given back: make one per thread.
     ///
     /// # Errors
-    /// What eventfd and mmap answer.
+    /// The error of eventfd or mmap.
     pub fn new() -> io::Result<(Wake, Waker)> {
         // SAFETY: no memory involved.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if raw < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new and nobody else's.
+        // SAFETY: the descriptor is new and has no other owner.
         let fd = Arc::new(unsafe { OwnedFd::from_raw_fd(raw) });
         let buf = Arena::new(1, 4096)?.buf(0).part(0, 8);
         let waker = Waker(Arc::clone(&fd));

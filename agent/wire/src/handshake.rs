@@ -53,7 +53,7 @@ pub struct Welcome {
     /// unflushed writes may be lost. Such a replica is the last choice as the source of a copy.
     #[serde(default)]
     pub lost_cache: bool,
-    /// True if it is being rebuilt: it lacks data, whatever its views say.
+    /// True if the replica is being rebuilt: it lacks data, whatever its views say.
     #[serde(default)]
     pub rebuilding: bool,
     /// The replicas whose missed regions it keeps.

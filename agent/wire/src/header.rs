@@ -30,8 +30,8 @@ pub enum Opcode {
     Write = 4,
     /// Makes all writes answered so far durable.
     Flush = 5,
-    /// The range is of no more use: its whole blocks read as zeroes from now on, a block that it covers in
-    /// part stays as it is.
+    /// The range is of no more use: its whole blocks read as zeroes from now on, and a block that it covers
+    /// in part does not change.
     Discard = 6,
     /// The range reads as zeroes from now on.
     WriteZeroes = 7,
@@ -339,7 +339,7 @@ impl Header {
     /// Reads and checks the header of a frame of the opening. [`Session`](crate::Session) reads all others.
     ///
     /// # Errors
-    /// [`FrameError`] says what is wrong; the connection has to be closed.
+    /// [`FrameError`] has the problem; the connection has to be closed.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
         Header::decode_keyed(bytes, 0, 0)
     }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 pub struct WireLayer {
     /// Name of the image file.
     pub image: String,
-    /// Content of its `.meta` file, which is copied as it is.
+    /// The content of its `.meta` file, which is copied unchanged.
     pub meta: String,
     /// Size of the image file.
     pub size_bytes: u64,

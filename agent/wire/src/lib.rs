@@ -33,13 +33,13 @@
 //! not pass, and ends the connection.
 //!
 //! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An
-//! attacker in the network between two hosts who computes another text or other data of the same CRC can
-//! change them, though not the order, kind, range, length or outcome of frames; and can read everything. Only
-//! an encrypted connection (TLS) protects from that. All replicas of a volume have the same secret: a replica
+//! attacker in the network between two hosts can read everything. The attacker can also replace text or data
+//! by another one with the same CRC, though not the order, kind, range, length or outcome of frames. Only an
+//! encrypted connection (TLS) protects from that. All replicas of a volume have the same secret: a replica
 //! that lies can pass for another one of the volume if it answers at the address of that one.
 //!
-//! What the engine promises: no two requests that modify data and overlap, rounded to
-//! [`shorthorn_types::limits::BLOCK_BYTES`], are in flight at once over all its connections.
+//! The engine promises that no two requests over all its connections are in flight at once if they modify
+//! data and overlap, rounded to [`shorthorn_types::limits::BLOCK_BYTES`].
 #![forbid(unsafe_code)]
 
 mod handshake;

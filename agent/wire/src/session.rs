@@ -137,7 +137,7 @@ impl Session {
     /// [`Session::advance`].
     ///
     /// # Errors
-    /// [`FrameError`] says what is wrong; the connection has to be closed.
+    /// [`FrameError`] has the problem; the connection has to be closed.
     pub fn decode(&self, bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
         let check = self.receives.check(&mut { *bytes });
         Header::decode_keyed(bytes, self.receives.number, check)

@@ -26,8 +26,8 @@ pub struct SummedRun {
     pub crc32c: u32,
 }
 
-/// The sum of a piece of a layer whose blocks, in runs that are as long as can be, are these: of which blocks
-/// are there and of what they hold, since a hole and zeroes are not the same. Never 0.
+/// Returns the sum of a piece of a layer with these blocks, in runs of maximum length. The sum depends on the
+/// set of blocks and on their data, because a hole and zeroes differ. Never 0.
 #[must_use]
 pub fn piece_sum(runs: impl IntoIterator<Item = SummedRun>) -> u32 {
     let add = |sum, word: u32| crc32c::crc32c_append(sum, &word.to_le_bytes());
@@ -51,7 +51,7 @@ pub struct LayerRange {
 /// The checks of a snapshot's layer in a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerCheck {
-    /// The sum as it is now; none where the layer cannot be read there.
+    /// The current sum; none if the layer cannot be read there.
     #[serde(deserialize_with = "Option::deserialize")] // a text that does not have it is refused
     pub sum: Option<u32>,
     /// The sum that the replica has kept, if it has kept one.
@@ -137,7 +137,7 @@ pub fn encode_patch(id: u64, patch: &LayerPatch, data: &[u8]) -> (Header, Vec<u8
 pub fn decode_patch<'a>(header: &Header, text: &'a [u8]) -> Result<(LayerPatch, &'a [u8]), FrameError> {
     header.check_data(crc32c::crc32c(text))?;
     let bad = || FrameError::Text(header.opcode);
-    // JSON as it is written here has no line feed.
+    // JSON that is written here has no line feed.
     let end = text.iter().position(|byte| *byte == b'\n').ok_or_else(bad)?;
     let patch: LayerPatch = serde_json::from_slice(&text[..end]).map_err(|_| bad())?;
     let data = &text[end + 1..];

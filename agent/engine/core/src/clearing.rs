@@ -103,7 +103,7 @@ impl Clearing {
 
     /// Returns true if it is time for a turn.
     fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_joining: bool) -> bool {
-        // How far a joiner is goes on record with a turn too.
+        // The progress of a joiner is recorded with a turn too.
         let is_calm = dirty_bytes <= self.keep_bytes && !is_joining;
         let interval_ms = self.interval_ms * if is_calm { CALM_INTERVALS } else { 1 };
         self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
@@ -179,7 +179,7 @@ impl EngineCore {
             && self.membership.joining().iter().any(|peer| self.stamp_of(peer) > self.clearing.stamp)
     }
 
-    /// Sends the next stamp when everybody has stored the one before.
+    /// Sends the next stamp after every member has stored the one before.
     pub(crate) fn stamp_next(&mut self, out: &mut Outputs) {
         let Phase::Stamping(left) = self.clearing.phase else { return };
         if self.clearing.marks.is_outstanding() {

@@ -29,7 +29,7 @@ impl EngineCore {
         } else if self.joins.takes_flush(id) {
             self.start_flush(id, FlushFor::Joining, out);
         } else if self.is_equalising {
-            // Until that is done there is no telling what the members have.
+            // Until that is done, the contents of the members are not known.
             return self.start_equalising(id, out);
         } else if self.is_bringing_up() {
             return !self.is_changing_regions() && self.start_join_copy(id, out);
@@ -59,7 +59,7 @@ impl EngineCore {
         self.send(id, Operation::Flush, ByteRange::EMPTY, 0, self.membership.connected(), out);
     }
 
-    /// The job's turn has come, or everybody has answered that it waited for.
+    /// Continues the job when its turn has come, or when all awaited replicas have answered.
     pub(crate) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
         let was_sent = self.slots.at(id).phase == Phase::Active;
         match self.job(id) {
@@ -155,8 +155,8 @@ impl EngineCore {
     /// All that could give the piece hold rot there. In different blocks of it, perhaps: it is looked at
     /// block by block. True if there is something to read again.
     ///
-    /// What every member has lost is copied as it is, and told: else no replica could ever join again. A
-    /// repair has nothing to repair it from.
+    /// Data that every member has lost is copied unchanged, and reported: otherwise no replica could ever
+    /// join again. A repair has no source for it.
     fn has_no_sound_source(&mut self, id: SlotId, out: &mut Outputs) -> bool {
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
         if copy.narrow() {
@@ -174,9 +174,9 @@ impl EngineCore {
         true
     }
 
-    /// `peer` knows that it holds something else than was stored there, if it was asked that. Another one
-    /// gives the piece of a copy, to this one too; and what the check says of this one is that it cannot be
-    /// read.
+    /// Handles the answer of `peer` that its data differs from the stored data, if it was asked for that.
+    /// Another member gives the piece of a copy, to this one too. A check of this member counts as
+    /// unreadable.
     pub(crate) fn take_rot(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
         let who = PeerMask::one(peer);
         match self.job(id) {
@@ -276,8 +276,8 @@ impl EngineCore {
         }
     }
 
-    /// Handles the failure of a replica to do the operation of a copy slot. It leaves; the last member stays,
-    /// and whoever depends on it for a copy does not become a member.
+    /// Handles the failure of a replica to do the operation of a copy slot. The replica leaves. The last
+    /// member stays, and the replicas that depend on it for a copy do not become members.
     pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
         let members = self.membership.answering();
         // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds it.

@@ -22,10 +22,10 @@ const TICK_STEP_MS_MAX: u64 = 1000;
 
 /// The core of the engine of one attached volume. See the crate's description.
 ///
-/// This file takes events in and handles losses, views and time. What the others add to it: `serve` requests
-/// of the frontend, `copy` and `equalise` what is copied, `failed` what has found no space,
-/// `clearing` write intent, `patience` replicas that do not answer, `join` replicas that are
-/// brought up, `scrub` the comparison of the members, `expand` another size.
+/// This file handles events, losses, views and time. The other modules add: `serve` requests of the frontend,
+/// `copy` and `equalise` copies and resyncs, `failed` requests without space, `clearing` write intent,
+/// `patience` late replicas, `join` rebuilds, `scrub` the comparison of the members, and `expand` another
+/// size.
 #[derive(Debug)]
 pub struct EngineCore {
     pub(crate) regions: Regions,
@@ -337,7 +337,7 @@ impl EngineCore {
         slot.pending.is_empty()
     }
 
-    /// A member or a replica that is brought up has failed.
+    /// Handles the failure of a member or joiner.
     pub(crate) fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Broken, out);
     }
@@ -523,7 +523,8 @@ impl EngineCore {
         if self.clearing.marks.forget(peer) {
             self.cleared();
         }
-        // What the others miss has grown: a replica that is about to join has to be told again.
+        // The out-of-sync sets of the others have grown: a replica that is about to join has to get them
+        // again.
         self.joins.start_over();
     }
 

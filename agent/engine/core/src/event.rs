@@ -194,9 +194,9 @@ pub enum Event {
     },
     /// Start to compare all members from the beginning, or stop that.
     Scrub(Option<ScrubConfig>),
-    /// The engine is about to end: whatever can be is to be flushed and cleared from the write intent once,
-    /// however new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests go on; what
-    /// is modified meanwhile stays dirty.
+    /// The engine is about to end: it flushes, and clears the write intent once as far as possible, however
+    /// new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests continue, and their
+    /// modifications meanwhile stay dirty.
     Settle,
     /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A
     /// replica that joins from here on has grown too.
@@ -336,7 +336,7 @@ pub enum Output {
         /// The new size of the volume in bytes.
         size_bytes: u64,
     },
-    /// A replica that was brought up is in the view.
+    /// A rebuilt replica is in the view.
     Joined {
         /// The index of the replica.
         peer: PeerIndex,
@@ -356,7 +356,8 @@ pub enum Output {
         peer: PeerIndex,
         /// The range that contains the rot.
         range: ByteRange,
-        /// No other member could give it, and it was copied as it is. Else it is made equal to a sound one.
+        /// True if no other member could give the block, so that it was copied unchanged. Otherwise it is
+        /// made equal to a sound one.
         is_copied: bool,
     },
     /// A scrub has seen every byte of the volume.
@@ -402,9 +403,9 @@ pub enum Output {
 pub struct CopyProgress {
     /// Left to make equal after an unclean stop.
     pub equalise_left_bytes: u64,
-    /// Replicas that are being brought up, and how many bytes of theirs are left.
+    /// Replicas that are being rebuilt, with the number of bytes left.
     pub joins: Vec<(PeerIndex, u64)>,
-    /// Copied since the engine has started, for whatever reason.
+    /// The bytes copied since the engine has started, for any reason.
     pub copied_bytes: u64,
     /// The position of the running scrub, or none.
     pub scrub_at_bytes: Option<u64>,

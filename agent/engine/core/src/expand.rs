@@ -2,11 +2,12 @@
 //! beyond its end. The frontend learns the new size after [`Output::Expanded`], so that no request for the
 //! new part comes before.
 //!
-//! What is counted in regions follows. A large volume has larger regions, and while theirs become larger
-//! nothing may be under way that names one: copies of regions and marks end first, new ones wait, requests go
-//! on. Then whatever was to be copied or may differ is no less than before, and what was about to be cleared
-//! is forgotten: there will be another turn. Regions that are to be made equal stay as they are until they
-//! are: requests are let into a region once it is equal, and must not find it taken back.
+//! Sets that count in regions follow. A large volume has larger regions. While regions become larger, no
+//! operation that names one may be under way: copies of regions and marks end first, new ones wait, and
+//! requests continue. Afterwards the sets to copy and of possible differences are not smaller than before.
+//! Regions that were about to be cleared are forgotten, because another turn follows. Regions to resync stay
+//! unchanged until they are equal: requests are admitted to a region once it is equal, and it must not become
+//! unequal again.
 
 use shorthorn_types::Regions;
 
@@ -64,7 +65,7 @@ impl EngineCore {
         if before.region_bytes() != regions.region_bytes() {
             self.equalise_cursor = 0;
         }
-        // A replica that is about to join is told anew what others have missed.
+        // A replica that is about to join gets the out-of-sync sets of the others again.
         self.joins.start_over();
     }
 }

@@ -1,16 +1,16 @@
 //! Modifications that have found no space on some members.
 //!
 //! If the members that have done the modification are more than half of the view, those without space leave
-//! it, and the request succeeds: a replica comes back when its disk has space again. First these others have
-//! to say, in answer to a PING, that their disks have space: they have to store the new view, and what the
-//! others miss from then on. All replicas may be on one disk. While too few of them answer in time, the
-//! request waits: the members without space may be needed to go on without one of the others.
+//! it, and the request succeeds: a replica comes back when its disk has space again. First the other members
+//! have to answer a PING with the information that their disks have space. They have to store the new view,
+//! and then the regions that the others miss. All replicas may be on one disk. While too few of them answer
+//! in time, the request waits: the members without space may be needed to continue without one of the others.
 //!
-//! Else the writer gets the error, and no replica leaves: half of a view would have to ask the arbiter, and
-//! would hold the only copies while the disks of the others are full. But a replica without space may have
+//! Otherwise the writer gets the error, and no replica leaves: half of a view would have to ask the arbiter,
+//! and would hold the only copies while the disks of the others are full. A replica without space may have
 //! done a part of the modification, and others all of it. Before the request fails and leaves its range, the
-//! members are made equal there, from one that had no space: all others have room for what that one holds. A
-//! discard fails in the same way: a client loses nothing by that, and the volume would lose a replica.
+//! members are made equal there, from one that had no space: all others have room for its data. A discard
+//! fails in the same way: a client loses nothing by that, and the volume would lose a replica.
 
 use shorthorn_types::Errno;
 use shorthorn_views::Quorum;
@@ -63,7 +63,7 @@ impl EngineCore {
         if slot.no_space.and(members).is_empty() {
             let leaving = slot.no_space.and(self.membership.in_view()).without(members);
             if leaving.is_empty() {
-                // They have left: everybody else has done it.
+                // They have left: all others have done it.
                 return self.complete(id, Ok(()), out);
             }
             // They are about to leave. Until they have, a member has not done it.

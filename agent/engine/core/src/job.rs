@@ -28,7 +28,7 @@ pub(crate) enum FlushFor {
 pub(crate) enum Why {
     /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.
     Equalise { region: u32 },
-    /// Replicas that are brought up miss the region. The copy has its range in the range table.
+    /// Replicas that are being rebuilt miss the region. The copy has its range in the range table.
     Join { region: u32 },
     /// A scrub has found these to differ. The copy has its range in the range table.
     Repair { odd: PeerMask, sources: PeerMask },
@@ -57,12 +57,12 @@ pub(crate) struct Copy {
     pub rotten: PeerMask,
     /// Replicas that get the piece: targets, and members that hold rot there.
     pub to: PeerMask,
-    /// All that could give the piece hold rot there: it is copied as it is.
+    /// True if all possible sources of the piece hold rot there: it is copied unchanged.
     pub is_unchecked: bool,
     pub step: CopyStep,
     /// Blocks of zeroes in the piece that need not be sent.
     pub zeroes: ZeroBlocks,
-    /// The piece is read again, from another source, once everybody has answered.
+    /// True if the piece is read again, from another source, after all replicas have answered.
     pub starts_over: bool,
     /// For how long requests have waited for this copy because each replica had not answered.
     pub held_up_ms: [u64; MAX_MEMBERS],
@@ -178,8 +178,8 @@ impl Jobs {
         &mut self.jobs[index].1
     }
 
-    /// A slot for anything but a resync, which has the last one to itself: copies that wait for the range of
-    /// a request that has failed must not keep it from what it waits for.
+    /// Returns a slot for anything but a resync, for which the last one is reserved. Copies that wait for the
+    /// range of a failed request must not block its resync.
     pub fn free(&self) -> Option<SlotId> {
         let others = self.jobs.len().saturating_sub(1);
         self.jobs[..others].iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)

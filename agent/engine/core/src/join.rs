@@ -74,7 +74,7 @@ impl EngineCore {
         self.counted = self.counted.without(PeerMask::one(peer));
     }
 
-    /// A replica outside the view is connected: it is brought up.
+    /// Begins to rebuild a connected replica outside the view.
     pub(crate) fn join(&mut self, peer: PeerIndex, missing: &RegionSet, out: &mut Outputs) {
         if self.membership.state(peer) != PeerState::Failed {
             return;
@@ -119,7 +119,7 @@ impl EngineCore {
         self.wake = true;
     }
 
-    /// Returns true if anything is left to copy to replicas that are brought up.
+    /// Returns true if anything is left to copy to replicas that are being rebuilt.
     pub(crate) fn is_bringing_up(&self) -> bool {
         let misses =
             |peer| self.absent[usize::from(peer)].as_ref().is_some_and(|absent| !absent.missed.is_empty());
@@ -164,9 +164,9 @@ impl EngineCore {
         from(absent.cursor).chain(from(0)).find(|region| !self.jobs.has(Why::Join { region: *region }))
     }
 
-    /// `range`, which was all of the region when its copy began, was copied to those of `targets` that are
-    /// left. Where the region has grown since, they still miss it: modifications of the new part were not
-    /// sent to them.
+    /// Handles the end of a region's copy: `range`, which was all of the region when its copy began, was
+    /// copied to the remaining ones of `targets`. If the region has grown since, they still miss it, because
+    /// they were not sent modifications of the new part.
     pub(crate) fn region_is_brought(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
         if self.regions.range(region) != range {
             return;
@@ -267,7 +267,7 @@ impl EngineCore {
         }
     }
 
-    /// The flush before a join is answered by everybody.
+    /// Continues a join after every replica has answered its flush.
     pub(crate) fn join_flushed(&mut self, slot: SlotId, is_durable: bool, out: &mut Outputs) {
         let Some((peer, Step::Flushing(sent_in))) = self.joins.next else { return };
         if sent_in != slot {

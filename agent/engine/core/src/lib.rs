@@ -4,9 +4,9 @@
 //! which order overlapping ones reach the replicas, when a request may be acknowledged, and which replicas
 //! are members. It has no clock, no socket and no thread: the engine process and the simulator drive it.
 //!
-//! What it promises:
-//! - A write, discard or write-zeroes is completed when every member of the current view has answered it, a
-//!   flush likewise. A replica that is brought up and was sent it has to answer too, or be gone for good.
+//! The core promises:
+//! - A write, discard or write-zeroes is completed when every member of the current view has answered it, and
+//!   so is a flush. A joiner that was sent the request has to answer too, or be dropped.
 //! - Of two overlapping requests (rounded to whole blocks) of which one modifies data, the later is sent when
 //!   the earlier is completed. Reads that overlap no modification never wait.
 //! - A replica that fails leaves by a view change. Until that is through nothing is acknowledged that the
@@ -16,20 +16,20 @@
 //!   after all have been made equal in its range.
 //! - A member that is connected and does not answer is dropped if the others can go on without it, and else
 //!   waited for, up to a limit.
-//! - Where the members may differ at the start, nobody reads or writes before the region was copied from one
-//!   of them to all others.
+//! - If the members may differ at the start, no request reads or writes a region before it was copied from
+//!   one of them to all others.
 //! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,
 //!   and if nothing was sent since. Nothing that modifies the region is sent until that is answered.
-//! - What a replica outside the view misses is counted from the moment it leaves or is tracked, and is never
-//!   less than what it lacks. It becomes a member when that is copied, everybody has flushed, and it has been
-//!   told what the others outside the view miss.
-//! - Replicas that are brought up are nobody's burden but their own: their failures, full disks among them,
-//!   end nothing but their joining.
+//! - The regions that a replica outside the view misses are counted from the moment it leaves or is tracked.
+//!   The set is never smaller than its lack. The replica becomes a member when the regions are copied, all
+//!   members have flushed, and it has the out-of-sync sets of the others outside the view.
+//! - Replicas that are being rebuilt harm only themselves: their failures, full disks among them, end only
+//!   their joining.
 //! - Copies keep to their limits, except where a request waits for one.
 //! - Before the core completes a request with an error, it names the replicas that have caused it
 //!   ([`Output::Failed`]).
-//! - A core that refuses requests answers each with an error at once, whatever else is under way; it makes
-//!   the members equal and brings replicas up as any other.
+//! - A core that refuses requests answers each with an error at once, whatever else is under way. It makes
+//!   the members equal and rebuilds replicas like any other.
 #![forbid(unsafe_code)]
 
 mod absent;

@@ -186,7 +186,7 @@ impl Membership {
         self.answering
     }
 
-    /// Replicas that are being brought up.
+    /// Returns the replicas that are being rebuilt.
     pub(crate) fn joining(&self) -> PeerMask {
         self.joining
     }
@@ -257,7 +257,7 @@ impl Membership {
         }
     }
 
-    /// `peer` is connected and is being brought up.
+    /// Records that `peer` is connected and is being rebuilt.
     pub(crate) fn bring_up(&mut self, peer: PeerIndex) {
         if let Some(peer) = self.peers.get_mut(usize::from(peer)) {
             peer.state = PeerState::Joining;

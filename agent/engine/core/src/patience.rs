@@ -23,10 +23,10 @@
 //! is the time-out and the time that a slow disk takes for so many bytes ([`COPY_BYTES_PER_S`]).
 //!
 //! One disk may hold several replicas. All of them are late at almost the same time then, and answer at
-//! almost the same time again. None of them may be dropped because another one is a moment ahead of it. So
-//! only those replicas count as able to go on that have answered all that is older than half of the time-out,
-//! and the others are dropped only when there have been enough of these for as long. A replica that is late
-//! beyond [`CoreConfig::late_limit_ms`] is compared with less: with those that have answered all that is
+//! almost the same time again. None of them may be dropped because another one is a moment ahead of it. So a
+//! replica counts as able to continue only if it has answered all requests older than half of the time-out.
+//! The others are dropped only when enough such replicas have existed for as long. A replica that is late
+//! beyond [`CoreConfig::late_limit_ms`] is compared with weaker ones: those that have answered all requests
 //! older than half of that limit. Others may be slow because they do its reads too.
 
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
@@ -64,8 +64,8 @@ pub(crate) struct Patience {
     /// Replicas that answer in time, and replicas that are late but within the limit.
     prompt: Steady,
     alive: Steady,
-    /// The late members that the volume waits for, and those of them that do not answer PING, as the core
-    /// last told the engine.
+    /// The late members that the volume waits for, and the ones of them that do not answer PING, as last
+    /// reported to the engine.
     awaited: PeerMask,
     silent: PeerMask,
     /// The members that owe answers for longer than half of the time-out.
@@ -379,8 +379,8 @@ impl EngineCore {
         let queues = self.patience.queues;
         for peer in self.membership.connected().iter() {
             let Some(lines) = self.patience.lines.get_mut(usize::from(peer)) else { continue };
-            // On every connection: a replica closes one that is silent for long, and one may be dead while
-            // others are not.
+            // The PING is sent on every connection: a replica closes a silent one, and a single connection
+            // may be dead.
             if lines.iter().all(|line| line.pinged_at_ms.is_none()) {
                 for (queue, line) in (0..).zip(lines.iter_mut().take(queues)) {
                     line.pinged_at_ms = Some(now_ms);

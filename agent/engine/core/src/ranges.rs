@@ -50,8 +50,8 @@ struct Entry {
 
 impl Entry {
     /// Returns true if `self` has to wait until `other` is done. A modification waits for an earlier read
-    /// too: else the read could show what is not on every member yet, and the next engine, started from
-    /// another member, what was before.
+    /// too. Otherwise the read could return data that is not on every member yet, and the next engine,
+    /// started from another member, the former data.
     fn waits_for(&self, other: &Entry) -> bool {
         self.access.conflicts_with(other.access)
             && other.order < self.order

@@ -105,7 +105,7 @@ impl Suspects {
 impl EngineCore {
     pub(crate) fn set_scrub(&mut self, config: Option<ScrubConfig>) {
         self.scrub = config.map(Scrub::new);
-        // What it repairs may rot again.
+        // Repaired blocks may rot again.
         self.suspects.hopeless.clear();
         self.wake = true;
     }
@@ -197,7 +197,7 @@ impl EngineCore {
             true => Verdict::Torn(members.iter().collect()),
             false => verdict_of(&check.sums, rotten, members),
         };
-        // In other blocks it may be the sound one that is wrong.
+        // In other blocks the sound one may be wrong.
         if !rotten.is_empty() && range.length() > BLOCK_BYTES && self.looks_closer(range) {
             return self.free_slot(id, out);
         }
@@ -210,7 +210,7 @@ impl EngineCore {
                 suspect.into_iter().for_each(|block| self.suspects.give_up(block));
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
-            // What a reader sees is all that is compared here.
+            // The comparison covers only the data that a reader sees.
             Verdict::Equal | Verdict::LookFurther => {}
         }
         self.free_slot(id, out);
@@ -244,7 +244,7 @@ impl EngineCore {
         left: PeerMask,
         out: &mut Outputs,
     ) {
-        // One that had no space for its repair is still a member.
+        // A member that had no space for its repair is still a member.
         let is_left_odd = !odd.and(self.membership.answering()).without(left).is_empty();
         let repaired = !left.is_empty() && !is_left_odd;
         let suspect = self.suspects.current.take();

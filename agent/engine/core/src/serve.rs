@@ -156,8 +156,9 @@ impl EngineCore {
 
     /// Counts the modification of `range` and returns the replicas that have to do it.
     ///
-    /// A replica that is brought up does it too, unless everything is copied to it later anyway: it must
-    /// never make a whole block of the modification and of what it lacks and then count that.
+    /// Counts the modification of `range` and returns the replicas that have to do it. A replica that is
+    /// being rebuilt does it too, unless the whole range is copied to it later anyway: it must never combine
+    /// the modification with missing data to a whole block that counts.
     fn modifies(&mut self, range: ByteRange) -> PeerMask {
         let touched = self.regions.touched(range);
         self.intent.touch(touched.clone());
@@ -222,7 +223,7 @@ impl EngineCore {
             }
             Err(errno) if alone => (slot.error, slot.erred) = (Some(errno), PeerMask::one(peer)),
             Err(errno) => {
-                // Its answer stays pending: the request goes on when the replica has left.
+                // Its answer stays pending: the request continues when the replica has left.
                 let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
                 return self.lose(peer, what, out);
             }
@@ -241,7 +242,7 @@ impl EngineCore {
         let slot = self.slots.at_mut(id);
         (slot.pending, slot.rotten) = (PeerMask::NONE, slot.rotten.with(PeerMask::one(peer)));
         let range = slot.range;
-        // What the last member answers fails the request, which is reported.
+        // The error of the last member fails the request, which is reported.
         if !self.is_alone(peer) && self.suspects.add(range.grown_to_blocks()) {
             out.push(Output::RotFound { peer, range, is_copied: false });
             self.wake = true;
@@ -283,8 +284,8 @@ impl EngineCore {
         }
     }
 
-    /// The last member could not do it. Where a replica that was brought up has done it and has become a
-    /// member since, that one is not the last any more and leaves.
+    /// Handles the failure of the last member. If a rebuilt replica has done the request and has become a
+    /// member since, the failed one is not the last any more and leaves.
     fn failed_alone(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
         let in_view = self.membership.in_view();
         let members = self.membership.answering();
@@ -303,7 +304,8 @@ impl EngineCore {
         }
     }
 
-    /// The members have not done it. Replicas that are brought up and have done it differ from them now.
+    /// Fails a request that the members have not done. Replicas that are being rebuilt and have done it
+    /// differ from them now.
     fn fail(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
         let slot = *self.slots.at(id);
         if slot.operation.modifies() {

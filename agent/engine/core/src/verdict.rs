@@ -1,15 +1,15 @@
 //! The rule of a scrub: which members are right if they differ, for the volume and for single layers.
 //!
-//! A snapshot's layer never changes, and a member may have kept a sum of it from when all agreed. Such a sum
-//! tells rot from what was always so, with two members as with three. Where nobody has kept one, the majority
-//! is right.
+//! A snapshot's layer never changes, and a member may have kept a sum of it from the last agreement. Such a
+//! sum tells rot from old differences, with two members as well as with three. If no member has kept one, the
+//! majority is right.
 
 use crate::membership::PeerIndex;
 
 /// The evidence about the data of one member in a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evidence {
-    /// The sum of it as it is now; none where it cannot be read.
+    /// The current sum of the range; none if it cannot be read.
     pub sum: Option<u32>,
     /// The sum that the member has kept, if it has kept one.
     pub kept: Option<u32>,
@@ -59,7 +59,7 @@ pub type Witness = (PeerIndex, Evidence);
 #[must_use]
 pub fn judge(witnesses: &[Witness]) -> Verdict {
     if agree(witnesses) {
-        // Where two hold the same, it is the kept sum that is wrong. One that is alone has nobody to say so.
+        // If two members hold the same, the kept sum is wrong. A single one has no confirmation.
         return match witnesses {
             [(alone, evidence)] if evidence.contradicts_itself() => Verdict::Torn(vec![*alone]),
             _ => Verdict::Equal,
@@ -84,7 +84,7 @@ fn by_kept_sums(witnesses: &[Witness], sound: &[&Witness]) -> Verdict {
         if evidence.is_sound() || (evidence.kept.is_none() && is_as_a_sound_one) {
             continue;
         }
-        // One that has kept nothing may hold the same otherwise.
+        // A member without a kept sum may hold the same in another layer.
         if evidence.kept.is_none() && evidence.sum.is_some() {
             let shown = sound.iter().map(|(_, other)| other.shown);
             if evidence.shown.is_none() || shown.clone().any(|shown| shown.is_none()) {

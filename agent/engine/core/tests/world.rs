@@ -1,5 +1,5 @@
-//! The core against replicas that are arrays: they answer in any order, lose connections and caches, and the
-//! engine starts again in between. What was acknowledged must be on every member, and no two reads may
+//! Tests the core against replicas that are arrays: they answer in any order, lose connections and caches,
+//! and the engine restarts in between. Every acknowledged write must be on every member, and no two reads may
 //! disagree.
 
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
@@ -425,7 +425,7 @@ impl World {
                 }
             }
         }
-        // Nobody may look at the buffer any more.
+        // The buffer must not be read any more.
         self.buffers[usize::from(slot.slot)].fill(u32::MAX);
     }
 
@@ -539,8 +539,8 @@ impl World {
         }
     }
 
-    /// A replica fails. It loses its cache only where another member would be found to have everything: one
-    /// that has lost nothing itself, and knows that it is a member.
+    /// Fails a replica. It loses its cache only if another complete member would be found: one that has lost
+    /// nothing itself, and knows that it is a member.
     fn lose(&mut self, peer: usize) {
         let members = self.peers_in(PeerState::Member);
         let others: Vec<&usize> = members.iter().filter(|other| **other != peer).collect();
@@ -587,7 +587,7 @@ impl World {
             return;
         }
         let which = usize::try_from(self.dice.below(self.told[peer].len() as u64)).unwrap();
-        // What is said about views stays in order; whatever else may overtake.
+        // Messages about views stay in order; all others may overtake.
         let is_view = |told: &Told| matches!(told, Told::Propose { .. } | Told::Commit { .. });
         let which = match is_view(&self.told[peer][which]) {
             true => self.told[peer].iter().position(is_view).unwrap_or(which),

@@ -58,7 +58,7 @@ pub async fn forget_in_vain<E: ServingEngine>(
 
 /// The replicas that the volume is to have.
 fn wanted(engine: &impl ServingEngine) -> Members {
-    // There are no more replicas than a set can have: that was checked when the list came.
+    // A set can hold all replicas, as the engine checked when it got the list.
     Members::new(engine.peers().into_iter().map(|(_, peer)| peer.replica)).unwrap_or_default()
 }
 

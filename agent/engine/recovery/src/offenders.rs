@@ -52,8 +52,8 @@ pub struct Offenders {
 }
 
 impl Offenders {
-    /// An attempt has reached these replicas, of which it knows the runs, out of all that the volume is to
-    /// have. A replica that was started again since has offended nobody.
+    /// Records that an attempt has reached these replicas, with their runs, out of all that the volume is to
+    /// have. A replica that was restarted since is no offender any more.
     pub(crate) fn reached(&mut self, reached: impl IntoIterator<Item = (ReplicaId, u64)>, of: &[ReplicaId]) {
         self.greeted.retain(|known| of.contains(&known.replica));
         for (replica, run) in reached.into_iter().filter(|(replica, _)| of.contains(replica)) {
@@ -71,7 +71,7 @@ impl Offenders {
     /// offender may be well again, and the others may need it.
     pub(crate) fn next_left_out(&mut self) -> Members {
         let offenders = self.greeted.iter().filter(|known| known.failures >= FAILURES_MAX);
-        // There are no more replicas than a set can have.
+        // A set can hold all replicas.
         let offenders = Members::new(offenders.map(|known| known.replica)).unwrap_or_default();
         self.was_without = !self.was_without && !offenders.is_empty();
         if self.was_without { offenders } else { Members::NONE }

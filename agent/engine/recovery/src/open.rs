@@ -46,7 +46,7 @@ pub struct Reached<L> {
     pub welcome: Welcome,
 }
 
-/// The first view of this engine, as it is proposed.
+/// The proposed first view of this engine.
 #[derive(Clone, Debug)]
 pub struct Proposal {
     /// The view.
@@ -223,7 +223,7 @@ pub async fn open<E: OpeningEngine>(
         engine.note_lost_writes().map_err(NotOpen::Stopped)?;
     }
     let stamps: Vec<Option<u32>> = reached.iter().map(|one| one.welcome.stamp).collect();
-    // A blank replica would learn the views by the proposal, and pass for one that has kept its data.
+    // A blank replica would learn the views by the proposal, and look like one that has kept its data.
     reached.retain(|one| is_asked(one.replica));
     bring_through(engine, volume, change, (reached, stamps), offenders).await
 }
@@ -250,8 +250,7 @@ fn plan_view<E: OpeningEngine>(
         let why = if loses { ", and the others have lost what was not flushed" } else { "" };
         return Err(NotOpen::Waiting(format!("{silent} of the view do not answer{why}")));
     }
-    // An offender is left out no sooner than a replica that does not answer: it has to be brought up later
-    // too.
+    // An offender is left out no sooner than a replica that does not answer: it has to be rebuilt later too.
     let left_out = if has_waited { offenders.next_left_out() } else { Members::NONE };
     if left_out.is_empty() {
         return Ok((plan, Members::NONE));
@@ -308,9 +307,9 @@ async fn await_grant<E: OpeningEngine>(
     }
 }
 
-/// Has the replicas store the view; if it is through, and every member has said which sets of regions it
-/// keeps, marks it as committed and connects the queues. `stamps` are those of all that were reached, also of
-/// those that are not asked.
+/// Has the replicas store the view. If it succeeds, and every member has reported its sets of regions, marks
+/// the view as committed and connects the queues. `stamps` are those of all reached replicas, also of those
+/// that are not asked.
 async fn bring_through<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,

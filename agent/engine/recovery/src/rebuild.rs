@@ -280,7 +280,7 @@ impl<C: Courier> Attempt<'_, C> {
         } else {
             self.make_copy(source, &theirs, remembers, regions).await?
         };
-        // What it had not made durable may be gone, and what it alone was sent is in no member.
+        // Data that it had not made durable may be lost, and data that only it was sent is in no member.
         let failed = Trouble::while_doing("asking for its write intents");
         missing.insert_all(&self.regions_or_all(self.address(), RegionsOf::Intent, regions, failed).await?);
         Ok(Lack { missing, regions, is_copy: !is_what_it_was })
@@ -323,8 +323,8 @@ impl<C: Courier> Attempt<'_, C> {
     /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns the regions in
     /// which the source has data beside.
     ///
-    /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt: so nobody takes an
-    /// account that is not yet whole for all that it lacks.
+    /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt. Otherwise an
+    /// incomplete out-of-sync set would pass for all that it lacks.
     async fn make_copy(
         &self,
         source: Source,
@@ -388,9 +388,9 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(data)
     }
 
-    /// From now on it counts the regions that the other absent ones miss, as the members do; if they do not
-    /// know all of these, it keeps no account. An account that it has kept from before it was away lacks what
-    /// was missed meanwhile: if it alone is left at the next start, that would pass for all.
+    /// Makes it count the regions that the other absent ones miss, as the members do. If the members do not
+    /// know all of these, it keeps no set. A set from before its absence lacks the regions missed meanwhile.
+    /// If it alone is left at the next start, such a set would pass for all.
     async fn keep_accounts(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble<Error<C>>> {
         let (engine, regions) = (self.engine, self.engine.regions());
         let nothing = RegionSet::empty(regions.count());
@@ -443,8 +443,8 @@ impl<C: Courier> Attempt<'_, C> {
                 core.is_in_copy(self.me);
             }
             core.apply(Event::Join { peer: self.me, missing }, outputs);
-            // With the regions that were counted while it was away. Told here, it is told before the end of
-            // even the shortest copy.
+            // The number includes the regions counted while it was absent. It is reported here, before the
+            // end of even the shortest copy.
             let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == self.me);
             self.courier.is_joining(left.map_or(0, |(_, bytes)| bytes), is_copy);
             Some(self.counting(core))

@@ -1,10 +1,10 @@
 //! Decides how soon a dropped replica may come back.
 //!
-//! Each time that a late replica leaves, the requests of the volume have waited for it for the whole
-//! time-out. A replica that is late now and then would cost its volume that again and again, if it were let
-//! in at once. So its pauses grow, and after some rounds it stays out. A replica whose connections break has
-//! cost no time, but each of its returns makes the others that are about to join begin their last steps anew.
-//! So does one whose disk is full, and it holds up the requests that need what is copied to it.
+//! Each time that a late replica leaves, the requests of the volume have waited for the whole time-out. If a
+//! replica that is late now and then came back at once, it would cost that time again and again. So its
+//! pauses grow, and after some rounds it stays out. A replica whose connections break has cost no time, but
+//! each of its returns makes the other joiners begin their last steps anew. So does a replica whose disk is
+//! full, and it holds up the requests that need the data copied to it.
 
 use std::time::Duration;
 

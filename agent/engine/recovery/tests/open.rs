@@ -444,7 +444,7 @@ fn the_wait_for_that_grant_ends_and_the_next_attempt_has_all() {
 #[test]
 fn an_offender_that_the_start_needs_is_asked_again() {
     let mut offenders = Offenders::default();
-    // It is the only one that has kept everything.
+    // Only this replica has kept everything.
     let lose = |engine: &mut Engine| {
         [0, 2].into_iter().for_each(|place| engine.reached[place].welcome.lost_cache = true);
     };

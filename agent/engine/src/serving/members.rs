@@ -12,7 +12,7 @@ use crate::error::EngineError;
 use crate::status;
 
 impl Serving<'_> {
-    /// A replica has failed, as a member or while it was being brought up.
+    /// Handles the failure of a member or of a replica that was being rebuilt.
     pub(super) fn dropped(
         &mut self,
         peer: PeerIndex,

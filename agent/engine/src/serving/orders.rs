@@ -81,7 +81,7 @@ impl Serving<'_> {
             });
             return Ok(());
         };
-        // An operator who orders a scrub looks after the volume: replicas that were late may try again.
+        // An operator who orders a scrub checks the volume: late replicas may try again.
         self.standings = Default::default();
         self.desk().known_peers().iter().for_each(|(index, _)| self.couriers.relent(*index));
         self.scrubs += 1;

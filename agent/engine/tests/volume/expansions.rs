@@ -41,7 +41,7 @@ fn a_volume_grows_again_and_again_under_load() {
         load.wait_for_writes(200);
     }
     load.stop_and_verify(&volume);
-    // A client that was there before goes on, with what it knows.
+    // An earlier client continues with its known size.
     assert_eq!(old.size_bytes, SIZE);
     old.write(0, &[9; 4096]).unwrap();
     assert_eq!(old.read(0, 4096).unwrap(), [9; 4096]);

@@ -20,7 +20,7 @@ use shorthorn_testkit::nbd::Nbd;
 use shorthorn_types::Regions;
 use volume::Volume;
 
-/// Far more than anything takes: whoever waits so long has found a bug.
+/// The time limit of every wait, far above the usual durations: reaching it is a bug.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
@@ -263,7 +263,7 @@ fn a_lost_directory_is_noticed_and_filled_again() {
     volume.wait("it is a member again", |engine| engine.view.unwrap().members.len() == 3);
     assert!(volume.log_of_engine().contains("is_copy=true"));
     load.stop_and_verify(&volume);
-    // The same while there is no engine.
+    // The same without an engine.
     volume.stop_engine();
     volume.kill(1);
     volume.lose_directory(1);

@@ -1,6 +1,6 @@
-//! Clients that take their time for an answer, or for their data: the memory of their slot is theirs until
-//! they are through, although no request is in flight. That they are slow is what is tested; how slow, the
-//! engine says: they wait until it has thought of giving memory back.
+//! Tests clients that are slow to take an answer, or their data. They keep the memory of their slot until
+//! they are through, although no request is in flight. The engine decides how slow they are: they wait until
+//! it has considered releasing memory.
 
 use std::io::Write;
 

@@ -359,7 +359,7 @@ fn what_can_be_is_flushed_and_cleared_at_once_before_the_end() {
     bench.answer(out, &[]);
     let flush = bench.apply(Event::Settle);
     assert_eq!(sent(&flush, COPY), [0, 1, 2].map(|peer| (peer, Operation::Flush)), "with no tick");
-    // Requests go on; what they modify meanwhile is not cleared.
+    // Requests continue; their modifications meanwhile are not cleared.
     let out = bench.submit(1, WRITE, 3 * REGION_BLOCKS);
     bench.answer(out, &[]);
     let out = bench.answer(flush, &[]);

@@ -142,7 +142,7 @@ fn a_repair_found_while_a_joiner_is_proposed_reaches_it() {
     let slot = slot.unwrap();
     bench.apply(Event::Verified { peer: 0, slot, outcome: Ok(7) });
     bench.apply(Event::Verified { peer: 1, slot, outcome: Ok(9) });
-    // Its copy is of what replica 1 has; it had been copied before the check, say.
+    // The copy is of the data of replica 1, and was made before the check.
     let out = bench.apply(Event::Join { peer: 3, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[3]);
     let mut out: Vec<_> = out;

@@ -113,7 +113,7 @@ fn nobody_leaves_if_the_others_could_not_store_that() {
 fn an_answer_to_an_older_ping_says_nothing_of_space() {
     let mut bench = Bench::new(3);
     assert!(bench.tick(1000).iter().any(|output| matches!(output, Output::Ping { peer: 0, .. })));
-    // The clock goes on with a tick only: this may be later than the PINGs.
+    // The clock advances only with a tick: this may be later than the PINGs.
     bench.submit(0, WRITE, 0);
     for (peer, outcome) in [(0, Ok(())), (1, Err(Errno::NO_SPACE)), (2, Ok(()))] {
         bench.reply(peer, 0, outcome);

@@ -8,8 +8,7 @@ use super::*;
 const COPY: u16 = 8;
 const READER: PeerIndex = 0;
 
-/// Two members and replica 2, which is brought up and lacks `missing`. Copies are answered when the test says
-/// so.
+/// Two members and replica 2, which is being rebuilt and lacks `missing`. The test answers the copies.
 fn joining(missing: &[u32]) -> (Bench, Outputs) {
     let mut config = config(3, 2);
     config.copy_slots = 2;

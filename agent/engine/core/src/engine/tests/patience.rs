@@ -115,7 +115,7 @@ fn disks_that_hang_for_longer_than_the_limit_are_waited_for_as_others_cannot_hel
     write(&mut bench, &[1, 2], &[]);
     let (dropped, out) = pass(&mut bench, 3 * LATE_LIMIT_MS, &[1, 2], &[]);
     assert_eq!((dropped, is_frozen(&out)), (vec![], false));
-    // One of the disks has written: the volume goes on, and drops the other replica.
+    // One of the disks has written: the volume continues, and drops the other replica.
     bench.reply(1, 0, Ok(()));
     let since_ms = bench.now_ms;
     let (dropped, out) = pass(&mut bench, since_ms + TIMEOUT_MS, &[2], &[]);
@@ -243,7 +243,7 @@ fn reads_go_to_members_that_answer() {
 fn half_that_is_heard_of_sends_nothing_new_either() {
     let mut bench = Bench::new(4);
     write(&mut bench, &[1], &[2, 3]);
-    // Replica 1 answers PING, but is too slow to count for those that can go on.
+    // Replica 1 answers PING, but is too slow to count for the continuation.
     let (dropped, _) = pass(&mut bench, 2 * TIMEOUT_MS, &[1], &[2, 3]);
     assert_eq!(dropped, []);
     let out = bench.submit(3, Operation::Read, 100);

@@ -104,7 +104,7 @@ fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copi
     let out = bench.reply(1, COPY, Ok(()));
     assert_eq!(parts(&out), [(0, WRITE, BLOCK, BLOCK)]);
     let out = bench.reply(0, COPY, Ok(()));
-    // What was a source, and is not any more, is a target again.
+    // A former source is a target again.
     assert_eq!(parts(&out), [(0, Operation::CheckedRead, 2 * BLOCK, 65536 - 2 * BLOCK)]);
     let out = bench.reply(0, COPY, Ok(()));
     assert_eq!(parts(&out), [(1, WRITE, 2 * BLOCK, 65536 - 2 * BLOCK)]);
@@ -282,7 +282,7 @@ fn a_repair_that_a_member_has_no_space_for_is_not_done() {
 #[test]
 fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
     let has = |range: ByteRange, block: u64| range.offset() <= block * BLOCK && block * BLOCK < range.end();
-    // They differ in block 5, and nobody knows a sum of it.
+    // The members differ in block 5, and no sum of it is known.
     let out = scrub(|peer, range| match peer {
         0 if has(range, 3) => Err(Errno::ROTTEN),
         _ if has(range, 5) => Ok(u32::from(peer)),
