@@ -64,7 +64,7 @@ impl Listeners {
 
 impl Drop for Listeners {
     fn drop(&mut self) {
-        // Somebody may have removed it before us: then there is nothing to do.
+        // Another process may have removed it before: then nothing is left to do.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -108,7 +108,7 @@ impl Acceptor {
     /// thread.
     ///
     /// # Errors
-    /// Where there is no thread or descriptor for it.
+    /// No thread or descriptor is available for it.
     pub fn start(
         listeners: Listeners,
         identity: Identity,
@@ -197,7 +197,7 @@ fn unless_nothing<T>(accepted: io::Result<T>) -> io::Result<Option<T>> {
     match accepted {
         Ok(accepted) => Ok(Some(accepted)),
         Err(error) => match error.kind() {
-            // Nobody there, or gone again.
+            // No connection is waiting, or it is gone again.
             io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {
                 Ok(None)
             }

@@ -7,23 +7,23 @@
 //! - The *data* thread does everything else: it has the ring, the buffers, the directory and all connections,
 //!   and shares none of them.
 //!
-//! What is promised to engines: an answer to WRITE, DISCARD or WRITE_ZEROES means that later reads see it; an
-//! answer to FLUSH that everything answered before is durable, and FUA the same for one request. The
-//! generation and the views are durable before they are answered. When making data durable has failed once,
-//! nothing is served any more, which the status tells and every answer says with EIO. The process ends when
-//! no engine is connected any more, and only if the disk says that data may be gone; the next one serves
+//! The replica promises engines: after an answer to WRITE, DISCARD or WRITE_ZEROES later reads see it. After
+//! an answer to FLUSH everything answered before is durable, and with FUA the same holds for one request. The
+//! generation and the views are durable before they are answered. When a sync has failed once, the replica
+//! serves nothing any more: the status reports that, and every answer is EIO. The process ends when no engine
+//! is connected any more, and only if a note on the disk says that data may be lost; the next one serves
 //! again. If that happens again and again, it waits before it ends.
 //!
-//! A region that is about to be modified is noted first, durably: in the intent set, which tells a new engine
-//! where replicas may differ, and in the set of each replica that is away, which tells what that one has
-//! missed. The rules are in `shorthorn-regions`.
+//! A region that is about to be modified is noted first, durably. The intent set tells a new engine where
+//! replicas may differ. The set of each absent replica has the regions that it has missed. The rules are in
+//! `shorthorn-regions`.
 //!
-//! A replica that is no member can be made a copy of another one: it is given the same layers, the snapshots
-//! one by one, and says that it is being rebuilt until it is told that all of it is there.
+//! A replica that is no member can be made a copy of another one. It gets the same layers, the snapshots one
+//! by one, and reports that it is being rebuilt until the engine ends the copy.
 //!
-//! What engines promise: no two requests in flight that modify data and overlap, rounded to 4 KiB. Where one
-//! breaks that, the blocks where they overlap hold any mixture; nothing else suffers. An engine that has
-//! nothing to ask sends a PING now and then: a connection on which nothing comes for 60 seconds is closed.
+//! Engines promise: no two requests in flight modify data and overlap, rounded to 4 KiB. If one breaks that,
+//! the overlapping blocks hold any mixture; all other data is safe. An idle engine sends a PING now and then:
+//! a connection that is silent for 60 seconds is closed.
 #![forbid(unsafe_code)]
 
 mod accept;

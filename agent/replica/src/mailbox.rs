@@ -51,7 +51,7 @@ impl Mailbox {
     /// Both ends. The memory behind them is never given back: make them once.
     ///
     /// # Errors
-    /// What eventfd and mmap answer.
+    /// The error of eventfd or mmap.
     pub fn new() -> io::Result<(Mailbox, Inbox)> {
         let (wake, waker) = Wake::new()?;
         let (sender, messages) = mpsc::channel();

@@ -31,9 +31,9 @@ use crate::state::{Owner, load_views};
 /// Blocks; the directory is clean when it returns without an error, unless the replica has failed before.
 ///
 /// # Errors
-/// [`ReplicaError`] says what is wrong, where, and what to do. After [`ReplicaError::Failed`] it is to be
-/// started again. Other errors of single requests are answered to the engine that made them and do not end
-/// the process.
+/// [`ReplicaError`] has the problem, its place and the remedy. After [`ReplicaError::Failed`] the process has
+/// to be started again. Other errors of single requests are answered to their engine and do not end the
+/// process.
 pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let spec: ReplicaSpec = load_spec(spec_file)?;
     let span = tracing::info_span!("replica", volume = %spec.volume, replica = %spec.replica);
@@ -46,7 +46,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     // After the state: it says whether the directory is of this replica at all.
     store.bind(&directory_fingerprint(spec.secret.bytes()))?;
     let (state, marks, summer) = Marks::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
-    // Only whoever has the directory may take the sockets: another process may be serving it.
+    // Only the process that holds the directory may take the sockets: another one may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
@@ -97,11 +97,11 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     if !there && !spec.create {
         return Err(ReplicaError::Missing(directory.clone()));
     }
-    // With systemd sockets are in /run, which a disk that fails leaves as it is, and which goes with the boot
-    // of the host.
+    // With systemd, sockets are in /run, which does not depend on the failing disk, and is cleared with the
+    // boot of the host.
     let loss_note = Some(spec.control_socket.with_extension("lost"));
     let store = if there {
-        // One that lacks data serves all the same: it is to be made whole, and says what it is.
+        // A replica that lacks data serves all the same: it is to be rebuilt, and reports its state.
         let options = OpenOptions { accept_rebuilding: true, loss_note, ..OpenOptions::default() };
         Store::open(directory, options)?
     } else {
@@ -111,8 +111,8 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     for repair in store.info().repairs {
         tracing::warn!("{repair}");
     }
-    // One that is there may have another size than the spec: engines that know of an expansion have it grow,
-    // and none takes one that is larger than the volume.
+    // An existing replica may have another size than the spec: engines that know of an expansion make it
+    // grow, and none takes one that is larger than the volume.
     Ok(store)
 }
 
@@ -153,7 +153,7 @@ fn start_control(
     let obey = move |order| match order {
         // It fails only where the counter is full: then the process is being woken already.
         Command::Stop | Command::Handover => drop(told.write(1)),
-        // Where the data thread is gone, nobody is served any more.
+        // If the data thread is gone, no engine is served any more.
         Command::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),
         _ => {}
     };
@@ -190,7 +190,7 @@ impl DataThread {
     }
 
     fn stop(self) -> Result<(), ReplicaError> {
-        // It is told in vain only when it has ended by itself, and then says why.
+        // The message is in vain only if the thread has ended by itself, and then it reports the reason.
         let _ = self.mailbox.send(Message::Stop);
         self.thread.join().unwrap_or(Err(ReplicaError::ThreadEnded))
     }

@@ -8,9 +8,9 @@ use crate::limits::{BYTES_IN_FLIGHT_MAX, CONNECTIONS_MAX, SHARED_SLOTS, SLOTS};
 
 /// The slots of all connections.
 ///
-/// Every connection can always have one request in flight, of any size. That is what keeps connections from
-/// blocking each other for good: whatever the others do, each goes on, if slowly. All other slots, and a
-/// number of bytes, are shared; who finds them used up waits, and the longest waiting is served first.
+/// Every connection can always have one request in flight, of any size. So connections never block each other
+/// for good: each makes progress, if slowly. All other slots, and a number of bytes, are shared. A connection
+/// that finds them used up waits, and the longest waiting is served first.
 #[derive(Debug)]
 pub(crate) struct Slots {
     pool: SlotPool,

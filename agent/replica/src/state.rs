@@ -31,7 +31,7 @@ impl Owner {
     }
 }
 
-/// The state as it is saved.
+/// The saved state.
 #[derive(Debug, Serialize, Deserialize)]
 struct State {
     volume: VolumeName,
@@ -47,7 +47,7 @@ struct State {
 /// A directory that no replica of ours has served yet, new or made by Longhorn, begins in the first view.
 ///
 /// # Errors
-/// Where the directory has lost its state, belongs to another replica, or was changed by somebody else.
+/// The directory has lost its state, belongs to another replica, or was changed by another program.
 pub(crate) fn load_views(
     store: &mut Store,
     owner: &mut Owner,

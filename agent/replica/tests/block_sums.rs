@@ -129,7 +129,7 @@ fn rot_stays_known_until_a_repair_has_succeeded() {
     for block in [3, 4] {
         assert_eq!(read_checked(&mut client, block * BLOCK, BLOCK), Err(ROTTEN), "block {block}");
     }
-    // A discard leaves a block that it covers in part as it is.
+    // A discard does not change a block that it covers in part.
     client.call(Opcode::Discard, Flags::NONE, 4 * BLOCK + 512, 4096, &[]).unwrap();
     assert_eq!(read_checked(&mut client, 4 * BLOCK, BLOCK), Err(ROTTEN));
     client.write(3 * BLOCK, &pattern(2, 8192)).unwrap();
@@ -538,7 +538,7 @@ proptest! {
                 }
                 Step::Clean { waits_ms } => {
                     is_clean(&mut client, SIZE);
-                    // So that the process is met in the middle of what it does about that.
+                    // The kill should meet the process in the middle of its reaction.
                     std::thread::sleep(Duration::from_millis(waits_ms));
                 }
                 Step::Check { block, blocks } => {

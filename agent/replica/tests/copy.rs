@@ -131,7 +131,7 @@ fn a_copy_has_the_same_layers_and_reads_the_same() {
         assert!(ours.read(at, 1 << 20).unwrap() == theirs.read(at, 1 << 20).unwrap());
     }
     assert!(!target.try_open(generation(1), 0).unwrap().1.rebuilding);
-    // Whatever is written now leaves the snapshots alone.
+    // Writes do not change the snapshots.
     assert_eq!(on_layer(&mut theirs, Opcode::WriteLayer, 0, 0, 4096, &[1; 4096]), Err(libc::EINVAL));
     theirs.write(0, &[7; 1 << 20]).unwrap();
     assert!(source.terminate().success() && target.terminate().success());

@@ -223,7 +223,7 @@ fn the_largest_requests_come_through_in_numbers() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), 128 * MIB));
     let mut client = replica.open(generation(1));
-    // Ten times what the replica takes at once, from a sender that does not read meanwhile.
+    // Sends ten times the maximum of the replica, from a sender that does not read meanwhile.
     let mut sender = Client::twin(&client);
     let data: Vec<Vec<u8>> = (0..80).map(|n| pattern(n, 1 << 20)).collect();
     let sent = data.clone();

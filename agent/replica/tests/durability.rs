@@ -73,7 +73,7 @@ fn answered_writes_outlive_a_kill() {
             std::io::Result::Ok(())
         };
         (0..32).for_each(|n| send(&mut in_flight, n).unwrap());
-        // It is killed while it works: what comes after is read until the connection breaks.
+        // The replica is killed while it works: answers are read until the connection breaks.
         let mut next = 32;
         while let Ok((header, _)) = client.receive() {
             assert_eq!(header.status, 0);

@@ -75,7 +75,7 @@ fn what_was_written_is_in_the_intent_set_until_it_is_cleared() {
     mark(&mut client, RegionsOf::Intent, MarkAction::Clear, &[(0, 1024)]);
     client.write(5 * REGION, &[1; 512]).unwrap();
     assert!(replica.terminate().success());
-    // A clean end writes what was cleared.
+    // A clean end writes the cleared regions.
     let replica = Replica::start(&spec);
     assert_eq!(intent(&mut replica.open(generation(3))), [5].into());
 }
@@ -97,7 +97,7 @@ fn after_a_kill_the_intent_set_covers_every_block_that_differs() {
             sender.try_send(Opcode::Write, Flags::NONE, offset, 4096, &pattern(round << 32 | n, 4096))
         };
         (0..64).for_each(|n| assert!(send(n).is_ok()));
-        // It is killed while it works: what comes after is read until the connection breaks.
+        // The replica is killed while it works: answers are read until the connection breaks.
         let mut next = 64;
         while client.receive().is_ok() && send(next).is_ok() {
             next += 1;
@@ -150,7 +150,7 @@ fn a_replica_that_leaves_is_tracked_until_it_is_back() {
     client.write(11 * REGION, &[1; 512]).unwrap();
     mark(&mut client, missed, MarkAction::Clear, &[(4, 1)]);
     assert_eq!(regions(&mut client, missed), Some([9, 11].into()));
-    // One that is only proposed may not count: the set goes on until it does.
+    // A view that is only proposed may not count: the set continues until the view does.
     let again = view(1, 2, &[7, 8]);
     client.tell(Opcode::Propose, &ViewMessage { view: again, basis: basis.clone() }).unwrap();
     assert!(regions(&mut client, missed).is_some());
@@ -213,7 +213,7 @@ fn sets_begin_and_end_by_marks() {
     assert_eq!(regions(&mut client, RegionsOf::Missed(id(20))), Some([0, 5, 6, 1023].into()));
     assert_eq!(regions(&mut client, RegionsOf::Missed(id(21))), None);
     assert_eq!(regions(&mut client, RegionsOf::Allocated), Some([0].into()));
-    // Nothing of it is in the way of the engine's queues, and there is no queue behind this one.
+    // No remains block the engine's queues, and the engine has no further queue.
     replica.try_open(generation(1), 0).unwrap();
     assert_eq!(replica.try_open(generation(1), CONTROL_QUEUE + 1).err().unwrap().0, libc::EINVAL);
 }
@@ -300,7 +300,7 @@ fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
     let meta = spec.directory.join("volume.meta");
     std::fs::write(base.path().join("new"), std::fs::read(&meta).unwrap()).unwrap();
     std::fs::rename(base.path().join("new"), &meta).unwrap();
-    // As a salvage does: the volume is taken as it is.
+    // Acts like a salvage: the volume is taken unchanged.
     let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();
     store.write_at(&[1; 512], 0, false).unwrap();
     let state = match store.load_state().unwrap() {

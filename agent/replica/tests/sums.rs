@@ -100,7 +100,7 @@ fn it_keeps_sums_when_it_has_been_told_all() {
     let replica = Replica::start(&spec);
     let mut client = open(&replica);
     assert_eq!(kept(&mut client), all, "after a restart");
-    // What does not fit is refused, and what was begun and not ended is not kept.
+    // Sums that do not fit are refused, and an incomplete series is not kept.
     assert!(client.tell(Opcode::KeepSums, &keep(8, &[1, 2], true, false)).is_err());
     assert!(client.tell(Opcode::KeepSums, &keep(u32::MAX, &[1], true, true)).is_err());
     client.tell(Opcode::KeepSums, &keep(0, &[4], true, false)).unwrap();

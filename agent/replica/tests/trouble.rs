@@ -56,7 +56,7 @@ fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
         assert!(client.read(n * (64 << 10), 64 << 10).unwrap() == pattern(n, 64 << 10));
     }
     client.flush().unwrap();
-    // Over what is there, there is always room; and space that is given back can be used again.
+    // Existing blocks can always be overwritten; and freed space can be used again.
     client.write(0, &pattern(1000, 64 << 10)).unwrap();
     client.call(Opcode::Discard, Flags::NONE, 8 * (64 << 10), 2 * (64 << 10), &[]).unwrap();
     client.flush().unwrap();
@@ -329,9 +329,8 @@ fn a_newer_engine_waits_for_writes_in_flight() {
     assert!(newer.join().unwrap().read(0, 4096).unwrap() == pattern(1, 4096));
 }
 
-/// A replica whose head alone lies on a disk that breaks down, so that the rest of the directory can be
-/// written, and what it says of itself when it is started again, with a disk that works, in the same boot of
-/// the host.
+/// Starts a replica of which only the head lies on a disk that breaks down, so that the rest of the directory
+/// can be written. Returns its report after a restart with a working disk, in the same boot of the host.
 fn restarted_after(meets_it: impl FnOnce(Replica, Client)) {
     if !may_mount() {
         return;

@@ -1,13 +1,13 @@
 //! The block map: the file of the chain that holds each block of the volume.
 //!
-//! The volume is cut into windows of 16 MiB. For each window the map keeps two things, both filled
-//! when first needed: one bit per block for the head, which changes with every write, and for
-//! the layers below, which never change, the topmost one that holds each block. Most windows are
-//! uniform and take no memory beyond their entry; what the others take is bounded: where it grows
-//! past the limit, windows that were not used lately are forgotten, and probed again when needed.
+//! The volume is cut into windows of 16 MiB. For each window the map keeps two things, both filled when first
+//! needed. For the head, which changes with every write, it has one bit per block. For the layers below,
+//! which never change, it has the topmost layer that holds each block. Most windows are uniform and take no
+//! memory beyond their entry. The memory of the others is bounded: beyond the limit, windows that were not
+//! used lately are forgotten, and probed again when needed.
 //!
-//! The files themselves are the truth. Forgetting a window is therefore always safe, and it is what
-//! the map does whenever something may have gone wrong.
+//! The files themselves are the truth. Forgetting a window is therefore always safe, and the map does so
+//! whenever an operation may have failed.
 
 use std::mem::size_of;
 use std::ops::Range;
@@ -78,8 +78,8 @@ impl BlockMap {
         self.chain[0]
     }
 
-    /// Returns true if there is nothing below the head. Its holes then read as zeroes, and nothing has to be
-    /// known to plan anything.
+    /// Returns true if the head has no layer below. Its holes then read as zeroes, and plans need no
+    /// knowledge of them.
     #[must_use]
     pub fn is_head_only(&self) -> bool {
         self.chain.len() == 1
@@ -324,7 +324,7 @@ fn window_of(offset: u64) -> usize {
     usize::try_from(offset / WINDOW_BYTES).expect("the map fits the address space")
 }
 
-// What remains is less than WINDOW_BLOCKS.
+// The remainder is less than WINDOW_BLOCKS.
 #[allow(clippy::cast_possible_truncation)]
 fn block_in_window(offset: u64) -> usize {
     (offset % WINDOW_BYTES / BLOCK_BYTES) as usize

@@ -14,7 +14,7 @@ use crate::step::{Step, document_steps};
 pub struct CopyLayer {
     /// The image of the layer.
     pub image: ImageName,
-    /// The content of the document beside the image, which is taken over as it is.
+    /// The content of the document beside the image, which is taken over unchanged.
     pub meta: Vec<u8>,
     /// The apparent size of the image.
     pub size_bytes: u64,
@@ -28,7 +28,8 @@ impl CopyList {
     /// Checks that the layers make a chain of a volume of `size_bytes`.
     ///
     /// # Errors
-    /// [`ChainError::CopyList`] says what is wrong with them, or [`ChainError::Document`] with a document.
+    /// [`ChainError::CopyList`] has the problem of the layers, and [`ChainError::Document`] that of a
+    /// document.
     pub fn new(layers: Vec<CopyLayer>, size_bytes: u64) -> Result<CopyList, ChainError> {
         let refuse = |reason: String| Err(ChainError::CopyList { reason });
         if layers.is_empty() || layers.len() > MAX_LAYERS {
@@ -72,9 +73,9 @@ impl CopyList {
         self.0.len() == other.0.len() && self.0[..self.0.len() - 1] == other.0[..other.0.len() - 1]
     }
 
-    /// The steps that make a directory, in which the files `names` are, hold these layers and no others, all
-    /// of them without data but those that are `done`. They can stop anywhere and be done again from the
-    /// start, with what is there then; until then the directory makes no sense.
+    /// Returns the steps after which a directory with the files `names` holds exactly these layers, all of
+    /// them without data but those that are `done`. They can stop anywhere and be repeated from the start,
+    /// with the files that exist then. Until they are complete, the directory has no valid layout.
     #[must_use]
     pub fn steps(&self, volume: &VolumeMeta, names: &[String], done: &[bool]) -> Vec<Step> {
         let done = |number: usize| done.get(number).copied().unwrap_or(false);

@@ -1,7 +1,7 @@
 //! The JSON documents as Longhorn writes them: Go's field names in Go's order, one trailing newline.
 //!
-//! Fields that a newer Longhorn may add are kept in `unknown` and written back, so that opening a
-//! directory here does not take from it what we do not understand.
+//! Fields that a newer Longhorn may add are kept in `unknown` and written back, so that opening a directory
+//! here loses none of them.
 
 use std::collections::BTreeMap;
 
@@ -50,8 +50,8 @@ pub struct VolumeMeta {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct DiskMeta {
-    /// The file's name when the document was written. Longhorn leaves the head's old name in a
-    /// snapshot's document and goes by the file name instead; so do we.
+    /// The file's name when the document was written. Longhorn leaves the head's old name in a snapshot's
+    /// document and uses the file name instead; so does Shorthorn.
     pub name: String,
     /// The file name of the parent, empty for the oldest layer.
     pub parent: String,

@@ -6,8 +6,8 @@ use shorthorn_types::ByteRange;
 
 /// The identity of an open file of a chain, which is not its position.
 ///
-/// A file keeps its index for as long as it is open, whatever is put above or taken from below it;
-/// the index of a file that has left the chain is given to a later one.
+/// A file keeps its index for as long as it is open, even if layers are added above it or removed below it.
+/// The index of a file that has left the chain is given to a later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileIndex(NonZeroU8); // not zero, so that an optional one takes one byte in the map
 
@@ -39,13 +39,13 @@ pub trait ExtentSource {
     /// The error of the source.
     type Error;
 
-    /// Calls `found` for every run of bytes in `range` that `file` holds data for, in ascending
-    /// order. Unwritten extents and what lies past the end of the file are holes. The runs need
-    /// not be aligned: the map takes a block that is data in part for data, because blocks are
-    /// always written whole and a part can be a hole only where it was zeroes.
+    /// Calls `found` for every run of bytes in `range` for which `file` holds data, in ascending order.
+    /// Unwritten extents, and the part past the end of the file, are holes. The runs need not be aligned: a
+    /// block that is data in part counts as data, because blocks are always written whole, and only zeroes in
+    /// them can be holes.
     ///
     /// # Errors
-    /// Whatever the source cannot read.
+    /// The error of the source.
     fn data_extents(
         &mut self,
         file: FileIndex,

@@ -1,9 +1,9 @@
 //! The note that is there while an operation runs, so that a crash leaves no riddle.
 //!
-//! Each operation has one step that makes it happen (a rename). The note says which files were
-//! there before; from that and from what is there now, recovery knows on which side of the step the
-//! crash was, and takes back what came before it or does what was to come after. Files are named
-//! with their inodes, so that a note that is out of date does no harm.
+//! Each operation has one step that makes it happen (a rename). The note has the files from before. From
+//! these and the current files, recovery derives on which side of the step the crash was. Then it reverts the
+//! steps before it, or does the steps after it. Files are named with their inodes, so that an outdated note
+//! does no harm.
 
 use serde::{Deserialize, Serialize};
 
@@ -33,8 +33,8 @@ pub enum Intent {
         /// The snapshot that the old head becomes; a revert throws it away.
         snapshot: Option<String>,
     },
-    /// The volume becomes larger, and its head with it. Unlike the others it is never taken back: once this
-    /// note is there the expansion is finished, by whoever opens the directory next if need be.
+    /// The volume becomes larger, and its head with it. Unlike the others it is never reverted: once this
+    /// note exists, the next opening of the directory completes the expansion.
     Expand {
         /// The head.
         head: FileRef,

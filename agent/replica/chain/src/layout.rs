@@ -95,7 +95,7 @@ impl Layout {
         &self.disks
     }
 
-    /// Returns true if `other` has the same documents, whatever the inodes are.
+    /// Returns true if `other` has the same documents, with any inodes.
     #[must_use]
     pub fn same_documents(&self, other: &Layout) -> bool {
         let metas = |layout: &Layout| {

@@ -5,8 +5,8 @@
 //! This crate holds everything about that which needs no I/O:
 //!
 //! - [`ImageName`], [`SnapshotName`], [`VolumeMeta`], [`DiskMeta`]: names and documents;
-//! - [`DirectoryFacts`] and [`recover`]: from what lies in a directory to the [`Layout`] it stands for,
-//!   with the [`Step`]s that finish or undo what a crash interrupted;
+//! - [`DirectoryFacts`] and [`recover`]: derive the [`Layout`] of a directory from its files, with the
+//!   [`Step`]s that complete or revert interrupted operations;
 //! - `Layout::plan_*`: every operation on the directory as a list of small steps;
 //! - [`CopyList`]: how a directory becomes a copy of another one;
 //! - [`BlockMap`]: which layer holds each 4 KiB block, in bounded memory, filled on demand from

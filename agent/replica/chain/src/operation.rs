@@ -1,8 +1,8 @@
 //! Every operation on a directory, as the list of steps that it consists of.
 //!
-//! All follow one pattern: prepare beside what is in use, make it durable, take over with one
-//! rename, make that durable, clean up. A crash before the rename leaves the old state, a crash
-//! after it the new one, and [`recover`](crate::recover) tidies either.
+//! All follow one pattern: prepare beside the files in use, make that durable, take over with one rename,
+//! make that durable, clean up. A crash before the rename leaves the old state, a crash after it the new one,
+//! and [`recover`](crate::recover) tidies either.
 
 use std::collections::BTreeMap;
 
@@ -82,7 +82,7 @@ impl Layout {
         steps
     }
 
-    /// Makes a snapshot of the head as it is.
+    /// Makes a snapshot of the current head.
     ///
     /// # Errors
     /// Where the name is taken or the chain would be too long.
@@ -165,7 +165,7 @@ impl Layout {
     /// Plans to drop the head and continue from a snapshot.
     ///
     /// # Errors
-    /// Where there is no such snapshot, or it is removed, or its chain is broken.
+    /// The snapshot does not exist, or is removed, or its chain is broken.
     pub fn plan_revert(&self, name: &str, created: &str) -> Result<Operation, ChainError> {
         // Its layers have been checked when the directory was opened, or were made since.
         let accept = crate::recovery::Checks { accept_short_layers: true, ..Default::default() };

@@ -161,9 +161,9 @@ impl BlockMap {
 
     /// Appends the steps of a discard of `range` to `steps`: every whole block of it reads as zeroes then,
     /// and a block of which it covers only a part does not change. So all members read the same after it,
-    /// whatever their layers hold and whether their file systems can punch.
+    /// with any layers, and whether or not their file systems can punch.
     ///
-    /// It may need space: over what lies below, and where holes cannot be made, zeroes are written.
+    /// A discard may need space: zeroes are written over data of lower layers, and if holes cannot be made.
     ///
     /// # Errors
     /// [`PlanError`]; `steps` may then hold a part of the plan.

@@ -1,8 +1,8 @@
 //! Derives the layout of a directory from its files, and finishes or reverts interrupted operations.
 //!
-//! Our own operations leave a note ([`Intent`]), so that nothing has to be guessed. Longhorn leaves
-//! none; what it leaves is mended where only one reading is possible, left alone where something
-//! would have to be thrown away, and refused where the chain depends on a guess.
+//! Shorthorn's own operations leave a note ([`Intent`]), so that recovery does not guess. Longhorn leaves
+//! none. Its remains are repaired if only one reading is possible, left alone if data would have to be
+//! discarded, and refused if the chain depends on a guess.
 
 use std::collections::BTreeMap;
 
@@ -65,7 +65,7 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
     work.settle_stray_heads()?;
     work.settle_links_to_head();
     if intent.is_some() {
-        // The note goes last: until then whatever was mended could be lost again.
+        // The note is removed last: until then any repair could be lost again.
         work.steps.extend([Step::SyncDirectory, Step::Unlink { name: INTENT_FILE.to_owned() }]);
     }
     if !work.steps.is_empty() {
@@ -74,7 +74,7 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
     work.finish(checks)
 }
 
-/// The directory as it is being mended.
+/// The directory during its repair.
 struct Work {
     volume: VolumeMeta,
     head: ImageName,
@@ -174,7 +174,7 @@ impl Work {
             return Ok(());
         };
         if !self.is(&name, parent.inode) || self.images.contains_key(&folded) {
-            // Not renamed yet: the copy can be made again, and harms nobody until then.
+            // Not renamed yet: the copy can be made again, and does no harm until then.
             return Ok(());
         }
         self.notes.push(format!("finished folding {folded} and {name} together"));

@@ -67,9 +67,9 @@ pub enum Step {
     },
 }
 
-/// Replaces the document `name` so that a crash leaves the old or the new content, never a mixture:
-/// temporary file, sync, rename. The caller appends [`Step::SyncDirectory`] where the new content
-/// must be durable before what comes next.
+/// Replaces the document `name` so that a crash leaves the old or the new content, never a mixture: temporary
+/// file, sync, rename. The caller appends [`Step::SyncDirectory`] if the new content must be durable before
+/// the next step.
 #[must_use]
 pub fn document_steps(name: &str, bytes: Vec<u8>) -> Vec<Step> {
     let temp = temp_name(name);

@@ -72,7 +72,7 @@ fn files_that_are_others_by_now_are_left_alone() {
     };
     // Neither the old head nor the new one is the head.
     does_no_harm(&head(file("volume-head-003.img", 3), "volume-head-004.img", Some("volume-snap-b.img")));
-    // The head has the old one's name, and what would be taken back is another file.
+    // The head has the old one's name, and the file to revert is another one.
     does_no_harm(&head(file("volume-head-005.img", other), "volume-head-006.img", Some("volume-snap-b.img")));
     // The new head is in use, and the snapshot's name is in use too.
     does_no_harm(&head(file("volume-snap-b.img", other), "volume-head-005.img", None));
@@ -80,7 +80,7 @@ fn files_that_are_others_by_now_are_left_alone() {
     let fold = |parent, child| Intent::Fold { parent, child, grandparent: "volume-snap-z.img".to_owned() };
     // Not renamed yet.
     does_no_harm(&fold(file("volume-snap-a.img", 1), file("volume-snap-b.img", 2)));
-    // The parent is gone, but the child is not what became of it.
+    // The parent is gone, but the child is not the result of its fold.
     does_no_harm(&fold(file("volume-snap-gone.img", other), file("volume-snap-b.img", 2)));
     // It is, but its document has been taken care of.
     let settled = fold(file("volume-snap-gone.img", 2), file("volume-snap-b.img", 9));

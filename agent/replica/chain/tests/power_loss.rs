@@ -1,9 +1,9 @@
 //! Tests every operation on a simulated disk that loses unsynced data, after every step.
 //!
-//! The disk keeps names and contents apart. A name that was made, changed or taken away since the
-//! last sync of the directory may or may not be there afterwards, each independently of the others;
-//! a file whose content was not synced has the old content, or the new one, or is empty. That is
-//! harsher than any journaling file system.
+//! The disk keeps names and contents apart. A name that was made, changed or removed since the last sync of
+//! the directory may or may not exist afterwards, each independently of the others. A file whose content was
+//! not synced has the old content, or the new one, or is empty. That is harsher than any journaling file
+//! system.
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
 use std::collections::{BTreeMap, BTreeSet};

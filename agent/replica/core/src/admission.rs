@@ -8,7 +8,8 @@ use shorthorn_wire::CONTROL_QUEUE;
 /// The maximum number of connections of one engine: its queues, and the control connection of its main
 /// thread, which also copies.
 const ENGINE_CONNECTIONS_MAX: usize = CONTROL_QUEUE as usize + 1;
-/// Connections at once: those of one engine, and as many that are ending or about to take their place.
+/// The maximum number of connections: those of one engine, and as many that are ending or about to replace
+/// them.
 pub const CONNECTIONS_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
 /// Candidates that wait at once.
 pub const CANDIDATES_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
@@ -25,10 +26,10 @@ pub struct Place {
 /// The connections of a replica process. `C` names an admitted connection. `W` is the state of a candidate:
 /// an engine that has proven its identity and waits for the answer to its hello.
 ///
-/// A candidate [arrives](Admission::arrive) when its generation is stored. The shell closes and refuses whom
-/// that displaces. It tells when a connection is [gone](Admission::gone): closed, and nothing that it has
-/// sent is being done any more. After each of these it asks who is [ready](Admission::next_ready), and
-/// [opens](Admission::open) those connections.
+/// A candidate [arrives](Admission::arrive) when its generation is stored. The shell closes and refuses the
+/// connections and candidates that this displaces. It reports when a connection is [gone](Admission::gone):
+/// closed, with none of its requests in execution. After each of these events it asks which candidate is
+/// [ready](Admission::next_ready), and [opens](Admission::open) its connection.
 #[derive(Debug)]
 pub struct Admission<C, W> {
     connections: Vec<(C, Place)>,
@@ -74,9 +75,8 @@ impl<C, W> Default for Admission<C, W> {
 }
 
 impl<C: Copy + PartialEq, W> Admission<C, W> {
-    /// A candidate comes, whose generation is stored and not lower than any that was stored before.
-    /// Everything of lower generations goes. So does what there is of the same queue: the engine has given
-    /// that connection up.
+    /// Adds a candidate, whose generation is stored and not lower than any that was stored before. Displaces
+    /// everything of lower generations, and the connection of the same queue, which the engine has given up.
     pub fn arrive(&mut self, place: Place, candidate: W) -> Displaced<C, W> {
         let mut displaced = self.fence(place.generation);
         displaced.close.extend(self.connections.iter().filter(|(_, other)| *other == place).map(|(c, _)| *c));
@@ -102,12 +102,12 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         taken.into_iter().map(|(place, candidate)| (place, candidate, why)).collect()
     }
 
-    /// The first candidate that nothing stands in the way of, if there is room for one more connection. An
-    /// engine waits until nothing of another generation is left, so that what an older one has sent is done
-    /// or gone. A queue waits until its last connection is gone, because the engine will send again what was
-    /// in flight there.
+    /// Returns the first candidate that can be admitted, if another connection is possible. An engine waits
+    /// until no connection of another generation is left, so that all requests of an older one have ended. A
+    /// queue waits until its last connection is gone, because the engine will send again its requests in
+    /// flight there.
     ///
-    /// What a candidate has waited for may be what has failed: then it is not let in.
+    /// The replica may have failed while a candidate waited: then it is not admitted.
     pub fn next_ready(&mut self, has_failed: bool) -> Option<Ready<W>> {
         let connections = &self.connections;
         let is_free = |place: &Place| {

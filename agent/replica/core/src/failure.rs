@@ -1,10 +1,10 @@
 //! Decides when the process of a failed replica ends, to be started again.
 //!
-//! Only a new process serves again: this one does not know what its disk holds. It must not end before the
-//! disk says that data may be gone. The next process would start in the same boot of the host, and would
-//! count as one that has kept everything. A disk that fails again and again makes its replica leave the
-//! volume and come back each time. So the pauses grow. But an engine that starts may need the replica: all
-//! disks of a volume may have failed together, and work again.
+//! Only a new process serves again, because this one does not know the content of its disk. The process must
+//! not end before a note on the disk says that data may be lost. The next process would start in the same
+//! boot of the host, and would count as one that has kept everything. A disk that fails again and again makes
+//! its replica leave the volume and come back each time, so the pauses grow. But an engine that starts may
+//! need the replica: all disks of a volume may have failed together, and work again.
 
 use std::time::Duration;
 

@@ -6,7 +6,7 @@
 //! - [`KnownRot`]: which blocks hold rot, while and after requests modify them.
 //! - [`Failure`]: when the process of a replica that has failed ends.
 //! - [`revision_counter`]: which number tells Longhorn how new a replica is.
-//! - [`Waiting`]: what waits until regions are noted.
+//! - [`Waiting`]: requests that wait until regions are noted.
 #![forbid(unsafe_code)]
 
 mod admission;

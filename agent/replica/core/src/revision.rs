@@ -1,11 +1,11 @@
 //! The value of Longhorn's revision counter for a replica of ours.
 //!
-//! Longhorn counts the writes of a replica in `revision.counter`, if a volume has that enabled. Of the
-//! replicas that it opens it takes those with the highest number, and drops the others. We count no writes: a
-//! number that we left alone would be the same in a replica that has missed everything since. Ours stands for
-//! the newest view that the replica has stored. So all members show the same number as soon as they know
-//! their view, and one that was left behind, whether it has heard of that or not, shows a smaller one. A
-//! member that has not heard of its newest view yet shows a smaller one too: Longhorn rebuilds it.
+//! Longhorn counts the writes of a replica in `revision.counter`, if a volume has that enabled. It takes the
+//! opened replicas with the highest number, and drops the others. Shorthorn counts no writes: an unchanged
+//! number would be the same in a replica that has missed everything since. Its number stands for the newest
+//! view that the replica has stored. So all members show the same number as soon as they know their view. A
+//! replica that was left behind, whether or not it knows that, shows a smaller one. A member that does not
+//! know its newest view yet shows a smaller one too: Longhorn rebuilds it.
 
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_views::ReplicaViews;

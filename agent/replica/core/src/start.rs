@@ -60,11 +60,10 @@ impl ReplicaState {
     ///
     /// - Without an intent set everything counts as written lately, unless the volume is empty; and a replica
     ///   that knows of an engine does not know which stamp it was sent.
-    /// - A set of missed regions that is worth nothing is removed, and so is one that there is no room for:
-    ///   that costs a full copy of the replica that it is about, and never data.
+    /// - An out-of-sync set that does not count is removed, and so is one without space: that costs a full
+    ///   copy of its replica, and never data.
     /// - Sets of replicas that all views have again are removed.
-    /// - Without a set of unsummed regions no sum counts. One that there is no space for is not kept, nor are
-    ///   sums.
+    /// - Without a set of unsummed regions no sum counts. If it has no space, neither it nor sums are kept.
     /// - If data may be gone, views and sets are stored again.
     /// - The note that data may be gone is taken back if no region was written lately.
     /// - If a view that may count lacks the replica, that is noted for Longhorn.
@@ -109,8 +108,8 @@ impl ReplicaState {
         };
         state.note_left(disk, &noted)?;
         if lost_cache {
-            // As for the sets: what was read may be in the page cache alone, and engines rely on a stored
-            // view.
+            // As with the sets, the data that was read may be in the page cache alone, and engines rely on a
+            // stored view.
             state.perform(disk, Step::SaveViews(&noted))?;
         }
         state.renew(disk, SetKey::Intent, is_whole)?;
@@ -165,7 +164,7 @@ impl ReplicaState {
             }
             Ok(()) => {}
         }
-        // That there is none yet is no damage.
+        // A missing file is no damage.
         Ok(file.map(|_| (key, damage)))
     }
 

@@ -11,9 +11,9 @@ use crate::steps::{Denied, Disk, Fault, Step, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///
-/// A step that has failed for lack of space or memory has changed nothing. After any other error nobody can
-/// say what is on the disk: the replica has failed, and the shell answers everything with an error until the
-/// process ends: see [`Failure`].
+/// A step that has failed for lack of space or memory has changed nothing. After any other error the content
+/// of the disk is unknown. The replica has failed, and the shell answers every request with an error until
+/// the process ends: see [`Failure`].
 #[derive(Debug)]
 pub struct ReplicaState {
     pub(crate) me: ReplicaId,
@@ -70,11 +70,11 @@ impl ReplicaState {
     /// Stops serving after a failure. Before the caller learns of it, a note on the disk records that the
     /// data may lack acknowledged writes.
     ///
-    /// So it is after an fdatasync that has failed, and after a write that has: if it was to be durable it is
-    /// an fdatasync too, and else nobody knows what the head holds there now. But it also goes for what
-    /// failed beside the data, a page of regions or a document: the disk, or the journal of its file system,
-    /// tells of a loss only once, to whoever asks first, and whose data it was nobody knows. To be wrong
-    /// costs a copy of the regions written lately.
+    /// A failed fdatasync means this, and so does a failed write: if it was to be durable it is an fdatasync
+    /// too, and otherwise the content of the head there is unknown. The same holds for failures beside the
+    /// data, of a page of regions or a document. The disk, or the journal of its file system, reports a loss
+    /// only once, to the first caller, and the affected data is unknown. A false alarm costs a copy of the
+    /// regions written lately.
     ///
     /// If even the note fails, the process must not end ([`Failure::pause_before_end`]).
     pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {

@@ -41,7 +41,7 @@ pub trait Disk {
     /// Performs one step, which is durable on return.
     ///
     /// # Errors
-    /// Nobody knows whether it is done.
+    /// The step may or may not be done.
     fn perform(&mut self, step: Step<'_>) -> Result<(), Self::Error>;
 
     /// Notes durably that data may be gone that was written here, and that the replica has failed `in_a_row`

@@ -201,8 +201,7 @@ impl RegionKeeper {
 
     /// The sets of a volume, with the intent set that is in a file.
     ///
-    /// Pages that are damaged, and all of those from another epoch, count as full; what is wrong with them is
-    /// told too.
+    /// Damaged pages, and all pages from another epoch, count as full; their damage is returned too.
     #[must_use]
     pub fn load(regions: Regions, epoch: u64, intent: &[u8]) -> (RegionKeeper, Vec<PageDamage>) {
         let (mut set, damages) = KeptSet::load(identity(regions, epoch, SetKey::Intent), intent);
@@ -293,8 +292,8 @@ impl RegionKeeper {
         }
     }
 
-    /// The volume has grown, and the files of its sets are there. Pages that are being written are of the
-    /// files before: they count no more, and whatever waits for them is durable in the new ones.
+    /// Grows the sets with the volume, after their files exist. Pages that are being written belong to the
+    /// former files and do not count any more. Everything that waits for them is durable in the new ones.
     pub fn grow(&mut self, grown: GrownSets) {
         let GrownSets { regions, intent, missed, unsummed, lost } = grown;
         if let (Some(kept), Some(grown)) = (&mut self.unsummed, unsummed) {
@@ -321,7 +320,7 @@ impl RegionKeeper {
         std::iter::once((SetKey::Intent, &mut self.intent)).chain(missed).chain(unsummed)
     }
 
-    /// A set as it is, if it is kept.
+    /// Returns the content of a set, if it is kept.
     #[must_use]
     pub fn content(&self, key: SetKey) -> Option<RegionSet> {
         self.find(key).map(KeptSet::content)
@@ -421,8 +420,8 @@ impl RegionKeeper {
         let theirs = if *size_bytes == 0 { self.regions } else { Regions::of(*size_bytes) };
         check_runs(runs, theirs.count())?;
         let (ours, is_add) = (self.regions, *action == MarkAction::Add);
-        // Of a volume of another size: what is put in is no less than what is said, and what is taken out no
-        // more.
+        // With another size of the volume, at least the given regions are added, and at most the given ones
+        // removed.
         let here = move |run: Range<u32>| match is_add {
             _ if ours == theirs => run,
             true => ours.touched(theirs.bytes(run)),
@@ -475,9 +474,9 @@ impl RegionKeeper {
         }
     }
 
-    /// The sets that begin with the proposal of `target`: for every replica but `me` that is in a view known
-    /// before, and not in this one. They begin as the intent set: whatever such a replica may lack is there.
-    /// A set that is kept already is that large at least, and stays.
+    /// Returns the sets that begin with the proposal of `target`: for every replica but `me` that is in a
+    /// known view and not in this one. They begin as the intent set, which has everything that such a replica
+    /// may lack. A set that is kept already is at least that large, and stays.
     ///
     /// Keep them before the view is stored, else a crash in between leaves a view without the set that it
     /// needs.
@@ -597,8 +596,9 @@ impl RegionKeeper {
         self.unsummed.as_ref()?.next_to_sum(from, &self.intent)
     }
 
-    /// The regions of `run`, at most [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), that can be summed
-    /// are read from now on. False if there is none.
+    /// Begins to sum the regions of `run` that can be summed, at most
+    /// [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), as they are read from now on. Returns false if it
+    /// has none.
     pub fn begin_sums(&mut self, run: Range<u32>) -> bool {
         let RegionKeeper { unsummed, intent, .. } = self;
         unsummed.as_mut().is_some_and(|unsummed| unsummed.begin(run, intent))

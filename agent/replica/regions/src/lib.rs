@@ -2,23 +2,22 @@
 //!
 //! - *Intent*: where the members of the volume may differ after a crash. A region is in it, durably, before
 //!   the first modification of the region is executed.
-//! - *Missed*, one for each replica that is away: what that one lacks. A region is in it, durably, before a
+//! - *Missed*, one for each absent replica: the regions that it lacks. A region is in it, durably, before a
 //!   modification of the region is executed.
-//! - *Unsummed*, if sums of blocks are kept: where none of them counts. A region is in it, durably, before a
-//!   modification of the region is executed, and leaves it only after the sums of what it holds then are
-//!   durable. It is kept for the replica alone.
+//! - *Unsummed*, if sums of blocks are kept: the regions in which none of them counts. A region is in it,
+//!   durably, before a modification of the region is executed. It leaves only after the sums of its content
+//!   are durable. The set is for the replica alone.
 //!
-//! A [`RegionKeeper`] has them in memory and knows what of them is on the disk. The shell around it asks
-//! [`RegionKeeper::admit`] before every modification; where the answer is to wait, it writes the pages that
-//! [`RegionKeeper::begin_write`] hands out, reports each with [`RegionKeeper::end_write`], and asks again.
+//! A [`RegionKeeper`] has them in memory and knows their durable part. The shell around it asks
+//! [`RegionKeeper::admit`] before every modification. If the answer is to wait, it writes the pages that
+//! [`RegionKeeper::begin_write`] returns, reports each with [`RegionKeeper::end_write`], and asks again.
 //!
 //! On the disk a set is a file of pages of [`PAGE_BYTES`], each with its own check. While a page is written
 //! its place on the disk holds the page from before, the new one, or neither; a page that is neither reads as
 //! if all its regions were in. So a crash can only ever add regions to a set.
 //!
-//! A set that begins is whole on the disk before it is kept ([`NewSet`]), and the file of one that ends is
-//! gone from the disk before it is forgotten: a file that is found is never one that has missed a
-//! modification.
+//! A new set is complete on the disk before it is kept ([`NewSet`]), and the file of an ended one is removed
+//! from the disk before it is forgotten: a file that is found has never missed a modification.
 #![forbid(unsafe_code)]
 
 mod keeper;

@@ -14,9 +14,9 @@
 //! | 60 | 4 | CRC-32C of the page with zeroes in this field |
 //! | 64 | 4032 | one bit for each region, the lowest of the first byte first |
 //!
-//! Numbers are little-endian. One more page without any bit follows those of the set, with the next number: a
-//! new stamp is written to it. The stamp of the page that was written last counts. Of the intent set it is
-//! not known if the last page is damaged or missing.
+//! Numbers are little-endian. Another page without any bit follows those of the set, with the next number: a
+//! new stamp is written to it. The stamp of the page that was written last counts. The stamp of the intent
+//! set is unknown if the last page is damaged or missing.
 
 use thiserror::Error;
 
@@ -97,7 +97,7 @@ impl PageHeader {
         out[CHECK_AT..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
     }
 
-    /// Reads the page that should be this one, in whatever version and with whatever stamp.
+    /// Reads the page that should be this one, in any version and with any stamp.
     pub fn decode(&self, bytes: &[u8]) -> Result<PageContent, PageDamage> {
         let bytes = checked(bytes)?;
         let mut bits = [0; PAGE_WORDS];
@@ -111,7 +111,7 @@ impl PageHeader {
         if u64_at(bytes, 40) != self.epoch {
             return Err(PageDamage::Outdated);
         }
-        // What is left of the header has to be what it would be if we had written the page.
+        // The rest of the header has to equal that of a page written here.
         let mut expected = [0; PAGE_BYTES];
         let size_bytes = if u64_at(bytes, SIZE_AT) == 0 { 0 } else { self.size_bytes };
         PageHeader { version, size_bytes, stamp, ..*self }.encode(&bits, &mut expected);

@@ -223,7 +223,7 @@ impl KeptSet {
         lacking_pages
     }
 
-    /// Has `pages` written, whatever is under way.
+    /// Demands the write of `pages`, even if one is under way.
     pub fn demand(&mut self, pages: u64) {
         self.due |= pages;
     }
@@ -243,8 +243,8 @@ impl KeptSet {
         (ready != 0).then(|| ready.trailing_zeros() as usize)
     }
 
-    /// Page `number` is being written from now on, as write number `write`, as it is now. From here until the
-    /// write has ended the disk may hold either page, so only what is in both is there for sure.
+    /// Begins to write page `number` in its current state, as write number `write`. Until the write has ended
+    /// the disk may hold either page, so only the regions in both are surely there.
     pub fn begin_write(&mut self, number: usize, image: &mut [u8; PAGE_BYTES], bits: &mut Bits) {
         debug_assert_eq!(self.writing & 1 << number, 0, "a page is written once at a time");
         self.version += 1;
@@ -267,7 +267,7 @@ impl KeptSet {
             self.pages[number].durable = *bits;
             self.pages[number].written = write;
         } else {
-            // Somebody waits for it still.
+            // A request still waits for it.
             self.due |= 1 << number;
         }
     }
@@ -299,7 +299,7 @@ impl KeptSet {
         words(run, self.regions.count()).all(|(page, word, mask)| self.pages[page].wanted[word] & mask != 0)
     }
 
-    /// The set as it is.
+    /// Returns the set.
     pub fn content(&self) -> RegionSet {
         let mut content = RegionSet::empty(self.regions.count());
         for (number, page) in (0u32..).zip(&self.pages) {

@@ -1,8 +1,8 @@
 //! The regions in which no sum of a block counts, and those that are being summed.
 //!
-//! A region leaves the set when the sums of its blocks are durable, and nothing has modified it since they
+//! A region leaves the set when the sums of its blocks are durable, and no request has modified it since they
 //! were read. It enters the set durably before it is modified, as it does the others. So a region that is not
-//! in the file of the set holds what its sums say, whatever has stopped when.
+//! in the file of the set matches its sums, whatever has stopped at any time.
 
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ impl Unsummed {
         };
         match file.and_then(made_for) {
             _ if file.is_none() => set.add_durable(0..count),
-            // What the volume has got since.
+            // The regions that the volume has got since.
             Some(before_bytes) => set.add_durable(news(before_bytes, identity.regions)),
             None => {}
         }

@@ -225,7 +225,7 @@ impl World {
         }
     }
 
-    /// The regions that those of the volume as it was made lie in now.
+    /// Returns the current regions that contain these regions of the original volume.
     fn now(&self, regions: std::ops::Range<u32>) -> std::ops::Range<u32> {
         self.keeper.regions().touched(Regions::of(SIZE_BYTES).bytes(regions))
     }

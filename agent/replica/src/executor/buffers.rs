@@ -10,8 +10,8 @@ use crate::limits::{
 
 /// The buffers of all slots.
 ///
-/// In the buffer of a request the volume's blocks lie one behind the other, in the whole blocks behind the
-/// edges: whatever the request's offset, memory is aligned as direct I/O demands.
+/// In the buffer of a request the volume's blocks lie back to back, in the whole blocks behind the edges: for
+/// any offset of the request, memory is aligned as direct I/O demands.
 #[derive(Debug)]
 pub(super) struct Buffers {
     arena: Arena,
@@ -22,8 +22,8 @@ pub(super) struct Buffers {
 
 impl Buffers {
     pub fn new() -> io::Result<Buffers> {
-        // Two more than there are slots of requests: what is read to be summed, and the zeroes. As nobody
-        // writes there, these cost no memory.
+        // Two more than the slots of requests: one for reads of sums, and one for zeroes. No request writes
+        // there, so these cost no memory.
         let arena = Arena::new(SLOTS + 2, SLOT_BYTES)?;
         Ok(Buffers { arena, touched: vec![0; SLOTS + 1].into(), touched_sum: 0 })
     }

@@ -10,7 +10,7 @@ use super::{Executor, Outcome, Piece, SOURCE_DISK, SUM_SLOT, is_durable, is_pass
 use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
 
 impl Executor {
-    /// Reads the blocks of `range`, whatever part of them was asked for.
+    /// Reads the blocks of `range`, of which any part was requested.
     pub(super) fn start_read(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
         let blocks = range.grown_to_blocks();
         let mut segments = std::mem::take(&mut self.segments);

@@ -57,8 +57,8 @@ impl Flushes {
         self.unsynced = false;
     }
 
-    /// The fdatasync has ended: appends the flushes that it covered to `covered`. True where the next one is
-    /// to be started, for those that have come since.
+    /// Ends the fdatasync: appends the flushes that it covered to `covered`. Returns true if the next one has
+    /// to start, for later flushes.
     pub fn ended(&mut self, covered: &mut Vec<u16>) -> bool {
         self.in_flight = false;
         covered.append(&mut self.running);

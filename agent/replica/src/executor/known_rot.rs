@@ -1,10 +1,9 @@
 //! Sums that stay known although their region has none any more.
 //!
-//! Sums count by region, and rot is repaired by block. The first write of a repair takes the sums of the
-//! whole region away; what else is rotten there would look sound, and be summed as it is. So what the sums of
-//! a page said is kept from when rot was met there, for every block until that block gets other data. The
-//! data of a repair is what the sum stands for: the sum stays known, so that a repair that fails, because the
-//! disk is full, leaves the rot known.
+//! Sums count by region, and rot is repaired by block. The first write of a repair removes the sums of the
+//! whole region. Other rot there would look sound, and would be summed. So the sums of a page are kept when
+//! rot is met there, for every block until that block gets other data. The data of a repair matches the sum:
+//! the sum stays known, so that a repair that fails, because the disk is full, leaves the rot known.
 
 use shorthorn_store::{BLOCKS_PER_SUM_PAGE, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage};
 use shorthorn_types::ByteRange;
@@ -20,8 +19,8 @@ pub(super) struct KnownRot {
 }
 
 impl KnownRot {
-    /// Rot was met in a page: keeps the sums of all blocks that `counts`. If too many pages are kept, those
-    /// of another one are not.
+    /// Keeps the sums of all blocks in a page with rot that `counts`. If too many pages are kept, those of
+    /// another one are dropped.
     pub fn keep(&mut self, number: u64, sums: &SumPage, counts: impl Fn(ByteRange) -> bool) {
         let at = self.pages.iter().position(|(of, _)| *of == number);
         if at.is_none() && self.pages.len() == KNOWN_ROT_PAGES {
@@ -92,7 +91,7 @@ mod tests {
         assert_eq!(known.sum(1, 3), SUM_UNKNOWN);
         known.modified(blocks(first_block + 3, 2), |_| None);
         assert_eq!([3, 4, 5].map(|place| known.sum(2, place)), [SUM_UNKNOWN, SUM_UNKNOWN, 70]);
-        // What was modified since has no sum in a region that counts.
+        // A block that was modified since has no sum in a region that counts.
         sums.set(5, 71);
         known.keep(2, &sums, |_| true);
         assert_eq!([4, 5].map(|place| known.sum(2, place)), [70, 70], "what was known stays");

@@ -11,7 +11,7 @@ use super::{Executor, Outcome, Piece, SOURCE_DISK, is_passing, kind};
 use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
 
 impl Executor {
-    /// Reads the blocks of `range` from one layer, whatever lies above or below it.
+    /// Reads the blocks of `range` from one layer, independently of the others.
     pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
         let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
         let count = block_count(range.grown_to_blocks().length());

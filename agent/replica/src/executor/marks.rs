@@ -1,8 +1,8 @@
 //! The sets of regions that the replica keeps, on the disk: see `shorthorn-regions`.
 //!
 //! A modification that has to be noted first waits in its slot. The pages that it needs are written when all
-//! requests that came together have been taken up, so that one write serves all of them; what comes while a
-//! page is written shares the next write of it.
+//! requests that came together have been taken up, so that one write serves all of them. Requests that arrive
+//! during the write of a page share its next write.
 
 use std::io;
 
@@ -31,7 +31,7 @@ pub(crate) struct Marks {
     retried: Vec<u16>,
 }
 
-/// The sets of the volume as it is about to be, whose files are there under other names.
+/// The sets of the volume at its future size, whose files exist under other names.
 #[derive(Debug)]
 pub(super) struct Grown {
     sets: GrownSets,

@@ -2,8 +2,8 @@
 //!
 //! A request lives in a slot. The caller [assigns](Executor::assign) the slot, puts the data of a write into
 //! its [payload](Executor::payload), [starts](Executor::start) it, passes on the completions that carry
-//! [`SOURCE_DISK`], and takes what has [finished](Executor::take_finished). Nothing here allocates or logs
-//! while all goes well.
+//! [`SOURCE_DISK`], and takes the [finished](Executor::take_finished) ones. The code neither allocates nor
+//! logs unless an error occurs.
 
 mod buffers;
 mod data;
@@ -132,7 +132,7 @@ impl Executor {
     /// files of its sets, and `summer` that of the sums of blocks.
     ///
     /// # Errors
-    /// Where there is no memory for the buffers.
+    /// No memory is available for the buffers.
     pub fn new(
         store: Store,
         owner: Owner,
@@ -218,7 +218,8 @@ impl Executor {
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
-                // Noted before it is done: else nobody knows after a crash where the replicas may differ.
+                // The regions are noted first: otherwise a crash would leave unknown differences between the
+                // replicas.
                 if self.admit(slot, range) {
                     // Not before: a request that is not admitted modifies nothing.
                     self.sums_follow(slot, range);
@@ -339,7 +340,7 @@ impl Executor {
     /// Becomes a copy of a replica with these layers: see [`Store::begin_copy`]. Waits for the disk.
     ///
     /// # Errors
-    /// What the store says. Where that fails half-way, nothing is served any more.
+    /// The error of the store. If it fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
         debug_assert!(!self.is_busy(), "whoever asks has checked that it may be made anew");
         self.sums.forget();
@@ -387,7 +388,7 @@ impl Executor {
             self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
             return Err(error.into());
         }
-        // Nobody else wakes what waits for pages of the files before.
+        // No other event wakes requests that wait for pages of the former files.
         self.go_on_waiting(ring);
         Ok(())
     }
@@ -433,10 +434,10 @@ impl Executor {
         self.store.size_bytes()
     }
 
-    /// Makes everything durable and leaves the directory clean; after a failure it stays as it is.
+    /// Makes everything durable and leaves the directory clean; after a failure the directory is left alone.
     ///
     /// # Errors
-    /// Whatever the store cannot do; the directory then counts as dirty.
+    /// The error of the store; the directory then counts as dirty.
     pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
         if self.state.failure().is_some() {
@@ -508,8 +509,8 @@ impl Executor {
                     self.sync(ring);
                 }
             }
-            // What was not durable may be gone, and the kernel tells that only once: asking again would be
-            // answered with a success that means nothing.
+            // Data that was not durable may be lost, and the kernel reports that only once: a repeated sync
+            // would succeed without meaning.
             Err(errno) => {
                 self.fail(&format!("the data could not be made durable: {errno}"));
                 self.flushes.give_up(&mut covered);
@@ -558,7 +559,7 @@ impl Executor {
     /// changes only.
     ///
     /// # Errors
-    /// Those of the change.
+    /// The errors of the change.
     pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
         let was_serving = self.state.failure().is_none();
         self.state.served_for(self.since.elapsed());

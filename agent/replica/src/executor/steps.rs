@@ -68,9 +68,10 @@ impl Disk for Shelf<'_> {
     fn perform(&mut self, step: Step<'_>) -> Result<(), ReplicaError> {
         match step {
             Step::SaveViews(views) => {
-                // First: a number that is ahead does no harm, because the replica is in all of these views.
-                // One that is behind has Longhorn rebuild the replica, which costs less than a view that is
-                // not stored. Any other error of the disk is told once, and may be about other data.
+                // The counter comes first: a number that is ahead does no harm, because the replica is in all
+                // of these views. A number that is behind makes Longhorn rebuild the replica, which costs
+                // less than a view that is not stored. Any other error of the disk is reported once, and may
+                // be about other data.
                 if let Err(error) = self.tell_revision(views) {
                     if is_final(error.errno()) {
                         return Err(error);

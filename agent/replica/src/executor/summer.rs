@@ -7,8 +7,8 @@
 //! `shorthorn-regions`.
 //!
 //! A check compares whole blocks of regions that have sums, after the data was read. It never makes a sound
-//! block look rotten: what is not known for sure, because a page of sums is torn or the region was modified
-//! meanwhile, is not compared.
+//! block look rotten: blocks without certain sums, because a page of sums is torn or the region was modified
+//! meanwhile, are not compared.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +59,7 @@ pub(crate) struct Summer {
     pub(super) lost: LostBlocks,
     /// The sum of a block of zeroes.
     zero_sum: u32,
-    /// Operations that the ring has, those of the job and of pages.
+    /// The operations in the ring, those of the job and of pages.
     pub(super) in_flight: usize,
     /// Requests whose data is read, and which wait for pages of sums.
     waiting: Vec<u16>,
@@ -213,7 +213,7 @@ impl Executor {
         let Some(region) = next else {
             self.summer.next_at = keeper.wants_sums().then(|| Instant::now() + SUM_LOOK_INTERVAL);
             if std::mem::take(&mut self.summer.has_news) {
-                // What was summed counts after the end of the process too.
+                // Sums made before count after the end of the process too.
                 self.write_stale_pages(ring);
             }
             return;
@@ -224,7 +224,7 @@ impl Executor {
         }
         let regions = self.state.keeper().regions();
         let bytes = regions.range(region);
-        // As many as share a page, or one that has several.
+        // The run has as many regions as share a page, or one that has several pages.
         let page_end = (bytes.offset() / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES;
         let end_bytes = bytes.end().max(page_end.min(regions.size_bytes()));
         let unit = ByteRange::new(bytes.offset(), end_bytes - bytes.offset()).unwrap_or(bytes);
@@ -332,7 +332,7 @@ impl Executor {
     /// Makes the sums of a piece that was read.
     fn take_piece(&mut self, job: Job, outcome: Outcome) -> bool {
         if job.is_void || outcome.is_err() {
-            // What cannot be read has no sums; a scrub finds it.
+            // Unreadable blocks have no sums; a scrub finds them.
             self.state.keeper_mut().end_sums(false);
             self.end_job(job);
             return false;
@@ -380,7 +380,7 @@ impl Executor {
             && shorthorn_replica_core::is_final(errno)
             && !super::is_passing(errno)
         {
-            // It was to be durable: what the disk has told of here may be about other data.
+            // The page was to be durable: the reported error may be about other data.
             self.fail(&format!("sums of blocks could not be stored: {errno}"));
         }
         if let Some(job) = self.summer.job.filter(|job| job.step == Step::Writing) {

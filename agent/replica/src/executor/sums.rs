@@ -1,7 +1,7 @@
 //! Sums of snapshots' layers: as they are now, and as they are kept.
 //!
-//! A piece is read as other data is, without holding anybody up. Sums are kept rarely, and what has rotten is
-//! put right more rarely still: that waits for the disk.
+//! A piece is read like other data, without delaying requests. Sums are kept rarely, and rot is repaired more
+//! rarely still: that waits for the disk.
 
 use shorthorn_ring::Ring;
 use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, StoreError, sum_of_data};
@@ -142,7 +142,7 @@ impl Executor {
     /// Takes sums to keep.
     ///
     /// # Errors
-    /// Sums that do not fit the layer, or what the store says.
+    /// The sums do not fit the layer, or the error of the store.
     pub fn keep_sums(&mut self, message: &KeepSums) -> Result<(), ReplicaError> {
         let KeepSums { image, is_first, is_last, first_piece, sums } = message;
         let layer_bytes = self.store.snapshot_layer_bytes(image).ok_or_else(|| no_layer(image))?;
@@ -180,7 +180,7 @@ impl Executor {
     /// Repairs a piece of a snapshot's layer. Waits for the disk.
     ///
     /// # Errors
-    /// What the store says.
+    /// The error of the store.
     pub fn repair_layer(&mut self, patch: &LayerPatch, data: &[u8]) -> Result<(), ReplicaError> {
         let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
         let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;

@@ -38,8 +38,8 @@ impl Server {
         self.welcome_ready();
     }
 
-    /// The volume is taken off a node that does not answer. An engine of a lower generation gets no answer
-    /// any more once that is stored: neither to what it has in flight, nor to another hello.
+    /// Fences a node that does not answer. Once the generation is stored, an engine of a lower one gets no
+    /// answer any more: neither to its requests in flight, nor to another hello.
     pub(super) fn fence(&mut self, generation: Generation) {
         match self.executor.change(|state, disk| state.fence(disk, generation)) {
             Ok(Fence::Raised) => tracing::info!(%generation, "older engines are fenced"),
@@ -76,7 +76,7 @@ impl Server {
         Refused::Fenced { asked: place.generation, holder: self.executor.state().views().generation() }
     }
 
-    /// Lets in everybody whom no older connection stands in the way of.
+    /// Admits all candidates that no older connection blocks.
     pub(super) fn welcome_ready(&mut self) {
         let failed = self.failed();
         while let Some(free) = self.connections.iter().position(Option::is_none)

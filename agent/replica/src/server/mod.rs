@@ -1,9 +1,9 @@
 //! The data thread: one ring, all connections, and the executor.
 //!
-//! Everything happens in one loop: wait for completions, pass each on to whom it belongs, answer what has
-//! finished, serve who waits for a slot, note what is about to be written, start the sends. Requests of all
-//! connections are pipelined and answered in the order in which they finish. Nothing allocates, logs or locks
-//! per request.
+//! Everything happens in one loop: wait for completions, pass each on to its module, answer finished
+//! requests, serve connections that wait for a slot, note regions that are about to be written, start the
+//! sends. Requests of all connections are pipelined and answered in the order in which they finish. The loop
+//! neither allocates, logs nor locks per request.
 
 mod admission;
 mod copying;
@@ -122,7 +122,7 @@ impl Server {
         Ok(())
     }
 
-    /// The failure by which the process ends now. The directory stays as it is.
+    /// Returns the failure by which the process ends now. The directory is left alone.
     fn ends_by(&self) -> Option<ReplicaError> {
         let failed_at = self.failed_at.filter(|_| !self.stopping && self.is_quiet())?;
         let Failure { message, in_a_row, .. } = self.executor.failure()?;
@@ -241,7 +241,7 @@ impl Server {
         for index in self.connection_indices() {
             let waits = self.slots.is_waiting(index);
             let Some(connection) = self.connection(index) else { continue };
-            // Who waits for a slot is not listened to, and so can not be blamed for its silence.
+            // A connection that waits for a slot is not read, and so cannot be blamed for its silence.
             if connection.tick() >= SILENT_TICKS_MAX && !waits {
                 self.end(index, "nothing was heard of the engine for too long");
             }

@@ -26,7 +26,7 @@ impl Store {
     ) -> Result<AllocatedRuns, StoreError> {
         let region_bytes = regions.region_bytes();
         let mut runs: Vec<(u32, u32)> = Vec::new();
-        // What comes next in each layer; each is asked again only when that has been passed.
+        // The next data in each layer; each is queried again only after that has been passed.
         let mut layers: Vec<_> = self.files.indices().map(|file| (file, Some(ByteRange::EMPTY))).collect();
         let mut questions = 0;
         let mut at = from;

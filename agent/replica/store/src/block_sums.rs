@@ -1,12 +1,12 @@
 //! Sums of the blocks of the volume as a reader sees them, in `shorthorn.block-sums`. Which of them count is
 //! kept elsewhere: see the unsummed regions of `shorthorn-regions`.
 //!
-//! The file is a row of pages without a beginning of its own. Page n has the sums of [`BLOCKS_PER_SUM_PAGE`]
-//! blocks from block n * [`BLOCKS_PER_SUM_PAGE`] on. Pages that were never written are holes. A page that is
-//! torn, damaged, or of another series says nothing: its sums are not known. The *series* that counts is kept
-//! in `shorthorn.guard`. What changes the volume without an account of the regions, and a version of this
-//! program that knows no sums, leaves none there; so all pages are worth nothing afterwards. A page says
-//! nothing about layers: what a reader sees stays the same if snapshots are made or taken out.
+//! The file is a row of pages without a header of its own. Page n has the sums of [`BLOCKS_PER_SUM_PAGE`]
+//! blocks from block n * [`BLOCKS_PER_SUM_PAGE`] on. Pages that were never written are holes. The sums of a
+//! page that is torn, damaged, or of another series are not known. `shorthorn.guard` has the current
+//! *series*. It is removed when the volume is changed without a record of the regions, or by a version of
+//! this program without sums. All pages are invalid afterwards. Sums do not depend on layers: the data that a
+//! reader sees stays the same if snapshots are made or removed.
 //!
 //! All numbers are little-endian.
 //!
@@ -46,7 +46,7 @@ pub const BLOCKS_PER_SUM_PAGE: usize = 512;
 pub const SUM_PAGE_SPAN_BYTES: u64 = BLOCKS_PER_SUM_PAGE as u64 * BLOCK_BYTES;
 
 const MAGIC: &[u8; 8] = b"SHRNBSUM";
-/// [`BLOCKS_PER_SUM_PAGE`] as it is written.
+/// The field with [`BLOCKS_PER_SUM_PAGE`].
 const BLOCKS_FIELD: u32 = 512;
 const _: () = assert!(BLOCKS_FIELD as usize == BLOCKS_PER_SUM_PAGE);
 const FORMAT: u32 = 1;
@@ -113,7 +113,7 @@ impl SumPage {
         self.0.fill(SUM_UNKNOWN);
     }
 
-    /// The page as it is on the disk.
+    /// Returns the page in its format on the disk.
     pub fn encode(&self, number: u64, series: u64, out: &mut [u8; SUM_PAGE_BYTES]) {
         out.fill(0);
         out[0..8].copy_from_slice(MAGIC);
@@ -149,14 +149,14 @@ impl SumPage {
     }
 }
 
-/// The check of a page, whatever is in the field for it.
+/// Returns the check of a page, which ignores the field for it.
 fn check_of(bytes: &[u8]) -> u32 {
     let check = crc32c::crc32c(&bytes[..CHECK_AT]);
     let check = crc32c::crc32c_append(check, &[0; 4]);
     crc32c::crc32c_append(check, &bytes[CHECK_AT + 4..])
 }
 
-/// The open file of the sums. Pages are read and written as those of sets of regions are.
+/// The open file of the sums. Pages are read and written like those of sets of regions.
 #[derive(Debug)]
 pub struct BlockSumsFile {
     file: File,
@@ -179,8 +179,8 @@ impl BlockSumsFile {
 
 impl Store {
     /// Opens the file of the sums of blocks. Starts a new series unless the existing one counts. From now on
-    /// whoever changes the volume keeps account of the regions that have no sums: without that all sums are
-    /// void after a change.
+    /// callers that change the volume keep the set of regions without sums: otherwise all sums are void after
+    /// a change.
     ///
     /// # Errors
     /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.

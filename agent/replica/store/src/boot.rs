@@ -1,16 +1,16 @@
 //! Decides whether unflushed writes may be lost, because the host was restarted or the disk has failed.
 //!
-//! `shorthorn.boot` says in which boot of the kernel the directory was last open. A directory that was not
-//! closed cleanly and was open in another boot may have lost what was in the page cache then. That stays so
-//! until whoever knows says that it has been made up for.
+//! `shorthorn.boot` has the boot of the kernel in which the directory was last open. A directory that was not
+//! closed cleanly and was open in another boot may have lost the data in the page cache then. That holds
+//! until the engine reports that a rebuild has made up for it.
 //!
 //! A file that is damaged may have said that data is gone: then it counts as if it had.
 //!
-//! The kernel gives up data that it could not write, and tells that once. So a failure is noted here when it
-//! is told: the next process, in the same boot, would hear of nothing. With it goes how often in a row the
-//! replica has failed, by which the caller decides how soon the next process is started. A file system that
-//! has given up takes no note: then it is made outside of the directory, and has to last no longer than the
-//! boot of the host.
+//! The kernel discards data that it could not write, and reports that once. So a failure is noted here when
+//! it is reported: the next process, in the same boot, would not notice. The note includes the number of
+//! failures in a row, by which the caller decides how soon the next process is started. A file system that
+//! has given up takes no note: then it is made outside of the directory, and needs to last only as long as
+//! the boot of the host.
 
 use std::fs::{self, File};
 use std::io;
@@ -131,9 +131,9 @@ impl Boot {
         Boot { lost_cache: self.is_lost_now, ..self.clone() }
     }
 
-    /// Data may be gone from now on, whatever becomes of the note; the replica has failed so often in a row.
-    /// If that cannot be written, the file is removed: an open directory without it counts as one that has
-    /// lost data too. If that is not possible either, it is noted elsewhere.
+    /// Records that data may be lost from now on, whatever the result of the note, with the number of
+    /// failures in a row. If the note cannot be written, the file is removed: an open directory without it
+    /// counts as one that has lost data too. If that is not possible either, the note is made elsewhere.
     ///
     /// # Errors
     /// Nothing of that is durable: the error of the note.

@@ -1,10 +1,10 @@
 //! Copying a replica: the source's description of its layers, and the way in which a directory becomes a
 //! copy.
 //!
-//! A directory that is being copied to is marked as rebuilding, and `shorthorn.copy` says of what it becomes
-//! a copy, whether the layers are there yet, and which of them are whole. Whenever the process or the machine
-//! stops, the next opening makes sense of it: layers that were about to be made are made again, what is whole
-//! is kept, and the record of a copy that has ended is removed.
+//! A directory that is being copied to is marked as rebuilding. `shorthorn.copy` has the layers of the
+//! source, whether they exist here yet, and which of them are complete. After any stop of the process or the
+//! machine, the next opening continues: incomplete layers are made again, complete ones are kept, and the
+//! record of an ended copy is removed.
 
 use std::os::fd::AsFd;
 
@@ -72,7 +72,7 @@ impl Copy {
         let damaged = |reason| StoreError::CopyDamaged { path: directory.path_of(COPY_FILE), reason };
         let mut copy = Copy::parse(&bytes).map_err(damaged)?;
         if copy.epoch != guard.epoch {
-            // Somebody else has had the directory open: nothing counts as whole.
+            // Another program has had the directory open: no layer counts as complete.
             copy.done.fill(false);
             copy.epoch = guard.epoch;
         }
@@ -214,15 +214,15 @@ impl Store {
         })
     }
 
-    /// Becomes a copy of a replica that has these layers: whatever is here is gone, the layers are made
-    /// without data, and the replica counts as rebuilding. Which layers are whole already, from a copy of the
-    /// same snapshots that was interrupted; the head is always empty.
+    /// Becomes a copy of a replica that has these layers: the present content is dropped, the layers are made
+    /// without data, and the replica counts as rebuilding. Returns which layers are complete already, from an
+    /// interrupted copy of the same snapshots; the head is always empty.
     ///
     /// No request may be in flight, and plans made before are void.
     ///
     /// # Errors
-    /// [`StoreError`]; unless the layers were refused, the store has to be opened again, which goes on with
-    /// it.
+    /// [`StoreError`]; unless the layers were refused, the store has to be opened again, which continues the
+    /// copy.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>> {
         self.check_writable()?;
         self.check_no_fold()?;
@@ -244,7 +244,7 @@ impl Store {
             fault: self.fault.as_ref(),
             direct_io: self.host.direct_io,
         };
-        // Layers that are made anew may get the inodes of those that go.
+        // New layers may get the inodes of removed ones.
         sweep_sums(&self.directory, |_| false)?;
         forget(&mut self.guard, &self.directory)?;
         self.layout.volume_mut().set_rebuilding(true);
@@ -253,7 +253,7 @@ impl Store {
         executor.pass(|| "recorded the copy".to_owned())?;
         copy.prepare(&executor, &mut self.guard)?;
         executor.pass(|| "prepared the copy".to_owned())?;
-        // The source has accepted the sizes of its layers, whatever they are.
+        // The source has accepted the sizes of its layers.
         let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
         self.layout = recover_directory(&self.directory, &accepting)?.layout;
         self.guard.known_sizes = self.layout.short_layers();
@@ -305,7 +305,7 @@ impl Store {
         if !self.layout.volume().is_rebuilding() {
             return Ok(());
         }
-        // Where there is no record, somebody else has begun to rebuild it: nobody knows what it lacks.
+        // Without a record, another program has begun to rebuild it: the missing data is unknown.
         let snapshots = self.copy.as_ref().map_or(&[][..], |copy| &copy.done[..copy.done.len() - 1]);
         let unfinished = snapshots.iter().position(|done| !done);
         if self.copy.is_none() || unfinished.is_some() {

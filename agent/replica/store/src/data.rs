@@ -19,7 +19,7 @@ impl Store {
     /// Appends the pieces of a read of `range`, in order and without gaps.
     ///
     /// # Errors
-    /// A range that the volume does not have, or a file system that cannot say what lies there.
+    /// The range is outside of the volume, or the file system cannot list its extents.
     pub fn plan_read(&mut self, range: ByteRange, segments: &mut Vec<ReadSegment>) -> Result<()> {
         Ok(self.map.plan_read(range, &mut self.files, segments)?)
     }
@@ -63,8 +63,8 @@ impl Store {
         self.map.written(range);
     }
 
-    /// [`ZeroStep::Punch`] is complete: the blocks of `range` are no longer in the head. Where it is refused,
-    /// [`ZeroStep::written_instead`] says what to do.
+    /// Completes [`ZeroStep::Punch`]: the blocks of `range` are no longer in the head. If the punch is
+    /// refused, [`ZeroStep::written_instead`] has the steps to take.
     pub fn punched(&mut self, range: ByteRange) {
         self.map.punched(range);
     }
@@ -116,8 +116,8 @@ impl Store {
     /// Writes `data` at `offset_bytes`, both multiples of 512; with `fua` it is durable on return.
     ///
     /// # Errors
-    /// A range that the volume does not have, or an I/O error; after one, what the range holds is
-    /// the old data or the new, for each sector.
+    /// The range is outside of the volume, or an I/O error; after one, each sector of the range holds the old
+    /// data or the new.
     pub fn write_at(&mut self, data: &[u8], offset_bytes: u64, fua: bool) -> Result<()> {
         let range = self.checked(offset_bytes, data.len())?;
         let mut rest = data;
@@ -172,7 +172,7 @@ impl Store {
     /// Discards a range: its whole blocks read as zeroes afterwards, and the rest is as it was.
     ///
     /// # Errors
-    /// As [`Store::write_at`]: also where there is no space for zeroes over what lies below.
+    /// The errors of [`Store::write_at`], also if zeroes over data of lower layers have no space.
     pub fn discard(&mut self, offset_bytes: u64, length_bytes: u64) -> Result<()> {
         let range = ByteRange::new(offset_bytes, length_bytes)?;
         let mut steps = Vec::new();

@@ -151,9 +151,9 @@ impl Directory {
             Err(error) if is_full(error.errno()) => {
                 self.unlink(RESERVE_FILE)?;
                 let result = attempt();
-                // What was freed can be had again only once that is on the disk. The kernel tells a write
-                // error once, and this may be of what has just succeeded: only a lack of space is left to the
-                // next attempt.
+                // Freed space can be used again only once that is on the disk. The kernel reports a write
+                // error once, and this one may be of an operation that has just succeeded: only a lack of
+                // space is left to the next attempt.
                 let synced = self.fd.sync_all().map_err(|error| self.error("sync", ".", error));
                 self.keep_reserve();
                 match synced {
@@ -215,9 +215,9 @@ impl Directory {
         self.open_file(name, OFlag::O_RDONLY)?.sync_all().map_err(|error| self.error("sync", name, error))
     }
 
-    /// Makes the content of a document durable that holds these bytes. Some file systems find a place for
-    /// them only then: if there is none, the document is written again. A second sync alone could be answered
-    /// with a success that means nothing.
+    /// Makes the content of a document durable that holds these bytes. Some file systems allocate its space
+    /// only then: if none is left, the document is written again. A second sync alone could succeed without
+    /// meaning.
     pub fn sync_document(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let has_failed = Cell::new(false);
         self.with_reserve(|| {
@@ -317,7 +317,7 @@ mod tests {
             let mut filler =
                 File::options().create(true).append(true).open(self.point().join("filler")).unwrap();
             while filler.write_all(&[0x55; 64 << 10]).is_ok() {}
-            // Until nothing is left that the file system had set aside for what it had not placed yet.
+            // Continues until the file system has no delayed allocations left.
             let mut failures = 0;
             while failures < 3 {
                 filler.sync_data().unwrap();

@@ -192,7 +192,8 @@ impl StoreError {
         StoreError::Io { action, path: path.as_ref().to_owned(), source: source.into() }
     }
 
-    /// The same of a call that was to make the data of a layer durable. Whoever has the store notes it.
+    /// Converts the error of a call that was to make the data of a layer durable. The holder of the store
+    /// notes it.
     pub(crate) fn not_durable(self) -> StoreError {
         match self {
             StoreError::Io { path, source, .. } => StoreError::NotDurable { path, source, noted: false },

@@ -175,7 +175,7 @@ impl Output {
         Ok(Output { sink, position: 0, data_bytes: 0 })
     }
 
-    /// Writes whole blocks; those of zeroes stay holes in a file.
+    /// Writes whole blocks; blocks of zeroes stay holes in a file.
     fn put(&mut self, bytes: &[u8], offset: u64) -> Result<()> {
         let mut at = offset;
         let (blocks, _) = bytes.as_chunks::<{ ZEROES.len() }>();

@@ -1,9 +1,8 @@
 //! Taking removed snapshots out of the directory.
 //!
-//! The layer above is folded into the removed one, and that takes its name: what is copied is the
-//! newer layer's data, which is mostly the smaller. Nothing that anybody reads changes until the
-//! rename, so the copy can run on a thread of its own beside the data path, be given up, and be
-//! made again.
+//! The layer above is folded into the removed one, and that takes its name: the data of the newer layer is
+//! copied, which is mostly the smaller. No visible data changes until the rename, so the copy can run on a
+//! thread of its own beside the data path, be abandoned, and be made again.
 
 use std::sync::Arc;
 
@@ -40,7 +39,7 @@ impl FoldJob {
     /// Copies; takes as long as the data is large. `progress` hears how many bytes more are copied.
     ///
     /// # Errors
-    /// An I/O error, as when the disk is full. Nothing that anybody reads has changed.
+    /// An I/O error, as when the disk is full. No visible data has changed.
     pub fn run(self, mut progress: impl FnMut(u64)) -> Result<FoldedJob> {
         let executor =
             Executor { directory: &self.directory, fault: self.fault.as_ref(), direct_io: self.direct_io };

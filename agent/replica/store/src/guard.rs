@@ -5,9 +5,9 @@
 //! before the file gets its name, and keeps the one before, so that a crash between the two never
 //! makes us doubt ourselves. A clean close records the head too, inode and time of change.
 //!
-//! Where the record does not fit, the *epoch* goes up by one. Whatever we keep beside the volume
-//! carries the epoch in which it was written, and counts only in that epoch. A directory that was
-//! copied does not fit either: that errs on the safe side.
+//! If the record does not fit, the *epoch* goes up by one. All files beside the volume carry the epoch in
+//! which they were written, and count only in that epoch. A directory that was copied does not fit either:
+//! that errs on the safe side.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -51,8 +51,8 @@ pub(crate) struct Guard {
     /// Sizes of layers that are shorter than the one above for a reason that no document tells.
     #[serde(default)]
     pub known_sizes: BTreeMap<String, u64>,
-    /// The series of sums of blocks that counts: see `block_sums`. A version that knows none drops it with
-    /// whatever it writes.
+    /// The series of sums of blocks that counts: see `block_sums`. A version without sums drops it with any
+    /// write.
     #[serde(default)]
     pub block_sums: Option<u64>,
     /// The newest series there was.
@@ -97,8 +97,8 @@ impl Guard {
         Ok((guard, Provenance::Foreign { why }))
     }
 
-    /// A guard for a directory that has none. Its epochs begin with the time, so that they are
-    /// above those of a guard that was lost.
+    /// Creates a guard for a directory that has none. Its epochs begin with the time, so that they are above
+    /// those of a lost guard.
     pub fn new() -> Guard {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Guard { epoch: u64::try_from(since.as_nanos()).unwrap_or(1), ..Guard::default() }

@@ -37,7 +37,7 @@ mod tests {
         assert!(matches!(Store::open(&directory, Default::default()), Err(StoreError::Locked { .. })));
         drop(held);
         Store::open(&directory, Default::default()).unwrap().close().unwrap();
-        // Longhorn has made it, and nobody has opened it yet: there is nothing to lock, and nothing is made.
+        // Longhorn has made it, and Shorthorn has not opened it yet: it has no lock file, and none is made.
         let plain = dir.path().join("v1-00000002");
         std::fs::create_dir(&plain).unwrap();
         hold(&plain).unwrap();

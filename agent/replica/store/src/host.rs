@@ -46,7 +46,7 @@ impl HostFileSystem {
             None => from_statfs(directory),
         })?;
         match host.smaller_unit_bytes {
-            // What is there can be read: a block of which a part is data counts as data, here and for
+            // Existing data can be read: a block of which a part is data counts as data, here and for
             // Longhorn.
             Some(unit_bytes) if !read_only => {
                 Err(StoreError::SmallAllocationUnit { directory: directory.path().to_owned(), unit_bytes })
@@ -90,7 +90,7 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
     file.set_len(PROBE_BYTES).map_err(failed)?;
     file.write_all_at(buffer.as_slice(), PROBE_OFFSET).map_err(failed)?;
     if !direct_io {
-        // Until then the page cache decides what counts as data, not the allocation.
+        // Until then the page cache decides which parts count as data, not the allocation.
         file.sync_all().map_err(failed)?;
     }
     let start = seek(0, Whence::SeekData)?.unwrap_or(PROBE_OFFSET);

@@ -114,7 +114,7 @@ pub struct Problem {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// The directory cannot be used as it is.
+    /// The directory is not usable.
     Error,
     /// The next open mends it.
     Repair,

@@ -9,9 +9,9 @@
 //! - *operations* on the directory ([`Store::snapshot`], [`Store::revert`], …), each of which happens
 //!   whole or not at all, whenever the process or the machine stops.
 //!
-//! Beside the volume a store keeps what a replica must not forget: its state ([`Store::save_state`]), sets of
-//! regions ([`Store::make_regions`]), how far it is as a copy of another replica ([`Store::begin_copy`]), and
-//! sums of its snapshots ([`Store::save_sums`]).
+//! Beside the volume, a store keeps the data that a replica must not forget. These are its state
+//! ([`Store::save_state`]), sets of regions ([`Store::make_regions`]), the progress as a copy of another
+//! replica ([`Store::begin_copy`]), and sums of its snapshots ([`Store::save_sums`]).
 //!
 //! [`inspect`] and [`export`] look at a directory without changing anything in it.
 //!

@@ -31,8 +31,8 @@ impl Lock {
         Ok(Lock { file: Some(file) })
     }
 
-    /// Takes the directory for this process alone and changes nothing, so that it needs no space. Where no
-    /// lock file is there, no store has ever had the directory open, and there is nothing to hold on to.
+    /// Takes the directory for this process alone and changes nothing, so that it needs no space. Without a
+    /// lock file, no store has ever had the directory open, and the call has nothing to hold on to.
     pub fn unchanged(directory: &Directory) -> Result<Lock, StoreError> {
         if directory.stat(LOCK_FILE)?.is_none() {
             return Ok(Lock { file: None });
@@ -41,8 +41,8 @@ impl Lock {
         Ok(Lock { file: Some(lock(directory, file, FlockArg::LockExclusiveNonblock)?) })
     }
 
-    /// Keeps writers out without changing anything. Where no lock file is there, no store has ever
-    /// had the directory open, and there is nothing to hold on to.
+    /// Keeps writers out without changing anything. Without a lock file, no store has ever had the directory
+    /// open, and the call has nothing to hold on to.
     pub fn shared(directory: &Directory) -> Result<Lock, StoreError> {
         if directory.stat(LOCK_FILE)?.is_none() {
             return Ok(Lock { file: None });

@@ -15,8 +15,8 @@ use crate::store::{Store, open_chain, recover_directory};
 type Result<T> = std::result::Result<T, StoreError>;
 
 impl Store {
-    /// Makes a snapshot of the volume as it is. No write may be in flight: it would land in the
-    /// snapshot. `created_rfc3339` is when, in UTC ([`now_rfc3339`](crate::now_rfc3339)).
+    /// Makes a snapshot of the current volume. No write may be in flight: it would land in the snapshot.
+    /// `created_rfc3339` is the time, in UTC ([`now_rfc3339`](crate::now_rfc3339)).
     ///
     /// # Errors
     /// [`StoreError`]; there is then no such snapshot.

@@ -28,8 +28,8 @@ pub struct OpenOptions {
     /// sizes are remembered, so that it need be said only once.
     pub accept_short_layers: bool,
     /// A file for the note that data may be lost, if nothing in the directory can be changed, as after a file
-    /// system has given up. A file that is not there yet, on another file system, which keeps it until the
-    /// host is restarted: `/run` does. Whoever opens the directory next has to name the same file.
+    /// system has given up. The file does not exist yet, and is on another file system that keeps it until
+    /// the host is restarted, such as `/run`. The next opening of the directory has to name the same file.
     pub loss_note: Option<PathBuf>,
     /// Stops or fails in the middle; for crash tests.
     pub fault: Option<FaultHook>,

@@ -1,6 +1,5 @@
 //! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent`,
-//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. What is in them is the business of
-//! `shorthorn-regions`.
+//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. `shorthorn-regions` has their contents.
 //!
 //! A file has all its blocks from the start and keeps its length, so that its pages can be written over when
 //! the disk is full. It gets its name when it is whole and durable.
@@ -36,7 +35,7 @@ impl RegionFile {
     /// Writes page number `page`, whose length is that of `bytes`, durably.
     ///
     /// # Errors
-    /// What the system answers; the page may then be torn.
+    /// The error of the system; the page may then be torn.
     pub fn write_page(&self, page: u32, bytes: &[u8]) -> std::io::Result<()> {
         let mut aligned = AlignedBuffer::new(bytes.len());
         aligned.as_mut_slice().copy_from_slice(bytes);
@@ -102,7 +101,7 @@ impl Store {
     /// next opening removes it.
     ///
     /// # Errors
-    /// As [`Store::make_regions`]; there is none then.
+    /// The errors of [`Store::make_regions`]; the file does not exist then.
     pub fn stage_regions(&self, key: SetKey, bytes: &[u8]) -> Result<()> {
         self.check_writable()?;
         let temp = temp_name(&name_of(key));
@@ -115,7 +114,7 @@ impl Store {
 
     /// Forgets a file that was staged.
     pub fn unstage_regions(&self, key: SetKey) {
-        // What there is of it has no name that counts; the next opening sweeps it up if this does not.
+        // The partial file has no name that counts; the next opening removes it if this fails.
         let _ = self.directory.unlink(&temp_name(&name_of(key)));
     }
 
@@ -129,8 +128,8 @@ impl Store {
         let named = self.directory.rename(&temp, &name).and_then(|()| self.directory.sync());
         let made = named.and_then(|()| self.open_regions(key));
         if made.is_err() {
-            // A file that nobody keeps up to date must not be found later. Where even that fails, the error
-            // that led here tells what the disk is like.
+            // An outdated file must not be found later. If even the removal fails, the error that led here
+            // describes the disk.
             let _ = self.directory.unlink(&name);
         }
         made

@@ -9,8 +9,8 @@ use crate::error::StoreError;
 use crate::store::Store;
 
 impl Store {
-    /// Stores the number that Longhorn compares with those of other replicas. Durable on return. Which number
-    /// is the business of the caller.
+    /// Stores the number that Longhorn compares with those of other replicas. Durable on return. The caller
+    /// chooses the number.
     ///
     /// # Errors
     /// An I/O error; the number from before is then still there.

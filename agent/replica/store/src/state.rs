@@ -1,7 +1,7 @@
 //! The state that Shorthorn keeps beside the volume: bytes that the caller understands, in a file that
 //! Longhorn ignores.
 //!
-//! The file is one line of JSON (format, epoch, length and checksum of what follows) and the bytes.
+//! The file is one line of JSON (format, epoch, length and checksum of the rest) and the bytes.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ const FORMAT: u32 = 1;
 pub enum SavedState {
     /// The state was never saved.
     None,
-    /// The state belongs to the volume as it is.
+    /// The state belongs to the current volume.
     Current(Vec<u8>),
     /// Another program has had the directory open since, or it was copied: statements of the state about the
     /// volume's content may be wrong.
@@ -44,8 +44,8 @@ struct Header {
     crc32c: u32,
 }
 
-/// Saves state, on whatever thread. Durable when `save` returns; a crash leaves the old state or
-/// the new one. Saves take turns: hold one writer at a time.
+/// A writer of state for any thread. Durable when `save` returns; a crash leaves the old state or the new
+/// one. Saves take turns: hold one writer at a time.
 #[derive(Debug)]
 pub struct StateWriter {
     directory: Arc<Directory>,

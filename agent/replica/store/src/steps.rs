@@ -36,7 +36,7 @@ impl Executor<'_> {
                     self.directory.sync_document(name, bytes)?;
                 }
                 Step::Vouch { name } => guard.vouch(self.directory, name)?,
-                // One that was just made has nothing to lose.
+                // A new file has nothing to lose.
                 Step::SyncFile { name } if ImageName::parse(name).is_some() && made != Some(name) => {
                     self.sync_data(name)?;
                 }
@@ -98,8 +98,8 @@ impl Executor<'_> {
             .map_err(StoreError::not_durable)
     }
 
-    /// Copies the data of `from` over that of `into`, hole by hole, whole blocks at a time. Zeroes
-    /// are copied too: a block of zeroes hides what lies below, a hole does not.
+    /// Copies the data of `from` over that of `into`, hole by hole, whole blocks at a time. Zeroes are copied
+    /// too: a block of zeroes hides the data of lower layers, a hole does not.
     fn fold(&self, from: &ImageName, into: &ImageName, progress: &mut dyn FnMut(u64)) -> Result<()> {
         let upper = open_image(self.directory, from, self.direct_io, false)?;
         let lower = open_image(self.directory, into, self.direct_io, true)?;

@@ -36,10 +36,10 @@ pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
 /// An open replica directory, held exclusively.
 ///
-/// Calls that change the directory (operations) wait for the disk and take milliseconds; the plans
-/// do not, except where they meet a part of the volume for the first time and ask the file system
-/// what lies there. Dropping a store leaves the directory as after a crash: nothing is lost, but it
-/// counts as dirty until it is opened again. [`Store::close`] leaves it clean.
+/// Calls that change the directory (operations) wait for the disk and take milliseconds. Plans do not wait,
+/// except when they meet a part of the volume for the first time and query the file system. Dropping a store
+/// leaves the directory as after a crash: nothing is lost, but it counts as dirty until it is opened again.
+/// [`Store::close`] leaves it clean.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) directory: Arc<Directory>,
@@ -121,7 +121,7 @@ impl Store {
         let copy = if options.read_only { None } else { Copy::resume(&executor, &mut guard)? };
         let checks = Checks {
             accept_rebuilding: options.accept_rebuilding,
-            // The replica that is being copied has accepted the sizes of its layers, whatever they are.
+            // The copied replica has accepted the sizes of its layers.
             accept_short_layers: options.accept_short_layers || copy.is_some(),
             known_sizes,
         };
@@ -298,7 +298,7 @@ impl Store {
     /// Saves bytes beside the volume, durably and whole.
     ///
     /// # Errors
-    /// An I/O error; what was saved before is then still there.
+    /// An I/O error; the former state still exists then.
     pub fn save_state(&mut self, payload: &[u8]) -> Result<()> {
         self.state_writer()?.save(payload)
     }
@@ -353,11 +353,11 @@ impl Store {
         Ok(())
     }
 
-    /// Data that was written, and is not durable, may be gone: the disk has failed. Durable on return, so
-    /// that the next opening says so, in this boot of the host too, with [`OpenOptions::loss_note`] if
-    /// nothing in the directory can be changed; and whatever is returned, it holds for this store, and
-    /// nothing makes up for it here. To be called before anybody hears of the failure. `failures`: how often
-    /// in a row the replica has failed.
+    /// Records that data that is not durable may be lost, because the disk has failed. Durable on return, so
+    /// that the next opening reports it, in this boot of the host too, with [`OpenOptions::loss_note`] if
+    /// nothing in the directory can be changed. Whatever the result, it holds for this store, and nothing
+    /// here makes up for it. The caller calls this before it reports the failure. `failures` is the number of
+    /// failures in a row.
     ///
     /// # Errors
     /// An I/O error: the next process may not know of it.

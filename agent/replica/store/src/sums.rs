@@ -1,10 +1,9 @@
 //! Keeps sums of snapshots' layers beside them in `shorthorn.sums-<snapshot>`, and repairs data that does not
 //! match them.
 //!
-//! What is summed, and how, is the business of whoever keeps them. A file of sums belongs to one file of one
-//! layer: it names its inode and size and the epoch in which it was written, and is removed with the layer.
-//! The time of the layer's last change is no part of that: a layer that was changed behind our back is what
-//! the sums are to find.
+//! The keeper of the sums decides on their contents. A file of sums belongs to one file of one layer: it has
+//! its inode and size and the epoch in which it was written, and is removed with the layer. The time of the
+//! layer's last change is not included: the sums have to find a layer that was changed unnoticed.
 //!
 //! All numbers are little-endian.
 //!
@@ -208,8 +207,7 @@ impl Store {
     /// Keeps the sums of a snapshot's layer, durably.
     ///
     /// # Errors
-    /// A layer that is not there or cannot have sums, or an I/O error; what was kept before is then still
-    /// there.
+    /// The layer does not exist or cannot have sums, or an I/O error; the former sums still exist then.
     pub fn save_sums(&mut self, image: &str, sums: &LayerSums) -> Result<()> {
         self.check_writable()?;
         let image = self.known_layer(image)?;
@@ -217,7 +215,7 @@ impl Store {
             return Err(StoreError::NoSnapshotLayer(image.to_string()));
         };
         self.directory.replace(&name, &sums.encode(subject)).inspect_err(|_| {
-            // What there is of it counts for nothing, but takes space; the next opening removes it too.
+            // The partial file does not count, but takes space; the next opening removes it too.
             let _ = self.directory.unlink(&temp_name(&name));
         })
     }
@@ -235,7 +233,7 @@ impl Store {
     /// Returns the next data of a layer at or after `from_bytes`.
     ///
     /// # Errors
-    /// What the file system answers.
+    /// The error of the file system.
     pub fn next_layer_data(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>> {
         Ok(self.next_data_of(file, from_bytes)?.map(ByteRange::offset))
     }
@@ -243,7 +241,7 @@ impl Store {
     /// The runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
     ///
     /// # Errors
-    /// What the file system answers.
+    /// The error of the file system.
     pub fn layer_blocks(&self, file: FileIndex, range: ByteRange) -> Result<Vec<ByteRange>> {
         let mut runs: Vec<ByteRange> = Vec::new();
         let mut add = |extent: ByteRange| {
@@ -268,8 +266,8 @@ impl Store {
     /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no
     /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
     ///
-    /// A read that was planned before and has not ended may see what was there, what is there now, or zeroes
-    /// where a block goes that should never have been there. Plans made before are void afterwards.
+    /// A read that was planned before and has not ended may see the former data, the new data, or zeroes if a
+    /// block is removed that should never have existed. Plans made before are void afterwards.
     ///
     /// # Errors
     /// A layer that is not there, a range that it does not have, or an I/O error: the range may then hold
@@ -343,7 +341,7 @@ fn gaps(range: ByteRange, runs: &[ByteRange]) -> impl Iterator<Item = ByteRange>
         .filter(|gap| !gap.is_empty())
 }
 
-/// Removes all sums but those of the snapshots that `is_there`.
+/// Removes all sums but those of snapshots for which `is_there` is true.
 pub(crate) fn sweep_sums(directory: &Directory, is_there: impl Fn(&ImageName) -> bool) -> Result<()> {
     let image = |name: &str| {
         let snapshot = name.strip_prefix(OWN_PREFIX)?.strip_prefix(SUMS_PREFIX)?;

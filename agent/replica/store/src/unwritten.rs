@@ -1,9 +1,9 @@
 //! Blocks of the head that are allocated and were never written.
 //!
 //! A direct write allocates its blocks first and marks them as written when the data is there. A loss of
-//! power or a failed write in between leaves them allocated and not written. To us such blocks are holes
-//! (SEEK_DATA), and what lies below shows through. To Longhorn they are zeroes (FIEMAP), which hide what lies
-//! below. So holes are made of them before Longhorn can see them: before the directory counts as cleanly
+//! power or a failed write in between leaves them allocated and not written. To Shorthorn such blocks are
+//! holes (SEEK_DATA), which show the lower layers. To Longhorn they are zeroes (FIEMAP), which hide the lower
+//! layers. So they are made holes before Longhorn can see them: before the directory counts as cleanly
 //! closed, and before the head becomes a snapshot.
 
 use std::fs::File;
@@ -59,7 +59,7 @@ impl Store {
             self.unwritten = None;
             return Ok(0);
         }
-        // What is still in the page cache counts as written once it is on the disk, and not before.
+        // Data in the page cache counts as written only once it is on the disk.
         self.flush()?;
         let head = self.head();
         let path = self.directory.path_of(self.layout.head().as_str());

@@ -136,7 +136,7 @@ fn a_copy_has_the_same_snapshots_and_an_empty_head() {
     assert!(snapshots(&from) == snapshots(&to));
     let holes = target.layer_extents(2, 0, 10).unwrap();
     assert_eq!(holes, (vec![], None), "the head is empty");
-    // What is written now and what the snapshots hold come together.
+    // The new write and the snapshots' data combine.
     target.write_at(&[4; 512], 0, false).unwrap();
     let mut read = vec![0; 12288];
     target.read_at(&mut read, 0).unwrap();

@@ -64,7 +64,7 @@ fn view(path: &Path) -> View {
     View { snapshots: snapshots.collect(), volume: read(None).unwrap() }
 }
 
-/// No file is there but those of the layers and ours.
+/// Checks that the directory has only the files of the layers and of Shorthorn.
 fn assert_tidy(path: &Path) {
     let inspection = inspect(path).unwrap();
     assert!(inspection.usable && inspection.problems.is_empty(), "{inspection}");
@@ -198,7 +198,7 @@ fn failing_at_every_step(operation: &Operation) {
     for steps in 1.. {
         let path = cases.fresh();
         let (hook, left) = after(steps, Fault::Fail(28));
-        // Opening has steps of its own; only those of the operation count.
+        // The opening has steps of its own; only those of the operation count.
         left.store(0, Ordering::Relaxed);
         let mut store = open(&path, Some(hook)).unwrap();
         left.store(steps, Ordering::Relaxed);

@@ -105,7 +105,7 @@ fn large_blocks_are_refused() {
     let error = create(&mounted.path().join("replica"), 1 << 20).unwrap_err();
     assert!(matches!(error, StoreError::AllocationUnit { unit_bytes: 16384, .. }), "{error}");
     assert!(error.to_string().contains("allocates 16384 bytes for a write of 4096"), "{error}");
-    // A replica that was copied there is refused too, whoever looks at it.
+    // A replica that was copied there is refused too, by every caller.
     let elsewhere = tempfile::tempdir().unwrap();
     let path = elsewhere.path().join("replica");
     create(&path, 1 << 20).unwrap().close().unwrap();
@@ -139,7 +139,7 @@ fn a_full_disk_is_an_error_and_nothing_else() {
     };
     assert_eq!(error.errno().raw(), 28, "{error}");
     assert!(written > 4 && written < 24, "{written}");
-    // Over what lies below there is no room either; each sector is then the old or the new one.
+    // Over the lower layers no space is left either; each sector is then the old or the new one.
     let new = pattern(2, 1 << 20);
     let mut read = vec![0; 1 << 20];
     store.read_at(&mut read, 0).unwrap();
@@ -153,7 +153,7 @@ fn a_full_disk_is_an_error_and_nothing_else() {
         store.read_at(&mut read, at << 20).unwrap();
         assert!(read == old, "{at}");
     }
-    // What is there can still be written, and given back.
+    // Existing data can still be written, and freed.
     store.write_at(&new, 5 << 20, true).unwrap();
     store.discard(6 << 20, 4 << 20).unwrap();
     store.snapshot("after", true, BTreeMap::new(), TIME).unwrap();
@@ -189,7 +189,7 @@ fn small_blocks_are_refused_but_for_reading() {
         let path = mounted.path().join("replica");
         refused(Store::open(&path, OpenOptions::default()));
 
-        // A block of which only a part was written hides what lies below, as with Longhorn.
+        // A block of which only a part was written hides the lower layers, as with Longhorn.
         let head = File::options().write(true).open(path.join("volume-head-001.img")).unwrap();
         let part = usize::try_from(block_bytes).unwrap();
         head.write_all_at(&vec![7; part], 8192 + block_bytes).unwrap();

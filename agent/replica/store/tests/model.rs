@@ -273,7 +273,7 @@ proptest! {
     }
 }
 
-/// The same on whatever disk the temporary directory is on, with real direct I/O.
+/// Repeats the test on the disk of the temporary directory, with real direct I/O.
 #[test]
 fn a_disk_behaves_the_same() {
     let directory = tempfile::tempdir().unwrap();

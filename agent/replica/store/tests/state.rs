@@ -99,7 +99,7 @@ fn a_changed_head_is_noticed_after_a_clean_close() {
 fn a_lost_record_makes_the_state_outdated() {
     let fixture = with_state(true);
     std::fs::remove_file(fixture.path().join("shorthorn.guard")).unwrap();
-    // The epochs begin anew, and the one that the state carries must not be taken for it.
+    // The epochs begin anew, and the one that the state carries must not be taken for the current one.
     assert_eq!(status(fixture.path()), SavedState::Outdated(b"hello".to_vec()));
 }
 

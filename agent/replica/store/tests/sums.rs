@@ -71,7 +71,7 @@ fn sums_of_another_file_of_the_same_name_count_for_nothing() {
     let mut open = store(&path);
     open.save_sums(FIRST, &sums(7)).unwrap();
     open.close().unwrap();
-    // Somebody has replaced the layer.
+    // Another program has replaced the layer.
     std::fs::copy(path.join(FIRST), path.join("copy")).unwrap();
     std::fs::rename(path.join("copy"), path.join(FIRST)).unwrap();
     // And left the sums of a snapshot that is gone.

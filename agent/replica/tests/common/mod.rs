@@ -235,7 +235,7 @@ impl Client {
         }
     }
 
-    /// Sends bytes, whatever they are. The replica may have closed already.
+    /// Sends any bytes. The replica may have closed already.
     pub fn raw(&mut self, bytes: &[u8]) {
         let _ = self.socket.write_all(bytes);
     }
@@ -355,7 +355,7 @@ pub fn crc32c(data: &[u8]) -> u32 {
     crc32c::crc32c(data)
 }
 
-/// `length` bytes that differ from those of every other `seed`.
+/// Returns `length` bytes that differ from those of every other `seed`.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(length + 8);

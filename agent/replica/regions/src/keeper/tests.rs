@@ -47,7 +47,7 @@ fn a_modification_waits_for_its_pages_only_once() {
     assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0), (SetKey::Intent, 1)]);
     assert_eq!(keeper.admit(range(32_255, 2)), Admit::Go);
     assert_eq!(keeper.admit(range(7, 1)), Admit::Wait);
-    // What comes while the page is written, and is in it, needs no other write; what is not, does.
+    // A change that arrives during the write of a page needs no other write if it is in the page.
     let slot = keeper.begin_write(false).unwrap().slot;
     assert_eq!(keeper.admit(range(7, 1)), Admit::Wait);
     assert!(keeper.begin_write(false).is_none());
@@ -98,7 +98,7 @@ fn a_replica_that_leaves_the_views_begins_to_miss() {
     assert_eq!(keeper.admit(range(9, 1)), Admit::Wait);
     assert_eq!(write_all(&mut keeper), [(SetKey::Intent, 0), (missed, 0)]);
     assert_eq!(keeper.page(missed, 0).unwrap().runs, [(3, 1), (9, 1)]);
-    // Repeated, nothing begins anew; and nobody misses what it keeps itself.
+    // A repetition begins no set; and no replica misses its own data.
     assert!(keeper.on_propose(id(1), &known, &known, &view(2, &[1, 2])).unwrap().is_empty());
     assert!(keeper.on_propose(id(2), &known, &known, &view(3, &[1])).unwrap().is_empty());
     assert_eq!(keeper.on_propose(id(1), &known, &known, &view(3, &[1])).unwrap().len(), 1);
@@ -223,7 +223,7 @@ fn sets_follow_a_volume_that_grows_to_larger_regions() {
     };
     keeper.mark(&clear(&[(7, 3)])).unwrap();
     assert_eq!(keeper.page(key, 0).unwrap().runs, [(3, 1), (5, 1)], "what is cleared in part stays");
-    // Whatever file is there when the process ends, it tells the same.
+    // Any file that exists when the process ends has the same content.
     for (file, is_outgrown) in [(before, true), (file, false)] {
         let (loaded, damages) = RegionKeeper::load(regions, 1, &file);
         assert_eq!((damages.len(), loaded.is_outgrown(key)), (0, is_outgrown));
@@ -331,7 +331,7 @@ fn missed_regions_keep_the_stamp_of_who_misses_them() {
     assert_eq!(stamp_of(&keeper, 3), 7, "as the members had when it left");
     stamped(&mut keeper, 9);
     assert_eq!(stamp_of(&keeper, 3), 7);
-    // Its engine knows better of one that it has begin.
+    // The engine knows better about a set that it has made begin.
     let add = |n, stamp| MarkRegions { stamp, ..mark(RegionsOf::Missed(id(n)), MarkAction::Add, &[(1, 1)]) };
     let Marked::Begin(new) = keeper.mark(&add(4, 5)).unwrap() else { panic!("it begins") };
     keeper.keep(new);
