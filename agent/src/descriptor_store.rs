@@ -1,8 +1,8 @@
 //! A replacement of systemd's descriptor store for an engine that is a child process of the agent.
 //!
-//! An engine that ends in order leaves the sockets of its device here, by messages as those to systemd
-//! (sd_notify(3)): FDSTORE=1, FDSTOREREMOVE=1 and FDNAME=. The next one is started with them. What else
-//! engines tell is not listened to.
+//! An engine that ends in order leaves the sockets of its device here, by messages like those to systemd
+//! (sd_notify(3)): FDSTORE=1, FDSTOREREMOVE=1 and FDNAME=. The next one is started with them. Other messages
+//! of engines are ignored.
 
 use std::env;
 use std::fs::{self, Permissions};
@@ -28,7 +28,7 @@ use shorthorn_types::limits::MAX_QUEUES;
 const PASSED: &str = "SHORTHORN_DESCRIPTORS";
 /// The maximum number of kept descriptors: one socket for each queue.
 const KEPT_MAX: usize = MAX_QUEUES as usize;
-/// The longest message; those of engines have some tens of bytes.
+/// The maximum length of a message; messages of engines have some tens of bytes.
 const MESSAGE_MAX_BYTES: usize = 4096;
 const STACK_BYTES: usize = 128 << 10;
 
@@ -44,7 +44,7 @@ impl DescriptorStore {
     /// Listens on a socket of mode 0600 at `path`, and replaces an existing file.
     ///
     /// # Errors
-    /// What bind answers; no thread is to be had.
+    /// The error of bind, or of starting a thread.
     pub fn open(path: &Path) -> io::Result<DescriptorStore> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -60,7 +60,7 @@ impl DescriptorStore {
     }
 
     /// Lets the process of `command` leave its descriptors here, and passes those of the former process to
-    /// it. They are kept no longer.
+    /// it. The store keeps the passed ones no longer.
     pub fn pass_to(&self, command: &mut Command) {
         for variable in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
             command.env_remove(variable); // of our own sockets

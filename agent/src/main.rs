@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     match dispatch(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Where standard error is closed nobody can be told.
+            // If standard error is closed, no message is possible.
             let _ = writeln!(std::io::stderr(), "shorthorn-agent: {error:#}");
             ExitCode::from(code_of(&error))
         }

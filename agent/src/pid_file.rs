@@ -1,8 +1,8 @@
 //! Pid files that cannot lie.
 //!
-//! A process holds a record lock on its pid file for as long as it lives. The kernel tells who holds the
-//! lock, so a pid that was used again, or a file left by a process that is gone, deceives nobody. The text in
-//! the file is for people.
+//! A process holds a record lock on its pid file for as long as it lives. The kernel reports the holder of
+//! the lock, so a reused pid, or a file left by an ended process, does not mislead. The text in the file is
+//! for people.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -48,7 +48,7 @@ pub enum PidFileError {
 
 impl PidFile {
     /// Takes the pid file at `path` for this process. A process may do that once: closing any other
-    /// descriptor of the file would let go of the lock.
+    /// descriptor of the file would release the lock.
     ///
     /// # Errors
     /// [`PidFileError::Held`] where another process has it.
@@ -92,7 +92,7 @@ impl Holder {
     /// Returns the holder of the pid file at `path`; none if the file is missing.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn find(path: &Path) -> io::Result<Option<Holder>> {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -119,7 +119,7 @@ impl Holder {
     /// Asks it to end, as SIGTERM does.
     ///
     /// # Errors
-    /// What the system says; a process that has ended already is no error.
+    /// The error of the system; a process that has ended already is no error.
     pub fn terminate(&self) -> io::Result<()> {
         self.signal(Signal::TERM)
     }
@@ -127,7 +127,7 @@ impl Holder {
     /// Ends it at once.
     ///
     /// # Errors
-    /// What the system says; a process that has ended already is no error.
+    /// The error of the system; a process that has ended already is no error.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::KILL)
     }
@@ -142,7 +142,7 @@ impl Holder {
     /// Waits until it has ended, for at most `limit`; whether it has.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
         let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
         loop {
@@ -157,7 +157,7 @@ impl Holder {
     /// Returns a child as the holder, which may not hold its pid file yet. The caller has not reaped it yet.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn of_child(child: &std::process::Child) -> io::Result<Holder> {
         let pid = Pid::from_child(child);
         Ok(Holder { pid, fd: pidfd_open(pid, PidfdFlags::NONBLOCK)? })

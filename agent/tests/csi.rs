@@ -137,7 +137,7 @@ fn sockets_that_are_taken_away_are_made_again() {
     fs::remove_file(host.at(REGISTRATION)).unwrap();
     assert_eq!(kubelet.registers(), "n1");
     assert!(inode(&host.at(REGISTRATION)) != before || host.at(REGISTRATION).exists());
-    // Somebody resets the node: everything of kubelet's is gone, and comes back later.
+    // The node is reset: all data of kubelet is gone, and comes back later.
     drop(kubelet);
     fs::remove_dir_all(host.root()).unwrap();
     agent.wait_for_log("the CSI driver waits for it");
@@ -184,7 +184,7 @@ async fn sockets_of_systemd_outlive_the_agent() {
     let node = tokio::task::block_in_place(|| kubelet.registers());
     assert_eq!(node, "n1");
     drop(first); // SIGKILL
-    // Nobody serves, and the call waits: it is neither refused nor forgotten.
+    // No service exists yet, and the call waits: it is neither refused nor forgotten.
     let endpoint = Endpoint::from_shared(format!("unix://{}", host.at(CSI).display())).unwrap();
     let call = tokio::spawn(async move {
         let mut client = NodeClient::new(endpoint.connect().await?);

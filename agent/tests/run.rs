@@ -162,8 +162,8 @@ fn an_ordinary_user_can_run_one() {
         return; // whoever runs the tests is an ordinary user
     }
     std::os::unix::fs::chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
-    // The binary may be in a directory that is closed to others. A copy made by this process could be held
-    // open for writing by what other tests start just then.
+    // The binary may be in a directory that is closed to others. Another test that starts a process just then
+    // could hold a copy made by this process open for writing.
     let binary = dir.path().join("shorthorn-agent");
     let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_shorthorn-agent")).arg(&binary).status().unwrap();
     assert!(copied.success());

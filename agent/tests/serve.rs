@@ -164,7 +164,7 @@ async fn a_volume_from_start_to_deletion() {
     assert!(disks[0].replicas.is_empty() && disks[0].trash_bytes > 0, "{disks:?}");
     assert!(node.pid_files().is_empty());
 
-    // It comes back from the trash with what was written, and its replicas are not made anew.
+    // The volume comes back from the trash with its written data, and its replicas are not made anew.
     let trash = client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas;
     assert_eq!(trash.len(), REPLICAS.len(), "{trash:?}");
     for trashed in trash {
@@ -285,7 +285,7 @@ async fn what_dies_is_started_again() {
     let first = wait_for(&mut client, name, running).await;
     signal_to(pid(&first), Signal::KILL);
     let second = wait_for(&mut client, name, |replica| running(replica) && replica.pid != first.pid).await;
-    // And what dies while there is no agent, by the next one.
+    // The next agent restarts processes that die without an agent.
     drop(agent);
     signal_to(pid(&second), Signal::KILL);
     assert!(wait_for_end(pid(&second)));
@@ -420,7 +420,7 @@ async fn watches_tell_everything_in_order() {
         }
     }
     assert_eq!(last, InstanceState::Stopping);
-    // An agent that stops ends its watches, and does not wait for whoever holds one.
+    // An agent that stops ends its watches, and does not wait for the clients that hold them.
     agent.signal(Signal::TERM);
     let end = tokio::time::timeout(LIMIT, async { while let Ok(Some(_)) = events.message().await {} });
     end.await.expect("the watch ends with the agent");

@@ -1,7 +1,7 @@
 //! The agent with instances as units of systemd, on a real kernel, in a virtual machine. This test fails
 //! where VMs cannot run.
 //!
-//! What happens in the machine is a test of this very binary, which is copied there.
+//! The program in the machine is a copy of this test binary.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -165,8 +165,8 @@ async fn give_up_and_go_on(client: &mut NodeClient<Channel>) {
     assert_eq!(list(client).await.len(), 3);
 }
 
-/// The volume is wanted elsewhere, and its replicas refuse the engine here: whoever uses the device hears so,
-/// as waiting would never end.
+/// The volume is wanted elsewhere, and its replicas refuse the engine here. The user of the device gets
+/// errors, because waiting would never end.
 async fn depose_the_engine(client: &mut NodeClient<Channel>) {
     sh("mount /dev/longhorn/v1 /mnt && echo data > /mnt/file && sync");
     for id in REPLICAS {

@@ -55,7 +55,7 @@ pub(crate) enum CommandError {
 }
 
 impl Tool {
-    /// `program` as it is found on the PATH.
+    /// Runs `program`, which is searched on the PATH.
     pub(crate) fn new(program: &'static str, limit: Duration) -> Tool {
         Tool { program, arguments: Vec::new(), limit }
     }
@@ -77,8 +77,9 @@ impl Tool {
 
     /// Runs it; any exit status is an answer.
     ///
-    /// After the time limit it is killed, and then waited for without a limit: what still writes to a device
-    /// must not be forgotten. Whoever cannot wait so long has to run this on a thread of its own.
+    /// After the time limit it is killed, and then waited for without a limit: a process that may still write
+    /// to a device must not be forgotten. A caller that cannot wait so long has to run this on a thread of
+    /// its own.
     pub(crate) fn run(self) -> Result<Finished, CommandError> {
         let (program, limit) = (self.program, self.limit);
         let mut child = Command::new(program)
@@ -87,7 +88,7 @@ impl Tool {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // So that what it starts can be killed with it.
+            // A group of its own, so that its children can be killed with it.
             .process_group(0)
             .spawn()
             .map_err(|source| CommandError::Missing { program, source })?;

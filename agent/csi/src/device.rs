@@ -78,7 +78,7 @@ pub(crate) fn is_live(number: DeviceNumber) -> bool {
     size_bytes(number).is_ok_and(|size| size.is_some_and(|bytes| bytes > 0))
 }
 
-/// Returns whether the kernel refuses writes to a device, whoever asked it to.
+/// Returns whether the kernel refuses writes to a device, for any reason.
 pub(crate) fn is_read_only(number: DeviceNumber) -> io::Result<bool> {
     let text = fs::read_to_string(format!("/sys/dev/block/{number}/ro"))?;
     Ok(text.trim_end() != "0")

@@ -1,11 +1,11 @@
 //! Probes devices, and makes, checks and grows the file systems of volumes.
 //!
-//! A device is formatted only where that cannot destroy anything: where blkid knows nothing on it *and* both
-//! its ends are zero, or where it carries the mark of a format of ours that never came to its end. A file
-//! system is made with that mark as its label, everything is flushed, and only then is the label taken away.
-//! Whatever a power cut leaves of a format, then, is either empty, or marked, or in neither case looks like a
-//! file system to be mounted. (What is left can also be blocks without any signature. That cannot be told
-//! from somebody's data, and is refused.)
+//! A device is formatted only if that cannot destroy anything: if blkid knows nothing on it *and* both its
+//! ends are zero, or if it carries the mark of an incomplete format of Shorthorn. A file system is made with
+//! that mark as its label, everything is flushed, and only then is the label removed. So the remains of a
+//! format after a power cut are either empty, or marked, or never look like a file system to be mounted.
+//! (They can also be blocks without any signature. Those cannot be told from data of a user, and are
+//! refused.)
 
 use std::path::Path;
 use std::time::Duration;

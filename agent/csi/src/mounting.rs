@@ -57,7 +57,7 @@ pub(crate) fn bind(from: &Path, to: &Path, read_only: bool) -> Result<(), CsiErr
     Ok(tool.arg(from).arg(to).succeed().map(drop)?)
 }
 
-/// Takes away everything that is mounted at `point` and that `may_go`.
+/// Unmounts everything that is mounted at `point` and for which `may_go` is true.
 pub(crate) fn unmount_all(
     point: &Path,
     may_go: impl Fn(&Mount) -> Result<(), CsiError>,

@@ -10,14 +10,14 @@ use crate::device::DeviceNumber;
 /// The volumes that are attached to this node.
 #[tonic::async_trait]
 pub trait Volumes: Send + Sync + 'static {
-    /// A volume as it is now.
+    /// Returns the current state of a volume.
     ///
     /// # Errors
     /// [`VolumesError::NotFound`] where it is not attached to this node.
     async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError>;
 
-    /// Called before a volume is staged: has a device that could not grow while it was in use take the size
-    /// of its volume now, if nobody uses it. One that cannot stays as it is.
+    /// Called before a volume is staged: makes a device that could not grow while it was in use take the size
+    /// of its volume now, if it has no user. Otherwise the device does not change.
     async fn take_size(&self, _volume: &VolumeName) {}
 }
 
@@ -50,7 +50,7 @@ pub enum Condition {
     Healthy,
     /// The volume serves, with less redundancy than wanted.
     Degraded(String),
-    /// Requests wait: whoever touches the device hangs until that is over.
+    /// Requests wait: any access to the device hangs until that is over.
     Frozen(String),
 }
 

@@ -67,7 +67,7 @@ async fn data_of_others_is_never_formatted() {
 async fn a_format_that_was_interrupted_is_done_again() {
     let mut node = Node::new();
     let mut client = node.serve().await;
-    // What is there when the power goes after mkfs and before the mark is taken away.
+    // The state after a power cut after mkfs and before the removal of the mark.
     for (name, mkfs, wish) in
         [("v1", "mkfs.ext4", "ext4"), ("v2", "mkfs.xfs", "xfs"), ("v3", "mkfs.xfs", "ext4")]
     {
@@ -92,7 +92,7 @@ async fn another_file_system_than_asked_for_stays() {
     let staging = node.staging("v1");
     let answer = client.stage(stage("v1", &staging, file_system("ext4"))).await;
     refused(answer, Code::FailedPrecondition, "has xfs");
-    // Who asks for none gets what is there.
+    // A request without a file system gets the existing one.
     client.stage(stage("v1", &staging, file_system(""))).await.unwrap();
     assert_eq!(run("findmnt", &["-n", "-o", "FSTYPE", staging.to_str().unwrap()]).trim(), "xfs");
     let answer = client.stage(stage("v1", &staging, file_system("ext4"))).await;
@@ -126,7 +126,7 @@ async fn after_a_reboot_publishing_stages_again() {
     fs::remove_dir(&staging).unwrap();
     client.publish(wish()).await.unwrap();
     assert_eq!(text_at(&target.join("file")), "data");
-    // Undone in any order of what kubelet may have missed.
+    // Undone in any order of the calls that kubelet may have missed.
     client.unpublish("v1", &target).await.unwrap();
     run("umount", &[staging.to_str().unwrap()]);
     client.unstage("v1", &staging).await.unwrap();
@@ -203,7 +203,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");
     let dead = DeadMount { volume: VolumeName::new("v1").unwrap(), pod_uid: pod_uid.to_owned() };
     assert_eq!(node.dead_mounts.all(), [dead]);
-    // The engine too, for good: who uses the mount has to hear of that.
+    // The engine is gone for good, too: users of the mount have to learn of that.
     node.forget("v1");
     let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
     let words = ["not attached to this node", &old.number.to_string(), "delete the pods"];
@@ -237,7 +237,7 @@ async fn leftovers_at_the_target() {
     fs::write(&target, "").unwrap();
     client.publish(wish()).await.unwrap();
     client.unpublish("v1", &target).await.unwrap();
-    // Somebody has written there while no volume was mounted: it is neither hidden nor deleted.
+    // A file was written there while no volume was mounted: it is neither hidden nor deleted.
     fs::create_dir(&target).unwrap();
     fs::write(target.join("precious"), "data").unwrap();
     refused(client.publish(wish()).await, Code::FailedPrecondition, "not empty");
@@ -262,7 +262,7 @@ async fn a_volume_that_is_not_here_any_more_is_cleaned_up() {
         client.unstage("v1", &staging).await.unwrap();
     }
     assert!(!target.exists() && mounts_at(&staging) == 0);
-    // What is mounted outside the directories of the caller was not mounted for it.
+    // Mounts outside the directories of the caller were not made for it.
     let outside = node.root.parent().unwrap().join("mine");
     fs::create_dir(&outside).unwrap();
     run("mount", &["-t", "tmpfs", "none", outside.to_str().unwrap()]);
@@ -317,8 +317,8 @@ async fn after_a_power_cut_the_journal_is_replayed() {
         client.stage(stage("v1", &staging, file_system(fs_type))).await.unwrap();
         assert!(put(&staging.join("file"), "data"));
         run("sync", &[staging.join("file").to_str().unwrap()]);
-        // The disk as it is in this moment, mounted, becomes the disk of another volume; a clone beside its
-        // origin.
+        // A copy of the mounted disk at this moment becomes the disk of another volume, like a clone beside
+        // its origin.
         let copy = node.volume("v2").path.clone();
         run(
             "dd",

@@ -145,7 +145,7 @@ async fn read_only_targets() {
         assert!(options_at(&target).0.starts_with("ro,noatime"), "{:?}", options_at(&target));
     }
 
-    // A device: the kernel refuses writes, and allows them again when nobody has it any more.
+    // A device: the kernel refuses writes, and allows them again after its last user.
     let many = || with_mode(block(), Mode::SingleNodeMultiWriter);
     let (reader, writer) = (node.target("p2"), node.target("p3"));
     for _ in 0..2 {
@@ -188,7 +188,7 @@ async fn grows(fs_type: &str) {
     }
     let after = total(client.stats("v1", &target).await.unwrap());
     assert!(after >= before + GROWN_AT_LEAST, "{before} to {after}");
-    // One that has grown while it was nowhere has its space from the next stage on.
+    // A volume that has grown while it was attached nowhere has its space from the next stage on.
     client.unpublish("v1", &target).await.unwrap();
     client.unstage("v1", &staging).await.unwrap();
     node.loops_grow("v1", LARGER + (64 << 20));
@@ -294,7 +294,7 @@ async fn the_condition_says_what_is_wrong() {
     run("mount", &["-o", "remount,bind,rw", staging.to_str().unwrap()]);
     let condition = client.stats("v1", &staging).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("read-only"), "{condition:?}");
-    // Nobody uses it: the next stage brings it back.
+    // The mount has no user: the next stage restores it.
     client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
     assert!(!client.stats("v1", &staging).await.unwrap().volume_condition.unwrap().abnormal);
     assert!(put(&staging.join("x"), ""));

@@ -6,10 +6,10 @@
 //!               [--fault killed|mapped|stalled] [--task-work cooperative]
 //! ```
 //!
-//! Put the backing file on tmpfs, and its content survives `kill -9`. The state file holds what is needed to
-//! take the device over after that: just start the same command again. One line of JSON on standard output
-//! says that the device is ready. SIGTERM takes the device away and ends; SIGHUP leaves it to the next
-//! process; SIGUSR1 makes the volume 64 MiB larger; SIGUSR2 says who uses the device.
+//! Put the backing file on tmpfs, and its content survives `kill -9`. The state file has the data with which
+//! the same command takes the device over after that. A line of JSON on standard output says that the device
+//! is ready. SIGTERM removes the device and ends; SIGHUP leaves it to the next process; SIGUSR1 makes the
+//! volume 64 MiB larger; SIGUSR2 prints the users of the device.
 #![allow(clippy::print_stderr, reason = "a program for the command line")]
 
 use std::error::Error;
@@ -174,7 +174,7 @@ fn open_backing(options: &Options) -> io::Result<File> {
 }
 
 fn choose(options: &Options) -> Result<FrontendKind, FrontendError> {
-    // A device that is there is taken over by its own frontend, whatever would be chosen today.
+    // An existing device is taken over by its own frontend, even if another one would be chosen today.
     if let Some(record) = &options.spec.previous {
         return Ok(record.kind);
     }
@@ -238,7 +238,7 @@ fn serve(
     wake: &Wake,
     stopping: &AtomicBool,
 ) -> io::Result<()> {
-    // What this machine does not allow is a matter of the real engine's log.
+    // Missing protections of this machine are logged by the real engine.
     let _ = protect_thread();
     // The kernel closes it: see Ring::leave_open. Of a device that was stopped it holds nothing.
     let mut ring = ManuallyDrop::new(Ring::with(u32::from(depth) * 2, task_work)?);
@@ -255,7 +255,7 @@ fn serve(
         refusals: &mut refusals,
     })?;
     if fault == Fault::Mapped {
-        // What it has asked the ring for, the kernel has not seen yet.
+        // The kernel has not seen the submissions to the ring yet.
         raise(Signal::SIGKILL)?;
     }
     while !stopping.load(Ordering::Acquire) {

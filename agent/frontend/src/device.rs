@@ -95,7 +95,7 @@ pub trait Device: Send {
     /// `/dev/longhorn/<volume>`, or the socket.
     ///
     /// # Errors
-    /// Says what is in the way.
+    /// The obstacle.
     fn go_live(&mut self) -> Result<PathBuf, FrontendError>;
 
     /// Returns the kernel's number of the live device; none for a socket.
@@ -119,7 +119,7 @@ pub trait Device: Send {
     /// Takes the node away first, then the device; the queues still serve meanwhile.
     ///
     /// # Errors
-    /// Says what is in the way.
+    /// The obstacle.
     fn stop(&mut self) -> Result<(), FrontendError>;
 }
 

@@ -7,9 +7,8 @@ use shorthorn_types::VolumeName;
 use crate::node::DeviceNumber;
 use crate::{FrontendError, node, remove_nbd_leftovers, ublk};
 
-/// Takes every device of `volume` away, and their names in `device_dir`. Requests that wait there fail, and
-/// whoever has it mounted sees errors: without that they would wait for ever, and so would whoever unmounts
-/// it.
+/// Removes every device of `volume`, and their names in `device_dir`. Requests that wait there fail, and
+/// their users see errors: otherwise they would wait for ever, and so would an unmount.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where a living process serves one.

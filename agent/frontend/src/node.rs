@@ -98,7 +98,7 @@ pub struct DeviceNode {
 /// new one.
 ///
 /// A node whose device is gone is replaced, and so is one whose number now belongs to another volume of
-/// `device_dir`: both are what a killed process leaves behind.
+/// `device_dir`: a killed process leaves both behind.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where something else has that name: a node of a live device, or no node at all.
@@ -124,7 +124,7 @@ pub fn publish(
 /// Takes the node of `volume` away if it leads to `device`; another one is not ours and stays.
 ///
 /// # Errors
-/// What the file system answers.
+/// The error of the file system.
 pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> Result<(), FrontendError> {
     let path = device_dir.join(volume.as_str());
     let removed = match look(&path) {
@@ -142,7 +142,7 @@ pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> R
 /// not exist has none.
 ///
 /// # Errors
-/// What the file system answers.
+/// The error of the file system.
 pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
     nodes(Path::new(SYSFS), device_dir).map_err(|source| FrontendError::System {
         action: format!("look for device nodes in {}", device_dir.display()),
@@ -150,9 +150,9 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
     })
 }
 
-/// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, where it
-/// runs, has handled it: before that, udev may still have it open. `before` is what udev knew before the
-/// event that it has to handle; without it, any record of udev will do.
+/// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, if it
+/// runs, has handled it: before that, udev may still have it open. `before` is the record of udev from before
+/// the event that it has to handle; without it, any record of udev suffices.
 ///
 /// # Errors
 /// [`FrontendError::System`] where the disk does not come up within `limit`. A udev that is slow or stuck is
@@ -206,7 +206,7 @@ pub(crate) fn write_back(volume: &VolumeName, path: PathBuf) {
 /// Number of the disk `name` (as in /sys/block); None if it does not exist.
 ///
 /// # Errors
-/// What sysfs answers.
+/// The error of sysfs.
 pub(crate) fn disk_number(name: &str) -> io::Result<Option<DeviceNumber>> {
     Ok(disk_of(&Path::new(SYSFS).join("block").join(name))?.map(|(number, _)| number))
 }
@@ -214,7 +214,7 @@ pub(crate) fn disk_number(name: &str) -> io::Result<Option<DeviceNumber>> {
 /// Returns the size of the disk `name` (as in /sys/block) in bytes; none if it does not exist.
 ///
 /// # Errors
-/// What sysfs answers.
+/// The error of sysfs.
 pub(crate) fn disk_size(name: &str) -> io::Result<Option<u64>> {
     Ok(disk_of(&Path::new(SYSFS).join("block").join(name))?.map(|(_, size)| size))
 }
@@ -301,7 +301,7 @@ fn make(path: &Path, device: DeviceNumber) -> io::Result<()> {
     if let Some(group) = Group::from_name(NODE_GROUP)? {
         lchown(path, None, Some(group.gid.as_raw()))?;
     }
-    // Last, so that nobody can open it before it has its group.
+    // This is the last step, so that the node cannot be opened before it has its group.
     fs::set_permissions(path, fs::Permissions::from_mode(NODE_MODE))
 }
 

@@ -49,7 +49,7 @@ pub fn probe() -> Vec<FrontendReport> {
 /// Chooses the frontend: `wanted`, or else the first usable one that makes a block device.
 ///
 /// # Errors
-/// Says what is missing for `wanted`, or for each that was tried.
+/// The missing feature of `wanted`, or of each that was tried.
 pub fn choose(
     wanted: Option<FrontendKind>,
     reports: &[FrontendReport],

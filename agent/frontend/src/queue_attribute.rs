@@ -13,13 +13,13 @@ use std::thread;
 /// Reads the attribute in `$0`, and writes `$2` if it is `$1` or more.
 const LOWER: &str = r#"read -r now <"$0" && { [ "$now" -lt "$1" ] || echo "$2" >"$0"; }"#;
 
-/// Has `attribute` of the disk `kernel_name` lowered to `value` if it is larger, and returns at once. If that
-/// fails, `consequence` says in the log what it is good for.
+/// Lowers `attribute` of the disk `kernel_name` to `value` if it is larger, and returns at once. If that
+/// fails, the log has the `consequence`.
 pub(crate) fn lower(kernel_name: &str, attribute: &str, value: u32, consequence: &'static str) {
     lower_from(kernel_name, attribute, value.saturating_add(1), value, consequence);
 }
 
-/// Has it set to `value`, whatever it is.
+/// Sets the attribute to `value`, from any value.
 pub(crate) fn set(kernel_name: &str, attribute: &str, value: u32, consequence: &'static str) {
     lower_from(kernel_name, attribute, 0, value, consequence);
 }

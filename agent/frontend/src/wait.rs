@@ -10,8 +10,8 @@ const FIRST_PAUSE: Duration = Duration::from_micros(200);
 /// The longest pause: short enough for people, long compared with the cost of a look.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
-/// Looks with `look` until it finds something, at most for `limit`; then None. The last look comes after the
-/// limit, so a thread that did not run for a while still finds what is there.
+/// Calls `look` until it finds something, at most for `limit`; then returns none. The last look comes after
+/// the limit, so a thread that did not run for a while still finds a late result.
 pub(crate) fn until<T, E>(
     limit: Duration,
     mut look: impl FnMut() -> Result<Option<T>, E>,
@@ -42,7 +42,7 @@ pub(crate) fn within<T: Send + 'static>(
 ) -> io::Result<T> {
     let (sender, receiver) = mpsc::sync_channel(1);
     thread::Builder::new().name("bounded".into()).spawn(move || {
-        // Nobody listens any more after the limit.
+        // The receiver is gone after the limit.
         let _ = sender.send(work());
     })?;
     receiver.recv_timeout(limit).unwrap_or_else(|_| Err(timed_out(limit)))

@@ -103,8 +103,8 @@ fn every_request_does_what_it_says() -> Result<()> {
     vm.spawn(&format!("sha256sum <{NODE} >/mem/sum"))?.wait(5 * MINUTE)?;
     ensure!(vm.sh("cat /mem/sum")? == before, "the content changed over a stop and a start");
     vm.sh(&format!("blkdiscard -z {NODE} && cmp -n {SIZE_BYTES} {NODE} /dev/zero"))?;
-    // Buffered writes that nobody has flushed are written when the device stops. The last one who closes it
-    // would flush them, so somebody keeps it open.
+    // Buffered writes without a flush are written when the device stops. The last close would flush them, so
+    // a holder keeps it open.
     let holder =
         vm.spawn(&format!("exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; sleep 1000"))?;
     vm.sh("for n in $(seq 600); do test -e /mem/written && exit; sleep 0.05; done; exit 1")?;
@@ -321,7 +321,7 @@ fn killed_between_mapping_and_fetching_on_the_newest_kernel() -> Result<()> {
 fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     let guest = start()?;
     let vm = &guest.vm;
-    // START_DEV waits until all tags are fetched; here nobody fetches any.
+    // START_DEV waits until all tags are fetched; here no process fetches any.
     let output = vm.run(&format!(
         "time timeout --signal=KILL 90 memory_device --volume memory --size {SIZE_BYTES} --backing /mem/memory.data \
          --state /mem/memory.state --frontend ublk --fault stalled"
@@ -345,7 +345,7 @@ fn a_kernel_without_ublk_says_what_is_missing() -> Result<()> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     ensure!(!output.success() && stderr.contains("no module ublk_drv"), "{output}");
     ensure!(stderr.contains("CONFIG_BLK_DEV_UBLK"), "{output}");
-    // Whatever is wanted, the report says of each whether it works.
+    // For any choice, the report says of each frontend whether it works.
     ensure!(stderr.contains("ublk: does not work: ") && stderr.contains("nbd: works: "), "{output}");
     Ok(())
 }

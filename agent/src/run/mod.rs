@@ -1,8 +1,9 @@
 //! `shorthorn-agent run`: one volume with no daemon at all.
 //!
-//! This process is the supervisor. It makes or opens the volume's directory, starts a process per replica and
-//! the engine, says on standard output when the volume is ready, starts again what dies, and stops everything
-//! on SIGTERM. It has a few threads and no async runtime, because its memory counts beside the engine's.
+//! This process is the supervisor. It makes or opens the volume's directory, and starts a process per replica
+//! and the engine. It reports on standard output when the volume is ready, restarts processes that die, and
+//! stops everything on SIGTERM. It has a few threads and no async runtime, because its memory counts beside
+//! the engine's.
 
 mod announce;
 mod error;

@@ -93,8 +93,8 @@ impl Process {
 
     /// Starts the process.
     ///
-    /// It must be called on the main thread: a process that asked to be told of its parent's end is told
-    /// when the thread ends that started it.
+    /// It must be called on the main thread: a process that asks for the signal of its parent's end gets it
+    /// when the starting thread ends.
     pub fn start(&mut self, events: &SyncSender<Event>) -> Result<(), RunError> {
         assert!(self.running.is_none(), "the {} runs already", self.role);
         if self.role == Role::Engine && self.store.is_none() {
@@ -237,7 +237,7 @@ impl Process {
     /// Sends it a signal, if it runs.
     pub fn signal(&self, signal: Signal) -> Result<(), RunError> {
         let Some(running) = &self.running else { return Ok(()) };
-        // Its id cannot have been used again: nobody but us takes its end, and we have not.
+        // The process id cannot have been reused: only this process reaps it, and it has not.
         let pid = i32::try_from(running.child.id()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
         let pid = pid.map_err(RunError::doing("cannot signal a process"))?;
         kill(Pid::from_raw(pid), signal).map_err(RunError::doing("cannot signal a process"))

@@ -68,7 +68,7 @@ impl RuntimeDir {
 /// Finds the directory for the volume in `dir`, which is absolute, and makes it where it is missing.
 ///
 /// # Errors
-/// [`RunError::TooLong`] where no path is short enough, [`RunError::NotOurs`] where somebody else has it.
+/// [`RunError::TooLong`] if no path is short enough, [`RunError::NotOurs`] if another user has it.
 pub fn prepare(dir: &Path) -> Result<RuntimeDir, RunError> {
     let inside = dir.join("run");
     if fits(&inside) {

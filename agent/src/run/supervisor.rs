@@ -203,7 +203,7 @@ impl Supervisor {
         RunError::NotReady { seconds: self.ready_limit.as_secs(), message: troubles(&self.processes) }
     }
 
-    /// Stops the engine, then the replicas; everything is tried whatever fails.
+    /// Stops the engine, then the replicas; every step is tried even if others fail.
     fn stop(&mut self) -> Result<(), RunError> {
         let replicas = self.processes.len() - 1;
         let engine = self.stop_group(replicas..replicas + 1);

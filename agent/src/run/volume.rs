@@ -25,8 +25,8 @@ pub struct VolumeFile {
     pub secret: Secret,
     /// Number of the newest attachment. No two engines ever have the same.
     pub attach: u64,
-    /// True if it was ready once. From then on a replica directory that is missing is a lost replica, and not
-    /// one that has to be made.
+    /// True if the volume was ready once. From then on a missing replica directory is a lost replica, and is
+    /// not made.
     pub initialised: bool,
 }
 

@@ -155,7 +155,7 @@ where
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let cluster = cluster_of(&request);
-        // The one that was polled goes with the call.
+        // The polled one is moved into the call.
         let waiting = self.service.clone();
         let mut service = std::mem::replace(&mut self.service, waiting);
         let (claim, leaders) = (Arc::clone(&self.claim), Arc::clone(&self.leaders));
@@ -174,7 +174,7 @@ where
     }
 }
 
-/// The cluster that has to be let through for this call; none: everybody may make it.
+/// Returns the cluster that must match for this call; none if every caller may make it.
 fn cluster_of(request: &http::Request<Body>) -> Option<Result<String, NodeError>> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default();
     let unreadable = |_| NodeError::Invalid(format!("the header {CLUSTER_HEADER} is no text"));

@@ -438,7 +438,7 @@ mod tests {
     fn the_sample_says_the_defaults() {
         let sample = include_str!("../../../packaging/agent.toml");
         assert_eq!(parse(sample).unwrap(), parse("").unwrap());
-        // With every key switched on it must still be what it was.
+        // With every key enabled the file must still be equal.
         let on = |line: &str| match line.strip_prefix('#') {
             Some(key) if !key.starts_with(' ') && key.contains('=') => key.to_owned(),
             _ => line.to_owned(),

@@ -13,7 +13,7 @@ use crate::serve::error::NodeError;
 /// All of them. `has_engine` says whether the engine of a volume runs.
 ///
 /// # Errors
-/// What the file system answers.
+/// The error of the file system.
 pub fn list(device_dir: &Path, has_engine: impl Fn(&str) -> bool) -> Result<Vec<v1::Device>, NodeError> {
     let nodes = node::scan(device_dir).map_err(|error| NodeError::Unavailable(error.to_string()))?;
     Ok(nodes.iter().map(|node| show(device_dir, node, has_engine(node.volume.as_str()))).collect())

@@ -188,7 +188,7 @@ impl Disks {
     /// Prepares a directory as a disk, and remembers it.
     ///
     /// # Errors
-    /// [`NodeError`] says what is wrong with the directory.
+    /// [`NodeError`] has the problem of the directory.
     pub fn add(&self, path: &str) -> Result<v1::Disk, NodeError> {
         let path = absolute(path.into()).map_err(|error| NodeError::Invalid(format!("path: {error}")))?;
         let real = fs::canonicalize(&path).map_err(|error| {
@@ -305,7 +305,8 @@ pub fn delete_replica(
         }
         Ok(_) => {}
     }
-    // Until the end: whoever opens it meanwhile finds it held, and after that it is not there.
+    // The hold lasts until the end: a process that opens the directory meanwhile finds it held, and after
+    // that it is gone.
     let held = trash::held(&directory)?;
     if !limits.keep.is_zero() {
         match trash::move_in(disk, id, &held, note, trash::now_ms()) {
@@ -351,7 +352,7 @@ fn remove_trash(disk: &Path) {
     }
 }
 
-/// A disk as it is now; whatever is wrong is in words.
+/// Returns the current state of a disk, with its problem in words.
 fn look(path: &Path) -> v1::Disk {
     let mut disk = v1::Disk { path: path.display().to_string(), ..v1::Disk::default() };
     if let Some(problem) = obstacle(path) {
@@ -537,7 +538,7 @@ mod tests {
         let found = disks.list().remove(0);
         assert!(found.problem.is_empty() && found.uuid.len() == 36, "{found:?}");
         assert!(disk.join("replicas").is_dir());
-        // As it is when the mount is missing after a reboot.
+        // The state when the mount is missing after a reboot.
         fs::rename(&disk, dir.path().join("elsewhere")).unwrap();
         fs::create_dir(&disk).unwrap();
         let disks = Disks::open(&configured, dir.path()).unwrap();
@@ -572,7 +573,7 @@ mod tests {
         let refused = |uuid: &str| disks.check(&disk, uuid).unwrap_err();
         assert!(matches!(refused("u-2"), NodeError::Precondition(text) if text.contains("u-2 is meant")));
         assert!(disks.trash(NO_TRASH).problems.is_empty());
-        // What is left when it is unmounted.
+        // The state when it is unmounted.
         fs::remove_file(disk.join(IDENTITY_FILE)).unwrap();
         let problems = disks.trash(NO_TRASH).problems;
         assert!(problems.len() == 1 && problems[0].contains("not mounted"), "{problems:?}");

@@ -1,7 +1,7 @@
 //! Metrics of the agent at `/metrics`, and `/readyz`. docs/metrics.md explains every metric.
 //!
-//! Instances are shown as the table has them; engines are asked for their counters, and disks for their
-//! space, when somebody asks, each within a time: a disk or an engine that hangs is left out.
+//! Instances are shown as in the table. Engines are asked for their counters, and disks for their space, at
+//! each request, each within a time: a hanging disk or engine is left out.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -124,7 +124,8 @@ async fn look(looking: Arc<Mutex<()>>, disks: Arc<Disks>, device_dir: PathBuf) -
     let alone = looking.try_lock_owned().ok()?;
     let look = tokio::task::spawn_blocking(move || {
         let _alone = alone;
-        // Whether an engine is there does not matter: what has none is counted as recovering otherwise.
+        // The existence of an engine does not matter: volumes without one are counted as recovering
+        // elsewhere.
         (disks.list(), devices::list(&device_dir, |_| true).unwrap_or_default())
     });
     tokio::time::timeout(DISKS_LIMIT, look).await.ok()?.ok()

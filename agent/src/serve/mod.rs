@@ -1,7 +1,8 @@
 //! `shorthorn-agent serve`: the agent of a node.
 //!
-//! It holds no state that matters to I/O. What should run is in spec files; what runs is found again through
-//! systemd, or through pid files and control sockets. So it may end at any moment, and the next one goes on.
+//! It holds no state that matters to I/O. Spec files list the instances that should run; systemd, or pid
+//! files and control sockets, show the running ones. So the agent may end at any moment, and the next one
+//! continues.
 //!
 //! After the host was started anew, neither engines nor replicas are started by the agent. An engine needs a
 //! new number of attachment, which only the controller can give, and the controller knows which replicas it
@@ -160,7 +161,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     };
     tracing::info!("stopping; engines and replicas continue");
     stop.send_replace(true);
-    // Whoever is cut off calls again.
+    // Disconnected callers call again.
     let drained = async {
         let _ = server.await;
         if let Some(driver) = driver {
@@ -205,7 +206,7 @@ async fn backend(
     let systemd = match config.instances {
         InstancesChoice::Systemd => true,
         InstancesChoice::Children => false,
-        // What sd_booted(3) looks at.
+        // The same test as sd_booted(3).
         InstancesChoice::Auto => Path::new("/run/systemd/system").is_dir(),
     };
     if systemd {

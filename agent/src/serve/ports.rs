@@ -1,5 +1,5 @@
 //! The TCP ports of replicas. A replica keeps its port for as long as it is known here, so that the engines
-//! of other nodes find it again after it was started anew.
+//! of other nodes find it again after a restart.
 
 use std::net::{SocketAddr, TcpListener};
 
@@ -38,7 +38,7 @@ pub fn choose(replica: &mut ReplicaSpec, config: &Config, taken: &[u16]) -> Resu
         replica.data_address = Some(SocketAddr::new(ip, port));
         return Ok(());
     }
-    // Somebody else may use a port of ours too; trying it is the only way to know.
+    // Another program may use one of these ports too; only a bind shows that.
     let free = |port: &u16| !taken.contains(port) && TcpListener::bind((ip, *port)).is_ok();
     let port = config.data_ports.clone().find(free).ok_or_else(|| {
         let (first, last) = (config.data_ports.start(), config.data_ports.end());

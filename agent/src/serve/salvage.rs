@@ -79,7 +79,7 @@ fn modified_ms(directory: &Path) -> u64 {
 /// Makes the replica alone the committed view of its volume; see the node API.
 ///
 /// # Errors
-/// [`NodeError`] says what is wrong with the directory; it is as it was then.
+/// [`NodeError`] has the problem of the directory, which is unchanged then.
 pub fn salvage(directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), NodeError> {
     if !directory.join("volume.meta").try_exists().map_err(NodeError::at(directory))? {
         return Err(NodeError::NotFound(format!("{} holds no replica", directory.display())));
@@ -108,7 +108,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     let salvaged = State { views: alone(replica, attach)?, ..state.clone() };
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
     // The sets are about other replicas, which are made anew in full, or about regions in which this one may
-    // differ from them. Before the state: where this is cut off, it is all done again.
+    // differ from them. They are removed before the state: after an interruption, all steps are done again.
     store.remove_all_regions().map_err(|error| of_store(&error))?;
     store.set_rebuilding(false).and_then(|()| store.set_left(false)).map_err(|error| of_store(&error))?;
     store.save_state(&bytes).map_err(|error| of_store(&error))?;

@@ -273,7 +273,8 @@ impl Node for NodeService {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
-        // Under the same gate as a restore; the replica of that name may run, as it is another directory.
+        // Under the same gate as a restore; the replica of that name may run, because it is another
+        // directory.
         let removed = id.clone();
         self.hub.beside(&id, move |_| trash::remove(&disk, &removed, request.deleted_ms)).await?;
         Ok(Response::new(v1::RemoveTrashResponse {}))

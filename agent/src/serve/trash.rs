@@ -1,18 +1,17 @@
 //! The trash of a disk: where the directories of deleted replicas stay for a while.
 //!
 //! Each has a folder of its own in `replicas/.shorthorn-trash`, on the file system of the replicas: a checked
-//! record, and the directory as it was. The record is durable before the directory is moved, so a directory
-//! in the trash always says whose it is. A folder without a directory is what a move has left that was cut
-//! off before or after it, and holds nothing.
+//! record, and the unchanged directory. The record is durable before the directory is moved, so a directory
+//! in the trash always has its identity. A folder without a directory is the remains of a move that was
+//! interrupted before or after it, and holds nothing.
 //!
-//! A directory that is restored leaves its folder behind, with the record and a mark. For as long as the
-//! directory is in place it is listed as restored: whoever undeletes a volume and is cut off finds again what
-//! he has restored, and removes the rest of the folder at the end. A directory that nothing names is never
-//! out of sight by that.
+//! A restored directory leaves its folder behind, with the record and a mark. For as long as the directory is
+//! in place it is listed as restored: an interrupted undeletion finds the directories again that it has
+//! restored, and removes the rest of the folder at the end. So a directory without an owner is never out of
+//! sight.
 //!
-//! A folder that is deleted for good is renamed first, so that a directory of which a part is gone is never
-//! restored. Whoever deletes a directory holds the lock that each process of a replica takes, as does an
-//! export.
+//! A folder that is deleted for good is renamed first, so that a partly deleted directory is never restored.
+//! A deletion holds the lock that each process of a replica takes, and so does an export.
 
 use std::fs;
 use std::io;
@@ -282,13 +281,13 @@ pub fn has(disk: &Path, id: &InstanceId) -> Result<bool, NodeError> {
 /// Deletes a directory in the trash for good. If it was restored, only the record is deleted.
 ///
 /// # Errors
-/// [`NodeError::Precondition`] if somebody reads it, and what the file system says.
+/// [`NodeError::Precondition`] if it is being read, and the error of the file system.
 pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeError> {
     let folder = folder_of(disk, id, deleted_ms);
     if !folder.try_exists().map_err(NodeError::at(&folder))? {
         return Ok(());
     }
-    // Until the end: an export that has begun is not cut off, and none begins.
+    // The hold lasts until the end: a running export is not interrupted, and none begins.
     let was_there = is_there(&folder)?;
     let _held = if was_there { held_unless_unreadable(&folder.join(DIRECTORY))? } else { None };
     if was_there && !is_there(&folder)? {
@@ -299,7 +298,7 @@ pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeE
     gone.push(GONE);
     let gone = PathBuf::from(gone);
     match fs::rename(&folder, &gone) {
-        // Somebody else has deleted it meanwhile, as a sweep does.
+        // Another deletion, such as a sweep, was faster.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         renamed => renamed.map_err(NodeError::at(&folder))?,
     }
@@ -541,7 +540,7 @@ fn remove_leftovers(disk: &Path, meant: impl Fn(&InstanceId, u64) -> bool) {
     }
 }
 
-/// Ends the deletions that were cut off.
+/// Completes interrupted deletions.
 fn remove_gone(disk: &Path) {
     for found in fs::read_dir(root_of(disk)).into_iter().flatten().flatten() {
         let path = found.path();

@@ -1,6 +1,6 @@
-//! A stand-in for kubelet's watcher of plugins: it looks through the directory of registrations when it
-//! starts, then follows it by inotify, asks each socket who it is, calls the driver, and tells it that it was
-//! taken.
+//! A stand-in for kubelet's watcher of plugins. It searches the directory of registrations when it starts,
+//! and then follows it by inotify. It asks each socket for its identity, calls the driver, and tells it that
+//! it was registered.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -99,7 +99,7 @@ fn follow(registry: &Path, events: &Sender<Event>, stop: &AtomicBool) {
             if registered.get(&path) == Some(&inode) {
                 continue;
             }
-            // What fails is tried again.
+            // Failures are retried.
             if let Ok(event) = runtime.block_on(register(&path)) {
                 registered.insert(path, inode);
                 let _ = events.send(event);

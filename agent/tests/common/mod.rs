@@ -18,7 +18,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 
-/// Far more than anything takes: whoever waits so long has found a bug.
+/// The time limit of every wait, far above the usual durations: reaching it is a bug.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 pub fn agent() -> Command {

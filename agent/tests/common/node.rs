@@ -99,7 +99,7 @@ pub fn endpoint(instance: &v1::Instance) -> PathBuf {
     }
 }
 
-/// Starts the disk, the replicas and the engine of the volume; the engine as it is when it runs.
+/// Starts the disk, the replicas and the engine of the volume; returns the running engine.
 pub async fn start_volume(disk: &Path, frontend: &str, client: &mut NodeClient<Channel>) -> v1::Instance {
     let path = disk.display().to_string();
     let added = client.add_disk(v1::AddDiskRequest { path }).await.unwrap().into_inner();

@@ -66,7 +66,7 @@ impl Capability {
 /// Returns the requested use of the volume.
 ///
 /// # Errors
-/// [`CsiError::Invalid`] says what is missing, or can never work.
+/// [`CsiError::Invalid`] names the missing field, or the value that can never work.
 pub fn capability(capability: Option<v1::VolumeCapability>) -> Result<Capability, CsiError> {
     let missing = |what: &str| CsiError::Invalid(format!("volume_capability{what} is missing"));
     let capability = capability.ok_or_else(|| missing(""))?;

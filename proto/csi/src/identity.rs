@@ -24,7 +24,7 @@ impl Identity {
     /// Returns the identity of the driver `name`.
     #[must_use]
     pub fn new(name: &str, version: &str) -> Identity {
-        // Whoever serves the socket last is ready once it can be asked.
+        // The last server of the socket is ready once it can be asked.
         Identity {
             name: name.to_owned(),
             version: version.to_owned(),

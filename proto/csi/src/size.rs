@@ -16,8 +16,7 @@ pub struct SizeRange {
 /// The size that is asked for.
 ///
 /// # Errors
-/// [`CsiError::Invalid`] for a negative size, [`CsiError::OutOfRange`] where the limit is below what is
-/// required.
+/// [`CsiError::Invalid`] for a negative size, [`CsiError::OutOfRange`] if the limit is below the minimum.
 pub fn size_range(range: Option<v1::CapacityRange>) -> Result<SizeRange, CsiError> {
     let v1::CapacityRange { required_bytes, limit_bytes } = range.unwrap_or_default();
     let size = |bytes: i64| {

@@ -26,7 +26,7 @@ impl Errno {
     /// Not permitted (EPERM).
     pub const NOT_PERMITTED: Errno = Errno(1);
 
-    /// The errno of `raw`; whatever is not a positive errno becomes [`Errno::IO`].
+    /// Returns the errno of `raw`; any value that is not a positive errno becomes [`Errno::IO`].
     #[must_use]
     pub const fn new(raw: i32) -> Errno {
         if raw > 0 && raw < 4096 { Errno(raw) } else { Errno::IO }

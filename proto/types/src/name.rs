@@ -30,7 +30,7 @@ impl VolumeName {
     /// Checks `text` and takes it as a name.
     ///
     /// # Errors
-    /// [`NameError`] says what is wrong and where.
+    /// [`NameError`] has the problem and its position.
     pub fn new(text: &str) -> Result<VolumeName, NameError> {
         if text.is_empty() || text.len() > MAX_VOLUME_NAME_BYTES {
             return Err(NameError::Length(text.chars().take(80).collect(), text.chars().count()));

@@ -4,13 +4,13 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Members, ReplicaId, View};
 
 /// Returns the replicas whose out-of-sync sets are kept in vain by a replica that keeps those of `tracks`:
-/// the volume does not have them any more. It has the `wanted` ones, and those of `views`, which have to be
-/// all that the replica knows and all that its engine honours.
+/// the volume does not have them any more. The volume has the `wanted` ones, and those of `views`, which have
+/// to be all views that the replica knows and its engine honours.
 ///
-/// Nothing is lost by that, whoever is wrong: where one member of a first view has no account of a replica,
-/// that replica becomes a copy ([`combine`](crate::combine)). That holds as long as no account is begun again
-/// that looks like a whole one. A replica begins one, from its write intent, for everybody in the views that
-/// it knows or is told of who is not in the next one: so an account of a replica in such a view stays.
+/// A wrong removal loses no data: if one member of a first view has no set for a replica, that replica
+/// becomes a copy ([`combine`](crate::combine)). That holds as long as no set is begun again that looks
+/// complete. A replica begins one, from its write intent, for every replica in the views that it knows or
+/// gets that is not in the next one. So a set for a replica in such a view stays.
 #[must_use]
 pub fn accounts_to_forget<'a>(
     tracks: &Members,
@@ -21,8 +21,8 @@ pub fn accounts_to_forget<'a>(
     tracks.filter(|id| !wanted.contains(id) && !in_views.contains(&id))
 }
 
-/// Returns true if the replica `me`, which keeps `tracks`, may have no room for the accounts that it has to
-/// begin to store `target`: of everybody in `views` who is not in it.
+/// Returns true if the replica `me`, which keeps `tracks`, may have no room for the sets that it has to begin
+/// to store `target`: one for every replica in `views` that is not in it.
 #[must_use]
 pub fn lacks_room<'a>(
     me: ReplicaId,

@@ -8,12 +8,12 @@ use crate::quorum::{Quorum, quorum};
 
 /// The arbiter's record of one volume: the view that it granted last.
 ///
-/// Half of a view cannot tell whether the other half goes on as well. The arbiter can: it lets one half go
-/// on, and the other only when that has heard of the first. Every grant therefore follows from the one
+/// Half of a view cannot tell whether the other half continues as well. The arbiter can: it lets one half
+/// continue, and the other only when that has heard of the first. Every grant therefore follows from the one
 /// before.
 ///
-/// What it cannot see it has to believe: who has stored the target, and that the engine reports all that it
-/// has to honour. The replicas and [`crate::Change`] see to that.
+/// The arbiter has to trust two statements: the replicas that have stored the target, and that the engine
+/// reports all views that it has to honour. The replicas and [`crate::Change`] ensure that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     granted: Option<View>,
@@ -55,7 +55,8 @@ pub enum NotGranted {
         /// The last grant.
         granted: View,
     },
-    /// The engine does not know of the last grant: whoever got that may have gone on without its replicas.
+    /// The engine does not know the last grant: the engine of that grant may have continued without its
+    /// replicas.
     #[error("view {granted} is granted already, and the engine has not honoured it")]
     NotHonoured {
         /// The last grant.
@@ -119,10 +120,10 @@ impl Arbiter {
         Some(self.stale_since).filter(|since| *since > 0)
     }
 
-    /// An engine that was granted nothing has brought `through` through, since the record is known to be
-    /// stale. So it had more than half of every view that anybody may have gone on with. From here on,
-    /// whoever asks has to have honoured that view or something newer; what was granted before does not
-    /// matter any more.
+    /// Returns the renewed record after an engine without a grant has committed `through`, since the record
+    /// is known to be stale. The engine had more than half of every view in which another one may have
+    /// continued. From here on, every asking engine has to have honoured that view or a newer one; earlier
+    /// grants do not matter any more.
     #[must_use]
     pub fn renewed(&self, through: View) -> Option<Arbiter> {
         let since = self.stale_since()?;
@@ -130,10 +131,10 @@ impl Arbiter {
         is_later.then_some(Arbiter { granted: Some(through), stale_since: 0 })
     }
 
-    /// An engine asks for `target`, which honours the views in `honoured`; `stored` have stored it or, where
-    /// the engine starts, are fenced and will be proposed to. `attach` is the current attachment. What comes
-    /// back has to be stored, by the same compare-and-swap that `attach` was read with, before the engine is
-    /// answered. Asking again for what is granted changes nothing.
+    /// Handles the question of an engine for `target`, which honours the views in `honoured`. The replicas in
+    /// `stored` have stored it or, if the engine starts, are fenced and will get the proposal. `attach` is
+    /// the current attachment. The result has to be stored, by the same compare-and-swap that `attach` was
+    /// read with, before the engine is answered. A repeated question for the granted view changes nothing.
     ///
     /// # Errors
     /// [`NotGranted`].
@@ -267,7 +268,7 @@ mod tests {
             let refused = NEVER_ASKED.ask(attach, target, &honouring(old, &[]), &members(&[1]));
             assert_eq!(refused, Err(NotGranted::NotAttached { asked: Generation::new(2, 3), attach }));
         }
-        // Not even what it was granted when it was attached.
+        // The engine does not even know the grant of its attachment.
         let arbiter = Arbiter { granted: Some(target), ..NEVER_ASKED };
         assert!(arbiter.ask(3, target, &honouring(old, &[]), &members(&[1])).is_err());
     }

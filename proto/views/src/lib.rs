@@ -3,31 +3,31 @@
 //!
 //! - A replica keeps [`ReplicaViews`]: the generation that it serves, the newest committed view, and every
 //!   proposed view newer than that. The shell makes them durable before it answers.
-//! - An engine that starts computes its [`Plan`], with its [`Basis`], from what the replicas report, and
-//!   brings its first view through as a [`Change`].
+//! - An engine that starts computes its [`Plan`], with its [`Basis`], from the reports of the replicas, and
+//!   commits its first view as a [`Change`].
 //! - An engine that loses a member brings the view without it through as a [`Change`].
 //! - The controller keeps an [`Arbiter`], which lets one of two halves go on.
 //!
 //! Quorum of a view: more than half of its members, or exactly half together with the arbiter's grant.
 //!
 //! Rules of the grant:
-//! - An engine that starts asks before it proposes anything, for the replicas that it has fenced. What one
-//!   half has stored and the arbiter never grants would stand in the way of the other half. Whoever starts
-//!   later without knowing of the grant has more than half, and has fenced who needed it; or has to ask as
-//!   well, and is told.
+//! - An engine that starts asks before it proposes anything, for the replicas that it has fenced. A view that
+//!   one half has stored and the arbiter never grants would block the other half. An engine that starts later
+//!   without knowing the grant has more than half, and has fenced the replicas that it needed; or it has to
+//!   ask as well, and learns of it.
 //! - If it reaches further replicas, or gives up waiting for the answer, it takes a new generation: a view's
 //!   number never stands for two sets.
 //! - An engine that serves proposes first, and asks when all members of the view have stored it.
 //! - An engine that serves and has less than half of its view left proposes nothing and ends.
 //! - The arbiter records before it answers. It refuses an engine that has honoured neither its last grant nor
-//!   anything committed since, and says which grant that was. So an engine may start with an old record, or
-//!   with none, on the host where it was attached: it honours what the refusal says when it starts again.
-//! - The members of a view that is asked for are members of every view that it honours: a replica that is
-//!   joining cannot be what remains.
-//! - An engine that cannot start from what it knows has the arbiter tell it the last grant: a view that this
-//!   has overruled may be all that is in the way.
-//! - An engine that has asked goes on with that view or stops. What may come through later must not be gone
-//!   back on.
+//!   anything committed since, and returns that grant. So an engine may start with an old record, or with
+//!   none, on the host where it was attached: it honours the grant of the refusal when it starts again.
+//! - The members of a view that is asked for are members of every view that it honours: a joining replica
+//!   cannot be the only one that remains.
+//! - An engine that cannot start from its knowledge asks the arbiter for the last grant: a view that this has
+//!   overruled may be the only obstacle.
+//! - An engine that has asked continues with that view or stops. A view that may be committed later must not
+//!   be abandoned.
 #![forbid(unsafe_code)]
 
 mod accounts;

@@ -38,10 +38,9 @@ pub struct Plan {
     pub members: Members,
     /// Replicas that the views would take as members and that are none, and why.
     pub unfit: Vec<(ReplicaId, String)>,
-    /// Replicas that do not know the views that they were in, or none at all where others do, or whose disk
-    /// was restored to an older state. They count for nothing, and nothing is proposed to them: they would
-    /// learn the views by that, and pass for replicas that hold everything but what was counted since they
-    /// left.
+    /// Replicas that do not know the views that they were in, or none at all if others do, or whose disk was
+    /// restored to an older state. They do not count, and get no proposals: they would learn the views by
+    /// that, and pass for replicas that hold everything but the regions counted since they left.
     pub blank: Members,
     /// True if every member may have lost data, so that acknowledged but unflushed writes may be lost. A user
     /// who has used the volume since before has to learn of it.
@@ -49,14 +48,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The same start without `offenders`: replicas that are fenced and have reported, but do not do as they
-    /// are asked after that. `witnesses` and `granted` are those that the plan was made with. None if the
-    /// start needs an offender: as a member, because no other replica has kept everything, or as one that
-    /// stores the view.
+    /// Returns the same start without `offenders`: replicas that are fenced and have reported, but fail later
+    /// requests. `witnesses` and `granted` are those of the plan. None if the start needs an offender: as a
+    /// member, because no other replica has kept everything, or to store the view.
     ///
     /// Only the members and the replicas that store the view become fewer, and the views to honour may become
-    /// more ([`basis_without`]). Who is unfit or blank, who may have lost writes, and whether writes are lost
-    /// stays as it follows from the reports of all, the offenders included.
+    /// more ([`basis_without`]). The unfit and blank replicas, the possible losses, and whether writes are
+    /// lost still follow from the reports of all, the offenders included.
     #[must_use]
     pub fn without(self, offenders: &Members, witnesses: &[Witness], granted: Option<View>) -> Option<Plan> {
         let Plan { members, unfit, blank, lost_writes, .. } = self;
@@ -116,8 +114,8 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     let members = basis.members.filter(is_whole);
     let broken = basis.members.filter(|id| !is_whole(id));
     unfit.extend(broken.iter().map(|id| (id, BROKEN.to_owned())));
-    // Who may have lost what was not flushed holds everything that was acknowledged only when the others have
-    // had their say: while one of those is left, it joins later.
+    // A replica that may have lost unflushed writes holds everything acknowledged only after the others are
+    // considered: while one of those is left, it joins later.
     let has_lost = |id| witnesses.iter().any(|witness| witness.replica == id && witness.lost_cache);
     let intact = members.filter(|id| !has_lost(id));
     let lost_writes = intact.is_empty();
@@ -135,7 +133,7 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
             || (others_know && knows_no_engine(&witness.report))
     };
     let blank = Members::new(witnesses.iter().filter(is_blank).map(|witness| witness.replica));
-    // There are no more replicas than a set can have.
+    // A set can hold all replicas.
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
 
@@ -403,7 +401,7 @@ mod tests {
         assert!(found.unfit[0].1.contains("restored to an older state"));
         let alone = plan(&[stamped(1, 9), stamped(3, 7)], None).unwrap_err();
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }), "nor for the quorum");
-        // Who has left the view has its account.
+        // A replica that has left the view has its set.
         let left = Witness { stamp: Some(3), ..witness(3, view(4, &[1, 2, 3]), &[]) };
         let two = view(5, &[1, 2]);
         let members = [1, 2].map(|n| Witness { stamp: Some(9), ..witness(n, two, &[]) });
@@ -414,7 +412,7 @@ mod tests {
             ids(&[1, 3]),
             "nothing speaks against it"
         );
-        // Nor does it matter who counts as rebuilt.
+        // Nor does it matter which one counts as rebuilt.
         let rebuilding = Witness { rebuilding: true, ..stamped(1, 90) };
         assert_eq!(plan(&[rebuilding, stamped(2, 8), stamped(3, 8)], None).unwrap().members, ids(&[2, 3]));
     }
@@ -436,7 +434,7 @@ mod tests {
         let with = |third| [others.to_vec(), vec![third]].concat();
         let found = plan(&with(witness(3, first, &[])), None).unwrap();
         assert_eq!((found.blank, found.unfit.len()), (ids(&[3]), 0));
-        // One that knows an engine has kept what it had, and nobody is blank before the first engine.
+        // A replica that knows an engine has kept its state, and none is blank before the first engine.
         assert_eq!(plan(&with(witness(3, view(2, &[1, 2, 3]), &[])), None).unwrap().blank, ids(&[]));
         assert_eq!(plan(&with(witness(3, first, &[view(2, &[1, 3])])), None).unwrap().blank, ids(&[]));
         let new: Vec<Witness> = (1..=3).map(|n| witness(n, first, &[])).collect();

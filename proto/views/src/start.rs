@@ -48,8 +48,8 @@ pub enum CannotStart {
 /// ever.
 ///
 /// # Errors
-/// [`CannotStart`] says who is missing. An engine whose record of the grants may be old has the arbiter tell
-/// it the newest before it gives up.
+/// [`CannotStart`] names the missing replicas. An engine whose record of the grants may be old asks the
+/// arbiter for the newest before it gives up.
 #[allow(clippy::result_large_err)] // made once per start, and it carries the view that is missing
 pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, CannotStart> {
     let is_reached = |id| reports.iter().any(|(reached, _)| *reached == id);
@@ -61,11 +61,11 @@ pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, Canno
 /// `stored`.
 ///
 /// The report of an offender still adds views that have to be honoured. But it rules no view out: for that
-/// the offender counts as one that was not reached. So more has to be honoured than with the offenders, never
-/// less.
+/// the offender counts as one that was not reached. So more views have to be honoured than with the
+/// offenders, never fewer.
 ///
 /// # Errors
-/// As [`basis`], with the offenders among those who are missing.
+/// The errors of [`basis`], with the offenders among the missing replicas.
 #[allow(clippy::result_large_err)]
 pub fn basis_without(
     reports: &[Reported],
@@ -93,7 +93,7 @@ impl Start<'_> {
         let Start { reports, granted, .. } = *self;
         let committed = reports.iter().map(|(_, report)| report.committed).reduce(newer);
         let committed = committed.ok_or(CannotStart::Nobody)?;
-        // The operator has decided which replica is the volume: that ends whatever was before.
+        // The operator has decided which replica is the volume: that ends all earlier views.
         let salvaged = granted.filter(View::is_first);
         let committed = salvaged.map_or(committed, |salvaged| newer(committed, salvaged));
         let mut proposed: Vec<View> =
@@ -102,7 +102,7 @@ impl Start<'_> {
         proposed.retain(|view| view.id > committed.id);
         proposed.sort_unstable_by_key(|view| view.id);
         proposed.dedup();
-        // From the oldest on: nothing can follow from what is dead.
+        // From the oldest on: no view can follow from a dead one.
         let mut alive = vec![committed];
         for view in &proposed {
             if self.may_be_through(view, &alive) {
@@ -110,7 +110,8 @@ impl Start<'_> {
             }
         }
         let found = self.honour(committed, alive[1..].to_vec())?;
-        // The arbiter does not know that its grant is dead: who needs another one has to honour it.
+        // The arbiter does not know that its grant is dead: an engine that needs another one has to honour
+        // it.
         let is_asked_for = |view: &View| found.needs_grant && granted == Some(*view);
         let more: Vec<View> =
             proposed.into_iter().filter(|view| alive.contains(view) || is_asked_for(view)).collect();
@@ -144,12 +145,12 @@ impl Start<'_> {
     /// Returns true if the proposed `view` may be committed, now or later; `older` are the views that it can
     /// follow from.
     ///
-    /// If it is through, all its members have stored it, and so has a quorum of the newest view through
-    /// before it. That one is among `older`: whoever stores a proposal stores what it honours. So the view is
-    /// dead
+    /// If the view is committed, all its members have stored it, and so has a quorum of the newest committed
+    /// view before it. That one is among `older`: a replica that stores a proposal stores the views that it
+    /// honours. So the view is dead
     ///
-    /// - if a member has not stored it, or less than half of each older view has. Who was reached and has not
-    ///   stored it never will, because it is fenced; who was not reached may have.
+    /// - if a member has not stored it, or less than half of each older view has. A reached replica that has
+    ///   not stored it never will, because it is fenced; an unreached one may have.
     /// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from
     ///   outside of it. The arbiter does not grant it any more, and it has not been granted before either.
     ///   For a grant is within the one before, unless something newer than that was committed between the

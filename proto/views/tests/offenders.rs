@@ -89,8 +89,9 @@ proptest! {
         }
 
         // A start that does not reach the offenders, but knows as new a view and the same blank ones, has to
-        // honour no more. Unless a disk was restored: what its replica reports is dropped, with views that
-        // nobody else reports. The report of an offender, which is fenced, may have ruled these out before.
+        // honour no more. A restored disk is the exception: the report of its replica is dropped, with views
+        // that no other one reports. The report of an offender, which is fenced, may have ruled these out
+        // before.
         let others: Vec<Witness> =
             witnesses.iter().filter(|one| !offenders.contains(one.replica)).cloned().collect();
         let newest = others.iter().map(|one| one.report.committed).max_by_key(|view| view.id);

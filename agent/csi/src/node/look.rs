@@ -18,7 +18,7 @@ const BLOCKDEV_LIMIT: Duration = Duration::from_secs(60);
 /// Returns the device of a volume if it is usable and the expected one.
 pub(super) fn device(volume: &Volume) -> Result<&Device, CsiError> {
     if let Condition::Frozen(why) = &volume.condition {
-        // Whatever touches the device now would hang.
+        // Any access to the device would hang now.
         return Err(CsiError::Unavailable(format!("the volume is frozen: {why}")));
     }
     let device = volume.device.as_ref();
@@ -53,7 +53,7 @@ pub(super) fn mounted(table: &MountTable, device: &Device) -> Vec<PathBuf> {
 pub(super) fn nodes(table: &MountTable, device: &Device) -> Vec<PathBuf> {
     let Ok(meta) = fs::symlink_metadata(&device.path) else { return Vec::new() };
     let node_fs = DeviceNumber::of(meta.dev());
-    // Nothing is asked about mounts of other file systems: one that hangs must not hang us.
+    // Mounts of other file systems are not queried: a hanging one must not hang the driver.
     let candidates = table.iter().filter(|mount| mount.device == node_fs && mount.root != Path::new("/"));
     let points = candidates.map(|mount| &mount.point);
     points.filter(|point| is_node_at(point, device.number)).cloned().collect()

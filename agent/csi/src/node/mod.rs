@@ -1,9 +1,9 @@
 //! The Node service.
 //!
 //! A call checks its arguments, takes the gate of its volume, asks for the volume, and does its work on a
-//! thread of its own. The gate stays taken until that thread is done, also where the caller has gone or the
-//! call has taken too long: a mount that hangs on a frozen volume is still under way, and whoever asks again
-//! hears ABORTED.
+//! thread of its own. The gate stays taken until that thread is done, even if the caller is gone or the call
+//! has taken too long: a mount that hangs on a frozen volume is still under way, and further calls get
+//! ABORTED.
 
 mod expand;
 mod look;
@@ -129,7 +129,7 @@ impl NodeService {
         };
         let (sender, done) = oneshot::channel();
         let options = Arc::clone(&self.options);
-        // Not a thread of the runtime: one that hangs in the kernel would keep the process from ending.
+        // Not a thread of the runtime: a thread that hangs in the kernel would keep the process from ending.
         let thread = thread::Builder::new().name("csi".into()).spawn(move || {
             let result = work(&options, found);
             drop(pass);

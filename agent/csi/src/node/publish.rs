@@ -153,7 +153,7 @@ fn publish_block(
         bound.map_err(|error| undo(target, made, error))
     });
     published.inspect_err(|_| {
-        // What stays so is put right by the next who publishes or stages.
+        // The next publish or stage repairs a failure.
         drop(change.then(|| look::set_read_only(device, was_read_only)));
     })
 }

@@ -93,7 +93,7 @@ fn is_staged(
     }
     is_as_wished(mount, wish, read_only)?;
     let Some(trouble) = look::trouble(mount) else { return Ok(true) };
-    // Mounting it anew helps, but only when nobody has it any more.
+    // A new mount helps, but only when the old one has no user any more.
     let others = look::of_caller(options, look::mounted(table, device), &[&mount.point]);
     tracing::warn!(path = %mount.point.display(), mounted_anew = others.is_empty(), "{trouble}");
     Ok(!others.is_empty())
@@ -130,14 +130,14 @@ fn mount_at(
     read_only: bool,
 ) -> Result<(), CsiError> {
     if !volume.read_only && look::is_read_only(device)? {
-        // What a read-only device leaves when the agent was killed before it could undo that.
+        // A read-only device keeps that flag if the agent was killed before it could reset it.
         look::set_read_only(device, false)?;
     }
     let kind = file_system(volume, device, wish, read_only)?;
     let mounted = mounting::mount(&device.path, point, kind, read_only, &wish.flags);
     mounted.and_then(|()| is_there(device, point)).map_err(|error| undo(device, point, error))?;
     if !read_only && let Err(error) = filesystem::grow(&device.path, point, kind) {
-        // It is smaller than the device, and works: whoever expands it hears why.
+        // The file system is smaller than the device, and works: a caller that expands it gets the reason.
         tracing::warn!(device = %device.path.display(), "the file system does not grow to its device: {error}");
     }
     Ok(())
@@ -190,7 +190,7 @@ fn file_system(
         let message = format!("{path} has {}, and another file system is asked for", kind.name());
         return Err(CsiError::Precondition(message));
     }
-    // One that is mounted already, here or where only another namespace shows it, must not be touched.
+    // A device that is mounted already, here or visible only in another namespace, must not be touched.
     if !volume.read_only && !claimed {
         filesystem::check(&device.path, kind)?;
     }

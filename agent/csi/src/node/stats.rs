@@ -33,8 +33,8 @@ pub(super) fn stats(
     }
 }
 
-/// A volume that has no engine here any more, of which the mount of a dead device is left: whoever uses that
-/// meets errors. A device that lives is another volume's.
+/// Handles a volume that has no engine here any more, of which the mount of a dead device is left: its users
+/// meet errors. A living device belongs to another volume.
 fn of_remains(options: &NodeOptions, path: Option<&Path>, error: VolumesError) -> Result<Stats, CsiError> {
     let point = path.map(mounting::resolve).transpose()?.flatten();
     let Some(point) = point.filter(|point| look::is_callers(options, point)) else {

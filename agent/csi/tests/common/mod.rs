@@ -1,7 +1,7 @@
 //! A node with the driver on a Unix socket, and volumes that are loop devices of this host.
 //!
-//! Everything is in a directory of its own, so that tests run beside each other; whatever is mounted there,
-//! and the loop devices, go when the node is dropped, also when its test has failed. Needs root.
+//! Everything is in a directory of its own, so that tests run beside each other. Its mounts, and the loop
+//! devices, are removed when the node is dropped, also when its test has failed. Needs root.
 #![allow(dead_code, reason = "every test binary uses a part")]
 
 use std::collections::HashMap;
@@ -51,9 +51,9 @@ pub fn run(program: &str, arguments: &[&str]) -> String {
 
 /// Writes to a file or a device on a mount; false: it cannot be.
 ///
-/// A process of its own does that. What this process has open is open too in every process that another test,
-/// or the driver, starts at that moment, until that runs its program: a mount would be busy although nobody
-/// uses it.
+/// A separate process does that. A file that this process has open is open too in every process that another
+/// test, or the driver, starts at that moment, until that runs its program: a mount would be busy without a
+/// user.
 pub fn put(path: &Path, text: &str) -> bool {
     let script = r#"printf %s "$2" 1<> "$1""#;
     let writes = Command::new("sh").args(["-c", script, "sh"]).arg(path).arg(text).output().unwrap();
@@ -107,7 +107,7 @@ impl Loop {
 
 impl Drop for Loop {
     fn drop(&mut self) {
-        // Else the next one that gets this loop device has it read-only.
+        // Otherwise the next user of this loop device has it read-only.
         let _ = Command::new("blockdev").arg("--setrw").arg(&self.path).status();
         let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
     }

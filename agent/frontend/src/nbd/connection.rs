@@ -268,7 +268,7 @@ impl Connection {
 
     /// Handles a message of the handshake. Returns false if it has to wait for more bytes.
     fn negotiate(&mut self, shared: &Shared, io: &mut QueueIo<'_>) -> bool {
-        // One answer at a time: who sends without listening gets no memory of ours.
+        // One answer at a time: a client that sends without reading gets no further memory.
         let Phase::Handshake(handshake) = &mut self.phase else { return false };
         if self.stream.is_sending() {
             return false;
@@ -353,8 +353,8 @@ impl Connection {
         self.commands += 1;
     }
 
-    /// A READ with a simple reply needs all its data before the first byte of the reply: the header says
-    /// whether there was an error.
+    /// A READ with a simple reply needs all its data before the first byte of the reply, because the header
+    /// reports errors.
     fn waits_for_all(&self, command: &Command) -> bool {
         command.kind == CommandKind::Read && !self.structured
     }
@@ -590,7 +590,7 @@ fn submit(slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
         CommandKind::Read => (Operation::Read, part.length_bytes),
         CommandKind::Write => (Operation::Write { fua }, part.length_bytes),
         CommandKind::Trim => (Operation::Discard, part.length_bytes),
-        // Replicas make holes of zeroes. Data they store as it is, also those of earlier versions.
+        // Replicas make holes of zeroes, but store data unchanged, also those of earlier versions.
         CommandKind::WriteZeroes if command.no_hole => {
             buffer(io, slot, part).zero();
             (Operation::Write { fua }, part.length_bytes)

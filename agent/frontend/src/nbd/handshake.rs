@@ -173,7 +173,7 @@ impl Handshake {
                 reply(output, option, REP_ACK, &[]);
             }
             OPT_INFO | OPT_GO => return self.info(offer, option, data, output),
-            // STARTTLS too: who reaches a Unix socket of mode 0600 needs no TLS.
+            // STARTTLS too: a client of a Unix socket of mode 0600 needs no TLS.
             _ => reply(output, option, REP_ERR_UNSUP, &[]),
         }
         Next::Go

@@ -26,11 +26,10 @@ use crate::{
     QueueIo, QueueSocket, probe, wait,
 };
 
-/// For devices with several queues: after this many seconds without an answer the kernel gives up the
-/// connection and sends its requests again on another one. Nothing else makes it do that with a request that
-/// it has sent. So it is how long requests wait that were in flight when an engine died; one that ends in
-/// order hands its sockets over instead. It is longer than most pauses of an engine that lives, which loses
-/// its connection by that.
+/// The time-out for devices with several queues. After this many seconds without an answer the kernel gives
+/// up the connection and sends its requests again on another one. It repeats a sent request in no other case.
+/// So requests in flight wait this long when an engine died; an engine that ends in order hands its sockets
+/// over instead. The time is longer than most pauses of a living engine, which loses its connection by that.
 const REQUEST_TIMEOUT_S: u64 = 15;
 /// For devices with one queue: the driver gives up no connection for time. When the timer of a request runs
 /// out, it sends the request again if the socket was replaced since, else it starts the timer anew
@@ -149,8 +148,8 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
     Ok(None)
 }
 
-/// Takes away every NBD device of `volume` that an engine left behind which does not come back. Requests that
-/// wait there fail. Returns how many devices there were.
+/// Removes every NBD device of `volume` that an engine left behind which does not come back. Requests that
+/// wait there fail. Returns the number of devices.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] where a living process serves one.
@@ -235,7 +234,7 @@ impl KernelQueue {
                 return;
             }
         };
-        // Without a keeper there is no device any more, and nothing to mend.
+        // Without a keeper the device is gone, and needs no repair.
         if self.sender.send(kernels).is_ok()
             && let Some(id) = self.service.add(ours, Opening::Transmission)
         {

@@ -22,9 +22,9 @@ use crate::{QueueSocket, wait};
 
 /// The time for which a new socket is offered. A dead socket is noticed within milliseconds after it broke.
 const OFFER_LIMIT: Duration = Duration::from_secs(10);
-/// The time limit of one call to the driver. It waits for locks that are held for the time of another call,
-/// and a change of size for requests in flight. Those of an engine that was killed are sent again within the
-/// 15 s of `kernel::REQUEST_TIMEOUT_S`.
+/// The time limit of one call to the driver. A call waits for locks that are held for the time of another
+/// call, and a change of size waits for requests in flight. Those of a killed engine are sent again within
+/// the 15 s of `kernel::REQUEST_TIMEOUT_S`.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// The time limit of the kernel for sending one request, after which it gives up the connection: as long as
 /// an engine may be slow. A send waits only if the engine has no free slot and the socket is full. Without a
@@ -82,8 +82,8 @@ impl Target {
     /// Puts `socket` in place of a dead one, as soon as there is a dead one.
     ///
     /// # Errors
-    /// What the driver answers; [`io::ErrorKind::TimedOut`] where all sockets stay alive: somebody else
-    /// serves.
+    /// The error of the driver; [`io::ErrorKind::TimedOut`] if all sockets stay alive, because another
+    /// process serves.
     pub(super) fn reconnect(&self, socket: &OwnedFd) -> io::Result<()> {
         let taken = wait::until(OFFER_LIMIT, || {
             let offered = socket.try_clone()?;
@@ -110,7 +110,7 @@ impl Target {
 /// `broken`. Ends when all queues have ended. Sets `closed` where the device is gone for good.
 pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<AtomicBool>) -> io::Result<()> {
     let keeper = move || {
-        // The device waits for us; what this machine does not allow is reported by the queues' threads.
+        // The device waits for this process; the queues' threads report missing protections.
         let _ = protect_thread();
         for socket in broken {
             if closed.load(Ordering::Acquire) {

@@ -7,8 +7,9 @@ use shorthorn_ring::SlotPool;
 /// The slots of a queue, and the connections that wait for one.
 ///
 /// Every connection has one slot to itself, so that a client which does not read its replies, or stops in the
-/// middle of a write, stops nobody else. The other slots are common. Who finds none stands in line, and only
-/// the first in line may take common slots: a request that needs many at once gets them in the end.
+/// middle of a write, blocks no other one. The other slots are common. A connection that finds none waits in
+/// a queue, and only the first in the queue may take common slots: a request that needs many at once gets
+/// them in the end.
 #[derive(Debug)]
 pub(super) struct SlotShare {
     pool: SlotPool,

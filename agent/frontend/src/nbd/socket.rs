@@ -1,5 +1,5 @@
-//! The frontend `socket`: NBD on a Unix socket, for qemu, libnbd and whoever else speaks it. Needs no kernel
-//! driver and no privilege.
+//! The frontend `socket`: NBD on a Unix socket, for qemu, libnbd and other clients. Needs no kernel driver
+//! and no privilege.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -28,7 +28,7 @@ use crate::{
 /// The maximum number of clients of one queue. Each takes 64 KiB of buffer, and a slot that no other one can
 /// have.
 const CLIENTS_MAX: u16 = 16;
-/// A client for this many slots at most, so that most slots are for whoever needs them.
+/// The number of slots per client at most, so that most slots are common.
 const SLOTS_PER_CLIENT: u16 = 4;
 /// Clients that wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -197,7 +197,7 @@ impl SocketQueue {
             }
             return;
         }
-        // SAFETY: the descriptor is the result of an accept: new, and nobody else's.
+        // SAFETY: the descriptor is the result of an accept: new, and without another owner.
         let fd = unsafe { OwnedFd::from_raw_fd(completion.result) };
         if !self.stopping.load(Ordering::Acquire)
             && let Some(id) = self.service.add(fd, Opening::Negotiate)
@@ -378,7 +378,7 @@ fn listen_at(path: &Path) -> Result<OwnedFd, FrontendError> {
         }
         let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
         bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-        // Nobody can connect before listen.
+        // No client can connect before listen.
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
         listen(&fd, Backlog::new(BACKLOG)?)?;
         Ok(fd)

@@ -40,7 +40,7 @@ pub(super) fn is_connected(index: u32) -> bool {
 /// The number of device `index`.
 ///
 /// # Errors
-/// What the file system answers.
+/// The error of the file system.
 pub(super) fn number(index: u32) -> io::Result<DeviceNumber> {
     let text = fs::read_to_string(attribute(Path::new(BLOCK), index, "dev"))?;
     text.trim().parse().map_err(io::Error::other)
@@ -50,7 +50,7 @@ pub(super) fn number(index: u32) -> io::Result<DeviceNumber> {
 /// `backend` is there, by which our rules know it.
 ///
 /// # Errors
-/// What the file system answers.
+/// The error of the file system.
 pub(super) fn announce(index: u32) -> io::Result<()> {
     fs::write(attribute(Path::new(BLOCK), index, "uevent"), "change")
 }
@@ -58,7 +58,7 @@ pub(super) fn announce(index: u32) -> io::Result<()> {
 /// The devices whose identifier is `backend`.
 ///
 /// # Errors
-/// What the file system answers.
+/// The error of the file system.
 pub(super) fn find(backend: &str) -> io::Result<Vec<u32>> {
     find_in(Path::new(BLOCK), backend)
 }
@@ -96,7 +96,7 @@ pub(super) fn set_request_timer(index: u32, default_ms: u32, value_ms: u32) {
 /// Reads the first sector through the block device `path`, past the page cache, within `limit`.
 ///
 /// # Errors
-/// What the device answers; [`io::ErrorKind::TimedOut`] where it does not answer.
+/// The error of the device; [`io::ErrorKind::TimedOut`] if it does not answer.
 pub(super) fn read_once(path: PathBuf, limit: Duration) -> io::Result<()> {
     /// The alignment of direct reads: no device requires more than a memory page.
     const ALIGNMENT: usize = 4096;

@@ -23,10 +23,10 @@ const NAMES_MAX: usize = 8;
 /// node elsewhere counts too, as kubelet makes it for pods that use it as a device.
 ///
 /// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the
-/// message. All others are looked for. Not found are a process that has only mapped the device, a mount of
-/// the node in a namespace of mounts other than ours and that of process 1, and a process in a container
-/// whose processes this one does not see. A device that does not exist is used by nobody; one that can not be
-/// opened is taken as used.
+/// message. All others are searched. Three kinds are not found: a process that has only mapped the device, a
+/// mount of the node in a mount namespace other than this one and that of process 1, and a process in a
+/// container whose processes this one does not see. A device that does not exist has no user; a device that
+/// cannot be opened counts as used.
 #[must_use]
 pub fn in_use(path: &Path) -> Option<String> {
     let opened = fs::OpenOptions::new()
@@ -158,7 +158,7 @@ impl Host {
         for entry in fs::read_dir(self.sysfs.join("block")).into_iter().flatten().flatten() {
             let Ok(file) = fs::read_to_string(entry.path().join("loop/backing_file")) else { continue };
             let name = entry.file_name();
-            // The kernel knows the device whatever became of the path.
+            // The kernel knows the device, even if the path has changed.
             let behind = loop_backing(&Path::new("/dev").join(&name));
             let is_meant = match behind {
                 Some(device) => devices.contains(&device),

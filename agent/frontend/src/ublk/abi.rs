@@ -75,7 +75,7 @@ pub(crate) const PARAM_TYPE_BASIC: u32 = 1 << 0;
 /// [`Params::types`]: [`Params::discard`] is set.
 pub(crate) const PARAM_TYPE_DISCARD: u32 = 1 << 1;
 
-/// Depth for which the driver lays out the descriptors of a queue, whatever its real depth.
+/// The depth for which the driver lays out the descriptors of a queue, for any real depth.
 const MAX_QUEUE_DEPTH: usize = 4096;
 /// [`ControlCommand::queue`] where the command is for no queue.
 const NO_QUEUE: u16 = u16::MAX;

@@ -1,7 +1,7 @@
 //! Control commands, which make, start, recover and delete ublk devices.
 //!
-//! Every command is run by a worker thread of the kernel while we wait with a limit: on a kernel whose ublk
-//! is broken a command never returns, and no signal helps whoever is inside it.
+//! A worker thread of the kernel runs every command while this process waits with a limit: on a kernel whose
+//! ublk is broken a command never returns, and no signal ends the wait inside it.
 
 use std::fs::File;
 use std::io;
@@ -26,7 +26,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 pub(crate) struct Control {
     file: File,
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
-    /// Number of the newest command. Completions of older ones are those of commands that were given up.
+    /// The number of the newest command. Completions of older ones belong to commands that were given up.
     newest: u64,
 }
 
@@ -200,7 +200,7 @@ mod tests {
         let held = |outcome| {
             let value = Arc::new(());
             let data = Box::into_raw(Box::new(Arc::clone(&value)));
-            // SAFETY: from Box::into_raw, and there is no command.
+            // SAFETY: from Box::into_raw, and no command has it.
             let taken = unsafe { take_back(data, outcome) };
             let is_ok = taken.is_ok();
             drop(taken);

@@ -71,7 +71,7 @@ pub(crate) fn features(limit: Duration) -> io::Result<u64> {
 /// device that is taken over has the queues and the depth with which it was made. [`Device::record`] tells.
 ///
 /// # Errors
-/// [`FrontendError::Unsupported`] where the kernel can not do it; else what is in the way.
+/// [`FrontendError::Unsupported`] if the kernel does not support it; else the obstacle.
 pub fn prepare_ublk(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
     if let Some(reason) = probe::ublk_deny_reason(&probe::release()) {
         return Err(unsupported(reason));

@@ -21,8 +21,8 @@ use crate::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE, probe};
 
 /// A queue: tag N of the driver is slot N.
 ///
-/// A tag is either with the driver, which waits for a request to deliver, or with us, who work on one. It
-/// changes sides with the completion of a command, and with the next command.
+/// A tag is either with the driver, which waits for a request to deliver, or with this process, which works
+/// on one. It changes sides with the completion of a command, and with the next command.
 #[derive(Debug)]
 pub(super) struct UblkQueue {
     queue: u16,
@@ -103,7 +103,7 @@ impl UblkQueue {
 
     /// Gives `tag` to the driver.
     fn submit(&self, io: &mut QueueIo<'_>, command: u32, tag: u16, result: i32) {
-        // Answers that come after the end have nobody to go to.
+        // Answers after the end have no recipient.
         let Some(device) = &self.device else { return };
         let address = io.arena.buf(usize::from(tag)).as_ptr().addr() as u64;
         let header = IoCommand { queue: self.queue, tag, result, address };
@@ -209,8 +209,8 @@ impl QueueFrontend for UblkQueue {
     }
 
     fn is_idle(&self) -> bool {
-        // The driver copies while it takes a command, and before it completes one: what lies between is a
-        // request.
+        // The driver copies while it takes a command, and before it completes one: the tag has a request in
+        // between.
         true
     }
 }

@@ -1,9 +1,9 @@
 //! Devices that a process has left behind: taking one over, or taking it away.
 //!
 //! The driver keeps them. When the process of a started device dies, the driver notices once all its
-//! descriptors are closed, and sets the device QUIESCED: requests wait, without a limit. From there a new
-//! process goes on (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or somebody stops the device and
-//! the requests fail.
+//! descriptors are closed, and sets the device QUIESCED: requests wait, without a limit. Then a new process
+//! continues (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or the device is stopped and the
+//! requests fail.
 //!
 //! How the driver of Linux 6.7 to 6.14 notices the end of a process (`ublk_uring_cmd_cancel_fn` and
 //! `ublk_timeout` in drivers/block/ublk_drv.c): the closing of its rings cancels the commands that wait for
@@ -12,12 +12,12 @@
 //! processes every few seconds; later ones act when the character device is closed.
 //!
 //! **A thread of a queue ends before its ring is closed.** When the driver cancels, it takes back the
-//! requests that it has delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) has the owner of
+//! requests that it has delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) makes the owner of
 //! the ring run the deliveries that wait. If that thread still lives, they are delivered after the
-//! cancellation: nobody takes them back, and the driver waits for them without a limit, holding the lock that
-//! STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the requests back. So a
-//! process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the process
-//! has ended, as after `kill -9`.
+//! cancellation: they are not taken back, and the driver waits for them without a limit, holding the lock
+//! that STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the requests back.
+//! So a process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the
+//! process has ended, as after `kill -9`.
 //!
 //! Known gap: the kernel closes the rings when the last thread has ended. A thread that waits in the kernel
 //! for the device itself (STOP_DEV, or the flush before it, while replicas do not answer) cannot end, and its
@@ -61,8 +61,8 @@ pub(super) fn identity(volume: &VolumeName) -> u64 {
     bytes.fold(BASIS, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(PRIME))
 }
 
-/// Prepares device `id` of `volume` for this process. None where there is nothing to take over: the device is
-/// gone, is another volume's, or was never started.
+/// Prepares device `id` of `volume` for this process. None if it cannot be taken over: the device is gone,
+/// belongs to another volume, or was never started.
 pub(super) fn take_over(
     control: &mut Control,
     id: u32,

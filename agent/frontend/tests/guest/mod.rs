@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use shorthorn_vmkit::{Kernel, Running, Vm, VmOptions};
 
-/// For whatever does not do much I/O; software emulation is slow.
+/// The time limit of steps without much I/O; software emulation is slow.
 pub const MINUTE: Duration = Duration::from_secs(60);
 /// The node of volume `memory`.
 pub const NODE: &str = "/dev/longhorn/memory";

@@ -52,7 +52,7 @@ fn nbdinfo_shows_the_export() {
     assert_eq!(export["block_size_minimum"], 512);
     assert_eq!(export["block_size_preferred"], 4096);
     assert_eq!(export["block_size_maximum"], 32 << 20);
-    // The default export is the same one, and there is no other.
+    // The default export is the same one, and no other exists.
     let socket = server.dir.path().join("sock");
     let default =
         run("libnbd-bin", "nbdinfo", &["--size", &format!("nbd+unix://?socket={}", socket.display())]);

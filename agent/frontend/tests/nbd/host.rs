@@ -32,7 +32,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A volume whose bytes are those of `file`, which has to be on tmpfs or the like.
+    /// Creates a volume with the data of `file`, which has to be on tmpfs or the like.
     pub fn new(file: File) -> Arc<Volume> {
         Arc::new(Volume {
             file,

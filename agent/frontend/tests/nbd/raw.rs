@@ -533,7 +533,7 @@ fn a_socket_that_the_kernel_closes_soon_is_free() {
     let path = dir.path().join("sock");
     let dying = UnixListener::bind(&path).unwrap();
     let ending = std::thread::spawn(move || drop(dying.accept().unwrap()));
-    // The first connection is closed without a greeting; by the second one nobody listens.
+    // The first connection is closed without a greeting, and the second one has no listener.
     prepare_socket(&spec(&path, 1, 8)).unwrap();
     ending.join().unwrap();
 }

@@ -33,8 +33,8 @@ use sockets::Socket;
 use volumes::Attached;
 use watch::Watch;
 
-/// The kernel tells when a directory or a socket appears or goes. Nothing tells when a kubelet is started
-/// with a directory of its own: whether there is one is looked up so often.
+/// The kernel reports when a directory or a socket appears or disappears. No event reports that a kubelet is
+/// started with a directory of its own: this is the interval of looking for one.
 const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 /// The pause after a change or failure, in which related changes may follow.
 const SETTLE: Duration = Duration::from_millis(200);
@@ -73,10 +73,10 @@ impl DriverState {
 
 /// Name of the registration socket.
 ///
-/// The '@' has to be there. kubelet (v1.36, `pluginmanager/operationexecutor`) dials the bare path, and gRPC
-/// for Go sends that as `:authority`, with `%2F` for each slash. The HTTP library here refuses a '%' in the
-/// name of a host and answers with PROTOCOL_ERROR, but not in what comes before an '@', which would be a
-/// user. Go leaves the '@' as it is.
+/// The '@' is required. kubelet (v1.36, `pluginmanager/operationexecutor`) dials the bare path, and gRPC for
+/// Go sends that as `:authority`, with `%2F` for each slash. The HTTP library here refuses a '%' in the name
+/// of a host and answers with PROTOCOL_ERROR, but not in the part before an '@', which would be a user. Go
+/// leaves the '@' unchanged.
 const REGISTRATION_SOCKET: &str = "shorthorn@csi.shorthorn.io-reg.sock";
 
 /// The paths on which kubelet looks for drivers.
@@ -95,7 +95,7 @@ impl Paths {
 }
 
 impl Driver {
-    /// The driver as it is configured; None: not at all.
+    /// Prepares the configured driver; none if it is disabled.
     ///
     /// # Errors
     /// It is wanted, and cannot be.

@@ -24,12 +24,12 @@ impl Inherited {
     /// Takes the passed descriptors. May be called only once: afterwards the descriptors have owners.
     ///
     /// # Errors
-    /// What was passed is not what sd_listen_fds(3) says.
+    /// The passed descriptors do not match sd_listen_fds(3).
     pub fn take() -> io::Result<Inherited> {
         let mut inherited = Inherited::default();
         for (fd, name) in sd_notify::listen_fds_with_names()? {
-            // SAFETY: systemd has opened the descriptor for this process, nobody else here knows its number,
-            // and this is called once.
+            // SAFETY: systemd has opened the descriptor for this process, no other code here knows its
+            // number, and this is called once.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             let place = match name.as_str() {
                 CSI => &mut inherited.csi,
@@ -90,10 +90,10 @@ impl Socket {
     /// Makes a socket for root only, and replaces that of an earlier agent.
     ///
     /// It is made under another name, which kubelet ignores, and moved: so it never has other permissions,
-    /// and there is no moment without one.
+    /// and the path always has a socket.
     ///
     /// # Errors
-    /// What the file system says.
+    /// The error of the file system.
     pub fn bind(path: &Path) -> io::Result<Socket> {
         let (Some(folder), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str()))
         else {

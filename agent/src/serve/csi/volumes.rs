@@ -33,7 +33,7 @@ impl Volumes for Attached {
         let not_found = || VolumesError::NotFound(volume.clone());
         let instance = instance.ok_or_else(not_found)?;
         let Some(Detail::Engine(engine)) = &instance.detail else { return Err(not_found()) };
-        // What stat(2) says of a node never waits for its device.
+        // The stat(2) of a node never waits for its device.
         let device = device(&self.device_dir.join(volume.as_str()), &engine.device, engine.size_bytes);
         let device =
             device.map_err(|error| VolumesError::Unavailable(format!("volume {volume}: {error}")))?;
@@ -47,8 +47,8 @@ impl Volumes for Attached {
     }
 }
 
-/// The device that the engine says it serves, whatever the node of its name leads to. An engine of an earlier
-/// version does not say that.
+/// Returns the device that the engine reports, even if the node of its name leads elsewhere. An engine of an
+/// earlier version does not report it.
 fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<Device>> {
     let meta = match fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_block_device() => meta,

@@ -17,7 +17,7 @@ impl Watch {
     /// Watches the directories that `paths` are in, or the nearest that exist above them.
     ///
     /// # Errors
-    /// What inotify says.
+    /// The error of inotify.
     pub fn over(paths: &[PathBuf]) -> io::Result<Watch> {
         let events = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?;
         let what = WatchFlags::CREATE
@@ -27,7 +27,7 @@ impl Watch {
             | WatchFlags::MOVE_SELF
             | WatchFlags::ONLYDIR;
         for path in paths {
-            // The names above matter as well: who removes a directory removes what is in it.
+            // The names above matter as well: removing a directory removes its content.
             for above in path.ancestors().skip(1).filter(|above| above.is_dir()).take(3) {
                 inotify::add_watch(&events, above, what)?;
             }

@@ -10,8 +10,8 @@ pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<(), BackendError>> + S
 
 /// The manager of instances. The spec file of an instance exists from before its start until after its stop.
 ///
-/// What it sees of processes it puts into the [`Table`](crate::serve::instance::Table), for every instance
-/// that was adopted or started; of one that was stopped it says nothing any more.
+/// It puts the observed states of processes into the [`Table`](crate::serve::instance::Table), for every
+/// instance that was adopted or started; not of one that was stopped.
 pub trait Backend: Send + Sync {
     /// Takes over an instance that an earlier agent has started. An instance that has not run since the
     /// host's restart stays stopped.
@@ -24,9 +24,8 @@ pub trait Backend: Send + Sync {
     /// that still answers removes its device first.
     fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 
-    /// Has the process hand over to a new one of the program that is installed now, with the spec as it is
-    /// now. An engine leaves its device to that. Done when the old process is gone and the new one is on its
-    /// way.
+    /// Makes the process hand over to a new one of the program that is installed now, with the current spec.
+    /// An engine leaves its device to that. Done when the old process is gone and the new one is starting.
     fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
 }
 

@@ -124,7 +124,7 @@ impl Backend for Children {
 
     fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
-            // Where there was no runner, the process that it finds is of the spec before.
+            // Without a runner, the process that it finds has the former spec.
             self.run(id);
             let runners = self.runners.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(runner) = runners.get(id) {
@@ -253,7 +253,7 @@ impl Instance {
     }
 
     fn command(&self, pid_file: &Path) -> Command {
-        // The program as it is installed now, so that what is started after an upgrade is the new one.
+        // The currently installed program, so that a start after an upgrade runs the new one.
         let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
         let program = if program.exists() { program } else { "/proc/self/exe".into() };
         let mut command = Command::new(program);

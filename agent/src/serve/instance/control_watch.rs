@@ -19,7 +19,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Sends an order to the process. The result shows in its status.
 ///
 /// # Errors
-/// Nobody listens there, or it does not take the order.
+/// No process listens there, or it does not take the order.
 pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
     let mut line = serde_json::to_vec(command)?;
     line.push(b'\n');
@@ -33,7 +33,7 @@ pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
 /// Returns the counters of the requests of the engine's user. The caller limits the time.
 ///
 /// # Errors
-/// Nobody listens there, or it is an engine from before there were counters.
+/// No process listens there, or the engine is older than the counters.
 pub async fn io_counters(control: &Path) -> io::Result<IoCounters> {
     let mut stream = UnixStream::connect(control).await?;
     let mut line = serde_json::to_vec(&Command::Io)?;
@@ -57,7 +57,7 @@ pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
         if let Err(error) = ended {
             tracing::trace!("{}: {error}", control.display());
         }
-        // The process may not be that far yet, or be gone for good: whoever knows ends this.
+        // The process may not be that far yet, or be gone for good: the manager ends this wait.
         sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
     }

@@ -1,7 +1,7 @@
 //! The operations on instances: start, stop, find again.
 //!
-//! What should run is what has a spec file. It is written before the process is started, and removed when the
-//! process is gone, so that an agent that was killed anywhere in between can go on.
+//! An instance that should run has a spec file. The file is written before the process is started, and
+//! removed when the process is gone, so that an agent that was killed anywhere in between can continue.
 
 use std::collections::HashMap;
 use std::fs;
@@ -71,7 +71,7 @@ impl Hub {
                         self.table.insert(spec, Process::only(Phase::Stopped));
                         self.backend.adopt(&id).await?;
                     }
-                    // Its process, if there is one, goes on; a new start writes the file again.
+                    // Its process, if any, continues; a new start writes the file again.
                     Err(error) => tracing::error!(instance = %id, "left alone: {error}"),
                 }
             }
@@ -96,15 +96,15 @@ impl Hub {
     /// Starts an instance; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Exists`] where it runs with another spec, [`NodeError::Precondition`] where the request
-    /// is older than what was here.
+    /// [`NodeError::Exists`] if it runs with another spec, [`NodeError::Precondition`] if the request is
+    /// older than the last one here.
     pub async fn start_instance(
         self: &Arc<Hub>,
         spec: Spec,
         options: StartOptions,
     ) -> Result<v1::Instance, NodeError> {
         let hub = Arc::clone(self);
-        // A task of its own: a caller that goes away must not leave half of it done.
+        // A task of its own: a disconnected caller must not leave half of it done.
         finish(tokio::spawn(async move { hub.start_now(spec, options).await })).await
     }
 
@@ -237,7 +237,7 @@ impl Hub {
     /// Does `work` while the instance is stopped and cannot be started.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it is not stopped, and what `work` answers.
+    /// [`NodeError::Precondition`] if it is not stopped, and the error of `work`.
     pub async fn while_stopped<T: Send + 'static>(
         &self,
         id: &InstanceId,
@@ -258,7 +258,7 @@ impl Hub {
     /// exists.
     ///
     /// # Errors
-    /// What `work` answers.
+    /// The error of `work`.
     pub async fn beside<T: Send + 'static>(
         &self,
         id: &InstanceId,
@@ -272,7 +272,7 @@ impl Hub {
 
     pub(super) fn gate(&self, id: &InstanceId) -> Arc<tokio::sync::Mutex<()>> {
         let mut gates = self.gates.lock().unwrap_or_else(PoisonError::into_inner);
-        // Those that nobody uses go, so that there are never more than operations under way.
+        // Unused ones are removed, so that the gates are never more than the operations under way.
         gates.retain(|_, gate| Arc::strong_count(gate) > 1);
         Arc::clone(gates.entry(id.clone()).or_default())
     }
@@ -286,7 +286,7 @@ impl Hub {
         let places = self.places.clone();
         let old = blocking(move || places.old_engine_states(SystemTime::now()).map_err(failed)).await?;
         for volume in old {
-            // Whoever starts an engine of the volume waits, or has stored its spec.
+            // A start of an engine of the volume waits, or has stored its spec.
             let gate = self.gate(&InstanceId::Engine(volume.clone()));
             let _open = gate.lock().await;
             let places = self.places.clone();

@@ -42,7 +42,7 @@ impl InstanceId {
     /// Parses a name from outside.
     ///
     /// # Errors
-    /// [`NodeError::Invalid`] says what is wrong with it.
+    /// [`NodeError::Invalid`] has the problem of the name.
     pub fn parse(kind: v1::InstanceKind, name: &str) -> Result<InstanceId, NodeError> {
         match kind {
             v1::InstanceKind::Engine => Ok(InstanceId::Engine(VolumeName::new(name)?)),

@@ -174,7 +174,7 @@ impl Hub {
         order: Command,
     ) -> Result<(), NodeError> {
         let hub = Arc::clone(self);
-        // A task of its own: a caller that goes away must not leave half of it done.
+        // A task of its own: a disconnected caller must not leave half of it done.
         let told = async move {
             let id = InstanceId::Engine(volume);
             let gate = hub.gate(&id);
@@ -223,8 +223,8 @@ impl Hub {
     /// Replaces the process of an engine under I/O; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it does not serve, [`NodeError::Unavailable`] where the new one does
-    /// not come to serve in time: it goes on trying.
+    /// [`NodeError::Precondition`] if it does not serve, [`NodeError::Unavailable`] if the new one does not
+    /// serve in time: it continues to try.
     pub async fn upgrade(self: &Arc<Hub>, volume: VolumeName, attach: u64) -> Result<Upgraded, NodeError> {
         let hub = Arc::clone(self);
         finish(tokio::spawn(async move { hub.upgrade_now(InstanceId::Engine(volume), attach).await })).await
@@ -260,10 +260,10 @@ impl Hub {
     /// new one has the size of the volume. Returns when it serves.
     ///
     /// # Errors
-    /// [`NodeError`] says what is in the way. The engine is started in any case.
+    /// [`NodeError`] has the obstacle. The engine is started in any case.
     pub async fn renew_device(self: &Arc<Hub>, volume: VolumeName) -> Result<(), NodeError> {
         let hub = Arc::clone(self);
-        // A task of its own: a caller that goes away must not leave an engine stopped.
+        // A task of its own: a disconnected caller must not leave an engine stopped.
         finish(tokio::spawn(async move { hub.renew_now(InstanceId::Engine(volume)).await })).await
     }
 
@@ -345,7 +345,7 @@ async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded
         else {
             continue;
         };
-        // An engine that is told to end serves on until everything is flushed.
+        // A stopping engine continues to serve until everything is flushed.
         if instance.pid != old_pid || !says_serving(&instance) {
             quiet_since.get_or_insert_with(Instant::now);
         }
@@ -388,7 +388,7 @@ mod tests {
     fn only_a_device_that_cannot_grow_in_use_is_made_anew() {
         let keeps = |event: v1::InstanceEvent| keeps_size(&event.instance.unwrap());
         assert!(keeps(with_expansion("serving", true)));
-        // One that is under way ends by itself, and an engine that starts or is frozen has no size to take.
+        // A running expansion ends by itself, and an engine that starts or is frozen has no size to take.
         for event in [with_expansion("serving", false), with_expansion("starting", true), shown(1, "serving")]
         {
             assert!(!keeps(event));

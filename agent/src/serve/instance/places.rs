@@ -58,8 +58,8 @@ impl Places {
         self.specs(id.kind()).join(format!("{}.json", id.name()))
     }
 
-    /// The state file of the engine of an attached volume. A volume that is made again under the name has
-    /// another one: its attachments begin anew, and what was granted to the other one is nothing to it.
+    /// Returns the state file of the engine of an attached volume. A volume that is made again under the name
+    /// has another one: its attachments begin anew, and grants of the former one mean nothing to it.
     pub fn engine_state(&self, volume: &VolumeName, secret: &Secret) -> PathBuf {
         self.engine_states().join(format!("{volume}-{}.json", fingerprint(secret.bytes())))
     }
@@ -69,7 +69,8 @@ impl Places {
     }
 
     /// Removes the state of engines that have no spec, and had none for so long that no call about one is
-    /// under way any more. Only for a time when nothing is started: nobody may be about to open one.
+    /// under way any more. The caller ensures that no engine is being started: none may be about to open its
+    /// state.
     ///
     /// # Errors
     /// Names the file.

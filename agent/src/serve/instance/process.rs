@@ -59,7 +59,7 @@ impl Process {
 /// Becomes readable when the process has ended that the descriptor is of.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the system.
 pub fn end_of(process: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is the same descriptor until it is dropped, which happens after its registration
     // ends.

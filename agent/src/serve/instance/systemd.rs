@@ -1,8 +1,7 @@
 //! Instances as units of systemd.
 //!
-//! The unit files keep an instance running: they start it again when it dies, and give up after many times in
-//! a row. All that is left to do here is to say what is to run, to follow the units, and to try those again
-//! that systemd has given up.
+//! The unit files keep an instance running: they restart it when it dies, and give up after many times in a
+//! row. The backend starts and stops the units, follows them, and retries those that systemd has given up.
 
 use std::collections::HashMap;
 use std::fs;
@@ -84,7 +83,7 @@ impl Systemd {
 impl Backend for Systemd {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
-            // Who asks before the first look must not hear that it is stopped for good: it may well run.
+            // A caller before the first look must not see it as stopped for good: it may well run.
             self.bus.table.set_process(id, Process::only(Phase::Starting));
             self.follow(id).await
         })
@@ -172,9 +171,9 @@ impl Bus {
     async fn restart(&self, id: &InstanceId) -> Result<(), BackendError> {
         let unit = unit_of(id);
         let _ = self.manager.reset_failed_unit(&unit).await;
-        // SIGTERM has the old process hand over. Nothing but this job may end it: the unit would start the
-        // next one by itself, and this job would end that one too. The job goes on until the new process is
-        // ready, which may wait for replicas: nobody waits for it here.
+        // On SIGTERM the old process hands over. Only this job may end it: otherwise the unit would start the
+        // next one by itself, and this job would end that one too. The job continues until the new process is
+        // ready, which may wait for replicas: the agent does not wait for that.
         match self.manager.restart_unit(&unit, "replace").await {
             Err(error) if is_no_such_unit(&error) => Err(BackendError::NoUnit(unit)),
             other => other.map(|_| ()).map_err(BackendError::from),
@@ -236,7 +235,7 @@ impl Bus {
                 // It has left its device to the next process, which is about to be started.
                 return Ok(Process::only(Phase::Starting));
             }
-            // The next process may have removed them already: then those of the one before are as good.
+            // The next process may have removed them already: then those of the one before do as well.
             *words = self.last_words(id).or_else(|| words.take());
             let message =
                 words.as_ref().map_or_else(|| result.clone(), |words| format!("{words} ({result})"));

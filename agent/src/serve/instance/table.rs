@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
 use crate::serve::{ports, show};
 
-/// Events that a watcher may be behind before it is cut off.
+/// The number of events that a watcher may be behind before it is disconnected.
 const WATCH_LAG_MAX: usize = 1024;
 
 /// All instances. Backends add the observed states of processes. The table follows the control socket of each
@@ -178,7 +178,7 @@ impl Inner {
     }
 
     fn tell(&self, r#type: Type, instance: v1::Instance) {
-        // It fails only where nobody watches.
+        // It fails only without watchers.
         let _ = self.changes.send(v1::InstanceEvent { r#type: r#type.into(), instance: Some(instance) });
     }
 }

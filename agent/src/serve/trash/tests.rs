@@ -89,10 +89,10 @@ fn a_move_that_is_cut_off_loses_nothing() {
     assert!(listed(dir.path()).is_empty() && directory.exists(), "before its record");
     fs::write(folder.join(RECORD), "{").unwrap();
     assert!(listed(dir.path()).is_empty() && directory.exists(), "within its record");
-    // The same again goes to its end.
+    // A repetition completes.
     moved(dir.path(), "", 7).unwrap();
     assert_eq!(listed(dir.path()).len(), 1);
-    // A restore that is cut off before the rest was removed.
+    // A restore that is interrupted before the rest was removed.
     fs::write(folder.join(RESTORED), "").unwrap();
     assert!(!listed(dir.path())[0].restored && has(dir.path(), &replica()).unwrap());
     fs::rename(folder.join(DIRECTORY), &directory).unwrap();
@@ -160,7 +160,7 @@ fn what_is_restored_is_listed_until_its_record_is_removed() {
     let shown = listed(dir.path());
     assert!(shown[0].restored && shown[0].record == "a note" && shown[0].problem.is_empty(), "{shown:?}");
     assert_eq!(trash_bytes(dir.path()), 0, "it is no trash");
-    // Neither time nor want of space is a reason to delete what is in place.
+    // Neither age nor lack of space deletes a directory that is in place.
     let full = TrashLimits { free_percent: 100, ..LIMITS };
     sweep(dir.path(), full, 1000 * HOUR_MS);
     assert!(directory_of(dir.path(), &replica()).exists() && listed(dir.path()).len() == 1);
@@ -169,7 +169,7 @@ fn what_is_restored_is_listed_until_its_record_is_removed() {
     let shown = listed(dir.path());
     assert_eq!((shown.len(), shown[0].record.as_str(), shown[0].restored), (1, "a later note", false));
     assert_eq!(fs::read_dir(root_of(dir.path())).unwrap().count(), 1);
-    // By somebody who knows nothing of the volume.
+    // The deletion comes from a caller that does not know the volume.
     restore(dir.path(), &replica(), 9).unwrap();
     moved(dir.path(), "", 11).unwrap();
     let shown = listed(dir.path());

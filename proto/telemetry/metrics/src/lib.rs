@@ -4,9 +4,9 @@
 //! - `/healthz`: the process lives;
 //! - `/readyz`: it can do its work; else 503, and why not.
 //!
-//! Nothing can be changed there, so that any address may be configured; by default it is one of the loopback
-//! device. A page is made when it is asked for, one at a time, and whoever asks is bounded in number, size
-//! and time: nobody can hold the program up.
+//! The pages are read-only, so that any address may be configured; by default it is one of the loopback
+//! device. A page is made at the request, one at a time, and requests are bounded in number, size and time:
+//! no client can delay the program.
 #![forbid(unsafe_code)]
 
 mod address;

@@ -9,7 +9,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-/// The labels of one series. Whoever adds a metric sees to it that few different ones exist.
+/// The labels of one series. The author of a metric ensures that only few different ones exist.
 type Labels = Vec<(&'static str, String)>;
 
 fn owned(labels: &[(&'static str, &str)]) -> Labels {

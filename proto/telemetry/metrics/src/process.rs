@@ -10,7 +10,7 @@ const TICKS_PER_S: f64 = 100.0;
 pub fn show(page: &mut Page, program: &str, version: &str) {
     let build = page.gauges("shorthorn_build_info", "1, with which program this is");
     build.set(&[("program", program), ("version", version)], 1);
-    // What cannot be read is not shown.
+    // Unreadable values are not shown.
     if let Some(kib) = field_kib(&fs::read_to_string("/proc/self/status").unwrap_or_default(), "VmRSS:") {
         let memory = page.gauges("process_resident_memory_bytes", "Resident memory of this process");
         memory.set(&[], kib.saturating_mul(1024));

@@ -71,7 +71,7 @@ impl Drop for Serving {
 /// no reason not to start: several programs may run on one host.
 ///
 /// # Errors
-/// [`MetricsError`] for an address that somebody has chosen.
+/// [`MetricsError`] for a configured address.
 pub async fn start(
     listen: MetricsListen,
     default: MetricsListen,
@@ -134,7 +134,7 @@ async fn answer(stream: TcpStream, shown: Arc<Shown>) {
         .max_headers(HEADERS_MAX)
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
-    // What goes wrong with a client concerns the client.
+    // Errors of a client matter only to that client.
     if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_LIMIT, connection).await {
         tracing::debug!(%error, "metrics: connection");
     }

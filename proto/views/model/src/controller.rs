@@ -74,8 +74,8 @@ impl State {
         self.run_again(rules, pair, higher);
     }
 
-    /// A host that has lost its state file starts an engine, as if it were the first one of the attachment.
-    /// Another one may run: what kept a second one from starting may be lost too.
+    /// A host that has lost its state file starts an engine, like the first one of the attachment. Another
+    /// one may run: the lock that kept a second one from starting may be lost too.
     pub(crate) fn start_anew(&mut self, rules: Rules, host: u8, higher: bool) {
         self.losses += 1;
         self.hosts[usize::from(host)] = Host { restart: 0, known: None, has_lost: true };

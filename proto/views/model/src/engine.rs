@@ -27,9 +27,8 @@ impl Model {
         self.rules.basis_without(&reports, known, &members(left_out), &members(at.reached))
     }
 
-    /// The first view is fixed, and the arbiter asked for it where that is needed. Whoever is reached from
-    /// now on is not proposed to, as nobody knows what it would have reported. Nor are those that are left
-    /// out.
+    /// Fixes the first view, and asks the arbiter for it if necessary. Replicas that are reached later get no
+    /// proposal, because their reports would be unknown. Replicas that are left out get none either.
     pub(crate) fn choose(&self, state: &mut State, engine: u8, chosen: Bits, left_out: Bits) {
         let Some(found) = self.found(state, engine, left_out) else { return };
         let target = view(self.rules.view_id(state.engine(engine)), chosen);
@@ -255,7 +254,7 @@ impl Engine {
         self.joiner.into_iter().fold(self.members(), Bits::with)
     }
 
-    /// Returns true if everybody has answered that has to.
+    /// Returns true if all necessary replicas have answered.
     pub(crate) fn is_answered(&self, write: u8) -> bool {
         self.receivers().iter().all(|replica| self.answered(replica).has(write))
     }

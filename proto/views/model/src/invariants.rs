@@ -3,26 +3,25 @@
 //! Words. An engine *has served* from when its first view is through. An engine is *newer* than another when
 //! its generation is. To *hold* a replica is to be the generation that the replica has stored.
 //!
-//! 1. **Nothing is lost.** Every acknowledged write, whoever acknowledged it and when, is on every member of
-//!    the view of the newest engine that has served, and on every member of the view that this engine has
-//!    under way. While that engine is dead the rule has nobody to be true for; the next one that serves
-//!    answers for all writes.
+//! 1. **Nothing is lost.** Every acknowledged write, of any engine and time, is on every member of the view
+//!    of the newest engine that has served, and on every member of the pending view of this engine. While
+//!    that engine is dead the rule has no subject; the next one that serves answers for all writes.
 //! 2. **No fork.** An engine that is older than one that has served does not hold all members of its own
 //!    view. So none of its writes can reach them all any more. It may still acknowledge a write that had
 //!    reached them all before: such a write is on the newer engine's members by rule 1, which counts it.
-//! 3. **Reads.** What an engine can read, on a member that it holds, contains everything that it and all
-//!    older engines have acknowledged. An engine that is older than one that has served can still read, but
-//!    only on replicas that no newer engine has in its view, and what it reads lacks only what newer engines
-//!    have acknowledged: a stale read, which nothing short of a lease would prevent. That is why a volume is
+//! 3. **Reads.** The data that an engine can read, on a member that it holds, contains everything that it and
+//!    all older engines have acknowledged. An engine that is older than one that has served can still read,
+//!    but only on replicas that no newer engine has in its view. Its data lacks only writes that newer
+//!    engines have acknowledged: a stale read, which only a lease would prevent. That is why a volume is
 //!    attached elsewhere only when its old engine is stopped, or the replicas that it reads from are fenced.
 //! 4. **No early joiner.** In the view of the newest engine that has served is no replica whose data was
 //!    replaced for a join that has not come through. (An engine that does not know of a grant may take one
 //!    for a member at first. It has no quorum then but by a grant, and does not get that.)
 //! 5. **Generations only rise**, on every replica; and on every replica the committed view does.
 //! 6. **It can start again.** Once all replicas and the arbiter are reached and no older engine is left, an
-//!    engine of a new attachment starts, and so does one that its host starts again, with as old a record of
-//!    the grants as the host may have; unless the host has lost what it remembered: then it takes a new
-//!    attachment. What is left of all the engines before stands in nobody's way.
+//!    engine of a new attachment starts. So does an engine that its host restarts, with the oldest record of
+//!    the grants that the host may have. If the host has lost its state, the engine takes a new attachment
+//!    instead. The remains of earlier engines block no start.
 
 use std::fmt;
 

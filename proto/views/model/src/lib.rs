@@ -1,36 +1,37 @@
 //! The rules of views and generations, searched for a way to lose data.
 //!
-//! What decides is the code that the engine, the replica and the controller run: [`shorthorn_views`]. This
-//! crate adds what surrounds it, small enough to be searched: a network, crashes, and the data, a set of
-//! writes per replica.
+//! The decisions are made by the code that the engine, the replica and the controller run:
+//! [`shorthorn_views`]. This crate adds the surroundings, small enough to be searched: a network, crashes,
+//! and the data, a set of writes per replica.
 //!
-//! - [`State`]: one controller (arbiter), up to three replicas, engines. [`Step`]: what can happen next.
-//! - [`Message`]s are a set from which nothing is taken: one that is never delivered was lost, one can be
-//!   delivered again at any time, and in any order. A crash of a replica or of the arbiter is the loss of all
-//!   that was on its way to and from it, because both store before they answer and keep nothing else.
-//! - [`invariants`]: what must hold.
+//! - [`State`]: one controller (arbiter), up to three replicas, engines. [`Step`]: the next possible steps.
+//! - [`Message`]s are a set from which none is removed: a message that is never delivered was lost, and a
+//!   message can be delivered again at any time, and in any order. A crash of a replica or of the arbiter is
+//!   the loss of all messages in flight to and from it, because both store before they answer and keep
+//!   nothing else.
+//! - [`invariants`]: the conditions that always hold.
 //! - [`search()`]: breadth first, with shortest ways to a violation; [`walk()`]: long random ways, replayed
 //!   by seed.
 //! - [`Mutation`]: rules that are known to be wrong. The model has to find each of them, or it proves
 //!   nothing.
 //!
-//! Not `stateright`, whose random checker chooses all steps alike and reports no seed: what loses data lies
-//! at the end of long ways on which engines must not crash all the time, so that weights matter more than
-//! anything else here. Beyond that it would bring a web server and some forty crates for what are two short
+//! The model does not use `stateright`, whose random checker chooses all steps alike and reports no seed.
+//! Losses of data lie at the end of long ways on which engines must not crash all the time, so weights matter
+//! more than anything else here. It would also bring a web server and some forty crates in place of two short
 //! files.
 //!
 //! # What is not modelled
 //!
 //! - A write is an element of a set, durable when it is applied: no places, so no order of overlapping
-//!   writes, and no volatile cache (think of FUA writes). What came late over a closed connection never takes
-//!   effect.
+//!   writes, and no volatile cache (think of FUA writes). Messages that arrive late over a closed connection
+//!   never take effect.
 //! - The copy before the first view and the one to a joining replica happen at once. They happen only between
-//!   replicas that the engine holds; what was applied to the target and is not on the source is lost by it.
+//!   replicas that the engine holds; writes on the target that are not on the source are lost by it.
 //! - Time: the engine may take any replica for failed at any moment, and never has to.
 //! - Salvage by an operator, replacing a replica by an empty one, and more than sixteen proposed views.
-//! - Replicas that do not do as they are asked after they have reported: a start may leave out any that it
-//!   has reached, for whatever reason.
-//! - Lost caches: a start may choose any of those that hold everything as its members, for whatever reason.
+//! - Replicas that fail requests after they have reported: a start may leave out any that it has reached, for
+//!   any reason.
+//! - Lost caches: a start may choose any of the complete replicas as its members, for any reason.
 #![forbid(unsafe_code)]
 
 mod bits;

@@ -16,12 +16,12 @@ pub struct Limits {
     pub writes: u8,
     /// The number of times that each engine may begin to change its view, or give up a change.
     pub changes: u8,
-    /// True if replicas crash. Whatever follows from that follows from lost messages too.
+    /// True if replicas crash. Lost messages have the same consequences.
     pub replica_crashes: bool,
     /// True if an engine may continue in its old view. The real one never does.
     pub giving_up: bool,
-    /// True if a host keeps the grants that its engine was given, for the engine's next start. Without, it
-    /// knows what the controller said when it attached, and what a refusal said.
+    /// True if a host keeps the grants that its engine was given, for the engine's next start. Otherwise it
+    /// knows only the grants in the attachment and in refusals.
     pub keeps_grants: bool,
     /// The number of times that the controller's store may be restored from a backup; `healing` has to be
     /// left out then.
@@ -30,9 +30,10 @@ pub struct Limits {
     pub losses: u8,
     /// True if a start may leave out replicas that it has reached.
     pub offenders: bool,
-    /// True if rule 6 is checked: that a volume can be started once everything has healed. It does not hold
-    /// with `giving_up`: an engine that proposes, goes on in its old view, and then proposes a view that has
-    /// nothing in common with the first leaves two of which nobody knows that it has given up one.
+    /// True if rule 6 is checked: that a volume can be started once all faults are over. It does not hold
+    /// with `giving_up`: an engine may propose, continue in its old view, and then propose a view without a
+    /// common member with the first. That leaves two proposals, of which the given-up one is not
+    /// recognisable.
     pub healing: bool,
 }
 
@@ -183,7 +184,7 @@ impl Model {
         if !members.iter().all(may) {
             return;
         }
-        // Of those that have the same, one will do.
+        // One of several with the same data suffices.
         let is_first = |source: &u8| {
             let data = |replica: u8| state.replica(replica).data;
             members.iter().take_while(|other| other < source).all(|other| data(other) != data(*source))

@@ -17,7 +17,7 @@ pub enum Mutation {
     /// A starting engine takes its members from the newest proposed view alone.
     NewestMembers,
     /// A change is given up though the arbiter was asked for it, the arbiter grants views with members from
-    /// outside of what they replace, and its grant counts as committed. The real arbiter and the real start
+    /// outside of the replaced ones, and its grant counts as committed. The real arbiter and the real start
     /// each prevent the harm of giving up: the rule against it is a second line.
     GiveUpGranted,
     /// Writes in flight are not sent again to a replica that joins.
@@ -27,7 +27,7 @@ pub enum Mutation {
     NoGeneration,
     /// A replica reports before it refuses the engine before.
     ServeBeforeFence,
-    /// A joining replica counts as a member from when it has stored the view, whoever else has not.
+    /// A joining replica counts as a member once it has stored the view, even if others have not.
     EarlyJoiner,
     /// The arbiter does not mind that an engine has not honoured its last grant. Found only where hosts
     /// forget grants.

@@ -88,9 +88,9 @@ pub enum Message {
 }
 
 impl Message {
-    /// Returns true if it can still have an effect. Generations only rise, engines do not come back to life,
-    /// and views are never numbered twice: what is of no use now never will be, and two states that differ
-    /// only in that are one.
+    /// Returns true if the message can still have an effect. Generations only rise, engines do not come back
+    /// to life, and views are never numbered twice. A message without effect now never has one, and two
+    /// states that differ only in it are equal.
     pub(crate) fn is_of_use(self, state: &State) -> bool {
         let at = |engine: u8| state.engine(engine);
         let holder = |replica: u8| state.replica(replica).views.generation();

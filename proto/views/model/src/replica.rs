@@ -28,7 +28,7 @@ impl Model {
             Message::Commit { engine, replica, number } => {
                 let generation = state.engine(engine).generation;
                 let target = state.engine(engine).proposal(number).target;
-                // One that is refused has no effect, and nobody waits for the answer.
+                // A refused message has no effect, and the answer is not awaited.
                 let _ = state.replica_mut(replica).views.commit(generation, target);
             }
             Message::Write { engine, replica, link, write } => {

@@ -218,7 +218,7 @@ fn newer(one: View, other: Option<View>) -> View {
     other.filter(|other| other.id > one.id).unwrap_or(one)
 }
 
-/// All reports have those of the proposed views that `keep` says yes to: none of these is dead then.
+/// Gives all reports the proposed views for which `keep` is true: none of these is dead then.
 fn keep(reports: &mut [Reported], known: Option<View>, keep: impl Fn(&View) -> bool) {
     let proposed = reports.iter().flat_map(|(_, report)| report.proposed.iter().copied()).chain(known);
     let kept: Vec<View> = proposed.filter(keep).collect();
@@ -231,7 +231,7 @@ fn is_overruled(view: &View, known: Option<View>) -> bool {
     known.is_some_and(|known| view.id < known.id && !known.members.is_subset_of(&view.members))
 }
 
-/// No report has those of the proposed views that `dead` says yes to.
+/// Removes the proposed views for which `dead` is true from all reports.
 fn forget(reports: &mut [Reported], dead: impl Fn(&View) -> bool) {
     for (_, report) in reports {
         report.proposed.retain(|view| !dead(view));

@@ -33,7 +33,7 @@ pub fn search(model: &Model, states_max: u32) -> Found {
     let mut seen: HashSet<u64, BuildHasherDefault<DefaultHasher>> = HashSet::default();
     seen.insert(fingerprint(&start));
     let mut origins: Vec<Origin> = Vec::new();
-    // What is left to look at, with its number (0 is the start, n was reached by origins[n - 1]) and depth.
+    // The states to examine, with their number (0 is the start, n was reached by origins[n - 1]) and depth.
     let mut queue: VecDeque<(State, u32, usize)> = VecDeque::from([(start, 0, 0)]);
     let mut depth = 0;
     while let Some((state, number, steps)) = queue.pop_front() {
