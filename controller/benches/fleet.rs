@@ -1,9 +1,9 @@
 //! A controller at the size of a large cluster: 100,000 attached volumes of three replicas on 5,000 nodes.
 //!
 //! The controller is the real program with a store in memory-backed storage, so that the disk of this machine
-//! does not count; the agents are those of the tests, all in this process. Five figures, in this order, each
-//! beside its aim: volumes created and attached per second; CPU time and memory of a controller that has
-//! nothing to do; the time of a CSI CreateVolume; the time from the death of a node until its volumes are
+//! does not count; the agents are those of the tests, all in this process. It prints five figures, in this
+//! order, each beside its aim: volumes created and attached per second; CPU time and memory of an idle
+//! controller; the time of a CSI CreateVolume; the time from the death of a node until its volumes are
 //! attached elsewhere, while other volumes rebuild; the time from the kill of the controller until the next
 //! one decides. `--volumes N` and `--nodes N` make it smaller.
 #![allow(
@@ -191,7 +191,7 @@ impl Fleet {
         for (turn, at) in moved.iter().enumerate() {
             let (mut csi, name, target) = (self.controller.csi(), volume(*at), node(turn % (nodes - 1)));
             moving.spawn(async move {
-                // As Kubernetes does: off the lost node, then to another one, again for as long as it is
+                // The sequence of Kubernetes: off the lost node, then to another one, repeated while it is
                 // refused.
                 while csi.controller_unpublish_volume(unpublish(&name, &node(lost))).await.is_err() {
                     tokio::time::sleep(REPEAT).await;

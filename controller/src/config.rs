@@ -327,7 +327,7 @@ impl Config {
     /// The configuration of these flags and the file that they name.
     ///
     /// # Errors
-    /// [`ConfigError`] says what to correct.
+    /// [`ConfigError`] has the correction.
     pub fn load(args: ServeArgs) -> Result<Config, ConfigError> {
         let mut file = args.config.as_deref().map_or_else(|| Ok(File::default()), read)?;
         let store = store(&args, &mut file)?;

@@ -2,11 +2,11 @@
 //!
 //! - [`kubernetes`][]: custom resources, and the way to the API server.
 //! - [`store`][]: where the objects are kept, with compare-and-swap.
-//! - [`agents`][]: the connections to the agents, and what they show.
+//! - [`agents`][]: the connections to the agents, and their views.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
 //! - [`api`][]: the gRPC interface of the controller.
 //! - [`csi`][]: the Controller service of CSI.
-//! - [`metrics`][]: what it shows to Prometheus and to probes.
+//! - [`metrics`][]: the metrics for Prometheus, and probes.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
 //! - [`tls`][]: the cluster's CA, and the certificates of this controller, nodes and administrators.
 //! - [`ctl`][]: `shorthornctl`.

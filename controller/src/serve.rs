@@ -199,7 +199,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         }
     };
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-    // Nothing has to be brought to an end: whatever was under way goes on at the next start.
+    // No work has to be completed: the next start continues it.
     let _ = stop.send(true);
     let ended = async { while servers.join_next().await.is_some() {} };
     if tokio::time::timeout(STOP_LIMIT, ended).await.is_err() {
@@ -244,7 +244,7 @@ struct Opened {
 struct Pods {
     client: kube::Client,
     known: Arc<Machines>,
-    /// True if those of lost nodes are ended.
+    /// True if the pods of lost nodes are released.
     releases: bool,
     /// True if those are ended whose device is gone.
     restages: bool,
@@ -327,8 +327,8 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
     let (first, noted) = oneshot::channel();
     tasks.spawn(note_claims(client.clone(), Arc::clone(&store), first));
-    // What was deleted while nobody led is judged by what Kubernetes needs now, not by what an earlier
-    // controller has noted.
+    // Objects that were deleted without a leader are judged by the current needs of Kubernetes, not by the
+    // notes of an earlier controller.
     tokio::select! {
         noted = tokio::time::timeout(CLAIMS_LIMIT, noted) => if noted.is_err() {
             tracing::warn!("PersistentVolumes are not listed yet; continuing with the stored claims");

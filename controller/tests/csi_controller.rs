@@ -64,7 +64,7 @@ async fn a_volume_from_creation_to_deletion_as_file_system_and_as_device() {
         let (code, text) = csi.delete(name).await.unwrap_err();
         assert!(code == Code::FailedPrecondition && text.contains("node b"), "{code:?}: {text}");
 
-        // Where it is not, it need not be taken away from.
+        // A volume need not be detached from a node without it.
         csi.unpublish(name, "c").await.unwrap();
         csi.unpublish(name, "no-such-node").await.unwrap();
         assert_eq!(csi.published(name).await, ["b"]);
@@ -321,7 +321,7 @@ async fn a_volume_without_a_place_leaves_nothing_behind() {
         }
     }
     csi.create(create("v")).await.unwrap();
-    // What an operator wants to wait for stays.
+    // A volume that an operator wants to wait for stays.
     let (code, _) = cluster.fails(&["volume", "create", "w", "--size", "1TiB"]).await;
     assert_eq!(code, 1);
     let (code, _) =
@@ -432,7 +432,7 @@ async fn volumes_are_listed_page_by_page_and_validated() {
         if token.is_empty() {
             break;
         }
-        // A page goes on where it was, whatever became of its last volume.
+        // A page continues from its place, even if its last volume is gone.
         csi.delete(pages.last().unwrap().last().unwrap()).await.unwrap();
     }
     assert_eq!(pages, [vec!["v1", "v2"], vec!["v3", "v4"], vec!["v5"]]);
@@ -576,7 +576,7 @@ async fn a_call_that_takes_too_long_says_what_it_waits_for_and_can_be_repeated()
             code == Code::DeadlineExceeded && text.contains("in use by mount at /mnt"),
             "{code:?}: {text}"
         );
-        // It is still there, and listed as what it is.
+        // The volume still exists, and is listed accordingly.
         assert_eq!(csi.published("v").await, ["a"]);
         let (code, text) = csi.publish(publish("v", "b")).await.unwrap_err();
         assert!(code == Code::FailedPrecondition && text.contains("node a"), "{code:?}: {text}");
@@ -714,7 +714,7 @@ async fn a_volume_that_cannot_grow_in_use_grows_on_its_node_later_and_can_be_tak
     alone.volume().await;
     let growing = alone.expanding(2 * GIB);
     alone.until(|volume| volume.spec.size > 1 << 30).await;
-    // Who waits for a size keeps nobody else out.
+    // A caller that waits for a size does not block others.
     let mut csi = alone.csi.clone();
     assert_eq!(csi.unpublish("v", "a").await, Ok(()));
     assert!(!growing.is_finished());
@@ -759,7 +759,7 @@ async fn one_call_at_a_time_for_each_volume() {
         let (code, text) = answer.unwrap_err();
         assert!(code == Code::Aborted && text.contains("under way"), "{code:?}: {text}");
     }
-    // Others do not wait for it, nor do those who only look.
+    // Other volumes do not wait for it, nor do read-only calls.
     assert_eq!(csi.delete("w").await, Ok(()));
     assert_eq!(csi.ids().await, ["v"]);
     // A caller that goes takes its call along.
@@ -795,7 +795,7 @@ async fn what_is_detached_or_deleted_meanwhile_is_not_waited_for() {
     alone.until(|volume| volume.spec.size > 1 << 30).await;
     alone.stop.send(true).unwrap();
     assert_eq!(code(&growing.await.unwrap()), Code::Unavailable);
-    // One that is done is answered all the same.
+    // A completed one is answered all the same.
     assert_eq!(code(&alone.csi.expand(expand("v", 2 * GIB)).await), Code::Unavailable);
     assert_eq!(alone.csi.expand(expand("v", GIB)).await.unwrap().capacity_bytes, GIB);
 }

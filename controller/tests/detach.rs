@@ -68,7 +68,7 @@ async fn a_volume_that_kubernetes_has_attached_is_detached_by_force_only() {
     assert!(store.world().volumes["v"].spec.node_id.is_some());
     detach(&store, named(), true).await.unwrap();
     assert_eq!(store.world().volumes["v"].spec.node_id, None);
-    // Nothing is asked about one that is wanted nowhere.
+    // A volume that is wanted nowhere needs no question.
     detach(&store, silent(), false).await.unwrap();
 }
 

@@ -57,7 +57,8 @@ async fn a_pod_comes_back_on_another_node() {
     assert_eq!(csi.published("pvc-1").await, ["b"]);
     assert!(cluster.agents[0].running().contains(&"pvc-1".to_owned()), "the engine still runs there");
 
-    // The claim is deleted before the node is back: nobody waits for that, and then everything there goes.
+    // The claim is deleted before the node is back: the deletion does not wait for that, and then everything
+    // there is removed.
     csi.unpublish("pvc-1", "b").await.unwrap();
     csi.delete("pvc-1").await.unwrap();
     assert!(cluster.agents[1..].iter().all(|agent| agent.directories().is_empty()));
@@ -99,7 +100,7 @@ async fn a_node_that_never_comes_back_is_deleted() {
     assert!(cluster.ok(&["node", "list"]).await.contains("given up"));
     until_nodes(&cluster, "told of its flag", |nodes| nodes.contains("--node c=URL")).await;
 
-    // Nobody names it any more: it goes.
+    // No object names it any more: it is removed.
     cluster.stop_controller().await;
     cluster.agents.remove(2);
     cluster.start_controller().await;

@@ -28,7 +28,7 @@ async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
     let mut cluster = Cluster::start(&["a", "b"]).await;
     let volume = attached(&cluster, "2").await;
     let lost = replica_on(&volume, "b").to_owned();
-    // With the controller away nobody grants anything; once it is there again it does at once.
+    // Without the controller no grant is given; once it runs again it grants at once.
     cluster.kill_controller().await;
     cluster.agents[0].freeze("v", &lost);
     assert_eq!(cluster.agents[0].engine_says("v").phase, "frozen");
@@ -43,7 +43,7 @@ async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
     let grants = cluster.truth.lock().unwrap().grants.clone();
     assert!(!grants.is_empty() && grants.iter().all(|grant| *grant == grants[0]), "{grants:#?}");
 
-    // The other half asks with nothing but what was before: it is refused, and told of the grant.
+    // The other half asks with the former view only: it is refused, and gets the grant.
     cluster.agents[0].engine("v", |engine| {
         let view = |number, ids: &[&str]| v1::View {
             attach: 1,
@@ -186,7 +186,7 @@ async fn a_running_engine_is_told_what_changes() {
     cluster.until("v", "scrubbed", |volume| volume["scrub"]["running"] == true).await;
     cluster.ok(&["volume", "scrub", "v", "--stop"]).await;
     cluster.until("v", "left alone", |volume| volume["scrub"]["running"] == false).await;
-    // One more replica is made, and brought up.
+    // Another replica is made, and rebuilt.
     cluster.ok(&["volume", "replicas", "v", "2"]).await;
     let two =
         |volume: &Value| volume["replicas"].as_array().unwrap().iter().any(|r| r["mode"] == "rebuilding");
@@ -230,7 +230,7 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     let (_, text) = cluster.fails(&["volume", "undelete", "v"]).await;
     assert!(text.contains("nothing of volume v") || text.contains("already exists"), "{text}");
 
-    // Deleted for good there is nothing to bring back.
+    // After a final deletion nothing can be restored.
     cluster.ok(&["volume", "detach", "v"]).await;
     cluster.ok(&["volume", "delete", "v", "--yes"]).await;
     let (_, text) = cluster.fails(&["volume", "trash", "v", "--remove"]).await;

@@ -108,7 +108,7 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
     assert_eq!(volume["robustness"], "healthy");
     assert!(cluster.agents[1].directories().is_empty());
 
-    // Where the engine is, somebody has to move it; of a detached volume nothing is moved.
+    // A user has to move the engine from its node; replicas of a detached volume do not move.
     let (code, text) = cluster.fails(&["node", "drain", "a"]).await;
     assert!(code == 1 && text.contains("engine of volume v (held): volume v is attached here"), "{text}");
     cluster.ok(&["node", "uncordon", "a"]).await;
@@ -229,7 +229,7 @@ async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
     let answer: Value = serde_json::from_str(&cluster.ok(&begin).await).unwrap();
     assert_eq!(answer["begun"], 0, "one is on its way: {answer:#}");
 
-    // One that has no replacement yet stays where it is.
+    // A replica without a replacement yet stays in its place.
     cluster.ok(&["rebalance", "--cancel"]).await;
     cluster.until(&moving, "two replicas", |volume| nodes_of(volume) == ["a", "b"]).await;
     cluster.check();

@@ -127,7 +127,7 @@ async fn a_device_in_use_is_not_taken_away() {
     let (code, text) = cluster.fails(&["volume", "detach", "v", "--timeout", "1"]).await;
     assert!(code == 4 && text.contains("in use by mount at /mnt"), "{code}, {text}");
     assert!(cluster.agents[0].running().contains(&"v".to_owned()));
-    // Wanted there again, it goes on under the same number.
+    // A volume that is wanted there again continues under the same number.
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     assert_eq!(cluster.inspect("v").await["attach"], 1);
     cluster.fails(&["volume", "detach", "v", "--timeout", "1"]).await;

@@ -1,10 +1,10 @@
 //! Measures how fast and how evenly replicas get their places in a large cluster: 10,000 volumes of three
 //! replicas on 1,000 nodes in ten zones, one after the other.
 //!
-//! A placement is one replica that has a place. What is measured is the way that the controller goes: the
+//! A placement is one replica that has a place. The benchmark measures the way of the controller. The
 //! volume's reconciler decides over the world of all objects until the volume has its replicas, and each
-//! object that it writes is put into that world, as the store's cache does. What is left out is what the
-//! store takes to make them durable.
+//! object that it writes is put into that world, as the store's cache does. The benchmark leaves out the time
+//! in which the store makes them durable.
 #![allow(
     clippy::unwrap_used,
     clippy::disallowed_types,

@@ -1,9 +1,9 @@
 //! Tracks the volumes that PersistentVolumes of Kubernetes keep: their data is not deleted, whatever the
 //! request.
 //!
-//! It is noted in the status of the volume, so that the admission policy, which sees nothing but the object
-//! that is to be deleted, refuses the same as the controller. A VolumeAttachment names a PersistentVolume,
-//! which its attacher keeps for as long; so there is nothing to note of it.
+//! The note is in the status of the volume. So the admission policy, which sees only the object to delete,
+//! refuses the same as the controller. A VolumeAttachment names a PersistentVolume, which its attacher keeps
+//! for as long, so it needs no note.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -50,7 +50,7 @@ impl PersistentVolume {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Claims {
     by_name: BTreeMap<String, PersistentVolume>,
-    /// The names of those of a volume, by its name.
+    /// The names of the PersistentVolumes of a volume, by its name.
     of_volume: BTreeMap<String, BTreeSet<String>>,
 }
 
@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(Claims::default().outdated(&taken), only("v"));
         assert!(matches!(noted(&taken, &kept, "v"), Ok(Change::AlreadySo(_))));
         assert_eq!(noted(&free, &kept, "w"), Err(RequestError::NoVolume("w".to_owned())));
-        // One that is gone, one that is another volume now.
+        // A deleted one, and one that is another volume now.
         assert_eq!(kept.set("b".to_owned(), None), only("v"));
         assert_eq!(kept.note_of("v").keeper.as_deref(), Some("c"));
         let both = BTreeSet::from(["v".to_owned(), "x".to_owned()]);

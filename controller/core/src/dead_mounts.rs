@@ -1,9 +1,8 @@
 //! Pods that use a device that is gone, as after an engine has ended for good: every access fails, and stays
 //! so until the volume is staged anew. Kubernetes does that only for a new pod.
 //!
-//! Such a pod is ended as by `kubectl delete pod`, if a controller owns it and so makes it again. Others are
-//! told of. The agent says which mounts are dead and whose they are; only the word of an agent that is in
-//! sight counts.
+//! Such a pod is deleted as by `kubectl delete pod`, if a controller owns it and so re-creates it. Others are
+//! reported. The agent reports dead mounts and their pods; only reports of a reachable agent count.
 
 use crate::NodeName;
 use crate::observed::Agents;
@@ -43,7 +42,7 @@ pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> Plan {
     for pod in pods {
         let mine = mounts.iter().filter(|mount| mount.pod_uid == pod.uid);
         let volumes: Vec<String> = mine.map(|mount| mount.volume.clone()).collect();
-        // One that goes already needs nobody's help; a kubelet ends those that it has from a file.
+        // A pod that is being deleted needs no help; a kubelet ends those that it has from a file.
         if volumes.is_empty() || pod.gone_by.is_some() || pod.has_ended || pod.owner == Owner::Kubelet {
             continue;
         }

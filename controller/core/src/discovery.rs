@@ -4,11 +4,11 @@
 //! wherever the driver is registered, it answers at the address of that machine, and the name that the driver
 //! has there is that of its Node object.
 //!
-//! What was found is noted in the object (`spec.discovered`). The address follows it as long as both are the
-//! same: an address that somebody has set otherwise, or emptied, is never touched again. Since when a machine
-//! is cordoned is noted too: it gets no new replicas, unless the controller is configured otherwise, and is
-//! expected to go (`reboot`). A Node object stays when its machine leaves the cluster: its data may come
-//! back, and until then its condition says that the agent is out of reach.
+//! The findings are stored in the object (`spec.discovered`). The address follows them as long as both are
+//! the same: an address that an administrator has changed, or emptied, is never touched again. The time since
+//! which a machine is cordoned is stored too: it gets no new replicas, unless the controller is configured
+//! otherwise, and is expected to go (`reboot`). A Node object stays when its machine leaves the cluster: its
+//! data may come back, and until then its condition says that the agent is unreachable.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -105,7 +105,7 @@ pub fn agents(
             }
             [] => continue,
         };
-        // One that is not there any more, or not yet, has no address to say.
+        // A machine that does not exist any more, or yet, has no address.
         let Some(facts) = cluster.machines.get(machine) else { continue };
         match facts.internal_ip {
             Some(ip) => {
@@ -225,7 +225,7 @@ mod tests {
         let moved = stored(noted(&world, &name, &two, now));
         assert_eq!(moved.spec.address, two.address);
 
-        // By hand, to another one or to none: it stays, and what is found is noted all the same.
+        // An address set by hand, another one or none, stays, and the findings are stored all the same.
         for by_hand in ["http://proxy:1", ""] {
             let mut node = made.clone();
             node.spec.address = by_hand.to_owned();

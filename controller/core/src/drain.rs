@@ -1,9 +1,9 @@
 //! Lists the rest of a drain of a node or disk: each replica and each engine there, and the event that it
 //! waits for.
 //!
-//! Draining is the work of the volumes' reconcilers: a replica in such a place is replaced first, and goes
-//! once as many replicas as configured have everything without it. Here is only said how far they are. What
-//! no reconciler can go on with by itself is *held*: somebody has to do something.
+//! The reconcilers of volumes do the work of a drain: a replica in such a place is replaced first, and
+//! removed once as many replicas as configured have everything without it. This module only reports their
+//! progress. A replica that no reconciler can advance by itself is *held*: the operator has to act.
 
 use std::collections::BTreeSet;
 

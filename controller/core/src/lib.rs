@@ -1,11 +1,11 @@
 //! The decisions of the control plane, without any I/O.
 //!
 //! - [`objects`]: Volume, Engine, Replica and Node, as they are stored, and the [`World`] of all of them.
-//! - [`observed`]: what the agents of the nodes show right now; never stored.
+//! - [`observed`]: the current views of the agents; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`schema`]: the objects as schemas of custom resources.
 //! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
-//! - [`csi`]: what the calls of CSI mean for the stored objects.
+//! - [`csi`]: the meaning of CSI calls for the stored objects.
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
 //! - [`doctor`]: whether the cluster is set up well, check by check.
@@ -15,17 +15,17 @@
 //! - [`orphans`]: directories of replicas that nothing stored names.
 //! - [`overview`]: the whole cluster on one screen.
 //! - [`rebalance`]: which replicas would be better elsewhere.
-//! - [`requests`]: what an API call changes in the stored objects, or why it is refused.
-//! - [`salvage`]: what would be lost with each replica as the only one.
+//! - [`requests`]: the changes of an API call in the stored objects, or the reason of its refusal.
+//! - [`salvage`]: the losses with each replica as the only one.
 //! - [`stranded`]: which pods of a lost node are to be released.
-//! - [`telling`]: which events are told to people, and how often.
+//! - [`telling`]: the choice and the rate of events for people.
 //! - [`dead_mounts`]: which pods are ended, as their device is gone.
 //! - [`undelete`]: how a deleted volume comes back from the trash of its disks.
-//! - [`why`]: what is wrong with a volume, in sentences.
+//! - [`why`]: the problems of a volume, in sentences.
 //!
-//! Everything is level-triggered: a decision looks only at what is stored and observed now, so the shell
-//! that carries actions out may die between any two of them. An action that calls an agent is idempotent,
-//! and a write carries the resource version that the decision was made from.
+//! Everything is level-triggered: a decision depends only on the current stored and observed state, so the
+//! shell that carries actions out may die between any two of them. An action that calls an agent is
+//! idempotent, and a write carries the resource version of its decision.
 //!
 //! The order that keeps data safe, in one place:
 //! 1. `volume.status.attach` is raised and stored before any engine is started with that number.
@@ -39,9 +39,9 @@
 //!    it was replaced. The latter is asked for, and done, only while the engine serves with the configured
 //!    number of members and does not know that replica any more.
 //! 5. A grant of the arbiter is stored in the volume, by the compare-and-swap that also holds the number of
-//!    the attachment, before any engine is told of it.
-//! 6. A salvage is stored with a number of its own, and the engine is stopped, before the replica is told of
-//!    it.
+//!    the attachment, before any engine gets it.
+//! 6. A salvage is stored with a number of its own, and the engine is stopped, before the replica gets the
+//!    decision.
 #![forbid(unsafe_code)]
 
 mod action;

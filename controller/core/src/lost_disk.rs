@@ -1,9 +1,9 @@
 //! Takes a disk out of use that is empty, or that does not come back.
 //!
-//! Somebody says that a disk is lost: it is gone, mounted read-only, or fails. Its replicas are replaced
-//! then, and forgotten once the engine of their volume serves without them and has forgotten them, or with
-//! their volume; what is on the disk is not waited for. Nothing else is hurried: a replica there that is
-//! still a member is replaced first. Should the disk come back, what is on it is nobody's
+//! The operator declares a disk lost: it is gone, mounted read-only, or fails. Its replicas are replaced
+//! then. They are forgotten once the engine of their volume serves without them and has forgotten them, or
+//! with their volume; their data on the disk is not waited for. Everything else takes its usual course: a
+//! replica there that is still a member is replaced first. If the disk comes back, its data has no owner
 //! ([`crate::orphans`]).
 
 use crate::objects::{Node, Replica};
@@ -35,10 +35,10 @@ pub struct RemoveDisk {
 }
 
 impl RemoveDisk {
-    /// The node as it is to be stored.
+    /// Returns the node to store.
     ///
     /// # Errors
-    /// [`RequestError`] says what is in the way.
+    /// [`RequestError`] has the obstacle.
     pub fn apply(&self, world: &World, agents: &Agents) -> Result<Change<Node>, RequestError> {
         let node = find_node(world, &self.node)?;
         let (name, path) = (|| self.node.clone(), || self.path.clone());
@@ -82,7 +82,7 @@ impl RemoveDisk {
     /// be no disk any more.
     ///
     /// # Errors
-    /// [`RequestError`] says what is in the way.
+    /// [`RequestError`] has the obstacle.
     pub fn closed(&self, world: &World, agents: &Agents) -> Result<Change<Node>, RequestError> {
         self.apply(world, agents)?;
         let mut node = find_node(world, &self.node)?.clone();

@@ -1,10 +1,9 @@
 //! Giving up a node that never comes back.
 //!
-//! Somebody has its object deleted; what the node itself would have to do is not waited for any more from
-//! there on. Its replicas go once the engine of their volume serves without them and has forgotten them, or
-//! with their volume. Nothing else is hurried: an engine there is stopped or fenced before another one is
-//! started, and a replica that may be in the view stays. The object stays until nothing is left that names
-//! the node.
+//! The operator has its object deleted; from there on no step of the node itself is waited for. Its replicas
+//! are removed once the engine of their volume serves without them and has forgotten them, or with their
+//! volume. Everything else takes its usual course: an engine there is stopped or fenced before another one is
+//! started, and a replica that may be in the view stays. The object stays until no other one names the node.
 
 use crate::objects::{ConditionType, Key, Kind, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents};
@@ -47,10 +46,10 @@ pub struct DeleteNode {
 }
 
 impl DeleteNode {
-    /// The node as it is to be stored.
+    /// Returns the node to store.
     ///
     /// # Errors
-    /// [`RequestError`] says what is in the way.
+    /// [`RequestError`] has the obstacle.
     pub fn apply(
         &self,
         world: &World,

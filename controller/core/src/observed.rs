@@ -331,7 +331,7 @@ pub struct EngineView {
     pub frontend: String,
     /// The device, or the socket.
     pub endpoint: String,
-    /// The size of the device, as whoever uses it sees it; 0: not known.
+    /// The size of the device as its user sees it; 0 if it is not known.
     pub size_bytes: u64,
     /// True if writes may be lost that the user of the device believes stored, so that every request fails.
     pub lost_writes: bool,
@@ -417,7 +417,7 @@ pub struct ReplicaView {
     /// The directory; empty if not reported.
     pub directory: String,
     /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does
-    /// not say.
+    /// not report one.
     pub attach: u64,
     /// The views that it knows, no older than that.
     pub views: Option<Box<ReplicaReport>>,

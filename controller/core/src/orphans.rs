@@ -1,6 +1,6 @@
-//! Directories of replicas that nothing stored names: left over on a node or a disk that was given up and
-//! is back, or restored from the trash by an undeletion that did not come to its end. Nobody deletes them
-//! but by name, and they go to the trash.
+//! Finds directories of replicas without an object: the remains on a node or a disk that was given up and is
+//! back, or directories restored by an undeletion that did not complete. They are deleted only by name, and
+//! moved to the trash.
 
 use shorthorn_types::{ReplicaId, VolumeName};
 

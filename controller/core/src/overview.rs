@@ -142,9 +142,9 @@ impl Overview {
         let about = || format!("volume {}", volume.metadata.name);
         for condition in status.conditions.iter().filter(|condition| !condition.status) {
             let matters = match condition.kind {
-                // They say how far something is that goes on by itself.
+                // They report the progress of work that continues by itself.
                 ConditionType::Settled | ConditionType::Expanded => &mut self.waiting,
-                // Nobody serves a detached volume: it says nothing of its data.
+                // A detached volume is not served: the condition says nothing about its data.
                 ConditionType::Healthy if status.robustness == Robustness::Unknown && !is_attached => {
                     continue;
                 }

@@ -1,9 +1,8 @@
 //! Rebalancing: plans moves of replicas to better places, on request.
 //!
-//! Nothing is moved unless it is asked for, and nothing of it is remembered but
-//! `replica.spec.evictionRequested`: such a replica is replaced as one of a drained disk is. Its volume's
-//! reconciler looks for the better place once more when it comes to it, and takes the request back where
-//! there is none any more. So a request does no harm, however old it is.
+//! Replicas move only on request, and the only record is `replica.spec.evictionRequested`: such a replica is
+//! replaced like one of a drained disk. The volume's reconciler looks for the better place once more when it
+//! acts, and cancels the request if none is left. So an old request does no harm.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -84,7 +83,7 @@ impl Survey {
     /// Returns the survey of the volumes in `only`, or of all if that is empty.
     ///
     /// # Errors
-    /// [`RequestError::NoVolume`] for one that is not there.
+    /// [`RequestError::NoVolume`] for a volume that does not exist.
     pub fn of(
         world: &World,
         agents: &Agents,
@@ -255,7 +254,7 @@ impl Board {
     /// Counts on a move that was asked for: as if it were over.
     fn finish(&mut self, movable: &Movable, leaving: usize, is_replaced: bool) {
         if !is_replaced {
-            // Where there is no better place any more it stays.
+            // Without any better place it stays.
             let _ = self.find(movable, leaving, |_| true);
         } else if let Some(disk) = self.disk(&movable.places[leaving]) {
             disk.scheduled_bytes = disk.scheduled_bytes.saturating_sub(movable.request.size_bytes);

@@ -1,14 +1,14 @@
 //! Decides whether a node can be restarted, as for maintenance: lists the volumes that would have too few
 //! replicas meanwhile.
 //!
-//! A volume that is not attached needs nothing: what is on its disks is there again afterwards. One that is
-//! attached needs at least one member of its view elsewhere, and at least half of the view: with less its
-//! engine stops serving, and no other one can start. Exactly half goes on with the arbiter's grant
+//! A volume that is not attached needs nothing: the data on its disks is there again afterwards. An attached
+//! one needs at least one member of its view elsewhere, and at least half of the view: with less its engine
+//! stops serving, and no other one can start. Exactly half continues with the arbiter's grant
 //! (`views::Arbiter`).
 //!
 //! While members are missing and are on their way, half of the configured number, rounded up, has to be
-//! elsewhere too. So nodes that are restarted one after another wait for each other's replicas. If there is
-//! no place for what is missing, as on too few nodes, only the view counts: else no node could ever be
+//! elsewhere too. So nodes that are restarted one after another wait for each other's replicas. If the
+//! missing ones have no place, as on too few nodes, only the view counts: otherwise no node could ever be
 //! restarted.
 //!
 //! Machines that are cordoned in Kubernetes are about to go: their members do not count for machines that
@@ -188,7 +188,7 @@ fn members<'a>(world: &'a World, volume: &'a Volume) -> Option<Vec<Member<'a>>> 
             };
             Some(members.map(member).collect())
         }
-        // What is known of the view of the last engine; the next one begins with it.
+        // The known view of the last engine counts, because the next one begins with it.
         _ => {
             let was_member = |replica: &&Replica| {
                 let first = &volume.status.first_members;

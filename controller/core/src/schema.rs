@@ -1,9 +1,9 @@
 //! The schemas of custom resources, by which the API server of Kubernetes checks, shows and keeps the
 //! objects.
 //!
-//! The types derive their schemas; this module has stand-ins for those that are texts outside Rust, and turns
-//! what comes of it into the structural form that custom resources must have. A field that a schema does not
-//! know is dropped by the API server, so a test holds every object against its schema.
+//! The types derive their schemas. This module has stand-ins for types that are texts outside Rust, and
+//! converts the result to the structural form that custom resources must have. The API server drops a field
+//! that a schema does not know, so a test holds every object against its schema.
 
 use std::borrow::Cow;
 
@@ -138,7 +138,7 @@ fn unwrap_optional(map: &mut Map<String, Value>) {
     if let (Some(Value::Object(only)), None) = (real.next().cloned(), real.next()) {
         map.remove("anyOf");
         for (word, value) in only {
-            // What is said of the field says more than what is said of its type.
+            // The description of the field is more specific than that of its type.
             map.entry(word).or_insert(value);
         }
     }

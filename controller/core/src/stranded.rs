@@ -1,16 +1,15 @@
 //! Handles pods that do not end, because the kubelet of their node is gone.
 //!
-//! Kubernetes decides by itself that such pods go elsewhere and marks them as to be deleted, but waits for
-//! that kubelet to say that they have ended. So their objects stay, no new pod comes in their place, and
-//! their volumes stay attached. Shorthorn can say it in the kubelet's place for pods whose disks are its own:
-//! whoever detaches such a volume from a node that is lost fences the engine there first
-//! (`reconcile::volume::fence`), and only then may the volume be used elsewhere. So whatever such a pod still
-//! does there, it writes no more.
+//! Kubernetes decides by itself that such pods move elsewhere and deletes them, but waits for that kubelet to
+//! report their end. So their objects stay, no new pod replaces them, and their volumes stay attached.
+//! Shorthorn can report in the kubelet's place for pods whose disks are its own: detaching such a volume from
+//! a lost node fences the engine there first (`reconcile::volume::fence`), and only then may the volume be
+//! used elsewhere. So such a pod cannot write any more, even if it still runs.
 //!
-//! Nothing is decided against Kubernetes: a pod is released only after it has been told to go and the time
-//! that it was given has passed, where both Kubernetes and this controller have lost its node. A disk of
-//! another driver that the pod has there may be written on, for all that is known; such a pod stays.
-//! Attachments go when no pod of the node uses them any more.
+//! The decisions follow Kubernetes: a pod is released only after its deletion and its grace period, if both
+//! Kubernetes and this controller have lost its node. The pod may still write to a disk of another driver
+//! there, as far as is known; such a pod stays. Attachments are deleted when no pod of the node uses them any
+//! more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -50,8 +49,8 @@ pub struct Machine {
     pub is_ready: bool,
     /// True if this controller reaches its agent, or has lost it only a moment ago.
     pub is_in_sight: bool,
-    /// True if Kubernetes has disks attached there that no attachment names: those of the drivers that are
-    /// part of it.
+    /// True if Kubernetes has disks attached there without an attachment: those of the drivers that are part
+    /// of it.
     pub has_nameless_disks: bool,
 }
 
@@ -233,8 +232,7 @@ fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Opti
     if pod.has_inline_disk {
         return Some("Kubernetes itself".to_owned());
     }
-    // A claim without an attachment is none of a disk, unless there are disks of which nobody knows the
-    // claims.
+    // A claim without an attachment belongs to no disk, unless disks with unknown claims exist.
     let attached: BTreeSet<&str> = attachments
         .iter()
         .filter(|attachment| attachment.is_used_by(pod))

@@ -1,7 +1,7 @@
 //! Computes the remaining replicas of a volume if some are given up, with their disk or their node.
 //!
 //! Replicas in places that were given up before count as gone. The controller does not know the view of a
-//! volume that is not served: whoever was in it and is not known to have left it counts as a member.
+//! volume that is not served: a former member that is not known to have left it counts as a member.
 
 use std::collections::BTreeSet;
 
@@ -42,7 +42,7 @@ fn without_of(
     let all: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
     let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
     if !members.iter().any(|replica| has_data(replica) && goes(replica)) {
-        // Nothing changes for the view. The last data at all is what a salvage could take.
+        // The view does not change. The very last data is the only source of a salvage.
         let loses = all.iter().any(|replica| has_data(replica) && goes(replica));
         let has_some = all.iter().any(|replica| has_data(replica) && is_left(replica));
         return if loses && !has_some { Survivors::Nobody } else { Survivors::Enough };
@@ -209,7 +209,7 @@ mod tests {
             (&[Whole, OnLostDisk, OnLostNode, Whole], TooFew),
             (&[Whole, Whole, OnLostNode, Whole], Enough),
             (&[Whole, Empty, Empty], Nobody),
-            // One that is no member: it is all that a salvage could take, or nothing changes.
+            // A replica that is no member: it is the only source of a salvage, or nothing changes.
             (&[Stale, Whole, Whole], Enough),
             (&[Stale, OnLostDisk, Whole], Enough),
             (&[Stale, OnLostDisk, OnLostNode], Nobody),

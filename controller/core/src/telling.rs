@@ -75,7 +75,7 @@ impl<A: About> Ledger<A> {
         if let Some(series) = self.series.get_mut(event).filter(|series| !is_over(series, now)) {
             series.count = series.count.saturating_add(1);
             series.last = now;
-            // Ever more rarely, so that one that never ends costs next to nothing.
+            // The rate falls, so that an endless series costs next to nothing.
             return if series.count.is_power_of_two() {
                 Telling::Again(series.name.clone(), series.count)
             } else {

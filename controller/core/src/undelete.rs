@@ -6,15 +6,14 @@
 //! the newest view, and gets a higher number than any before. A replica that was deleted while its volume
 //! went on is not brought back: its record says so.
 //!
-//! What a deletion could not reach has left its objects behind, with the same records, and its data where
-//! it was: it belongs to the volume again. As a deletion of an object cannot be taken back everywhere, such
-//! a replica goes on as one of a living volume that somebody has deleted: it is in use until it is
-//! replaced.
+//! Objects that a deletion could not reach still exist, with the same records, and so does their data: they
+//! belong to the volume again. The deletion of an object cannot be cancelled everywhere, so such a replica
+//! continues like a deleted one of a living volume: it is in use until it is replaced.
 //!
-//! The directories are restored first, then the objects are stored, the volume last. So nothing that is
-//! stored names a directory that is not in place, and until the volume is there nothing is started. Whoever
-//! is cut off anywhere is brought to the end by whoever asks again: an agent lists what it has restored
-//! until it is told that the volume is stored.
+//! The directories are restored first, then the objects are stored, the volume last. So every stored object
+//! has its directory in place, and nothing is started until the volume exists. An interrupted undeletion is
+//! completed by the next call: an agent lists the restored directories until it learns that the volume is
+//! stored.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -89,7 +88,7 @@ impl Record {
             healthy_at: replica.status.healthy_at,
             failed_at: replica.status.failed_at,
         };
-        // Without it the directory is kept all the same, for whoever looks at it by hand.
+        // Without it the directory is kept all the same, for an inspection by hand.
         serde_json::to_string(&record).unwrap_or_default()
     }
 
@@ -107,7 +106,7 @@ struct LifeId {
 }
 
 /// The age of the data in a directory, according to itself. Of two directories of one replica the greater one
-/// is newer, whatever the clocks of their nodes say.
+/// is newer, for any clocks of their nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Holds {
     /// The newest view that is through; none: no engine has opened it, or it does not say.
@@ -157,14 +156,14 @@ pub struct Undeletion {
 /// stored.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<Trashed>, RequestError> {
     let life = Life::newest(world, name, trash)?;
     life.there(world)?;
     let waits = |trashed: &&Trashed| match world.replicas.get(&instance_name(trashed)) {
         Some(stored) => {
             let is_place = stored.spec.node_id == trashed.node && stored.spec.disk_path == trashed.disk_path;
-            // Of one that was left behind, a deletion that has begun since may have moved the directory.
+            // A later deletion may have moved the directory of a replica that was left behind.
             is_place && !(stored.is_left_behind() && trashed.restored)
         }
         None => true,
@@ -175,7 +174,7 @@ pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<T
 /// Plans how the volume of that name comes back from the trash; the directories of `in_place` are restored.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn undelete(
     world: &World,
     name: &str,
@@ -280,7 +279,7 @@ impl<'a> Life<'a> {
         Ok(Life { name, found, left, has_taken, record })
     }
 
-    /// The volume, if it is there: its undeletion was cut off, or had not reached every node.
+    /// Returns the volume, if it exists: its undeletion was interrupted, or had not reached every node.
     fn there<'w>(&self, world: &'w World) -> Result<Option<&'w Volume>, RequestError> {
         let Some(volume) = world.volumes.get(self.name.as_str()) else { return Ok(None) };
         let name = volume.metadata.name.clone();
@@ -296,8 +295,8 @@ impl<'a> Life<'a> {
         Ok(Some(volume))
     }
 
-    /// Returns true if its status was not stored any more: a new volume does not have these replicas. Those
-    /// that were left behind belong to no volume, whatever it is.
+    /// Returns true if its status was not stored any more: a new volume does not have these replicas.
+    /// Replicas that were left behind belong to no volume at all.
     fn is_bare(&self, world: &World, volume: &Volume) -> bool {
         let is_stored = |trashed: &Trashed| {
             world.replicas.get(&instance_name(trashed)).is_some_and(|replica| !replica.is_left_behind())

@@ -45,7 +45,7 @@ pub(super) fn disk(disk: v1::Disk) -> (String, DiskView) {
         uuid: disk.uuid,
         filesystem: disk.filesystem,
         total_bytes: disk.total_bytes,
-        // What is in the trash goes as soon as the disk needs its space.
+        // The content of the trash is deleted as soon as the disk needs its space.
         available_bytes: disk.available_bytes.saturating_add(disk.trash_bytes),
         problem: disk.problem,
     };
@@ -165,7 +165,7 @@ fn members(ids: &[String]) -> Option<Members> {
 
 fn grant_wanted(wanted: v1::GrantWanted) -> Option<GrantWanted> {
     let target = view(wanted.view?)?;
-    // An engine that does not say who has stored the view asks once all its members have.
+    // An engine that does not report who has stored the view asks once all its members have.
     let stored = if wanted.stored.is_empty() { target.members } else { members(&wanted.stored)? };
     Some(GrantWanted { view: target, honoured: report(wanted.committed, wanted.proposed)?, stored })
 }

@@ -177,7 +177,7 @@ fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &In
     let world = fleet.store.world();
     let volume = world.replicas.get(&key.name)?.spec.volume_name.as_str();
     let stored_bytes = world.volumes.get(volume).map(|volume| volume.status.actual_size);
-    // The volume takes as much as its largest replica does: one that takes less is no news.
+    // The volume takes as much as its largest replica: a smaller one is no news.
     let has_grown = stored_bytes.is_some_and(|stored_bytes| {
         now.allocated_bytes > stored_bytes && is_noticeable(stored_bytes, now.allocated_bytes)
     });

@@ -188,8 +188,7 @@ impl Fleet {
         for (node, url) in nodes {
             fleet.add(node, url, false)?;
         }
-        // A node that nobody knows counts as lost: what a new controller decides first has to know of all of
-        // them.
+        // An unknown node counts as lost: the first decisions of a new controller need all of them.
         fleet.know_stored();
         Ok(Arc::new(fleet))
     }
@@ -302,7 +301,7 @@ impl Fleet {
         result
     }
 
-    /// A call that an agent does not know has one remedy, whatever gRPC says of it.
+    /// A call that an agent does not know has one remedy, for any message of gRPC.
     fn blamed(&self, node: &NodeName, what: &'static str, error: CallError) -> CallError {
         match error {
             CallError::Refused { code: Code::Unimplemented, .. } => self.too_old(node, what),
@@ -541,7 +540,7 @@ impl Fleet {
     pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), CallError> {
         let request = v1::ReleaseNodeRequest { cluster: from.to_owned() };
         let released = self.client(node)?.release_node(limited(request, CALL_LIMIT)).await;
-        // What it can do is not known yet: nothing is taken in of a node of another cluster.
+        // The features are not known yet: the view of another cluster's node is not taken over.
         released.map(drop).map_err(|status| self.blamed(node, "hand its node over", status.into()))
     }
 

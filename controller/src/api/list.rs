@@ -40,7 +40,7 @@ fn page<'a, T>(
     let found: Vec<_> = rest.by_ref().take(most).collect();
     let is_more = rest.next().is_some();
     if is_more && size == 0 {
-        // Whoever asks without a size takes what comes for everything.
+        // A caller without a page size gets everything.
         let message =
             format!("there are more than {PAGE_MAX}: ask with page_size, as a newer shorthornctl does");
         return Err(Status::resource_exhausted(message));
@@ -132,7 +132,7 @@ mod tests {
         let mut all: BTreeMap<String, u32> = (0..7).map(|number| (format!("v{number}"), number)).collect();
         let first = page(&all, 3, "", |_| true).unwrap();
         assert_eq!((first.objects, first.next_token.as_str()), (vec![&0, &1, &2], "after:v2"));
-        // The one that the token names may be gone by then.
+        // The object in the token may be gone by then.
         all.remove("v2");
         let second = page(&all, 3, "after:v2", |_| true).unwrap();
         assert_eq!((second.objects, second.next_token.as_str()), (vec![&3, &4, &5], "after:v5"));

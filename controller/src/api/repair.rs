@@ -15,7 +15,7 @@ use super::server::{Api, Reply};
 use super::status;
 use crate::agents::{CallError, convert};
 
-/// Longer words of an operator are cut off: they are kept with the volume.
+/// The maximum length of an operator's words, which are kept with the volume.
 const WORDS_MAX_CHARS: usize = 500;
 
 impl Api {

@@ -444,7 +444,7 @@ impl Api {
                 }
             }
             tokio::select! {
-                // However many were missed, the next look shows what is so now.
+                // For any number of missed changes, the next look shows the current state.
                 change = changes.recv() => if matches!(change, Err(broadcast::error::RecvError::Closed)) {
                     return;
                 },

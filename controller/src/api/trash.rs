@@ -27,7 +27,7 @@ const DELETION_LIMIT: Duration = Duration::from_secs(20);
 impl Api {
     pub(super) async fn trash(&self, name: &str) -> v1::ListVolumeTrashResponse {
         let FoundTrash { found, silent, problems } = self.fleet.trash().await;
-        // What is restored and in use is no trash.
+        // A restored directory in use is no trash.
         let is_in_use = |trashed: &v1::TrashedReplica| {
             let world = self.store.world();
             let name = format!("{}-{}", trashed.volume, trashed.replica_id);
@@ -98,8 +98,8 @@ impl Api {
         Ok(v1::RemoveVolumeTrashResponse { removed, problems })
     }
 
-    /// Has the directories restored, then stores the objects, the volume last: whoever calls again after an
-    /// end in between finds the rest in the trash.
+    /// Has the directories restored, then stores the objects, the volume last: a repeated call after an end
+    /// in between finds the rest in the trash.
     pub(super) async fn undelete(&self, name: &str) -> Result<v1::UndeleteVolumeResponse, Status> {
         self.wait_for_deletion(name).await?;
         let listed = self.fleet.trash().await;
@@ -125,7 +125,7 @@ impl Api {
         }
         problems.extend(self.restore_what_was_deleted_meanwhile(name, &trash).await);
         for trashed in &restored {
-            // One that stays is listed as restored, and goes with the directory.
+            // A remaining one is listed as restored, and is removed with the directory.
             if let Err(error) = self.fleet.remove_trash(trashed).await {
                 let node = &trashed.node;
                 tracing::warn!(volume = name, %node, %error, "the record of a restored replica stays");
@@ -144,7 +144,7 @@ impl Api {
                 if !self.is_being_deleted(name) {
                     return;
                 }
-                // Whatever it says, it is looked again; without a store there is no controller.
+                // After any message it looks again; without a store the controller has ended.
                 if let Err(RecvError::Closed) = changes.recv().await {
                     return;
                 }

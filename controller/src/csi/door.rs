@@ -20,7 +20,7 @@ use super::CsiController;
 #[derive(Clone, Debug, Default)]
 pub struct CsiDoor {
     controller: Arc<OnceLock<CsiController>>,
-    /// Set after `controller`: whoever reads it finds that.
+    /// The flag is set after `controller`: its readers find that.
     ready: Arc<AtomicBool>,
 }
 

@@ -27,7 +27,7 @@ impl CsiController {
         let volume = arguments::existing_volume_id(&request.volume_id)?;
         let pass = self.enter(&volume)?;
         let name = volume.as_str();
-        // Of the last decision, which is the one that holds.
+        // The size of the last decision, which is the valid one.
         let wanted_bytes = AtomicU64::new(0);
         change(self.store.as_ref(), |world| {
             let (change, awaited_bytes) =
@@ -38,8 +38,7 @@ impl CsiController {
         .await
         .map_err(|error: crate::store::ChangeError<csi::SizedError>| error.into_csi_error())?;
         let wanted_bytes = wanted_bytes.into_inner();
-        // It grows whether somebody waits for that or not: whoever does keeps nobody from taking the volume
-        // away.
+        // The volume grows with or without a waiting caller: a waiting one does not block other calls.
         drop(pass);
         let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
             Some(volume) if volume.current_size_bytes() >= wanted_bytes => {
@@ -50,8 +49,8 @@ impl CsiController {
             None => Some(Err(CsiError::NotFound(format!("volume {name} was deleted meanwhile")))),
         });
         let (size_bytes, grows_later) = grown.await??;
-        // The device of a node has its size by now, or when it is made again. What is on it is another
-        // matter; where it is not said what that is, the node finds out.
+        // The device of a node has its size by now, or when it is made again. Its content is another matter;
+        // if the capability is not given, the node finds it out.
         let is_device = capability.is_some_and(|capability| capability.access == Access::Block);
         Ok(v1::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(size_bytes).unwrap_or(i64::MAX),

@@ -71,7 +71,7 @@ impl CsiController {
         let name = arguments::existing_volume_id(&request.volume_id)?;
         let world = self.store.world();
         let volume = requests::find(&world, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
-        // What is incomplete is an error all the same.
+        // An incomplete capability is an error all the same.
         for wish in &request.volume_capabilities {
             if wish.access_mode.is_none() || wish.access_type.is_none() {
                 capability(Some(wish.clone()))?;

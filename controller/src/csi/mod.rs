@@ -1,9 +1,9 @@
 //! The Controller service of CSI.
 //!
-//! A call checks its arguments, takes the gate of its volume, stores what is wanted, and waits until the
-//! reconcilers have made it so, or the caller has to hear something. Nothing is remembered beside the
-//! objects: whoever asks again, also another controller, goes on from what is stored. A wait that ends
-//! without success answers a code that Kubernetes does not take for final, as it all goes on.
+//! A call checks its arguments, takes the gate of its volume, stores the desired state, and waits until the
+//! reconcilers have reached it, or the caller has to get an error. Nothing is remembered beside the objects:
+//! a repeated call, also at another controller, continues from the stored state. A wait that ends without
+//! success returns a code that Kubernetes does not take for final, because the work continues.
 //!
 //! Every volume can be reached from every node that has an agent, so volumes have no topology of their own.
 

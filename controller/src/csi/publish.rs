@@ -11,7 +11,7 @@ use super::{CsiController, arguments};
 use crate::store::change;
 
 impl CsiController {
-    /// The node finds the volume by its name alone: there is nothing in the context.
+    /// The node finds the volume by its name alone: the context is empty.
     pub(super) async fn publish(
         &self,
         request: v1::ControllerPublishVolumeRequest,

@@ -44,8 +44,7 @@ impl std::fmt::Debug for CsiController {
 }
 
 impl CsiController {
-    /// The service over these. It writes whatever it is asked for: only a controller that may write serves
-    /// it.
+    /// Creates the service. It carries out every write: only a controller that may write serves it.
     #[must_use]
     pub fn new(
         store: Arc<dyn Store>,

@@ -30,7 +30,7 @@ impl CsiController {
                 loop {
                     match changes.recv().await {
                         Ok(key) if !concerns(volume, &key) => {}
-                        // However many were missed, the next look shows what is so now.
+                        // For any number of missed changes, the next look shows the current state.
                         Ok(_) | Err(RecvError::Lagged(_)) => return true,
                         Err(RecvError::Closed) => return false,
                     }

@@ -28,10 +28,10 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 /// Runs the command of the command line.
 ///
 /// # Errors
-/// [`CtlError`], which says what to do and knows the exit code.
+/// [`CtlError`], which has the remedy and the exit code.
 pub async fn run(cli: Cli) -> Result<(), CtlError> {
     match &cli.command {
-        // Nobody has to be reached for these.
+        // These need no connection.
         Command::Completion { shell } => return output::print(&manual::completion(*shell)),
         Command::Man { directory } => return manual::pages(directory),
         _ => {}
@@ -41,7 +41,7 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
     let session = Session { client, channel, server: name, format: cli.output, cluster: cluster.clone() };
     let done = session.run(cli.command).await;
     done.map_err(|error| match (error, cluster.and_then(|cluster| cluster.problem())) {
-        // What Kubernetes says is more than that the connection broke.
+        // Messages of Kubernetes say more than that the connection broke.
         (CtlError::Unreachable { server, .. }, Some(reason)) => CtlError::Unreachable { server, reason },
         (error, _) => error,
     })
@@ -110,7 +110,7 @@ impl Session {
         };
         match self.ask_doctor().await {
             Ok(found) => checks.extend(found),
-            // What Kubernetes says may tell why.
+            // Messages of Kubernetes may have the reason.
             Err(error) if !checks.is_empty() => {
                 let reason = self.cluster.as_ref().and_then(Cluster::problem);
                 checks.push(doctor::unreachable(reason.unwrap_or_else(|| error.to_string())));
@@ -279,7 +279,7 @@ impl Session {
 
     async fn delete(&mut self, name: String, yes: bool, wait: WaitArgs) -> Result<String, CtlError> {
         if !yes {
-            // Nobody should be asked about a volume that is not there.
+            // No question is asked about a volume that does not exist.
             let request = limited(v1::GetVolumeRequest { name: name.clone() });
             self.client.get_volume(request).await.map_err(self.error())?;
             confirm::deletion(&name)?;
@@ -334,7 +334,7 @@ impl Session {
         Err(CtlError::Incomplete(format!("{done}, and perhaps not all: {}", problems.join("; "))))
     }
 
-    /// Waits for the goal unless that is not wanted; the volume as it is then.
+    /// Waits for the goal unless that is not wanted; returns the volume after that.
     async fn settle(
         &mut self,
         volume: v1::Volume,

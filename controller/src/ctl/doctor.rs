@@ -17,7 +17,7 @@ pub(super) const FAILED: &str = "failed";
 /// The outcome of a passed check.
 pub(super) const PASSED: &str = "passed";
 
-/// A check, as it is shown.
+/// A check in the output.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct CheckView {
     name: String,

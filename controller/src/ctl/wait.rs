@@ -107,7 +107,7 @@ fn condition<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a v1::Condition
     volume.conditions.iter().find(|condition| condition.r#type == kind && !condition.status)
 }
 
-/// Waits until the goal is reached, and returns the volume as it is then, or nothing once it is gone.
+/// Waits until the goal is reached, and returns the volume after that, or nothing once it is gone.
 pub(super) async fn wait(
     client: &mut ControllerClient<Channel>,
     server: &str,

@@ -1,4 +1,5 @@
-//! The VolumeAttachments of Kubernetes: which volumes it takes for attached, whatever this controller does.
+//! The VolumeAttachments of Kubernetes: the volumes that it considers attached, independently of this
+//! controller.
 
 use std::time::Duration;
 
@@ -29,7 +30,7 @@ pub trait Attachments: Send + Sync {
     /// The attachment that names the volume, unless Kubernetes is about to detach it.
     ///
     /// # Errors
-    /// Why that cannot be told, in words.
+    /// The reason why that is unknown, in words.
     async fn of(&self, volume: &str) -> Result<Option<Attachment>, String>;
 }
 

@@ -49,7 +49,7 @@ fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
 async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
     let mut first = Some(first);
     let (mut changes, mut found) = (store.changes(), mirror.changes());
-    // Nothing is noted before Kubernetes has said what it has: a note that is there stays until then.
+    // Nothing is noted before the first complete list of Kubernetes: an existing note stays until then.
     let mut claims: Option<Claims> = None;
     let mut pending = BTreeSet::new();
     let mut failures = 0;
@@ -65,7 +65,7 @@ async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: onesh
         if let Some(claims) = &claims {
             failures = match note_all(store, claims, &mut pending).await {
                 Ok(()) => {
-                    // Whoever has waited may be gone: nothing depends on it any more then.
+                    // The waiting task may be gone: then the message is not needed any more.
                     if let Some(first) = first.take() {
                         let _ = first.send(());
                     }
@@ -204,7 +204,7 @@ mod tests {
         pending.insert("v".to_owned());
         note_all(&store, &Claims::default(), &mut pending).await.unwrap();
         assert_eq!(noted(&store), None);
-        // Whoever waits for the first list hears of it after it is noted, and not before it is there.
+        // A task that waits for the first list is notified after the list is noted, and not before.
         let mirror = Mirror::new();
         let (sender, mut first) = oneshot::channel();
         let mut noting = std::pin::pin!(note(&mirror, &store, sender));

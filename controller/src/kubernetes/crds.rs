@@ -31,7 +31,7 @@ pub enum Rules {
 pub fn definition(kind: Kind, rules: Rules) -> Value {
     let (mut spec, status) = parts(kind);
     if let (Kind::Volume, Some(properties)) = (kind, spec.get_mut("properties")) {
-        // What nobody has to write gets its value from the defaults; of the whole table too.
+        // Optional fields get their defaults, and so does the whole table.
         properties["rebuild"]["default"] = json!({});
     }
     let mut schema = json!({

@@ -60,7 +60,7 @@ impl MachineChanges {
             changed = self.drivers.changed() => changed,
         };
         if changed.is_err() {
-            // What is followed is gone, and with it the controller.
+            // The followed store is gone, and with it the controller.
             std::future::pending::<()>().await;
         }
     }

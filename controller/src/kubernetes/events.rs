@@ -1,7 +1,7 @@
 //! Sends Kubernetes events, which people see with their volume.
 //!
-//! Nobody waits for them. What is to be told goes through a queue with a bound to one task; where the API
-//! server is slower than what happens, events are dropped and counted.
+//! No caller waits for them. Events pass through a bounded queue to one task; if the API server is slower
+//! than the events, they are dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -113,7 +113,7 @@ impl Teller {
             self.warn_of_dropped();
             self.tell(told).await;
         }
-        // Nobody can tell anything any more; whoever runs this ends by itself.
+        // No event can be sent any more; the caller of this ends by itself.
         std::future::pending().await
     }
 

@@ -1,10 +1,10 @@
-//! The admission policies that refuse deletions by mistake, for API servers since 1.30. The controller itself
-//! holds up the deletion of a volume that a PersistentVolume needs, where there are no such policies; but it
-//! cannot keep an object, the definitions or its own namespace from going.
+//! The admission policies that refuse deletions by mistake, for API servers since 1.30. Without such
+//! policies, the controller itself delays the deletion of a volume that a PersistentVolume needs; but it
+//! cannot protect an object, the definitions or its own namespace.
 //!
-//! A policy sees the object that is to be deleted and, one at a time, its parameters. So what it judges by is
-//! in the object's status, or there is a refusal for each object that is a parameter: each volume refuses the
-//! deletion of the definitions.
+//! A policy sees the object to delete and, one at a time, its parameters. So its criteria are in the object's
+//! status, or every object that is a parameter makes a refusal: each volume refuses the deletion of the
+//! definitions.
 
 use serde_json::{Value, json};
 use shorthorn_controller_core::objects::Kind;
@@ -174,7 +174,7 @@ mod tests {
         for pair in all.chunks(2) {
             let policy: ValidatingAdmissionPolicy = serde_json::from_value(pair[0].clone()).unwrap();
             let binding: ValidatingAdmissionPolicyBinding = serde_json::from_value(pair[1].clone()).unwrap();
-            // What the types do not know they drop.
+            // The types drop unknown fields.
             assert_eq!(serde_json::to_value(&policy).unwrap(), pair[0]);
             assert_eq!(serde_json::to_value(&binding).unwrap(), pair[1]);
             let (spec, bound) = (policy.spec.unwrap(), binding.spec.unwrap());

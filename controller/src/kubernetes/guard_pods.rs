@@ -1,7 +1,7 @@
 //! Makes guard pods and their budgets, and removes them (`controller_core::reboot::guards` decides which).
 //!
-//! What changes only wakes it; each round makes what is there what should be there. Volumes are looked at one
-//! by one, as they change. Both objects are owned by the Node object, and go with it.
+//! Changes only wake the task; each round makes the existing guards equal to the wanted ones. Volumes are
+//! examined one by one, as they change. The Node object owns both objects, and they are deleted with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -210,7 +210,7 @@ impl GuardPods {
             unless_code(bounded(there.pods.patch(name, &parameters, &note)).await, 404)?;
         }
         for name in &plan.delete_pod {
-            // It does nothing that could be cut off, and its kubelet may be away.
+            // The pod has no work to interrupt, and its kubelet may be unreachable.
             let now = DeleteParams::default().grace_period(0);
             unless_code(bounded(there.pods.delete(name, &now)).await, 404)?;
             tracing::info!(pod = name, "a guard pod is deleted");
@@ -364,7 +364,7 @@ fn guarded_node(budget: &DynamicObject) -> Option<String> {
     budget.labels().get(NODE_LABEL).cloned()
 }
 
-/// An answer with that status is as good: it is so already.
+/// Accepts an answer with that status as success: the state is already the wanted one.
 fn unless_code<T>(result: Result<T, CallError>, code: u16) -> Result<(), CallError> {
     match result {
         Err(error) if !is_code(&error, code) => Err(error),

@@ -1,10 +1,10 @@
 //! Leader election: the controller that holds the Lease leads.
 //!
-//! The holder renews it; whoever else sees it unchanged for its whole duration, by its own clock, takes it.
-//! Clocks of different machines are never compared. The holder counts from before it asked for the last
-//! renewal that worked, and ends [`HOLD_LIMIT`] after that, well before anybody can have seen the lease
-//! unchanged for [`DURATION`]. A process that was halted and does not know the time yet can still try to
-//! write: the stored objects have moved on, and the write is refused.
+//! The holder renews it; another controller that sees it unchanged for its whole duration, by its own clock,
+//! takes it. Clocks of different machines are never compared. The holder counts from before the request of
+//! the last successful renewal, and ends [`HOLD_LIMIT`] after that. That is well before any other one can
+//! have seen the lease unchanged for [`DURATION`]. A process that was halted and does not know the time yet
+//! can still try to write: the stored objects have changed since, and the write is refused.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 pub struct Leadership {
     leases: Api<Lease>,
     identity: String,
-    /// The lease as it is in our hands, and since when that is sure.
+    /// The lease as this controller holds it, and the time since which that is sure.
     held: Lease,
     renewed: Instant,
 }
@@ -145,8 +145,8 @@ impl Leadership {
     pub async fn hold(&mut self) -> String {
         let too_late = || format!("the Lease could not be renewed for {} s", HOLD_LIMIT.as_secs());
         loop {
-            // Nothing is asked when there is no time left: a refusal comes at once, and would be asked for
-            // again and again.
+            // No request is made when no time is left: a refusal comes at once, and the request would be
+            // repeated again and again.
             let Some(left) = time_left(self.renewed.elapsed()) else { return too_late() };
             let mut wait = RENEW_EVERY;
             if self.renewed.elapsed() >= RENEW_EVERY {
@@ -203,7 +203,7 @@ impl Leadership {
 fn mine(answer: Result<Lease, CallError>, start: Instant) -> Result<Option<(Lease, Instant)>, CallError> {
     match answer {
         Ok(held) => Ok(Some((held, start))),
-        // Somebody was first.
+        // Another controller was first.
         Err(error) if is_code(&error, 409) => Ok(None),
         Err(error) => Err(error),
     }
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(holder(&lease), "b");
         let spec = lease.spec.unwrap();
         assert_eq!((spec.lease_transitions, spec.lease_duration_seconds), (Some(5), Some(12)));
-        // Who holds it ends before others may take it, with time for what is under way.
+        // The holder ends before others may take it, with time for running calls.
         assert!(HOLD_LIMIT + RENEW_EVERY < DURATION && RENEW_EVERY + LOOK_AGAIN < HOLD_LIMIT);
     }
 }

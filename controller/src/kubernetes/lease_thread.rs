@@ -164,7 +164,7 @@ async fn keep(
     let lost = tokio::select! {
         reason = leadership.hold() => Some(reason),
         reason = hang(beats) => Some(reason),
-        // An error means that nobody will ask for that.
+        // An error means that no request for that can come any more.
         Ok(()) = released => None,
     };
     match lost {

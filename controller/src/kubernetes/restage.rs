@@ -61,7 +61,7 @@ impl Restager {
     /// Looks after the pods of all nodes, until it is dropped.
     pub async fn run(self) {
         let mut failures = 0;
-        // Which pods people were told of.
+        // The reported pods.
         let mut told = BTreeSet::new();
         loop {
             let wait = match self.round(&mut told).await {

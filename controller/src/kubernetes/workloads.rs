@@ -36,7 +36,7 @@ pub trait Workloads: Send + Sync {
     /// Returns the users of each of these claims, which are named NAMESPACE/NAME.
     ///
     /// # Errors
-    /// Why that cannot be told, in words.
+    /// The reason why that is unknown, in words.
     async fn of(&self, claims: &BTreeSet<String>) -> Result<BTreeMap<String, Vec<Workload>>, String>;
 }
 

@@ -1,7 +1,7 @@
 //! Metrics of the controller at `/metrics`, and `/readyz`. docs/metrics.md explains every metric.
 //!
-//! What happens is counted when it happens, whatever is there is counted when somebody asks, under the locks
-//! that a decision takes too, and for as long as counting the objects takes.
+//! Events are counted when they happen. Objects are counted at each request, under the locks that a decision
+//! takes too, for as long as the counting takes.
 
 mod objects;
 mod readiness;

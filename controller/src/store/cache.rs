@@ -55,7 +55,7 @@ impl Cache {
     pub(super) fn insert(&self, object: Object) {
         let key = object.key();
         self.world.write().unwrap_or_else(PoisonError::into_inner).insert(object);
-        // Nobody listening is fine.
+        // A lack of listeners is no error.
         let _ = self.changes.send(key);
     }
 

@@ -62,7 +62,7 @@ impl RedbStore {
     /// Opens the file, and makes it where it is missing.
     ///
     /// # Errors
-    /// [`StoreError::Locked`] where another controller has it; else what is wrong with the file.
+    /// [`StoreError::Locked`] if another controller has it; else the problem of the file.
     pub fn open(path: &Path) -> Result<RedbStore, StoreError> {
         let database =
             Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(|error| match error {

@@ -24,7 +24,7 @@ async fn keeps_the_contract(store: &dyn Store) {
     assert!(matches!(store.remove(&key, version - 1).await, Err(StoreError::Conflict { .. })));
     store.remove(&key, version).await.unwrap();
     assert_eq!(store.world().get(&key), None);
-    // What comes again under the name never has a version that was used before.
+    // A re-created object of the name never has a version that was used before.
     let third = store.put(node("n", 0)).await.unwrap();
     assert!(third.metadata().resource_version > version);
 }

@@ -80,7 +80,7 @@ impl Worker {
             }
             Err(error) => {
                 tracing::error!(%error, "the store fails");
-                // Full: it was told already.
+                // The channel is full: the error was sent already.
                 let _ = self.broken.try_send(error);
                 false
             }

@@ -63,8 +63,8 @@ impl Worker {
         Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, events, settings, metrics })
     }
 
-    /// Works until it is dropped. Whatever is under way then is cut off between two actions, or within a
-    /// call to an agent, and taken up by the next start.
+    /// Works until it is dropped. Running work is interrupted then between two actions, or within a call to
+    /// an agent, and continued by the next start.
     pub async fn run(self: Arc<Worker>) {
         let mut changes = self.store.changes();
         self.look_at_everything();

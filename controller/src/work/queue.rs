@@ -287,7 +287,7 @@ mod tests {
         is_urgent.store(false, Ordering::Relaxed);
         assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(true)).await.is_err());
         assert_eq!(queue.next(false).await, key("a"));
-        // Its first place in the other lane does not count for what changes later.
+        // Its first place in the other lane does not count for later changes.
         queue.done(&key("b"), Outcome::Done(None));
         queue.add([key("b")]);
         assert_eq!(queue.next(false).await, key("b"));

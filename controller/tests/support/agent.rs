@@ -133,7 +133,7 @@ impl FakeAgent {
     /// Closes all connections.
     pub fn hang_up(&self) {
         for socket in self.open.lock().unwrap().drain(..) {
-            // Whoever has gone already has nothing to be told.
+            // A client that has disconnected needs no message.
             let _ = UnixStream::from(socket).shutdown(Shutdown::Both);
         }
     }
@@ -577,7 +577,7 @@ impl Node for FakeAgent {
     ) -> Result<Response<v1::FenceReplicaResponse>, Status> {
         let request = request.into_inner();
         let name = format!("{}-{}", request.volume, request.replica_id);
-        // What every engine of this simulation commits at its start.
+        // Every engine of this simulation commits this at its start.
         let newest = self.truth.lock().unwrap().attaches.get(&request.volume).cloned();
         let committed =
             newest.map(|(attach, _, members)| v1::View { attach, restart: 1, nonce: 0, number: 1, members });

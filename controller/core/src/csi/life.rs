@@ -33,11 +33,10 @@ pub enum SizedError {
 }
 
 impl NewVolume {
-    /// The volume to be stored; the same call repeated finds it there, whatever size of the range it was
-    /// given.
+    /// Returns the volume to store. A repeated call finds it there, with any size of the range.
     ///
     /// # Errors
-    /// [`SizedError`] says what to change.
+    /// [`SizedError`] has the remedy.
     pub fn apply(&self, world: &World, secret: Secret, now: Timestamp) -> Result<Change<Volume>, SizedError> {
         let (required, limit) = (self.required_bytes, self.limit_bytes);
         let there = world.volumes.get(&self.wanted.name).map(|volume| volume.spec.size);
@@ -52,7 +51,7 @@ impl NewVolume {
 /// The volume as large as is required, and how large it has to become for that.
 ///
 /// # Errors
-/// [`SizedError`] says what to change.
+/// [`SizedError`] has the remedy.
 pub fn expand(
     world: &World,
     name: &str,
@@ -62,7 +61,7 @@ pub fn expand(
 ) -> Result<(Change<Volume>, u64), SizedError> {
     let has_bytes = requests::find(world, name)?.spec.size;
     let size_bytes = size::size_of_grown(has_bytes, required_bytes, limit_bytes)?;
-    // Somebody may want it larger still: that is not waited for.
+    // Another caller may want it larger still: this call does not wait for that.
     let awaited_bytes = if required_bytes > has_bytes { size_bytes } else { required_bytes };
     Ok((requests::expand_within(world, name, size_bytes, limits)?, awaited_bytes))
 }
@@ -113,7 +112,7 @@ pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>,
 /// Deletes a volume that is not attached.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
     let volume = requests::find(world, name)?;
     let deleting = volume.is_deleting();
@@ -128,7 +127,7 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
 /// The volume wanted on `node`, where no other one has it.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
     let volume = requests::find(world, name)?;
     if volume.spec.frontend == Frontend::Socket {

@@ -1,8 +1,8 @@
 //! Maps the calls of CSI to the stored objects: names, sizes and parameters, and the nodes that may use a
 //! volume.
 //!
-//! The shell has the wire, the waiting and the codes. Which calls change what is decided here, on one state
-//! of the world, and stored by compare-and-swap, so that nothing comes in between.
+//! The shell has the wire, the waiting and the codes. The changes of calls are decided here, on one state of
+//! the world, and stored by compare-and-swap, so that no other change comes in between.
 
 mod life;
 mod name;
@@ -24,7 +24,8 @@ use crate::World;
 #[must_use]
 pub fn has_node(world: &World, node: Option<&str>, zone: Option<&str>) -> bool {
     world.nodes.values().any(|candidate| {
-        // kubelet knows the zone that the agent is configured with, whatever an administrator says here.
+        // kubelet knows the zone in the agent's configuration, even if an administrator has set another one
+        // here.
         let zones = [candidate.spec.zone.as_ref(), candidate.status.zone.as_ref()];
         let in_zone = |zone: &str| zones.into_iter().flatten().any(|own| own.as_str() == zone);
         node.is_none_or(|node| candidate.metadata.name == node) && zone.is_none_or(in_zone)

@@ -137,7 +137,7 @@ mod tests {
         fn every_name_has_a_volume_name_of_its_own(
             one in "[a-zA-Z0-9 _./-]{1,64}|\\PC{1,32}", other in "[a-zA-Z0-9 _./-]{1,64}|\\PC{1,32}",
         ) {
-            // Names that differ only in what cannot stay are the likeliest to meet.
+            // Names that differ only in unusable characters are the likeliest to collide.
             let twin = one.to_uppercase();
             for (a, b) in [(&one, &other), (&one, &twin)] {
                 let (Ok(first), Ok(second)) = (volume_name(a), volume_name(b)) else { continue };

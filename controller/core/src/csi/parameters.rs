@@ -103,7 +103,7 @@ pub enum ParameterError {
 /// Parses the parameters of a volume, with defaults for absent ones.
 ///
 /// # Errors
-/// [`ParameterError`] says what to change.
+/// [`ParameterError`] has the remedy.
 pub fn parameters<'a>(
     pairs: impl Iterator<Item = (&'a str, &'a str)> + Clone,
 ) -> Result<CreateVolume, ParameterError> {

@@ -56,7 +56,7 @@ fn change(world: &mut World, change: impl FnOnce(&mut Volume)) {
     world.insert(volume.into());
 }
 
-/// A volume that is being brought to `node`, or has been there, with its engine.
+/// A volume that is being attached to `node`, or has been there, with its engine.
 fn at(world: &mut World, node: &str, state: VolumeState, engine: CurrentState) {
     change(world, |volume| {
         volume.status.state = state;
@@ -114,7 +114,7 @@ fn a_volume_that_somebody_else_calls_so_is_not_taken_for_it() {
     let differs = "name in CSI";
     let name = mapped.spec.volume_name.to_string();
     assert_eq!(as_it_is, Err(SizedError::Request(RequestError::Exists { name: name.clone(), differs })));
-    // Whoever knows no CSI name means the volume by its own.
+    // A caller without a CSI name means the volume by its own name.
     let plain = CreateVolume { name, size_bytes: 4096, ..CreateVolume::default() };
     assert!(matches!(plain.apply(&world, secret(), now()), Ok(Change::AlreadySo(_))));
     let plain = CreateVolume { name: "w".into(), size_bytes: 4096, ..CreateVolume::default() };
@@ -222,7 +222,7 @@ fn a_node_takes_as_many_volumes_as_its_agent_says() {
     assert_eq!(publish(&world, "v", "a"), full());
     assert!(publish(&world, "v", "b").is_ok(), "the other node has no limit");
     assert!(matches!(publish(&world, "w", "a"), Ok(Change::AlreadySo(_))), "it is there already");
-    // One that is leaving, or is being deleted, takes a place until it is gone.
+    // A volume that is leaving, or is being deleted, takes a place until it is gone.
     let mut leaving = world.volumes["w"].clone();
     leaving.spec.node_id = None;
     leaving.status.state = VolumeState::Detaching;

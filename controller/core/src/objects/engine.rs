@@ -104,7 +104,7 @@ pub struct EngineStatus {
     #[serde(with = "super::quoted", default)]
     #[schemars(with = "schema::Quoted")]
     pub volume_size: u64,
-    /// The size of the device, as whoever uses it sees it; 0: not known.
+    /// The size of the device as its user sees it; 0 if it is not known.
     #[serde(with = "super::quoted", default)]
     #[schemars(with = "schema::Quoted")]
     pub current_size: u64,

@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(read(json!({ "mode": "failed", "away_since_ms": 7 })), 7);
         assert_eq!(read(json!({ "mode": "failed", "awaySinceMs": 8 })), 8);
         assert_eq!(read(json!({ "mode": "member" })), 0);
-        // Whoever has replaced the one has left the other where it was.
+        // A writer that has replaced the one has left the other unchanged.
         assert_eq!(read(json!({ "mode": "member", "awaySinceMs": 0, "away_since_ms": 7 })), 0);
     }
 

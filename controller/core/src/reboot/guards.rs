@@ -1,9 +1,8 @@
 //! Guard pods: if volumes need the replicas of a node, it gets a pod with a PodDisruptionBudget that forbids
-//! its eviction. So `kubectl drain`, and whoever else asks before he ends pods, waits there until the volumes
+//! its eviction. So `kubectl drain`, and every other client that evicts pods, waits there until the volumes
 //! can do without the node.
 //!
-//! The pod does nothing. It has to run: Kubernetes evicts a pod that does not run yet whatever its budget
-//! says.
+//! The pod does nothing. It has to run: Kubernetes evicts a pod that does not run yet despite its budget.
 
 use std::collections::BTreeMap;
 

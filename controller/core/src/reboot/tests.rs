@@ -148,7 +148,7 @@ fn nodes_that_are_restarted_one_after_another_wait_for_each_others_replicas() {
                     replica v-00000001 on node n0, which does not have all data";
     assert_eq!(text, expected);
     assert_eq!(told(&returning, "n0"), "");
-    // Nobody comes: what is left of the view is enough.
+    // No replica is coming: the rest of the view is enough.
     change_volume(&mut returning, |volume| {
         let finding = Finding::wrong("NoPlace", "no other node");
         volume.status.conditions.set(ConditionType::Scheduled, finding, now());
@@ -172,7 +172,7 @@ fn half_of_the_view_has_to_be_elsewhere_whatever_the_number_should_be() {
     assert_eq!(told(&shared, "n2"), "");
     // More are configured.
     assert!(!told(&world(3, &[MEMBER, MEMBER]), "n0").is_empty());
-    // A member whose object is gone is in the view, and nobody can count on it.
+    // A member without an object is in the view, and does not count.
     let mut forgotten = world(2, &[MEMBER, MEMBER]);
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id(1));
     forgotten.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, &name));
@@ -260,7 +260,7 @@ fn an_engine_that_cannot_be_asked_may_need_every_replica() {
     let mut frozen = world(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut frozen, |status| status.phase = "frozen".to_owned());
     assert!(told(&frozen, "n1").contains("may need each of them"));
-    // One that starts begins with the view that is known.
+    // A starting engine begins with the known view.
     let mut starting = world(3, &[FAILED, MEMBER, MEMBER]);
     change_engine(&mut starting, |status| *status = EngineStatus::default());
     change_volume(&mut starting, |volume| volume.status.state = VolumeState::Attaching);

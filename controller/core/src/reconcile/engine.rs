@@ -72,7 +72,8 @@ fn lose_sight(engine: &Engine, reason: String) -> Decision {
     let settled =
         engine.spec.desire_state == DesireState::Stopped && status.current_state == CurrentState::Stopped;
     if !settled {
-        // What it last said stays: most likely it still serves, and only the controller does not see it.
+        // The last status stays: most likely the engine still serves, and only the controller does not see
+        // it.
         status.current_state = CurrentState::Unknown;
         status.message = reason;
     }
@@ -137,7 +138,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
             write_status(&mut decision, engine, starting(engine, volume, failure));
             let mut continues = 0;
             match shown {
-                // The volume has been nowhere else since: the device goes on, even where it is in use.
+                // The volume was attached nowhere else since: the device continues, even if it is in use.
                 Some(older) if (1..=older.attach).contains(&volume.status.attached_since) => {
                     continues = volume.status.attached_since;
                 }
@@ -170,7 +171,7 @@ fn follow(
         decision.again_after(left);
     }
     if status != engine.status || ends {
-        // What it says comes first; the change brings the next run, which tells.
+        // The status comes first; its change causes the next run, which sends the rest.
         write_status(decision, engine, status);
         return;
     }

@@ -104,8 +104,7 @@ pub fn gives_space_away(world: &World, key: &Key) -> bool {
     key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| seeks_place(world, volume))
 }
 
-/// Returns true if the volume, as it is stored, may be given a place: only such decisions are taken one at a
-/// time.
+/// Returns true if the stored volume may be given a place: only such decisions are taken one at a time.
 fn seeks_place(world: &World, volume: &Volume) -> bool {
     let is_evicted =
         || world.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(world, replica));
@@ -166,7 +165,7 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
         }
         Kind::Replica => match world.replicas.get(&key.name) {
             Some(replica) => keys.push(Key::new(Kind::Volume, replica.spec.volume_name.as_str())),
-            // It is gone: its volume goes on with its deletion, and others may want its place.
+            // The replica is gone: its volume continues its deletion, and other volumes may want its place.
             None => {
                 let volume = key.name.rsplit_once('-').map_or("", |(volume, _)| volume);
                 keys.push(Key::new(Kind::Volume, volume));
@@ -175,10 +174,10 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
         },
         Kind::Node => {
             keys.extend(seeking(world));
-            // What was to leave it may stay now.
+            // Replicas that were to leave the node may stay now.
             keys.extend(world.replicas_on(&key.name).flat_map(|replica| {
                 let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
-                // One that is being deleted is let go where its node is given up.
+                // A replica that is being deleted is dropped if its node is given up.
                 let replica =
                     replica.metadata.is_deleting().then(|| Key::new(Kind::Replica, &replica.metadata.name));
                 std::iter::once(volume).chain(replica)

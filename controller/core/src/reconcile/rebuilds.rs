@@ -33,7 +33,7 @@ impl Rebuilds {
                 *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
             }
         }
-        // Those of new volumes are made, not brought up.
+        // Replicas of new volumes are made, not rebuilt.
         let is_rebuild = |replica: &&Replica| {
             let owner = world.volumes.get(replica.spec.volume_name.as_str());
             owner.is_some_and(|owner| owner.status.state != VolumeState::Creating)
@@ -70,7 +70,7 @@ fn members(engine: &Engine) -> u32 {
     u32::try_from(members.filter(|member| member.mode == MemberMode::Member).count()).unwrap_or(u32::MAX)
 }
 
-/// The replicas that are brought up, or have been made for that and are not yet.
+/// Returns the replicas that are being rebuilt, or have been made for that and are not yet.
 fn coming<'a>(world: &'a World, volume: &'a Volume, engine: &'a Engine) -> Vec<&'a Replica> {
     let mode = |id: ReplicaId| engine.status.replica_mode_map.get(&id).map(|member| member.mode);
     let is_member = |id: &ReplicaId| mode(*id) == Some(MemberMode::Member);

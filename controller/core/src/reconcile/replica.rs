@@ -76,8 +76,8 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
     }
     let create = status.data != DataState::Present;
     store_news(context, replica, status, &mut decision);
-    // The wish that it runs is stored: a process and a directory may be there from here on, whatever the
-    // status says.
+    // The desired state is stored: a process and a directory may exist from here on, whatever the status
+    // says.
     if found.is_none() {
         start(context, replica, create, &mut decision);
     }
@@ -226,12 +226,12 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
         }
         return status;
     }
-    // The engine serves, so whoever is not a member of its view has left it, or was never in one.
+    // The engine serves, so a replica that is no member of its view has left it, or was never in one.
     let away_since = member.and_then(|member| away_since(member, context.now)).unwrap_or(context.now);
     if mode == Some(MemberMode::Rebuilding) {
         status.lost_since = None;
     } else if status.lost_since.is_none() {
-        // One that was being brought up since it left has not been lost for all that time.
+        // A replica that was being rebuilt since it left has not been lost for all that time.
         let since = if status.failed_at.is_none() { away_since } else { context.now };
         status.lost_since = Some(since);
     }
@@ -264,17 +264,17 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     if let Some(record) = &replica.status.deletion_record {
         return remove(context, replica, record.clone(), None);
     }
-    // A volume is removed after its last replica, but for those that it leaves behind; so it is there.
+    // A volume is removed after its last replica, except for those that it leaves behind; so it exists.
     let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else {
         return Decision::nothing();
     };
-    // Data goes once it is stored that the deletion has begun, from where on no PersistentVolume holds it
-    // any more. Somebody may have deleted both: an engine that still runs may have written to no other
+    // Data is deleted once it is stored that the deletion has begun, and no PersistentVolume holds it any
+    // more. Both objects may have been deleted: an engine that still runs may have written to no other
     // replica.
     let has_begun = volume.is_deleting() && volume.status.state == VolumeState::Deleting;
     let with_volume = has_begun && volume::engine_is_over(context, volume);
     if !with_volume && !is_replaced(context, volume, replica) {
-        // Whoever has deleted it, it stays in use until the volume is served without it.
+        // A deleted replica stays in use until the volume is served without it.
         return see(context, replica, replica.spec.desire_state);
     }
     let mut record = Record::of(volume, replica, with_volume);

@@ -106,7 +106,7 @@ fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
             _ => false,
         })
     };
-    // One that has ended is known there all the same, as after a reboot of the node.
+    // An ended process is known there all the same, as after a reboot of the node.
     for state in [InstanceState::Running, InstanceState::Stopped] {
         assert!(stops(ATTACH - 1, state) && stops(ATTACH, state) && !stops(ATTACH + 1, state));
     }

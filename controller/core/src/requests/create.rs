@@ -47,7 +47,7 @@ impl CreateVolume {
     /// The volume to be stored; the same call repeated finds it there.
     ///
     /// # Errors
-    /// [`RequestError`] says what to change.
+    /// [`RequestError`] has the remedy.
     pub fn apply(
         self,
         world: &World,
@@ -60,7 +60,7 @@ impl CreateVolume {
         }
         match world.volumes.get(&new.metadata.name) {
             Some(volume) => same_as(volume, &new.spec).map(|()| Change::AlreadySo(volume.clone())),
-            // They are of an undeletion that was cut off: a new volume would begin with their data.
+            // They belong to an interrupted undeletion: a new volume would begin with their data.
             None if world.replicas_of(&new.spec.volume_name).next().is_some() => {
                 Err(RequestError::HasReplicas(new.metadata.name))
             }
@@ -68,10 +68,10 @@ impl CreateVolume {
         }
     }
 
-    /// The volume as it would be, whatever is there.
+    /// Returns the volume as it would be made, regardless of existing ones.
     ///
     /// # Errors
-    /// [`RequestError`] says what to change.
+    /// [`RequestError`] has the remedy.
     pub fn sketch(self, secret: Secret, now: Timestamp) -> Result<Volume, RequestError> {
         let metadata = Metadata::new(self.name.clone(), now);
         Ok(Volume { metadata, spec: self.into_spec(secret)?, status: VolumeStatus::default() })
@@ -123,7 +123,7 @@ pub(super) fn check_size(size_bytes: u64) -> Result<(), RequestError> {
 /// Returns an error unless a volume that another client has written is valid.
 ///
 /// # Errors
-/// [`RequestError`] says what to change.
+/// [`RequestError`] has the remedy.
 pub fn check_stored(volume: &Volume) -> Result<(), RequestError> {
     let Volume { metadata, spec, .. } = volume;
     if *metadata.name != *spec.volume_name.as_str() {

@@ -169,7 +169,7 @@ pub enum RequestError {
     /// Whoever asks has not confirmed it.
     #[error("salvaging volume {0} loses acknowledged writes: confirm it with the name of the volume")]
     NotConfirmed(String),
-    /// The volume can be used as it is.
+    /// The volume is usable without a salvage.
     #[error("volume {0} is served and needs no salvage")]
     IsServed(String),
     /// An engine may still serve it.

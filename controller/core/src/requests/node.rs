@@ -8,7 +8,7 @@ use crate::{NodeName, Timestamp, World, labels};
 /// The node that is to get a disk at `path`.
 ///
 /// # Errors
-/// [`RequestError`] says what can never work.
+/// [`RequestError`] names the value that can never work.
 pub fn check_disk(world: &World, node: &str, path: &str) -> Result<NodeName, RequestError> {
     let name = NodeName::new(node)?;
     find_node(world, node)?;
@@ -56,10 +56,10 @@ pub struct SetNode {
 }
 
 impl SetNode {
-    /// The node as it is to be stored.
+    /// Returns the node to store.
     ///
     /// # Errors
-    /// [`RequestError`] says what to change.
+    /// [`RequestError`] has the remedy.
     pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Node>, RequestError> {
         let stored = find_node(world, &self.name);
         let mut node = match (stored, &self.address) {
@@ -107,10 +107,10 @@ pub struct SetDisk {
 }
 
 impl SetDisk {
-    /// The node as it is to be stored.
+    /// Returns the node to store.
     ///
     /// # Errors
-    /// [`RequestError`] says what to change.
+    /// [`RequestError`] has the remedy.
     pub fn apply(&self, world: &World) -> Result<Change<Node>, RequestError> {
         let mut spec = find_node(world, &self.node)?.spec.clone();
         let missing = || RequestError::NoDisk { node: self.node.clone(), path: self.path.clone() };

@@ -22,12 +22,12 @@ pub struct SalvageVolume {
 }
 
 impl SalvageVolume {
-    /// The volume with a new number of attachment, and a grant of the arbiter for that replica alone: an
-    /// engine that does not find it cannot start from any other. Nothing is started before the replica was
-    /// told.
+    /// Returns the volume with a new number of attachment, and a grant of the arbiter for that replica alone:
+    /// an engine that does not find it cannot start from any other. Nothing is started before the replica has
+    /// got the decision.
     ///
     /// # Errors
-    /// [`RequestError`] says what is in the way.
+    /// [`RequestError`] has the obstacle.
     pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Volume>, RequestError> {
         let name = || self.name.clone();
         let volume = find_living(world, &self.name)?;
@@ -36,7 +36,7 @@ impl SalvageVolume {
         }
         let replica = world
             .replicas_of(&volume.spec.volume_name)
-            // One that is being deleted too: its data is there.
+            // A replica that is being deleted counts too: its data is there.
             .find(|replica| replica.spec.replica_id.to_string() == self.replica)
             .ok_or_else(|| RequestError::NoReplica { name: name(), replica: self.replica.clone() })?;
         if replica.status.data != DataState::Present {
@@ -70,11 +70,11 @@ impl SalvageVolume {
 /// Returns an error unless a decision about the data of a volume may be made now: no engine serves it.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn check_salvageable(world: &World, volume: &Volume) -> Result<(), RequestError> {
     let name = volume.metadata.name.clone();
-    // One that has served in this attachment may have its device in use: it would not stop, and might serve
-    // again.
+    // An engine that has served in this attachment may have its device in use: it would not stop, and might
+    // serve again.
     let serving = world.engines.get(&name).is_some_and(|engine| {
         let has_served = engine.status.served_attach >= engine.spec.attach && engine.spec.attach > 0;
         engine.status.is_serving() || has_served && volume.status.state == VolumeState::Attaching

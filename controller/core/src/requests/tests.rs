@@ -318,7 +318,8 @@ fn a_volume_grows_as_far_as_its_disks_can_promise() {
     assert_eq!((grown.spec.size, grown.status.current_size), (10 * GIB, GIB));
     assert!(grown.is_expanding() && grown.current_size_bytes() == GIB);
     world.insert(grown.into());
-    // What has not come to its replicas yet is promised all the same, and it grows further from what it has.
+    // An expansion that has not reached the replicas yet is scheduled all the same, and the volume grows
+    // further from its actual size.
     let further = stored(ask(&world, 20 * GIB).unwrap());
     assert_eq!((further.spec.size, further.status.current_size), (20 * GIB, GIB));
     let mut other = world.volumes["v"].clone();

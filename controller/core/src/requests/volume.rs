@@ -11,7 +11,7 @@ use crate::{NodeName, Timestamp, World, labels};
 /// The volume wanted on `node`.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
     let node = NodeName::new(node)?;
     let volume = find(world, name)?;
@@ -48,7 +48,7 @@ pub fn detach(world: &World, name: &str) -> Result<Change<Volume>, RequestError>
 /// The volume to be deleted, with all its data, unless Kubernetes needs it.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
     let volume = find(world, name)?;
     match &volume.status.persistent_volume {
@@ -60,8 +60,8 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
     }
 }
 
-/// The same for whoever sees to the PersistentVolume. The data stays until that is released, as far as is
-/// known here.
+/// The same for a caller that handles the PersistentVolume. The data stays until that is released, as far as
+/// is known here.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
@@ -79,7 +79,7 @@ pub fn ask_for_deletion(world: &World, name: &str, now: Timestamp) -> Result<Cha
 /// The volume with another number of replicas. They are made, and go, while it is attached.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Volume>, RequestError> {
     SetVolume { name: name.to_owned(), number_of_replicas: Some(wanted), ..SetVolume::default() }.apply(world)
 }
@@ -106,10 +106,10 @@ pub struct SetVolume {
 }
 
 impl SetVolume {
-    /// The volume as it is to be stored.
+    /// Returns the volume to store.
     ///
     /// # Errors
-    /// [`RequestError`] says what to change.
+    /// [`RequestError`] has the remedy.
     pub fn apply(&self, world: &World) -> Result<Change<Volume>, RequestError> {
         let volume = find_living(world, &self.name)?;
         let mut spec = volume.spec.clone();
@@ -142,7 +142,7 @@ impl SetVolume {
 /// The replica to leave its volume once another one has taken its place.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Replica>, RequestError> {
     let stored = world.replicas.get(replica);
     let missing = || absent(world, Kind::Replica, replica, RequestError::NoSuchReplica(replica.to_owned()));
@@ -165,7 +165,7 @@ pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Repl
 /// they have. `status.current_size` tells when it has them.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
     expand_within(world, name, size_bytes, Limits::default())
 }
@@ -173,7 +173,7 @@ pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volum
 /// The same, where disks may promise as much as `limits` say.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn expand_within(
     world: &World,
     name: &str,
@@ -203,7 +203,7 @@ pub fn expand_within(
 /// The volume with other limits for copying.
 ///
 /// # Errors
-/// [`RequestError`] says what is in the way.
+/// [`RequestError`] has the obstacle.
 pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<Change<Volume>, RequestError> {
     let volume = find_living(world, name)?;
     check_share(limits)?;

@@ -222,7 +222,7 @@ impl fmt::Display for Missing<'_> {
     }
 }
 
-/// Bytes as GiB with one decimal, cut off.
+/// Bytes as GiB with one decimal, truncated.
 struct Gib(u64);
 
 impl fmt::Display for Gib {

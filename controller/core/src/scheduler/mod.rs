@@ -111,7 +111,7 @@ pub struct NodeCandidate {
     pub evicted: bool,
     /// The reason why the node cannot make a replica now.
     pub not_ready: Option<String>,
-    /// True if it brings up as many replicas as it may.
+    /// True if the node rebuilds as many replicas as it may.
     pub is_busy: bool,
     /// The disks of the node.
     pub disks: Vec<DiskCandidate>,
@@ -202,7 +202,7 @@ pub fn place(
 /// Finds a place for one more replica than the `present` ones.
 ///
 /// # Errors
-/// [`Refusal`] where there is none.
+/// [`Refusal`] if no place is found.
 pub fn place_one(request: &Request, nodes: &mut [NodeCandidate], present: u32) -> Result<Placement, Refusal> {
     let mut zones = Zones::of(nodes);
     take(request, nodes, &mut zones, present, present.saturating_add(1))

@@ -66,7 +66,7 @@ impl Refusal {
         self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)
     }
 
-    /// Returns true if a node would take it once it has brought up others.
+    /// Returns true if a node would take it once it has completed other rebuilds.
     #[must_use]
     pub fn waits_for_rebuilds(&self) -> bool {
         self.by_node.values().any(|removal| removal.filter == Filter::Rebuilds)

@@ -471,8 +471,7 @@ proptest! {
             }
         };
         check_placed(&request, &nodes)?;
-        // What was refused could not have been done: with the same choices, one more breaks a rule
-        // everywhere.
+        // A refused placement is impossible: with the same choices, one more breaks a rule everywhere.
         if placed < wanted {
             for at in 0..nodes.len() {
                 for disk_at in 0..nodes[at].disks.len() {
@@ -492,7 +491,7 @@ proptest! {
     fn the_largest_volume_has_a_place_and_no_larger_one_has(
         nodes in some_nodes(), request in some_request(), wanted in 1u32..5, more in 1u64..1 << 20,
     ) {
-        // Nothing is left of replicas of this volume, as it is not there yet.
+        // Replicas of this volume leave no trace, because it does not exist yet.
         let mut nodes = nodes;
         for disk in nodes.iter_mut().flat_map(|node| &mut node.disks) {
             (disk.same_volume, disk.excused) = (0, 0);

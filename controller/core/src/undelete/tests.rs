@@ -21,7 +21,7 @@ fn volume(created: i64) -> Volume {
     volume
 }
 
-/// The directory of a replica on a node of its own, as it is in the trash after the deletion.
+/// Returns the directory of a replica on a node of its own, as it is in the trash after the deletion.
 fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
     let mut there = Trashed {
         node: NodeName::new(&format!("n{id}")).unwrap(),
@@ -334,7 +334,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     assert!(back_again.status.stop_first, "a process there has the secret that the volume had before");
     assert!(back_again.status.rebind, "its directory belongs to that secret");
     assert!(back_again.status.message.is_empty() && back_again.status.failed_at.is_none());
-    // Its deletion goes on meanwhile: the directory is in the trash, and the object still there.
+    // The deletion continues meanwhile: the directory is in the trash, and the object still exists.
     let mut both = [trash[0].clone(), behind.clone()];
     let (_, restored) = back(&world, &both).unwrap();
     assert_eq!(restored, both);

@@ -50,7 +50,7 @@ pub(super) struct Index {
     growing: BTreeSet<String>,
     /// Engines that serve with a replica that is no member.
     rebuilding: BTreeSet<String>,
-    /// Replicas that are to leave their places, whatever their nodes say.
+    /// Replicas that have to leave their places, for any state of their nodes.
     leaving: BTreeSet<String>,
     /// Nodes that something is to leave.
     left: BTreeSet<String>,

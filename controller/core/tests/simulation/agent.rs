@@ -261,7 +261,7 @@ impl SimAgent {
         if self.maps.get(key).is_some_and(|(newest, _)| *newest > revision) {
             return Ok(());
         }
-        // One that is gone is given up, unless it is in the view.
+        // A missing replica is given up, unless it is in the view.
         view.members.retain(|id, member| member.mode == MemberMode::Member || replicas.contains(id));
         for id in &replicas {
             view.members.entry(*id).or_insert_with(|| MemberStatus::of(MemberMode::Connecting));
@@ -335,7 +335,7 @@ impl SimAgent {
             return;
         }
         let target = next(current, current.members.without(lost));
-        // Who refuses the engine stores no view of it.
+        // A replica that refuses the engine stores no view of it.
         if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), view.attach)) {
             return;
         }

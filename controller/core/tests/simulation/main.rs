@@ -1,7 +1,7 @@
 //! The reconcilers in a simulated world: random events, a crash between any two actions, calls that fail,
-//! that are not answered or that come late, events that are lost or repeated, and decisions made from what
-//! was so a while ago. The rules must hold after every step, and once the faults stop, every volume must
-//! come to where it is wanted. `PROPTEST_CASES` sets how many worlds are tried.
+//! that are not answered or that come late, events that are lost or repeated, and decisions from an outdated
+//! state. The rules must hold after every step, and once the faults stop, every volume must reach its wanted
+//! state. `PROPTEST_CASES` sets the number of worlds.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod agent;
@@ -87,7 +87,7 @@ proptest! {
             sim.use_devices(false);
         }
         sim.settle();
-        // Whatever that costs: what waits for a node that is lost need not wait any more.
+        // The cost does not matter: waits for a lost node can end.
         sim.step(&Op::GiveUp(true));
         sim.settle();
         sim.check_converged();

@@ -577,7 +577,7 @@ impl Sim {
                     quiet &= !self.act_on(&key, Fault::None);
                 }
             }
-            // Longer than every time limit of the reconcilers: what they wait for comes within one round.
+            // Longer than every time limit of the reconcilers: every wait ends within one round.
             self.now += std::time::Duration::from_secs(60);
             idle = if quiet { idle + 1 } else { 0 };
             if idle == 8 {

@@ -50,7 +50,7 @@ pub(super) async fn write(
     match written.and_then(|()| archive.finish()).and_then(|file| file.sync_all()) {
         Ok(()) => {}
         Err(error) => {
-            // Half a bundle helps nobody.
+            // An incomplete bundle is of no use.
             let _ = std::fs::remove_file(&path);
             return Err(failed(error));
         }

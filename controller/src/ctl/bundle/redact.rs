@@ -36,12 +36,12 @@ pub(super) fn value(value: Value) -> Value {
 }
 
 fn object(fields: Map<String, Value>) -> Map<String, Value> {
-    // A variable of a container, or the like: what it is called says whether its value is secret.
+    // A variable of a container, or the like: its name says whether its value is secret.
     let is_named_secret = fields.get("name").and_then(Value::as_str).is_some_and(is_secret_name);
     let kept = fields.into_iter().map(|(name, found)| {
         let is_whole = WHOLE_OBJECTS.contains(&name.as_str());
         let is_secret = is_whole || (is_secret_name(&name) || is_named_secret && name == "value");
-        // A reference says where a secret is, not what it is; yes, no and numbers are none.
+        // A reference names the place of a secret, and not its value; booleans and numbers are no secrets.
         let is_text = matches!(found, Value::String(_) | Value::Array(_));
         if is_secret && is_text {
             return (name, Value::String(LEFT_OUT.to_owned()));
@@ -118,7 +118,7 @@ fn line(line: &str) -> String {
                 }
             }
             _ => {
-                // As in JSON, or `password = x`: the name alone, then what separates it from its value.
+                // As in JSON, or `password = x`: the name alone, then its separator from the value.
                 let next = rest.trim_start_matches(['"', '\'', ' ']);
                 let is_name = word.len() < KEY_CHARS && is_secret_name(word);
                 if is_name && next.starts_with(['=', ':']) {

@@ -40,7 +40,7 @@ pub(in crate::ctl) enum What {
         workloads: bool,
     },
     Replicas {
-        /// Only those of this volume; empty: of all.
+        /// The volume whose objects are listed; empty for all.
         volume: String,
         /// Only those on this node; empty: on all.
         node: String,

@@ -105,7 +105,7 @@ impl List {
     }
 }
 
-/// Fields as programs see them; Null where there is nothing to see, which no view of ours is.
+/// Returns the fields as programs see them; Null if it has none, which does not happen here.
 fn fields(view: &impl serde::Serialize) -> Value {
     serde_json::to_value(view).unwrap_or(Value::Null)
 }

@@ -47,7 +47,7 @@ pub(in crate::ctl) async fn watch(lister: Lister, server: &str, format: Format) 
     }
 }
 
-/// Returns true if whoever reads that format sees a difference.
+/// Returns true if a reader of that format sees a difference.
 fn differs(old: &Entry, new: &Entry, format: Format) -> bool {
     match format {
         Format::Table | Format::Wide => old.rows != new.rows,

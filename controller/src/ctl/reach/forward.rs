@@ -77,7 +77,7 @@ pub(super) fn endpoint() -> Result<Endpoint, tonic::transport::Error> {
     Endpoint::from_shared(ANY_URI)
 }
 
-/// Makes each connection anew to whoever leads then.
+/// Makes each connection anew to the current leader.
 #[derive(Clone)]
 pub(super) struct Connector(PodStreams);
 

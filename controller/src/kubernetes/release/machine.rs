@@ -1,4 +1,4 @@
-//! The pods of one lost machine, as long as it is lost.
+//! Handles the pods of one lost machine, as long as it is lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -81,7 +81,7 @@ impl Releaser {
     /// Decides once, then waits until something may be decided otherwise.
     async fn round_and_wait(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<(), Trouble> {
         let round = {
-            // An error means that the semaphore is closed, which nobody does.
+            // An error means that the semaphore is closed, which does not happen.
             let _turn = self.rounds.acquire().await;
             self.round(name, node, memory).await?
         };

@@ -1,8 +1,8 @@
 //! Ends the pods of lost nodes in the place of their kubelets (`controller_core::stranded` decides which).
 //!
-//! There is no watch over all pods. Each machine that is lost, and that a volume is on, has a task for as
-//! long as that is so, which watches the pods of that machine alone. What it hears only wakes it: every
-//! decision is made from what the API server says then, and every deletion names which object it means.
+//! No watch covers all pods. Each lost machine with a volume has a task for as long, which watches the pods
+//! of that machine alone. Events only wake it: every decision is made from the current state of the API
+//! server, and every deletion names its object by uid.
 
 mod machine;
 pub(super) mod read;

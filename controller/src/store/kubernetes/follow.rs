@@ -248,7 +248,7 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
         // Nothing of ours is in it: others hold it.
         return Ok(Read::Nothing);
     }
-    // Before it is held: what nothing is made of, whoever made it can take away again.
+    // The check comes before the hold: the creator can remove an invalid object again.
     if let Err(error) = convert::object(key.kind, &object, &inner.keys) {
         refuse(inner, key, &object, &error).await;
         return Ok(Read::LeftOut(unreadable(key, &object, &error)));
@@ -295,7 +295,7 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     tracing::warn!(%key, %error, "this object is left alone");
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     if let Err(error) = inner.send(key, version, Part::Status(status)).await {
-        // Where somebody was first, the watch brings what it is now.
+        // If another writer was first, the watch brings the current state.
         tracing::debug!(%key, %error, "what is wrong with it is not noted");
         return;
     }

@@ -1,5 +1,5 @@
 //! The secrets of volumes. None of them is stored: each is derived from one key and the identity of its
-//! volume, so that a volume made by kubectl has one too, and reading volumes gives nobody access to their
+//! volume. So a volume made by kubectl has one too, and the right to read volumes gives no access to their
 //! data.
 //!
 //! With another key no engine reaches a replica that was made with the old one. So each volume carries the
@@ -141,7 +141,7 @@ impl VolumeKeys {
                 );
                 Ok(keys)
             }
-            // Somebody else was first.
+            // Another controller was first.
             Err(error) if is_code(&error, 409) => VolumeKeys::read(&bounded(secrets.get(KEY_NAME)).await?),
             Err(error) => Err(error.into()),
         }
@@ -256,7 +256,7 @@ mod tests {
         assert_ne!(mine, VolumeKeys::new(&[8; SECRET_BYTES]).fingerprint());
         assert_ne!(keys.cluster(), VolumeKeys::new(&[8; SECRET_BYTES]).cluster());
         keys.check(&[volume("a", Some(&mine), true), volume("earlier", None, true)]).unwrap();
-        // Whatever is written at one that nothing was made for.
+        // Any text in the place of a missing one.
         keys.check(&[volume("new", Some("f00d"), false)]).unwrap();
         let error =
             keys.check(&[volume("a", Some(&mine), true), volume("b", Some("f00d"), true)]).unwrap_err();

@@ -1,16 +1,16 @@
 //! Objects as custom resources of Kubernetes.
 //!
-//! Everything is kept in memory as well, filled by a list and a watch of each kind, and by the answers to our
-//! own writes. A write is a JSON merge patch of what differs, with the resource version that the decision was
-//! made from: it fails with a conflict where anybody wrote in between, and leaves alone what others keep with
-//! the object, like labels. Server-side apply would not do: it cannot take back what somebody else has
-//! written too, like `spec.nodeID`.
+//! All objects are kept in memory as well, filled by a list and a watch of each kind, and by the answers to
+//! own writes. A write is a JSON merge patch of the differences, with the resource version of the decision.
+//! It fails with a conflict after any other write, and leaves fields of other writers alone, like labels.
+//! Server-side apply does not suffice: it cannot revert a field that another writer has written too, like
+//! `spec.nodeID`.
 //!
-//! Spec and status are two calls. Where both differ the spec goes first. That is safe because no reconciler
-//! needs both at once: who dies in between leaves a spec whose status is found out anew by the next run. What
-//! must be durable before anything else happens (the number of an attachment, a grant, that an engine may
-//! run) is in a status alone. A deletion is a call of its own; reconcilers look at nothing else of what is
-//! being deleted.
+//! Spec and status are two calls. If both differ the spec comes first. That is safe because no reconciler
+//! needs both at once: after a death in between, the next run finds out the status of the spec anew. Facts
+//! that must be durable before anything else happens (the number of an attachment, a grant, that an engine
+//! may run) are in a status alone. A deletion is a call of its own; reconcilers ignore all other changes of
+//! an object that is being deleted.
 
 mod calls;
 mod convert;
@@ -70,7 +70,7 @@ pub enum OpenError {
         /// The missing fields.
         lacking: String,
     },
-    /// A list was cut off, as by a panic.
+    /// A list was interrupted, as by a panic.
     #[error("a list of the API server was cut off: {0}")]
     Ended(String),
     /// The list has no version that can be used.
@@ -214,7 +214,7 @@ impl Store for KubeStore {
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
         let inner = Arc::clone(&self.inner);
-        // To its end even if the caller goes away: memory learns what was written.
+        // The write completes even if the caller is gone: the memory learns of it.
         finished(tokio::spawn(async move { inner.put(object).await })).await
     }
 
@@ -347,7 +347,7 @@ impl Inner {
     async fn ask_for_deletion(&self, key: &Key, stored: Object) -> Result<Object, WriteError> {
         match self.delete(key, stored.metadata().resource_version).await? {
             Some(left) => self.take_in(key, &left),
-            // Nothing has held it: somebody took the finalizer away.
+            // The object had no finalizer: another client removed it.
             None => {
                 self.forget(key, stored.metadata().resource_version);
                 Ok(stored)

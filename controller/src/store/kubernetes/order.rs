@@ -1,9 +1,9 @@
 //! Decides which version of an object is the newest. Versions come from watches, from lists and as the
 //! answers to own writes, in any order. The state that the reconcilers see must never go back.
 //!
-//! Resource versions of one kind rise with every change. So an object that is known is replaced by newer
-//! versions only. One that is not known is either new, or was removed and is heard of late: a watch delivers
-//! in order, so of versions up to which it has come, everything was heard already.
+//! Resource versions of one kind rise with every change. So a known object is replaced by newer versions
+//! only. An unknown one is either new, or was removed and arrives late: a watch delivers in order, so all
+//! versions up to its last one were received already.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -103,7 +103,7 @@ impl Order {
         let List { version, objects, unreadable, left_out } = list;
         let mut changed = Vec::new();
         if version < self.heard.get(&kind).copied().unwrap_or(0) {
-            // Only an API server that was set back to a backup says that: what it says now is the truth.
+            // Only an API server that was restored from a backup says that: its current state is the truth.
             self.forget(world, kind, &mut changed);
         }
         let readable = objects.iter().map(Object::key).chain(unreadable);

@@ -41,7 +41,7 @@ fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
     assert_eq!(status(&world).robustness, Robustness::Degraded);
     let new = world.replicas.values().find(|replica| replica.spec.node_id.as_str() == "c").cloned();
     let new = new.expect("another one is made in its place");
-    // It has come up: the one that it replaces goes, though the volume is to be deleted.
+    // The new replica is a member: the replaced one is removed, although the volume is to be deleted.
     let running = ReplicaStatus {
         current_state: CurrentState::Running,
         data: DataState::Present,
@@ -248,7 +248,7 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
         0,
         "another volume of the name has nothing of it"
     );
-    // It is back: its data goes to the trash, with what was known when its volume went.
+    // The node is back: the data is moved to the trash, with the record from the deletion of its volume.
     answers(&mut agents, "b");
     let engine = InstanceKey::engine(&left.spec.volume_name);
     let detail = Detail::Engine(Box::new(EngineView { attach: ATTACH - 1, ..EngineView::default() }));
@@ -364,7 +364,7 @@ fn replicas_of_a_disk_that_is_given_up_are_replaced_and_forgotten() {
     world.insert(b.into());
     let agents = all_agents(&world);
     let volume = Key::new(Kind::Volume, "v");
-    // It has been away for no time at all, and nobody waits for it.
+    // The node is unreachable since just now, and its replica is not waited for.
     act(&mut world, &agents, &volume);
     let mut engine = world.engines["v"].clone();
     assert!(!engine.spec.replica_address_map.contains_key(&lost), "the engine is told");

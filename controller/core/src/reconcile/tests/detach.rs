@@ -243,7 +243,7 @@ fn a_volume_is_detached_as_soon_as_its_engine_is_stopped_or_fenced() {
         assert_eq!(status.conditions.get(ConditionType::Healthy).unwrap().reason, "NotAttached");
         assert!(settled(&world).contains("replicas are being stopped"), "{}", settled(&world));
         assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
-        // What was not asked for before a crash is asked for by the next run.
+        // A request that was not made before a crash is made by the next run.
         world.insert(replica(ReplicaId::from_random(2), "b", None).into());
         act(&mut world, &agents, &key);
         assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));

@@ -50,7 +50,7 @@ impl Run<'_> {
             return;
         }
         let status = &engine.status;
-        // What an older engine said says nothing about this one.
+        // The status of an older engine says nothing about this one.
         let current = status.seen_attach == engine.spec.attach;
         if current && status.is_serving() && !status.endpoint.is_empty() {
             let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
@@ -61,7 +61,7 @@ impl Run<'_> {
             return;
         }
         if current {
-            // A replica that comes back, perhaps at another address, may be what the engine waits for.
+            // The engine may wait for a replica that comes back, perhaps at another address.
             self.tell_places(engine, &self.replicas.clone());
         }
         let frozen = current && status.phase == "frozen" && !self.is_being_granted();
@@ -150,7 +150,7 @@ impl Run<'_> {
             Some(start) => remaining(start, ENGINE_RETRY, self.context.now),
             None => std::time::Duration::ZERO,
         };
-        // One that is started again at once is nobody's trouble yet.
+        // An engine that is restarted at once is no trouble yet.
         let robustness = if left.is_zero() { Robustness::Unknown } else { Robustness::Faulted };
         self.set_health(robustness, finding.clone());
         self.settle(finding);
@@ -205,8 +205,8 @@ impl Run<'_> {
         }
         let is_unseen = replica.status.current_state == CurrentState::Stopped;
         if desire_state == DesireState::Stopped && is_unseen {
-            // It was wanted, so it may run, though nobody has seen it yet: that must not be forgotten with
-            // the wish.
+            // The replica was wanted, so it may run, although it was not seen yet: that must not be forgotten
+            // with the desired state.
             let data = match replica.status.data {
                 DataState::None => DataState::Requested,
                 known => known,

@@ -1,7 +1,7 @@
 //! A store that is older than the volume: it was restored from a backup.
 //!
 //! It shows in a replica that refuses engines which this store has not numbered yet. The next number is drawn
-//! above that one. What the arbiter has granted since the backup is lost too, so it grants nothing until an
+//! above that one. The grants of the arbiter since the backup are lost too. So it grants nothing until an
 //! engine has started from more than half of its replicas, without it
 //! ([`shorthorn_views::Arbiter::renewed`]).
 //!

@@ -40,7 +40,7 @@ impl Run<'_> {
             return;
         }
         if self.engine.is_some() {
-            // From now on this list is a fact of the volume's history, whatever becomes of its replicas.
+            // From now on this list is a fact of the volume's history, even if its replicas change.
             self.next.status.first_members =
                 self.replicas.iter().map(|replica| replica.spec.replica_id).collect();
             let nodes: Vec<&str> =

@@ -1,9 +1,9 @@
 //! Taking a volume off its node.
 //!
 //! It is detached as soon as its engine is stopped or fenced: from there on no write of that engine can be
-//! acknowledged, and the volume may be attached elsewhere. Its replicas are stopped after that, so that one
-//! that hangs keeps nobody waiting. An engine whose device is in use is not stopped. Its volume is looked
-//! after as an attached one is, and is attached again if it is wanted there again.
+//! acknowledged, and the volume may be attached elsewhere. Its replicas are stopped after that, so that a
+//! hanging one does not delay that. An engine whose device is in use is not stopped. Its volume is repaired
+//! like an attached one, and is attached again if it is wanted there again.
 
 use super::{Run, Sight, sight};
 use crate::objects::{
@@ -21,7 +21,7 @@ pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volum
         return false;
     }
     let Some(engine) = stored.filter(|engine| !engine::is_left_behind(context, engine)) else { return true };
-    // That nobody waits for an engine on a node that is given up is stored first (`abandon`).
+    // The record that an engine on a node that is given up is not waited for is stored first (`abandon`).
     engine.spec.desire_state == DesireState::Stopped
         && (engine.status.current_state == CurrentState::Stopped
             || engine.spec.attach <= volume.status.fenced_attach
@@ -93,7 +93,7 @@ impl Run<'_> {
             self.decision.write(Engine { spec, ..engine.clone() });
         }
         if !is_current {
-            // Replicas may have been told the number that was drawn to fence it.
+            // Replicas may have got the number that was drawn to fence it.
             self.draw_attach();
         }
         let serves = is_current && shown.phase == "serving";
@@ -228,7 +228,7 @@ impl Run<'_> {
             let message = format!("volume is deleted, except for unreachable replicas: {}", left.join(", "));
             self.decision.emit(self.key(), true, "LeftBehind", message);
         }
-        // The volume goes last: while it is there, the next run finds what is left.
+        // The volume is removed last: while it exists, the next run finds the rest.
         let key = |kind| Key::new(kind, &self.stored.metadata.name);
         if let Some(engine) = self.engine {
             let version = engine.metadata.resource_version;

@@ -10,7 +10,7 @@ const GIB: u64 = 1 << 30;
 const LEAST_CHANGE_BYTES: u64 = 64 << 20;
 /// The divisor for the other minimum: changes of less than this part of the stored value are not stored.
 const LEAST_CHANGE_PART: u64 = 64;
-/// Conditions, those first that say most of why a volume is as it is.
+/// The conditions in the order of their importance for the display.
 const BY_WEIGHT: [ConditionType; 6] = [
     ConditionType::Accepted,
     ConditionType::Healthy,

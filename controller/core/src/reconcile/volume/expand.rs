@@ -2,8 +2,8 @@
 //! order, and grows first the replicas and then the device. The volume has its new size only when the device
 //! shows it.
 //!
-//! While nothing is attached it has it at once: an engine has every replica grow before it serves anything,
-//! one that was away too, so nobody ever sees the old size again.
+//! A detached volume has the size at once: an engine makes every replica grow before it serves anything,
+//! including formerly absent ones, so the old size is never seen again.
 
 use super::Run;
 use crate::objects::{

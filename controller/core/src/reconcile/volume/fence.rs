@@ -1,12 +1,11 @@
 //! Taking a volume off a node that does not answer.
 //!
-//! Its engine may still run there and cannot be stopped, so its replicas are told to refuse it. First a new
+//! The engine may still run there and cannot be stopped, so its replicas have to refuse it. First a new
 //! attachment number is drawn and stored: from there on the arbiter grants the old engine nothing. Then every
-//! replica in reach is told that number. An engine of a lower one is done for good when those that have
-//! stored the number are so many that a new engine could start from them (`shorthorn_views::basis`): they are
-//! a quorum of every view in which the old one may be, so that it can neither have anything acknowledged
-//! there nor bring another view through. Fewer than that prove nothing, and the volume waits for its replicas
-//! or its node.
+//! reachable replica gets that number. An engine of a lower one is fenced when the replicas that have stored
+//! the number are so many that a new engine could start from them (`shorthorn_views::basis`): they are a
+//! quorum of every view in which the old one may be. So it can neither have anything acknowledged there nor
+//! commit another view. Fewer than that prove nothing, and the volume waits for its replicas or its node.
 
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
 use shorthorn_views::{basis, forgets, knows_no_engine};
@@ -33,12 +32,12 @@ impl Run<'_> {
         self.want_replicas(DesireState::Running);
         let reports = self.fenced_reports();
         let arbiter = &self.stored.status.arbiter;
-        // What is granted for a salvage ends what was before only once the replica is the volume: until then
-        // the old engine may have a majority. Its own grant is not remembered any more.
+        // The grant for a salvage ends all earlier views only once the replica is the volume: until then the
+        // old engine may have a majority. Its own grant is not remembered any more.
         let is_salvaging = self.stored.status.pending_salvage().is_some();
         let granted = arbiter.granted().filter(|_| !is_salvaging);
         match basis(&reports, granted) {
-            // Half may have gone on without the others by a grant that nobody remembers.
+            // Half may have continued without the others by a forgotten grant.
             Ok(found) if found.needs_grant && (is_salvaging || arbiter.stale_since().is_some()) => {
                 self.tell_replicas();
                 self.wait_for_fence(trouble, "more than half of its replicas have to refuse its engine");

@@ -36,7 +36,7 @@ struct Run<'a> {
     decision: Decision,
     /// The calls to make once the new state is stored.
     then: Vec<(NodeName, AgentCall)>,
-    /// The engine as it is stored once that was done.
+    /// The engine object after that.
     finally: Option<Engine>,
 }
 
@@ -46,7 +46,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         context,
         stored,
         next: stored.clone(),
-        // One that an earlier volume of the name has left behind is not its own: it has a number of that one.
+        // The engine that an earlier volume of the name has left behind is not its own: it has a number of
+        // that one.
         engine: context.world.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
         replicas: context.world.replicas_of(&stored.spec.volume_name).collect(),
         decision: Decision::nothing(),
@@ -82,10 +83,10 @@ impl Run<'_> {
         if let Some(persistent_volume) = self.stored.deletion_waits_for() {
             self.hold_deletion(persistent_volume);
         } else if self.stored.status.conditions.get(ConditionType::Accepted).is_some() {
-            // It was refused once; whoever comes here can be read.
+            // The volume was refused once; a volume that comes here is valid.
             self.next.status.conditions.set(ConditionType::Accepted, Finding::Well, self.context.now);
         }
-        // One whose device is in use goes on until it can be stopped, whoever has deleted it.
+        // A volume whose device is in use continues until it can be stopped, even if it is deleted.
         if !self.stored.is_deleting() || !engine_is_over(self.context, self.stored) {
             if self.catch_up() {
                 return;

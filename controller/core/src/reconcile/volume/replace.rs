@@ -1,13 +1,13 @@
 //! Replaces lost replicas, one at a time, and gives up replaced ones.
 //!
-//! Replicas that are to leave their node, or whose object somebody has deleted, are replaced in the same way:
-//! another one is made first. Members cannot be taken out of a view from outside, so once more replicas than
-//! configured are members, the process of one that is not needed is stopped; it leaves the view as one that
-//! fails does, and then it is one of those that nobody needs.
+//! Replicas that have to leave their node, or whose object was deleted, are replaced in the same way: another
+//! one is made first. Members cannot be removed from a view from outside. So once more replicas than
+//! configured are members, the process of an unneeded one is stopped. It leaves the view like a failed one,
+//! and then it is not needed any more.
 //!
-//! Nothing here is remembered between runs. While fewer replicas than configured are members, every replica
-//! is wanted; once enough are, those that are not members are given up: first the engine forgets them, then
-//! their data goes.
+//! The reconciler remembers nothing between runs. While fewer replicas than configured are members, every
+//! replica is wanted. Once enough are, the other ones are given up: first the engine forgets them, then their
+//! data is deleted.
 
 use std::collections::BTreeMap;
 
@@ -159,7 +159,7 @@ impl<'a> Run<'a> {
         let id = replica.spec.replica_id;
         let mode = engine.status.replica_mode_map.get(&id).map(|member| member.mode);
         if replica.metadata.is_deleting() {
-            // Whoever has deleted it does not wait for it.
+            // A deleted replica is not waited for.
             return !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding));
         }
         let mut limit = self.context.settings.replica_replace_after;
@@ -195,7 +195,7 @@ impl<'a> Run<'a> {
             self.look_when_lost(&hopeful);
             return;
         }
-        // One that is being brought up, or has not been away for long, comes first.
+        // A replica that is being rebuilt, or was not absent for long, comes first.
         if !hopeful.iter().all(|replica| engine.status.has_member(replica.spec.replica_id)) {
             self.look_when_lost(&hopeful);
             return;
@@ -219,7 +219,7 @@ impl<'a> Run<'a> {
             Ok(placement) => self.write_replacement(placement, lost, evicted.map(|(_, replica)| replica)),
             Err(refusal) => match self.nodes_may_come() {
                 Some(wait) => self.decision.again_after(wait),
-                // It is not that there is no place, and it is over soon.
+                // Places exist, and the rebuilds are over soon.
                 None if refusal.waits_for_rebuilds() => self.decision.again_after(REBUILD_CHECK),
                 None => self.note_no_place(&refusal),
             },
@@ -340,7 +340,7 @@ impl<'a> Run<'a> {
         }
         let known = &engine.spec.replica_address_map;
         let mut sorted: Vec<&Replica> = replicas.to_vec();
-        // More than an engine can have: those that are lost longest have to go.
+        // An engine cannot have so many: those that are lost longest are removed.
         sorted.sort_by_key(|replica| {
             let id = replica.spec.replica_id;
             (!engine.status.has_member(id), std::cmp::Reverse(replica.status.lost_since), id)

@@ -75,7 +75,7 @@ impl Run<'_> {
                 attach: salvage.attach,
             },
         );
-        // What an engine needs to start: the chosen one has everything now, the others nothing that counts.
+        // For the start of an engine, the chosen one has everything now, and the others nothing that counts.
         for replica in &self.replicas {
             let is_chosen = replica.spec.replica_id == salvage.replica_id;
             let failed_at =

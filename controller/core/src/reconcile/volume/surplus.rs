@@ -1,9 +1,9 @@
 //! Chooses the member that leaves a view with too many members.
 //!
-//! A member cannot be taken out of a view from outside: its process is stopped, and the engine has it leave
-//! as one that has failed. That takes a majority of the view that answers without it, or the arbiter's grant
-//! if exactly half of two is left. So nobody is chosen whose end the view could not get over, and never the
-//! last one that has everything.
+//! A member cannot be removed from a view from outside: its process is stopped, and the engine makes it leave
+//! like a failed one. That takes a majority of the view that answers without it, or the arbiter's grant if
+//! exactly half of two is left. So the chosen replica is one whose end the view survives, and never the last
+//! complete one.
 
 use shorthorn_types::ReplicaId;
 

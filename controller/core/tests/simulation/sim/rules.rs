@@ -63,7 +63,7 @@ impl Sim {
         if attach > volume.status.fenced_attach {
             return;
         }
-        // One that has lost its directory, also after it has refused, serves nobody any more.
+        // A replica that has lost its directory, also after it has refused, serves no engine any more.
         let is_open =
             |replica: &str| !self.views.refuses(replica, attach) && !self.lost_directories.contains(replica);
         let open = newest.members.filter(|id| is_open(&format!("{name}-{id}")));
@@ -108,8 +108,8 @@ impl Sim {
             AgentCall::StartEngine { volume, attach, replicas, .. } => {
                 let status = &self.store.volumes[volume.as_str()].status;
                 let stored = status.attach;
-                // A start that was decided before the salvage was asked for is of a lower number: that engine
-                // is stopped before the replica is told.
+                // A start that was decided before the salvage was requested has a lower number: that engine
+                // is stopped before the replica gets the decision.
                 assert!(
                     status.pending_salvage().is_none_or(|salvage| *attach < salvage.attach),
                     "an engine is started before its volume is salvaged"
@@ -147,7 +147,7 @@ impl Sim {
                 }
                 let stored = &self.store.volumes[volume.as_str()];
                 let engine = &self.store.engines[volume.as_str()];
-                // What was decided about a replaced one may be carried out after its volume is to be deleted.
+                // A decision about a replaced one may be carried out after its volume is to be deleted.
                 let harmless = engine.status.current_state == CurrentState::Stopped
                     || engine.spec.node_id.as_ref().is_some_and(|node| self.is_given_up(node))
                     || engine.spec.attach <= stored.status.fenced_attach;
@@ -234,7 +234,7 @@ impl Sim {
         self.views.newest.get(name.as_str()).is_some_and(|newest| newest.members.iter().all(is_lost))
     }
 
-    /// Returns true if the replica is gone that an operator has chosen: he has to choose another one.
+    /// Returns true if the replica that an operator has chosen is gone: another one has to be chosen.
     fn has_lost_choice(&self, volume: &Volume) -> bool {
         let chosen = volume.status.pending_salvage().map(|salvage| salvage.replica_id);
         let name = chosen.map(|id| format!("{}-{id}", volume.metadata.name));
@@ -428,7 +428,7 @@ impl Sim {
                 assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
                 let members = self.views.newest[volume.metadata.name.as_str()].members;
                 assert!(members.len() >= spec.number_of_replicas as usize, "{members}");
-                // One that is deleted on a node that nobody could give up waits for that.
+                // A deleted replica on a node that could not be given up waits for that.
                 let waits = |r: &Replica| gone == Some(&r.spec.node_id) && !self.is_given_up(&r.spec.node_id);
                 let stale = self
                     .store

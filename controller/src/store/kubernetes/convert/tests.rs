@@ -338,7 +338,7 @@ mod patches {
                 prop_assert_eq!(&old, &new);
             }
             prop_assert_eq!(&patched, &new);
-            // The same from whatever part of the old was stored.
+            // The same from any part of the old that was stored.
             let mut patched = old.clone();
             if let Some(patch) = whole_patch(&old, &new) {
                 apply(&mut patched, &patch);

@@ -33,7 +33,7 @@ struct Model {
     /// All that ever happened to each object: the version, and whether it is there with it.
     history: BTreeMap<u8, Vec<(u64, bool)>>,
     watch: VecDeque<Heard>,
-    /// Answers to our own calls: an object as it is, or that the version which we removed is gone.
+    /// Answers to own calls: the current object, or that the removed version is gone.
     answers: Vec<Heard>,
     list: Option<List>,
     order: Order,
