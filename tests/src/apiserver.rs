@@ -161,7 +161,7 @@ impl ApiServer {
         let kubeconfig = self.kubeconfig_of("manager.kubeconfig", ADMIN)?;
         command.arg("--kubeconfig").arg(kubeconfig);
         command.arg(format!("--controllers={}", VOLUME_CONTROLLERS.join(",")));
-        // No ports: it listens to nobody. And there is one of it.
+        // No ports: it has no clients. And only one runs.
         command.args(["--port=0", "--secure-port=0", "--leader-elect=false"]);
         self.manager = Some(self.spawn(command, "manager.log")?);
         Ok(())
@@ -324,8 +324,8 @@ impl ApiServer {
             .collect())
     }
 
-    /// The calls of the controller that the API server has answered so far, as verb and object, without
-    /// watches and what has to do with the lease.
+    /// Returns the calls of the controller that the API server has answered so far, as verb and object,
+    /// without watches and calls for the lease.
     ///
     /// # Errors
     /// The audit log cannot be read.
@@ -390,7 +390,7 @@ fn path_of(document: &str) -> Result<String> {
 /// Returns a port without a listener.
 ///
 /// # Errors
-/// There is none.
+/// No port is free.
 pub fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

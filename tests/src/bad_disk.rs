@@ -70,8 +70,8 @@ impl BadDisk {
     /// # Errors
     /// The file system cannot be mounted again.
     pub fn repair(&self) -> Result<()> {
-        // Over the mount from before, which writes nothing any more: so nobody ever finds the file that lies
-        // below. The kernel would have one file system for two mounts of an image: the one that is broken.
+        // The new mount covers the former one, which writes nothing any more: so the file below is never
+        // found. The kernel would have one file system for two mounts of an image: the broken one.
         let kept = self.image.with_extension("kept");
         run(Command::new("cp").arg("--sparse=always").args([&self.image, &kept]))?;
         BadDisk::mount_at(&kept, &self.mounts[1])?;

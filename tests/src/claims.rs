@@ -52,7 +52,7 @@ impl Persistent {
     /// The one of that name.
     ///
     /// # Errors
-    /// There is none, or not of this driver.
+    /// The object does not exist, or is not of this driver.
     pub fn read(api: &ApiServer, name: &str) -> Result<Persistent> {
         let volume = api.ok("GET", &volume_path(name), None)?;
         let csi = &volume["spec"]["csi"];
@@ -134,7 +134,7 @@ pub fn set_finalizer(api: &ApiServer, path: &str, finalizer: &str, is_there: boo
     if is_there {
         all.push(finalizer.into());
     }
-    // With the version that was read: somebody else may have his own there by now.
+    // With the version that was read: another one may have replaced it by now.
     let version = &object["metadata"]["resourceVersion"];
     let patch = json!({ "metadata": { "finalizers": all, "resourceVersion": version } });
     api.ok("PATCH", path, Some(&patch)).map(drop)

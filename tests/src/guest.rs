@@ -299,7 +299,7 @@ impl<C: VolumeClient> Guest<C> {
     /// Waits for all answers and reads everything twice.
     ///
     /// # Errors
-    /// A sector shows what it must not show, or not the same twice.
+    /// A sector shows a forbidden content, or two different ones.
     pub fn compare_everything(&mut self) -> Result<()> {
         self.drain()?;
         let first = self.read_everything()?;
@@ -310,7 +310,7 @@ impl<C: VolumeClient> Guest<C> {
             return Err(anyhow::Error::new(WrongByte(told)).context(self.history()));
         }
         if !self.options.counts_flushes {
-            // Nothing is in flight and all was seen: what came before can be forgotten.
+            // No request is in flight and everything was compared: the history can be forgotten.
             self.checker = Checker::new(&first);
         }
         Ok(())

@@ -161,7 +161,7 @@ impl Hosts {
         let mut command = Command::new(binary("shorthorn-controller")?);
         command.arg("serve").args(&self.store);
         command.args(["--listen", listen]).stdin(Stdio::null());
-        // How full the disk of this machine is, is not what these tests are about.
+        // These tests do not depend on the free space of this machine's disk.
         command.args(["--storage-minimal-available-percentage", "0"]);
         for host in 0..self.named {
             command.args(["--node", &format!("{}={}", name(host), agent_url(&self.dir, host))]);
@@ -213,7 +213,7 @@ impl Hosts {
     /// Returns the message of shorthornctl, which must refuse.
     ///
     /// # Errors
-    /// It does as it is told.
+    /// The command succeeds.
     pub fn refused(&self, arguments: &[&str]) -> Result<String> {
         match self.try_ctl(arguments) {
             Ok(told) => bail!("shorthornctl {} is not refused: {told}", arguments.join(" ")),
@@ -224,7 +224,7 @@ impl Hosts {
     /// Returns the output of shorthornctl for a volume.
     ///
     /// # Errors
-    /// There is no such volume.
+    /// The volume does not exist.
     pub fn inspect(&self, volume: &str) -> Result<Value> {
         let shown = self.ctl(&["volume", "inspect", volume, "--output", "json"])?;
         serde_json::from_str(&shown).with_context(|| format!("reading {shown}"))
@@ -233,7 +233,7 @@ impl Hosts {
     /// Cuts the link of a host, or heals it.
     ///
     /// # Errors
-    /// There is no such host.
+    /// The host does not exist.
     pub fn set_link(&self, host: usize, up: bool) -> Result<()> {
         self.network.set_link(host, up)
     }
@@ -241,7 +241,7 @@ impl Hosts {
     /// The processes of a volume on a host whose command line has all these words: `engine`, or `replica`.
     ///
     /// # Errors
-    /// There is no such host.
+    /// The host does not exist.
     pub fn processes(&self, host: usize, role: &str) -> Result<Vec<i32>> {
         let is_one = |pid: &i32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -288,7 +288,7 @@ impl Hosts {
         spec.control_socket = dir.join("control");
         spec.frontend_socket = dir.join("nbd");
         for replica in &mut spec.replicas {
-            // Sockets of files are shared between these hosts, which those of real hosts are not.
+            // These hosts share sockets of files, unlike real hosts.
             replica.addresses.retain(|address| address.starts_with("tcp:"));
             replica.local = false;
         }

@@ -1,6 +1,5 @@
 //! A small stand-in for kubelet. It makes kubelet's calls in kubelet's order and with kubelet's arguments on
-//! the sockets that an agent serves, makes and removes the directories that kubelet does, and writes to the
-//! API server what kubelet writes.
+//! the sockets of an agent, makes and removes the same directories, and writes the same to the API server.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -64,7 +63,7 @@ impl<'a> Kubelet<'a> {
     /// Makes itself known to the API server, and then the driver whose socket is in the directory of plugins.
     ///
     /// # Errors
-    /// There is no driver, or it is not as kubelet needs it.
+    /// No driver exists, or it does not suit kubelet.
     pub fn join(&self) -> Result<()> {
         let annotations = json!({ "volumes.kubernetes.io/controller-managed-attach-detach": "true" });
         let node = json!({
@@ -128,7 +127,7 @@ impl<'a> Kubelet<'a> {
     /// Returns the mount of a volume in a pod.
     ///
     /// # Errors
-    /// There is no such volume.
+    /// The volume does not exist.
     pub fn mounted(&self, pod: &Value, volume: &str) -> Result<Mounted> {
         let volume = Persistent::read(self.api, volume)?;
         let pod = text(&pod["metadata"]["uid"])?;

@@ -70,7 +70,7 @@ impl Load {
     /// [`Guest::compare_everything`].
     ///
     /// # Errors
-    /// What the guest has found.
+    /// The violation that the guest has found.
     pub fn finish(self) -> Result<Guest> {
         self.shared.stop.store(true, Ordering::Relaxed);
         match self.thread.join() {
@@ -83,7 +83,7 @@ impl Load {
 /// Runs `body` beside a load and compares everything at the end. Where both fail, the load knows better why.
 ///
 /// # Errors
-/// What the guest has found, else the error of `body`.
+/// The violation that the guest has found, else the error of `body`.
 pub fn under_load<T>(guest: Guest, body: impl FnOnce(&Load) -> Result<T>) -> Result<(T, Guest)> {
     let load = Load::start(guest);
     let outcome = body(&load);

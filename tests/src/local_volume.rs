@@ -118,7 +118,7 @@ impl LocalVolume {
         thread::spawn(move || {
             let mut text = String::new();
             let mut output = BufReader::new(output);
-            // Nobody listens any more when the time is over.
+            // The receiver is gone when the time is over.
             let _ = sender.send(output.read_line(&mut text).map(|_| text));
             let _ = output.read_to_end(&mut Vec::new());
         });

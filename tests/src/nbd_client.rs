@@ -66,8 +66,8 @@ pub struct NbdCompletion {
     pub outcome: Result<Vec<u8>, u32>,
 }
 
-/// A pipelined NBD client on a Unix socket that survives its server, as the kernel's does: it connects again
-/// and sends what has no answer once more, in the order in which it was submitted.
+/// A pipelined NBD client on a Unix socket that survives its server, like the kernel's: it connects again and
+/// sends unanswered requests once more, in the order in which they were submitted.
 #[derive(Debug)]
 pub struct NbdClient {
     socket: PathBuf,
@@ -93,7 +93,7 @@ impl NbdClient {
     /// Connects to the export `export` behind `socket`, trying for as long as `limit`.
     ///
     /// # Errors
-    /// Nobody answers there in time.
+    /// No server answers there in time.
     pub fn connect(socket: &Path, export: &str, limit: Duration) -> Result<NbdClient> {
         let mut client = NbdClient {
             socket: socket.to_owned(),

@@ -51,7 +51,7 @@ impl Network {
     /// Cuts the link of a host, or heals it.
     ///
     /// # Errors
-    /// There is no such host.
+    /// The host does not exist.
     pub fn set_link(&self, host: usize, up: bool) -> Result<()> {
         let state = if up { "up" } else { "down" };
         ip(&["-n", &self.hub(), "link", "set", &Network::port(host), state]).map(drop)
@@ -60,7 +60,7 @@ impl Network {
     /// The processes of a host.
     ///
     /// # Errors
-    /// There is no such host.
+    /// The host does not exist.
     pub fn processes(&self, host: usize) -> Result<Vec<i32>> {
         processes_in(&self.host(host))
     }

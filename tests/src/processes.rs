@@ -15,7 +15,7 @@ use crate::{binary, until};
 /// Sends a signal.
 ///
 /// # Errors
-/// There is no such process.
+/// The process does not exist.
 pub fn signal(pid: i32, signal: Signal) -> Result<()> {
     kill(Pid::from_raw(pid), signal).with_context(|| format!("sending {signal} to {pid}"))
 }

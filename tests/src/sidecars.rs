@@ -1,6 +1,6 @@
 //! Small stand-ins for the sidecars beside the controller. They make the calls of external-provisioner,
-//! external-attacher and external-resizer with the arguments of those, and write to the API server what those
-//! write. Each method is what a sidecar does about one object, again and again until it is done.
+//! external-attacher and external-resizer with the same arguments, and write the same to the API server. Each
+//! method does the work of a sidecar on one object, again and again until it is done.
 
 use std::path::Path;
 use std::time::Duration;
@@ -136,7 +136,7 @@ impl<'a> Sidecars<'a> {
             })
         })?;
         self.api.ok("DELETE", &path, None)?;
-        // The attacher lets go of what nobody has attached.
+        // The attacher removes its finalizer from a volume without an attachment.
         for finalizer in [PROVISIONER_FINALIZER, ATTACHER_FINALIZER] {
             self.until_done("PersistentVolume without a finalizer", || match self.api.find(&path)? {
                 Some(_) => set_finalizer(self.api, &path, finalizer, false),

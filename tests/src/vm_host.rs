@@ -43,7 +43,7 @@ impl VmHost {
 
     /// Returns the options for most tests: a machine with `kernel` and a data disk with ext4.
     pub fn options(kernel: Kernel) -> VmOptions {
-        // Emulation is slow: what takes a second on hardware takes ten here.
+        // Emulation is slow: a second on hardware takes ten here.
         VmOptions::new(kernel)
             .data_disk(DataDisk::new(4096, FileSystem::Ext4))
             .command_limit(Duration::from_secs(120))
@@ -103,7 +103,7 @@ impl VmHost {
     /// Returns the output of shorthornctl for a volume.
     ///
     /// # Errors
-    /// There is no such volume.
+    /// The volume does not exist.
     pub fn inspect(&self, volume: &str) -> Result<Value> {
         let text = self.ctl(&format!("--output json volume inspect {volume}"))?;
         serde_json::from_str(&text).with_context(|| format!("reading {text}"))

@@ -8,8 +8,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Looks again and again until `look` finds something, and returns it.
 ///
 /// # Errors
-/// It finds nothing within `limit`; what it said last, as an error or as the reason for `Err`, is in the
-/// message.
+/// Nothing is found within `limit`; the message has the last error, or the last reason for `Err`.
 pub fn until<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let deadline = Instant::now() + limit;
     loop {

@@ -134,8 +134,8 @@ fn what_a_dead_engine_left_half_done_is_made_equal() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// A start waits for some seconds for a replica that hangs, and the attempt that runs counts: with a time-out
-/// of more than that the first attempt goes on without it.
+/// A start waits for some seconds for a hanging replica, and the time of the running attempt counts: with a
+/// longer time-out the first attempt continues without it.
 #[test]
 fn a_start_waits_no_second_time_for_a_replica_that_hangs() -> Result<()> {
     let folder = folder()?;
@@ -235,8 +235,8 @@ fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
     let mut client = volume.client()?;
     let (all, chunks) = (client.size_bytes() / CHUNK_BYTES, MISSED_BYTES / CHUNK_BYTES);
     write_chunks(&mut client, 0..BASE_BYTES / CHUNK_BYTES)?;
-    // Regions of a volume of 1 TiB have 1 MiB. What was written a moment ago counts as missed too, until it
-    // was left alone for a while, which nobody can see from outside.
+    // Regions of a volume of 1 TiB have 1 MiB. Recent writes count as missed too, until they were left alone
+    // for a while, which is not visible from outside.
     let (deadline, mut rest) = (Instant::now() + LIMIT, Duration::from_secs(4));
     while come_back(&volume, &mut client, "in order", all / 2..all / 2 + chunks)? > 2 * MISSED_BYTES {
         ensure!(Instant::now() < deadline, "more is copied than was missed, again and again");

@@ -59,7 +59,7 @@ fn a_client_sees_no_error_while_links_are_cut_and_processes_die() -> Result<()> 
     let guest = cluster.guest()?;
     let ((), guest) = under_load(guest, |load| {
         let faults = cluster.faults_at_random(load, Duration::from_secs(seconds));
-        // Whatever went wrong: the load can only end when it is answered.
+        // After any error, the load can only end when it is answered.
         (0..3).try_for_each(|host| cluster.hosts.set_link(host, true))?;
         println!("{:?}", faults?);
         until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;
@@ -133,8 +133,8 @@ impl Cluster {
     }
 }
 
-/// The host of the engine is cut off from everything. Another engine serves; the first one never answers
-/// again, and nothing that it had answered is lost.
+/// The host of the engine loses all links. Another engine serves; the first one never answers again, and no
+/// write that it had answered is lost.
 #[test]
 fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     let mut cluster = cluster("3")?;
@@ -148,7 +148,7 @@ fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     let mut successor = cluster.hosts.attach_by_hand(VOLUME, 0, 1)?;
     let deadline = Instant::now() + LIMIT;
     let client = loop {
-        // What the first engine answers before the second one serves counts.
+        // Answers of the first engine before the second one serves count.
         guest.step()?;
         if let Some(client) = successor.try_client()? {
             break client;
@@ -176,8 +176,9 @@ fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     ensure_silent(&mut old)
 }
 
-/// The host of a volume is cut off, and the volume is wanted elsewhere: it leaves when the engine there can
-/// have nothing acknowledged any more, and nothing that was is lost. When the host is back, its engine goes.
+/// The host of a volume loses all links, and the volume is wanted elsewhere: it moves when the engine there
+/// can have nothing acknowledged any more, and no acknowledged write is lost. When the host is back, its
+/// engine is removed.
 #[test]
 fn a_volume_moves_from_a_host_that_is_cut_off() -> Result<()> {
     let mut cluster = cluster("3")?;
@@ -188,7 +189,7 @@ fn a_volume_moves_from_a_host_that_is_cut_off() -> Result<()> {
     cluster.hosts.kill_agent(0)?;
     cluster.hosts.set_link(0, false)?;
     cluster.hosts.ctl(&["volume", "detach", VOLUME])?;
-    // What was answered until here counts.
+    // The answers until here count.
     guest.take_answers(Duration::ZERO)?;
     cluster.hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(1)])?;
     let mut old = guest.move_to(cluster.hosts.client(1, VOLUME)?);
@@ -206,7 +207,7 @@ fn a_volume_moves_from_a_host_that_is_cut_off() -> Result<()> {
         ensure!(left.is_empty(), "{left:?} is left");
         Ok(Some(()))
     })?;
-    // Its engine was started without the replica of the lost host, and is told of it.
+    // Its engine was started without the replica of the lost host, and gets its address.
     until("three members", LIMIT, || {
         let shown = cluster.hosts.inspect(VOLUME)?;
         ensure!(shown["robustness"] == "healthy", "{shown:#}");
@@ -265,7 +266,7 @@ fn until_degraded(hosts: &Hosts) -> Result<()> {
 }
 
 /// The engine's process is replaced again and again under a load that checks every answer, on processors that
-/// are not emulated: what it says of the pause is what a host would see.
+/// are not emulated: the reported pause is that of a real host.
 #[test]
 fn an_engine_is_replaced_under_load() -> Result<()> {
     let cluster = cluster("3")?;

@@ -138,7 +138,7 @@ impl Cluster {
         Ok(String::from_utf8_lossy(&output.stderr).into_owned())
     }
 
-    /// The names of guard pods, and those of their budgets.
+    /// Returns the names of guard pods, and those of their budgets.
     fn guards(&self) -> Result<Vec<String>> {
         let mut names = Vec::new();
         for path in ["api/v1/namespaces", "apis/policy/v1beta1/namespaces"] {
@@ -279,7 +279,7 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
     println!("{:?}", guest.counts());
     drop(guest);
 
-    // Whatever others keep with an object stays there.
+    // Fields of other writers stay in the object.
     let path = ApiServer::path(&format!("volumes/{VOLUME}"));
     let notes = json!({ "metadata": { "annotations": { "note": "mine" } } });
     cluster.api.ok("PATCH", &path, Some(&notes))?;

@@ -95,7 +95,7 @@ fn a_replica_that_dies_with_the_engine_is_waited_for() -> Result<()> {
     kill_hard(volume.ready.pids.engine)?;
     kill_hard(volume.ready.pids.replicas[2])?;
     until_it_is_back(&volume, folder.path())?;
-    // What is written now has to reach all three: none was left behind.
+    // New writes have to reach all three: none was left behind.
     verified_load(&volume, &["--randseed=7"])?;
     let expected = sum(&volume, folder.path())?;
     volume.stop()?;

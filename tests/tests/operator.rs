@@ -78,7 +78,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     write(&mut client, 0, 1)?;
     until_told(&hosts, &["is healthy", "2 of 2 replicas are complete"])?;
 
-    // One is cut off and misses a write.
+    // A replica loses its link and misses a write.
     hosts.set_link(older, false)?;
     write(&mut client, 1, 2)?;
     let degraded = |shown: &Value| shown["robustness"] == "degraded";
@@ -121,7 +121,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     ensure_block(&mut client, 1, 0)?;
     write(&mut client, 2, 3)?;
 
-    // It comes back, and takes over what is the volume now.
+    // The agent comes back, and its replica becomes a copy of the current volume.
     hosts.start_agent(newer)?;
     until_whole(&hosts.engine_control(older, VOLUME), LIMIT)?;
     until_told(&hosts, &["is healthy"])?;

@@ -1,6 +1,6 @@
-//! Pods of a lost node, with a real API server, a real controller as its service account, and real engines
-//! and replicas. No kubelet and none of Kubernetes' own controllers runs, so whatever goes, the controller
-//! has taken away.
+//! Tests pods of a lost node, with a real API server, a real controller as its service account, and real
+//! engines and replicas. No kubelet and none of Kubernetes' own controllers runs, so the controller has
+//! removed all removed objects.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ impl Cluster {
         let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
         let api = ApiServer::start(&folder.path().join("api"))?;
         install(&api)?;
-        // What the controller does here, it must be able to do without the roles of the sidecars beside it.
+        // The controller must do its work here without the roles of the sidecars beside it.
         let sidecars = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/shorthorn-sidecars";
         api.ok("DELETE", sidecars, None)?;
         let kubeconfig = api.kubeconfig()?.display().to_string();
@@ -59,8 +59,8 @@ impl Cluster {
         self.api.ok("PATCH", &format!("/api/v1/nodes/{node}/status"), Some(&status)).map(drop)
     }
 
-    /// A volume with a device on a node, and whatever Kubernetes makes of it: claim, PersistentVolume,
-    /// attachment.
+    /// Makes a volume with a device on a node, and the objects that Kubernetes makes of it: claim,
+    /// PersistentVolume, attachment.
     fn volume(&self, volume: &str, node: &str) -> Result<()> {
         let object = json!({
             "apiVersion": "shorthorn.io/v1alpha1",

@@ -268,7 +268,7 @@ fn a_read_that_is_verified_never_shows_rot_and_has_it_repaired() -> Result<()> {
     };
     until("repair of both", LIMIT, is_repaired)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
-    // What both have lost is an error. That region was not repaired: its sums count.
+    // Data that both have lost is an error. That region was not repaired: its sums count.
     for replica in 0..2 {
         rot(&head(&volume.directory(replica))?, 10 * MIB)?;
     }
@@ -299,7 +299,7 @@ fn a_replica_is_never_made_anew_from_rot_while_another_one_is_sound() -> Result<
     let copy = exported(&directories[2], None, folder.path())?;
     let at = usize::try_from(8 * MIB)?;
     ensure!(copy[at..at + data.len()] == data, "rot was copied");
-    // What was met on the way is repaired; a scrub finds the rest.
+    // Rot met by reads is repaired; a scrub finds the rest.
     let volume = BareVolume::start(options(&folder, 3))?;
     volume.scrub(REPAIR, LIMIT)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
@@ -358,9 +358,9 @@ fn of_two_replicas_the_kept_sum_tells_whose_snapshot_is_rotten() -> Result<()> {
     for directory in volume.directories() {
         ensure!(files(&directory, "shorthorn.sums-", "")?.len() == 2, "{} has no sums", directory.display());
     }
-    // What is kept outlives the processes.
+    // The kept sums outlive the processes.
     let volume = again(&folder, volume, 2, |_| Ok(()))?;
-    // One block that the volume shows, and one that a newer layer hides.
+    // A block that the volume shows, and one that a newer layer hides.
     rot(&snapshot(&volume.directory(0), "first"), 3 * MIB)?;
     rot(&snapshot(&volume.directory(1), "first"), 40 * MIB + 4096)?;
     let told = volume.scrub(REPAIR, LIMIT)?;
@@ -383,7 +383,7 @@ fn a_snapshot_that_rots_before_it_was_seen_is_put_right_by_three_and_left_alone_
     all_are_equal(folder.path(), volume)?;
     let folder = self::folder()?;
     let volume = with_snapshots(&folder, 2)?;
-    // It does not show in the volume: nobody but the scrub of the snapshots sees it.
+    // The volume does not show it: only the scrub of the snapshots sees it.
     rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
     for _ in 0..2 {
         let told = volume.scrub(REPAIR, LIMIT)?;
@@ -453,7 +453,7 @@ fn what_is_laid_out_otherwise_is_no_rot() -> Result<()> {
     for (index, directory) in directories.iter().enumerate() {
         let mut store = Store::open(directory, StoreOptions::default())?;
         if index == 1 {
-            // What the volume shows there anyway, in the head; and zeroes where there is nothing.
+            // The data that the volume shows there anyway, in the head; and zeroes where it has no data.
             store.write_at(&data[..65536], 2 * MIB, false)?;
             store.write_at(&[0; 65536], 50 * MIB, false)?;
         }
@@ -510,7 +510,7 @@ fn a_replica_made_anew_has_every_snapshot_of_the_one_that_it_was_copied_from() -
     let volume = with_snapshots(&folder, 3)?;
     let volume = again(&folder, volume, 3, |store| {
         store.snapshot("third", false, BTreeMap::from([("why".to_owned(), "test".to_owned())]), NOW)?;
-        // It stays as a layer that nobody can read by its name.
+        // It stays as a layer that cannot be read by its name.
         Ok(store.remove("second")?)
     })?;
     write(&volume, 3 * MIB, pattern(4, MIB)?)?;

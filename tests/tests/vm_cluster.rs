@@ -361,8 +361,8 @@ fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
 
     let larger = json!({ "spec": { "resources": { "requests": { "storage": GROWN_BYTES.to_string() } } } });
     cluster.api.ok("PATCH", &claim_path("data"), Some(&larger))?;
-    // The driver of this kernel cannot change the size of a device in use: the resizer is done, and the node
-    // says what it waits for until the volume is staged again.
+    // The driver of this kernel cannot change the size of a device in use. The resizer is done, and the node
+    // reports its reason for waiting until the volume is staged again.
     cluster.sidecars()?.resize("data")?;
     let refused = cluster.kubelet(0).expand(&mounted, "data");
     let refused = format!("{:?}", refused.err().context("the device has grown while it is in use")?);

@@ -1,8 +1,9 @@
 //! Tests a power loss of a machine under load, whose disk loses unflushed data. After the restart all durable
 //! data is there, and all replicas are equal.
 //!
-//! Once the machine is switched off; and once the disk's writes are recorded, and replayed up to the moments
-//! at which the client was told that its data is durable, without anything that was not flushed by then.
+//! The power is cut in two ways. Once the machine is switched off. Once the disk's writes are recorded, and
+//! replayed up to the moments at which the client learned that its data is durable, without any data that was
+//! not flushed by then.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -26,7 +27,7 @@ fn what_was_flushed_survives_power_cuts() -> Result<()> {
     host.sh(
         "mkfs.ext4 -q /dev/longhorn/files && mkdir -p /mnt/files && mount /dev/longhorn/files /mnt/files",
     )?;
-    // The programs and the configuration are on the root disk: they are not what is tested.
+    // The programs and the configuration are on the root disk: they are not under test.
     host.sh("sync")?;
     for cut in 0..CUTS {
         let writers = start_writers(&host, cut)?;
@@ -104,7 +105,7 @@ fn come_back(host: &mut VmHost) -> Result<()> {
     host.sh("systemctl start shorthorn-agent shorthorn-controller")?;
     for volume in ["raw", "files"] {
         until("healthy volume", LIMIT, || {
-            // Until it has seen the agent, the controller shows what was before the cut: the device tells
+            // Until it has seen the agent, the controller shows the state before the cut: the device says
             // more.
             let shown = host.inspect(volume)?;
             ensure!(shown["state"] == "attached" && shown["robustness"] == "healthy", "{shown:#}");
@@ -150,7 +151,7 @@ fn every_flush_is_a_point_to_start_from() -> Result<()> {
     let write = |seed: u32, environment: &str| {
         host.spawn(&format!("{environment} exec /root/writer.py write device {} {seed}", device.display()))
     };
-    // The second one has writes under way whenever the first one is told that its own are durable.
+    // The second one has writes under way whenever the first one gets the answer that its own are durable.
     let (marker, other) = (write(0, "MARK=logged")?, write(1, "")?);
     until("durable rounds", LIMIT, || {
         let (heard, busy) = (last_round(&marker.output_so_far())?, last_round(&other.output_so_far())?);
@@ -174,7 +175,7 @@ fn every_flush_is_a_point_to_start_from() -> Result<()> {
 /// Starts the volume from the state of its disk when round `mark` was durable; round `last` came later or is
 /// the same.
 fn start_from(host: &VmHost, mark: u32, last: u32) -> Result<()> {
-    // What a new boot is to the replicas: what they had not made durable is gone.
+    // This acts like a new boot for the replicas: data that they had not made durable is lost.
     host.sh("umount /proc/sys/kernel/random/boot_id 2>/dev/null || true; \
          cat /proc/sys/kernel/random/uuid > /mnt/ram/boot_id; \
          mount --bind /mnt/ram/boot_id /proc/sys/kernel/random/boot_id")?;

@@ -1,7 +1,7 @@
 //! A node is shut down in order, with a pod on it that writes to its volume.
 //!
-//! The pod is as kubelet and a container runtime leave it: what the agent has mounted is marked with _netdev;
-//! the mount of a subPath, made by kubelet, is not; and nothing but its slice has the container stop.
+//! The pod is in the state that kubelet and a container runtime leave. Mounts of the agent are marked with
+//! _netdev; the mount of a subPath, made by kubelet, is not; and only its slice makes the container stop.
 
 use std::time::Duration;
 

@@ -33,7 +33,7 @@ fn story(kernel: Kernel, frontend: &str) -> Result<()> {
     ensure!(volume["engine"]["frontend"] == frontend, "auto took {}", volume["engine"]["frontend"]);
     host.sh("test -b /dev/longhorn/v1 && test $(blockdev --getsize64 /dev/longhorn/v1) = $((320 << 20))")?;
     host.sh("test $(blockdev --getss /dev/longhorn/v1) = 512")?;
-    // The node is mknod's: what udev knows of the device is found by its number.
+    // The node is made by mknod: udev's record of the device is found by its number.
     host.sh("number=$(stat --format '%Hr:%Lr' /dev/longhorn/v1); udevadm settle --timeout 60; \
          grep -q SHORTHORN_VOLUME=1 /run/udev/data/b$number")?;
 

@@ -41,7 +41,7 @@ fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
         "volume create {volume} --size 64MiB --replicas 3 --frontend {frontend} --soft-anti-affinity"
     ))?;
     host.ctl(&format!("volume attach {volume} --node {NODE}"))?;
-    // What is written for the first time takes longer: that is not what is looked for.
+    // First writes take longer, which is not under test.
     host.sh(&format!(
         "fio --name=fill --filename=/dev/longhorn/{volume} --rw=write --bs=1m --ioengine=libaio --direct=1"
     ))?;
@@ -69,8 +69,8 @@ fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
 
 fn replaced_under_load(kernel: Kernel, frontend: &str) -> Result<()> {
     let host = VmHost::start(VmHost::options(kernel))?;
-    // What the engines and the agent say is all that is left of a failure: it must not be lost among other
-    // units.
+    // The messages of the engines and the agent are the only trace of a failure: they must not be lost among
+    // other units.
     replace_under_load(&host, frontend).with_context(|| logs(&host))
 }
 
@@ -78,7 +78,7 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     host.ctl("volume create v1 --size 64MiB --replicas 3 --soft-anti-affinity")?;
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
     no_thread_waits_for_its_own_device(host)?;
-    // One short run after the other, so that the load ends soon after it is told to.
+    // One short run after the other, so that the load ends soon after its stop.
     let load = host.spawn(
         "run=0; while test ! -e /root/enough; do run=$((run + 1)); \
          fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite \
@@ -200,7 +200,7 @@ fn no_request_timed_out(host: &VmHost, frontend: &str) -> Result<()> {
     // On NBD the timer of a request runs out after 2 s. That says nothing on an emulated machine.
     let complaints =
         "timed out|reconnected|control failed|Dead connection|send failed|shutting down|I/O error";
-    // What comes into the machine is on a disk of an odd size, which is another matter.
+    // The files for the machine are on a disk of an odd size, which is another matter.
     let log = host.sh(&format!("dmesg | grep -E '{complaints}' | grep -v 'dev sd' || true"))?;
     ensure!(log.is_empty(), "the kernel says: {log}");
     let mut longest_ms = 0.0_f64;

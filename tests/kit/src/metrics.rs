@@ -22,7 +22,7 @@ pub fn own_address() -> SocketAddr {
 /// The status and the body that are answered.
 ///
 /// # Errors
-/// Nobody is there, or it is no answer.
+/// No server listens there, or it sends no answer.
 pub fn get(address: SocketAddr, path: &str) -> io::Result<(u16, String)> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(LIMIT))?;

@@ -37,13 +37,13 @@ pub mod command {
 /// Durable when answered.
 pub const FLAG_FUA: u16 = 1;
 
-/// Far more than any answer takes: whoever waits so long has found a bug.
+/// The time limit of every wait, far above the duration of any answer: reaching it is a bug.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Fixed newstyle with GO: a blocking stream in the transmission phase, and the size of the export in bytes.
 ///
 /// # Errors
-/// Nobody is there, does not answer within `limit`, or does not have the export.
+/// No server listens there, or answers within `limit`, or has the export.
 pub fn negotiate(socket: &Path, export: &str, limit: Duration) -> io::Result<(UnixStream, u64)> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(limit))?;

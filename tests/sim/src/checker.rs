@@ -5,7 +5,7 @@
 //!
 //! - never one that a later write has surely replaced: the later one was submitted after the earlier ended,
 //!   and took effect (was acknowledged, or was read) before the read began;
-//! - after a loss of power that nobody can survive, also what was replaced by writes that no flush covers.
+//! - after a loss of power that no host survives, also data that was replaced by writes without a flush.
 
 use crate::replica::ROT;
 
@@ -189,7 +189,7 @@ impl Checker {
             let sector = &mut self.sectors[*at as usize];
             for write in sector.iter_mut().filter(|write| !write.durable) {
                 write.effective = None;
-                // One that is not done yet may still be done.
+                // An unfinished write may still be done.
                 write.ended = write.ended.map(|_| now);
             }
             for write in sector.iter_mut() {
@@ -203,7 +203,7 @@ impl Checker {
     /// content from now on.
     ///
     /// # Errors
-    /// It holds what was never written there.
+    /// The replica holds data that was never written there.
     pub fn salvaged(&mut self, content: &[Id]) -> Result<(), String> {
         for (at, id) in content.iter().enumerate() {
             let was_written = self.written.get(*id as usize).is_some_and(|range| range.contains(&at));
@@ -222,7 +222,7 @@ impl Checker {
     /// A read that was given to the device at `start` showed `ids`.
     ///
     /// # Errors
-    /// What is wrong with that.
+    /// The violation.
     pub fn read(
         &mut self,
         first_sector: usize,
@@ -231,7 +231,7 @@ impl Checker {
         now: Micros,
     ) -> Result<(), String> {
         for (at, id) in ids.iter().enumerate() {
-            // Reads that nobody asks to be checked may show it.
+            // Unchecked reads may show it.
             if *id == ROT {
                 continue;
             }

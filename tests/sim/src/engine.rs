@@ -213,7 +213,7 @@ impl World {
             return; // its spec is older than what this host knows
         }
         let generation = if self.controller.attach > known.attach {
-            // What the controller knows is passed with the attachment.
+            // The attachment passes the knowledge of the controller on.
             self.hosts[host].granted_before = self.controller.arbiter.granted();
             (self.hosts[host].was_live, self.hosts[host].lost_writes) = (false, false);
             Generation::new(self.controller.attach, 0)
@@ -360,7 +360,7 @@ impl World {
         if let Some((peer, _)) = process.link_of(id) {
             let peer = index(peer);
             self.apply(engine, Event::Lost { peer, reason: reason.to_owned() });
-            // Where the core did not know it as a member or a joiner, nobody else closes it.
+            // If the core did not know it as a member or a joiner, no other step closes it.
             self.close_queue(engine, id);
         }
     }
@@ -431,7 +431,8 @@ impl World {
         }
         self.ask(engine, peer, slot.queue, ID_REQUEST | u64::from(slot.slot), ask);
         if modifies && self.is_sabotaged(Sabotage::NoRangeTable) {
-            // The core takes it for done, and sends what overlaps it; the guest is told when it really is.
+            // The core takes it for done, and sends overlapping requests; the guest gets the answer when it
+            // really is done.
             if let Some(process) = self.engines.get_mut(&engine) {
                 process.lies.entry(key(slot)).or_default().waits_for.push(peer);
             }
@@ -804,7 +805,7 @@ impl World {
         process.was_granted = Some(view);
         let host = process.host;
         self.wake(engine);
-        // Never what is older than what is known.
+        // Never a view that is older than the known one.
         let known = self.hosts[host].granted;
         self.hosts[host].granted = known.filter(|known| known.id >= view.id).or(Some(view));
         self.apply(engine, Event::Granted { view: view.id });

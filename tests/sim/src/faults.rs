@@ -368,8 +368,8 @@ impl World {
             }
             Fault::RestoreDisk { victim, for_us } => {
                 let victim = self.victim(victim);
-                // Two of three would agree that nothing is missing, and one that does not know its stamp says
-                // nothing.
+                // Two of three would agree that no region is missing, and one that does not know its stamp
+                // says nothing.
                 let tells =
                     |replica: &Replica| !replica.is_rolled_back && replica.judgement().stamp.is_some();
                 let is_known = self.replicas.iter().all(tells) && self.replicas[victim].has_saved_disk();
@@ -437,15 +437,14 @@ impl World {
     fn restore_controller(&mut self, rng: &mut Rng) -> bool {
         let Some(saved) = self.saved_controller.clone() else { return false };
         let before = self.controller.attach;
-        // It shows in a replica that was opened since. A store whose loss nothing shows is restored by
-        // nobody.
+        // A replica that was opened since shows it. A store whose loss is not visible is not restored.
         let shown = self.replicas.iter().filter(|replica| replica.up && !replica.gone);
         let shown = shown.map(Replica::attach).max().unwrap_or_default();
         if shown <= saved.attach {
             return false;
         }
         self.note(|| format!("the controller knows attachment {} of {before} again", saved.attach));
-        // Numbers are drawn above those that agents report of engines too.
+        // Numbers are also drawn above those of engines that agents report.
         let used = self.hosts.iter().map(|host| host.generation.attach).fold(shown, u64::max);
         let arbiter = saved.arbiter.stale(used + 1);
         let size_bytes = self.controller.size_bytes;
@@ -465,7 +464,7 @@ impl World {
             Mend::Speed(replica) => self.replicas[replica].slow_by_us = 0,
             Mend::Lie(replica, at, id) => {
                 let lies = &mut self.replicas[replica].lies;
-                // Those that go on when all else is calm have an end of their own.
+                // Lies that continue when all else is calm have an end of their own.
                 if !self.calm && lies.get(&at) == Some(&id) {
                     lies.remove(&at);
                 }
@@ -499,7 +498,7 @@ impl World {
         }
     }
 
-    /// No more trouble: whatever is broken is repaired.
+    /// Ends the trouble: all faults are repaired.
     pub fn calm_down(&mut self) {
         self.calm = true;
         self.slow_network = false;

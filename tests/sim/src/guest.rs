@@ -182,7 +182,7 @@ impl World {
         self.checker.grow(usize::try_from(size_bytes / 512).unwrap_or(usize::MAX));
     }
 
-    /// The device is somewhere else now; whoever waited for the old one will never know.
+    /// The device moves to another host; waiting requests of the old one are never answered.
     pub fn guest_moves(&mut self) {
         self.guest.engine = None;
         for request in self.guest.slots.iter_mut().filter_map(Option::take) {

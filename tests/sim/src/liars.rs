@@ -61,7 +61,7 @@ impl World {
         if self.has_liar_at_proposals() {
             return None;
         }
-        // One that lies may take itself for a member, and then does not even say which layers it has.
+        // A lying replica may take itself for a member, and then does not even list its layers.
         let is_there = |replica: &Replica| {
             replica.up && !replica.gone && replica.lies.is_empty() && !members.contains(replica.id)
         };
@@ -79,8 +79,7 @@ impl World {
     }
 
     /// Returns true if replicas that do not lie at proposals are more than half of every view that may count,
-    /// and one of them is in all of these views and has kept everything. It looks at the disks, with nobody
-    /// between.
+    /// and one of them is in all of these views and has kept everything. It looks at the disks directly.
     fn could_start_without_liars(&self) -> bool {
         let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
         let has_tried =

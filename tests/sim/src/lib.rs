@@ -7,10 +7,10 @@
 //! the volume has to come back by itself; where the last holder of something is gone for good, after a
 //! salvage.
 //!
-//! What must hold ([`run`] says which did not):
+//! The rules ([`run`] returns the violated one):
 //! - a read returns the last acknowledged write of each sector or a concurrent one ([`checker`]), also after
 //!   the device was recovered or attached elsewhere;
-//! - what a flush or a FUA write has acknowledged survives every loss of power;
+//! - every write that a flush or a FUA write has acknowledged survives every loss of power;
 //! - two reads of a sector agree; an engine that is fenced changes nothing any more;
 //! - when the trouble is over, every request is answered, every replica becomes a member, and all of them
 //!   read the same.
@@ -223,7 +223,7 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     world.borrow_mut().calm_down();
     outlast_lies(&world, &mut tasks, script.trouble_us + LIES_US);
     let mut end = world.borrow().now + RECOVERY_US;
-    // While somebody who is gone for good is needed, only the operator can help.
+    // While a replica that is gone for good is needed, only the operator can help.
     let is_stuck = |world: &World| is_recovered(world) || needs_what_is_gone(world);
     let mut recovered = advance(&world, &mut tasks, end, is_stuck);
     if recovered && !is_recovered(&world.borrow()) {
@@ -423,9 +423,9 @@ fn is_torn(world: &World) -> bool {
     world.is_torn && world.replicas.iter().any(|replica| replica.gone)
 }
 
-/// Returns true if half of the volume is left, and the arbiter of a restored store cannot grant that it goes
-/// on: it does not know whether the replicas that are gone had gone on alone. Or each half has stored a view
-/// of its own, and the record is lost that says which one was granted.
+/// Returns true if half of the volume is left, and the arbiter of a restored store cannot grant that it
+/// continues: the missing replicas may have continued alone. Or each half has stored a view of its own, and
+/// the record of the granted one is lost.
 fn waits_in_vain(world: &World) -> bool {
     let is_gone = |replica: &Replica| replica.gone || replica.is_rolled_back;
     let is_half_gone = world.replicas.iter().any(is_gone) || world.is_torn;
@@ -515,7 +515,7 @@ impl World {
         true
     }
 
-    /// A replica is gone for good, whatever the others are doing. One with data is always left.
+    /// Destroys a replica for good, at any time. One with data is always left.
     fn destroy_replica(&mut self, victim: usize, rng: &mut Rng) -> bool {
         let at = self.victim(victim);
         if self.replicas[at].gone || !self.is_one_left_without(at) || !self.has_room() {
@@ -633,7 +633,7 @@ impl World {
         self.replicas[at].salvage(attach);
         self.controller.arbiter = salvaged_arbiter(attach, id);
         if std::mem::take(&mut self.lost_untold) {
-            // Its guest was told by errors, and the next one begins anew.
+            // Its guest got errors, and the next one begins anew.
             let now = self.now;
             self.checker.power_lost(now);
         }

@@ -327,7 +327,7 @@ impl Process {
         let (attach, host) = (process.generation.attach, process.host);
         world.count("opened");
         world.apply(engine, Event::Tick { now_ms });
-        // What broke before anybody looked at it is found out when it is used first.
+        // A connection that broke unnoticed fails at its next use.
         broken.retain(|(_, conn)| world.conns.get(conn).is_none_or(|conn| !conn.engine_open));
         for (peer, _) in broken {
             let reason = "it has closed the connection".to_owned();

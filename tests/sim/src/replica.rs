@@ -232,7 +232,7 @@ impl Replica {
         }
         let key = keys[rng.usize(0..keys.len())];
         if key == SetKey::Unsummed {
-            // What it said counts no more, and is summed as it is.
+            // Its sums count no more, and the current data is summed.
             self.files.heal_all();
         }
         if rng.u8(0..4) == 0 {
@@ -247,7 +247,7 @@ impl Replica {
         true
     }
 
-    /// Copies the disk as it is now.
+    /// Copies the current disk.
     pub fn save_disk(&mut self) {
         let (files, durable) = (self.files.clone(), self.durable.clone());
         let (size_bytes, stamp) = (self.size_bytes, self.state.keeper().stamp());
@@ -292,7 +292,7 @@ impl Replica {
         let generation = Generation::new(attach, 0);
         let members = Members::new([self.id]).unwrap_or_default();
         let mut views = ReplicaViews::new(View { id: ViewId { generation, number: 0 }, members });
-        // Nobody has held these.
+        // No generation holds these.
         let _ = views.fence(generation);
         self.durable.views = views;
         self.durable.views_before = None;
@@ -535,7 +535,7 @@ impl Replica {
                 Answer::Error(Errno::IO)
             }
             Ask::Flush if breaks => {
-                // What was not durable may be gone, and the kernel tells that only once.
+                // Data that was not durable may be lost, and the kernel reports that only once.
                 let mut rng = self.rng.fork();
                 self.files.head.lose_power(&mut rng);
                 self.remap();

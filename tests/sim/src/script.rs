@@ -1,8 +1,8 @@
 //! A run as data: its parameters, and every fault with its time and all of its choices.
 //!
-//! A script is made from a seed with a generator of its own, and can be stored, changed and run again. What
-//! it does not say (how long a message or a disk takes) comes from its seed while it runs; what the guest
-//! asks for comes from there too, by a generator of its own. So a stored script survives a change of the
+//! A script is made from a seed with a generator of its own, and can be stored, changed and run again. Other
+//! choices (the duration of a message or a disk operation) come from its seed while it runs. The guest's
+//! requests come from there too, by a generator of its own. So a stored script survives a change of the
 //! generator of scripts, and mostly one of the simulation.
 
 use fastrand::Rng;
@@ -187,7 +187,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::KillReplica => Fault::KillReplica { victim, power: false, for_us: rng.u64(5_000..2_500_000) },
         Kind::CutPower => Fault::KillReplica { victim, power: true, for_us: rng.u64(5_000..2_500_000) },
         Kind::KillEngine => {
-            // What the dead one has sent may still be under way when the next one has started.
+            // The messages of the dead one may still be in flight when the next one has started.
             let lingers_us = if rng.u8(0..3) == 0 { rng.u64(1_000..800_000) } else { 0 };
             Fault::KillEngine { lingers_us, for_us: rng.u64(5_000..300_000) }
         }

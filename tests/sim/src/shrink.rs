@@ -24,7 +24,7 @@ pub fn shrink(script: &Script, violation: String, options: Options, runs_max: u3
         before = size(&shrunk.script);
         shrunk.drop_faults(options, runs_max);
         for simpler in simpler(&shrunk.script) {
-            // Each is simpler than what there was before the one before.
+            // Each is simpler than its predecessor.
             let one = simpler(&shrunk.script);
             shrunk.attempt(one, options, runs_max);
         }

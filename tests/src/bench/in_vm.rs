@@ -1,7 +1,7 @@
 //! ublk against NBD on the same volume, in a virtual machine whose clock counts instructions.
 //!
-//! Virtual time is the number of instructions executed, so the figures say how long the CPU's path is, not
-//! how fast this host is, and repeat whatever else it does.
+//! Virtual time is the number of instructions executed. So the figures show the length of the CPU's path, not
+//! the speed of this host, and repeat under any other load.
 
 use std::time::{Duration, Instant};
 

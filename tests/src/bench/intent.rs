@@ -109,8 +109,8 @@ impl Subject {
         options.size = "10GiB".into();
         options.extra = cost.arguments(is_with).iter().map(|argument| (*argument).to_owned()).collect();
         let volume = LocalVolume::start(&options)?;
-        // What is written for the first time costs more. And all regions are noted now: they stay so, or are
-        // cleared when the loads leave them alone.
+        // First writes cost more. And all regions are noted now: they stay so, or are cleared when the loads
+        // leave them alone.
         for _ in 0..2 {
             load(&volume, &WRITE, USED, 0)?;
         }

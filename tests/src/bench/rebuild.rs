@@ -31,7 +31,7 @@ pub struct RebuildFigures {
     pub copied_bytes_per_s: f64,
     /// Random writes at depth 32 while a replica is absent, without a copy.
     pub degraded: f64,
-    /// The same while it is brought up.
+    /// The same during the rebuild.
     pub beside_rebuild: f64,
     /// The bytes copied in that time, per second.
     pub copied_beside_bytes_per_s: f64,
@@ -91,7 +91,7 @@ fn rebuild(volume: &LocalVolume) -> Result<f64> {
     Ok(USED_BYTES as f64 / started.elapsed().as_secs_f64())
 }
 
-/// A replica hangs while everything is written, and during `then`; returns as soon as it is being brought up.
+/// Pauses a replica while everything is written, and during `then`; returns as soon as its rebuild begins.
 fn miss_everything(volume: &LocalVolume, then: impl FnOnce() -> Result<()>) -> Result<()> {
     let (control, pid) = (volume.engine_control()?, volume.replica_pid(2)?);
     signal(pid, Signal::SIGSTOP)?;

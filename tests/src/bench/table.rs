@@ -14,7 +14,7 @@ pub struct Row {
 /// The value in the middle.
 ///
 /// # Panics
-/// Where there is none.
+/// No value is given.
 #[must_use]
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
@@ -26,7 +26,7 @@ impl Measured {
     /// The median of each value.
     ///
     /// # Panics
-    /// Where there is no measurement.
+    /// No measurement is given.
     #[must_use]
     pub fn median(all: &[Measured]) -> Measured {
         let of = |value: fn(&Measured) -> f64| median(&all.iter().map(value).collect::<Vec<_>>());

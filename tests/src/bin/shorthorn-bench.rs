@@ -210,6 +210,6 @@ fn spread_percent(values: &[f64]) -> f64 {
 }
 
 fn progress(text: &str) {
-    // Where standard error is closed nobody wants to know.
+    // If standard error is closed, no message is possible.
     let _ = writeln!(io::stderr(), "{text}");
 }

@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Where standard error is closed there is nobody to tell.
+            // If standard error is closed, no message is possible.
             let _ = writeln!(io::stderr(), "\nThe demonstration failed: {error:#}");
             ExitCode::FAILURE
         }

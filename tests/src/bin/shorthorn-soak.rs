@@ -99,7 +99,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            // Where standard error is closed there is nobody to tell.
+            // If standard error is closed, no message is possible.
             let _ = writeln!(io::stderr(), "\nThe soak run failed: {error:#}");
             ExitCode::FAILURE
         }

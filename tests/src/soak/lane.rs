@@ -101,7 +101,7 @@ impl<'a> Lane<'a> {
         self.watch.take();
         let (begin, mut engine) = (Instant::now(), EngineTime::default());
         let inflicted = self.inflict(episode, &mut engine);
-        // All that is held is let go, whatever went wrong.
+        // All held resources are released, even after errors.
         if inflicted.is_err() {
             episode.hits.iter().try_for_each(|hit| self.end(hit))?;
         }

@@ -1,5 +1,5 @@
-//! The link between an engine and one replica, as a process of its own would forward it: it can be cut in
-//! each direction, slowed down, and can damage what it carries.
+//! The link between an engine and one replica, forwarded by a process of its own: it can be cut in each
+//! direction, slowed down, and can damage its data.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -145,7 +145,7 @@ impl Shared {
             match listener.accept() {
                 Ok((engine, _)) => {
                     let link = Arc::clone(&self);
-                    // A connection that fails ends: whoever has made it is told by that.
+                    // A failed connection ends, which notifies its client.
                     thread::spawn(move || link.carry(engine, replica).is_ok());
                 }
                 Err(_) => thread::sleep(ACCEPT_PAUSE),

@@ -1,7 +1,7 @@
 //! Many faults of all kinds on several volumes at once, under a load that checks every answer.
 //!
 //! Each volume has three hosts, which are network namespaces, and a load of its own. Its faults come one
-//! episode after the other, so that each stall has one cause; the volumes are what makes faults of all kinds
+//! episode after the other, so that each stall has one cause. Several volumes make faults of all kinds
 //! overlap on one machine.
 
 mod disk;
@@ -59,7 +59,7 @@ pub struct Options {
 /// Runs with all files in `dir`, whose path must be short.
 ///
 /// # Errors
-/// A volume does not start. What goes wrong later is in the report.
+/// A volume does not start. Later problems are in the report.
 pub fn run(options: &Options, dir: &Path) -> Result<Report> {
     let episodes = faults::draw(options.seed, options.faults, options.longest);
     let stop = AtomicBool::new(false);
@@ -93,6 +93,6 @@ pub fn run(options: &Options, dir: &Path) -> Result<Report> {
 
 /// Prints the progress.
 fn say(what: &str) {
-    // A run goes on if nobody reads that.
+    // A run continues without a reader.
     let _ = writeln!(std::io::stdout(), "{what}");
 }

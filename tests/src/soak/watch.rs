@@ -84,7 +84,7 @@ impl Watch {
     /// Ends the load.
     ///
     /// # Errors
-    /// What has ended it before.
+    /// The error that has ended it before.
     pub fn finish(self) -> Result<Load> {
         self.shared.stop.store(true, Ordering::Relaxed);
         match self.thread.join() {

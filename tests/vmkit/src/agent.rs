@@ -273,7 +273,7 @@ impl Running {
         let reader = Arc::clone(&stream);
         // Reads all the time: a full pipe would stop the command in the guest.
         thread::spawn(move || {
-            // Nobody waits any more if the value was dropped.
+            // The waiting receiver is gone if the value was dropped.
             let _ = sender.send(receive(&reader, sink));
         });
         Self { stream, what, console, collected, ended }
@@ -321,7 +321,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // The agent kills what runs for a connection that was closed.
+        // The agent kills the command of a closed connection.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 }

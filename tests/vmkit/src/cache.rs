@@ -1,7 +1,7 @@
 //! The cache folder: images, templates, and the folders of running VMs.
 //!
-//! Whoever uses a folder holds a lock on a file beside or in it. The kernel drops
-//! the lock with the process, so that what a killed test left is found and removed.
+//! The user of a folder holds a lock on a file beside or in it. The kernel drops the lock with the process,
+//! so that the remains of a killed test are found and removed.
 
 use std::borrow::Cow;
 use std::env;
@@ -82,7 +82,7 @@ impl RunDir {
 
 impl Drop for RunDir {
     fn drop(&mut self) {
-        // Nothing depends on it: the next VM sweeps what is left.
+        // A failure does no harm: the next VM removes the rest.
         let _ = fs::remove_dir_all(&self.path);
     }
 }

@@ -19,8 +19,8 @@ pub struct Lan {
 impl Lan {
     /// A segment that no other one on this machine is joined to.
     pub fn new() -> Result<Self> {
-        // QEMU sends frames as multicast datagrams. A port that is free now, with a
-        // group made from the process id, collides with nobody.
+        // QEMU sends frames as multicast datagrams. A port that is free now, with a group made from the
+        // process id, collides with no other test.
         let probe = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).context("no free UDP port")?;
         let port = probe.local_addr().context("the address of a UDP socket")?.port();
         let [_, a, b, c] = process::id().to_be_bytes();

@@ -1,9 +1,9 @@
 //! Virtual machines with a real kernel, for tests.
 //!
-//! A [`Vm`] is a clone of a *template*: a machine that was booted once, saved while
-//! it ran, and is mapped copy-on-write by every clone. So a clean machine runs its
-//! first command about a second after [`Vm::start`], even under software emulation.
-//! What is missing (the disk image, a template) is built first, once per machine.
+//! A [`Vm`] is a clone of a *template*: a machine that was booted once, saved while it ran, and is mapped
+//! copy-on-write by every clone. So a clean machine runs its first command about a second after
+//! [`Vm::start`], even under software emulation. Missing parts (the disk image, a template) are built first,
+//! once per machine.
 //!
 //! ```no_run
 //! use shorthorn_vmkit::{Kernel, Vm, VmOptions};

@@ -27,7 +27,7 @@ pub fn spawn_tied(mut command: Command, inherited: OwnedFd) -> Result<Child> {
     let raw = inherited.as_raw_fd();
     let prepare = move || {
         set_pdeathsig(Signal::SIGKILL)?;
-        // The parent may have ended before the line above: then nobody would signal.
+        // The parent may have ended before the line above: then the signal would never come.
         if getppid() != parent {
             return Err(io::Error::other("the parent process is gone"));
         }
@@ -54,7 +54,7 @@ fn spawner() -> Sender<SpawnRequest> {
             let (sender, requests) = mpsc::channel::<SpawnRequest>();
             thread::spawn(move || {
                 for (mut command, reply_to) in requests {
-                    // Whoever asked is gone only if it panicked; its child must go too.
+                    // The caller is gone only if it panicked; its child must end too.
                     if let Err(unsent) = reply_to.send(command.spawn())
                         && let Ok(mut child) = unsent.0
                     {

@@ -181,7 +181,7 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // It may have ended; and there is nobody to tell.
+        // It may have ended already, and an error has no recipient.
         let _ = self.kill();
     }
 }

@@ -91,7 +91,7 @@ impl Qmp {
                 bail!("time limit reached");
             }
             self.reader.get_ref().set_read_timeout(Some(left))?;
-            // What was read before a time-out stays in `line`.
+            // The bytes that were read before a time-out stay in `line`.
             match self.reader.read_until(b'\n', &mut self.line) {
                 Ok(0) => bail!("QEMU has ended"),
                 Ok(_) if self.line.ends_with(b"\n") => {

@@ -44,7 +44,7 @@ pub fn interactive_shell(vm: &Vm) -> Result<i32> {
 
 /// Writes a command's output to this process's own.
 pub fn print(stream: Stream, bytes: &[u8]) {
-    // Nobody may be reading any more; the command in the guest goes on all the same.
+    // The reader may be gone; the command in the guest continues all the same.
     let _ = match stream {
         Stream::Stdout => {
             let mut stdout = io::stdout().lock();
@@ -88,7 +88,7 @@ fn window_size() -> Option<(u16, u16)> {
     Some((size.ws_row, size.ws_col))
 }
 
-/// The terminal passes every key on as it is, until this value is dropped.
+/// A terminal that passes every key on unchanged, until this value is dropped.
 struct RawMode(Termios);
 
 impl RawMode {
@@ -104,7 +104,7 @@ impl RawMode {
 
 impl Drop for RawMode {
     fn drop(&mut self) {
-        // There is nothing else to try.
+        // No other way is left.
         let _ = tcsetattr(io::stdin(), SetArg::TCSANOW, &self.0);
     }
 }

@@ -231,8 +231,8 @@ impl Vm {
         self.with_qemu(|qemu| qemu.forward(host_port, guest_port))
     }
 
-    /// Ends the machine as a power cut does: nothing in the guest gets to know, and
-    /// what its [`Durability`] says about the data disk happens. See [`Vm::cold_start`].
+    /// Ends the machine like a power cut: the guest gets no notice, and the data disk behaves by its
+    /// [`Durability`]. See [`Vm::cold_start`].
     pub fn power_cut(&mut self) -> Result<()> {
         let result = match self.qemu.take() {
             Some(qemu) => qemu.into_inner().unwrap_or_else(PoisonError::into_inner).kill(),

@@ -151,7 +151,7 @@ fn a_volatile_cache_loses_what_was_not_flushed() -> Result<()> {
         )
     };
     vm.sh(&write(1, "conv=fsync"))?;
-    // Neither dd nor the kernel flushes this one: nobody syncs a bare device.
+    // Neither dd nor the kernel flushes this write: a bare device is not synced.
     vm.sh(&write(100, ""))?;
     vm.power_cut()?;
     vm.cold_start()?;

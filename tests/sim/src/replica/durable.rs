@@ -59,7 +59,7 @@ impl Disk for Shelf<'_> {
             let before = (breaks && matches!(step, Step::SaveViews(_))).then(|| self.durable.views.clone());
             self.durable.perform(step);
             self.durable.views_before = before.or_else(|| self.durable.views_before.take());
-            // What is being written goes to the file from before, and not to one that may follow.
+            // A running write changes the former file, and not its successor.
             if let Step::MakeSet(of, _) | Step::RemoveSet(of) = step {
                 self.pages.values_mut().for_each(|(_, key, ..)| *key = key.filter(|key| *key != of));
             }

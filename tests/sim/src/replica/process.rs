@@ -490,12 +490,11 @@ impl World {
         self.go_on_waiting(at);
     }
 
-    /// The process is killed; with `power`, its host is off. It is back after `for_us`; 0: some time. False
-    /// where there is none.
+    /// Kills the process; with `power`, its host is off. It is back after `for_us`; 0: a random time. Returns
+    /// false if it does not run.
     ///
-    /// One that has failed and could not note that stays until it can, or its host has no power. If somebody
-    /// kills it all the same, the next process takes what it finds for whole; the real one tells the operator
-    /// so.
+    /// A failed replica that could not note that stays until it can, or its host loses power. If it is killed
+    /// all the same, the next process takes its data for whole; the real one reports that to the operator.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
         let replica = &self.replicas[at];
@@ -509,7 +508,7 @@ impl World {
         replica.end_summing(rng);
         replica.paused = false;
         replica.backlog.clear();
-        // What the kernel has already been given may happen, or a part of it.
+        // Operations that the kernel already has may happen, or a part of them.
         for op in std::mem::take(&mut replica.ops).into_values() {
             for (block, content) in replica.changes(&op.ask) {
                 if rng.bool() {

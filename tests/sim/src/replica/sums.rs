@@ -157,7 +157,7 @@ impl Replica {
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
-    /// The regions of `range` are given up by everybody.
+    /// Heals the regions of `range`, which all replicas give up.
     pub fn heal(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);
         let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
@@ -237,7 +237,7 @@ impl World {
         has_rotten
     }
 
-    /// No member can give `range`, as far as an engine knows: it is copied as it is.
+    /// Records that no member can give `range`, as far as an engine knows: it is copied unchanged.
     pub fn rot_is_copied(&mut self, engine: u64, peer: usize, range: ByteRange) {
         let Some(process) = self.engines.get(&engine) else { return };
         let Some(core) = &process.core else { return };
@@ -336,7 +336,7 @@ impl World {
         let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
         let mut summing = Summing { regions: run.clone(), sums: BTreeMap::new(), is_void: false };
         if is_early {
-            // What is read before the account begins may be modified in between.
+            // Blocks that are read before the record begins may be modified in between.
             summing.sums = replica.sums_now(run.clone());
         } else if !replica.state.keeper_mut().begin_sums(run) {
             return;
