@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The exit code for an error.
+/// Returns the exit code for an error.
 fn code_of(error: &anyhow::Error) -> u8 {
     if let Some(EngineError::Deposed { .. }) = error.downcast_ref() {
         DEPOSED

@@ -163,7 +163,7 @@ impl Holder {
         Ok(Holder { pid, fd: pidfd_open(pid, PidfdFlags::NONBLOCK)? })
     }
 
-    /// A pidfd: readable once the process has ended.
+    /// Returns a pidfd: readable once the process has ended.
     ///
     /// # Errors
     /// Out of descriptors.

@@ -55,7 +55,7 @@ impl FromStr for VolumeSize {
     }
 }
 
-/// `bytes` with the largest unit that leaves a whole number.
+/// Formats `bytes` with the largest unit that leaves a whole number.
 pub fn human(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     for (shift, unit) in units {

@@ -155,7 +155,7 @@ fn a_registration_by_kubelet_itself_is_answered() {
     assert!(info.contains("CSIPlugin") && info.contains("csi.shorthorn.io"), "{info:?}");
 }
 
-/// An agent that gets its sockets as systemd passes them.
+/// Returns an agent that gets its sockets as systemd passes them.
 fn agent_with(host: &Host, listeners: [&UnixListener; 2]) -> Running {
     let passed = listeners.map(|listener| listener.try_clone().unwrap());
     for listener in &passed {

@@ -53,7 +53,7 @@ impl Node {
         Running::start(agent().arg("serve").arg("--config").arg(self.config()))
     }
 
-    /// An agent that answers, and a client of it.
+    /// Returns an agent that answers, and a client of it.
     async fn start(&self) -> (Running, NodeClient<Channel>) {
         let agent = self.agent();
         agent.wait_for_log(": ready node=");
@@ -89,7 +89,7 @@ impl Drop for Node {
     }
 }
 
-/// A call of the controller of a cluster.
+/// Returns a call of the controller of a cluster.
 fn of<T>(cluster: &str, message: T) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
     request.metadata_mut().insert(shorthorn_api::CLUSTER_HEADER, cluster.parse().unwrap());

@@ -150,7 +150,7 @@ async fn refuse_while_in_use(engine: &v1::Instance, client: &mut NodeClient<Chan
     assert!(Path::new(&devices[0].kernel_path).exists(), "{devices:?}");
 }
 
-/// A replica that cannot start: systemd gives it up, the agent does not; stopping it ends that.
+/// Tests a replica that cannot start: systemd gives it up, the agent does not; stopping it ends that.
 async fn give_up_and_go_on(client: &mut NodeClient<Channel>) {
     let missing = v1::StartReplicaRequest { create: false, ..replica(Path::new(DISK), "0000000c") };
     client.start_replica(missing).await.unwrap();
@@ -165,8 +165,8 @@ async fn give_up_and_go_on(client: &mut NodeClient<Channel>) {
     assert_eq!(list(client).await.len(), 3);
 }
 
-/// The volume is wanted elsewhere, and its replicas refuse the engine here. The user of the device gets
-/// errors, because waiting would never end.
+/// Tests a volume that is wanted elsewhere, and whose replicas refuse the engine here. The user of the device
+/// gets errors, because waiting would never end.
 async fn depose_the_engine(client: &mut NodeClient<Channel>) {
     sh("mount /dev/longhorn/v1 /mnt && echo data > /mnt/file && sync");
     for id in REPLICAS {

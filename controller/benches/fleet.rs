@@ -76,7 +76,7 @@ async fn main() {
     assert!(truth.violations.is_empty(), "{:#?}", truth.violations);
 }
 
-/// The number that follows that word on the command line.
+/// Returns the number that follows that word on the command line.
 fn option(word: &str) -> Option<usize> {
     std::env::args().skip_while(|argument| argument != word).nth(1).map(|number| number.parse().unwrap())
 }
@@ -118,7 +118,7 @@ impl Fleet {
         self.controller.until("all agents followed", |shown| shown.value(ready) == Some(nodes as f64)).await;
     }
 
-    /// Every volume is created, and attached to one node after the other.
+    /// Creates every volume, and attaches it to one node after the other.
     async fn fill(&self) {
         let begun = Instant::now();
         let nodes = self.size.nodes;
@@ -179,7 +179,7 @@ impl Fleet {
         line("CSI CreateVolume, longest, ms (aim: below 1000)", format!("{longest:.1}"));
     }
 
-    /// The last node dies while many volumes rebuild.
+    /// Kills the last node while many volumes rebuild.
     async fn lose_a_node(&mut self) {
         let (nodes, lost) = (self.size.nodes, self.size.nodes - 1);
         let progress = self.rebuild().await;
@@ -257,7 +257,7 @@ impl Fleet {
         })
     }
 
-    /// The controller is killed. The next one has the same store.
+    /// Kills the controller. The next one has the same store.
     async fn take_over(&mut self) {
         let begun = Instant::now();
         self.controller.restart();

@@ -44,7 +44,7 @@ pub enum AddressError {
 }
 
 impl ServerUrl {
-    /// A client's end of it; connects when it is used first, and again when it broke.
+    /// Returns a client's end of it; connects at the first use, and again after it broke.
     ///
     /// # Errors
     /// [`AddressError::Url`].

@@ -324,7 +324,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// The configuration of these flags and the file that they name.
+    /// Returns the configuration of these flags and the file that they name.
     ///
     /// # Errors
     /// [`ConfigError`] has the correction.

@@ -5,7 +5,7 @@ use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
 /// The number of random bytes in the name of a cluster.
 const CLUSTER_BYTES: usize = 16;
 
-/// The name of a new cluster.
+/// Returns the name of a new cluster.
 ///
 /// # Errors
 /// The system has no random numbers.
@@ -15,7 +15,7 @@ pub fn new_cluster() -> Result<String, getrandom::Error> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The secret of a new volume.
+/// Returns the secret of a new volume.
 ///
 /// # Errors
 /// The system has no random numbers.

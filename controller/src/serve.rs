@@ -348,7 +348,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     Ok(Opened { keeper, signer, store, lease, events, attachments, workloads, pods, tasks })
 }
 
-/// A name that no other process has: that of the host or the pod, with a part of its own.
+/// Returns a name that no other process has: that of the host or the pod, with a part of its own.
 fn identity() -> Result<String, getrandom::Error> {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     Ok(format!("{}-{:08x}", host.trim(), getrandom::u32()?))

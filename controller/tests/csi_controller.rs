@@ -638,7 +638,7 @@ impl Alone {
         self.store.put(Object::Volume(volume)).await.unwrap();
     }
 
-    /// A volume of 1 GiB that has its places.
+    /// Makes a volume of 1 GiB that has its places.
     async fn volume(&self) {
         let mut csi = self.csi.clone();
         let creating = tokio::spawn(async move { csi.create(create("v")).await });

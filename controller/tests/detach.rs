@@ -29,7 +29,7 @@ impl Attachments for Says {
     }
 }
 
-/// A volume v that is wanted on node a.
+/// Returns a volume v that is wanted on node a.
 async fn store() -> Arc<MemoryStore> {
     let store = Arc::new(MemoryStore::new());
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };

@@ -99,7 +99,7 @@ async fn commands_reach_the_pod_that_leads_through_a_port_forward() {
 
 const SECRET: &str = "hunter2OfTheCluster";
 
-/// Objects with a secret wherever one can be.
+/// Makes objects with a secret in every possible place.
 fn plant(api: &StandIn) {
     let list = |items: Value| json!({ "apiVersion": "v1", "kind": "List", "metadata": {}, "items": items });
     let pod = json!({

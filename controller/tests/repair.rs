@@ -10,7 +10,7 @@ use shorthorn_api::v1;
 use support::cluster::Cluster;
 use tokio::time::Instant;
 
-/// The id of the replica of `volume` on `node`.
+/// Returns the id of the replica of `volume` on `node`.
 fn replica_on<'a>(volume: &'a Value, node: &str) -> &'a str {
     let replicas = volume["replicas"].as_array().unwrap();
     let found = replicas.iter().find(|replica| replica["nodeID"] == node);

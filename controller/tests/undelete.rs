@@ -39,7 +39,7 @@ fn id(number: u64) -> ReplicaId {
     ReplicaId::from_random(number)
 }
 
-/// A volume v with replicas 1 and 2, as it was before its deletion.
+/// Returns a volume v with replicas 1 and 2, as it was before its deletion.
 fn volume() -> Volume {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
     let made = wanted.apply(&World::default(), Secret::new([1; 32]), Timestamp::now()).unwrap();
@@ -71,7 +71,7 @@ fn replica(number: u64, node: &str) -> Replica {
     Replica { metadata, spec, status }
 }
 
-/// The directory of that replica in the trash of its node.
+/// Returns the directory of that replica in the trash of its node.
 fn trashed(number: u64, node: &str, deleted_ms: u64) -> v1::TrashedReplica {
     v1::TrashedReplica {
         disk_path: DISK.to_owned(),

@@ -198,7 +198,7 @@ impl ApiServer {
         Ok(())
     }
 
-    /// The kubeconfig of the controller's service account.
+    /// Returns the kubeconfig of the controller's service account.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -220,7 +220,7 @@ impl ApiServer {
         Ok(path)
     }
 
-    /// A call as the administrator. PATCH is a merge patch.
+    /// Makes a call as the administrator. PATCH is a merge patch.
     ///
     /// # Errors
     /// The API server does not answer.
@@ -272,7 +272,7 @@ impl ApiServer {
         Ok(Answer { code: code.parse()?, body })
     }
 
-    /// A call that must work.
+    /// Makes a call that must work.
     ///
     /// # Errors
     /// It is refused.
@@ -284,13 +284,13 @@ impl ApiServer {
         Ok(answer.body)
     }
 
-    /// The path of our objects of a kind, like `volumes`, or of one of them, like `volumes/a`.
+    /// Returns the path of our objects of a kind, like `volumes`, or of one of them, like `volumes/a`.
     #[must_use]
     pub fn path(what: &str) -> String {
         format!("/apis/shorthorn.io/v1alpha1/namespaces/{NAMESPACE}/{what}")
     }
 
-    /// An object of any kind, if it is there.
+    /// Returns an object of any kind, if it is there.
     ///
     /// # Errors
     /// The API server does not answer, or refuses.
@@ -311,7 +311,7 @@ impl ApiServer {
         self.find(&ApiServer::path(what))
     }
 
-    /// The names of our objects of a kind.
+    /// Returns the names of our objects of a kind.
     ///
     /// # Errors
     /// The API server does not answer, or refuses.
@@ -355,7 +355,7 @@ impl Drop for ApiServer {
     }
 }
 
-/// The folder of the programs; builds them first if need be.
+/// Returns the folder of the programs; builds them first if need be.
 fn programs() -> Result<PathBuf> {
     let output = Command::new(BUILD_SCRIPT)
         .stdin(Stdio::null())

@@ -32,7 +32,7 @@ pub struct BareVolumeOptions {
 }
 
 impl BareVolumeOptions {
-    /// 64 MiB and three replicas, all in `dir`.
+    /// Returns 64 MiB and three replicas, all in `dir`.
     #[must_use]
     pub fn new(dir: &Path) -> BareVolumeOptions {
         let disks = vec![dir.to_owned(); 3];
@@ -125,19 +125,19 @@ impl BareVolume {
         self.options.dir.join(format!("replica{replica}.{extension}"))
     }
 
-    /// The directory of a replica.
+    /// Returns the directory of a replica.
     #[must_use]
     pub fn directory(&self, replica: usize) -> PathBuf {
         self.options.disks[replica].join(format!("replica{replica}"))
     }
 
-    /// The directories of all replicas.
+    /// Returns the directories of all replicas.
     #[must_use]
     pub fn directories(&self) -> Vec<PathBuf> {
         (0..self.ids.len()).map(|index| self.directory(index)).collect()
     }
 
-    /// The control socket of the engine.
+    /// Returns the control socket of the engine.
     #[must_use]
     pub fn engine_control(&self) -> PathBuf {
         self.options.dir.join("engine.control")
@@ -179,7 +179,7 @@ impl BareVolume {
         self.ids[index]
     }
 
-    /// The process of a replica.
+    /// Returns the process id of a replica.
     ///
     /// # Errors
     /// It does not run.
@@ -188,7 +188,7 @@ impl BareVolume {
         Ok(child.id().try_into()?)
     }
 
-    /// kill -9 of the engine.
+    /// Kills the engine with SIGKILL.
     ///
     /// # Errors
     /// It does not run.
@@ -196,7 +196,7 @@ impl BareVolume {
         kill(self.engine.take().context("no engine runs")?)
     }
 
-    /// kill -9 of a replica.
+    /// Kills a replica with SIGKILL.
     ///
     /// # Errors
     /// It does not run.
@@ -204,7 +204,7 @@ impl BareVolume {
         kill(self.replicas[index].take().context("that replica does not run")?)
     }
 
-    /// A client of the volume.
+    /// Returns a client of the volume.
     ///
     /// # Errors
     /// Its engine does not answer.

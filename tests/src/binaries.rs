@@ -2,8 +2,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-/// Path of one of the project's programs. `SHORTHORN_BIN_DIR` names the folder of the programs; the default is the
-/// target folder of the running program or test.
+/// Returns the path of one of the project's programs. `SHORTHORN_BIN_DIR` names the folder of the programs;
+/// the default is the target folder of the running program or test.
 ///
 /// # Errors
 /// The program is not there.
@@ -19,7 +19,7 @@ pub fn binary(name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The folder of the programs that were built together with this one. Tests are in `deps` below it.
+/// Returns the folder of the programs that were built together with this one. Tests are in `deps` below it.
 fn own_folder() -> Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     let folder = program.parent().context("this program has no folder")?;

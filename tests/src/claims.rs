@@ -11,19 +11,19 @@ use crate::apiserver::ApiServer;
 /// The prefix of Kubernetes for the names of a driver's volumes.
 const UNIQUE_PREFIX: &str = "kubernetes.io/csi/";
 
-/// The path of a claim of a user.
+/// Returns the path of a claim of a user.
 #[must_use]
 pub fn claim_path(name: &str) -> String {
     format!("/api/v1/namespaces/default/persistentvolumeclaims/{name}")
 }
 
-/// The path of a PersistentVolume.
+/// Returns the path of a PersistentVolume.
 #[must_use]
 pub fn volume_path(name: &str) -> String {
     format!("/api/v1/persistentvolumes/{name}")
 }
 
-/// The path of a VolumeAttachment.
+/// Returns the path of a VolumeAttachment.
 #[must_use]
 pub fn attachment_path(name: &str) -> String {
     format!("/apis/storage.k8s.io/v1/volumeattachments/{name}")
@@ -49,7 +49,7 @@ pub struct Persistent {
 }
 
 impl Persistent {
-    /// The one of that name.
+    /// Reads the one of that name.
     ///
     /// # Errors
     /// The object does not exist, or is not of this driver.
@@ -86,7 +86,7 @@ impl Persistent {
     }
 }
 
-/// A file system for one node.
+/// Returns a file system for one node.
 #[must_use]
 pub fn read_write_once(fs_type: &str) -> v1::VolumeCapability {
     let mount = MountVolume { fs_type: fs_type.to_owned(), ..MountVolume::default() };
@@ -140,7 +140,7 @@ pub fn set_finalizer(api: &ApiServer, path: &str, finalizer: &str, is_there: boo
     api.ok("PATCH", path, Some(&patch)).map(drop)
 }
 
-/// A value that has to be text.
+/// Returns a value that has to be text.
 ///
 /// # Errors
 /// It is not.
@@ -148,7 +148,7 @@ pub fn text(value: &Value) -> Result<String> {
     Ok(value.as_str().with_context(|| format!("{value} is no text"))?.to_owned())
 }
 
-/// A quantity as these tests write it: bytes.
+/// Returns a quantity as these tests write it, in bytes.
 ///
 /// # Errors
 /// It is another one.
@@ -156,7 +156,7 @@ pub fn bytes(value: &Value) -> Result<i64> {
     text(value)?.parse().with_context(|| format!("{value} is no number of bytes"))
 }
 
-/// The pairs of an object with text alone.
+/// Returns the text pairs of an object.
 #[must_use]
 pub fn strings(value: &Value) -> std::collections::HashMap<String, String> {
     let pairs = value.as_object().into_iter().flatten();

@@ -138,7 +138,7 @@ fn make_durable(file: &File, fua: bool) -> io::Result<()> {
     if fua { file.sync_data() } else { Ok(()) }
 }
 
-/// A buffer, and where in it there are so many bytes that begin at a whole page.
+/// Returns a buffer, and where in it there are so many bytes that begin at a whole page.
 fn aligned(bytes: usize) -> (Vec<u8>, Range<usize>) {
     let buffer = vec![0; bytes + ALIGN_BYTES];
     let first = buffer.as_ptr().align_offset(ALIGN_BYTES);

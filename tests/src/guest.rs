@@ -43,7 +43,7 @@ pub struct GuestOptions {
 }
 
 impl GuestOptions {
-    /// Sixteen requests in flight on 16 MiB, 1 MiB into the volume.
+    /// Returns sixteen requests in flight on 16 MiB, 1 MiB into the volume.
     #[must_use]
     pub fn new(seed: u64) -> GuestOptions {
         GuestOptions {
@@ -136,7 +136,7 @@ impl VolumeClient for DeviceClient {
         DeviceClient::outstanding(self)
     }
 
-    /// The kernel does that.
+    /// Returns 0, because the kernel reconnects.
     fn reconnections(&self) -> u64 {
         0
     }
@@ -191,7 +191,7 @@ pub struct Guest<C = NbdClient> {
 }
 
 impl<C: VolumeClient> Guest<C> {
-    /// A load on a part of a volume that has not been written yet.
+    /// Creates a load on a part of a volume that has not been written yet.
     #[must_use]
     pub fn new(client: C, options: GuestOptions) -> Guest<C> {
         Guest {
@@ -222,12 +222,12 @@ impl<C: VolumeClient> Guest<C> {
         self.client.reconnections()
     }
 
-    /// The errors since the last call, each with its request.
+    /// Returns the errors since the last call, each with its request.
     pub fn take_errors(&mut self) -> Vec<String> {
         std::mem::take(&mut self.errors)
     }
 
-    /// The longest wait for an answer since the last call, requests in flight included.
+    /// Returns the longest wait for an answer since the last call, requests in flight included.
     pub fn take_longest_wait(&mut self) -> Wait {
         let now = self.now();
         let outstanding = self.client.outstanding();
@@ -240,7 +240,7 @@ impl<C: VolumeClient> Guest<C> {
         waits.chain([longest]).max_by_key(|wait| wait.time).unwrap_or_default()
     }
 
-    /// For how long the oldest request in flight has been so.
+    /// Returns for how long the oldest request in flight has been so.
     #[must_use]
     pub fn oldest_in_flight(&self) -> Option<Duration> {
         let oldest = self.in_flight.values().map(|in_flight| in_flight.submitted).min()?;
@@ -375,7 +375,7 @@ impl<C: VolumeClient> Guest<C> {
         self.in_flight.insert(cookie, InFlight { sectors, id, submitted, free_since: submitted });
     }
 
-    /// Half of the requests are to a small area, where many overlap.
+    /// Picks sectors: half of the requests are to a small area, where many overlap.
     fn pick_sectors(&mut self) -> std::ops::Range<usize> {
         let area = if self.random.bool() { self.options.sectors.min(512) } else { self.options.sectors };
         let first = self.random.usize(0..area);
@@ -409,7 +409,7 @@ impl<C: VolumeClient> Guest<C> {
         data
     }
 
-    /// The ids of the writes that `data` shows.
+    /// Returns the ids of the writes that `data` shows.
     fn ids(&self, first_sector: usize, data: &[u8]) -> Result<Vec<Id>> {
         let ids = data.chunks(SECTOR_BYTES).enumerate().map(|(at, sector)| {
             let word = u64::from_le_bytes(*sector.first_chunk().context("a sector has 512 bytes")?);
@@ -458,7 +458,7 @@ impl<C: VolumeClient> Guest<C> {
         Ok(())
     }
 
-    /// An answer has come: requests that had to wait for its blocks wait for the volume from now on.
+    /// Handles an answer: requests that had to wait for its blocks wait for the volume from now on.
     fn note_wait(&mut self, answered: &InFlight, completion: &NbdCompletion, now: Micros) {
         for (cookie, later) in &mut self.in_flight {
             let shares = share_a_block(&later.sectors, &answered.sectors);

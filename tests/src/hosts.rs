@@ -90,7 +90,7 @@ impl Hosts {
         Ok(fs::write(dir.join("agent.toml"), config)?)
     }
 
-    /// A command on a host: with its network.
+    /// Returns a command on a host: with its network.
     fn on(&self, host: usize, program: &str) -> Result<Command> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net={}", self.network.file(host).display())).arg(binary(program)?);
@@ -153,7 +153,7 @@ impl Hosts {
         until("controller that answers", LIMIT, || self.try_ctl(&["node", "list"]).map(Some)).map(drop)
     }
 
-    /// A controller of these hosts that listens there.
+    /// Returns a controller of these hosts that listens there.
     ///
     /// # Errors
     /// The program cannot be built.
@@ -169,7 +169,7 @@ impl Hosts {
         Ok(command)
     }
 
-    /// kill -9 of the controller.
+    /// Kills the controller with SIGKILL.
     ///
     /// # Errors
     /// It does not run.
@@ -238,7 +238,8 @@ impl Hosts {
         self.network.set_link(host, up)
     }
 
-    /// The processes of a volume on a host whose command line has all these words: `engine`, or `replica`.
+    /// Returns the processes of a volume on a host whose command line has all these words: `engine`, or
+    /// `replica`.
     ///
     /// # Errors
     /// The host does not exist.
@@ -250,7 +251,7 @@ impl Hosts {
         Ok(self.network.processes(host)?.into_iter().filter(is_one).collect())
     }
 
-    /// The control socket of the engine of a volume on a host.
+    /// Returns the control socket of the engine of a volume on a host.
     #[must_use]
     pub fn engine_control(&self, host: usize, volume: &str) -> PathBuf {
         self.host_dir(host).join("r/engine").join(format!("{volume}.control"))
@@ -264,7 +265,7 @@ impl Hosts {
         engine_status(&self.engine_control(host, volume))
     }
 
-    /// A client of a volume on a host.
+    /// Returns a client of a volume on a host.
     ///
     /// # Errors
     /// Its engine does not answer.
@@ -303,7 +304,7 @@ impl Hosts {
         Ok(HandMadeEngine { child, dir, volume: volume.to_owned() })
     }
 
-    /// The addresses of a volume's replicas for engines on other hosts, with their ids.
+    /// Returns the addresses of a volume's replicas for engines on other hosts, with their ids.
     fn tcp_addresses(&self, volume: &str) -> Result<Vec<(String, String)>> {
         let mut found = Vec::new();
         for host in 0..self.agents.len() {
@@ -317,7 +318,7 @@ impl Hosts {
         Ok(found)
     }
 
-    /// The replica directories of a volume, of all hosts.
+    /// Returns the replica directories of a volume, of all hosts.
     ///
     /// # Errors
     /// A disk cannot be read.
@@ -369,7 +370,7 @@ pub struct HandMadeEngine {
 }
 
 impl HandMadeEngine {
-    /// A client of it, if it serves already.
+    /// Returns a client of it, if it serves already.
     ///
     /// # Errors
     /// It has ended, or its socket does not work.
@@ -407,7 +408,7 @@ pub fn agent_url(dir: &Path, host: usize) -> String {
     format!("unix://{}", dir.join(name(host)).join("sock").display())
 }
 
-/// The name of a host.
+/// Returns the name of a host.
 #[must_use]
 pub fn name(host: usize) -> String {
     format!("n{host}")

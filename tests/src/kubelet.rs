@@ -192,7 +192,7 @@ impl<'a> Kubelet<'a> {
         Ok(place)
     }
 
-    /// kubelet asks before it stages anything.
+    /// Checks that the driver is announced, as kubelet does before it stages anything.
     fn ensure_announced(&self) -> Result<()> {
         use v1::node_service_capability::{Type, rpc};
         let request = v1::NodeGetCapabilitiesRequest {};

@@ -32,7 +32,7 @@ pub struct LocalVolumeOptions {
 }
 
 impl LocalVolumeOptions {
-    /// A volume with three replicas of 1 GiB and the frontend `socket`.
+    /// Creates a volume with three replicas of 1 GiB and the frontend `socket`.
     #[must_use]
     pub fn new(dir: &Path) -> LocalVolumeOptions {
         LocalVolumeOptions {
@@ -136,7 +136,7 @@ impl LocalVolume {
         }
     }
 
-    /// The directory of the sockets and pid files of its processes.
+    /// Returns the directory of the sockets and pid files of its processes.
     ///
     /// # Errors
     /// The volume has a kernel frontend.
@@ -144,7 +144,7 @@ impl LocalVolume {
         self.ready.socket.as_deref().and_then(Path::parent).context("the volume has no socket")
     }
 
-    /// The control socket of the engine.
+    /// Returns the control socket of the engine.
     ///
     /// # Errors
     /// The volume has a kernel frontend.
@@ -152,7 +152,7 @@ impl LocalVolume {
         Ok(self.runtime()?.join("engine.control"))
     }
 
-    /// The process of the engine, now.
+    /// Returns the current process id of the engine.
     ///
     /// # Errors
     /// It does not run.
@@ -160,7 +160,7 @@ impl LocalVolume {
         Ok(engine_status(&self.engine_control()?)?.pid.try_into()?)
     }
 
-    /// The process of a replica, now.
+    /// Returns the current process id of a replica.
     ///
     /// # Errors
     /// It does not run.
@@ -177,13 +177,13 @@ impl LocalVolume {
         replica_status(&self.runtime()?.join(format!("{}.control", replica.id)))
     }
 
-    /// The directories of all replicas.
+    /// Returns the directories of all replicas.
     #[must_use]
     pub fn directories(&self) -> Vec<PathBuf> {
         self.ready.replicas.iter().map(|replica| replica.directory.clone()).collect()
     }
 
-    /// A client of the volume.
+    /// Returns a client of the volume.
     ///
     /// # Errors
     /// The volume has a kernel frontend, or its engine does not answer.

@@ -117,7 +117,7 @@ impl NbdClient {
         }
     }
 
-    /// Size of the export.
+    /// Returns the size of the export.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes

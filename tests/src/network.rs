@@ -57,7 +57,7 @@ impl Network {
         ip(&["-n", &self.hub(), "link", "set", &Network::port(host), state]).map(drop)
     }
 
-    /// The processes of a host.
+    /// Returns the processes of a host.
     ///
     /// # Errors
     /// The host does not exist.
@@ -65,7 +65,7 @@ impl Network {
         processes_in(&self.host(host))
     }
 
-    /// The file that the network of a host is entered with.
+    /// Returns the file that the network of a host is entered with.
     pub fn file(&self, host: usize) -> PathBuf {
         Path::new("/run/netns").join(self.host(host))
     }

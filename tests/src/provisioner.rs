@@ -40,7 +40,7 @@ pub struct Provisioner<'a> {
 }
 
 impl<'a> Provisioner<'a> {
-    /// Beside the controller with that socket, which need not be there.
+    /// Creates a provisioner beside the controller with that socket, which need not exist.
     #[must_use]
     pub fn new(api: &'a ApiServer, socket: PathBuf) -> Provisioner<'a> {
         let (stopped, ready, ends) = (AtomicBool::new(false), AtomicBool::new(false), AtomicU32::new(0));

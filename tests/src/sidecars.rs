@@ -47,7 +47,7 @@ impl<'a> Sidecars<'a> {
         until(what, LIMIT, || act().map(Some))
     }
 
-    /// external-provisioner: makes the volume of a claim that was left to this driver, and the
+    /// Acts as external-provisioner: makes the volume of a claim that was left to this driver, and the
     /// PersistentVolume, whose name it returns.
     ///
     /// # Errors
@@ -117,7 +117,7 @@ impl<'a> Sidecars<'a> {
         Ok(v1::TopologyRequirement { requisite, preferred })
     }
 
-    /// external-provisioner: deletes a volume whose claim is gone, and the PersistentVolume.
+    /// Acts as external-provisioner: deletes a volume whose claim is gone, and the PersistentVolume.
     ///
     /// # Errors
     /// It stays.
@@ -146,7 +146,7 @@ impl<'a> Sidecars<'a> {
         until("end of the PersistentVolume", LIMIT, || Ok(self.api.find(&path)?.is_none().then_some(())))
     }
 
-    /// external-attacher: brings a volume to the node of an attachment.
+    /// Acts as external-attacher: attaches a volume to the node of an attachment.
     ///
     /// # Errors
     /// It does not come there.
@@ -173,7 +173,7 @@ impl<'a> Sidecars<'a> {
         self.api.ok("PATCH", &format!("{path}/status"), Some(&status)).map(drop)
     }
 
-    /// external-attacher: takes a volume away from the node of an attachment that is being deleted.
+    /// Acts as external-attacher: detaches a volume from the node of an attachment that is being deleted.
     ///
     /// # Errors
     /// It stays there.
@@ -234,7 +234,7 @@ impl<'a> Sidecars<'a> {
         note("FileSystemResizePending")
     }
 
-    /// external-resizer, until it is done.
+    /// Acts as external-resizer, until it is done.
     ///
     /// # Errors
     /// It never is.

@@ -120,7 +120,7 @@ impl VmHost {
         .map(drop)
     }
 
-    /// The units of the replicas of `volume`, in the order of their names.
+    /// Returns the units of the replicas of `volume`, in the order of their names.
     ///
     /// # Errors
     /// systemd does not answer.

@@ -58,7 +58,7 @@ fn a_client_sees_no_error_while_all_processes_are_killed() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// kill -9 of the engine and of any replica, at any time; returns how many of each.
+/// Kills the engine and any replica with SIGKILL, at any time; returns how many of each.
 fn kill_at_random(volume: &LocalVolume, load: &Load, seed: u64, time: Duration) -> Result<[u32; 2]> {
     let mut random = fastrand::Rng::with_seed(seed ^ 0x6b69_6c6c);
     let control = volume.engine_control()?;
@@ -253,7 +253,7 @@ const BASE_BYTES: u64 = 512 << 20;
 const MISSED_BYTES: u64 = 64 << 20;
 const CHUNK_BYTES: u64 = 64 << 10;
 
-/// A replica hangs while these chunks are written; returns how many bytes of regions were copied to it then.
+/// Pauses a replica while these chunks are written; returns how many bytes of regions were copied to it then.
 fn come_back(
     volume: &LocalVolume,
     client: &mut NbdClient,
@@ -285,8 +285,8 @@ fn come_back(
     Ok(copied)
 }
 
-/// A replica that was late again and again stays out for longer each time, unless an operator orders a scrub
-/// meanwhile.
+/// Tests that a replica that was late again and again stays out for longer each time, unless an operator
+/// orders a scrub meanwhile.
 fn forgive(control: &Path) -> Result<()> {
     let order = ScrubOrder { bytes_per_s: 1 << 20, repair: false };
     for scrub in [Some(order), None] {

@@ -106,7 +106,7 @@ impl Cluster {
         })
     }
 
-    /// A machine as kubelet makes it, whose agent has registered the driver; or its address has changed.
+    /// Registers a machine like kubelet, whose agent has registered the driver; or changes its address.
     fn register(&self, name: &str, address: &str) -> Result<()> {
         let machine = json!({ "apiVersion": "v1", "kind": "Node", "metadata": {
             "name": name, "labels": { "topology.kubernetes.io/zone": "rack-1" } } });
@@ -183,7 +183,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// A controller as the deployment has it, with its two sockets: that of the API and that of CSI.
+    /// Starts a controller as in the deployment, with its two sockets: that of the API and that of CSI.
     fn pod(&self, name: &str) -> Result<Pod> {
         let socket = |kind: &str| self.folder.path().join(format!("{name}.{kind}"));
         let listen = format!("unix://{}", socket("ctl").display());
@@ -193,7 +193,7 @@ impl Cluster {
         Ok(Pod { child, csi })
     }
 
-    /// A claim whose first pod the scheduler has put on the first host.
+    /// Makes a claim whose first pod the scheduler has put on the first host.
     fn claim(&self, claim: &str) -> Result<()> {
         let claim = json!({
             "apiVersion": "v1",
@@ -294,8 +294,8 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
     the_leader_is_found(&cluster)
 }
 
-/// shorthornctl finds the leader by its Lease, with the rights of the controller, and asks for a port of its
-/// pod. No kubelet forwards one here: controller/tests/laptop.rs has a stand-in for that.
+/// Tests that shorthornctl finds the leader by its Lease, with the rights of the controller, and asks for a
+/// port of its pod. No kubelet forwards one here: controller/tests/laptop.rs has a stand-in for that.
 fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     let kubeconfig = cluster.api.kubeconfig()?.display().to_string();
     let list = ["--kubeconfig", &kubeconfig, "volume", "list"];
@@ -466,8 +466,8 @@ fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
     a_drain_waits_for_volumes(&mut cluster)
 }
 
-/// A node that volumes in use need has a pod that cannot be evicted. The first of several cordoned nodes is
-/// released.
+/// Tests that a node that volumes in use need has a pod that cannot be evicted. The first of several cordoned
+/// nodes is released.
 fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
     cluster.hosts.stop_controller()?;
     let listen = format!("unix://{}/guard.sock", cluster.folder.path().display());
@@ -520,8 +520,8 @@ fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
     Ok(())
 }
 
-/// Without the key of its volumes a controller does not start, nor with another one; with the right one it
-/// does.
+/// Tests that a controller does not start without the key of its volumes, nor with another one; with the
+/// right one it does.
 fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
     let secrets = format!("/api/v1/namespaces/{NAMESPACE}/secrets");
     let path = format!("{secrets}/shorthorn-volume-key");
@@ -562,7 +562,7 @@ fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
     until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT).map(drop)
 }
 
-/// The API server does not know the CEL rules.
+/// Tests an API server that does not know the CEL rules.
 fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
     let volume = json!({
         "apiVersion": "shorthorn.io/v1alpha1",
@@ -594,7 +594,7 @@ fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
     cluster.until_gone()
 }
 
-/// Two attachments to one node make one event of each kind, with a count.
+/// Tests that two attachments to one node make one event of each kind, with a count.
 fn what_repeats_is_counted(cluster: &Cluster) -> Result<()> {
     for _ in 0..2 {
         cluster.want_on(name(0).into())?;

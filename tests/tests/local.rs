@@ -102,7 +102,7 @@ fn a_replica_that_dies_with_the_engine_is_waited_for() -> Result<()> {
     replicas_are(&dir, folder.path(), &expected)
 }
 
-/// Every replica directory below `dir`, exported, has this SHA-256.
+/// Checks that every replica directory below `dir`, exported, has this SHA-256.
 fn replicas_are(dir: &Path, folder: &Path, expected: &str) -> Result<()> {
     let agent = shorthorn_tests::binary("shorthorn-agent")?;
     let mut replicas = 0;
@@ -117,7 +117,7 @@ fn replicas_are(dir: &Path, folder: &Path, expected: &str) -> Result<()> {
     Ok(())
 }
 
-/// The SHA-256 of the volume, as soon as its engine serves again.
+/// Returns the SHA-256 of the volume, as soon as its engine serves again.
 fn until_it_is_back(volume: &LocalVolume, folder: &Path) -> Result<String> {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {

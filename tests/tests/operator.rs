@@ -51,7 +51,7 @@ fn until_told(hosts: &Hosts, words: &[&str]) -> Result<String> {
     })
 }
 
-/// Node, id and name of every replica.
+/// Returns node, id and name of every replica.
 fn replicas(shown: &Value) -> Result<Vec<(String, String, String)>> {
     let text = |replica: &Value, key: &str| replica[key].as_str().map(str::to_owned);
     let all = shown["replicas"].as_array().context("no replicas")?.iter();

@@ -42,7 +42,7 @@ impl Cluster {
         Ok(Cluster { hosts, api, folder })
     }
 
-    /// The machine in Kubernetes, whose agent has registered the driver.
+    /// Makes the machine in Kubernetes, whose agent has registered the driver.
     fn register(&self, node: &str) -> Result<()> {
         let machine = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": node } });
         self.api.ok("POST", "/api/v1/nodes", Some(&machine))?;
@@ -92,7 +92,7 @@ impl Cluster {
         self.api.ok("POST", "/apis/storage.k8s.io/v1/volumeattachments", Some(&attachment)).map(drop)
     }
 
-    /// A pod of that node that uses these claims; `metadata` says more of it.
+    /// Makes a pod of that node that uses these claims; `metadata` has more of it.
     fn pod(&self, pod: &str, node: &str, claims: &[&str], metadata: &Value) -> Result<()> {
         let volumes: Vec<Value> = claims
             .iter()
@@ -144,7 +144,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// The reasons of the events about an object.
+    /// Returns the reasons of the events about an object.
     fn told(&self, namespace: &str, kind: &str, name: &str) -> Result<Vec<String>> {
         let path = format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events");
         let list = self.api.ok("GET", &path, None)?;
@@ -266,8 +266,8 @@ fn what_must_stay(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Changes by other clients are noticed at once: a pod is deleted, and an administrator ends the rest by
-/// force.
+/// Tests that changes by other clients are noticed at once: a pod is deleted, and an administrator ends the
+/// rest by force.
 fn the_last_pods_go(cluster: &Cluster, node: &str) -> Result<()> {
     cluster.evict("not-told", 1)?;
     cluster.until_gone(&pod_path("not-told"))?;
@@ -292,7 +292,7 @@ fn the_volume_is_free(cluster: &Cluster) -> Result<()> {
     cluster.until_gone(&path)
 }
 
-/// Without the right to delete pods they stay, and everything else continues.
+/// Tests that without the right to delete pods they stay, and everything else continues.
 fn a_role_that_is_missing_breaks_nothing(cluster: &Cluster, node: &str) -> Result<()> {
     let role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/shorthorn-controller";
     let mut rules = cluster.api.ok("GET", role, None)?["rules"].clone();

@@ -73,7 +73,7 @@ fn rot(image: &Path, offset: u64) -> Result<()> {
     Ok(())
 }
 
-/// The files in a directory whose names begin and end so.
+/// Returns the files in a directory whose names begin and end so.
 fn files(directory: &Path, prefix: &str, suffix: &str) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(directory)? {
@@ -100,8 +100,8 @@ fn found(scrub: &ScrubStatus) -> (u64, u64, &str) {
     (scrub.found, scrub.repaired, scrub.last.as_str())
 }
 
-/// A volume whose directories have the snapshots `first` and `second` and a head above them, all made while
-/// nothing ran: so they are laid out alike, which an engine that makes members equal does not see to.
+/// Makes a volume whose directories have the snapshots `first` and `second` and a head above them, all made
+/// while nothing ran: so they have the same layout, which an engine that makes members equal does not ensure.
 fn with_snapshots(folder: &tempfile::TempDir, replicas: usize) -> Result<BareVolume> {
     let volume = BareVolume::start(options(folder, replicas))?;
     again(folder, volume, replicas, |store| {

@@ -57,7 +57,7 @@ impl Controller {
         Ok(())
     }
 
-    /// kill -9, and another one in its place.
+    /// Kills it with SIGKILL, and starts another one in its place.
     fn die_and_go_on(&mut self) -> Result<()> {
         self.end()?;
         self.go_on()
@@ -120,7 +120,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// shorthornctl, which works as soon as the controller and the agents do.
+    /// Runs shorthornctl, which works as soon as the controller and the agents do.
     fn ctl(&self, arguments: &[&str]) -> Result<()> {
         let server = format!("unix://{}", self.controller.dir.join("ctl.sock").display());
         until("answer to shorthornctl", LIMIT, || {
@@ -140,7 +140,7 @@ impl Cluster {
         Kubelet::of(&self.api, &self.nodes[node])
     }
 
-    /// A claim whose first pod the scheduler has put on that node.
+    /// Makes a claim whose first pod the scheduler has put on that node.
     fn claim(&self, name: &str, node: usize) -> Result<()> {
         let claim = json!({
             "apiVersion": "v1",
@@ -166,7 +166,7 @@ impl Cluster {
         })
     }
 
-    /// A pod that the scheduler has put on that node.
+    /// Makes a pod that the scheduler has put on that node.
     fn pod(&self, name: &str, claim: &str, node: usize) -> Result<Value> {
         let pod = json!({
             "apiVersion": "v1",
@@ -202,7 +202,7 @@ impl Cluster {
         until("end of the pod", LIMIT, || Ok(self.api.find(&path)?.is_none().then_some(())))
     }
 
-    /// The attachment that the attach-detach controller makes.
+    /// Makes the attachment of the attach-detach controller.
     fn attachment(&self, volume: &str, node: usize) -> Result<Value> {
         until("attachment", LIMIT, || attachment_of(&self.api, volume, self.nodes[node].name()))
     }
@@ -221,7 +221,7 @@ impl Cluster {
         })
     }
 
-    /// A pod on a node that has its volume.
+    /// Runs a pod on a node that has its volume.
     fn run_pod(&self, name: &str, claim: &str, volume: &str, node: usize) -> Result<(Value, Mounted)> {
         let pod = self.pod(name, claim, node)?;
         self.kubelet(node).expect(volume)?;
@@ -230,7 +230,7 @@ impl Cluster {
         Ok((attachment, self.kubelet(node).mount(&pod, volume)?))
     }
 
-    /// The end of a pod, and of its volume's being there.
+    /// Ends a pod, and the presence of its volume there.
     fn end_pod(&self, name: &str, attachment: &Value, mounted: &Mounted, node: usize) -> Result<()> {
         self.kubelet(node).unmount(mounted)?;
         self.delete_pod(name)?;
@@ -318,7 +318,7 @@ fn story(cluster: &mut Cluster, random: &mut fastrand::Rng) -> Result<()> {
     nothing_is_left(cluster)
 }
 
-/// From the claim to the volume.
+/// Makes the claim and the volume.
 fn provisioned(cluster: &Cluster) -> Result<String> {
     let start = Instant::now();
     cluster.claim("data", 0)?;
@@ -328,7 +328,7 @@ fn provisioned(cluster: &Cluster) -> Result<String> {
     Ok(volume)
 }
 
-/// A pod writes, its volume is made larger, and the next pod of the claim has the room.
+/// Tests that a pod writes, its volume is made larger, and the next pod of the claim has the room.
 fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
     let pod = cluster.pod("first", "data", 0)?;
     cluster.kubelet(0).expect(volume)?;
@@ -381,7 +381,7 @@ fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
     Ok(())
 }
 
-/// The life of another claim, with a kill of the controller in each part of it.
+/// Tests the life of another claim, with a kill of the controller in each part of it.
 fn the_controller_dies_at_every_step(cluster: &mut Cluster, random: &mut fastrand::Rng) -> Result<()> {
     cluster.claim("other", 1)?;
     let volume = cluster.with_kill("provisioning", random, |sidecars| sidecars.provision("other"))?;
@@ -402,8 +402,8 @@ fn the_controller_dies_at_every_step(cluster: &mut Cluster, random: &mut fastran
     Ok(())
 }
 
-/// The node with the volume loses its power. The volume moves to the other one with all written data, and the
-/// old engine cannot write any more. The node is used again when it is back.
+/// Tests that the node with the volume loses its power. The volume moves to the other one with all written
+/// data, and the old engine cannot write any more. The node is used again when it is back.
 fn a_node_is_lost(cluster: &mut Cluster, volume: &str) -> Result<()> {
     let pod = cluster.api.ok("GET", &format!("{}/second", pods()), None)?;
     let attachment = cluster.attachment(volume, 0)?;

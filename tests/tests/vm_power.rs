@@ -92,7 +92,7 @@ fn cut_under_load(host: &mut VmHost, writers: [Writer; 3]) -> Result<[(String, u
     Ok([heard(first)?, heard(second)?, heard(third)?])
 }
 
-/// The last line that is whole.
+/// Returns the last line that is whole.
 fn last_round(output: &Output) -> Result<u32> {
     let text = String::from_utf8_lossy(&output.stdout);
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);

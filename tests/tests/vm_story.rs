@@ -61,7 +61,7 @@ fn file_system(host: &VmHost, name: &str, mkfs: &str) -> Result<()> {
     host.sh("fstrim /mnt/v1 && sha256sum --check --quiet /root/sum && umount /mnt/v1").map(drop)
 }
 
-/// kill -9 of a replica, of the agent, and of the engine twice, under a verified load on a mounted file
+/// Kills a replica, the agent, and the engine twice with SIGKILL, under a verified load on a mounted file
 /// system.
 fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
@@ -84,8 +84,8 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("sha256sum --check --quiet /root/sum; umount /mnt/v1").map(drop)
 }
 
-/// A mounted ext4 gets more room: at once where the device can follow, else after the next attach, and that
-/// is said.
+/// Tests that a mounted ext4 gets more room: at once if the device can follow, else after the next attach,
+/// and that is reported.
 fn grows(host: &VmHost, in_use: bool) -> Result<()> {
     let has =
         |mib: u32| host.sh(&format!("test $(blockdev --getsize64 /dev/longhorn/v1) = $(({mib} << 20))"));
@@ -117,7 +117,7 @@ fn phase_is_serving(host: &VmHost) -> Result<bool> {
     Ok(host.inspect("v1")?["engine"]["phase"] == "serving")
 }
 
-/// A device in use is not removed; the detach is pending, and happens when the device is free.
+/// Tests that a device in use is not removed; the detach is pending, and happens when the device is free.
 fn a_mounted_device_stays(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
     let refused = host.vm.run("shorthornctl volume detach v1 --timeout 3")?;

@@ -112,8 +112,8 @@ fn restarts() -> Result<usize> {
     std::env::var("SHORTHORN_RESTARTS").map_or(Ok(1), |number| number.parse().context("SHORTHORN_RESTARTS"))
 }
 
-/// Every thread of the engine has PF_MEMALLOC_NOIO, which PR_SET_IO_FLUSHER sets: none starts write-back,
-/// which may be through the engine itself, to get memory.
+/// Checks that every thread of the engine has PF_MEMALLOC_NOIO, which PR_SET_IO_FLUSHER sets: none starts
+/// write-back, which may be through the engine itself, to get memory.
 fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
     let pid = engine_pid(host)?;
     let unprotected = host.sh(&format!(
@@ -125,8 +125,8 @@ fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
     Ok(())
 }
 
-/// The process that has taken the sockets dies in the middle of requests. The next one must not take them,
-/// and no process may keep them open, or the kernel would not notice their death.
+/// Tests that the process that has taken the sockets dies in the middle of requests. The next one must not
+/// take them, and no process may keep them open, or the kernel would not notice their death.
 fn killed_after_a_handover(host: &VmHost) -> Result<()> {
     let load = host.spawn(
         "fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
@@ -195,7 +195,7 @@ fn replaced(host: &VmHost, frontend: &str, replace: impl FnOnce() -> Result<Stri
     runs(host, 1)
 }
 
-/// The kernel sends nothing again, and gives up no connection, while engines are replaced.
+/// Checks that the kernel sends nothing again, and gives up no connection, while engines are replaced.
 fn no_request_timed_out(host: &VmHost, frontend: &str) -> Result<()> {
     // On NBD the timer of a request runs out after 2 s. That says nothing on an emulated machine.
     let complaints =
@@ -217,7 +217,7 @@ fn no_request_timed_out(host: &VmHost, frontend: &str) -> Result<()> {
     Ok(())
 }
 
-/// Changes of the wall clock by people must not affect any time-out.
+/// Tests that changes of the wall clock by people do not affect any time-out.
 fn the_clock_jumps(host: &VmHost) -> Result<()> {
     let state = || -> Result<(String, String)> {
         let volume = host.inspect("v1")?;
@@ -246,7 +246,7 @@ fn runs(host: &VmHost, more: usize) -> Result<()> {
         .with_context(|| host.journal())
 }
 
-/// The sockets that the engine has open, as /proc shows them.
+/// Returns the sockets that the engine has open, as /proc shows them.
 fn engine_sockets(host: &VmHost) -> Result<BTreeSet<String>> {
     sockets_of(host, &engine_pid(host)?)
 }

@@ -69,7 +69,7 @@ impl Publisher {
         self.0.count.get().map(|count| count()).unwrap_or_default()
     }
 
-    /// The newest status.
+    /// Returns the newest status.
     #[must_use]
     pub fn status(&self) -> Status {
         self.0.lock().1.clone()

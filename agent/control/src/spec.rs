@@ -56,7 +56,8 @@ fn sum_bytes_per_s_default() -> u64 {
     SUM_BYTES_PER_S
 }
 
-/// Then it is left out, so that replicas of an earlier version take the spec too.
+/// Returns true if the value is the default. Then it is omitted, so that replicas of an earlier version
+/// accept the spec.
 #[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
 fn is_sum_bytes_per_s_default(value: &u64) -> bool {
     *value == SUM_BYTES_PER_S
@@ -128,7 +129,8 @@ fn intent_clear_after_ms_default() -> u32 {
     INTENT_CLEAR_AFTER_MS
 }
 
-/// Then it is left out, so that engines of an earlier version take the spec too.
+/// Returns true if the value is the default. Then it is omitted, so that engines of an earlier version accept
+/// the spec.
 #[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
 fn is_intent_clear_after_ms_default(value: &u32) -> bool {
     *value == INTENT_CLEAR_AFTER_MS

@@ -64,7 +64,7 @@ impl DeadMounts {
     }
 }
 
-/// The pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system,
+/// Returns the pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system,
 /// `…/volumeDevices/PV/dev/UID` its node of a device, which is published at `…/volumeDevices/publish/PV/UID`
 /// (kubernetes/pkg/volume/csi: `csi_plugin.go`, `csi_block.go`; kubelets before 1.19 publish at `publish/PV`,
 /// which names no pod).

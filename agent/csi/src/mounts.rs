@@ -101,7 +101,7 @@ fn has_option(options: &str, wanted: &str) -> bool {
     options.split(',').any(|option| option == wanted)
 }
 
-/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
+/// Parses a line like `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`.
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let (_id, _parent) = (fields.next()?, fields.next()?);
@@ -124,7 +124,7 @@ fn text(field: &[u8]) -> Option<String> {
     Some(String::from_utf8_lossy(&unescape(field)?).into_owned())
 }
 
-/// Space, tab, newline, backslash and '#' are written as three octal digits.
+/// Decodes space, tab, newline, backslash and '#', which are written as three octal digits.
 fn unescape(field: &[u8]) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field.iter();

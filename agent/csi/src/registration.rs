@@ -48,12 +48,12 @@ impl RegistrationService {
 
 #[tonic::async_trait]
 impl Registration for RegistrationService {
-    /// From memory: kubelet waits one second.
+    /// Answers from memory, because kubelet waits one second.
     async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
         Ok(Response::new(self.info.clone()))
     }
 
-    /// kubelet tries again by itself after a failure, less and less often.
+    /// Stores the report; after a failure kubelet tries again by itself, less and less often.
     async fn notify_registration_status(
         &self,
         request: Request<RegistrationStatus>,

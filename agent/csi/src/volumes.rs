@@ -16,8 +16,8 @@ pub trait Volumes: Send + Sync + 'static {
     /// [`VolumesError::NotFound`] where it is not attached to this node.
     async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError>;
 
-    /// Called before a volume is staged: makes a device that could not grow while it was in use take the size
-    /// of its volume now, if it has no user. Otherwise the device does not change.
+    /// Makes a device that could not grow while it was in use take the size of its volume now, if it has no
+    /// user. Called before a volume is staged. Otherwise the device does not change.
     async fn take_size(&self, _volume: &VolumeName) {}
 }
 

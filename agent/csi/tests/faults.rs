@@ -14,7 +14,7 @@ use shorthorn_types::VolumeName;
 use tokio::sync::Semaphore;
 use tonic::Code;
 
-/// Every byte of a small device.
+/// Returns every byte of a small device.
 fn all_of(path: &Path) -> Vec<u8> {
     fs::read(path).unwrap()
 }

@@ -155,8 +155,8 @@ enum Stream {
     Tcp(TcpStream),
 }
 
-/// A listener whose process takes no connection has connect wait without a limit once its backlog is full,
-/// unless the socket has a limit for sending: unix_stream_connect of net/unix/af_unix.c.
+/// Connects with a limit. If a listener's process takes no connection, connect waits without a limit once the
+/// backlog is full, unless the socket has a limit for sending: unix_stream_connect of net/unix/af_unix.c.
 fn connect_unix(path: &str, timeout: Duration) -> io::Result<UnixStream> {
     let stream =
         UnixStream::from(socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?);
@@ -378,13 +378,13 @@ impl Connection {
         Ok(Greeted { socket, session })
     }
 
-    /// A request with a text, and the text that answers it.
+    /// Sends a request with a text, and returns the text of the answer.
     fn ask<T: DeserializeOwned>(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<T, ConnectError> {
         self.send_text(opcode, text)?;
         self.receive(opcode)
     }
 
-    /// A request with a text, whose answer has none that matters.
+    /// Sends a request with a text, and ignores the content of its answer.
     fn tell(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<(), ConnectError> {
         self.send_text(opcode, text)?;
         self.receive_frame(opcode).map(drop)
@@ -424,7 +424,7 @@ impl Connection {
         }
     }
 
-    /// A frame with its text, of any opcode.
+    /// Receives a frame with its text, of any opcode.
     fn receive_answer(&mut self, opcode: Opcode) -> Result<(Header, Vec<u8>), ConnectError> {
         let header = self.receive_header(opcode)?;
         let mut text = vec![0; header.data_bytes() as usize];

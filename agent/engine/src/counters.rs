@@ -55,7 +55,7 @@ impl QueueCounters {
     }
 }
 
-/// The counters of all queues as they are now. They are read one by one: requests that are completed
+/// Returns the current counters of all queues. They are read one by one: requests that are completed
 /// meanwhile may be in one number and not in another.
 pub fn sum(queues: &[Arc<QueueCounters>]) -> IoCounters {
     let of = |kind| queues.iter().map(|queue| queue.shown(kind)).fold(IoCounter::default(), IoCounter::plus);
@@ -105,12 +105,12 @@ impl RequestMeter {
         }
     }
 
-    /// The frontend has refused so many requests, which never had a slot.
+    /// Counts requests that the frontend has refused, and which never had a slot.
     pub fn refused(&mut self, count: usize) {
         add(&self.counters.refused, count as u64);
     }
 
-    /// The request in that slot is completed. Bytes count where it went well.
+    /// Counts the completed request in that slot. Bytes count where it went well.
     pub fn end(&mut self, slot: u16, is_ok: bool, now: Instant) {
         let Some(begun) = self.slots.get(usize::from(slot)) else { return };
         let counter = &self.counters.kinds[begun.kind as usize];

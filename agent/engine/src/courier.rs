@@ -101,12 +101,12 @@ impl Desk {
         }
     }
 
-    /// Replica number `peer`, unless it was given up.
+    /// Returns replica number `peer`, unless it was given up.
     pub fn known_peer(&self, peer: PeerIndex) -> Option<Peer> {
         lock(&self.peers).get(usize::from(peer)).cloned().flatten()
     }
 
-    /// All replicas with their numbers.
+    /// Returns all replicas with their numbers.
     pub fn known_peers(&self) -> Vec<(PeerIndex, Peer)> {
         let peers = lock(&self.peers);
         (0..).zip(peers.iter()).filter_map(|(index, peer)| Some((index, peer.clone()?))).collect()
@@ -151,7 +151,7 @@ impl Desk {
         self.bytes_per_s.load(Ordering::Relaxed)
     }
 
-    /// The numbers of the replicas in the view, those on this host first.
+    /// Returns the numbers of the replicas in the view, those on this host first.
     pub fn members(&self) -> Vec<PeerIndex> {
         let members = shorthorn_recovery::members(self).unwrap_or_default();
         members.into_iter().map(|(index, _)| index).collect()
@@ -175,7 +175,7 @@ impl Couriers {
         &self.desk
     }
 
-    /// Replica number `peer` is not in the view: it is to be brought back after `stay`.
+    /// Brings replica number `peer` back after `stay`.
     ///
     /// # Errors
     /// No thread is to be had.
@@ -217,7 +217,7 @@ impl Couriers {
         }
     }
 
-    /// Replica number `peer` may come back at once, however often it was dropped.
+    /// Lets replica number `peer` come back at once, however often it was dropped.
     pub fn relent(&self, peer: PeerIndex) {
         if let Some(Some(calls)) = self.calls.get(usize::from(peer)) {
             let _ = calls.send(Call::Relent);
@@ -392,7 +392,7 @@ impl Courier {
         self.desk.shared.tell(News::Courier { peer: self.peer, told });
     }
 
-    /// Between two steps of something long: whether the replica was given up meanwhile.
+    /// Checks between two steps whether the replica was given up meanwhile.
     fn look_up(&self) -> Result<(), Trouble> {
         while let Ok(call) = self.calls.try_recv() {
             match call {

@@ -70,7 +70,7 @@ impl Limiter {
     }
 }
 
-/// The operation, for people.
+/// Returns the operation, for people.
 pub fn name(operation: Operation) -> &'static str {
     match operation {
         Operation::Read | Operation::CheckedRead => "read",
@@ -83,7 +83,7 @@ pub fn name(operation: Operation) -> &'static str {
     }
 }
 
-/// The cause, for people.
+/// Returns the cause, for people.
 pub fn reason(cause: Cause, errno: Errno) -> &'static str {
     match cause {
         Cause::Replicas(_) if errno == Errno::NO_SPACE => "the disks of these replicas have no space for it",

@@ -108,7 +108,7 @@ fn choose(passed: Vec<(OwnedFd, String)>, predecessor: Option<Generation>) -> Ve
     sockets
 }
 
-/// The descriptors that were passed to this process, and their names.
+/// Returns the descriptors that were passed to this process, and their names.
 fn passed() -> io::Result<Vec<(OwnedFd, String)>> {
     let mut numbers: Vec<(RawFd, String)> = sd_notify::listen_fds_with_names()?.collect();
     numbers.extend(env::var(PASSED).ok().map(|list| listed(&list)).transpose()?.unwrap_or_default());
@@ -122,7 +122,7 @@ fn passed() -> io::Result<Vec<(OwnedFd, String)>> {
     numbers.into_iter().map(own).collect()
 }
 
-/// See [`PASSED`].
+/// Parses the list in [`PASSED`].
 fn listed(list: &str) -> io::Result<Vec<(RawFd, String)>> {
     let bad = || io::Error::new(io::ErrorKind::InvalidInput, format!("{PASSED}={list}: <number>:<name>,…"));
     let one = |entry: &str| {

@@ -76,7 +76,7 @@ pub struct LinkSlots {
 }
 
 impl Link {
-    /// The place for a connection.
+    /// Creates the place for a connection.
     pub fn new(peer: PeerIndex, queue: u16, generation: Generation, slots: LinkSlots) -> Link {
         Link {
             peer,
@@ -220,7 +220,8 @@ impl Link {
         }
     }
 
-    /// Once, when the connection was closed and no operation on it is under way: its buffers are free.
+    /// Returns the event once, when the connection was closed and no operation on it is under way: its
+    /// buffers are free.
     pub fn take_closed(&mut self) -> Option<Event> {
         let idle = self.framed.as_ref().is_none_or(|framed| framed.stream.is_idle());
         if !self.closing || self.told_closed || !idle {
@@ -322,7 +323,7 @@ impl Link {
         Ok(self.framed.as_mut().is_some_and(|framed| framed.stream.receive_into(target)))
     }
 
-    /// The data of a read is in its slot.
+    /// Handles the data of a read in its slot.
     fn payload_done(&mut self, events: &mut Vec<Event>) -> Result<(), String> {
         let Some((header, data)) = self.receiving.take() else {
             return Err("data without a header".to_owned());
@@ -338,7 +339,7 @@ impl Link {
         Ok(())
     }
 
-    /// An answer without data.
+    /// Handles an answer without data.
     fn take_answer(&mut self, header: &Header, events: &mut Vec<Event>) -> Result<(), String> {
         let peer = self.peer;
         if header.id & ID_KIND == ID_PING {
@@ -359,7 +360,7 @@ impl Link {
         Ok(())
     }
 
-    /// The answer to a request with a text, if it is here whole.
+    /// Handles the answer to a request with a text, if it has arrived whole.
     fn take_control(
         &mut self,
         header: &Header,
@@ -396,7 +397,7 @@ impl Link {
     }
 }
 
-/// The tokens of links carry the peer.
+/// Returns the peer in the token of a link.
 pub fn peer_of(token: Token) -> PeerIndex {
     u8::try_from(token.index).unwrap_or(u8::MAX)
 }

@@ -465,7 +465,7 @@ pub fn copy_limits(limits: RebuildLimits) -> CopyLimits {
     CopyLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
 }
 
-/// The links of one queue, one for every replica that there may ever be.
+/// Returns the links of one queue, one for every replica that there may ever be.
 fn links(
     shared: &Shared,
     queue: u16,

@@ -120,7 +120,7 @@ impl Greeter {
         }
     }
 
-    /// Size of the volume.
+    /// Returns the size of the volume.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
     }

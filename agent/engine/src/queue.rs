@@ -321,7 +321,7 @@ impl Running {
         }
     }
 
-    /// The core knows of every connection that is gone: others may be made in their place.
+    /// Reports every closed connection to the core: others may be made in their place.
     fn note_closed(&mut self) {
         if std::mem::take(&mut self.links_closed) {
             for (link, peer) in self.queue.links.iter().zip(0..) {

@@ -175,7 +175,7 @@ impl Scrubber {
         Ok(())
     }
 
-    /// The layers of all snapshots, the oldest first.
+    /// Returns the layers of all snapshots, the oldest first.
     fn layers(&mut self) -> Result<Vec<Layer>, Trouble> {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
@@ -344,7 +344,7 @@ impl Scrubber {
     }
 }
 
-/// The images of all layers but the head.
+/// Returns the images of all layers but the head.
 fn snapshot_images(list: &LayerList) -> Vec<String> {
     let count = list.layers.len().saturating_sub(1);
     list.layers.iter().take(count).map(|layer| layer.image.clone()).collect()

@@ -146,7 +146,7 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// The device is gone.
+    /// Removes the record of the device, which is gone.
     ///
     /// # Errors
     /// The state file cannot be written.
@@ -197,7 +197,7 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// In how much of the volume the members may differ, should this process end now.
+    /// Returns how much of the volume may differ between members, should this process end now.
     pub fn dirty_bytes(&self) -> u64 {
         self.shared().look(|core| core.copy_progress().dirty_bytes)
     }
@@ -472,7 +472,7 @@ impl<'a> Serving<'a> {
         self.count_found(repaired, format!("snapshot {snapshot} at {range}: {replicas}, {what}"));
     }
 
-    /// The volume is next.
+    /// Starts the scrub of the volume after that of the snapshots.
     fn snapshots_done(&mut self, incomplete: Option<String>) {
         let Some((_, config)) = self.snapshots.take() else { return };
         let volume = &self.spec.volume;
@@ -539,7 +539,7 @@ impl Serving<'_> {
         });
     }
 
-    /// Every replica and the core have grown.
+    /// Completes an expansion, after every replica and the core have grown.
     fn expanded(&mut self, size_bytes: u64) -> Result<(), EngineError> {
         // Of an order that another one has overtaken, where it is less.
         if size_bytes >= self.spec.size_bytes { self.resize_device() } else { Ok(()) }

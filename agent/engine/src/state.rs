@@ -91,7 +91,7 @@ impl EngineState {
         Ok(state)
     }
 
-    /// The generation of this process.
+    /// Returns the generation of this process.
     pub fn generation(&self) -> Generation {
         self.content.generation
     }
@@ -117,7 +117,7 @@ impl EngineState {
         Ok(self.content.generation)
     }
 
-    /// The device that an earlier process has left.
+    /// Returns the device that an earlier process has left.
     pub fn device(&self) -> Option<&DeviceRecord> {
         self.content.device.as_ref()
     }
@@ -218,8 +218,8 @@ impl EngineState {
     }
 }
 
-/// The generation has its own nonce. It differs from that of a process with the same numbers, after a loss of
-/// this file or with an attachment that was used before.
+/// Returns the generation with a nonce of its own. It differs from that of a process with the same numbers,
+/// after a loss of this file or with an attachment that was used before.
 fn drawn(pair: Generation) -> Result<Generation, EngineError> {
     let random =
         getrandom::u64().map_err(|error| EngineError::system("draw a nonce")(io::Error::other(error)))?;
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(kept["device"]["queues"], 1);
     }
 
-    /// Without its nonce.
+    /// Returns the generation without its nonce.
     fn pair(generation: Generation) -> Generation {
         generation.of_nonce(0)
     }
@@ -338,8 +338,8 @@ mod tests {
         DeviceRecord { kind: FrontendKind::Socket, kernel_id: None, queues: 1, depth: 16 }
     }
 
-    /// The state that a process of this attachment leaves if its device was live and it has found lost
-    /// writes.
+    /// Returns the state that a process of this attachment leaves if its device was live and it has found
+    /// lost writes.
     fn lost(path: &Path) -> EngineState {
         let mut state = EngineState::open(path, 3, 0).unwrap();
         state.device_goes_live(record()).unwrap();

@@ -10,7 +10,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::state::EngineState;
 
-/// The status of a process that has just begun.
+/// Returns the status of a process that has just begun.
 pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
     Status::Engine(EngineStatus {
         volume: spec.volume.clone(),
@@ -52,7 +52,7 @@ pub fn publish(publisher: &Publisher, change: impl FnOnce(&mut EngineStatus)) {
     });
 }
 
-/// A replica that is being reached.
+/// Returns the status of a replica that is being reached.
 pub fn connecting(endpoint: &ReplicaEndpoint) -> MemberStatus {
     MemberStatus {
         replica: endpoint.replica,

@@ -198,7 +198,7 @@ fn prepare(kind: FrontendKind, spec: &FrontendSpec) -> Result<Prepared, Frontend
     }
 }
 
-/// The old state or the new one, whenever the process dies.
+/// Stores the state: the old one or the new one stays, whenever the process dies.
 fn store(path: &Path, record: &DeviceRecord) -> Result<(), Anything> {
     let new = path.with_extension("new");
     fs::write(&new, serde_json::to_vec(record)?)?;
@@ -300,7 +300,7 @@ fn submit(ring: &mut Ring, arena: &Arena, file: &File, request: Request) {
     }
 }
 
-/// The tag holds how many bytes were asked for.
+/// Returns the outcome by the tag, which holds the requested bytes.
 fn outcome(completion: Completion) -> Result<(), Errno> {
     match completion.count() {
         Ok(count) if u32::try_from(count).is_ok_and(|count| count == completion.token.tag) => Ok(()),

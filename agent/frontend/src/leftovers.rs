@@ -51,7 +51,7 @@ mod tests {
     const OURS: DeviceNumber = DeviceNumber { major: 4095, minor: 1 };
     const ANOTHER: DeviceNumber = DeviceNumber { major: 4095, minor: 2 };
 
-    /// A directory with a node of volume `v`, or None if this user may not make nodes.
+    /// Returns a directory with a node of volume `v`, or None if this user may not make nodes.
     fn directory(device: DeviceNumber) -> Option<tempfile::TempDir> {
         let directory = tempfile::tempdir().unwrap();
         let number = libc::makedev(device.major, device.minor);

@@ -138,8 +138,8 @@ pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> R
     })
 }
 
-/// All nodes in `device_dir` that have the name of a volume, in order of their names. A directory that does
-/// not exist has none.
+/// Returns all nodes in `device_dir` that have the name of a volume, in order of their names. A directory
+/// that does not exist has none.
 ///
 /// # Errors
 /// The error of the file system.
@@ -183,7 +183,7 @@ pub fn settle(
     Ok(device)
 }
 
-/// The record that udev has of the disk `name` (as in /sys/block) now, for [`settle`].
+/// Returns the record that udev has of the disk `name` (as in /sys/block) now, for [`settle`].
 #[must_use]
 pub fn before(name: &str) -> UdevBefore {
     let number = disk_of(&Path::new(SYSFS).join("block").join(name)).ok().flatten();
@@ -333,7 +333,7 @@ fn is_live(sysfs: &Path, device: DeviceNumber) -> bool {
     folder_of(sysfs, device).exists()
 }
 
-/// The kernel's name of a device: `ublkb3`.
+/// Returns the kernel's name of a device: `ublkb3`.
 fn name_of(sysfs: &Path, device: DeviceNumber) -> Option<String> {
     let folder = fs::canonicalize(folder_of(sysfs, device)).ok()?;
     folder.file_name().and_then(OsStr::to_str).map(str::to_owned)
@@ -350,7 +350,7 @@ mod tests {
         VolumeName::new(text).unwrap()
     }
 
-    /// A directory in which nodes can be made, or None where this user may not make any.
+    /// Returns a directory in which nodes can be made, or None where this user may not make any.
     fn directory() -> Option<tempfile::TempDir> {
         let directory = tempfile::tempdir().unwrap();
         match make(&directory.path().join("x"), DEAD) {
@@ -364,7 +364,7 @@ mod tests {
         Some(directory)
     }
 
-    /// A block device that this machine has: its number and the name of the kernel for it.
+    /// Returns a block device that this machine has: its number and the name of the kernel for it.
     fn live() -> (DeviceNumber, String) {
         let entry = fs::read_dir("/sys/dev/block").unwrap().next().unwrap().unwrap();
         let device = entry.file_name().to_str().unwrap().parse().unwrap();

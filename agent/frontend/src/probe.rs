@@ -102,8 +102,8 @@ fn is_stable_oops(release: &str) -> bool {
     })
 }
 
-/// Ubuntu's kernels for clouds, as in `6.17.0-1015-azure`: on Azure builds 1015 to 1018 are known to crash,
-/// on AWS no 6.17 is known not to.
+/// Returns true for Ubuntu's kernels for clouds that may crash, as in `6.17.0-1015-azure`: on Azure builds
+/// 1015 to 1018 are known to crash, on AWS no 6.17 is known not to.
 fn is_ubuntu_oops(release: &str) -> bool {
     let Some(build) = release.strip_prefix("6.17.0-") else { return false };
     match build.split_once('-') {

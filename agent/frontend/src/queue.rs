@@ -53,7 +53,7 @@ pub enum Parked {
 /// The half of a frontend that lives on the thread of one queue. Nothing here may block or allocate once it
 /// has started.
 pub trait QueueFrontend: Send {
-    /// The ring that the queue's thread has to have.
+    /// Returns the ring that the queue's thread has to have.
     fn task_work(&self) -> TaskWork {
         TaskWork::Deferred
     }
@@ -64,14 +64,14 @@ pub trait QueueFrontend: Send {
     /// The queue can not be served.
     fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()>;
 
-    /// A completion with [`SOURCE`].
+    /// Handles a completion with [`SOURCE`].
     ///
     /// # Errors
     /// Only where the whole queue is of no more use; the loss of a client is not an error.
     fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()>;
 
-    /// The volume has done the request in `slot` (or failed): answers it. The answer may be held back until
-    /// [`QueueFrontend::flush`].
+    /// Answers the request in `slot`, which the volume has done (or failed). The answer may be held back
+    /// until [`QueueFrontend::flush`].
     fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>);
 
     /// Ends a batch: sends the queued replies.

@@ -37,7 +37,7 @@ impl Drop for Bound {
     }
 }
 
-/// None where this user may not make loop devices.
+/// Returns a loop device; none if this user may not make any.
 fn device() -> Option<(Loop, tempfile::TempDir)> {
     if fs::OpenOptions::new().write(true).open("/dev/loop-control").is_err() {
         println!("skipped: no loop devices here");

@@ -13,7 +13,7 @@ fn start() -> Result<Guest> {
     Guest::start(Kernel::Nbd, "nbd")
 }
 
-/// A child process of the server does that, soon after the device is ready.
+/// Checks the limits. A child process of the server does that, soon after the device is ready.
 fn requests_are_limited(guest: &Guest) -> Result<()> {
     let is_limited = "test $(cat /sys/block/nbd0/queue/max_sectors_kb) = 1024";
     let wait = format!("for n in $(seq 600); do {is_limited} && exit; sleep 0.05; done; exit 1");
@@ -115,14 +115,14 @@ fn every_request_does_what_it_says() -> Result<()> {
     guest.no_io_errors()
 }
 
-/// A child process of the server does that, soon after a device of one queue is ready.
+/// Checks the timer. A child process of the server does that, soon after a device of one queue is ready.
 fn timer_is_short(guest: &Guest) -> Result<()> {
     let is_short = "test $(cat /sys/block/nbd0/queue/io_timeout) = 2000";
     let wait = format!("for n in $(seq 600); do {is_short} && exit; sleep 0.05; done; exit 1");
     guest.vm.sh(&wait).map(drop).context("the timer of requests is not 2 s")
 }
 
-/// The longest latency of a request in fio's report `file`.
+/// Returns the longest latency of a request in fio's report `file`.
 fn worst_wait(guest: &Guest, file: &str) -> Result<Duration> {
     let report: serde_json::Value = serde_json::from_str(&guest.vm.sh(&format!("cat {file}"))?)?;
     let of = |direction: &str| report["jobs"][0][direction]["clat_ns"]["max"].as_u64();

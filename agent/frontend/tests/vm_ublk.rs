@@ -220,8 +220,8 @@ fn ended_with_every_tag_taken_on_the_newest_kernel() -> Result<()> {
     every_tag_taken(Kernel::Newest)
 }
 
-/// No command waits to be cancelled: some drivers notice the end of the process by the timer of a request
-/// only.
+/// Checks that no command waits to be cancelled: some drivers notice the end of the process by the timer of a
+/// request only.
 fn every_tag_taken(kernel: Kernel) -> Result<()> {
     let guest = Guest::start(kernel, "ublk")?;
     let options = "--queues 1 --depth 4";

@@ -32,7 +32,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// The connection number `index`, on a socket that is open already.
+    /// Creates the connection number `index`, on a socket that is open already.
     pub fn new(socket: OwnedFd, session: Session, peer: String, index: u16) -> Connection {
         let token = |source| Token { source, kind: 0, index, tag: 0 };
         // Every response has a slot, and there is one welcome beside.
@@ -48,13 +48,13 @@ impl Connection {
         }
     }
 
-    /// The header of the next frame, if it is here whole. The frame stays the next one until its header is
-    /// taken.
+    /// Returns the header of the next frame, if it is here whole. The frame stays the next one until its
+    /// header is taken.
     pub fn header(&self) -> Option<Result<Header, FrameError>> {
         self.stream.bytes().first_chunk().map(|bytes| self.session.decode(bytes))
     }
 
-    /// The next frame's header is taken; its data comes next.
+    /// Takes the next frame's header; its data comes next.
     pub fn take_header(&mut self) {
         self.session.advance();
         self.stream.consume(HEADER_BYTES);
@@ -66,7 +66,7 @@ impl Connection {
         self.stream.send(&self.session.encode(response), data, Some(u32::from(slot)))
     }
 
-    /// A tick has passed. How many have since the last byte came.
+    /// Counts a tick. How many have since the last byte came.
     pub fn tick(&mut self) -> u32 {
         self.silent_ticks = if self.heard { 0 } else { self.silent_ticks + 1 };
         self.heard = false;

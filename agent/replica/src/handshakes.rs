@@ -65,7 +65,7 @@ impl<S> Handshakes<S> {
         (id, evicted)
     }
 
-    /// The handshake has ended.
+    /// Ends the handshake.
     pub fn end(&mut self, id: u64) {
         self.running.retain(|one| one.id != id);
     }
@@ -75,7 +75,7 @@ impl<S> Handshakes<S> {
         self.running.iter().filter(|one| one.socket.is_some())
     }
 
-    /// The place of the oldest handshake of the origin that has the most.
+    /// Returns the place of the oldest handshake of the origin that has the most.
     fn victim(&self, is_local: bool) -> Option<usize> {
         let of = |origin: Origin| self.heard().filter(|one| one.origin == origin).count();
         let most =

@@ -48,7 +48,7 @@ pub(crate) struct Inbox {
 }
 
 impl Mailbox {
-    /// Both ends. The memory behind them is never given back: make them once.
+    /// Creates both ends. The memory behind them is never given back: make them once.
     ///
     /// # Errors
     /// The error of eventfd or mmap.

@@ -55,7 +55,7 @@ impl Slots {
         None
     }
 
-    /// The next waiting connection that can go on, and the slot that it was waiting for.
+    /// Returns the next waiting connection that can go on, and the slot that it was waiting for.
     pub fn serve(&mut self) -> Option<(u16, u16)> {
         let first_fits = self.waiting.front().is_some_and(|wanted| self.fits(*wanted));
         let at = if first_fits {
@@ -92,7 +92,7 @@ impl Slots {
         self.pool.give(slot);
     }
 
-    /// The connection has ended: it waits for nothing any more.
+    /// Removes an ended connection, which waits for nothing any more.
     pub fn forget(&mut self, connection: u16) {
         self.waiting.retain(|waiting| waiting.connection != connection);
     }

@@ -40,7 +40,7 @@ fn head(spec: &ReplicaSpec) -> File {
     OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap()
 }
 
-/// The disk changes a byte of a block.
+/// Changes a byte of a block on the disk.
 fn rot(spec: &ReplicaSpec, block: u64) {
     let (file, mut bytes) = (head(spec), AlignedBuffer::new(4096));
     file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
@@ -48,7 +48,7 @@ fn rot(spec: &ReplicaSpec, block: u64) {
     file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
 }
 
-/// The engine says that all members have flushed everything.
+/// Sends the mark of the engine that all members have flushed everything.
 fn is_clean(client: &mut Client, size_bytes: u64) {
     client.flush().unwrap();
     let runs = vec![(0, Regions::of(size_bytes).count())];
@@ -83,7 +83,7 @@ fn verify(client: &mut Client, offset: u64, length: u64) -> Result<Vec<u8>, i32>
     client.call(Opcode::Verify, Flags::NONE, offset, u32::try_from(length).unwrap(), &[])
 }
 
-/// A replica whose first and third regions have sums; the last block of the third is a hole.
+/// Returns a replica whose first and third regions have sums; the last block of the third is a hole.
 fn summed(spec: &ReplicaSpec) -> (Replica, Client) {
     let replica = Replica::start(spec);
     let mut client = replica.open(generation(1));

@@ -18,7 +18,7 @@ use shorthorn_wire::{
 const SIZE: u64 = 8 * MIB;
 const NOW: &str = "2026-11-22T10:00:00Z";
 
-/// A volume with snapshots whose layers overlap, in the directory of `spec`.
+/// Makes a volume with snapshots whose layers overlap, in the directory of `spec`.
 fn fill(spec: &ReplicaSpec, snapshots: u64) {
     assert!(Replica::start(spec).terminate().success());
     let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();

@@ -61,7 +61,7 @@ impl Model {
         }
     }
 
-    /// A range of sectors whose blocks nothing in flight has.
+    /// Returns a range of sectors whose blocks nothing in flight has.
     fn free_range(&mut self, max_sectors: u64) -> Option<(usize, usize)> {
         let sectors = 1 + self.random.below(max_sectors);
         let offset = self.random.below(SIZE / 512 - sectors + 1) * 512;

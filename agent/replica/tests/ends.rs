@@ -24,7 +24,7 @@ struct Broken {
 }
 
 impl Broken {
-    /// `number`: of the disk under `base`, and of the engine.
+    /// Creates one with `number`: of the disk under `base`, and of the engine.
     fn new(base: &Path, spec: &ReplicaSpec, number: u64, prepare: impl FnOnce(&Path)) -> Broken {
         let mut replica = Replica::start(spec);
         replica.kill();
@@ -95,7 +95,7 @@ impl NoteBlocked {
         self.paths.iter().for_each(|path| fs::remove_dir(path).unwrap());
     }
 
-    /// The note is as it was.
+    /// Restores the note.
     fn restore(&self) {
         self.end();
         fs::write(&self.paths[0], &self.note).unwrap();

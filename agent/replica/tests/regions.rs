@@ -19,7 +19,7 @@ fn id(n: u64) -> ReplicaId {
     ReplicaId::from_random(n)
 }
 
-/// All regions of a set, or none where it is not kept.
+/// Returns all regions of a set, or none if it is not kept.
 fn regions(client: &mut Client, of: RegionsOf) -> Option<BTreeSet<u32>> {
     let (mut from, mut found) = (0, BTreeSet::new());
     loop {

@@ -19,7 +19,7 @@ const SIZE: u64 = 8 * MIB + 8192;
 const NOW: &str = "2026-11-22T10:00:00Z";
 const IMAGE: &str = "volume-snap-first.img";
 
-/// A replica with a snapshot that has blocks in the pieces 1, 5 and 8.
+/// Returns a replica with a snapshot that has blocks in the pieces 1, 5 and 8.
 fn filled(spec: &ReplicaSpec) -> Replica {
     assert!(Replica::start(spec).terminate().success());
     let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();
@@ -48,7 +48,7 @@ fn run(first_block: u32, data: &[u8]) -> SummedRun {
     SummedRun { first_block, blocks: u32::try_from(data.len() / 4096).unwrap(), crc32c: crc32c(data) }
 }
 
-/// The sum of piece 1.
+/// Returns the sum of piece 1.
 fn expected() -> u32 {
     piece_sum([run(1, &pattern(1, 8192)), run(16, &[0; 4096])])
 }

@@ -22,7 +22,7 @@ fn on_ext4(bytes: u64, test: impl FnOnce(&Path)) {
     }
 }
 
-/// The same in a tmpfs.
+/// Runs the same in a tmpfs.
 fn on_tmpfs(bytes: u64, test: impl FnOnce(&Path)) {
     if may_mount() {
         let base = base();
@@ -205,7 +205,7 @@ fn marks_on_a_full_tmpfs() {
     on_tmpfs(8 * MIB, a_full_disk_loses_no_marks);
 }
 
-/// A mark of the regions that another replica misses.
+/// Returns a mark of the regions that another replica misses.
 fn missed(action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
     let of = RegionsOf::Missed(ReplicaId::from_random(8));
     MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }

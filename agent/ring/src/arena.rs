@@ -57,7 +57,7 @@ impl Arena {
         self.slot_bytes
     }
 
-    /// The buffer `slot`.
+    /// Returns the buffer `slot`.
     ///
     /// # Panics
     /// Where there is no such slot.
@@ -112,7 +112,7 @@ impl IoBuf {
         self.base.as_ptr()
     }
 
-    /// `length` bytes from `start`.
+    /// Returns `length` bytes from `start`.
     ///
     /// # Panics
     /// Where that is not inside the buffer.
@@ -175,7 +175,7 @@ impl IoBuf {
             && lines.remainder().iter().all(|byte| *byte == 0)
     }
 
-    /// CRC-32C of the whole buffer.
+    /// Returns the CRC-32C of the whole buffer.
     #[must_use]
     pub fn crc32c(&self) -> u32 {
         // SAFETY: the range is valid and initialised (the kernel hands out zeroed pages); the slice lives for
@@ -191,13 +191,13 @@ pub struct SlotPool {
 }
 
 impl SlotPool {
-    /// Slots 0 to `slots` - 1, all free.
+    /// Creates a pool with slots 0 to `slots` - 1, all free.
     #[must_use]
     pub fn new(slots: u16) -> SlotPool {
         SlotPool { free: (0..slots).rev().collect() }
     }
 
-    /// A free slot.
+    /// Returns a free slot.
     pub fn take(&mut self) -> Option<u16> {
         self.free.pop()
     }

@@ -24,7 +24,7 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// The result as a count, or the error.
+    /// Returns the result as a count, or the error.
     ///
     /// # Errors
     /// The errno of the operation.
@@ -61,7 +61,7 @@ impl std::fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// A ring with `entries` submissions and four times as many completions.
+    /// Creates a ring with `entries` submissions and four times as many completions.
     ///
     /// # Errors
     /// The error of io_uring_setup: ENOSYS or EPERM if the kernel has none or forbids it.
@@ -69,7 +69,7 @@ impl Ring {
         Ring::with(entries, TaskWork::Deferred)
     }
 
-    /// [`Ring::new`] with a choice; kernels that are too old for it have the thread interrupted.
+    /// Creates a ring like [`Ring::new`] with a choice; kernels that are too old for it interrupt the thread.
     ///
     /// # Errors
     /// The errors of [`Ring::new`].
@@ -240,8 +240,8 @@ impl Ring {
     }
 }
 
-/// [`ENTER_NO_IOWAIT`], if the kernel knows it: from Linux 6.15 on. A kernel refuses flags that it does not
-/// know.
+/// Returns [`ENTER_NO_IOWAIT`], if the kernel knows it: from Linux 6.15 on. A kernel refuses flags that it
+/// does not know.
 fn no_iowait_of(ring: &IoUring) -> u32 {
     // SAFETY: nothing is submitted, and no argument is given.
     let tried = unsafe { ring.submitter().enter::<SubmitArgs<'_, '_>>(0, 0, ENTER_NO_IOWAIT, None) };

@@ -175,7 +175,7 @@ impl Stream {
         Ok(self.incoming.take(count))
     }
 
-    /// The received bytes that were not consumed yet.
+    /// Returns the received bytes that were not consumed yet.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.incoming.buffer[self.incoming.start..self.incoming.end]

@@ -12,7 +12,7 @@ pub struct Token {
 }
 
 impl Token {
-    /// The 64 bits.
+    /// Returns the 64 bits.
     #[must_use]
     pub const fn pack(self) -> u64 {
         (self.source as u64) << 56 | (self.kind as u64) << 48 | (self.index as u64) << 32 | self.tag as u64

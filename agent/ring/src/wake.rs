@@ -16,7 +16,7 @@ pub struct Wake {
 }
 
 impl Wake {
-    /// A pair. The memory behind it is never given back: make one per thread.
+    /// Creates a pair. The memory behind it is never given back: make one per thread.
     ///
     /// # Errors
     /// The error of eventfd or mmap.

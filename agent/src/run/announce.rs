@@ -63,7 +63,7 @@ impl Ready {
     }
 }
 
-/// The URI of an NBD export on a Unix socket.
+/// Returns the URI of an NBD export on a Unix socket.
 pub fn nbd_uri(export: &VolumeName, socket: &Path) -> String {
     let mut uri = format!("nbd+unix:///{export}?socket=");
     for byte in socket.as_os_str().as_bytes() {

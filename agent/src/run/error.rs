@@ -100,12 +100,12 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// For `map_err`: the system refused something about `path`.
+    /// Makes a function for `map_err` that reports that the system refused an action on `path`.
     pub fn at(path: &Path) -> impl FnOnce(io::Error) -> RunError {
         |source| RunError::Io { path: path.to_owned(), source }
     }
 
-    /// For `map_err`: the system refused `action`.
+    /// Makes a function for `map_err` that reports that the system refused `action`.
     pub fn doing<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> RunError {
         move |source| RunError::System { action, source: source.into() }
     }

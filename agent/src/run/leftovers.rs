@@ -41,8 +41,8 @@ pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<
     Ok(())
 }
 
-/// Through its control socket where there is one: told by a signal, an engine would leave its device to the
-/// next one.
+/// Stops a process through its control socket if it has one: after a signal, an engine would leave its device
+/// to the next one.
 fn stop_one(holder: &Holder, at_once: bool, control: Option<&Path>) -> Result<(), RunError> {
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };

@@ -73,7 +73,7 @@ struct Running {
 }
 
 impl Process {
-    /// A process that is not started yet; `index` comes back in its events.
+    /// Creates a process that is not started yet; `index` comes back in its events.
     pub fn new(role: Role, index: usize, files: ProcessFiles, with_parent: bool) -> Process {
         Process {
             role,

@@ -42,12 +42,12 @@ pub struct ProcessFiles {
 }
 
 impl RuntimeDir {
-    /// The files of the engine.
+    /// Returns the files of the engine.
     pub fn engine(&self) -> ProcessFiles {
         self.files("engine", "nbd")
     }
 
-    /// The files of a replica.
+    /// Returns the files of a replica.
     pub fn replica(&self, replica: ReplicaId) -> ProcessFiles {
         self.files(&replica.to_string(), "data")
     }
@@ -89,7 +89,7 @@ fn fits(dir: &Path) -> bool {
     dir.as_os_str().len() + 1 + NAME_MAX_BYTES <= SOCKET_PATH_MAX_BYTES
 }
 
-/// A number that is the same for the same path, in every version of this program (FNV-1a).
+/// Returns a number that is the same for the same path, in every version of this program (FNV-1a).
 fn fingerprint(path: &Path) -> u64 {
     struct Fnv(u64);
     impl Hasher for Fnv {

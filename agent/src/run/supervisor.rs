@@ -93,7 +93,7 @@ impl Supervisor {
         }
     }
 
-    /// The next event; none where something has become due instead.
+    /// Returns the next event; none if an action has become due instead.
     fn next_event(&self, deadline: Instant) -> Result<Option<Event>, RunError> {
         let due = self.processes.iter().filter_map(|process| process.restart_at);
         let due = due.chain((!self.announced).then_some(deadline)).min();

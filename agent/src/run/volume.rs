@@ -64,7 +64,7 @@ impl VolumeDir {
         Ok(VolumeDir { path, file, _lock: lock })
     }
 
-    /// The directory, absolute.
+    /// Returns the directory, absolute.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -74,7 +74,7 @@ impl VolumeDir {
         &self.file
     }
 
-    /// The directory of a replica.
+    /// Returns the directory of a replica.
     pub fn replica_dir(&self, replica: ReplicaId) -> PathBuf {
         self.path.join("replicas").join(format!("{}-{replica}", self.file.name))
     }
@@ -88,8 +88,8 @@ impl VolumeDir {
         self.store()
     }
 
-    /// The same, above `used`, which a replica was opened for. True: it was not above that before, as this
-    /// file is older than the replicas.
+    /// Does the same above `used`, the number for which a replica was opened. True: it was not above that
+    /// before, as this file is older than the replicas.
     ///
     /// # Errors
     /// [`RunError::Spec`].
@@ -102,7 +102,7 @@ impl VolumeDir {
         Ok(true)
     }
 
-    /// Remembers, durably, that the volume was ready once.
+    /// Stores durably that the volume was ready once.
     ///
     /// # Errors
     /// [`RunError::Spec`].

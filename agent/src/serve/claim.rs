@@ -61,7 +61,7 @@ impl Claim {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The cluster that it belongs to; empty: none yet.
+    /// Returns the cluster that it belongs to; empty: none yet.
     pub fn owner(&self) -> String {
         self.lock().clone().unwrap_or_default()
     }
@@ -130,7 +130,7 @@ pub struct Claimed<S> {
 }
 
 impl<S> Claimed<S> {
-    /// `service` behind `claim`.
+    /// Returns `service` behind `claim`.
     pub fn new(service: S, claim: Arc<Claim>) -> Claimed<S> {
         Claimed { service, claim, leaders: Arc::default() }
     }

@@ -330,7 +330,7 @@ fn number<T: PartialOrd + std::fmt::Display>(
     })
 }
 
-/// An absolute path without `.` and `..`, so that a name appended to it stays inside.
+/// Returns an absolute path without `.` and `..`, so that a name appended to it stays inside.
 pub fn absolute(path: PathBuf) -> Result<PathBuf, String> {
     use std::path::Component::{Normal, RootDir};
     if path.is_absolute() && path.components().all(|part| matches!(part, Normal(_) | RootDir)) {
@@ -385,7 +385,7 @@ fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
     if first == 0 || last < first { Err(wrong()) } else { Ok(first..=last) }
 }
 
-/// Node names are those of Kubernetes: DNS names.
+/// Checks the name of the node: a DNS name, as in Kubernetes.
 fn node_name(name: &str) -> Result<String, String> {
     let label = |label: &str| {
         let inside = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';

@@ -10,7 +10,7 @@ use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::serve::error::NodeError;
 
-/// All of them. `has_engine` says whether the engine of a volume runs.
+/// Returns all of them. `has_engine` says whether the engine of a volume runs.
 ///
 /// # Errors
 /// The error of the file system.

@@ -274,7 +274,7 @@ impl Disks {
     }
 }
 
-/// The directory of a replica.
+/// Returns the directory of a replica.
 pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
     disk.join(REPLICAS).join(id.name())
 }
@@ -321,7 +321,8 @@ pub fn delete_replica(
     remove_tree(&trash).map_err(NodeError::at(&trash))
 }
 
-/// Longhorn takes names that end in a hyphen and eight letters or digits for replicas; this is none.
+/// Returns the name in the trash. Longhorn takes names that end in a hyphen and eight letters or digits for
+/// replicas; this is none.
 fn trash_name(id: &InstanceId) -> String {
     format!(".{}.deleted", id.name())
 }
@@ -420,8 +421,8 @@ fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
     Ok(Some(identity))
 }
 
-/// The mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the directory
-/// is another one then.
+/// Returns the mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the
+/// directory is another one then.
 fn missing_mount(path: &Path) -> Option<String> {
     let fstab = fs::read_to_string("/etc/fstab").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -440,7 +441,7 @@ fn missing_mount_in(fstab: &str, mounts: &str, path: &Path) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// The disk's UUID; a disk that has none gets one.
+/// Returns the disk's UUID; a disk without one gets one.
 fn identify(path: &Path) -> Result<String, NodeError> {
     if let Some(identity) = read_identity(path).map_err(NodeError::Precondition)? {
         return Ok(identity.disk_uuid);
@@ -451,13 +452,13 @@ fn identify(path: &Path) -> Result<String, NodeError> {
     Ok(disk_uuid)
 }
 
-/// A random UUID, version 4.
+/// Returns a random UUID, version 4.
 fn draw_uuid() -> Result<String, NodeError> {
     let text = fs::read_to_string("/proc/sys/kernel/random/uuid");
     text.map(|text| text.trim().to_owned()).map_err(NodeError::at(Path::new("/proc/sys/kernel/random/uuid")))
 }
 
-/// The type of the file system that `path` is on.
+/// Returns the type of the file system that `path` is on.
 fn filesystem(path: &Path) -> Option<String> {
     let device = fs::metadata(path).ok()?.dev();
     let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));

@@ -31,12 +31,12 @@ pub enum NodeError {
 }
 
 impl NodeError {
-    /// For `map_err`: the system refused something about `path`.
+    /// Makes a function for `map_err` that reports that the system refused an action on `path`.
     pub fn at(path: &Path) -> impl FnOnce(io::Error) -> NodeError {
         |error| NodeError::of_io(&error, format!("{}: {error}", path.display()))
     }
 
-    /// For a worker thread that was lost: it can only have been the runtime going down.
+    /// Returns the error for a lost worker thread: the runtime must be shutting down.
     pub fn lost(error: impl fmt::Display) -> NodeError {
         NodeError::Unavailable(format!("the agent is stopping: {error}"))
     }

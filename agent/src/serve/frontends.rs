@@ -17,7 +17,7 @@ const FRESH: Duration = Duration::from_secs(60);
 pub struct Frontends(Mutex<Option<(Instant, Vec<FrontendReport>)>>);
 
 impl Frontends {
-    /// All frontends, in the order in which they are preferred.
+    /// Returns all frontends, in the order in which they are preferred.
     ///
     /// # Errors
     /// The agent is stopping.

@@ -11,7 +11,8 @@ const DEVICES: &str = "/dev/longhorn";
 /// The programs of Longhorn that a host with it always runs.
 const PROGRAMS: [&str; 2] = ["longhorn-manager", "longhorn-instance-manager"];
 
-/// The first process of Longhorn in `proc`, which is the folder of processes: the name of its program.
+/// Returns the first process of Longhorn in `proc`, which is the folder of processes: the name of its
+/// program.
 pub fn running(proc: &Path) -> Option<&'static str> {
     let is_number = |name: &str| name.bytes().all(|byte| byte.is_ascii_digit());
     let entries = fs::read_dir(proc).into_iter().flatten().flatten();
@@ -45,8 +46,8 @@ pub fn objection(proc: &Path, path: &Path, identity_file: &str) -> Option<String
     ))
 }
 
-/// The program of Longhorn that a command line is of. It may be the second word, behind an interpreter or an
-/// init.
+/// Returns the program of Longhorn that a command line is of. It may be the second word, behind an
+/// interpreter or an init.
 fn program(command_line: &[u8]) -> Option<&'static str> {
     let words = command_line.split(|byte| *byte == 0).take(3);
     let mut names = words.filter_map(|word| std::str::from_utf8(word).ok()?.rsplit('/').next());

@@ -119,7 +119,7 @@ impl Vitals for AgentVitals {
 
 type Looked = (Vec<v1::Disk>, Vec<v1::Device>);
 
-/// The disks and devices; none where they cannot be looked at in time.
+/// Returns the disks and devices; none if they cannot be read in time.
 async fn look(looking: Arc<Mutex<()>>, disks: Arc<Disks>, device_dir: PathBuf) -> Option<Looked> {
     let alone = looking.try_lock_owned().ok()?;
     let look = tokio::task::spawn_blocking(move || {

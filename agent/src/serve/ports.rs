@@ -9,7 +9,7 @@ use crate::serve::config::Config;
 use crate::serve::error::NodeError;
 use crate::serve::instance::Spec;
 
-/// The port of an instance.
+/// Returns the port of an instance.
 pub fn of(spec: &Spec) -> Option<u16> {
     match spec {
         Spec::Replica(replica) => replica.data_address.map(|address| address.port()),

@@ -68,7 +68,7 @@ fn parse(bytes: &[u8]) -> Result<State, serde_json::Error> {
     serde_json::from_slice(bytes)
 }
 
-/// The newest time at which a file of the directory was written; 0 where that is not known.
+/// Returns the newest time at which a file of the directory was written; 0 where that is not known.
 fn modified_ms(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let times = entries.filter_map(|entry| entry.metadata().ok()?.modified().ok());
@@ -117,7 +117,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     Ok(())
 }
 
-/// The views of a replica that alone is the volume, held by no engine before `attach`.
+/// Returns the views of a replica that alone is the volume, held by no engine before `attach`.
 fn alone(replica: ReplicaId, attach: u64) -> Result<ReplicaViews, NodeError> {
     let generation = Generation::new(attach, 0);
     let members = Members::new([replica])?;
@@ -143,7 +143,7 @@ mod tests {
         ReplicaId::from_random(n)
     }
 
-    /// The directory of a replica that lost its rebuild, and knows a proposed view of others.
+    /// Makes the directory of a replica that lost its rebuild, and knows a proposed view of others.
     fn replica(directory: &Path) {
         let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
         let mut store = Store::create(directory, created).unwrap();

@@ -327,7 +327,7 @@ impl NodeService {
         blocking(move || disks.check(&disk, &uuid)).await
     }
 
-    /// The disk and the replica that a request is about.
+    /// Returns the disk and the replica that a request is about.
     fn place(
         &self,
         disk_path: String,
@@ -343,7 +343,7 @@ impl NodeService {
     }
 }
 
-/// No directory is made empty for a replica whose data is in the trash.
+/// Refuses to make an empty directory for a replica whose data is in the trash.
 fn refuse_trashed(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
     let directory = disks::directory_of(disk, id);
     let is_there = directory.try_exists().map_err(NodeError::at(&directory))?;

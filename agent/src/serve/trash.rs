@@ -306,7 +306,7 @@ pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeE
     remove_tree(&gone).map_err(NodeError::at(&gone))
 }
 
-/// Two may do that at the same time.
+/// Removes a tree. Two calls may do that at the same time.
 fn remove_tree(path: &Path) -> io::Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -369,7 +369,7 @@ fn entries(disk: &Path) -> Result<Vec<Entry>, NodeError> {
     entries_of(disk, |_| true)
 }
 
-/// The same, of the replicas that are meant.
+/// Returns the same, of the replicas that are meant.
 fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec<Entry>, NodeError> {
     let root = root_of(disk);
     let found = match fs::read_dir(&root) {

@@ -6,7 +6,7 @@ use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
 
 use crate::serve::error::NodeError;
 
-/// A view that came from outside.
+/// Converts a view from outside.
 ///
 /// # Errors
 /// [`NodeError::Invalid`].
@@ -28,7 +28,7 @@ pub fn of_view(view: &View) -> v1::View {
     }
 }
 
-/// A view that waits for the arbiter.
+/// Converts a view that waits for the arbiter.
 pub fn of_grant_wanted(wanted: &GrantWanted) -> v1::GrantWanted {
     v1::GrantWanted {
         view: Some(of_view(&wanted.view)),

@@ -64,7 +64,7 @@ fn read_frame(stream: &mut UnixStream) -> (u8, Vec<u8>) {
     (head[3], payload)
 }
 
-/// In the coding of RFC 7541, without its tables where that is shorter to say.
+/// Encodes headers by RFC 7541, without its tables if that is shorter.
 fn headers(authority: &str, method: &str) -> Vec<u8> {
     let (post, http, path, authority_name, content_type) = (0x83, 0x86, 0x04, 0x01, [0x0f, 0x10]);
     let mut block = vec![post, http, path];

@@ -59,7 +59,7 @@ impl Kubelet {
         self.events.recv_timeout(LIMIT).expect("kubelet does something")
     }
 
-    /// The node of the driver that it registers next.
+    /// Returns the node of the driver that it registers next.
     pub fn registers(&self) -> String {
         loop {
             match self.event() {

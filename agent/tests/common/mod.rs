@@ -51,7 +51,7 @@ impl Running {
         self.child.id()
     }
 
-    /// The next line of standard output.
+    /// Returns the next line of standard output.
     pub fn line(&self) -> String {
         match self.lines.recv_timeout(LIMIT) {
             Ok(line) => line,
@@ -147,7 +147,8 @@ pub fn lives(pid: u32) -> bool {
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)).unwrap() == 0
 }
 
-/// The first status on the control socket at `path` that is as wanted. The socket may not be there yet.
+/// Returns the first status on the control socket at `path` that is as wanted. The socket may not be there
+/// yet.
 pub fn wait_for_status(path: &Path, wanted: impl Fn(&shorthorn_control::Status) -> bool + Send + 'static) {
     let (done, waited) = channel();
     let path = path.to_owned();

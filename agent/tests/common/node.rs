@@ -13,7 +13,7 @@ use super::LIMIT;
 pub const SIZE: u64 = 64 << 20;
 pub const REPLICAS: [&str; 2] = ["0000000a", "0000000b"];
 
-/// A client of the agent that listens on `socket`.
+/// Returns a client of the agent that listens on `socket`.
 pub async fn connect(socket: &Path) -> Result<NodeClient<Channel>, tonic::transport::Error> {
     let uri = format!("unix://{}", socket.display());
     Ok(NodeClient::new(Endpoint::from_shared(uri)?.timeout(LIMIT).connect().await?))

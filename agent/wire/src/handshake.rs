@@ -86,7 +86,7 @@ pub struct ViewMessage {
 }
 
 impl Hello {
-    /// The hello that answers `challenge`. `nonce` was drawn for it alone.
+    /// Creates the hello that answers `challenge`. `nonce` was drawn for it alone.
     #[must_use]
     pub fn new(claim: Claim, nonce: Nonce, challenge: &Challenge, secret: &Secret) -> Hello {
         let proof = Proof::of(mac_of_hello(secret, challenge, nonce, &claim));
@@ -104,7 +104,7 @@ fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &Cl
     derive(secret, "shorthorn-2 hello", challenge.nonce, nonce, claim)
 }
 
-/// Header and text of a control frame; `request` is the request that it answers, if it does.
+/// Returns header and text of a control frame; `request` is the request that it answers, if it does.
 ///
 /// The text is at most [`Opcode::text_max_bytes`] long: the messages are bounded by the number of members, of
 /// proposed views, of runs or of extents. Only a list of layers may be longer, which its sender has to look

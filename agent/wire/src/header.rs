@@ -123,7 +123,7 @@ impl Opcode {
 }
 
 impl Opcode {
-    /// The longest text that such a frame carries.
+    /// Returns the longest text that such a frame carries.
     #[must_use]
     pub const fn text_max_bytes(self) -> u32 {
         match self {
@@ -158,7 +158,7 @@ impl Flags {
         self.0 & other.0 == other.0
     }
 
-    /// The bits of both.
+    /// Returns the bits of both.
     #[must_use]
     pub const fn with(self, other: Flags) -> Flags {
         Flags(self.0 | other.0)
@@ -246,13 +246,13 @@ pub enum FrameError {
 }
 
 impl Header {
-    /// A request without data.
+    /// Returns a request without data.
     #[must_use]
     pub const fn request(opcode: Opcode, id: u64, offset_bytes: u64, length_bytes: u32) -> Header {
         Header { opcode, flags: Flags::NONE, id, offset_bytes, length_bytes, status: 0, data_check: 0 }
     }
 
-    /// The response to this request: success or an errno, with no data or text behind it.
+    /// Returns the response to this request: success or an errno, with no data or text behind it.
     #[must_use]
     pub const fn response(&self, outcome: Result<(), Errno>) -> Header {
         let status = match outcome {
@@ -270,7 +270,7 @@ impl Header {
         self.flags.has(Flags::RESPONSE)
     }
 
-    /// The outcome that a response tells.
+    /// Returns the outcome in a response.
     ///
     /// # Errors
     /// The errno that the replica answered with.
@@ -289,7 +289,7 @@ impl Header {
         if follows { self.length_bytes } else { 0 }
     }
 
-    /// The range that the request is about.
+    /// Returns the range that the request is about.
     ///
     /// # Errors
     /// None for a decoded header.
@@ -305,7 +305,7 @@ impl Header {
         }
     }
 
-    /// The bytes of the header of a frame of the opening, which has no keyed check yet.
+    /// Returns the bytes of the header of a frame of the opening, which has no keyed check yet.
     /// [`Session`](crate::Session) makes all others.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
@@ -416,7 +416,7 @@ impl Header {
     }
 }
 
-/// Two fields of four bytes as a word.
+/// Returns two fields of four bytes as a word.
 const fn two(first: u32, second: u32) -> u64 {
     first as u64 | (second as u64) << 32
 }

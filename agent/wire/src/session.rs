@@ -104,8 +104,8 @@ struct Direction {
 }
 
 impl Session {
-    /// The engine's end of the connection on which the replica has sent `challenge` as its nonce, and the
-    /// engine `nonce` with `claim`.
+    /// Returns the engine's end of the connection on which the replica has sent `challenge` as its nonce, and
+    /// the engine `nonce` with `claim`.
     #[must_use]
     pub fn of_engine(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
         let key = |label| derive(secret, label, challenge, nonce, claim).finalize().into_bytes().into();
@@ -117,7 +117,7 @@ impl Session {
         }
     }
 
-    /// The replica's end of the same connection.
+    /// Returns the replica's end of the same connection.
     #[must_use]
     pub fn of_replica(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
         let Session { generation, answers, sends, receives } =
@@ -125,7 +125,7 @@ impl Session {
         Session { generation, answers, sends: receives, receives: sends }
     }
 
-    /// The bytes of the header of the next frame that this end sends.
+    /// Returns the bytes of the header of the next frame that this end sends.
     #[must_use]
     pub fn encode(&mut self, header: &Header) -> [u8; HEADER_BYTES] {
         let bytes = header.encode_keyed(|bytes| self.sends.check(bytes));
@@ -143,12 +143,12 @@ impl Session {
         Header::decode_keyed(bytes, self.receives.number, check)
     }
 
-    /// The frame whose header was read is taken: the next one is another.
+    /// Completes the frame whose header was read: the next one is another.
     pub fn advance(&mut self) {
         self.receives.number += 1;
     }
 
-    /// The welcome of a replica, with its proof.
+    /// Returns the welcome of a replica, with its proof.
     #[must_use]
     pub fn prove_welcome(&self, welcome: &Welcome) -> ProvenWelcome {
         let welcome = serde_json::to_string(welcome).unwrap_or_default();
@@ -156,7 +156,7 @@ impl Session {
         ProvenWelcome { welcome, proof }
     }
 
-    /// The welcome of the replica.
+    /// Returns the welcome of the replica.
     ///
     /// # Errors
     /// [`Unproven`]: the replica does not have the secret, or has made this proof for another connection.
@@ -167,13 +167,13 @@ impl Session {
         serde_json::from_str(&proven.welcome).map_err(|_| Unproven::Text)
     }
 
-    /// The generation that a replica refuses the engine for, with its proof.
+    /// Returns the generation that a replica refuses the engine for, with its proof.
     #[must_use]
     pub fn prove_holder(&self, generation: Generation) -> Holder {
         Holder { generation, proof: Proof::of(self.mac_of_holder(generation)) }
     }
 
-    /// The generation of the newer engine that a refusal tells of.
+    /// Returns the generation of the newer engine in a refusal.
     ///
     /// # Errors
     /// [`Unproven`]: then the engine must not believe that it is deposed.
@@ -197,14 +197,14 @@ impl Session {
 }
 
 impl Direction {
-    /// SipHash has keys of 16 bytes.
+    /// Creates the state of a direction. SipHash has keys of 16 bytes.
     fn new(key: &[u8; BYTES]) -> Direction {
         let (key, _) = key.split_first_chunk().unwrap_or((&[0; 16], &[]));
         Direction { key: SipHasher24::new_with_key(key), number: 0 }
     }
 
-    /// The keyed check of the next frame, whose header this is. Its number takes the place of the check
-    /// meanwhile.
+    /// Returns the keyed check of the next frame, whose header this is. Its number takes the place of the
+    /// check meanwhile.
     fn check(&self, header: &mut [u8; HEADER_BYTES]) -> u64 {
         if let Some(end) = header.last_chunk_mut() {
             *end = self.number.to_le_bytes();
@@ -233,7 +233,7 @@ pub(crate) fn derive(
     mac(secret.bytes(), label, &format!("{challenge}\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n"))
 }
 
-/// The label has no line feed.
+/// Computes the MAC. The label has no line feed.
 fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Hmac<Sha256> {
     let mut block = [0; MAC_BLOCK_BYTES];
     block[..SECRET_BYTES].copy_from_slice(key);
@@ -263,7 +263,7 @@ pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
 }
 
 impl Nonce {
-    /// The nonce that these random bytes are.
+    /// Makes a nonce of these random bytes.
     #[must_use]
     pub const fn new(random: [u8; BYTES]) -> Nonce {
         Nonce(random)
@@ -323,7 +323,7 @@ fn digits(bytes: &[u8; BYTES]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Lower case only: the same bytes have one text.
+/// Parses the bytes from lower case only: the same bytes have one text.
 fn bytes(text: &str) -> Result<[u8; BYTES], HexError> {
     let value = |digit: u8| match digit {
         b'0'..=b'9' => Ok(digit - b'0'),
@@ -384,7 +384,7 @@ mod tests {
         }
     }
 
-    /// All connections that differ from [`session`] in one thing.
+    /// Returns all connections that differ from [`session`] in one thing.
     fn others() -> Vec<(Secret, Nonce, Nonce, Claim)> {
         let with = |claim| (SECRET, CHALLENGE.nonce, NONCE, claim);
         vec![

@@ -119,7 +119,8 @@ impl LayerPatch {
     }
 }
 
-/// Header and text of [`Opcode::RepairLayer`]: the patch as JSON, a line feed, and the data of its runs.
+/// Returns header and text of [`Opcode::RepairLayer`]: the patch as JSON, a line feed, and the data of its
+/// runs.
 #[must_use]
 pub fn encode_patch(id: u64, patch: &LayerPatch, data: &[u8]) -> (Header, Vec<u8>) {
     debug_assert!(patch.fits(data.len()), "{patch:?} with {} bytes", data.len());

@@ -31,7 +31,7 @@ fn mend(bytes: &mut [u8; HEADER_BYTES]) {
     bytes[36..40].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Changes of bytes: at which place, and to which value.
+/// Returns changes of bytes: the place, and the value.
 fn changes() -> impl Strategy<Value = Vec<(prop::sample::Index, u8)>> {
     let byte = prop_oneof![any::<u8>(), Just(0), Just(0xff), Just(0x7f), Just(0x80), Just(0x10)];
     vec((any::<prop::sample::Index>(), byte), 0..6)
@@ -148,7 +148,7 @@ fn patch() -> Vec<u8> {
     encode_patch(9, &patch, &[b'x'; 8192]).1
 }
 
-/// A text of every kind that the protocol has.
+/// Returns a text of every kind that the protocol has.
 fn texts() -> Vec<Vec<u8>> {
     fn json(text: &impl Serialize) -> Vec<u8> {
         serde_json::to_vec(text).unwrap()

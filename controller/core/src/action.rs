@@ -156,7 +156,7 @@ pub enum AgentCall {
 }
 
 impl AgentCall {
-    /// The instance that the call is about: its failure is shown with that one.
+    /// Returns the instance that the call is about: its failure is shown with that one.
     #[must_use]
     pub fn instance(&self) -> InstanceKey {
         match self {
@@ -248,7 +248,7 @@ impl Decision {
         Decision::default()
     }
 
-    /// The replicas that it makes.
+    /// Returns the replicas that it makes.
     pub fn new_replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
         self.actions
             .iter()

@@ -55,7 +55,7 @@ pub struct Claims {
 }
 
 impl Claims {
-    /// All of them, by name.
+    /// Creates the claims, by name.
     #[must_use]
     pub fn new(all: BTreeMap<String, PersistentVolume>) -> Claims {
         let mut claims = Claims::default();

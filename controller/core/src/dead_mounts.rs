@@ -26,7 +26,7 @@ pub struct Plan {
     pub tell: Vec<(Pod, Vec<String>)>,
 }
 
-/// The nodes in sight that have dead mounts, with these.
+/// Returns the nodes in sight that have dead mounts, with these.
 #[must_use]
 pub fn nodes(agents: &Agents) -> Vec<(NodeName, Vec<DeadMount>)> {
     let synced = agents.by_node().iter().filter(|(_, view)| view.is_synced());

@@ -25,7 +25,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// The word for programs.
+    /// Returns the word for programs.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -59,7 +59,7 @@ pub struct Finding {
 }
 
 impl Check {
-    /// The worst of its findings.
+    /// Returns the worst of its findings.
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         self.findings.iter().map(|finding| finding.outcome).max().unwrap_or(Outcome::Passed)
@@ -99,7 +99,7 @@ pub fn examine(world: &World, agents: &Agents, controller: Controller<'_>) -> Ve
         .collect()
 }
 
-/// The worst first, and not too many.
+/// Returns the worst findings first, and not too many.
 fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.outcome));
     let more = findings.len().saturating_sub(FINDINGS_MAX);
@@ -349,7 +349,7 @@ impl<'a> Doctor<'a> {
     }
 }
 
-/// Name and message, if the condition of the volume does not hold.
+/// Returns name and message, if the condition of the volume does not hold.
 fn wrong(volume: &Volume, kind: ConditionType) -> Option<(&str, &str)> {
     let condition = volume.status.conditions.get(kind).filter(|condition| !condition.status)?;
     Some((volume.metadata.name.as_str(), condition.message.as_str()))

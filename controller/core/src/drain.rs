@@ -96,7 +96,7 @@ fn replicas_on<'a>(world: &'a World, node: &str) -> impl Iterator<Item = &'a Rep
     world.replicas_on(node)
 }
 
-/// The volumes that have an engine on `node`, or are to have one there.
+/// Returns the volumes that have an engine on `node`, or are to have one there.
 #[must_use]
 pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
     let engines = world.engines_on(node).map(|engine| engine.metadata.name.as_str());

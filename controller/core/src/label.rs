@@ -43,14 +43,14 @@ impl Label {
         Ok(Label(text.to_owned()))
     }
 
-    /// The label as text.
+    /// Returns the label as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-/// The labels of these texts.
+/// Returns the labels of these texts.
 ///
 /// # Errors
 /// [`LabelError`] for the first that is none.

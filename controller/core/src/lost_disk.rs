@@ -78,8 +78,8 @@ impl RemoveDisk {
         Ok(Change::Store(node))
     }
 
-    /// The node, with no new replicas on the disk from here on: none is placed there while its agent has it
-    /// be no disk any more.
+    /// Returns the node, with no new replicas on the disk from here on: none is placed there while its agent
+    /// has it be no disk any more.
     ///
     /// # Errors
     /// [`RequestError`] has the obstacle.

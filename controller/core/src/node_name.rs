@@ -43,7 +43,7 @@ impl NodeName {
         Ok(NodeName(text.to_owned()))
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

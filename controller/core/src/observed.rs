@@ -37,7 +37,7 @@ impl Agents {
         nodes.filter_map(|node| Some((node, self.by_node.get(node)?)))
     }
 
-    /// The agent of `node` shows this from now on.
+    /// Sets the view of the agent of `node`.
     pub fn insert(&mut self, node: NodeName, view: AgentView) {
         self.remove(&node);
         for volume in engines_of(&view) {
@@ -46,7 +46,7 @@ impl Agents {
         self.by_node.insert(node, view);
     }
 
-    /// No agent of `node` is configured any more.
+    /// Removes the agent of `node`, which is not configured any more.
     pub fn remove(&mut self, node: &NodeName) {
         // Without instances first, so that the index follows.
         if let Some(mut view) = self.get_mut(node) {
@@ -159,7 +159,7 @@ pub struct Failure {
 }
 
 impl AgentView {
-    /// The view of an agent that has not been reached yet.
+    /// Creates the view of an agent that has not been reached yet.
     #[must_use]
     pub fn new(address: impl Into<String>, now: Timestamp) -> AgentView {
         AgentView {
@@ -242,13 +242,13 @@ pub struct InstanceKey {
 }
 
 impl InstanceKey {
-    /// The engine of `volume`.
+    /// Returns the engine of `volume`.
     #[must_use]
     pub fn engine(volume: &VolumeName) -> InstanceKey {
         InstanceKey { kind: InstanceKind::Engine, name: volume.to_string() }
     }
 
-    /// A replica of `volume`.
+    /// Returns a replica of `volume`.
     #[must_use]
     pub fn replica(volume: &VolumeName, id: ReplicaId) -> InstanceKey {
         InstanceKey { kind: InstanceKind::Replica, name: ReplicaSpec::instance_name(volume, id) }
@@ -271,7 +271,7 @@ pub enum InstanceKind {
 }
 
 impl InstanceKind {
-    /// The word in messages.
+    /// Returns the word in messages.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -31,7 +31,7 @@ impl Directory {
     }
 }
 
-/// A name of a directory in its parts; none: it is no replica's.
+/// Parses the name of a directory; none if it is no replica's.
 #[must_use]
 pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
     let (volume, id) = name.rsplit_once('-')?;
@@ -58,7 +58,7 @@ pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
     orphans
 }
 
-/// The orphan of that name in that place.
+/// Returns the orphan of that name in that place.
 ///
 /// # Errors
 /// [`RequestError::NoOrphan`]: there is none, or it belongs to a volume. [`RequestError::LeftOut`]: it may.

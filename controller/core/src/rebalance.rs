@@ -43,7 +43,7 @@ pub struct Plan {
 }
 
 impl Gain {
-    /// The same for people.
+    /// Returns the same for people.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -230,7 +230,7 @@ impl Board {
         node.disks.iter_mut().find(|disk| disk.path == place.disk)
     }
 
-    /// A better place for one of a volume's replicas, which it then has.
+    /// Returns a better place for one of a volume's replicas, which it then has.
     fn find(&mut self, movable: &Movable, number: usize, wanted: fn(Gain) -> bool) -> Option<Move> {
         let Movable { volume, request, places } = movable;
         for other in places {

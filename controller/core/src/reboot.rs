@@ -116,7 +116,7 @@ impl Needed {
         }
     }
 
-    /// The nodes that volumes need, each with the volumes and why.
+    /// Returns the nodes that volumes need, each with the volumes and why.
     #[must_use]
     pub fn by_node(&self) -> BTreeMap<&NodeName, Vec<(&str, &str)>> {
         let mut nodes: BTreeMap<&NodeName, Vec<(&str, &str)>> = BTreeMap::new();

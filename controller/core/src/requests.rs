@@ -30,7 +30,7 @@ pub enum Change<T> {
     Store(T),
 }
 
-/// The volume of that name.
+/// Returns the volume of that name.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.

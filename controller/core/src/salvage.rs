@@ -32,8 +32,8 @@ pub struct Choice {
     pub losses: Vec<String>,
 }
 
-/// The arbiter of a volume that is salvaged to one replica: that is its last grant, so that no engine starts
-/// from others that know of nothing newer.
+/// Returns the arbiter of a volume that is salvaged to one replica: that is its last grant, so that no engine
+/// starts from others that know of nothing newer.
 #[must_use]
 pub fn arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
     // One is within the bound of a set.
@@ -104,7 +104,7 @@ impl Known {
         Choice { replica, possible: true, losses }
     }
 
-    /// The views in which writes may have been acknowledged without this replica.
+    /// Returns the views in which writes may have been acknowledged without this replica.
     fn lost_views(&self, replica: ReplicaId) -> Vec<String> {
         let without = |view: &&View| !view.members.contains(replica);
         let committed = self.committed.iter().filter(without).map(|view| {

@@ -79,7 +79,7 @@ pub enum Defaults {
     Absent,
 }
 
-/// The structural schema of `T`.
+/// Returns the structural schema of `T`.
 #[must_use]
 pub fn structural<T: JsonSchema>(defaults: Defaults) -> Value {
     let settings = SchemaSettings::openapi3().with(|settings| {
@@ -144,7 +144,7 @@ fn unwrap_optional(map: &mut Map<String, Value>) {
     }
 }
 
-/// A choice between words, each with its own description, becomes a list of words.
+/// Turns a choice between words, each with its own description, into a list of words.
 fn gather_words(map: &mut Map<String, Value>) {
     let Some(Value::Array(choices)) = map.get("oneOf") else { return };
     let words = |choice: &Value| match (choice.get("const"), choice.get("enum")) {

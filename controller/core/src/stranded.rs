@@ -198,7 +198,7 @@ pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Tim
     plan
 }
 
-/// The volumes of ours that the pod has there.
+/// Returns the volumes of ours that the pod has there.
 pub fn volumes_of<'a>(pod: &'a Pod, attachments: &'a [Attachment]) -> impl Iterator<Item = &'a Attachment> {
     attachments.iter().filter(move |attachment| attachment.is_ours && attachment.is_used_by(pod))
 }
@@ -223,7 +223,7 @@ fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timesta
     (pod.is_ended_by_force && !pod.finalizers.is_empty()).then(|| Why::Finalizers(pod.finalizers.clone()))
 }
 
-/// A driver of which the pod has a disk there, or may have.
+/// Returns a driver of which the pod has a disk there, or may have.
 fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Option<String> {
     let others = || attachments.iter().filter(|attachment| !attachment.is_ours);
     if let Some(other) = others().find(|attachment| attachment.is_used_by(pod)) {
@@ -255,7 +255,7 @@ pub struct Lost {
     pub look_again: Option<Duration>,
 }
 
-/// The machines that both Kubernetes and this controller have lost, and that a volume of ours is on.
+/// Returns the machines that both Kubernetes and this controller have lost, and that a volume of ours is on.
 #[must_use]
 pub fn lost(cluster: &Cluster, world: &World, agents: &Agents, now: Timestamp) -> Lost {
     let mut lost = Lost::default();

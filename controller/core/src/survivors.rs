@@ -160,7 +160,7 @@ mod tests {
     }
     use Is::{Empty, OnLostDisk, OnLostNode, Stale, Whole};
 
-    /// A detached volume with these replicas.
+    /// Returns a detached volume with these replicas.
     fn detached(replicas: &[Is]) -> Example {
         let mut example = Example::new();
         example.volume().status.state = VolumeState::Detached;

@@ -131,13 +131,13 @@ fn is_over(series: &Series, now: Timestamp) -> bool {
     since(series.last, now) > SERIES_WINDOW
 }
 
-/// A clock that was set back counts as no time having passed.
+/// Returns the time since then. If the clock was set back, no time counts as passed.
 fn since(start: Timestamp, now: Timestamp) -> Duration {
     let passed_ms = now.as_millisecond().saturating_sub(start.as_millisecond()).max(0);
     Duration::from_millis(passed_ms.unsigned_abs())
 }
 
-/// A name that no other event has: that of the object, and the time.
+/// Returns a name that no other event has: that of the object, and the time.
 fn name(object: &str, now: Timestamp) -> String {
     let end =
         object.char_indices().map(|(at, _)| at).find(|at| *at >= NAME_BYTES_MAX).unwrap_or(object.len());

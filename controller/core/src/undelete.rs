@@ -64,7 +64,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record of a replica that is about to be deleted, as text. `with_volume`: with its volume.
+    /// Returns the record of a replica that is about to be deleted, as text. `with_volume`: with its volume.
     #[must_use]
     pub fn of(volume: &Volume, replica: &Replica, with_volume: bool) -> String {
         let spec =
@@ -152,8 +152,8 @@ pub struct Undeletion {
     pub volume: Option<Volume>,
 }
 
-/// The directories that a volume of that name comes back with. They have to be in place before anything is
-/// stored.
+/// Returns the directories that a volume of that name comes back with. They have to be in place before
+/// anything is stored.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -307,8 +307,8 @@ impl<'a> Life<'a> {
                 || world.replicas_of(&self.name).any(|replica| replica.status.data == DataState::Present))
     }
 
-    /// The replicas of which a store has taken the spec and not the status. Also of those whose node does
-    /// not answer now: their directories are in place, as their specs are stored.
+    /// Returns the replicas of which a store has taken the spec and not the status. Also of those whose node
+    /// does not answer now: their directories are in place, as their specs are stored.
     fn half_stored(&self, world: &World, attach: u64, now: Timestamp) -> Vec<Replica> {
         let bare = world.replicas_of(&self.name).filter(|replica| replica.status.data != DataState::Present);
         let with_status = |replica: &Replica| {
@@ -324,7 +324,7 @@ impl<'a> Life<'a> {
         bare.map(with_status).collect()
     }
 
-    /// The replica as it was. `attach`: the number of the newest attachment of the volume.
+    /// Returns the replica as it was. `attach`: the number of the newest attachment of the volume.
     fn replica(&self, trashed: &Trashed, record: &Record, attach: u64, now: Timestamp) -> Replica {
         let mut replica = replica(trashed, record, now);
         if record.attach < attach {

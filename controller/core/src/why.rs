@@ -270,7 +270,7 @@ impl Teller<'_> {
         }
     }
 
-    /// No replica can repair the others.
+    /// Explains damage that no replica can repair.
     fn tell_damage(&mut self, engine: &Engine, node: &str) {
         self.say(format!(
             "Data of volume {} is damaged, and no replica has a sound copy: {} ranges since the engine \
@@ -297,7 +297,7 @@ impl Teller<'_> {
         ));
     }
 
-    /// An engine that lets nothing through, and whom it waits for.
+    /// Explains a frozen engine, and the replicas that it waits for.
     fn tell_frozen(&mut self) {
         let Some(shown) = self.shown else { return };
         if let Some(wanted) = &shown.grant_wanted {
@@ -335,7 +335,7 @@ impl Teller<'_> {
         self.hint_salvage();
     }
 
-    /// The agent of the engine's node is out of reach.
+    /// Explains that the agent of the engine's node is unreachable.
     fn tell_silence(&mut self) {
         let Some(node) = self.engine.and_then(|engine| engine.spec.node_id.clone()) else { return };
         if let Some(silence) = self.silence(&node) {
@@ -354,7 +354,7 @@ impl Teller<'_> {
         }
     }
 
-    /// Every replica that is no member, and every member that is late.
+    /// Explains every replica that is no member, and every member that is late.
     fn tell_members(&mut self, engine: &Engine) {
         for replica in self.replicas.clone() {
             let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);

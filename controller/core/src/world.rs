@@ -32,7 +32,7 @@ impl World {
         self.replicas_named(volume).filter(|replica| !replica.is_left_behind())
     }
 
-    /// The replicas that deleted volumes of that name have left behind.
+    /// Returns the replicas that deleted volumes of that name have left behind.
     pub fn left_behind<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
         self.replicas_named(volume).filter(|replica| replica.is_left_behind())
     }
@@ -47,7 +47,7 @@ impl World {
             .filter(move |replica| replica.spec.volume_name == *volume)
     }
 
-    /// The object of that key.
+    /// Returns the object of that key.
     #[must_use]
     pub fn get(&self, key: &Key) -> Option<Object> {
         match key.kind {
@@ -106,17 +106,17 @@ impl World {
         }
     }
 
-    /// The replica is about to be stored: its place is taken.
+    /// Reserves the place of a replica that is about to be stored.
     pub fn promise(&mut self, replica: Replica) {
         self.replicas.promise(replica);
     }
 
-    /// The replica of that name is stored, or will not be.
+    /// Drops the reservation of a replica that is stored, or will not be.
     pub fn forget_promise(&mut self, name: &str) {
         self.replicas.forget_promise(name);
     }
 
-    /// The keys of all objects.
+    /// Returns the keys of all objects.
     pub fn keys(&self) -> impl Iterator<Item = Key> {
         let volumes = self.volumes.keys().map(|name| Key::new(Kind::Volume, name));
         let engines = self.engines.keys().map(|name| Key::new(Kind::Engine, name));

@@ -141,7 +141,7 @@ fn attach_of(generation: &str) -> u64 {
     generation.split_once('.').and_then(|(attach, _)| attach.parse().ok()).unwrap_or(0)
 }
 
-/// None where a view is missing or makes no sense here: nothing may be concluded from the others then.
+/// Converts a report; none if a view is missing or invalid here: the others allow no conclusion then.
 fn report(committed: Option<v1::View>, proposed: Vec<v1::View>) -> Option<ReplicaReport> {
     let proposed = proposed.into_iter().map(view).collect::<Option<_>>()?;
     Some(ReplicaReport { committed: view(committed?)?, proposed })
@@ -151,7 +151,7 @@ fn copy(copy: &v1::CopyStatus) -> CopyView {
     CopyView { total_bytes: copy.total_bytes, left_bytes: copy.left_bytes, bytes_per_s: copy.bytes_per_s }
 }
 
-/// None for a view that makes no sense here: it cannot be granted.
+/// Converts a view; none for an invalid one, which cannot be granted.
 fn view(view: v1::View) -> Option<View> {
     let generation = Generation::new(view.attach, view.restart).of_nonce(view.nonce);
     let id = ViewId { generation, number: view.number };

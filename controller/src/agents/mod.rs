@@ -83,7 +83,7 @@ pub enum CallError {
 }
 
 impl CallError {
-    /// The code for the caller of the controller.
+    /// Returns the code for the caller of the controller.
     #[must_use]
     pub const fn code(&self) -> Code {
         match self {
@@ -223,7 +223,7 @@ impl Fleet {
         self.agents.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The keys of the nodes whose agents are known, stored or not.
+    /// Returns the keys of the nodes whose agents are known, stored or not.
     pub fn node_keys(&self) -> Vec<Key> {
         self.peers().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
     }
@@ -301,7 +301,8 @@ impl Fleet {
         result
     }
 
-    /// A call that an agent does not know has one remedy, for any message of gRPC.
+    /// Returns the error with its remedy: a call that an agent does not know has one remedy, for any message
+    /// of gRPC.
     fn blamed(&self, node: &NodeName, what: &'static str, error: CallError) -> CallError {
         match error {
             CallError::Refused { code: Code::Unimplemented, .. } => self.too_old(node, what),
@@ -436,7 +437,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// The directories of replicas on the disks of every node in reach, and the nodes that do not say.
+    /// Returns the directories of replicas on the disks of every reachable node, and the nodes without an
+    /// answer.
     pub async fn directories(&self) -> (Vec<Directory>, Vec<NodeName>) {
         let known: Vec<(NodeName, bool)> = {
             let agents = self.agents();
@@ -522,8 +524,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// The cluster that the node belongs to, as its agent says; empty: to none yet. And that of this
-    /// controller.
+    /// Returns the cluster of the node according to its agent; empty: none yet. And that of this controller.
     ///
     /// # Errors
     /// [`CallError`].

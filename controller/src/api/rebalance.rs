@@ -44,7 +44,8 @@ impl Api {
         }))
     }
 
-    /// Over all volumes and nodes that takes too long for a thread that serves others.
+    /// Plans on a thread of its own: over all volumes and nodes that takes too long for a thread that serves
+    /// others.
     async fn plan(&self, only: &[String]) -> Result<Plan, Status> {
         let limits = self.settings.scheduling;
         let survey = Survey::of(&self.store.world(), &self.fleet.agents(), limits, only)

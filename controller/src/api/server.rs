@@ -50,7 +50,7 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// The service over these.
+    /// Creates the service.
     #[must_use]
     pub fn new(
         store: Arc<dyn Store>,
@@ -67,7 +67,7 @@ impl Api {
         Api { attachments: Some(attachments), ..self }
     }
 
-    /// The same, which tells this of the controller itself.
+    /// Returns the same service with the diagnostics of the controller itself.
     #[must_use]
     pub fn with_diagnostics(self, diagnostics: Diagnostics) -> Api {
         Api { diagnostics: Some(diagnostics), ..self }

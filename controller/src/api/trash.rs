@@ -171,8 +171,8 @@ impl Api {
         world.left_behind(&name).any(is_asked)
     }
 
-    /// A deletion that was decided before the volume was stored may have moved directories since `before` was
-    /// listed. Returns the problems.
+    /// Restores directories again that a deletion may have moved since `before` was listed, if it was decided
+    /// before the volume was stored. Returns the problems.
     async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
         let FoundTrash { found, .. } = self.fleet.trash().await;
         let is_stored = |trashed: &Trashed| {
@@ -230,7 +230,7 @@ impl Api {
         }
     }
 
-    /// The volume last.
+    /// Stores the objects, the volume last.
     async fn put_undeleted(&self, undeletion: Undeletion) -> Result<(), StoreError> {
         let Undeletion { replicas, engine, volume } = undeletion;
         let objects = replicas.into_iter().map(Object::from);

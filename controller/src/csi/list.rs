@@ -127,7 +127,7 @@ fn differs(
     wanted.apply(world, secret, Timestamp::now()).map(drop).map_err(IntoCsiError::into_csi_error)
 }
 
-/// The volume that the next page comes after. It need not be there any more.
+/// Returns the volume that the next page comes after. It need not be there any more.
 fn after(token: &str) -> Result<Option<VolumeName>, CsiError> {
     if token.is_empty() {
         return Ok(None);

@@ -84,7 +84,7 @@ impl CsiController {
     }
 }
 
-/// A request, and when its answer has to be there.
+/// Returns a request, and the deadline of its answer.
 fn opened<T>(request: Request<T>) -> (T, Instant) {
     let deadline = Instant::now() + wait_limit(request.metadata());
     (request.into_inner(), deadline)

@@ -348,7 +348,7 @@ impl Session {
         Ok(end.unwrap_or(volume))
     }
 
-    /// A sentence for people, the volume for programs.
+    /// Formats a sentence for people, or the volume for programs.
     fn show(
         &self,
         volume: v1::Volume,

@@ -41,7 +41,7 @@ pub enum CtlError {
 }
 
 impl CtlError {
-    /// The code that the process ends with.
+    /// Returns the code that the process ends with.
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {

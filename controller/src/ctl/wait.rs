@@ -102,7 +102,7 @@ fn trouble<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a str> {
     condition(volume, kind).map(|condition| condition.message.as_str())
 }
 
-/// The condition, where it does not hold.
+/// Returns the condition, if it does not hold.
 fn condition<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a v1::Condition> {
     volume.conditions.iter().find(|condition| condition.r#type == kind && !condition.status)
 }

@@ -27,7 +27,7 @@ pub struct Attachment {
 /// A source of the volumes that Kubernetes has attached.
 #[async_trait]
 pub trait Attachments: Send + Sync {
-    /// The attachment that names the volume, unless Kubernetes is about to detach it.
+    /// Returns the attachment that names the volume, unless Kubernetes is about to detach it.
     ///
     /// # Errors
     /// The reason why that is unknown, in words.

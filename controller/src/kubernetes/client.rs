@@ -56,7 +56,7 @@ pub struct KubernetesConfig {
 }
 
 impl KubernetesConfig {
-    /// The image of guard pods, if there should be any.
+    /// Returns the image of guard pods, if there should be any.
     #[must_use]
     pub fn guards(&self) -> Option<&str> {
         match self.node_drain_policy {
@@ -94,7 +94,7 @@ pub async fn connect(config: &KubernetesConfig) -> Result<Client, ConnectError> 
     Client::try_from(found).map_err(ConnectError::Client)
 }
 
-/// A client for a command, whose connections may be silent for long.
+/// Returns a client for a command, whose connections may be silent for long.
 ///
 /// # Errors
 /// [`ConnectError`].
@@ -105,7 +105,7 @@ pub async fn client_of(kubeconfig: Option<&Path>, context: Option<&str>) -> Resu
     Client::try_from(found).map_err(ConnectError::Client)
 }
 
-/// The API server of that context, of the current one, or of the pod that this runs in.
+/// Returns the API server of that context, of the current one, or of the pod that this runs in.
 async fn find(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Config, ConnectError> {
     let options = KubeConfigOptions { context: context.map(str::to_owned), ..KubeConfigOptions::default() };
     match (kubeconfig, context) {

@@ -26,7 +26,7 @@ pub enum Rules {
     LeftOut,
 }
 
-/// The definition of a kind, as JSON.
+/// Returns the definition of a kind, as JSON.
 #[must_use]
 pub fn definition(kind: Kind, rules: Rules) -> Value {
     let (mut spec, status) = parts(kind);
@@ -76,7 +76,7 @@ pub fn definition(kind: Kind, rules: Rules) -> Value {
     })
 }
 
-/// The name of the definition of a kind.
+/// Returns the name of the definition of a kind.
 #[must_use]
 pub fn definition_name(kind: Kind) -> String {
     format!("{}.{GROUP}", plural(kind))
@@ -91,7 +91,7 @@ fn hash_of(schema: &Value) -> String {
     digest.as_ref().iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The definition as a YAML document.
+/// Returns the definition as a YAML document.
 ///
 /// # Errors
 /// The YAML library cannot write it.

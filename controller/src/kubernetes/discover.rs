@@ -39,7 +39,7 @@ impl Machines {
         Arc::new(Machines { machines: Mirror::new(), drivers: Mirror::new() })
     }
 
-    /// All of it, once it is known.
+    /// Returns the whole cluster, once it is known.
     #[must_use]
     pub fn cluster(&self) -> Option<Cluster> {
         Some(Cluster { machines: self.machines.all()?, drivers: self.drivers.all()? })
@@ -94,7 +94,7 @@ pub(super) fn is_ready(node: &Machine) -> bool {
     conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// The name that our driver has there.
+/// Returns the name that Shorthorn's driver has there.
 fn driver(node: &CSINode) -> Option<String> {
     let ours = node.spec.drivers.iter().find(|driver| driver.name == DRIVER_NAME);
     ours.map(|driver| driver.node_id.clone())

@@ -64,7 +64,7 @@ impl std::fmt::Debug for Teller {
     }
 }
 
-/// Both ends; `instance` is the name of this controller.
+/// Creates both ends; `instance` is the name of this controller.
 #[must_use]
 pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Teller) {
     let (sender, receiver) = mpsc::channel(QUEUE_MAX);
@@ -229,7 +229,7 @@ fn of_pod(about: &Namespaced, uid: String) -> ObjectReference {
     }
 }
 
-/// The text, as long as it may be.
+/// Returns the text, cut to the maximum length.
 fn cut(text: &str) -> String {
     const MORE: &str = "...";
     if text.len() <= NOTE_BYTES_MAX {

@@ -20,7 +20,7 @@ const INSTALLATION: &str = "installation.shorthorn.io";
 /// The service account of the controller, which checks by itself.
 const SERVICE_ACCOUNT: &str = "shorthorn-controller";
 
-/// The policies and their bindings, for an installation in `namespace`.
+/// Returns the policies and their bindings, for an installation in `namespace`.
 #[must_use]
 pub fn documents(namespace: &str) -> Vec<Value> {
     vec![
@@ -46,7 +46,7 @@ pub fn documents(namespace: &str) -> Vec<Value> {
     ]
 }
 
-/// The same as a file of YAML documents.
+/// Returns the same as a file of YAML documents.
 ///
 /// # Errors
 /// The YAML library cannot write it.
@@ -83,7 +83,7 @@ fn not_the_controller(namespace: &str) -> Value {
     json!([{ "name": "not-the-controller", "expression": format!("request.userInfo.username != '{user}'") }])
 }
 
-/// The definitions of our kinds, and the namespace.
+/// Returns the definitions of Shorthorn's kinds, and the namespace.
 fn is_ours(namespace: &str) -> Value {
     let definitions: Vec<String> = ORDER.iter().map(|kind| format!("'{}.{GROUP}'", plural(*kind))).collect();
     let expression = format!(

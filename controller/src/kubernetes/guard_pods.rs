@@ -226,7 +226,7 @@ impl GuardPods {
         unless_code(bounded(there.budgets.create(&PostParams::default(), &object)).await, 409)
     }
 
-    /// False: one of that name is there already.
+    /// Makes a pod. Returns false if one of that name exists already.
     async fn make_pod(&self, there: &There, name: &str, guard: &Guard) -> Result<bool, CallError> {
         let image = self.image.as_deref().unwrap_or_default();
         let pod: Pod = object(&pod(image, name, guard))?;
@@ -247,7 +247,7 @@ impl GuardPods {
     }
 }
 
-/// The volume that the object is about; a node is about none.
+/// Returns the volume that the object is about; a node is about none.
 fn volume_of(key: &Key) -> Option<&str> {
     match key.kind {
         Kind::Volume | Kind::Engine => Some(&key.name),
@@ -283,7 +283,7 @@ async fn budget_resource(client: &Client) -> ApiResource {
     }
 }
 
-/// An object as a type has it.
+/// Parses an object.
 fn object<T: DeserializeOwned>(value: &Value) -> Result<T, CallError> {
     T::deserialize(value).map_err(|error| kube::Error::SerdeError(error).into())
 }
@@ -346,7 +346,7 @@ fn pod(image: &str, name: &str, guard: &Guard) -> Value {
     })
 }
 
-/// None: it is another pod.
+/// Parses a guard pod; none if it is another pod.
 fn guard_pod(pod: &Pod) -> Option<GuardPod> {
     let uid = pod.labels().get(NODE_LABEL)?.clone();
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
@@ -359,7 +359,7 @@ fn guard_pod(pod: &Pod) -> Option<GuardPod> {
     })
 }
 
-/// None: it is another budget.
+/// Returns the node of a guard's budget; none if it is another budget.
 fn guarded_node(budget: &DynamicObject) -> Option<String> {
     budget.labels().get(NODE_LABEL).cloned()
 }

@@ -61,7 +61,7 @@ fn time_left(since_renewal: Duration) -> Option<Duration> {
     HOLD_LIMIT.checked_sub(since_renewal).filter(|left| !left.is_zero())
 }
 
-/// `lease` in our hands.
+/// Returns `lease` as taken by this controller.
 fn taken(lease: Lease, identity: &str, now: Timestamp) -> Lease {
     let old = lease.spec.unwrap_or_default();
     let spec = LeaseSpec {

@@ -33,7 +33,7 @@ pub const FIELD_MANAGER: &str = "shorthorn-controller";
 /// All kinds, in an order in which referring ones come first.
 pub const KINDS: [Kind; 4] = [Kind::Node, Kind::Replica, Kind::Engine, Kind::Volume];
 
-/// The name of the kind in objects.
+/// Returns the name of the kind in objects.
 #[must_use]
 pub const fn kind_name(kind: Kind) -> &'static str {
     match kind {
@@ -44,7 +44,7 @@ pub const fn kind_name(kind: Kind) -> &'static str {
     }
 }
 
-/// The name of the kind in paths.
+/// Returns the name of the kind in paths.
 #[must_use]
 pub fn plural(kind: Kind) -> String {
     format!("{}s", kind.as_str())

@@ -102,7 +102,7 @@ impl Workloads for ClusterWorkloads {
     }
 }
 
-/// The claims that a pod uses, as NAMESPACE/NAME.
+/// Returns the claims that a pod uses, as NAMESPACE/NAME.
 fn claims_of(pod: &Pod) -> impl Iterator<Item = String> {
     let namespace = pod.namespace().unwrap_or_default();
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());

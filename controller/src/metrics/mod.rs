@@ -36,25 +36,25 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// A run over an object has ended.
+    /// Counts a run over an object.
     pub fn reconciled(&self, kind: Kind, is_ok: bool, took: Duration) {
         self.reconciles.count(&[("kind", kind.as_str()), ("result", if is_ok { "ok" } else { "error" })]);
         self.reconcile_durations.observe(&[("kind", kind.as_str())], took);
     }
 
-    /// An agent has answered, or has not.
+    /// Counts an answer of an agent, or the lack of one.
     pub fn called_agent(&self, method: &'static str, code: &str, took: Duration) {
         self.agent_calls.count(&[("method", method), ("code", code)]);
         self.agent_call_durations.observe(&[("method", method)], took);
     }
 
-    /// A call over CSI has ended.
+    /// Counts a call over CSI.
     pub fn answered_csi(&self, method: &'static str, code: &str, took: Duration) {
         self.csi_calls.count(&[("method", method), ("code", code)]);
         self.csi_call_durations.observe(&[("method", method)], took);
     }
 
-    /// A pod of a lost node was ended, or an attachment there, or could not be.
+    /// Counts a pod of a lost node that was released, or an attachment there, or a failure of that.
     pub fn released(&self, object: &'static str, is_ok: bool) {
         self.releases.count(&[("object", object), ("result", if is_ok { "ok" } else { "error" })]);
     }

@@ -40,7 +40,7 @@ impl Readiness {
         *self.state() = State { phase, away: None };
     }
 
-    /// The store, or the API server, has answered, or it has not.
+    /// Records whether the store, or the API server, has answered.
     pub fn heard(&self, error: Option<String>) {
         self.state().away = error;
     }

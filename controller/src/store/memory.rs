@@ -16,7 +16,7 @@ pub struct MemoryStore {
 }
 
 impl MemoryStore {
-    /// An empty store.
+    /// Creates an empty store.
     #[must_use]
     pub fn new() -> MemoryStore {
         MemoryStore { cache: Cache::new(World::default()), revision: Mutex::new(0) }

@@ -41,13 +41,14 @@ pub trait Store: Send + Sync + 'static {
     /// Reserves the places of replicas that are about to be stored.
     fn promise(&self, replicas: Vec<Replica>);
 
-    /// The replicas of these names are stored, or will not be.
+    /// Drops the reservations of replicas that are stored, or will not be.
     fn forget_promises(&self, names: &[String]);
 
-    /// The key of everything that is written from now on.
+    /// Returns the key of everything that is written from now on.
     fn changes(&self) -> broadcast::Receiver<Key>;
 
-    /// The cluster whose volumes it keeps: the same for every controller with this store, and for no other.
+    /// Returns the cluster whose volumes it keeps: the same for every controller with this store, and for no
+    /// other.
     fn cluster(&self) -> &str;
 
     /// The number of this leader, which rises with every leader; none: the store has one controller at a

@@ -111,8 +111,8 @@ impl Worker {
         self.queue.done(&key, outcome);
     }
 
-    /// A decision, the version of the object that it is about, and the names of the new replicas whose places
-    /// are promised until it is carried out.
+    /// Returns a decision, the version of the object that it is about, and the names of the new replicas
+    /// whose places are promised until it is carried out.
     fn decide_and_promise(&self, key: &Key) -> Result<(Decision, u64, Vec<String>), getrandom::Error> {
         let gives = gives_space_away(&self.store.world(), key);
         let _placing = gives.then(|| self.placing.lock().unwrap_or_else(PoisonError::into_inner));

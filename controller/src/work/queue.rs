@@ -75,7 +75,7 @@ impl Queue {
         Queue::default()
     }
 
-    /// An empty queue.
+    /// Creates an empty queue.
     #[must_use]
     pub fn with_urgent(is_urgent: impl Fn(&Key) -> bool + Send + Sync + 'static) -> Queue {
         Queue { is_urgent: Some(Box::new(is_urgent)), ..Queue::default() }
@@ -113,7 +113,7 @@ impl Queue {
         self.wake.notify_one();
     }
 
-    /// The next object, or the next urgent one; waits until there is one. For one caller only.
+    /// Returns the next object, or the next urgent one; waits until one is ready. For one caller only.
     pub async fn next(&self, only_urgent: bool) -> Key {
         loop {
             let due = self.state().take_due(Instant::now());
@@ -141,7 +141,7 @@ impl Queue {
         }
     }
 
-    /// The run over `key` has ended.
+    /// Ends the run over `key`.
     pub fn done(&self, key: &Key, outcome: Outcome) {
         let mut state = self.state();
         state.active.remove(key);

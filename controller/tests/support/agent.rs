@@ -171,12 +171,12 @@ impl FakeAgent {
         self.state().in_use = by.map(ToOwned::to_owned);
     }
 
-    /// From now on devices are not resized while they are there.
+    /// Keeps the size of existing devices from now on.
     pub fn keep_device_size(&self, why: &str) {
         self.state().keeps_size = Some(why.to_owned());
     }
 
-    /// The size of the device of a volume.
+    /// Returns the size of the device of a volume.
     pub fn engine_size(&self, volume: &str) -> u64 {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         match &self.state().instances[&key].detail {
@@ -185,7 +185,7 @@ impl FakeAgent {
         }
     }
 
-    /// The engine says that this replica left its view.
+    /// Reports that this replica has left the view of the engine.
     pub fn fail_member(&self, volume: &str, replica_id: &str) {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         let mut state = self.state();
@@ -218,7 +218,7 @@ impl FakeAgent {
         engine.clone()
     }
 
-    /// The engine has lost `lost` and half of its view is left: it waits for the arbiter.
+    /// Freezes the engine, which has lost `lost` and has half of its view left: it waits for the arbiter.
     pub fn freeze(&self, volume: &str, lost: &str) {
         self.engine(volume, |engine| {
             let view = |number, ids: Vec<String>| v1::View {
@@ -242,7 +242,7 @@ impl FakeAgent {
         });
     }
 
-    /// The volumes whose engines here rebuild a replica.
+    /// Returns the volumes whose engines here rebuild a replica.
     pub fn rebuilding(&self) -> Vec<String> {
         let state = self.state();
         let engines = state.instances.iter().filter_map(|((_, name), instance)| match &instance.detail {
@@ -254,7 +254,7 @@ impl FakeAgent {
         rebuilding.map(|(name, _)| name.clone()).collect()
     }
 
-    /// The engine of `volume`, if it runs here, says that its rebuilds have so much left.
+    /// Sets the rest of the rebuilds of the engine of `volume`, if it runs here.
     pub fn show_progress(&self, volume: &str, left_bytes: u64) {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         let mut state = self.state();
@@ -267,7 +267,7 @@ impl FakeAgent {
         self.send(Type::Set, changed);
     }
 
-    /// The node restarts: every process is gone, every directory stays.
+    /// Restarts the node: every process is gone, every directory stays.
     pub fn reboot(&self) {
         let gone = std::mem::take(&mut self.state().instances);
         for instance in gone.into_values() {
@@ -275,7 +275,7 @@ impl FakeAgent {
         }
     }
 
-    /// A directory is lost.
+    /// Loses a directory.
     pub fn lose_directory(&self, name: &str) {
         assert!(self.state().directories.remove(name), "{name} is not there");
     }
@@ -285,7 +285,7 @@ impl FakeAgent {
         self.state().directories.insert(name.to_owned());
     }
 
-    /// The view that the directory of a replica says is committed.
+    /// Sets the committed view in the directory of a replica.
     pub fn set_view(&self, name: &str, view: v1::View) {
         self.state().views.insert(name.to_owned(), view);
     }

@@ -104,7 +104,7 @@ impl Cluster {
         child.kill().await.unwrap();
     }
 
-    /// SIGTERM; the controller must end well.
+    /// Stops the controller with SIGTERM; it must end well.
     pub async fn stop_controller(&mut self) {
         let mut child = self.controller.take().unwrap();
         let pid = child.id().unwrap().to_string();
@@ -135,7 +135,7 @@ impl Cluster {
         timeout(LIMIT * 2, self.ctl(words).output()).await.unwrap().unwrap()
     }
 
-    /// Standard output of a command that must work.
+    /// Returns the standard output of a command that must work.
     pub async fn ok(&self, words: &[&str]) -> String {
         let output = self.run(words).await;
         let error = String::from_utf8_lossy(&output.stderr);
@@ -144,7 +144,7 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Exit code and standard error of a command that must fail.
+    /// Returns exit code and standard error of a command that must fail.
     pub async fn fails(&self, words: &[&str]) -> (i32, String) {
         let output = self.run(words).await;
         assert!(!output.status.success(), "{words:?} should fail");

@@ -29,7 +29,7 @@ fn outcome<T>(answer: Result<tonic::Response<T>, Status>) -> Outcome<T> {
     answer.map(tonic::Response::into_inner).map_err(|status| (status.code(), status.message().to_owned()))
 }
 
-/// The code of an outcome.
+/// Returns the code of an outcome.
 pub fn code<T>(outcome: &Outcome<T>) -> Code {
     outcome.as_ref().err().map_or(Code::Ok, |(code, _)| *code)
 }
@@ -109,7 +109,7 @@ impl Caller {
         self.get(id).await.unwrap().status.unwrap().published_node_ids
     }
 
-    /// The ids of all volumes.
+    /// Returns the ids of all volumes.
     pub async fn ids(&mut self) -> Vec<String> {
         let entries = self.list(0, "").await.unwrap().entries;
         entries.into_iter().map(|entry| entry.volume.unwrap().volume_id).collect()
@@ -134,7 +134,7 @@ pub fn range(required_bytes: i64, limit_bytes: i64) -> Option<v1::CapacityRange>
     Some(v1::CapacityRange { required_bytes, limit_bytes })
 }
 
-/// A volume of a GiB.
+/// Returns a volume of a GiB.
 pub fn create(name: &str) -> v1::CreateVolumeRequest {
     v1::CreateVolumeRequest {
         name: name.into(),

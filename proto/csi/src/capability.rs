@@ -139,8 +139,8 @@ fn mount_flag(flag: &str) -> Result<(), CsiError> {
     Ok(())
 }
 
-/// The options of a list. Commas in double quotes, as in an SELinux context with categories, do not separate.
-/// None where a quote is not closed.
+/// Returns the options of a list. Commas in double quotes, as in an SELinux context with categories, do not
+/// separate. None where a quote is not closed.
 pub fn options(list: &str) -> Option<Vec<&str>> {
     let mut quoted = false;
     let separates = |c: char| {
@@ -162,7 +162,7 @@ pub enum FsKind {
 }
 
 impl FsKind {
-    /// The kind of that name.
+    /// Returns the kind of that name.
     #[must_use]
     pub fn of(name: &str) -> Option<FsKind> {
         match name {

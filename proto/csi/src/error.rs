@@ -46,7 +46,7 @@ pub enum CsiError {
 }
 
 impl CsiError {
-    /// Another call for the same volume is under way.
+    /// Returns the error that another call for the same volume is under way.
     #[must_use]
     pub fn busy(volume: &VolumeName) -> CsiError {
         CsiError::Aborted(format!("another call for volume {volume} is under way"))
@@ -57,7 +57,7 @@ impl CsiError {
         move |error| CsiError::Internal(format!("{what}: {error}"))
     }
 
-    /// The same, where not everything could be undone.
+    /// Returns the same, if not everything could be reverted.
     pub fn not_undone(self, undo: &CsiError) -> CsiError {
         CsiError::Unavailable(format!("{self}; and it could not be undone: {undo}"))
     }

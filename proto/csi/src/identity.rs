@@ -32,8 +32,8 @@ impl Identity {
         }
     }
 
-    /// Ready only while `ready` says so. Until then Probe answers that, and every other call is refused as
-    /// unavailable.
+    /// Returns an identity that is ready only while `ready` says so. Until then Probe answers that, and every
+    /// other call is refused as unavailable.
     #[must_use]
     pub fn ready_while(self, ready: Arc<AtomicBool>) -> Identity {
         Identity { ready, ..self }

@@ -13,7 +13,7 @@ pub struct SizeRange {
     pub limit_bytes: u64,
 }
 
-/// The size that is asked for.
+/// Parses the requested size.
 ///
 /// # Errors
 /// [`CsiError::Invalid`] for a negative size, [`CsiError::OutOfRange`] if the limit is below the minimum.

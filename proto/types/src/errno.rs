@@ -32,13 +32,13 @@ impl Errno {
         if raw > 0 && raw < 4096 { Errno(raw) } else { Errno::IO }
     }
 
-    /// The errno of a failed std I/O call.
+    /// Returns the errno of a failed std I/O call.
     #[must_use]
     pub fn of(error: &std::io::Error) -> Errno {
         error.raw_os_error().map_or(Errno::IO, Errno::new)
     }
 
-    /// The positive number.
+    /// Returns the positive number.
     #[must_use]
     pub const fn raw(self) -> i32 {
         self.0

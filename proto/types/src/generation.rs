@@ -28,13 +28,13 @@ impl Generation {
     /// The number of random bits of a nonce: as many as a number in JSON has for every reader.
     const NONCE_BITS: u32 = 53;
 
-    /// The generation `attach`.`restart`, below all that an engine draws for this pair.
+    /// Creates the generation `attach`.`restart`, below all that an engine draws for this pair.
     #[must_use]
     pub const fn new(attach: u64, restart: u32) -> Generation {
         Generation { attach, restart, nonce: 0 }
     }
 
-    /// The same pair, with the nonce that `random` falls on.
+    /// Returns the same pair, with the nonce that `random` selects.
     #[must_use]
     pub const fn with_nonce(self, random: u64) -> Generation {
         Generation { nonce: random >> (u64::BITS - Generation::NONCE_BITS), ..self }

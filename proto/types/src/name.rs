@@ -44,7 +44,7 @@ impl VolumeName {
         Ok(VolumeName(text.to_owned()))
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

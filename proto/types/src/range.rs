@@ -47,7 +47,7 @@ impl ByteRange {
     /// The empty range.
     pub const EMPTY: ByteRange = ByteRange { offset_bytes: 0, length_bytes: 0 };
 
-    /// The range of `length_bytes` at `offset_bytes`.
+    /// Creates the range of `length_bytes` at `offset_bytes`.
     ///
     /// # Errors
     /// [`RangeError::Overflow`] where the end does not fit 64 bits.
@@ -88,7 +88,7 @@ impl ByteRange {
         self.length_bytes
     }
 
-    /// The first byte after the range.
+    /// Returns the first byte after the range.
     #[must_use]
     pub const fn end(self) -> u64 {
         self.offset_bytes + self.length_bytes
@@ -106,7 +106,7 @@ impl ByteRange {
         self.offset_bytes < other.end() && other.offset_bytes < self.end()
     }
 
-    /// The range grown to whole blocks of [`BLOCK_BYTES`].
+    /// Returns the range grown to whole blocks of [`BLOCK_BYTES`].
     #[must_use]
     pub const fn grown_to_blocks(self) -> ByteRange {
         let start = self.offset_bytes / BLOCK_BYTES * BLOCK_BYTES;

@@ -64,14 +64,14 @@ pub struct MarkRegions {
 }
 
 impl MarkRegions {
-    /// The mark that has a replica store `stamp` with its write intents.
+    /// Returns the mark that has a replica store `stamp` with its write intents.
     #[must_use]
     pub const fn stamp(stamp: u32) -> MarkRegions {
         let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
         MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 }
     }
 
-    /// The mark that has a replica delete its account of the regions that `replica` has missed.
+    /// Returns the mark that has a replica delete its account of the regions that `replica` has missed.
     #[must_use]
     pub const fn forget(replica: ReplicaId) -> MarkRegions {
         let (of, action) = (RegionsOf::Missed(replica), MarkAction::Forget);
@@ -105,7 +105,7 @@ pub struct Regions {
 }
 
 impl Regions {
-    /// The regions of a volume of `size_bytes`.
+    /// Returns the regions of a volume of `size_bytes`.
     #[must_use]
     pub const fn of(size_bytes: u64) -> Regions {
         let mut region_bytes = REGION_BYTES_MIN;
@@ -115,13 +115,13 @@ impl Regions {
         Regions { size_bytes, region_bytes }
     }
 
-    /// The size of the volume.
+    /// Returns the size of the volume.
     #[must_use]
     pub const fn size_bytes(self) -> u64 {
         self.size_bytes
     }
 
-    /// Bytes of one region, a power of two; the last one may be shorter.
+    /// Returns the bytes of one region, a power of two; the last one may be shorter.
     #[must_use]
     pub const fn region_bytes(self) -> u64 {
         self.region_bytes
@@ -143,7 +143,7 @@ impl Regions {
         if range.is_empty() { start as u32..start as u32 } else { start as u32..end as u32 }
     }
 
-    /// The regions that lie in `range` with all that the volume has of them.
+    /// Returns the regions that lie in `range` with all that the volume has of them.
     #[must_use]
     #[allow(clippy::cast_possible_truncation)] // at most REGIONS_MAX
     pub fn within(self, range: ByteRange) -> Range<u32> {
@@ -155,7 +155,7 @@ impl Regions {
         start as u32..end.max(start) as u32
     }
 
-    /// The bytes of a run of regions, as far as the volume has them.
+    /// Returns the bytes of a run of regions, as far as the volume has them.
     #[must_use]
     pub fn bytes(self, run: Range<u32>) -> ByteRange {
         let start = (u64::from(run.start) * self.region_bytes).min(self.size_bytes);
@@ -163,7 +163,7 @@ impl Regions {
         ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY)
     }
 
-    /// The bytes of `region`; empty past the end of the volume.
+    /// Returns the bytes of `region`; empty past the end of the volume.
     #[must_use]
     pub fn range(self, region: u32) -> ByteRange {
         let start = (u64::from(region) * self.region_bytes).min(self.size_bytes);
@@ -181,13 +181,13 @@ pub struct RegionSet {
 }
 
 impl RegionSet {
-    /// The empty set for a volume of `regions` regions.
+    /// Returns the empty set for a volume of `regions` regions.
     #[must_use]
     pub fn empty(regions: u32) -> RegionSet {
         RegionSet { words: vec![0; regions.div_ceil(64) as usize].into(), limit: regions, len: 0 }
     }
 
-    /// All regions of a volume of `regions` regions.
+    /// Returns the set of all regions of a volume of `regions` regions.
     #[must_use]
     pub fn full(regions: u32) -> RegionSet {
         let mut all = RegionSet::empty(regions);
@@ -313,7 +313,7 @@ impl RegionSet {
         self.len = 0;
     }
 
-    /// The first region of the set from `from` on.
+    /// Returns the first region of the set from `from` on.
     #[must_use]
     pub fn next(&self, from: u32) -> Option<u32> {
         let mut at = from as usize / 64;
@@ -326,7 +326,7 @@ impl RegionSet {
         Some(base + word.trailing_zeros())
     }
 
-    /// The regions in order.
+    /// Returns the regions in order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         let mut from = 0;
         std::iter::from_fn(move || {
@@ -336,7 +336,7 @@ impl RegionSet {
         })
     }
 
-    /// The longest runs of regions that are in the set, in order, from `from` on.
+    /// Returns the longest runs of regions that are in the set, in order, from `from` on.
     pub fn runs(&self, from: u32) -> impl Iterator<Item = Range<u32>> + '_ {
         let mut from = from;
         std::iter::from_fn(move || {

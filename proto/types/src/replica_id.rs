@@ -24,7 +24,7 @@ impl ReplicaId {
     /// The number of different ids.
     pub const COUNT: u64 = BASE.pow(DIGITS);
 
-    /// The id that `random` falls on.
+    /// Returns the id that `random` selects.
     #[must_use]
     pub const fn from_random(random: u64) -> ReplicaId {
         ReplicaId(random % Self::COUNT)

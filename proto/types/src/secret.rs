@@ -18,13 +18,13 @@ pub struct Secret([u8; SECRET_BYTES]);
 pub struct SecretError;
 
 impl Secret {
-    /// The secret that these random bytes are.
+    /// Makes a secret of these random bytes.
     #[must_use]
     pub const fn new(random: [u8; SECRET_BYTES]) -> Secret {
         Secret(random)
     }
 
-    /// The bytes, for the agents.
+    /// Returns the bytes, for the agents.
     #[must_use]
     pub const fn bytes(&self) -> &[u8; SECRET_BYTES] {
         &self.0

@@ -55,7 +55,7 @@ pub struct ReplicaReport {
 }
 
 impl ReplicaReport {
-    /// All views in it, the committed one first.
+    /// Returns all views in it, the committed one first.
     pub fn views(&self) -> impl Iterator<Item = &View> {
         std::iter::once(&self.committed).chain(&self.proposed)
     }
@@ -78,7 +78,7 @@ impl Members {
     /// The empty set.
     pub const NONE: Members = Members { ids: [None; MAX_MEMBERS], count: 0 };
 
-    /// The set of `ids`; repeated ones count once.
+    /// Creates the set of `ids`; repeated ones count once.
     ///
     /// # Errors
     /// [`TooManyMembers`].
@@ -119,7 +119,7 @@ impl Members {
         self.iter().any(|member| member == id)
     }
 
-    /// All, in order.
+    /// Returns all members in order.
     pub fn iter(&self) -> impl Iterator<Item = ReplicaId> + '_ {
         self.ids.iter().flatten().copied()
     }
@@ -140,13 +140,13 @@ impl Members {
         self.filter(|id| other.contains(id))
     }
 
-    /// All but `id`.
+    /// Returns all members but `id`.
     #[must_use]
     pub fn without(&self, id: ReplicaId) -> Members {
         self.filter(|member| member != id)
     }
 
-    /// All and `id`.
+    /// Returns all members and `id`.
     ///
     /// # Errors
     /// [`TooManyMembers`].

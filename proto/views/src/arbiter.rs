@@ -90,7 +90,7 @@ pub enum NotGranted {
 }
 
 impl NotGranted {
-    /// The grant that the engine did not know of: it has to honour it when it starts again.
+    /// Returns the grant that the engine did not know of: it has to honour it when it starts again.
     #[must_use]
     pub fn granted(&self) -> Option<View> {
         match self {
@@ -101,20 +101,20 @@ impl NotGranted {
 }
 
 impl Arbiter {
-    /// The view that was granted last: an engine is given it when it is attached, and honours it.
+    /// Returns the view that was granted last: an engine is given it when it is attached, and honours it.
     #[must_use]
     pub fn granted(&self) -> Option<View> {
         self.granted
     }
 
-    /// The record turns out to be older than the volume; attachment `since`, which is newer than all that is
-    /// known of, was drawn because of that. Nothing is granted until [`Arbiter::renewed`].
+    /// Marks the record as older than the volume; attachment `since`, which is newer than all known ones, was
+    /// drawn because of that. Nothing is granted until [`Arbiter::renewed`].
     #[must_use]
     pub fn stale(&self, since: u64) -> Arbiter {
         Arbiter { granted: self.granted, stale_since: since }
     }
 
-    /// From which attachment on the record is known to be stale, if it is.
+    /// Returns the attachment from which on the record is known to be stale, if it is.
     #[must_use]
     pub fn stale_since(&self) -> Option<u64> {
         Some(self.stale_since).filter(|since| *since > 0)
@@ -160,7 +160,7 @@ impl Arbiter {
         Ok(Arbiter { granted: Some(target), stale_since: 0 })
     }
 
-    /// The engine has to know of the last grant, or of something committed since.
+    /// Checks that the engine knows the last grant, or something committed since.
     fn check_order(&self, target: View, honoured: &ReplicaReport) -> Result<(), NotGranted> {
         let Some(granted) = self.granted else { return Ok(()) };
         if target.id <= granted.id {
@@ -173,8 +173,8 @@ impl Arbiter {
     }
 }
 
-/// The target is newer than every view that it honours and part of each, and at least half of each has stored
-/// it.
+/// Checks that the target is newer than every view that it honours and part of each, and that at least half
+/// of each has stored it.
 fn check_quorum(target: View, honoured: &ReplicaReport, stored: &Members) -> Result<(), NotGranted> {
     if !target.members.is_subset_of(stored) {
         let missing = target.members.filter(|id| !stored.contains(id));

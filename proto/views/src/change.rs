@@ -35,7 +35,7 @@ impl Change {
         Change { honoured, target, stored: Members::NONE, granted: false }
     }
 
-    /// `replica` has stored the proposal durably.
+    /// Records that `replica` has stored the proposal durably.
     pub fn stored(&mut self, replica: ReplicaId) {
         // More replicas than fit a set cannot be proposed to: an error here changes nothing.
         if let Ok(stored) = self.stored.with(replica) {
@@ -43,7 +43,7 @@ impl Change {
         }
     }
 
-    /// The arbiter has recorded the grant.
+    /// Records the grant of the arbiter.
     pub fn granted(&mut self) {
         self.granted = true;
     }

@@ -137,9 +137,9 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
 
-/// The replicas that hold every acknowledged write by their views, but lack stamps that another one of these
-/// replicas has. The stamp of a replica that is being rebuilt does not count: it may be older than the
-/// rebuild.
+/// Returns the replicas that hold every acknowledged write by their views, but lack stamps that another one
+/// of these replicas has. The stamp of a replica that is being rebuilt does not count: it may be older than
+/// the rebuild.
 fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
     let holders = || witnesses.iter().filter(|witness| basis.members.contains(witness.replica));
     let newest = holders().filter(|holder| !holder.rebuilding).filter_map(|holder| holder.stamp).max();
@@ -306,7 +306,7 @@ mod tests {
         assert!(none.unfit[0].1.contains("lacks data"));
     }
 
-    /// The plan with the reports of all, if it is possible without some of them as members.
+    /// Returns the plan with the reports of all, if it is possible without some of them as members.
     fn without(witnesses: &[Witness], offenders: &[u64]) -> Option<Plan> {
         plan(witnesses, None).ok()?.without(&ids(offenders), witnesses, None)
     }

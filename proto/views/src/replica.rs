@@ -60,7 +60,7 @@ pub enum Refused {
 }
 
 impl ReplicaViews {
-    /// A replica that was just made for a volume whose first view is `first`.
+    /// Creates a replica that was just made for a volume whose first view is `first`.
     #[must_use]
     pub fn new(first: View) -> ReplicaViews {
         ReplicaViews {
@@ -69,7 +69,7 @@ impl ReplicaViews {
         }
     }
 
-    /// The generation that holds the replica.
+    /// Returns the generation that holds the replica.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.generation
@@ -81,7 +81,7 @@ impl ReplicaViews {
         &self.report
     }
 
-    /// An engine of `generation` opens the replica.
+    /// Opens the replica for an engine of `generation`.
     ///
     /// # Errors
     /// [`Refused::Fenced`] where a newer one holds it.
@@ -135,7 +135,7 @@ impl ReplicaViews {
         Ok(())
     }
 
-    /// The engine says that `view` is through: it clears everything older.
+    /// Commits `view`, which clears everything older.
     ///
     /// # Errors
     /// [`Refused`].

@@ -24,7 +24,7 @@ struct Volume {
     arbiter: Arbiter,
 }
 
-/// Both are members, the second leaves with a grant, and comes back.
+/// Makes a volume of which both are members; the second leaves with a grant, and comes back.
 fn used(generation: Generation) -> Volume {
     let first = view(Generation::NEVER, 0, &[1, 2]);
     let mut volume = Volume {

@@ -10,7 +10,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// All addresses of 127.0.0.0/8 are this host's.
 const PORT: u16 = 9510;
 
-/// An address of the loopback device that no other test has.
+/// Returns an address of the loopback device that no other test has.
 #[must_use]
 pub fn own_address() -> SocketAddr {
     static NEXT: AtomicU8 = AtomicU8::new(0);
@@ -19,7 +19,7 @@ pub fn own_address() -> SocketAddr {
     SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, turn, high, low.max(1))), PORT)
 }
 
-/// The status and the body that are answered.
+/// Returns the status and the body of the answer.
 ///
 /// # Errors
 /// No server listens there, or it sends no answer.
@@ -35,7 +35,7 @@ pub fn get(address: SocketAddr, path: &str) -> io::Result<(u16, String)> {
     Ok((status, body.to_owned()))
 }
 
-/// The series of an OpenMetrics text, each with its labels as they are written, and their values.
+/// Returns the series of an OpenMetrics text, each with its labels as they are written, and their values.
 ///
 /// # Panics
 /// Where it is no such text, or a name is not as Prometheus wants it.
@@ -74,7 +74,7 @@ pub fn samples(text: &str) -> Vec<(String, f64)> {
     samples
 }
 
-/// The value of a series, written with its labels.
+/// Returns the value of a series, written with its labels.
 #[must_use]
 pub fn value(samples: &[(String, f64)], series: &str) -> Option<f64> {
     samples.iter().find(|(name, _)| name == series).map(|(_, value)| *value)

@@ -40,7 +40,8 @@ pub const FLAG_FUA: u16 = 1;
 /// The time limit of every wait, far above the duration of any answer: reaching it is a bug.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Fixed newstyle with GO: a blocking stream in the transmission phase, and the size of the export in bytes.
+/// Negotiates fixed newstyle with GO. Returns a blocking stream in the transmission phase, and the size of
+/// the export in bytes.
 ///
 /// # Errors
 /// No server listens there, or answers within `limit`, or has the export.
@@ -90,7 +91,7 @@ fn go_option(export: &str) -> Vec<u8> {
     message
 }
 
-/// The head of a request; the data of a write follow it.
+/// Returns the head of a request; the data of a write follow it.
 #[must_use]
 pub fn request_head(command: u16, flags: u16, cookie: u64, offset: u64, length: u32) -> Vec<u8> {
     let mut head = REQUEST_MAGIC.to_be_bytes().to_vec();
@@ -108,7 +109,7 @@ fn receive<const N: usize>(stream: &mut UnixStream) -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// The number in the first four bytes.
+/// Returns the number in the first four bytes.
 ///
 /// # Panics
 /// Where there are fewer.
@@ -117,7 +118,7 @@ pub fn be32(bytes: &[u8]) -> u32 {
     u32::from_be_bytes(*bytes.first_chunk().expect("four bytes"))
 }
 
-/// The number in the first eight bytes.
+/// Returns the number in the first eight bytes.
 ///
 /// # Panics
 /// Where there are fewer.
@@ -232,7 +233,7 @@ impl Nbd {
         Ok(data)
     }
 
-    /// The connection.
+    /// Returns the connection.
     pub fn stream(&mut self) -> &mut UnixStream {
         &mut self.stream
     }

@@ -52,7 +52,7 @@ pub struct Checker {
 }
 
 impl Checker {
-    /// A volume whose sectors show `initial`.
+    /// Creates a volume whose sectors show `initial`.
     pub fn new(initial: &[Id]) -> Checker {
         let mut checker = Checker {
             sectors: initial.iter().map(|id| vec![Write::first(*id)]).collect(),
@@ -89,7 +89,7 @@ impl Checker {
         self.sectors.len()
     }
 
-    /// A write, discard or write of zeroes is given to the device.
+    /// Records a write, discard or write of zeroes that the device gets.
     pub fn submit(&mut self, sectors: std::ops::Range<usize>, id: Id, now: Micros) {
         self.remember(id, sectors.clone());
         for at in sectors {
@@ -163,7 +163,7 @@ impl Checker {
         }
     }
 
-    /// A flush that was given to the device at `submitted` was acknowledged.
+    /// Records the acknowledgement of a flush that the device got at `submitted`.
     pub fn flushed(&mut self, submitted: Micros) {
         let horizon = self.horizon;
         let (sectors, is_unsettled) = (&mut self.sectors, &mut self.is_unsettled);
@@ -219,7 +219,7 @@ impl Checker {
         Ok(())
     }
 
-    /// A read that was given to the device at `start` showed `ids`.
+    /// Checks a read that the device got at `start` and that showed `ids`.
     ///
     /// # Errors
     /// The violation.

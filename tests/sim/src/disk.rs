@@ -56,7 +56,7 @@ fn index(block: u64) -> usize {
 }
 
 impl SparseFile {
-    /// The block, unless there is a hole.
+    /// Returns the block, unless it is a hole.
     pub fn get(&self, block: u64) -> Option<Block> {
         self.now.get(block)
     }
@@ -92,7 +92,7 @@ impl SparseFile {
         self.synced + self.unsynced.len()
     }
 
-    /// All changes up to `mark` are durable.
+    /// Makes all changes up to `mark` durable.
     pub fn sync(&mut self, mark: usize) {
         let count = mark.saturating_sub(self.synced).min(self.unsynced.len());
         self.synced += count;
@@ -103,7 +103,7 @@ impl SparseFile {
         }
     }
 
-    /// All changes of these blocks are durable, and no others.
+    /// Makes exactly the changes of these blocks durable.
     pub fn sync_blocks(&mut self, blocks: &[u64]) {
         for (block, content) in self.unsynced.iter_mut().filter(|(block, _)| blocks.contains(block)) {
             self.durable.set(*block, *content);
@@ -111,7 +111,7 @@ impl SparseFile {
         }
     }
 
-    /// The power is gone: of the unsynced changes some are there, in any order of blocks.
+    /// Loses the power: some of the unsynced changes stay, in any order of blocks.
     pub fn lose_power(&mut self, rng: &mut Rng) {
         let mut lost: BTreeMap<u64, bool> = BTreeMap::new();
         let unsynced = std::mem::take(&mut self.unsynced);
@@ -154,7 +154,7 @@ impl Files {
     /// The snapshot.
     pub const SNAPSHOT: u8 = 1;
 
-    /// The same, held in another way.
+    /// Returns the same data in another layout.
     pub fn laid_out(mut self, layout: Layout, blocks: u64) -> Files {
         for block in 0..blocks {
             let below = self.snapshot.get(block);
@@ -235,13 +235,13 @@ impl Files {
         }
     }
 
-    /// All of them are.
+    /// Heals all blocks.
     pub fn heal_all(&mut self) {
         let rotten: Vec<u64> = self.rot.keys().copied().collect();
         rotten.into_iter().for_each(|block| self.heal(block));
     }
 
-    /// The file of an index.
+    /// Returns the file of an index.
     pub fn file(&self, index: FileIndex) -> &SparseFile {
         if index.slot() == usize::from(Files::HEAD) { &self.head } else { &self.snapshot }
     }

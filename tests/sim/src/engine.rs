@@ -136,7 +136,7 @@ pub struct EngineProc {
 }
 
 impl EngineProc {
-    /// The buffer of a slot.
+    /// Returns the buffer of a slot.
     pub fn buffer(&mut self, id: SlotId) -> &mut Vec<Id> {
         match id.slot.checked_sub(DEPTH) {
             Some(copy) => &mut self.copies[usize::from(copy)],
@@ -144,7 +144,7 @@ impl EngineProc {
         }
     }
 
-    /// Index of a replica that was not given up.
+    /// Returns the index of a replica that was not given up.
     pub fn index_of(&self, replica: ReplicaId) -> Option<usize> {
         self.peers.iter().position(|peer| peer.replica == replica && !peer.is_given_up)
     }
@@ -257,7 +257,7 @@ impl World {
         self.count("engine starts");
     }
 
-    /// The engine process that is attached is killed.
+    /// Kills the attached engine process.
     pub fn kill_attached(&mut self, lingers_us: u64, for_us: u64, rng: &mut Rng) -> bool {
         let host = self.controller.host;
         let Some(engine) = self.hosts[host].engine else { return false };
@@ -298,7 +298,7 @@ impl World {
         self.end_engine(engine);
     }
 
-    /// The process ends, unless it has already.
+    /// Ends the process, unless it has ended already.
     pub fn end_engine(&mut self, engine: u64) {
         if let Some(process) = self.engines.get(&engine) {
             let (host, for_us) = (process.host, process.restarts_after);
@@ -314,7 +314,7 @@ impl World {
         self.forget_if_over(id);
     }
 
-    /// With a nonce of its own.
+    /// Returns the generation with a nonce of its own.
     pub fn drawn(&mut self, pair: Generation) -> Generation {
         let drawn = pair.with_nonce(self.rng.u64(..));
         if self.options.sabotage == Some(Sabotage::OldProposals) { pair } else { drawn }
@@ -347,7 +347,7 @@ impl World {
         }
     }
 
-    /// The engine's side of a connection sees that it is over.
+    /// Ends the engine's side of a connection.
     pub fn close_at_engine(&mut self, id: ConnId, reason: &str) {
         let Some(conn) = self.conns.get_mut(&id).filter(|conn| conn.engine_open) else { return };
         conn.engine_open = false;
@@ -365,7 +365,7 @@ impl World {
         }
     }
 
-    /// The replica has failed: every queue closes its connection to it, in its time.
+    /// Closes the connections of every queue to a failed replica, in its time.
     pub fn close_links(&mut self, engine: u64, peer: PeerIndex) {
         let Some(process) = self.engines.get(&engine) else { return };
         let links: Vec<ConnId> = process.links[usize::from(peer)].iter().flatten().copied().collect();
@@ -379,7 +379,7 @@ impl World {
         }
     }
 
-    /// A queue closes its connection to a replica, unless it has.
+    /// Closes a queue's connection to a replica, unless it has closed it.
     pub fn close_queue(&mut self, engine: u64, conn: ConnId) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         let Some((peer, queue)) = process.link_of(conn) else { return };
@@ -445,7 +445,7 @@ impl World {
         core.is_some_and(|core| core.membership().state(peer) == PeerState::Joining)
     }
 
-    /// A request is done as far as the core knows.
+    /// Completes a request as far as the core knows.
     fn complete(&mut self, engine: u64, slot: SlotId, outcome: Result<(), Errno>) {
         if let Some(process) = self.engines.get_mut(&engine)
             && let Some(lie) = process.lies.get_mut(&key(slot))
@@ -614,7 +614,7 @@ impl World {
         }
     }
 
-    /// Members and core count all that a member misses from when it fails on.
+    /// Checks that members and core count all that a member misses from its failure on.
     fn note_dropped(&mut self, engine: u64, peer: PeerIndex) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         let Some(view) = process.view else { return };
@@ -624,7 +624,7 @@ impl World {
         }
     }
 
-    /// Members that differ must not be, but a disk that cannot be read may.
+    /// Handles a difference that a scrub has found: members must not differ, but a disk may be unreadable.
     fn scrub_found(&mut self, engine: u64, range: ByteRange, odd: &[PeerIndex]) {
         let Some(process) = self.engines.get(&engine) else { return };
         let found: Vec<usize> = odd
@@ -651,7 +651,7 @@ impl World {
         }
     }
 
-    /// An answer has arrived at its engine.
+    /// Handles the arrival of an answer at its engine.
     pub fn answered(&mut self, id: ConnId, number: u64, answer: Answer) {
         if let Some(call) = self.calls.get_mut(&(id, number)) {
             *call = Some(answer);
@@ -730,7 +730,7 @@ impl World {
         self.apply(engine, event);
     }
 
-    /// A newer engine holds the volume: this one ends for good.
+    /// Deposes the engine: a newer one holds the volume, and this one ends for good.
     pub fn depose(&mut self, engine: u64, holder: Generation) {
         if self.engines.contains_key(&engine) {
             self.note(|| format!("engine {engine} is deposed by {holder}"));
@@ -751,7 +751,7 @@ impl World {
         }
     }
 
-    /// The clock of an engine.
+    /// Returns the clock of an engine.
     pub fn clock_ms(&self, engine: u64) -> u64 {
         let host = self.engines.get(&engine).map_or(0, |process| process.host);
         self.now / 1000 + self.hosts[host].clock_ms
@@ -767,7 +767,7 @@ impl World {
         self.after(TICK_US, Occurrence::Tick { engine });
     }
 
-    /// An engine asks for a grant, again and again while it wants one.
+    /// Asks for a grant for an engine, again and again while it wants one.
     pub fn ask_arbiter(&mut self, engine: u64) {
         let Some((view, honoured, stored)) =
             self.engines.get(&engine).and_then(|process| process.wants.clone())
@@ -799,7 +799,7 @@ impl World {
         self.after(delay, Occurrence::AskArbiter { engine });
     }
 
-    /// The arbiter's answer arrives.
+    /// Delivers the arbiter's answer.
     pub fn granted(&mut self, engine: u64, view: View) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         process.was_granted = Some(view);
@@ -837,7 +837,7 @@ fn low(number: u64) -> u32 {
     u32::try_from(number & !ID_KIND).unwrap_or(u32::MAX)
 }
 
-/// The index of a peer.
+/// Returns the index of a peer.
 pub fn index(peer: usize) -> PeerIndex {
     u8::try_from(peer).unwrap_or(u8::MAX)
 }

@@ -117,7 +117,7 @@ pub enum LieAt {
 }
 
 impl Broken {
-    /// Under which name an error is counted.
+    /// Returns the name under which an error is counted.
     pub fn name(self) -> &'static str {
         match self {
             Broken::Write => "error: write",
@@ -200,7 +200,7 @@ pub enum Mend {
 }
 
 impl Fault {
-    /// Under which name it is counted.
+    /// Returns the name under which it is counted.
     pub fn name(&self) -> &'static str {
         match self {
             Fault::KillReplica { power: false, .. } => "fault: kill replica",
@@ -382,7 +382,7 @@ impl World {
         }
     }
 
-    /// The replica that is meant by a number.
+    /// Returns the replica that a number means.
     pub fn victim(&self, number: usize) -> usize {
         number % self.replicas.len()
     }
@@ -395,7 +395,7 @@ impl World {
         Some(open[at])
     }
 
-    /// The controller has recorded it when the first engine hears of it.
+    /// Records the expansion in the controller before the first engine learns of it.
     fn expand_volume(&mut self, blocks: u64) -> bool {
         let may = self.controller.up && self.controller.size_bytes < EXPANDED_BYTES_MAX;
         if may {

@@ -40,7 +40,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest of a volume, whose engines have so many queues.
+    /// Creates a guest of a volume, whose engines have so many queues.
     pub fn new(
         replicas: Vec<ReplicaId>,
         size_bytes: u64,
@@ -62,7 +62,7 @@ impl Guest {
     }
 }
 
-/// The sectors that a request is about: of a discard, its whole blocks.
+/// Returns the sectors of a request: of a discard, its whole blocks.
 fn sectors_of(request: &Outstanding) -> std::ops::Range<usize> {
     match request.operation {
         Operation::Discard => sectors(request.range.shrunk_to_blocks()),
@@ -70,14 +70,14 @@ fn sectors_of(request: &Outstanding) -> std::ops::Range<usize> {
     }
 }
 
-/// The sectors of a range.
+/// Returns the sectors of a range.
 pub fn sectors(range: ByteRange) -> std::ops::Range<usize> {
     let sector = |bytes: u64| usize::try_from(bytes / 512).unwrap_or(usize::MAX);
     sector(range.offset())..sector(range.end())
 }
 
 impl World {
-    /// The guest may ask for something.
+    /// Lets the guest send a request.
     pub fn guest_turn(&mut self) {
         let rng = &mut self.guest.rng;
         let delay = if rng.u8(..) < 10 { rng.u64(1_000..400_000) } else { rng.u64(50..4_000) };
@@ -143,7 +143,7 @@ impl World {
         }
     }
 
-    /// An engine takes the request in a slot.
+    /// Takes the request in a slot into an engine.
     pub fn engine_takes(&mut self, engine: u64, at: usize) {
         if self.guest.engine != Some(engine) {
             return;
@@ -159,7 +159,7 @@ impl World {
         self.apply(engine, Event::Submit { queue: id.queue, request: taken });
     }
 
-    /// An engine serves the device: it is given every request that is not done, as after a recovery.
+    /// Serves the device by an engine, which gets every unfinished request, as after a recovery.
     pub fn device_is_served(&mut self, engine: u64) {
         self.guest.engine = Some(engine);
         self.device_grows(engine);
@@ -168,7 +168,7 @@ impl World {
         }
     }
 
-    /// The device has the size of its engine's core.
+    /// Grows the device to the size of its engine's core.
     pub fn device_grows(&mut self, engine: u64) {
         let core = self.engines.get(&engine).and_then(|process| process.core.as_ref());
         let Some(size_bytes) = core.map(|core| core.regions().size_bytes()) else { return };
@@ -182,7 +182,7 @@ impl World {
         self.checker.grow(usize::try_from(size_bytes / 512).unwrap_or(usize::MAX));
     }
 
-    /// The device moves to another host; waiting requests of the old one are never answered.
+    /// Moves the device to another host; waiting requests of the old one are never answered.
     pub fn guest_moves(&mut self) {
         self.guest.engine = None;
         for request in self.guest.slots.iter_mut().filter_map(Option::take) {
@@ -200,7 +200,7 @@ impl World {
         }
     }
 
-    /// A request is done.
+    /// Completes a request.
     pub fn completed(&mut self, engine: u64, id: SlotId, outcome: Result<(), Errno>) {
         if self.guest.engine != Some(engine) {
             return; // nobody uses that device any more
@@ -245,7 +245,7 @@ impl World {
     }
 }
 
-/// The slot of an engine's queue for a slot of the guest.
+/// Returns the slot of an engine's queue for a slot of the guest.
 fn slot_id(at: usize) -> SlotId {
     let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
     SlotId { queue: number(at / usize::from(DEPTH)), slot: number(at % usize::from(DEPTH)) }

@@ -32,7 +32,8 @@ impl World {
         self.serving().is_some() && self.absent().is_none()
     }
 
-    /// The time of the liars is over, and [`World::goes_on_with_liars`] did not hold. Is that their doing?
+    /// Handles the end of the liars' time, if [`World::goes_on_with_liars`] did not hold. Is that their
+    /// doing?
     pub fn judge_liars(&mut self) {
         match self.serving() {
             None if self.could_start_without_liars() => {
@@ -47,15 +48,15 @@ impl World {
         }
     }
 
-    /// The members, if the engine that is attached serves, and does not change its view.
+    /// Returns the members, if the attached engine serves, and does not change its view.
     fn serving(&self) -> Option<Members> {
         let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
         let core = engine?.core.as_ref()?;
         (!core.membership().is_changing()).then(|| core.membership().view().members)
     }
 
-    /// A replica that could be a member and is none. Joining needs a view that every member stores, and so no
-    /// liar at proposals.
+    /// Returns a replica that could be a member and is none. Joining needs a view that every member stores,
+    /// and so no liar at proposals.
     fn absent(&self) -> Option<ReplicaId> {
         let members = self.serving()?;
         if self.has_liar_at_proposals() {

@@ -260,7 +260,7 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     }
 }
 
-/// All other trouble is over, and some replicas lie on. As far as the others are enough the volume has to
+/// Continues some lies after all other trouble is over. As far as the others are enough the volume has to
 /// start and to come back without them.
 fn outlast_lies(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64) {
     if !world.borrow().has_liars() {
@@ -274,7 +274,7 @@ fn outlast_lies(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64) {
     world.end_lies();
 }
 
-/// The volume is scrubbed and repaired. False if it has one replica.
+/// Orders a scrub with repairs. False if it has one replica.
 fn order_scrub(world: &Rc<RefCell<World>>) -> bool {
     let mut world = world.borrow_mut();
     let Some(engine) = world.guest.engine.filter(|_| world.guest.replicas.len() > 1) else { return false };
@@ -496,8 +496,7 @@ impl World {
         self.conns.get(&conn).is_some_and(|conn| conn.engine_open && conn.replica_open)
     }
 
-    /// A replica is given up, and a new one takes its place: as the controller does it, only while all others
-    /// are members.
+    /// Replaces a replica like the controller, only while all others are members.
     fn replace_replica(&mut self, victim: usize) -> bool {
         if !self.has_room() || self.guest.replicas.len() < 2 || !self.controller.up || !self.all_are_members()
         {
@@ -595,7 +594,8 @@ impl World {
         }
     }
 
-    /// The arbiter of a restored store grants again once an engine that was started since serves without it.
+    /// Renews the record of the arbiter of a restored store, which grants again once an engine that was
+    /// started since serves without it.
     fn renew_record(&mut self) {
         let Some(process) = self.hosts[self.controller.host].engine.and_then(|id| self.engines.get(&id))
         else {
@@ -611,8 +611,8 @@ impl World {
         }
     }
 
-    /// The operator makes a replica the volume: the best there is. Unless it is a member of every view that
-    /// may have counted, it may lack anything, but holds nothing that was never written.
+    /// Makes the best replica the volume, like an operator. Unless it is a member of every view that may have
+    /// counted, it may lack anything, but holds nothing that was never written.
     fn salvage(&mut self) {
         self.count("salvages needed");
         let mut rng = self.rng.fork();

@@ -176,7 +176,7 @@ impl Process {
         }
     }
 
-    /// Before an attempt: the controller may want a larger volume by now, or other replicas.
+    /// Takes orders before an attempt: the controller may want a larger volume by now, or other replicas.
     fn take_orders(&self) {
         let mut world = self.sim.borrow_mut();
         if !world.controller.up {
@@ -189,7 +189,8 @@ impl Process {
         }
     }
 
-    /// A view was proposed or asked for: the next attempt must not use its number again.
+    /// Takes the next generation after a view was proposed or asked for: the next attempt must not use its
+    /// number again.
     fn take_next_generation(&self) {
         let mut world = self.sim.borrow_mut();
         let Some(engine) = world.engines.get(&self.engine) else { return };
@@ -291,7 +292,7 @@ impl Process {
         }
     }
 
-    /// `lost_writes`: the members had lost writes when the volume was opened.
+    /// Serves the volume. `lost_writes`: the members had lost writes when the volume was opened.
     fn serve(&self, opened: Opened<Connections>, volume: &Volume, lost_writes: bool) {
         let config = self.config(&opened, volume);
         let Opened { last_view, connections: links, is_missed_complete: is_complete, runs, .. } = opened;
@@ -368,7 +369,7 @@ impl Process {
         }
     }
 
-    /// The controller may have given the volume other replicas.
+    /// Follows the replicas that the controller has given the volume.
     async fn follow_replicas(&self) {
         if self.exchange_replicas() {
             // A member that does not forget keeps the account in vain.

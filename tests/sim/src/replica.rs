@@ -207,7 +207,7 @@ impl Replica {
         }
     }
 
-    /// The disk has space again.
+    /// Gives the disk space again.
     pub fn has_space(&mut self) {
         (self.full, self.full_for_pages) = (false, false);
     }
@@ -266,7 +266,7 @@ impl Replica {
         })
     }
 
-    /// The disk is the copy again: as after a loss of power at that time.
+    /// Restores the disk from the copy: as after a loss of power at that time.
     pub fn restore_disk(&mut self, rng: &mut Rng) {
         let Some(Saved { mut files, mut durable, size_bytes, .. }) = self.saved.clone() else { return };
         files.head.lose_power(rng);
@@ -287,7 +287,7 @@ impl Replica {
         }
     }
 
-    /// The operator makes it the volume. It does not run.
+    /// Makes it the volume, like an operator. It does not run.
     pub fn salvage(&mut self, attach: u64) {
         let generation = Generation::new(attach, 0);
         let members = Members::new([self.id]).unwrap_or_default();
@@ -302,12 +302,12 @@ impl Replica {
         self.is_rolled_back = false;
     }
 
-    /// The attachment that it was opened for last.
+    /// Returns the last attachment that opened it.
     pub fn attach(&self) -> u64 {
         self.durable.views.generation().attach
     }
 
-    /// The space on the disk, as the answer to a PING says it.
+    /// Returns the free space on the disk, as in the answer to a PING.
     fn free_mib(&self) -> u32 {
         if self.full || self.full_for_pages { 0 } else { 1000 }
     }
@@ -409,7 +409,7 @@ impl Replica {
         }
     }
 
-    /// The blocks that a write puts into the head.
+    /// Returns the blocks that a write puts into the head.
     fn plan_write(&mut self, range: ByteRange, data: &[Id]) -> Vec<(u64, Option<Block>)> {
         let Ok(plan) = self.map.plan_write(range, &mut self.files) else { return Vec::new() };
         let mut blocks = Vec::new();
@@ -440,7 +440,7 @@ impl Replica {
         (number, Some(content))
     }
 
-    /// The blocks that a discard or a write of zeroes changes in the head.
+    /// Returns the blocks that a discard or a write of zeroes changes in the head.
     fn plan_zeroes(&mut self, range: ByteRange, discard: bool) -> Vec<(u64, Option<Block>)> {
         let mut steps = Vec::new();
         let planned = if discard {
@@ -507,7 +507,7 @@ fn describe(ask: &Ask, range: ByteRange) -> String {
     }
 }
 
-/// A check of some sectors.
+/// Returns a check of some sectors.
 fn check(sectors: &[Id]) -> u32 {
     sectors.iter().fold(17, |check, id| check.wrapping_mul(16_777_619) ^ id)
 }
@@ -616,7 +616,7 @@ impl Replica {
         Ok(())
     }
 
-    /// The extents of the head, from `from_bytes` on.
+    /// Returns the extents of the head, from `from_bytes` on.
     fn head_extents(&self, from_bytes: u64) -> ExtentsPage {
         let blocks = from_bytes / BLOCK_BYTES..self.size_bytes / BLOCK_BYTES;
         let mut held = blocks.filter(|block| self.files.head.get(*block).is_some());

@@ -116,7 +116,7 @@ const WEIGHTS: [(Kind, u32); 36] = [
 ];
 
 impl Script {
-    /// The script of `seed`.
+    /// Returns the script of `seed`.
     #[must_use]
     pub fn of(seed: u64) -> Script {
         // The seed itself is for the delays.
@@ -169,7 +169,7 @@ impl Script {
     }
 }
 
-/// All choices of a fault, and how much later than the first its parts strike.
+/// Returns all choices of a fault, and how much later than the first its parts strike.
 fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let victim = rng.usize(0..REPLICAS_MAX);
     let host = rng.usize(0..HOSTS);

@@ -130,7 +130,7 @@ pub struct World {
 }
 
 impl World {
-    /// A world in which nothing runs yet.
+    /// Creates a world in which nothing runs yet.
     pub fn new(
         options: Options,
         script: &Script,
@@ -192,7 +192,7 @@ impl World {
         self.queue.push(Reverse((self.now + delay, self.sequence, place)));
     }
 
-    /// A number that was never used before.
+    /// Returns a number that was never used before.
     pub fn fresh(&mut self) -> u64 {
         self.sequence += 1;
         self.sequence
@@ -230,12 +230,12 @@ impl World {
         self.violation.get_or_insert(what);
     }
 
-    /// Index of a replica by its id.
+    /// Returns the index of a replica by its id.
     pub fn replica_index(&self, id: ReplicaId) -> Option<usize> {
         self.replicas.iter().position(|replica| replica.id == id)
     }
 
-    /// The tasks of an engine have something to look at.
+    /// Wakes the tasks of an engine.
     pub fn wake(&mut self, engine: u64) {
         if !self.woken.contains(&engine) {
             self.woken.push(engine);
@@ -280,7 +280,7 @@ impl World {
         self.after(at - now, Occurrence::Deliver { conn: id, to_replica, number, message });
     }
 
-    /// A message has arrived, unless something holds it back or it is lost.
+    /// Delivers a message, unless something holds it back or it is lost.
     pub fn deliver(&mut self, id: ConnId, to_replica: bool, number: u64, message: Message) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let is_cut = self.cuts.iter().any(|cut| cut.holds(conn, to_replica));
@@ -315,7 +315,7 @@ impl World {
         }
     }
 
-    /// A process takes a message, as soon as it runs.
+    /// Lets a process take a message, as soon as it runs.
     pub fn take(&mut self, id: ConnId, to_replica: bool, message: Message) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let (engine, replica, engine_open) = (conn.engine, conn.replica, conn.engine_open);
@@ -346,7 +346,7 @@ impl World {
         self.send(id, false, Message::Close);
     }
 
-    /// The last of the messages that are under way in each direction never arrive.
+    /// Loses the last of the messages in flight in each direction.
     pub fn lose_suffix(&mut self, id: ConnId, rng: &mut Rng) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         for to_replica in [true, false] {
@@ -366,7 +366,7 @@ impl World {
         }
     }
 
-    /// Both ends of a half-open connection find out.
+    /// Ends a half-open connection at both ends.
     pub fn end_half_open(&mut self, id: ConnId) {
         self.close_at_engine(id, "it is silent");
         self.end_at_replica(id);
@@ -430,7 +430,7 @@ impl World {
         }
     }
 
-    /// A fault that has struck is counted by its name.
+    /// Counts a fault by its name.
     pub fn count_fault(&mut self, fault: &Fault) {
         self.count(fault.name());
     }

@@ -1,4 +1,4 @@
-//! The simulation over many seeds, in the programs that are built optimised; and that it notices what is left out of the rules.
+//! Runs the simulation over many seeds, and checks that it notices when a rule is left out.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const SEEDS: u64 = 1000;
-/// How long seeds are run that nobody has run before.
+/// The duration of running new seeds.
 const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
@@ -53,7 +53,7 @@ fn nothing_is_lost_whatever_breaks() {
     assert!(output.status.success(), "{}", text(&output));
 }
 
-/// A number that is another one for every commit; without git, for every second.
+/// Returns a number that differs for every commit; without git, for every second.
 fn base_of_this_commit() -> u64 {
     let head =
         Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();

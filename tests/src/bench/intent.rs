@@ -39,7 +39,7 @@ pub enum Cost {
 }
 
 impl Cost {
-    /// The arguments of the volume with it, or of the one without.
+    /// Returns the arguments of the volume with it, or of the one without.
     fn arguments(self, is_with: bool) -> &'static [&'static str] {
         match (self, is_with) {
             (Cost::Noting, false) => &["--intent-clear-after-ms", "0"],

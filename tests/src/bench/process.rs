@@ -34,7 +34,7 @@ impl Usage {
 /// USER_HZ, which proc(5) counts in; the same on every Linux that Rust's std runs on.
 const TICKS_PER_S: u64 = 100;
 
-/// utime and stime: fields 14 and 15, counted behind the name, which may contain anything.
+/// Returns utime and stime: fields 14 and 15, counted behind the name, which may contain anything.
 fn ticks_of(stat: &str) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_whitespace().skip(11);

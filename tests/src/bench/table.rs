@@ -11,7 +11,7 @@ pub struct Row {
     pub of_files: Option<f64>,
 }
 
-/// The value in the middle.
+/// Returns the value in the middle.
 ///
 /// # Panics
 /// No value is given.
@@ -23,7 +23,7 @@ pub fn median(values: &[f64]) -> f64 {
 }
 
 impl Measured {
-    /// The median of each value.
+    /// Returns the median of each value.
     ///
     /// # Panics
     /// No measurement is given.

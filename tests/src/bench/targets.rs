@@ -104,7 +104,7 @@ impl Target {
         })
     }
 
-    /// fio's arguments, and how many of its requests stand for one.
+    /// Returns fio's arguments, and how many of its requests stand for one.
     fn arguments(&self, workload: &Workload, seconds: u32) -> (Vec<String>, f64) {
         let mut arguments = workload.arguments(seconds, &self.size);
         let uri = match (&self.server, self.kind) {
@@ -142,8 +142,8 @@ impl Target {
     }
 }
 
-/// fio takes arguments before the first `--name` as defaults of all jobs only in job files; on the command
-/// line they belong to the job that they follow: so every job gets them.
+/// Repeats arguments for every job. fio takes arguments before the first `--name` as defaults of all jobs
+/// only in job files; on the command line they belong to the job that they follow.
 fn repeat_per_job(arguments: &[String]) -> Vec<String> {
     let is_job = |argument: &&String| argument.starts_with("--name=") || argument.starts_with("--filename=");
     let common: Vec<&String> = arguments.iter().filter(|argument| !is_job(argument)).collect();

@@ -114,7 +114,8 @@ fn show(host: &VmHost, steps: &mut Steps) -> Result<()> {
     Ok(())
 }
 
-/// The controller hears of the loss a moment after the engine has acted on it.
+/// Waits until the volume is degraded: the controller learns of the loss a moment after the engine has acted
+/// on it.
 fn wait_for_degraded(host: &VmHost) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {

@@ -43,12 +43,12 @@ impl Disk {
         Ok(Disk { small, group: Group::make(name)?, device })
     }
 
-    /// The file that a process joins the control group by.
+    /// Returns the file by which a process joins the control group.
     pub fn group_file(&self) -> PathBuf {
         self.group.dir.join("cgroup.procs")
     }
 
-    /// From now on the disk does so many reads and as many writes per second; without a number: all it can.
+    /// Limits the reads and the writes of the disk per second; without a number: no limit.
     ///
     /// # Errors
     /// The kernel does not do that.

@@ -93,7 +93,7 @@ pub struct Step {
 }
 
 impl Episode {
-    /// All that happens, in order.
+    /// Returns all steps, in order.
     #[must_use]
     pub fn steps(&self) -> Vec<Step> {
         let (mut steps, mut before) = (Vec::new(), None::<(&Hit, Duration)>);
@@ -173,7 +173,7 @@ pub fn draw(seed: u64, faults: usize, longest: Duration) -> Vec<Episode> {
     episodes
 }
 
-/// All that episodes can count as.
+/// Returns all rows in which episodes can count.
 #[must_use]
 pub fn every_row() -> Vec<Row> {
     let of = |group: Group, kinds: &[(Kind, u32)]| -> Vec<Row> {

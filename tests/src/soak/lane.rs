@@ -234,7 +234,7 @@ impl<'a> Lane<'a> {
         Ok(())
     }
 
-    /// A process that has ended meanwhile needs no SIGCONT.
+    /// Continues the processes; one that has ended meanwhile needs no SIGCONT.
     fn go_on(&self, who: Who) {
         let _ = self.volume.signal(who, Signal::SIGCONT);
     }

@@ -46,7 +46,7 @@ pub struct Times {
 }
 
 impl Limit {
-    /// The limit of an episode.
+    /// Returns the limit of an episode.
     #[must_use]
     pub fn of(self, times: Times) -> Duration {
         self.time
@@ -58,7 +58,7 @@ impl Limit {
     }
 }
 
-/// The limit of a row, with this `replica_timeout_ms`.
+/// Returns the limit of a row, with this `replica_timeout_ms`.
 #[must_use]
 pub fn limit((group, kind): Row, replica_timeout: Duration) -> Limit {
     let noticed = replica_timeout + NOTICE;

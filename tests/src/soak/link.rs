@@ -54,7 +54,7 @@ struct WayState {
 }
 
 impl Link {
-    /// A link from `at`, in the network whose file is `network`, to the replica at `replica`.
+    /// Starts a link from `at`, in the network whose file is `network`, to the replica at `replica`.
     ///
     /// # Errors
     /// The network cannot be entered, or the address is in use.

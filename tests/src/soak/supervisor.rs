@@ -61,7 +61,7 @@ impl Supervisor {
         Supervisor { shared, thread: Some(thread) }
     }
 
-    /// kill -9. It stays dead until [`Supervisor::release`].
+    /// Kills the process with SIGKILL. It stays dead until [`Supervisor::release`].
     ///
     /// # Errors
     /// It does not run: it has ended by itself a moment ago.
@@ -101,7 +101,7 @@ impl Supervisor {
         lock(&self.shared).ends.clone()
     }
 
-    /// From now on none is started again.
+    /// Lets processes end: from now on none is restarted.
     pub fn let_end(&mut self) {
         lock(&self.shared).is_over = true;
         if let Some(thread) = self.thread.take() {

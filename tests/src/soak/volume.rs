@@ -101,7 +101,7 @@ impl Volume {
         &self.processes
     }
 
-    /// kill -9, and a start once [`Volume::revive`] is called.
+    /// Kills the process with SIGKILL; it starts again once [`Volume::revive`] is called.
     pub fn kill(&self, who: Who) -> Result<()> {
         self.processes.kill(who.index())
     }
@@ -165,7 +165,7 @@ impl Volume {
         })
     }
 
-    /// A client that may have so many requests in flight.
+    /// Returns a client that may have so many requests in flight.
     pub fn client(&self, depth: usize) -> Result<Box<dyn VolumeClient + Send>> {
         if self.frontend == FrontendChoice::Socket {
             return Ok(Box::new(NbdClient::connect(&self.dir.join("nbd"), &self.name, START_LIMIT)?));

@@ -56,7 +56,7 @@ impl Output {
         self.status == 0
     }
 
-    /// Standard output as text.
+    /// Returns standard output as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }
@@ -91,7 +91,7 @@ impl Agent {
         Self { port: Some(port), console, connections: Arc::default() }
     }
 
-    /// The way into a machine that is off: every use of it fails.
+    /// Returns the way into a machine that is off: every use of it fails.
     pub fn off(console: Arc<ConsoleLog>) -> Self {
         Self { port: None, console, connections: Arc::default() }
     }

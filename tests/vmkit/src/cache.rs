@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result, bail};
 
-/// `$SHORTHORN_CACHE/vm`, by default `~/.cache/shorthorn/vm`.
+/// Returns `$SHORTHORN_CACHE/vm`, by default `~/.cache/shorthorn/vm`.
 pub fn root() -> Result<PathBuf> {
     if let Some(path) = env::var_os("SHORTHORN_CACHE") {
         return Ok(PathBuf::from(path).join("vm"));
@@ -74,7 +74,7 @@ impl RunDir {
         &self.path
     }
 
-    /// The folder's name, unlike that of any other VM's.
+    /// Returns the folder's name, unlike that of any other VM's.
     pub fn name(&self) -> Cow<'_, str> {
         self.path.file_name().unwrap_or_default().to_string_lossy()
     }

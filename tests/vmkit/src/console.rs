@@ -24,7 +24,7 @@ pub struct ConsoleLog {
 }
 
 impl ConsoleLog {
-    /// A log in the cache folder; `name` must be unique on this machine.
+    /// Returns a log in the cache folder; `name` must be unique on this machine.
     pub fn create(name: &str) -> Result<Self> {
         let parent = cache::root()?.join("logs");
         fs::create_dir_all(&parent).with_context(|| format!("cannot create {}", parent.display()))?;

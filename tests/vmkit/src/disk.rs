@@ -58,7 +58,7 @@ pub struct DataDisk {
 }
 
 impl DataDisk {
-    /// A disk mounted where the agent keeps its replicas.
+    /// Creates a disk mounted where the agent keeps its replicas.
     pub fn new(size_mib: u64, file_system: FileSystem) -> Self {
         Self {
             size_mib,
@@ -68,7 +68,7 @@ impl DataDisk {
         }
     }
 
-    /// A disk without a file system.
+    /// Returns a disk without a file system.
     pub fn blank(size_mib: u64) -> Self {
         Self { file_system: None, ..Self::new(size_mib, FileSystem::Ext4) }
     }
@@ -80,7 +80,7 @@ impl DataDisk {
         self
     }
 
-    /// The path of the disk in the guest.
+    /// Returns the path of the disk in the guest.
     pub fn guest_path() -> String {
         guest_path(DATA_SERIAL)
     }
@@ -118,7 +118,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// QEMU's description of the file.
+    /// Returns QEMU's description of the file.
     pub fn blockdev(&self) -> Value {
         let direct = self.durability == Durability::Direct;
         let no_flush = self.durability == Durability::NoFlush;
@@ -138,7 +138,7 @@ impl Disk {
         })
     }
 
-    /// QEMU's description of the disk in front of it.
+    /// Returns QEMU's description of the disk in front of it.
     pub fn device(&self) -> Value {
         json!({
             "driver": "scsi-hd",

@@ -30,7 +30,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// The image built from the recipe in `tests/vm`; builds it first if need be.
+    /// Opens the image built from the recipe in `tests/vm`; builds it first if need be.
     pub fn open() -> Result<Self> {
         static OPENED: Mutex<Option<Image>> = Mutex::new(None);
         // A panic elsewhere cannot leave a half-made value behind.
@@ -76,7 +76,7 @@ impl Image {
         Ok(())
     }
 
-    /// The folder that holds everything of this image, its templates too.
+    /// Returns the folder that holds everything of this image, its templates too.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -93,7 +93,7 @@ impl Image {
         kernel_dir(&self.dir, kernel)
     }
 
-    /// The exact version of a guest's kernel, as `uname -r` prints it.
+    /// Returns the exact version of a guest's kernel, as `uname -r` prints it.
     pub fn kernel_version(&self, kernel: Kernel) -> Result<String> {
         let path = self.kernel_dir(kernel).join("version");
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;

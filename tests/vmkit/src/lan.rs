@@ -17,7 +17,7 @@ pub struct Lan {
 }
 
 impl Lan {
-    /// A segment that no other one on this machine is joined to.
+    /// Creates a segment that no other one on this machine is joined to.
     pub fn new() -> Result<Self> {
         // QEMU sends frames as multicast datagrams. A port that is free now, with a group made from the
         // process id, collides with no other test.

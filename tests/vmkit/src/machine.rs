@@ -37,7 +37,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// The name on command lines and of templates.
+    /// Returns the name on command lines and of templates.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ublk => "ublk",
@@ -47,7 +47,7 @@ impl Kernel {
         }
     }
 
-    /// The kernel of that name.
+    /// Returns the kernel of that name.
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Ublk, Self::Nbd, Self::Newest, Self::Iscsi].into_iter().find(|kernel| kernel.name() == name)
     }
@@ -136,7 +136,7 @@ pub struct Machine<'a> {
 }
 
 impl Machine<'_> {
-    /// The arguments that start it: stopped, or waiting for the template's state.
+    /// Returns the arguments that start it: stopped, or waiting for the template's state.
     pub fn arguments(&self) -> Vec<OsString> {
         let mut arguments = hardware_arguments(self.hardware, self.image);
         let mut add = |name: &str, value: String| {
@@ -187,8 +187,7 @@ impl Machine<'_> {
     }
 }
 
-/// The part of the command line that a template's key is made of: no path in it
-/// depends on the VM.
+/// Returns the part of the command line that a template's key is made of: no path in it depends on the VM.
 pub fn hardware_arguments(hardware: Hardware, image: &Image) -> Vec<OsString> {
     let mut arguments: Vec<OsString> = Vec::new();
     let mut add = |name: &str, value: &str| {
@@ -243,7 +242,7 @@ fn command_line(kernel: Kernel) -> String {
     line
 }
 
-/// QEMU ends an option at a comma; two commas stand for one.
+/// Escapes commas: QEMU ends an option at a comma; two commas stand for one.
 fn escape(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }

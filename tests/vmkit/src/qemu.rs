@@ -79,7 +79,7 @@ impl Qemu {
         self.execute("cont", json!({})).map(drop)
     }
 
-    /// The host's port behind which the guest's agent listens.
+    /// Returns the host's port behind which the guest's agent listens.
     pub fn agent_port(&mut self) -> Result<u16> {
         let table = self.execute("human-monitor-command", json!({ "command-line": "info usernet" }))?;
         // Protocol[State], descriptor, source address, source port, destination, …

@@ -34,7 +34,7 @@ pub struct Template {
 }
 
 impl Template {
-    /// The template for that hardware; bakes it first if need be.
+    /// Opens the template for that hardware; bakes it first if need be.
     pub fn open(image: &Image, hardware: Hardware) -> Result<Self> {
         let dir = image.dir().join("templates").join(key(image, hardware));
         let template = Self { dir };
@@ -86,7 +86,7 @@ pub fn prepare(image: &Image, mut progress: impl FnMut(&str)) -> Result<()> {
     Ok(())
 }
 
-/// The hardware of a VM that asks for nothing special.
+/// Returns the hardware of a VM that asks for nothing special.
 pub fn standard_hardware(image: &Image, kernel: Kernel, icount: bool) -> Hardware {
     // Instructions can be counted only where they are emulated.
     let accelerator = if icount { Accelerator::Tcg } else { image.accelerator() };

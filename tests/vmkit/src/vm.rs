@@ -45,7 +45,7 @@ pub struct VmOptions {
 }
 
 impl VmOptions {
-    /// Two CPUs, 2 GiB of memory, no data disk, no network but the harness's.
+    /// Returns the defaults: two CPUs, 2 GiB of memory, no data disk, no network but the harness's.
     pub fn new(kernel: Kernel) -> Self {
         Self {
             kernel,
@@ -60,7 +60,7 @@ impl VmOptions {
         }
     }
 
-    /// The host name in the guest, also part of the names of its logs.
+    /// Sets the host name in the guest, also part of the names of its logs.
     pub fn name(mut self, name: &str) -> Self {
         self.name = name.to_owned();
         self
@@ -84,13 +84,13 @@ impl VmOptions {
         self
     }
 
-    /// Another number of CPUs; a template for it is baked at its first use.
+    /// Sets another number of CPUs; a template for it is baked at its first use.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = Some(vcpus);
         self
     }
 
-    /// Another amount of memory; a template for it is baked at its first use.
+    /// Sets another amount of memory; a template for it is baked at its first use.
     pub fn memory_mib(mut self, memory_mib: u32) -> Self {
         self.memory_mib = Some(memory_mib);
         self
@@ -102,7 +102,7 @@ impl VmOptions {
         self
     }
 
-    /// The time limit of commands that set none themselves.
+    /// Sets the time limit of commands that set none themselves.
     pub fn command_limit(mut self, limit: Duration) -> Self {
         self.command_limit = limit;
         self
@@ -186,12 +186,12 @@ impl Vm {
         self.command(command).spawn()
     }
 
-    /// A bash command, to be run with more choices than [`Vm::run`] gives.
+    /// Returns a bash command, to be run with more choices than [`Vm::run`] gives.
     pub fn command(&self, command: &str) -> GuestCommand {
         self.command_argv(&["/bin/bash", "-c", command])
     }
 
-    /// A program with its arguments, without a shell.
+    /// Returns a program with its arguments, without a shell.
     pub fn command_argv(&self, argv: &[&str]) -> GuestCommand {
         GuestCommand::new(self.agent.clone(), argv, self.options.command_limit)
     }
@@ -215,7 +215,7 @@ impl Vm {
         fs::remove_file(&disk.path).with_context(|| format!("cannot remove {}", disk.path.display()))
     }
 
-    /// The content of a file in the guest.
+    /// Returns the content of a file in the guest.
     pub fn pull(&self, guest_path: &str) -> Result<Vec<u8>> {
         let output = self.command_argv(&["cat", "--", guest_path]).run()?;
         if !output.success() {
@@ -275,12 +275,12 @@ impl Vm {
         self.identify()
     }
 
-    /// The host name in the guest.
+    /// Returns the host name in the guest.
     pub fn name(&self) -> &str {
         &self.options.name
     }
 
-    /// The guest's address on the network between VMs.
+    /// Returns the guest's address on the network between VMs.
     pub fn lan_address(&self) -> Option<String> {
         self.lan_host.map(Lan::address)
     }

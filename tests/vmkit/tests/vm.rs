@@ -218,7 +218,7 @@ fn nothing_outlives_a_killed_process() -> Result<()> {
     Ok(())
 }
 
-/// The QEMU processes that use the folder of a VM which that process started.
+/// Returns the QEMU processes that use the folder of a VM which that process started.
 fn qemus_of(pid: u32) -> Result<Vec<PathBuf>> {
     let folder = format!("/run/{pid}-");
     let mut found = Vec::new();

@@ -70,7 +70,7 @@ type Answer<T> = Result<Response<T>, Status>;
 type Found = Result<Volume, VolumesError>;
 
 impl NodeService {
-    /// For the volumes of `volumes`.
+    /// Creates the service for the volumes of `volumes`.
     #[must_use]
     pub fn new(volumes: Arc<dyn Volumes>, mut options: NodeOptions) -> NodeService {
         // Mounts are listed where they really are: MicroK8s has a link where others have the directory.
@@ -83,7 +83,7 @@ impl NodeService {
         NodeService { volumes, options: Arc::new(options), gates, stats_gates, dead_mounts }
     }
 
-    /// The same, which notes there which mounts of pods are found dead.
+    /// Returns the same service, which notes dead mounts of pods there.
     #[must_use]
     pub fn noting(self, dead_mounts: Arc<DeadMounts>) -> NodeService {
         NodeService { dead_mounts, ..self }

@@ -78,7 +78,7 @@ fn is_published(
     }
 }
 
-/// A volume for a single writer has a single target.
+/// Checks that a volume for a single writer has a single target.
 fn only_here(
     options: &NodeOptions,
     table: &MountTable,

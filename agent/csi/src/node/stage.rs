@@ -159,7 +159,7 @@ fn undo(device: &Device, point: &Path, error: CsiError) -> CsiError {
     }
 }
 
-/// The file system on the device, ready to be mounted.
+/// Returns the file system on the device, ready to be mounted.
 fn file_system(
     volume: &Volume,
     device: &Device,

@@ -187,7 +187,7 @@ impl Node {
         device.size_bytes
     }
 
-    /// The device of a volume is that one once it is staged anew.
+    /// Sets the device that a volume has once it is staged anew.
     pub fn renewed(&self, name: &str, device: Device) {
         self.table.1.lock().unwrap().insert(name.to_owned(), device);
     }
@@ -249,7 +249,7 @@ impl Drop for Node {
     }
 }
 
-/// Number and place of every mount.
+/// Returns the number and place of every mount.
 pub fn mounts() -> Vec<(String, PathBuf)> {
     let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
     let fields = table.lines().map(|line| line.split(' ').collect::<Vec<_>>());

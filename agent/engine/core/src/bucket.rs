@@ -30,7 +30,7 @@ impl Bucket {
         self.limits = limits;
     }
 
-    /// The frontend has moved `bytes`.
+    /// Counts `bytes` that the frontend has moved.
     pub fn moved(&mut self, bytes: u64) {
         self.moved_bytes = self.moved_bytes.saturating_add(bytes);
     }

@@ -36,7 +36,7 @@ pub enum Cause {
 pub struct Blamed(pub(crate) PeerMask);
 
 impl Blamed {
-    /// Each of them.
+    /// Returns each of them.
     pub fn iter(self) -> impl Iterator<Item = PeerIndex> {
         self.0.iter()
     }

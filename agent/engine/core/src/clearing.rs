@@ -83,7 +83,7 @@ impl Clearing {
         self.stamp
     }
 
-    /// A stamp that no replica is current with before the end of the next turn.
+    /// Returns a stamp that no replica is current with before the end of the next turn.
     pub fn stamp_of_nobody(&self) -> u32 {
         self.stamp.saturating_add(2)
     }
@@ -109,8 +109,8 @@ impl Clearing {
         self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
     }
 
-    /// `peer` has failed: a flush that it answers after it has come back belongs to a later turn. If `peer`
-    /// is a member, the engine sends no new stamp before all members have stored the newest one.
+    /// Handles the failure of `peer`: a flush that it answers after it has come back belongs to a later turn.
+    /// If `peer` is a member, the engine sends no new stamp before all members have stored the newest one.
     pub fn forget(&mut self, peer: PeerIndex, is_member: bool) {
         self.flushed = self.flushed.without(PeerMask::one(peer));
         if is_member {
@@ -207,8 +207,9 @@ impl EngineCore {
         }
     }
 
-    /// The members are about to clear regions that joiners do not miss. Joiners were sent the writes there,
-    /// and no account counts them: if a joiner comes back without this stamp, it lacks those writes.
+    /// Records the stamp of the joiners when the members are about to clear regions that joiners do not miss.
+    /// Joiners were sent the writes there, and no account counts them: if a joiner comes back without this
+    /// stamp, it lacks those writes.
     fn note_stamp_of_joiners(&mut self) {
         for peer in self.membership.joining().and(self.clearing.flushed).iter() {
             if let Some(absent) = &mut self.absent[usize::from(peer)] {

@@ -152,7 +152,7 @@ impl EngineCore {
         preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
     }
 
-    /// All that could give the piece hold rot there. In different blocks of it, perhaps: it is looked at
+    /// Handles rot in all possible sources of the piece. In different blocks of it, perhaps: it is looked at
     /// block by block. True if there is something to read again.
     ///
     /// Data that every member has lost is copied unchanged, and reported: otherwise no replica could ever

@@ -94,7 +94,7 @@ pub struct EngineCore {
 }
 
 impl EngineCore {
-    /// A core that serves `config.view`. Allocates all that requests will ever need.
+    /// Creates a core that serves `config.view`. Allocates all that requests will ever need.
     #[must_use]
     pub fn new(config: &CoreConfig) -> EngineCore {
         assert!(config.copy_slots > 1, "nothing to copy with beside what a failed request needs");
@@ -475,21 +475,21 @@ impl EngineCore {
         self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.missed)
     }
 
-    /// The newest stamp that any replica was sent.
+    /// Returns the newest stamp that any replica was sent.
     #[must_use]
     pub fn stamp(&self) -> u32 {
         self.clearing.stamp()
     }
 
-    /// The newest stamp that was sent to `peer`, which is not in the view; 0 if that is not known. If its
-    /// disk has lost that stamp, it misses more regions than are counted: see
+    /// Returns the newest stamp that was sent to `peer`, which is not in the view; 0 if that is not known. If
+    /// its disk has lost that stamp, it misses more regions than are counted: see
     /// [`shorthorn_types::is_current`].
     #[must_use]
     pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
         self.absent.get(usize::from(peer)).and_then(Option::as_ref).map_or(0, |absent| absent.stamp)
     }
 
-    /// `peer`, which joins next, counts as being rebuilt: it becomes no member before [`Event::CopyEnded`].
+    /// Counts `peer`, which joins next, as being rebuilt: it becomes no member before [`Event::CopyEnded`].
     /// The state before the copy may have the newest stamp: so `peer` counts as current only after the stamps
     /// of the next turn.
     pub fn is_in_copy(&mut self, peer: PeerIndex) {

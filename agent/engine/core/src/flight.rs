@@ -28,7 +28,7 @@ impl Flight {
         true
     }
 
-    /// A request is done.
+    /// Takes a completed request out of the count.
     pub fn land(&mut self, bytes: u64) {
         (self.bytes, self.requests) = (self.bytes - bytes, self.requests - 1);
     }

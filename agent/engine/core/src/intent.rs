@@ -38,12 +38,12 @@ impl Intent {
         }
     }
 
-    /// A modification of `regions` is sent.
+    /// Records a modification of `regions` when it is sent.
     pub fn touch(&mut self, regions: Range<u32>) {
         self.hot.insert_run(regions);
     }
 
-    /// All of `regions` may differ.
+    /// Marks all of `regions`, in which the members may differ.
     pub fn touch_all(&mut self, regions: &RegionSet) {
         self.hot.insert_all(regions);
     }
@@ -100,7 +100,7 @@ impl Intent {
         take_runs(&mut self.covered, &mut self.clearing, runs_max)
     }
 
-    /// The first region that can be cleared of the intent.
+    /// Returns the first region that can be cleared of the intent.
     pub fn first_covered(&mut self) -> Option<u32> {
         self.covered.remove_all(&self.hot);
         self.covered.next(0)
@@ -115,13 +115,13 @@ impl Intent {
         runs
     }
 
-    /// Likewise for the regions in `set`, which the flush has covered too.
+    /// Starts to clear some of the regions in `set`, which the flush has covered too.
     pub fn clear_some_of(&mut self, set: &mut RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
         set.remove_all(&self.hot);
         take_runs(set, &mut self.clearing, runs_max)
     }
 
-    /// The members have cleared them from the intent.
+    /// Ends a clearing of the intent by the members.
     pub fn cleared(&mut self) {
         self.cool.remove_all(&self.clearing);
         self.clearing.clear();
@@ -132,7 +132,7 @@ impl Intent {
         self.clearing.clear();
     }
 
-    /// The members have cleared them from the set that was given.
+    /// Ends a clearing of the given set by the members.
     pub fn cleared_of(&mut self, set: Option<&mut RegionSet>) {
         if let Some(set) = set {
             set.remove_all(&self.clearing);

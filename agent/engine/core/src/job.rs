@@ -101,7 +101,7 @@ impl Copy {
         !self.is_unchecked
     }
 
-    /// The next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
+    /// Returns the next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
     pub fn next_run(&self) -> Option<(ByteRange, bool)> {
         let CopyStep::Write { at_bytes } = self.step else { return None };
         let end = self.piece.length();
@@ -185,12 +185,12 @@ impl Jobs {
         self.jobs[..others].iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
     }
 
-    /// The slot for resyncs.
+    /// Returns the slot for resyncs.
     pub fn free_for_resync(&self) -> Option<SlotId> {
         self.jobs.last().filter(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
     }
 
-    /// The copies to replicas that join, and their slots.
+    /// Returns the copies to replicas that join, and their slots.
     pub fn rebuilds(&mut self) -> impl Iterator<Item = (SlotId, &mut Copy)> {
         self.jobs.iter_mut().filter_map(|(slot, job)| match job {
             Job::Copy(copy) if matches!(copy.why, Why::Join { .. }) => Some((*slot, copy)),
@@ -219,7 +219,7 @@ impl Jobs {
         self.copies().any(|copy| copy.why == why)
     }
 
-    /// `lost` gets nothing any more.
+    /// Drops `lost` from all copies.
     pub fn forget(&mut self, lost: PeerMask) {
         for (_, job) in &mut self.jobs {
             if let Job::Copy(copy) = job {
@@ -231,7 +231,7 @@ impl Jobs {
         }
     }
 
-    /// The regions that are being copied or compared.
+    /// Returns the regions that are being copied or compared.
     pub fn touched(&self, regions: Regions) -> impl Iterator<Item = std::ops::Range<u32>> {
         self.jobs.iter().filter_map(move |(_, job)| match job {
             Job::Copy(copy) => Some(regions.touched(copy.range)),

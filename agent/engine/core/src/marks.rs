@@ -28,7 +28,7 @@ impl Marks {
         out.extend(to.iter().map(|peer| Output::Mark { peer, mark: number, change: change.clone() }));
     }
 
-    /// `peer` has answered; true where it was the last.
+    /// Records the answer of `peer`. Returns true if it was the last.
     pub fn answered(&mut self, peer: PeerIndex, number: u32) -> bool {
         match &self.outstanding {
             Some(mark) if mark.number == number => self.forget(peer),
@@ -52,7 +52,7 @@ impl Marks {
         self.outstanding = None;
     }
 
-    /// The replicas that have not answered the mark, and when it was sent.
+    /// Returns the replicas that have not answered the mark, and when it was sent.
     pub fn pending(&self) -> Option<(PeerMask, u64)> {
         self.outstanding.as_ref().map(|mark| (mark.pending, mark.sent_at_ms))
     }

@@ -144,7 +144,7 @@ impl Membership {
         membership
     }
 
-    /// The current view.
+    /// Returns the current view.
     #[must_use]
     pub fn view(&self) -> View {
         self.view

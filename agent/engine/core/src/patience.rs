@@ -164,19 +164,20 @@ impl Patience {
         self.lines.get_mut(usize::from(peer))?.get_mut(usize::from(queue))
     }
 
-    /// `peer` has answered something over its connection of `queue`.
+    /// Records an answer of `peer` over its connection of `queue`.
     pub fn heard(&mut self, peer: PeerIndex, queue: u16, now_ms: u64) {
         if let Some(line) = self.line(peer, queue) {
             line.heard_at_ms = now_ms;
         }
     }
 
-    /// `peer` has answered the PING over its connection of `queue`. Returns when that PING was sent.
+    /// Records the answer of `peer` to the PING over its connection of `queue`. Returns when that PING was
+    /// sent.
     pub fn ponged(&mut self, peer: PeerIndex, queue: u16) -> Option<u64> {
         self.line(peer, queue)?.pinged_at_ms.take()
     }
 
-    /// `peer` is lost, or connected anew: it owes nothing.
+    /// Forgets the debts of `peer`, which is lost or connected anew.
     pub fn forgive(&mut self, peer: PeerIndex, now_ms: u64) {
         if let Some(lines) = self.lines.get_mut(usize::from(peer)) {
             *lines = [Line { pinged_at_ms: None, heard_at_ms: now_ms }; MAX_QUEUES as usize];
@@ -192,12 +193,12 @@ impl Patience {
         self.timeout_ms.saturating_mul(2)
     }
 
-    /// The next tick sends PINGs to all that owe no answer to one.
+    /// Makes the next tick send PINGs to all that owe no answer to one.
     pub fn ping_soon(&mut self) {
         self.pings_soon = true;
     }
 
-    /// The members that would answer a read late.
+    /// Returns the members that would answer a read late.
     pub fn slow(&self) -> PeerMask {
         self.slow
     }
@@ -292,8 +293,8 @@ impl EngineCore {
         out.extend(answered.iter().map(|peer| Output::Prompt { peer }));
     }
 
-    /// While no majority of the view has been heard of lately, nothing new is sent: a newer engine may hold
-    /// the volume, and one of these few would answer reads with data that is older than that engine's.
+    /// Stops new requests while no majority of the view has answered lately: a newer engine may hold the
+    /// volume, and one of these few would answer reads with data that is older than that engine's.
     fn keep_in_touch(&mut self, debts: &Debts) {
         let timeout_ms = self.patience.timeout_ms;
         let heard =
@@ -309,7 +310,7 @@ impl EngineCore {
         }
     }
 
-    /// For how long each replica owes answers.
+    /// Returns for how long each replica owes answers.
     fn debts(&self) -> Debts {
         let now_ms = self.now_ms;
         let mut debts = Debts::default();
@@ -352,7 +353,7 @@ impl EngineCore {
         }
     }
 
-    /// A joiner that has held requests up for too long by one copy is dropped.
+    /// Drops a joiner that has held requests up for too long by one copy.
     fn judge_joiners(&mut self, out: &mut Outputs) {
         let timeout_ms = self.patience.timeout_ms;
         let mut late = None;
@@ -391,7 +392,7 @@ impl EngineCore {
     }
 }
 
-/// By how much longer than others the request may take.
+/// Returns by how much longer than others the request may take.
 fn extra_ms(slot: &Slot) -> u64 {
     match slot.operation {
         Operation::Discard | Operation::WriteZeroes { .. } => {

@@ -61,7 +61,7 @@ impl Entry {
 }
 
 impl RangeTable {
-    /// Room for `requests` in flight.
+    /// Creates a table with room for `requests` in flight.
     #[must_use]
     pub fn new(requests: usize) -> RangeTable {
         let room = || Vec::with_capacity(requests);
@@ -91,7 +91,7 @@ impl RangeTable {
         }
     }
 
-    /// The requests that wait for the one in `slot`, which is in flight.
+    /// Returns the requests that wait for the one in `slot`, which is in flight.
     pub fn waiting_for(&self, slot: SlotId) -> impl Iterator<Item = SlotId> {
         let active = self.active.iter().find(move |entry| entry.slot == slot);
         self.waiting

@@ -68,7 +68,7 @@ pub(crate) struct Suspects {
 }
 
 impl Suspects {
-    /// True if it is to be compared, and was not before.
+    /// Adds a range. Returns true if it is to be compared, and was not before.
     pub fn add(&mut self, range: ByteRange) -> bool {
         let is_known = |known: &ByteRange| known.overlaps(range);
         if self.ranges.len() >= SUSPECTS_MAX
@@ -87,7 +87,8 @@ impl Suspects {
         self.hopeless.push(block);
     }
 
-    /// The next block of them, of a volume of that size: of two members each may be wrong in another one.
+    /// Returns the next block of them, of a volume of that size: of two members each may be wrong in another
+    /// one.
     fn next_block(&mut self, size_bytes: u64) -> Option<ByteRange> {
         let first = self.ranges.first_mut()?;
         let end = first.end().min(size_bytes);
@@ -216,7 +217,7 @@ impl EngineCore {
         self.free_slot(id, out);
     }
 
-    /// The scrub looks at the range again, block by block. False if it has ended or begun anew.
+    /// Makes the scrub compare the range again, block by block. False if it has ended or begun anew.
     fn looks_closer(&mut self, range: ByteRange) -> bool {
         let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.next_bytes == range.end()) else {
             return false;

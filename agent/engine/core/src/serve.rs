@@ -22,7 +22,7 @@ fn data_bytes(operation: Operation, range: ByteRange) -> u64 {
     }
 }
 
-/// The part of `range` from `start` on that is in one block.
+/// Returns the part of `range` from `start` on that is in one block.
 fn block_at(range: ByteRange, start: u64) -> ByteRange {
     let end = (start / BLOCK_BYTES + 1) * BLOCK_BYTES;
     ByteRange::new(start, end.min(range.end()).saturating_sub(start)).unwrap_or(ByteRange::EMPTY)
@@ -110,7 +110,7 @@ impl EngineCore {
         self.issue_request(id, out);
     }
 
-    /// A block of a read was answered: true if it was the last.
+    /// Records the answer for a block of a read. Returns true if it was the last.
     fn has_read_all(&mut self, id: SlotId) -> bool {
         let slot = self.slots.at_mut(id);
         let Some(at_bytes) = slot.narrow_at_bytes else { return true };
@@ -135,7 +135,7 @@ impl EngineCore {
         slot.is_in_flight
     }
 
-    /// The request is with the replicas no more.
+    /// Takes a request out of those that the replicas have.
     fn lands(&mut self, operation: Operation, range: ByteRange) {
         let flight = if operation == Operation::Read { &mut self.reads } else { &mut self.changes };
         flight.land(data_bytes(operation, range));
@@ -236,8 +236,8 @@ impl EngineCore {
         }
     }
 
-    /// `peer` holds rot in the range of a read: another member answers it, and the range is compared and
-    /// repaired.
+    /// Handles rot that `peer` holds in the range of a read: another member answers it, and the range is
+    /// compared and repaired.
     fn read_elsewhere(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
         (slot.pending, slot.rotten) = (PeerMask::NONE, slot.rotten.with(PeerMask::one(peer)));

@@ -103,12 +103,12 @@ impl Slots {
         index.map(usize::from)
     }
 
-    /// The slots for copies.
+    /// Returns the slots for copies.
     pub fn copies(&self) -> impl Iterator<Item = SlotId> + use<> {
         (self.depth..self.depth + self.copy_slots).map(|slot| SlotId { queue: 0, slot })
     }
 
-    /// All slots whose buffers belong to `queue`.
+    /// Returns all slots whose buffers belong to `queue`.
     pub fn of_queue(&self, queue: u16) -> impl Iterator<Item = SlotId> + use<> {
         let copies = if queue == 0 { self.copy_slots } else { 0 };
         (0..self.depth + copies).map(move |slot| SlotId { queue, slot })

@@ -322,7 +322,7 @@ impl World {
         may && !members.iter().any(|other| *other != peer && self.replicas[*other].lost_cache)
     }
 
-    /// The replica does it to some of the blocks.
+    /// Does an operation on some of the blocks, and fails.
     fn fail(
         &mut self,
         peer: usize,
@@ -463,7 +463,7 @@ impl World {
         }
     }
 
-    /// A replica outside the view comes back.
+    /// Brings a replica outside the view back.
     fn bring_up(&mut self, peer: usize) {
         let in_view = self.core.membership().view().members.contains(id(peer));
         if in_view || self.closing[peer] || self.core.membership().is_changing() {

@@ -56,7 +56,7 @@ pub async fn forget_in_vain<E: ServingEngine>(
     forget(link, &accounts_to_forget(&welcome.tracks, &wanted(engine), views)).await
 }
 
-/// The replicas that the volume is to have.
+/// Returns the replicas that the volume is to have.
 fn wanted(engine: &impl ServingEngine) -> Members {
     // A set can hold all replicas, as the engine checked when it got the list.
     Members::new(engine.peers().into_iter().map(|(_, peer)| peer.replica)).unwrap_or_default()

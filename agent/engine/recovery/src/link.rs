@@ -5,7 +5,7 @@ use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPag
 
 /// The reason why a replica has not done a request.
 pub trait LinkError: std::fmt::Display {
-    /// The generation of the newer engine that holds the replica, if that is the reason.
+    /// Returns the generation of the newer engine that holds the replica, if that is the reason.
     fn deposed_by(&self) -> Option<Generation>;
 
     /// Returns true if the replica has answered, and refuses. The connection is as good as before.
@@ -31,23 +31,23 @@ pub trait Link {
     /// Has the replica grow, durably, to `size_bytes`.
     async fn expand(&mut self, size_bytes: u64) -> Result<(), Self::Error>;
 
-    /// A page of one of the replica's sets of regions. All pages from the first one on have a time limit
-    /// together.
+    /// Returns a page of one of the replica's sets of regions. All pages from the first one on have a time
+    /// limit together.
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, Self::Error>;
 
     /// Changes one of the replica's sets of regions.
     async fn mark(&mut self, change: &MarkRegions) -> Result<(), Self::Error>;
 
-    /// The layers of the replica.
+    /// Returns the layers of the replica.
     async fn layers(&mut self) -> Result<LayerList, Self::Error>;
 
-    /// A page of the extents in which a layer has data.
+    /// Returns a page of the extents in which a layer has data.
     async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, Self::Error>;
 
     /// Makes the replica a copy of one with these layers, or continues that.
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, Self::Error>;
 
-    /// The whole replica is a copy: it no longer counts as being rebuilt.
+    /// Ends the copy of the whole replica, which no longer counts as being rebuilt.
     async fn copy_end(&mut self) -> Result<(), Self::Error>;
 }
 

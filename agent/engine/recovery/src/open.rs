@@ -110,12 +110,12 @@ pub enum NotOpen<S> {
 }
 
 impl<S> NotOpen<S> {
-    /// No replica is to blame.
+    /// Returns the error of a failure without an offender.
     pub fn torn(reason: impl Into<String>) -> NotOpen<S> {
         NotOpen::Torn { reason: reason.into(), by: None }
     }
 
-    /// A replica has not done as it was asked.
+    /// Returns the error of a failed request to a replica.
     pub fn torn_by(replica: ReplicaId, error: impl std::fmt::Display) -> NotOpen<S> {
         NotOpen::Torn { reason: error.to_string(), by: Some(replica) }
     }
@@ -148,7 +148,7 @@ pub trait OpeningEngine {
     /// Learns the outcome of the planning and shows it.
     fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>);
 
-    /// A replica that has welcomed the engine has not done as it was asked since. Shows and logs that.
+    /// Records that a replica that has welcomed the engine has failed a request since. Shows and logs that.
     fn offended(&mut self, replica: ReplicaId, reason: &str);
 
     /// Learns that the attempt continues without a replica that has made others fail. `reason` is its last
@@ -228,9 +228,9 @@ pub async fn open<E: OpeningEngine>(
     bring_through(engine, volume, change, (reached, stamps), offenders).await
 }
 
-/// The plan for the first view, unless a member has to be waited for: a replica that is left out has to be
-/// rebuilt later. With the offenders that it leaves out: all that they have reported counts, but they are no
-/// members and store nothing.
+/// Returns the plan for the first view, unless a member has to be waited for: a replica that is left out has
+/// to be rebuilt later. With the offenders that it leaves out: all that they have reported counts, but they
+/// are no members and store nothing.
 fn plan_view<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
@@ -414,8 +414,8 @@ pub async fn propose_to<L: Link>(
     Ok(Some(Kept { intent, stamp: welcome.stamp, missed }))
 }
 
-/// The view is through: has one replica that has stored it mark it as committed, and forget the accounts that
-/// it keeps in vain.
+/// Makes one replica that has stored the committed view mark it as committed, and forget the out-of-sync sets
+/// that it keeps in vain.
 ///
 /// # Errors
 /// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and accounts stay until

@@ -44,12 +44,13 @@ pub enum Trouble<E> {
 }
 
 impl<E> Trouble<E> {
-    /// For `map_err`: a request with this purpose has failed.
+    /// Makes a function for `map_err` that reports a failed request with this purpose.
     pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
         move |error| Trouble::Failed { doing, error }
     }
 
-    /// For `map_err`: a request with this purpose to the `source` of the copy has failed.
+    /// Makes a function for `map_err` that reports a failed request with this purpose to the `source` of the
+    /// copy.
     pub fn while_reading(source: Source, doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
         move |error| Trouble::SourceFailed { source: source.address.replica, doing, error }
     }
@@ -82,10 +83,10 @@ pub trait Courier {
     /// The engine that it belongs to.
     type Engine: ServingEngine;
 
-    /// The engine.
+    /// Returns the engine.
     fn engine(&self) -> &Self::Engine;
 
-    /// The number of its replica.
+    /// Returns the number of its replica.
     fn peer(&self) -> PeerIndex;
 
     /// Returns true if it has to end. It is asked between the steps of something long.
@@ -355,8 +356,8 @@ impl<C: Courier> Attempt<'_, C> {
         }
     }
 
-    /// The regions in which the head of the source has data; everything else it shares with the snapshots,
-    /// which are there.
+    /// Returns the regions in which the head of the source has data; everything else it shares with the
+    /// snapshots, which are there.
     async fn find_data(
         &self,
         source: Source,
@@ -408,7 +409,7 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(())
     }
 
-    /// The replicas outside the view that it may keep an account of.
+    /// Returns the replicas outside the view that it may keep an account of.
     fn others(&self, welcome: &Welcome) -> Result<Vec<ReplicaId>, Trouble<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
@@ -421,7 +422,7 @@ impl<C: Courier> Attempt<'_, C> {
         Ok(others)
     }
 
-    /// The queues that have a connection give it up, else the next attempt would wait for its end.
+    /// Makes the queues give their connections up, which the next attempt would have to wait for.
     fn drop_queues(&self, reason: &str) {
         let (peer, reason) = (self.me, reason.to_owned());
         self.engine
@@ -572,7 +573,7 @@ fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
     }
 }
 
-/// A set in pieces that fit a message; the empty set is one empty piece.
+/// Returns a set in pieces that fit a message; the empty set is one empty piece.
 fn pages(set: &RegionSet) -> impl Iterator<Item = Vec<(u32, u32)>> + '_ {
     let mut runs = set.runs(0).map(|run| (run.start, run.end - run.start));
     let mut first = true;

@@ -48,13 +48,13 @@ pub trait ServingEngine {
     where
         Self: 'a;
 
-    /// All replicas that the volume is to have, with their numbers.
+    /// Returns all replicas that the volume is to have, with their numbers.
     fn peers(&self) -> Vec<(PeerIndex, Peer)>;
 
     /// Notes whether members and core know all that a replica has missed, if the volume still has it.
     fn set_complete(&self, of: Address, is_complete: bool);
 
-    /// Size of the volume: every replica that is greeted from now on grows to it first.
+    /// Returns the size of the volume: every replica that is greeted from now on grows to it first.
     fn size_bytes(&self) -> u64;
 
     /// Returns the pending view, if any.
@@ -70,31 +70,31 @@ pub trait ServingEngine {
     /// ask the engine for its peers and its size.
     fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R>;
 
-    /// The control connection to a replica, which is made when it is used first, and closed when a request
-    /// over it fails. After the volume has given the replica up every request fails.
+    /// Returns the control connection to a replica, which is made when it is used first, and closed when a
+    /// request over it fails. After the volume has given the replica up every request fails.
     fn line(&self, to: Address) -> Self::Line<'_>;
 
     /// Makes a new control connection to a replica, which closes the last one. It calls
     /// [`crate::forget_in_vain`].
     async fn open_line(&self, to: Address) -> Result<Welcome, Self::Error>;
 
-    /// Replica number `peer`, unless it was given up.
+    /// Returns replica number `peer`, unless it was given up.
     fn peer(&self, peer: PeerIndex) -> Option<Peer> {
         self.peers().into_iter().find(|(index, _)| *index == peer).map(|(_, peer)| peer)
     }
 
-    /// A replica with its number, unless it was given up.
+    /// Returns a replica with its number, unless it was given up.
     fn find(&self, replica: ReplicaId) -> Option<(PeerIndex, Peer)> {
         self.peers().into_iter().find(|(_, peer)| peer.replica == replica)
     }
 
-    /// The division of the volume.
+    /// Returns the division of the volume.
     fn regions(&self) -> Regions {
         Regions::of(self.size_bytes())
     }
 }
 
-/// The replicas in the view with their numbers, those on this host first.
+/// Returns the replicas in the view with their numbers, those on this host first.
 pub fn members(engine: &impl ServingEngine) -> Option<Vec<(PeerIndex, Peer)>> {
     let view = engine.look(|core| core.membership().view())?;
     let mut members = engine.peers();

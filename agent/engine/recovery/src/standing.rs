@@ -83,8 +83,8 @@ impl Strikes {
 }
 
 impl Standing {
-    /// The replica is dropped. `now` counts from any fixed point; `is_needed`: without it so few are left
-    /// that it may not stay out.
+    /// Records that the replica is dropped, and returns its stay. `now` counts from any fixed point;
+    /// `is_needed`: without it so few are left that it may not stay out.
     pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> Stay {
         match cause {
             DropCause::Late => {
@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// Dropped every `every_s` seconds.
+    /// Returns the pauses of a replica that is dropped every `every_s` seconds.
     fn pauses(cause: DropCause, every_s: u64, is_needed: bool) -> Vec<f64> {
         let mut standing = Standing::default();
         let drop =

@@ -54,7 +54,7 @@ impl LinkError for Broken {
 
 type Calls = Rc<RefCell<Vec<String>>>;
 
-/// The first attempt to open the volume.
+/// Returns the first attempt to open the volume.
 fn open(engine: &mut Engine, volume: &Volume) -> Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>> {
     finish(shorthorn_recovery::open(engine, volume, &mut Offenders::default()))
 }
@@ -216,7 +216,7 @@ fn id(number: u64) -> ReplicaId {
     ReplicaId::from_random(number)
 }
 
-/// The view that the engine before has left, with replicas 1 to `count`.
+/// Returns the view that the engine before has left, with replicas 1 to `count`.
 fn last_view(count: u64) -> View {
     let members = Members::new((1..=count).map(id)).unwrap();
     View { id: ViewId { generation: Generation::new(1, 0), number: 1 }, members }
@@ -233,7 +233,7 @@ fn volume(count: u64) -> Volume {
     }
 }
 
-/// An engine that reaches some of `count` replicas, long after its start.
+/// Returns an engine that reaches some of `count` replicas, long after its start.
 fn engine(count: u64, reached: &[u64], lost_cache: bool) -> Engine {
     let calls = Calls::default();
     let welcome = |_: &u64| Welcome {
@@ -349,8 +349,8 @@ fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_en
 /// The result of an attempt.
 type Attempted = Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>>;
 
-/// An attempt to open a volume of `count` replicas of which the second refuses every proposal, and the calls
-/// that it makes.
+/// Returns an attempt to open a volume of `count` replicas of which the second refuses every proposal, and
+/// the calls that it makes.
 fn attempt_with_a_liar(
     offenders: &mut Offenders,
     count: u64,
@@ -364,7 +364,7 @@ fn attempt_with_a_liar(
     (opened, calls(&engine))
 }
 
-/// The attempts after which the second is an offender.
+/// Makes the attempts after which the second is an offender.
 fn fail(offenders: &mut Offenders, count: u64, change: impl Fn(&mut Engine)) {
     for _ in 0..3 {
         let (torn, _) = attempt_with_a_liar(offenders, count, &change);

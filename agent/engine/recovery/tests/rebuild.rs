@@ -31,7 +31,7 @@ fn finish<T>(steps: impl Future<Output = T>) -> T {
     }
 }
 
-/// The first attempt to bring the replica back.
+/// Makes the first attempt to bring the replica back.
 fn rebuild(engine: &Engine) -> Result<(), Trouble<Gone>> {
     finish(shorthorn_recovery::rebuild(&engine, &mut BadSources::default()))
 }
@@ -91,7 +91,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// `is_complete`: all is known that replica 2 has missed.
+    /// Creates an engine. `is_complete`: all that replica 2 has missed is known.
     fn new(moment: Moment, is_complete: bool) -> Engine {
         let peer = |number: u64, is_local, is_complete| Peer {
             replica: id(number),
@@ -133,8 +133,8 @@ impl Engine {
         }
     }
 
-    /// At its moment the volume is to have replica 3 instead of replica 2, which gets the number of that one;
-    /// or member 1 leaves.
+    /// Changes the volume at its moment: it is to have replica 3 instead of replica 2, which gets the number
+    /// of that one; or member 1 leaves.
     fn reaches(&self, moment: Moment) {
         if self.moment != moment {
             return;

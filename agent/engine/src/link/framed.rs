@@ -23,12 +23,13 @@ impl Framed {
         self.stream.send_owned(&self.session.encode(header), text)
     }
 
-    /// The header of the next frame, if it is here whole. The frame stays the next one until it is taken.
+    /// Returns the header of the next frame, if it is here whole. The frame stays the next one until it is
+    /// taken.
     pub fn header(&self) -> Option<Result<Header, FrameError>> {
         self.stream.bytes().first_chunk().map(|bytes| self.session.decode(bytes))
     }
 
-    /// The next frame is taken: its header, and `text_bytes` behind it.
+    /// Takes the next frame: its header, and `text_bytes` behind it.
     pub fn take(&mut self, text_bytes: usize) {
         self.session.advance();
         self.stream.consume(HEADER_BYTES + text_bytes);

@@ -26,7 +26,7 @@ fn greeted(socket: UnixStream) -> Greeted {
     Greeted { socket: socket.into(), session }
 }
 
-/// The replica's end.
+/// Returns the replica's end.
 fn session() -> Session {
     Session::of_replica(&SECRET, NONCES[0], NONCES[1], &claim())
 }
@@ -82,7 +82,7 @@ impl Bench {
         request
     }
 
-    /// A frame of the replica.
+    /// Returns a frame of the replica.
     fn frame(&mut self, header: &Header, data: &[u8]) -> Vec<u8> {
         [&self.session.encode(header)[..], data].concat()
     }

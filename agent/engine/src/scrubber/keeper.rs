@@ -31,7 +31,7 @@ impl Keeper {
         self.peer
     }
 
-    /// The sum of one more piece; 0: not known. The pieces between it and the last one have no blocks.
+    /// Adds the sum of one more piece; 0: not known. The pieces between it and the last one have no blocks.
     pub fn put(&mut self, desk: &Desk, piece: u64, sum: u32) {
         // A layer with more pieces than numbers has no sums.
         let Ok(piece) = u32::try_from(piece) else { return };

@@ -57,7 +57,7 @@ impl Held {
     }
 }
 
-/// A distance inside a piece, which always fits.
+/// Returns a distance inside a piece, which always fits.
 fn distance(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

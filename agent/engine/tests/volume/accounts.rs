@@ -17,7 +17,7 @@ fn members(count: usize) -> impl Fn(&EngineStatus) -> bool + Send + 'static {
     }
 }
 
-/// The place that is written while replica `number` is a member.
+/// Returns the place that is written while replica `number` is a member.
 fn place(number: usize) -> u64 {
     number as u64 * 4096
 }

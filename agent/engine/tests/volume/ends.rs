@@ -14,7 +14,7 @@ const UNEQUAL: &str = "resyncing the members in dirty regions";
 /// the end wait.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
-/// The next engine serves with nothing to make equal.
+/// Starts the next engine, which serves with nothing to resync.
 fn start_equal(volume: &mut Volume) {
     volume.start_engine();
     let engine = volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving);

@@ -16,7 +16,7 @@ fn lines(volume: &Volume, what: &str) -> Vec<String> {
     volume.log_of_engine().lines().filter(|line| line.contains(what)).map(str::to_owned).collect()
 }
 
-/// Reads, which must fail, and gives the errno.
+/// Reads, which must fail, and returns the errno.
 fn failed_read(client: &mut Nbd, offset: u64) -> Option<i32> {
     client.read(offset, 4096).unwrap_err().raw_os_error()
 }

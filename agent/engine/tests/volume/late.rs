@@ -8,7 +8,7 @@ use crate::volume::Volume;
 
 const TIMEOUT_MS: u32 = 1000;
 
-/// Three replicas, those from `first_on_disk` on together on a disk that can hang.
+/// Returns three replicas, those from `first_on_disk` on together on a disk that can hang.
 fn volume(first_on_disk: usize) -> Volume {
     Volume::start_with(3, 64 << 20, |volume| {
         (volume.replica_timeout_ms, volume.first_on_disk) = (TIMEOUT_MS, first_on_disk);

@@ -65,7 +65,7 @@ impl Load {
         }
     }
 
-    /// Every block has to read as it was written last.
+    /// Stops, and checks that every block reads as it was written last.
     pub fn stop_and_verify(self, volume: &Volume) {
         self.stop.store(true, Ordering::Relaxed);
         let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
@@ -83,7 +83,7 @@ impl Load {
         }
     }
 
-    /// After the engine was killed.
+    /// Abandons the load after the engine was killed.
     pub fn abandon(self) {
         self.stop.store(true, Ordering::Relaxed);
         for writer in self.writers {

@@ -12,7 +12,7 @@ const OFFSET: u64 = 1 << 20;
 const DATA: [u8; 4096] = [7; 4096];
 const IO_ERROR: i32 = 5;
 
-/// Two members, and a write that is acknowledged and not flushed.
+/// Returns two members, and a write that is acknowledged and not flushed.
 fn written() -> Volume {
     let volume = Volume::start(2, 16 << 20);
     client(&volume).write_volatile(OFFSET, &DATA).unwrap();
@@ -23,7 +23,7 @@ fn client(volume: &Volume) -> Nbd {
     Nbd::connect(&volume.frontend(), "v1").unwrap()
 }
 
-/// The next engine, as soon as it serves.
+/// Returns the next engine, as soon as it serves.
 fn next_engine(volume: &mut Volume) -> EngineStatus {
     volume.start_engine();
     volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving)

@@ -40,7 +40,7 @@ impl State {
         self.intent.1.chunks(4096).map(stamp).max().unwrap()
     }
 
-    /// In place: a restored disk has the same files.
+    /// Restores the files in place: a restored disk has the same files.
     fn restore(&self) {
         for (path, bytes) in [&self.head, &self.intent] {
             let file = fs::File::options().write(true).open(path).unwrap();
@@ -56,7 +56,7 @@ fn write(volume: &Volume, fill: u8) {
     client.flush().unwrap();
 }
 
-/// The state of a replica after its next `stamps`.
+/// Returns the state of a replica after its next `stamps`.
 fn after(volume: &Volume, stamps: u32) -> State {
     let (begin, first) = (Instant::now(), State::of(volume).stamp());
     loop {
@@ -69,7 +69,7 @@ fn after(volume: &Volume, stamps: u32) -> State {
     }
 }
 
-/// A volume of three with a write that an older state of one of them lacks.
+/// Returns a volume of three with a write that an older state of one of them lacks.
 fn with_an_older_state() -> (Volume, State) {
     let volume = Volume::start_with(3, 16 << 20, |volume| volume.intent_clear_after_ms = 20);
     write(&volume, 7);

@@ -13,7 +13,7 @@ const LENGTH: usize = 1 << 20;
 const KEPT: &str = "keeping memory: data of a client is in transit";
 const GIVEN_BACK: &str = "memory of large requests is given back";
 
-/// No two blocks alike, and no block of zeroes.
+/// Returns data without two equal blocks, and without a block of zeroes.
 fn pattern(seed: u32) -> Vec<u8> {
     let word = |n: u64| (n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(seed) | 1;
     (0..LENGTH as u64 / 8).flat_map(|n| word(n).to_le_bytes()).collect()

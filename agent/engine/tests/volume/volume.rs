@@ -42,7 +42,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A new volume that is served.
+    /// Returns a new volume that is served.
     pub fn start(replicas: usize, size_bytes: u64) -> Volume {
         Volume::start_with(replicas, size_bytes, |_| {})
     }
@@ -183,7 +183,7 @@ impl Volume {
         child.wait().unwrap();
     }
 
-    /// A replica ends in order: everything that it knows is on its disk.
+    /// Stops a replica in order: everything that it knows is on its disk.
     pub fn stop_replica(&mut self, number: usize) {
         let mut child = self.replicas[number].take().unwrap();
         kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGTERM).unwrap();
@@ -215,8 +215,7 @@ impl Volume {
         head.write_all_at(&[0; 4096], offset).unwrap();
     }
 
-    /// A replica that hangs. `kill` returns before the threads of a process have stopped, so this waits for
-    /// that.
+    /// Pauses a replica. `kill` returns before the threads of a process have stopped, so this waits for that.
     pub fn pause(&self, number: usize) {
         let pid = self.pid(number);
         kill(pid, Signal::SIGSTOP).unwrap();
@@ -267,7 +266,7 @@ impl Volume {
         Client::connect(&self.file("engine.control")).unwrap().order(order).unwrap();
     }
 
-    /// The counters of the engine.
+    /// Returns the counters of the engine.
     pub fn counters(&self) -> IoCounters {
         let mut stream = UnixStream::connect(self.file("engine.control")).unwrap();
         stream.write_all(b"\"io\"\n").unwrap();
@@ -342,7 +341,7 @@ impl Volume {
         }
     }
 
-    /// After the stop: how many regions a replica counts as written lately.
+    /// Returns how many regions a stopped replica counts as written lately.
     pub fn dirty_regions(&self, number: usize) -> u32 {
         let directory = self.place(number);
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
@@ -377,7 +376,7 @@ impl Volume {
         store.close().unwrap();
     }
 
-    /// After the stop: all replicas have the same content.
+    /// Checks that all stopped replicas have the same content.
     pub fn assert_equal(&self) {
         let image = |number: usize| {
             let directory = self.place(number);

@@ -353,8 +353,8 @@ impl Connection {
         self.commands += 1;
     }
 
-    /// A READ with a simple reply needs all its data before the first byte of the reply, because the header
-    /// reports errors.
+    /// Returns true if the command needs all of its data before the reply begins: a READ with a simple reply
+    /// does, because the header reports errors.
     fn waits_for_all(&self, command: &Command) -> bool {
         command.kind == CommandKind::Read && !self.structured
     }

@@ -226,7 +226,7 @@ fn is_ours(offer: &Offer<'_>, name: &[u8]) -> bool {
     name.is_empty() || name == offer.name.as_bytes()
 }
 
-/// Name and wanted information of INFO and GO; `None` where the lengths do not fit.
+/// Returns name and wanted information of INFO and GO; `None` if the lengths do not fit.
 fn info_request(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut fields = Fields(data);
     let name_bytes = fields.u32()? as usize;

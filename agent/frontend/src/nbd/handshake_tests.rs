@@ -43,7 +43,7 @@ fn run(handshake: &mut Handshake, mut input: &[u8]) -> (Vec<u8>, Next) {
     }
 }
 
-/// A client with both flags that sends `options`.
+/// Returns a client with both flags that sends `options`.
 fn client(options: &[u8]) -> (Vec<u8>, Next) {
     let mut handshake = Handshake::new();
     assert_eq!(run(&mut handshake, &[0, 0, 0, 3]), (vec![], Next::Wait));

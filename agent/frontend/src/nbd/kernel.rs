@@ -195,7 +195,7 @@ fn disconnect(index: u32) -> io::Result<()> {
     })
 }
 
-/// The request time-out of a device that is made with so many sockets. See [`NO_TIMEOUT`].
+/// Returns the request time-out of a device that is made with so many sockets. See [`NO_TIMEOUT`].
 fn request_timeout_s(sockets: usize) -> u64 {
     if sockets == 1 { NO_TIMEOUT } else { REQUEST_TIMEOUT_S }
 }
@@ -219,8 +219,8 @@ struct KernelQueue {
 }
 
 impl KernelQueue {
-    /// After a connection broke: makes a new one. This is the one thing here that allocates; it happens after
-    /// a failure only.
+    /// Makes a new connection after one broke. This is the one thing here that allocates; it happens after a
+    /// failure only.
     fn mend(&mut self, io: &mut QueueIo<'_>) {
         self.broken |= self.service.take_lost();
         let is_closed = self.is_parked || self.closed.load(Ordering::Acquire);
@@ -301,8 +301,8 @@ struct NbdDevice {
 }
 
 impl Device for NbdDevice {
-    /// The number of a new device is known after [`Device::go_live`] only. An engine that dies before it has
-    /// noted it finds the device by its identifier.
+    /// Returns the record. The number of a new device is known after [`Device::go_live`] only. An engine that
+    /// dies before it has noted it finds the device by its identifier.
     fn record(&self) -> DeviceRecord {
         self.record.clone()
     }

@@ -89,7 +89,7 @@ impl Process {
         self.with_queue(KernelQueue::park);
     }
 
-    /// The socket, once it is handed over.
+    /// Returns the socket once it is handed over.
     fn hand_over(mut self) -> OwnedFd {
         self.park();
         let deadline = Instant::now() + LIMIT;
@@ -114,7 +114,7 @@ fn request(kind: u16, cookie: u64, block: usize, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The cookie of the next reply, which must be a success.
+/// Returns the cookie of the next reply, which must be a success.
 fn reply(kernel: &mut UnixStream) -> u64 {
     let mut header = [0; 16];
     kernel.read_exact(&mut header).unwrap();

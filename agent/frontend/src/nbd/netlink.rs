@@ -234,7 +234,7 @@ impl Attributes {
     }
 }
 
-/// A generic netlink request that wants an acknowledgement.
+/// Returns a generic netlink request that wants an acknowledgement.
 fn message(family: u16, sequence: u32, command: u8, version: u8, attributes: &[u8]) -> Vec<u8> {
     let length = MESSAGE_HEADER_BYTES + GENERIC_HEADER_BYTES + attributes.len();
     let mut message = Vec::with_capacity(length);
@@ -271,7 +271,7 @@ impl<'a> Iterator for Messages<'a> {
     }
 }
 
-/// The value of the first attribute `kind` in `bytes`.
+/// Returns the value of the first attribute `kind` in `bytes`.
 fn attribute(mut bytes: &[u8], kind: u16) -> Option<&[u8]> {
     loop {
         let header: &[u8; ATTRIBUTE_HEADER_BYTES] = bytes.first_chunk()?;

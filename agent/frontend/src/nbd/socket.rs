@@ -163,8 +163,8 @@ impl SocketQueue {
         }
     }
 
-    /// A client waits, or did: ends the oldest negotiation for it if that has taken long enough, or sets the
-    /// timer.
+    /// Makes room for a waiting client: ends the oldest negotiation if that has taken long enough, or sets
+    /// the timer.
     fn make_room(&mut self, io: &mut QueueIo<'_>) {
         self.watching = false;
         let is_waiting = || is_readable(&self.listener) && !self.stopping.load(Ordering::Acquire);
@@ -207,7 +207,7 @@ impl SocketQueue {
         self.accept(io);
     }
 
-    /// After anything that may have changed the number of clients.
+    /// Updates the count after anything that may have changed the number of clients.
     fn count(&mut self, io: &mut QueueIo<'_>) {
         let (open, counted) = (self.service.open(), self.counted);
         if open != counted {

@@ -60,7 +60,7 @@ fn version(path: &Path) -> Option<Version> {
     Some(Version { inode: meta.ino(), changed: (meta.ctime(), meta.ctime_nsec()) })
 }
 
-/// The line `I:` of a record: when udev saw the device for the first time, in microseconds of
+/// Returns the line `I:` of a record: when udev saw the device for the first time, in microseconds of
 /// CLOCK_MONOTONIC.
 fn initialised_us(text: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("I:")?.parse().ok())

@@ -69,8 +69,8 @@ fn listed(users: &[String]) -> String {
     text
 }
 
-/// The device that the node at `path` leads to, links followed. Asks no server: some paths are files of
-/// programs that have nothing to do with us, and one on a file system that hangs must not hang us.
+/// Returns the device that the node at `path` leads to, links followed. Asks no server: some paths are files
+/// of programs that have nothing to do with us, and one on a file system that hangs must not hang us.
 fn device_at(path: &Path) -> Option<DeviceNumber> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
     let found = statx(CWD, path, flags, StatxFlags::TYPE).ok()?;
@@ -152,7 +152,7 @@ impl Host {
         found
     }
 
-    /// The loop devices whose file is a node of one of `devices`. They are in no list of holders.
+    /// Returns the loop devices whose file is a node of one of `devices`. They are in no list of holders.
     fn loops(&self, devices: &[DeviceNumber]) -> Vec<String> {
         let mut found = Vec::new();
         for entry in fs::read_dir(self.sysfs.join("block")).into_iter().flatten().flatten() {
@@ -187,7 +187,7 @@ impl Host {
         devices
     }
 
-    /// The processes that have one of `devices` open, exclusively or not.
+    /// Returns the processes that have one of `devices` open, exclusively or not.
     fn openers(&self, devices: &[DeviceNumber]) -> Vec<String> {
         let mut openers = Vec::new();
         for process in fs::read_dir(&self.proc).into_iter().flatten().flatten() {
@@ -242,7 +242,7 @@ struct Mount {
     source: PathBuf,
 }
 
-/// Lines that do not look as they should are skipped: this serves messages only.
+/// Parses mounts. Unexpected lines are skipped: this serves messages only.
 fn parse_mountinfo(text: &str) -> Vec<Mount> {
     let parse = |line: &str| {
         let (front, back) = line.split_once(" - ")?;
@@ -256,7 +256,7 @@ fn parse_mountinfo(text: &str) -> Vec<Mount> {
     text.lines().filter_map(parse).collect()
 }
 
-/// The devices and files in /proc/swaps, see proc_swaps(5).
+/// Returns the devices and files in /proc/swaps, see proc_swaps(5).
 fn parse_swaps(text: &str) -> Vec<PathBuf> {
     text.lines().skip(1).filter_map(|line| line.split_whitespace().next()).map(unescape).collect()
 }

@@ -190,7 +190,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// A ring whose commands go to /dev/null, which answers every one at once.
+    /// Returns a ring whose commands go to /dev/null, which answers every one at once.
     fn control(ring: IoUring<squeue::Entry128, cqueue::Entry>) -> Control {
         Control { file: File::open("/dev/null").unwrap(), ring, newest: 0 }
     }

@@ -316,7 +316,7 @@ impl UblkDevice {
         during(action)(source)
     }
 
-    /// A device that was taken over has the size that its last process gave it. The volume may have grown
+    /// Returns the size that its last process gave a device that was taken over. The volume may have grown
     /// since.
     fn catch_up(&mut self) -> Result<u64, FrontendError> {
         let wanted = self.size_bytes.load(Ordering::Relaxed);

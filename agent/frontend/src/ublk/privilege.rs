@@ -47,7 +47,7 @@ mod tests {
 
     use super::*;
 
-    /// The effective capabilities of the calling thread.
+    /// Returns the effective capabilities of the calling thread.
     fn effective() -> u64 {
         let status = fs::read_to_string("/proc/thread-self/status").unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();

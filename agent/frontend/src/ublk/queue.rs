@@ -123,7 +123,7 @@ impl UblkQueue {
         io.requests.push(Request { slot: tag, operation: Operation::Write { fua }, range: now });
     }
 
-    /// The driver has given us `tag` with a request in its descriptor.
+    /// Handles a request: the driver has given `tag` to this process, with a request in its descriptor.
     fn accept(&mut self, io: &mut QueueIo<'_>, tag: u16) {
         if self.is_parked {
             return; // the driver gives it to the next process: it was never answered
@@ -258,7 +258,7 @@ fn translate(
     Ok((Request { slot, operation, range }, success))
 }
 
-/// None: nothing that a volume does.
+/// Returns the operation of the descriptor; none if a volume does not have it.
 fn operation_of(descriptor: IoDescriptor) -> Option<Operation> {
     let fua = descriptor.op_flags & abi::IO_F_FUA != 0;
     match descriptor.op_flags & abi::IO_OP_MASK {

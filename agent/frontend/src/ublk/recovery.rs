@@ -161,7 +161,7 @@ pub(super) fn clear(
     Ok(removed)
 }
 
-/// The numbers of all ublk devices of this host.
+/// Returns the numbers of all ublk devices of this host.
 fn devices() -> io::Result<Vec<u32>> {
     let entries = match fs::read_dir(CLASS) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -174,7 +174,7 @@ fn devices() -> io::Result<Vec<u32>> {
     Ok(ids)
 }
 
-/// N of `ublkcN`.
+/// Returns N of `ublkcN`.
 fn parse_name(name: &str) -> Option<u32> {
     name.strip_prefix("ublkc")?.parse().ok()
 }

@@ -29,7 +29,7 @@ impl Guest {
         Ok(Guest { vm, frontend })
     }
 
-    /// The command that serves volume `name`.
+    /// Returns the command that serves volume `name`.
     pub fn command(&self, name: &str, options: &str) -> String {
         let frontend = self.frontend;
         format!(
@@ -85,7 +85,8 @@ impl Guest {
         self.vm.command(&command).limit(10 * MINUTE).spawn()
     }
 
-    /// BLKZEROOUT, which blkdiscard -z uses, asks for no hole, fallocate -p for one.
+    /// Checks BLKZEROOUT, which blkdiscard -z uses and which asks for no hole, and fallocate -p, which asks
+    /// for one.
     pub fn zeroes_take_space_unless_a_hole_is_allowed(&self) -> Result<()> {
         let allocated =
             || -> Result<u64> { Ok(self.vm.sh("stat -c %b /mem/memory.data")?.parse::<u64>()? * 512) };

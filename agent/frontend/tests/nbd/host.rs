@@ -104,7 +104,7 @@ impl Host {
         Host { volume: Arc::clone(volume), threads }
     }
 
-    /// From now on requests wait for [`Host::release`].
+    /// Makes requests wait for [`Host::release`].
     pub fn hold(&self) {
         self.volume.hold.store(true, Ordering::SeqCst);
     }

@@ -88,7 +88,7 @@ impl Client {
         bytes
     }
 
-    /// The next simple reply, with `data` bytes of data if it is no error.
+    /// Returns the next simple reply, with `data` bytes of data if it is no error.
     fn reply(&mut self, data: usize) -> Reply {
         assert_eq!(self.take(), 0x6744_6698u32.to_be_bytes());
         let error = u32::from_be_bytes(self.take());
@@ -98,7 +98,7 @@ impl Client {
         Reply { cookie, error, data: bytes }
     }
 
-    /// All chunks of the answer to a READ at `offset`, put together.
+    /// Returns all chunks of the answer to a READ at `offset`, put together.
     fn chunks(&mut self, cookie: u64, offset: u64, length: usize) -> Reply {
         let (mut data, mut error, mut covered) = (vec![0; length], 0, 0);
         loop {
@@ -451,7 +451,7 @@ fn clients_beyond_the_bound_wait_for_their_turn() {
     server.stop();
 }
 
-/// A client that has connected and says nothing.
+/// Returns a client that has connected and says nothing.
 fn silent(server: &Server) -> UnixStream {
     let mut silent = server.raw();
     silent.read_exact(&mut [0; 18]).unwrap();

@@ -49,8 +49,8 @@ pub struct MapUsage {
 }
 
 impl BlockMap {
-    /// A map that knows nothing yet. `chain` is the head first and has at least one file;
-    /// `can_punch` says whether holes can be made in the head.
+    /// Creates a map without any knowledge. `chain` is the head first and has at least one file; `can_punch`
+    /// says whether holes can be made in the head.
     ///
     /// # Panics
     /// Where `chain` is empty.
@@ -72,7 +72,7 @@ impl BlockMap {
         map
     }
 
-    /// The head.
+    /// Returns the head.
     #[must_use]
     pub fn head(&self) -> FileIndex {
         self.chain[0]
@@ -85,7 +85,7 @@ impl BlockMap {
         self.chain.len() == 1
     }
 
-    /// The memory in use.
+    /// Returns the memory in use.
     #[must_use]
     pub fn usage(&self) -> MapUsage {
         let fixed = self.fixed_bytes();
@@ -134,7 +134,7 @@ impl BlockMap {
         }
     }
 
-    /// The head now holds every block that `range` touches.
+    /// Records that the head now holds every block that `range` touches.
     pub fn written(&mut self, range: ByteRange) {
         if self.is_head_only() {
             return;
@@ -142,7 +142,7 @@ impl BlockMap {
         self.change_head(range.grown_to_blocks(), HeadBlocks::insert);
     }
 
-    /// The head no longer holds the whole blocks inside `range`.
+    /// Records that the head no longer holds the whole blocks inside `range`.
     pub fn punched(&mut self, range: ByteRange) {
         if self.is_head_only() {
             return;
@@ -334,7 +334,7 @@ fn offset_of(window: usize, block: usize) -> u64 {
     window as u64 * WINDOW_BYTES + block as u64 * BLOCK_BYTES
 }
 
-/// The blocks of the window that `extent` touches.
+/// Returns the blocks of the window that `extent` touches.
 fn blocks_touched(window: usize, extent: ByteRange) -> Option<Range<usize>> {
     let start = extent.offset().max(offset_of(window, 0));
     let end = extent.end().min(offset_of(window, WINDOW_BLOCKS));

@@ -6,8 +6,8 @@ use crate::error::ChainError;
 /// The field.
 const FIELD: &str = "ShorthornCheck";
 
-/// The document of an object with at least one field, which ends in `}` and a newline, with a check over all
-/// of it.
+/// Returns the document of an object with at least one field, which ends in `}` and a newline, with a check
+/// over all of it.
 #[must_use]
 pub fn with_check(mut document: Vec<u8>) -> Vec<u8> {
     debug_assert!(document.ends_with(END));
@@ -18,7 +18,7 @@ pub fn with_check(mut document: Vec<u8>) -> Vec<u8> {
     document
 }
 
-/// The document `name` without its check, if it has one.
+/// Returns the document `name` without its check, if it has one.
 ///
 /// # Errors
 /// [`ChainError::Check`]: the document has changed since it was written.

@@ -60,7 +60,7 @@ impl CopyList {
         Ok(CopyList(layers))
     }
 
-    /// The layers, the oldest first, the head last.
+    /// Returns the layers, the oldest first, the head last.
     #[must_use]
     pub fn layers(&self) -> &[CopyLayer] {
         &self.0
@@ -104,7 +104,7 @@ impl CopyList {
         steps
     }
 
-    /// The volume's document when all is there.
+    /// Returns the volume's document when all is there.
     fn volume(&self, volume: &VolumeMeta) -> VolumeMeta {
         let name = |layer: Option<&CopyLayer>| layer.map(|layer| layer.image.to_string()).unwrap_or_default();
         let mut layers = self.0.iter().rev();

@@ -105,7 +105,7 @@ impl VolumeMeta {
         parse(VOLUME_META, bytes)
     }
 
-    /// The file's content.
+    /// Returns the file's content.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         to_bytes(self)
@@ -117,7 +117,7 @@ impl VolumeMeta {
 const BELOW_LABEL: &str = "replica-expansion-below";
 
 impl DiskMeta {
-    /// The size of the layer below, where an expansion made it smaller than this one.
+    /// Returns the size of the layer below, if an expansion made it smaller than this one.
     #[must_use]
     pub fn below_bytes(&self) -> Option<u64> {
         self.labels.as_ref()?.get(BELOW_LABEL)?.parse().ok()
@@ -141,7 +141,7 @@ impl DiskMeta {
         parse(name, &without_check(name, bytes)?)
     }
 
-    /// The file's content, with a check.
+    /// Returns the file's content, with a check.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         with_check(to_bytes(self))

@@ -15,7 +15,7 @@ impl FileIndex {
     /// The maximum number of open files in one chain.
     pub const SLOTS: usize = u8::MAX as usize;
 
-    /// The file at `slot` of a table of [`FileIndex::SLOTS`].
+    /// Creates the file at `slot` of a table of [`FileIndex::SLOTS`].
     #[must_use]
     pub const fn new(slot: u8) -> Option<FileIndex> {
         match slot.checked_add(1) {
@@ -27,7 +27,7 @@ impl FileIndex {
         }
     }
 
-    /// The slot in a table of open files.
+    /// Returns the slot in a table of open files.
     #[must_use]
     pub const fn slot(self) -> usize {
         self.0.get() as usize - 1

@@ -67,7 +67,7 @@ impl Intent {
             .map_err(|error| ChainError::Document { name: INTENT_FILE.to_owned(), reason: error.to_string() })
     }
 
-    /// The note's content.
+    /// Returns the note's content.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         to_bytes(self)

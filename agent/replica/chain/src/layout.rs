@@ -60,36 +60,37 @@ impl Layout {
         Ok(layout)
     }
 
-    /// The volume's document.
+    /// Returns the volume's document.
     #[must_use]
     pub fn volume(&self) -> &VolumeMeta {
         &self.volume
     }
 
-    /// The volume's document, to change its flags; head, parent and size are the operations' business.
+    /// Returns the volume's document, to change its flags; head, parent and size are the operations'
+    /// business.
     pub fn volume_mut(&mut self) -> &mut VolumeMeta {
         &mut self.volume
     }
 
-    /// The size of the volume.
+    /// Returns the size of the volume.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// The layers from the head to the root.
+    /// Returns the layers from the head to the root.
     #[must_use]
     pub fn chain(&self) -> &[ImageName] {
         &self.chain
     }
 
-    /// The head.
+    /// Returns the head.
     #[must_use]
     pub fn head(&self) -> &ImageName {
         &self.chain[0]
     }
 
-    /// All layers, those on side branches too.
+    /// Returns all layers, those on side branches too.
     #[must_use]
     pub fn disks(&self) -> &BTreeMap<ImageName, Disk> {
         &self.disks
@@ -117,12 +118,12 @@ impl Layout {
         }
     }
 
-    /// The layers that build on `image`.
+    /// Returns the layers that build on `image`.
     pub fn children<'a>(&'a self, image: &'a ImageName) -> impl Iterator<Item = &'a ImageName> {
         self.disks.iter().filter(|(_, disk)| disk.meta.parent == image.as_str()).map(|(name, _)| name)
     }
 
-    /// The image and the layer of a snapshot.
+    /// Returns the image and the layer of a snapshot.
     ///
     /// # Errors
     /// [`ChainError::NoSnapshot`].
@@ -133,7 +134,7 @@ impl Layout {
             .ok_or_else(|| ChainError::NoSnapshot(name.to_owned()))
     }
 
-    /// The layers that a snapshot shows, itself first; it may lie on a side branch.
+    /// Returns the layers that a snapshot shows, itself first; it may lie on a side branch.
     ///
     /// # Errors
     /// Where the snapshot is missing, removed or its chain is broken.
@@ -161,8 +162,8 @@ impl Layout {
         }
     }
 
-    /// Volumes only grow, so layers get no smaller towards the head, and where one does get
-    /// larger, an expansion must have been there: ours, which the larger layer notes, or Longhorn's.
+    /// Checks that layers get no smaller towards the head, because volumes only grow. If one does get larger,
+    /// an expansion must have been there: one of Shorthorn, which the larger layer notes, or one of Longhorn.
     fn check_sizes(&self, chain: &[ImageName], checks: &Checks) -> Result<(), ChainError> {
         for image in chain {
             let size_bytes = self.disks[image].size_bytes;
@@ -304,7 +305,7 @@ fn follow(
     }
 }
 
-/// The same among layers that are known to be whole.
+/// Returns the same among layers that are known to be whole.
 fn follow_disks(start: &ImageName, disks: &BTreeMap<ImageName, Disk>) -> Result<Vec<ImageName>, ChainError> {
     let mut images = BTreeMap::new();
     let mut metas = BTreeMap::new();

@@ -28,7 +28,7 @@ const IMAGE_SUFFIX: &str = ".img";
 const SNAPSHOT_NAME_MAX_BYTES: usize = 200;
 const HEAD_NUMBERS: u32 = 1000;
 
-/// The temporary name beside `name`.
+/// Returns the temporary name beside `name`.
 #[must_use]
 pub fn temp_name(name: &str) -> String {
     format!("{name}{TEMP_SUFFIX}")
@@ -51,19 +51,19 @@ impl ImageName {
         well_formed.then(|| ImageName(name.to_owned()))
     }
 
-    /// The head with this number.
+    /// Returns the head with this number.
     #[must_use]
     pub fn head(number: u32) -> ImageName {
         ImageName(format!("{HEAD_PREFIX}{number:03}{IMAGE_SUFFIX}"))
     }
 
-    /// The image of a snapshot.
+    /// Returns the image of a snapshot.
     #[must_use]
     pub fn snapshot(name: &SnapshotName) -> ImageName {
         ImageName(format!("{SNAPSHOT_PREFIX}{}{IMAGE_SUFFIX}", name.as_str()))
     }
 
-    /// The head that follows this one: the next number, back to 000 after 999, that is not `taken`.
+    /// Returns the head that follows this one: the next number, back to 000 after 999, that is not `taken`.
     ///
     /// Longhorn counts on from the last digit alone (010 is followed by 001), so a number says
     /// nothing about age; all that matters is that it is free.
@@ -76,7 +76,7 @@ impl ImageName {
             .find(|name| !taken(name))
     }
 
-    /// The file name.
+    /// Returns the file name.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -88,19 +88,19 @@ impl ImageName {
         self.0.starts_with(HEAD_PREFIX)
     }
 
-    /// The snapshot's name, if this is the image of one.
+    /// Returns the snapshot's name, if this is the image of one.
     #[must_use]
     pub fn snapshot_name(&self) -> Option<&str> {
         self.0.strip_prefix(SNAPSHOT_PREFIX)?.strip_suffix(IMAGE_SUFFIX)
     }
 
-    /// The name of the document beside the image.
+    /// Returns the name of the document beside the image.
     #[must_use]
     pub fn meta_name(&self) -> String {
         format!("{}{META_SUFFIX}", self.0)
     }
 
-    /// The name of Longhorn's integrity record of the image.
+    /// Returns the name of Longhorn's integrity record of the image.
     #[must_use]
     pub fn checksum_name(&self) -> String {
         format!("{}{CHECKSUM_SUFFIX}", self.0)
@@ -150,7 +150,7 @@ impl SnapshotName {
         Ok(SnapshotName(name.to_owned()))
     }
 
-    /// The name.
+    /// Returns the name.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

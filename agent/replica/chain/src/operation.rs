@@ -55,7 +55,7 @@ pub struct NewSnapshot {
     pub created: String,
 }
 
-/// The steps that make an empty volume, and its layout.
+/// Returns the steps that make an empty volume, and its layout.
 ///
 /// # Errors
 /// [`ChainError::BadSize`].

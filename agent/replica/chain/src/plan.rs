@@ -53,7 +53,7 @@ pub struct WritePlan {
 }
 
 impl WritePlan {
-    /// The blocks that the write reads or changes. No other write to them may be in flight.
+    /// Returns the blocks that the write reads or changes. No other write to them may be in flight.
     #[must_use]
     pub fn blocks(&self) -> ByteRange {
         let ranges = [self.first.map(|edge| edge.block), self.whole, self.last.map(|edge| edge.block)];
@@ -76,7 +76,7 @@ pub enum ZeroStep {
 }
 
 impl ZeroStep {
-    /// The blocks that change.
+    /// Returns the blocks that change.
     #[must_use]
     pub fn blocks(self) -> ByteRange {
         match self {
@@ -85,9 +85,9 @@ impl ZeroStep {
         }
     }
 
-    /// The blocks to write zeroes over because the file system has refused this step with `errno`: it
-    /// makes no holes after all, or has no space for the extent that a hole cuts in two. (Where there
-    /// is data, there is space to write over it.)
+    /// Returns the blocks to write zeroes over because the file system has refused this step with `errno`: it
+    /// makes no holes after all, or has no space for the extent that a hole cuts in two. (Where there is
+    /// data, there is space to write over it.)
     #[must_use]
     pub fn written_instead(self, errno: Errno) -> Option<ByteRange> {
         match self {
@@ -229,8 +229,8 @@ impl BlockMap {
     }
 }
 
-/// The part before the first whole block, the whole blocks, and the part after the last one.
-/// A range inside one block is all "before".
+/// Returns the part before the first whole block, the whole blocks, and the part after the last one. A range
+/// inside one block is all "before".
 fn split(range: ByteRange) -> (Option<ByteRange>, Option<ByteRange>, Option<ByteRange>) {
     let first_end = range.offset().next_multiple_of(BLOCK_BYTES).min(range.end());
     let last_start = (range.end() / BLOCK_BYTES * BLOCK_BYTES).max(first_end);

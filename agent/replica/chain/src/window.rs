@@ -118,7 +118,7 @@ impl HeadBlocks {
         }
     }
 
-    /// The head now holds `blocks`.
+    /// Records that the head now holds `blocks`.
     pub fn insert(&mut self, blocks: Range<usize>) {
         match self {
             HeadBlocks::Unknown | HeadBlocks::Present => {}
@@ -138,7 +138,7 @@ impl HeadBlocks {
         }
     }
 
-    /// The head no longer holds `blocks`.
+    /// Records that the head no longer holds `blocks`.
     pub fn remove(&mut self, blocks: Range<usize>) {
         match self {
             HeadBlocks::Unknown | HeadBlocks::Absent => {}

@@ -13,7 +13,7 @@ const VOLUME: &str = "{\"Size\":67108864,\"Head\":\"volume-head-002.img\",\"Dirt
 const DISK: &str = "{\"Name\":\"volume-head-001.img\",\"Parent\":\"volume-snap-s1.img\",\"Removed\":false,\"UserCreated\":true,\
     \"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":{\"a\":\"b\"}}\n";
 
-/// All documents that a program of ours writes, without a check.
+/// Returns all documents that a program of ours writes, without a check.
 fn documents() -> Vec<Vec<u8>> {
     let file = |name: &str| FileRef { name: name.to_owned(), inode: 7 };
     let intents = [

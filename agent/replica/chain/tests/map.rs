@@ -302,7 +302,7 @@ impl Layout {
     }
 }
 
-/// A member whose blocks are laid out as the `number`th of each of `drawn`.
+/// Returns a member whose blocks are laid out as the `number`th of each of `drawn`.
 fn member(drawn: &[Drawn], number: usize, layers: usize, can_punch: bool) -> Run {
     let mut run = Run::new(can_punch, usize::MAX);
     while run.chain.len() < layers {

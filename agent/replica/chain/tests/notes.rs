@@ -15,7 +15,7 @@ fn image(name: &str) -> ImageName {
     ImageName::parse(name).unwrap()
 }
 
-/// `volume-head-005.img` on `volume-snap-b.img` on `volume-snap-a.img`, and a note.
+/// Returns `volume-head-005.img` on `volume-snap-b.img` on `volume-snap-a.img`, and a note.
 fn directory(intent: &Intent) -> DirectoryFacts {
     let volume = VolumeMeta {
         size: i64::try_from(SIZE_BYTES).unwrap(),

@@ -235,7 +235,7 @@ fn new_snapshot(name: &str) -> NewSnapshot {
     NewSnapshot { name, user_created: true, labels: BTreeMap::new(), created: TIME.to_owned() }
 }
 
-/// `a` ← `b` ← `c` ← head and `side` on `a`, every layer with blocks of its own; `b` is removed.
+/// Returns `a` ← `b` ← `c` ← head and `side` on `a`, every layer with blocks of its own; `b` is removed.
 fn prepare() -> Disk {
     let mut disk = Disk::default();
     perform(&mut disk, &create_steps(BLOCKS * BLOCK, TIME).unwrap().steps);

@@ -89,7 +89,7 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         displaced
     }
 
-    /// `generation` is stored: nothing of a lower one may use the replica any more.
+    /// Displaces everything of a lower generation than `generation`, which is stored.
     pub fn fence(&mut self, generation: Generation) -> Displaced<C, W> {
         let older = self.connections.iter().filter(|(_, place)| place.generation < generation);
         let close = older.map(|(connection, _)| *connection).collect();
@@ -124,7 +124,7 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         self.connections.push((connection, place));
     }
 
-    /// The connection is closed, and nothing that was sent on it is being done any more.
+    /// Removes a closed connection, none of whose requests is in execution any more.
     pub fn gone(&mut self, connection: C) {
         self.connections.retain(|(other, _)| *other != connection);
     }

@@ -56,7 +56,7 @@ pub struct Started {
 }
 
 impl ReplicaState {
-    /// The state of a replica that starts. Every set that is kept is whole on the disk then.
+    /// Returns the state of a replica that starts. Every set that is kept is whole on the disk then.
     ///
     /// - Without an intent set everything counts as written lately, unless the volume is empty; and a replica
     ///   that knows of an engine does not know which stamp it was sent.
@@ -214,13 +214,13 @@ mod tests {
         Regions::of(SIZE_BYTES)
     }
 
-    /// The file of an intent set without regions.
+    /// Returns the file of an intent set without regions.
     fn intent(regions: Regions, epoch: u64) -> Vec<u8> {
         let keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
         keeper.file(SetKey::Intent).unwrap()
     }
 
-    /// The file of a set of missed regions.
+    /// Returns the file of a set of missed regions.
     fn missed(replica: u64, epoch: u64) -> Vec<u8> {
         let mut keeper = RegionKeeper::new(regions(), epoch, &RegionSet::empty(regions().count()));
         let (of, action) = (RegionsOf::Missed(id(replica)), MarkAction::Add);
@@ -229,7 +229,7 @@ mod tests {
         set.file()
     }
 
-    /// Files without damage, while replica 3 is absent.
+    /// Returns files without damage, while replica 3 is absent.
     fn found() -> Found {
         Found {
             me: id(1),
@@ -246,7 +246,7 @@ mod tests {
         }
     }
 
-    /// The file of a set of unsummed regions, of a replica that has sums of all but one region.
+    /// Returns the file of a set of unsummed regions, of a replica that has sums of all but one region.
     fn unsummed(epoch: u64) -> Vec<u8> {
         let mut keeper = RegionKeeper::new(regions(), epoch, &RegionSet::empty(regions().count()));
         keeper.keep_unsummed(None);

@@ -37,19 +37,19 @@ impl ReplicaState {
         self.me
     }
 
-    /// The views.
+    /// Returns the views.
     #[must_use]
     pub fn views(&self) -> &ReplicaViews {
         &self.views
     }
 
-    /// The sets of regions.
+    /// Returns the sets of regions.
     #[must_use]
     pub fn keeper(&self) -> &RegionKeeper {
         &self.keeper
     }
 
-    /// The sets of regions, for requests, pages and an expansion.
+    /// Returns the sets of regions, for requests, pages and an expansion.
     pub fn keeper_mut(&mut self) -> &mut RegionKeeper {
         &mut self.keeper
     }

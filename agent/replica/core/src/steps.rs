@@ -51,7 +51,7 @@ pub trait Disk {
 
 /// The error of a step.
 pub trait Fault: fmt::Display {
-    /// The errno of it.
+    /// Returns the errno of it.
     fn errno(&self) -> Errno;
 }
 
@@ -76,7 +76,7 @@ pub enum Denied {
 }
 
 impl Denied {
-    /// The errno for the engine that asked.
+    /// Returns the errno for the engine that asked.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {

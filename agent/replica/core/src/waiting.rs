@@ -62,13 +62,13 @@ impl<M, T> Waiting<M, T> {
         None
     }
 
-    /// The mark waits until that is durable which the ticket stands for.
+    /// Makes the mark wait until the change of the ticket is durable.
     pub fn add_mark(&mut self, mark: T, ticket: Ticket) {
         self.is_stalled = false;
         self.marks.push((mark, ticket));
     }
 
-    /// The volume has grown: its sets have other files.
+    /// Replaces the files of the sets, after the volume has grown.
     pub fn grown(&mut self) {
         self.is_stalled = false;
     }
@@ -79,8 +79,7 @@ impl<M, T> Waiting<M, T> {
         if may_write { state.keeper_mut().begin_write(lazy) } else { None }
     }
 
-    /// The write of a page has ended. Without space nothing that waits can be executed, and it can be tried
-    /// again.
+    /// Ends the write of a page. Without space nothing that waits can be executed, and it can be tried again.
     pub fn page_ended(&mut self, state: &mut ReplicaState, slot: u8, outcome: Result<(), Errno>) -> PageEnd {
         state.keeper_mut().end_write(slot, outcome.is_ok());
         match outcome {
@@ -113,12 +112,12 @@ impl<M, T> Waiting<M, T> {
         modification.or_else(|| Some(Waiter::Mark(self.marks.pop()?.0)))
     }
 
-    /// The modifications that wait.
+    /// Returns the modifications that wait.
     pub fn modifications(&self) -> impl Iterator<Item = &M> + '_ {
         self.modifications.iter()
     }
 
-    /// The marks that wait.
+    /// Returns the marks that wait.
     pub fn marks(&self) -> impl Iterator<Item = &T> + '_ {
         self.marks.iter().map(|(mark, _)| mark)
     }
@@ -137,8 +136,8 @@ mod tests {
     use super::*;
     use crate::state::tests::{Memory, opened};
 
-    /// A replica for which modification 'm' and mark 't' wait, for the page that is being written to the
-    /// slot.
+    /// Returns a replica for which modification 'm' and mark 't' wait, for the page that is being written to
+    /// the slot.
     fn waiting() -> (Memory, ReplicaState, Waiting<char, char>, u8) {
         let (mut disk, mut state) = opened();
         let mut waiting = Waiting::default();

@@ -199,7 +199,7 @@ impl RegionKeeper {
         RegionKeeper::with_intent(regions, epoch, set)
     }
 
-    /// The sets of a volume, with the intent set that is in a file.
+    /// Returns the sets of a volume, with the intent set that is in a file.
     ///
     /// Damaged pages, and all pages from another epoch, count as full; their damage is returned too.
     #[must_use]
@@ -261,7 +261,7 @@ impl RegionKeeper {
         self.regions
     }
 
-    /// The replicas whose missed regions are kept.
+    /// Returns the replicas whose missed regions are kept.
     #[must_use]
     pub fn tracks(&self) -> Members {
         // No more than fit.
@@ -280,7 +280,7 @@ impl RegionKeeper {
         self.intent.forget_stamp();
     }
 
-    /// The sets for the volume after it has grown to `regions`.
+    /// Returns the sets for the volume after it has grown to `regions`.
     #[must_use]
     pub fn grown(&self, regions: Regions) -> GrownSets {
         GrownSets {
@@ -326,7 +326,7 @@ impl RegionKeeper {
         self.find(key).map(KeptSet::content)
     }
 
-    /// The newest stamp that this replica was sent, unless the file that said so is lost.
+    /// Returns the newest stamp that this replica was sent, unless the file that said so is lost.
     #[must_use]
     pub fn stamp(&self) -> Option<u32> {
         self.intent.stamp()
@@ -382,8 +382,7 @@ impl RegionKeeper {
         Some(PageWrite { slot: slot as u8, key, page: number as u32, bytes: &writing.image })
     }
 
-    /// A page write has ended: well, and then the page is durable, or not, and then it has to be written
-    /// again.
+    /// Ends a page write: the page is durable, or has to be written again.
     pub fn end_write(&mut self, slot: u8, well: bool) {
         let Some(writing) = self.writes.get_mut(usize::from(slot)) else { return };
         let Some((serial, number)) = writing.what.take() else { return };
@@ -411,7 +410,7 @@ impl RegionKeeper {
         found.is_none_or(|(_, set)| set.written_since(ticket.pages, ticket.after))
     }
 
-    /// The engine changes a set.
+    /// Changes a set for the engine.
     ///
     /// # Errors
     /// [`KeepError`]; nothing has changed then.
@@ -540,7 +539,7 @@ impl RegionKeeper {
         damages
     }
 
-    /// No sum counts any more, and none is made.
+    /// Stops sums: none counts any more, and none is made.
     pub fn forget_unsummed(&mut self) {
         self.unsummed = None;
     }
@@ -581,16 +580,16 @@ impl RegionKeeper {
         }
     }
 
-    /// The sums of these count for nothing any more, in memory; on the disk as soon as the pages of the set
-    /// are written. They are to be summed again.
+    /// Invalidates the sums of these regions, in memory; on the disk as soon as the pages of the set are
+    /// written. They are to be summed again.
     pub fn unsum(&mut self, run: Range<u32>) {
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.modify(run);
         }
     }
 
-    /// The first region from `from` on that can be summed: it is to be, and is not in the intent set. So all
-    /// members have flushed it since it was last modified, and nothing of it is in flight.
+    /// Returns the first region from `from` on that can be summed: it has to be, and is not in the intent
+    /// set. So all members have flushed it since it was last modified, and nothing of it is in flight.
     #[must_use]
     pub fn next_to_sum(&self, from: u32) -> Option<u32> {
         self.unsummed.as_ref()?.next_to_sum(from, &self.intent)
@@ -610,8 +609,8 @@ impl RegionKeeper {
         self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
     }
 
-    /// The sums of the regions that were begun with are durable, or (`well`: false) they will not be. From
-    /// now on they count, for those regions that nothing has modified meanwhile.
+    /// Ends the sums of the begun regions: they are durable, or (`well`: false) they will not be. From now on
+    /// they count, for those regions that nothing has modified meanwhile.
     pub fn end_sums(&mut self, well: bool) {
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.end(well);
@@ -625,7 +624,7 @@ impl RegionKeeper {
         }
     }
 
-    /// The regions of a set from `from` on, as many as fit one message; none where the set is not kept.
+    /// Returns the regions of a set from `from` on, as many as fit one message; none if the set is not kept.
     #[must_use]
     pub fn page(&self, key: SetKey, from: u32) -> Option<RunsPage> {
         self.page_for(key, from, self.regions)
@@ -650,8 +649,8 @@ impl RegionKeeper {
         Some(RunsPage { runs, next, stamp: set.stamp().unwrap_or(0) })
     }
 
-    /// The host was restarted, or the disk has failed, while data was not durable: until every region that is
-    /// in the intent set now has been cleared from it, [`RegionKeeper::has_lost_cache`].
+    /// Records that the host was restarted, or the disk has failed, while data was not durable: until every
+    /// region that is in the intent set now has been cleared from it, [`RegionKeeper::has_lost_cache`].
     pub fn lost_cache(&mut self) {
         self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());
     }
@@ -662,7 +661,7 @@ impl RegionKeeper {
         self.lost.is_some()
     }
 
-    /// All members are equal in these regions.
+    /// Clears these regions of the loss, because all members are equal there.
     fn found_again(&mut self, runs: impl Iterator<Item = Range<u32>>) {
         let Some(lost) = &mut self.lost else { return };
         runs.for_each(|run| lost.remove_run(run));

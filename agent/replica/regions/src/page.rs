@@ -78,7 +78,7 @@ pub enum PageDamage {
 }
 
 impl PageHeader {
-    /// The page with `bits`.
+    /// Encodes the page with `bits`.
     pub fn encode(&self, bits: &Bits, out: &mut [u8; PAGE_BYTES]) {
         out[..HEADER_BYTES].fill(0);
         out[0..8].copy_from_slice(MAGIC);
@@ -130,7 +130,7 @@ pub(crate) fn made_for(file: &[u8]) -> Option<u64> {
     Some(u64_at(page, SIZE_AT)).filter(|size_bytes| *size_bytes != 0)
 }
 
-/// The page at the beginning of `bytes`, where it is whole.
+/// Returns the page at the beginning of `bytes`, if it is whole.
 fn checked(bytes: &[u8]) -> Result<&[u8; PAGE_BYTES], PageDamage> {
     let bytes: &[u8; PAGE_BYTES] =
         bytes.get(..PAGE_BYTES).and_then(|bytes| bytes.try_into().ok()).ok_or(PageDamage::Short)?;

@@ -63,7 +63,7 @@ pub(crate) struct Identity {
 }
 
 impl KeptSet {
-    /// The empty set, which is not on the disk yet but counts as if: whoever keeps it has put it there
+    /// Returns the empty set, which is not on the disk yet but counts as if: its keeper has put it there
     /// before.
     pub fn empty(identity: Identity) -> KeptSet {
         let Identity { name, regions, epoch } = identity;
@@ -103,8 +103,8 @@ impl KeptSet {
         }
     }
 
-    /// The set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts it on the
-    /// disk before.
+    /// Returns the set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts
+    /// it on the disk before.
     pub fn grown(&self, regions: Regions) -> KeptSet {
         let KeptSet { name, epoch, version, .. } = *self;
         let mut grown =
@@ -156,13 +156,13 @@ impl KeptSet {
         self.stamp = None;
     }
 
-    /// A newer stamp is written with every page from now on. The page that has to be written before it is
-    /// durable, as a mask.
+    /// Raises the stamp, which is written with every page from now on. The page that has to be written before
+    /// it is durable, as a mask.
     pub fn raise_stamp(&mut self, stamp: u32) -> u64 {
         if self.stamp >= Some(stamp) { 0 } else { self.put_stamp(stamp) }
     }
 
-    /// The page that has to be written before the stamp is durable, as a mask.
+    /// Returns the page that has to be written before the stamp is durable, as a mask.
     pub fn put_stamp(&mut self, stamp: u32) -> u64 {
         self.stamp = Some(stamp);
         1 << self.region_pages()
@@ -260,7 +260,7 @@ impl KeptSet {
         }
     }
 
-    /// The write of page `number` with `bits` has ended, well or not.
+    /// Ends the write of page `number` with `bits`, well or not.
     pub fn end_write(&mut self, number: usize, bits: &Bits, write: u64, well: bool) {
         self.writing &= !(1 << number);
         if well {
@@ -278,8 +278,8 @@ impl KeptSet {
         (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
     }
 
-    /// The whole file. The page for a stamp that is not known is no valid page, and yet has its place on the
-    /// disk.
+    /// Returns the whole file. The page for a stamp that is not known is no valid page, and yet has its place
+    /// on the disk.
     pub fn file(&self) -> Vec<u8> {
         let mut file = Vec::with_capacity(self.pages.len() * PAGE_BYTES);
         let mut image = [0; PAGE_BYTES];
@@ -316,7 +316,7 @@ impl KeptSet {
     }
 }
 
-/// The words that `regions` lie in, as far as there are `count`: page, word of the page, and mask.
+/// Returns the words that `regions` lie in, as far as there are `count`: page, word of the page, and mask.
 fn words(regions: Range<u32>, count: u32) -> impl Iterator<Item = (usize, usize, u64)> {
     let (mut at, end) = (regions.start, regions.end.min(count));
     std::iter::from_fn(move || {

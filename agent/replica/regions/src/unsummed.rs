@@ -34,7 +34,7 @@ struct Summing {
 }
 
 impl Unsummed {
-    /// The set that a file holds; without one all regions are in.
+    /// Returns the set that a file holds; without one all regions are in.
     pub fn load(identity: Identity, file: Option<&[u8]>) -> (Unsummed, Vec<PageDamage>) {
         let count = identity.regions.count();
         let (mut set, damages) = match file {
@@ -141,7 +141,7 @@ impl Summing {
     }
 }
 
-/// The regions that have got bytes since the volume had `before_bytes`.
+/// Returns the regions that have got bytes since the volume had `before_bytes`.
 fn news(before_bytes: u64, regions: Regions) -> Range<u32> {
     match shorthorn_types::ByteRange::new(before_bytes, regions.size_bytes().saturating_sub(before_bytes)) {
         Ok(range) => regions.touched(range),

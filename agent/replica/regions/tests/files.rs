@@ -18,7 +18,7 @@ fn regions() -> Regions {
     Regions::of(SIZE_BYTES)
 }
 
-/// A file of a set that has some regions.
+/// Returns a file of a set that has some regions.
 fn file() -> Vec<u8> {
     let mut set = RegionSet::empty(regions().count());
     [3, 4, 77].into_iter().for_each(|region| {

@@ -28,7 +28,7 @@ impl Buffers {
         Ok(Buffers { arena, touched: vec![0; SLOTS + 1].into(), touched_sum: 0 })
     }
 
-    /// The slot is about to be used for the blocks of `range`.
+    /// Prepares the slot for the blocks of `range`.
     pub fn touch(&mut self, slot: u16, blocks: ByteRange) {
         let end = EDGE_BLOCKS * BLOCK_BYTES_USIZE + length_of(blocks);
         let touched = &mut self.touched[usize::from(slot)];
@@ -50,7 +50,7 @@ impl Buffers {
         self.release(usize::from(slot));
     }
 
-    /// All slots of requests are free, and have been for a while.
+    /// Releases the memory of all slots of requests, which have been free for a while.
     pub fn release_all(&mut self) {
         (0..SLOTS).for_each(|slot| self.release(slot));
     }
@@ -64,7 +64,7 @@ impl Buffers {
         }
     }
 
-    /// `count` blocks of the slot's buffer from `first`, the edges included.
+    /// Returns `count` blocks of the slot's buffer from `first`, the edges included.
     pub fn blocks(&self, slot: u16, first: usize, count: usize) -> IoBuf {
         self.arena.buf(usize::from(slot)).part(first * BLOCK_BYTES_USIZE, count * BLOCK_BYTES_USIZE)
     }
@@ -75,7 +75,7 @@ impl Buffers {
         self.arena.buf(usize::from(slot)).part(EDGE_BLOCKS * BLOCK_BYTES_USIZE + distance, length_of(part))
     }
 
-    /// `length` zeroes, at most [`ZERO_WRITE_BYTES`].
+    /// Returns `length` zeroes, at most [`ZERO_WRITE_BYTES`].
     pub fn zeroes(&self, length: u64) -> IoBuf {
         debug_assert!(length <= ZERO_WRITE_BYTES);
         self.arena.buf(SLOTS + 1).part(0, distance(length))

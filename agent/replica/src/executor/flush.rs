@@ -38,7 +38,7 @@ impl Flushes {
         self.unsynced = true;
     }
 
-    /// The flush in `slot` has come.
+    /// Handles the arrival of the flush in `slot`.
     pub fn arrive(&mut self, slot: u16) -> Flush {
         if self.in_flight {
             self.waiting.push(slot);

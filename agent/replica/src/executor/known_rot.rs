@@ -43,14 +43,14 @@ impl KnownRot {
         }
     }
 
-    /// The sum of a block, by the number of its page and its place there.
+    /// Returns the sum of a block, by the number of its page and its place there.
     pub fn sum(&self, number: u64, place: usize) -> u32 {
         let page = self.pages.iter().find(|(of, _)| *of == number);
         page.map_or(SUM_UNKNOWN, |(_, sums)| sums.sum(place))
     }
 
-    /// The blocks of `blocks` are about to be modified. `sum_after` is the sum of the data that a block gets,
-    /// if that is known.
+    /// Handles the modification of `blocks`, which is about to begin. `sum_after` is the sum of the data that
+    /// a block gets, if that is known.
     pub fn modified(&mut self, blocks: ByteRange, sum_after: impl Fn(ByteRange) -> Option<u32>) {
         if self.pages.is_empty() {
             return;
@@ -66,7 +66,7 @@ impl KnownRot {
         }
     }
 
-    /// No sum counts any more.
+    /// Forgets all sums.
     pub fn forget(&mut self) {
         self.pages.clear();
     }

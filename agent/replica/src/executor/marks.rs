@@ -39,7 +39,7 @@ pub(super) struct Grown {
 }
 
 impl Grown {
-    /// The volume does not grow.
+    /// Discards the grown sets, because the volume does not grow.
     pub fn discard(self, store: &Store) {
         for (key, _) in &self.files {
             store.unstage_regions(*key);
@@ -97,8 +97,9 @@ impl Marks {
     }
 }
 
-/// The file of the sums of blocks, if an account is kept of the regions that have none. Otherwise no sum
-/// counts from now on. So it is if the file cannot be had: sums are worth less than a replica that starts.
+/// Returns the file of the sums of blocks, if an account is kept of the regions that have none. Otherwise no
+/// sum counts from now on. So it is if the file cannot be had: sums are worth less than a replica that
+/// starts.
 fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<BlockSumsFile>, ReplicaError> {
     if state.keeper().keeps_sums() {
         match store.open_block_sums() {

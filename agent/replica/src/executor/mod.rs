@@ -161,7 +161,7 @@ impl Executor {
         })
     }
 
-    /// The request of `header` has `slot` from now on.
+    /// Assigns `slot` to the request of `header`.
     pub fn assign(&mut self, slot: u16, header: Header) {
         let blocks = header.range().map_or(NOTHING.blocks, ByteRange::grown_to_blocks);
         self.works[usize::from(slot)] = Work { header, blocks, ..NOTHING };
@@ -170,7 +170,7 @@ impl Executor {
         }
     }
 
-    /// The header that the slot was assigned for.
+    /// Returns the header that the slot was assigned for.
     pub fn header(&self, slot: u16) -> Header {
         self.work(slot).header
     }
@@ -183,14 +183,14 @@ impl Executor {
         self.buffers.part(slot, blocks.offset(), range)
     }
 
-    /// The slot is not used any more.
+    /// Frees the slot.
     pub fn free(&mut self, slot: u16) {
         self.end_check(slot);
         self.works[usize::from(slot)] = NOTHING;
         self.buffers.free(slot);
     }
 
-    /// No slot is in use, and none was for a while: gives memory back.
+    /// Releases memory: no slot is in use, and none was for a while.
     pub fn release_memory(&mut self) {
         self.sums.release();
         self.buffers.release_all();
@@ -322,7 +322,7 @@ impl Executor {
         self.store.allocated(regions, from, &summed)
     }
 
-    /// The layers: see [`Store::copy_layers`].
+    /// Returns the layers: see [`Store::copy_layers`].
     pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
         self.store.copy_layers()
     }
@@ -393,7 +393,7 @@ impl Executor {
         Ok(())
     }
 
-    /// A layer is copied: see [`Store::copy_done`]. Waits for the disk.
+    /// Completes the copy of a layer: see [`Store::copy_done`]. Waits for the disk.
     pub fn copy_done(&mut self, layer: usize) -> Result<(), StoreError> {
         let done = self.store.copy_done(layer);
         self.look_at_store();
@@ -401,7 +401,7 @@ impl Executor {
         done
     }
 
-    /// All is copied: see [`Store::end_copy`]. Waits for the disk.
+    /// Completes the copy: see [`Store::end_copy`]. Waits for the disk.
     pub fn end_copy(&mut self) -> Result<(), StoreError> {
         let ended = self.store.end_copy();
         self.look_at_document(&ended);
@@ -413,7 +413,7 @@ impl Executor {
         self.state.failure()
     }
 
-    /// See [`ReplicaState::asked_by`].
+    /// Handles the request of an engine to a failed replica: see [`ReplicaState::asked_by`].
     pub fn asked_by(&mut self, generation: Generation) -> bool {
         self.state.asked_by(generation)
     }
@@ -429,7 +429,7 @@ impl Executor {
         self.change(|state, disk| state.note_again(disk))
     }
 
-    /// The size of the volume.
+    /// Returns the size of the volume.
     pub fn size_bytes(&self) -> u64 {
         self.store.size_bytes()
     }

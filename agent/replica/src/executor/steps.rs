@@ -22,17 +22,17 @@ pub(super) struct SetFiles {
 }
 
 impl SetFiles {
-    /// The descriptor of a set's file.
+    /// Returns the descriptor of a set's file.
     pub fn fd(&self, key: SetKey) -> Option<RawFd> {
         self.find(key).map(RegionFile::raw_fd)
     }
 
-    /// The file of a set.
+    /// Returns the file of a set.
     pub fn find(&self, key: SetKey) -> Option<&RegionFile> {
         self.files.iter().find(|(of, _)| *of == key).map(|(_, file)| file)
     }
 
-    /// The set has this file from now on.
+    /// Sets the file of a set.
     pub fn put(&mut self, key: SetKey, file: RegionFile) {
         self.remove(key);
         self.files.push((key, file));
@@ -46,7 +46,8 @@ impl SetFiles {
         self.drop_retired();
     }
 
-    /// A descriptor that a write in the ring names has to stay open until that has ended.
+    /// Drops replaced files. A descriptor that a write in the ring names has to stay open until that has
+    /// ended.
     pub fn drop_retired(&mut self) {
         if self.in_flight == 0 {
             self.retired.clear();

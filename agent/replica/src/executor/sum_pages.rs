@@ -99,7 +99,7 @@ impl SumPages {
         Some((number, known))
     }
 
-    /// The page is written from now on. False if it is being written already, or is not here.
+    /// Begins the write of the page. False if it is being written already, or is not here.
     pub fn begin_write(&mut self, at: usize, series: u64) -> bool {
         let entry = &mut self.entries[at];
         let Some(number) = entry.number.filter(|_| entry.state == State::Ready) else { return false };
@@ -121,7 +121,7 @@ impl SumPages {
         state == State::Writing
     }
 
-    /// None of the pages counts any more.
+    /// Forgets all pages.
     pub fn forget(&mut self) {
         for entry in &mut self.entries {
             entry.number = None;

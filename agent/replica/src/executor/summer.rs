@@ -102,7 +102,7 @@ enum Step {
 }
 
 impl Summer {
-    /// Sums so much in a second; 0, or without a file: nothing.
+    /// Creates a summer with this rate per second; 0, or without a file: it does nothing.
     pub fn new(file: Option<BlockSumsFile>, bytes_per_s: u64) -> std::io::Result<Summer> {
         let is_on = file.is_some();
         Ok(Summer {
@@ -136,7 +136,7 @@ impl Summer {
         self.file.as_ref().map_or(0, BlockSumsFile::series)
     }
 
-    /// After so much was read.
+    /// Pauses after so much was read.
     fn pause(&mut self, bytes: u64, is_busy: bool) {
         let rate = if is_busy { (self.bytes_per_s / SUM_BUSY_SHARE).max(1) } else { self.bytes_per_s };
         let pause = Duration::from_micros(bytes.saturating_mul(1_000_000) / rate);
@@ -192,7 +192,7 @@ impl Executor {
         }
     }
 
-    /// The replica has failed, or sums are not kept any more.
+    /// Drops the job, because the replica has failed, or sums are not kept any more.
     fn drop_job(&mut self) {
         if self.summer.job.is_some_and(|job| !matches!(job.step, Step::Reading | Step::Writing)) {
             self.summer.job = None;
@@ -241,7 +241,7 @@ impl Executor {
         self.summer.job = Some(Job { at_bytes, end_bytes, read_bytes: 0, step: Step::Next, is_void: false });
     }
 
-    /// At the start it is not known which regions hold data.
+    /// Searches the regions that hold data, which are unknown at the start.
     fn search(&mut self, from: u32) {
         let regions = self.state.keeper().regions();
         match self.store.allocated(regions, from, &RegionSet::empty(regions.count())) {
@@ -293,8 +293,8 @@ impl Executor {
         true
     }
 
-    /// The next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has anything need
-    /// none.
+    /// Returns the next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has
+    /// anything need none.
     fn next_sum_piece(&mut self, from_bytes: u64, end_bytes: u64) -> Option<ByteRange> {
         let regions = self.state.keeper().regions();
         let mut at = from_bytes;
@@ -407,7 +407,7 @@ impl Executor {
         self.summer.pause(job.read_bytes, is_busy);
     }
 
-    /// A page of sums, if it is here; else it is being read, or will be asked for again.
+    /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.
     fn sum_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
         let fd = self.summer.fd()?;
         match self.summer.pages.find(number) {

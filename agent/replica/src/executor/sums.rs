@@ -123,7 +123,8 @@ impl Executor {
         }
     }
 
-    /// The next piece from `from_bytes` on where the layer has blocks, or had when its sums were kept.
+    /// Returns the next piece from `from_bytes` on where the layer has blocks, or had when its sums were
+    /// kept.
     fn next_piece(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>, StoreError> {
         let data = self.store.next_layer_data(file, from_bytes)?;
         let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
@@ -258,7 +259,7 @@ fn sum_at(sums: &LayerSums, offset_bytes: u64) -> u32 {
     sums.sums.get(number).copied().unwrap_or(EMPTY_SUM)
 }
 
-/// The piece that is asked for, if it is one.
+/// Returns the piece that is asked for, if it is one.
 fn piece_of(asked: &LayerRange, size_bytes: u64) -> Result<ByteRange, ReplicaError> {
     let LayerRange { offset_bytes, length_bytes, .. } = asked;
     let left = size_bytes.saturating_sub(*offset_bytes).min(SUM_PIECE_BYTES);

@@ -46,7 +46,7 @@ impl ZeroJobs {
         ZeroJobs { jobs: std::array::from_fn(|_| job()), queue: VecDeque::with_capacity(SLOTS) }
     }
 
-    /// A job for the request in `slot`, or none: then it is queued.
+    /// Returns a job for the request in `slot`, or none: then it is queued.
     pub fn begin(&mut self, slot: u16, range: ByteRange) -> Option<u8> {
         let free = self.jobs.iter().position(|job| job.slot.is_none());
         let Some(index) = free else {
@@ -64,17 +64,17 @@ impl ZeroJobs {
         u8::try_from(index).ok()
     }
 
-    /// The job `index`.
+    /// Returns the job `index`.
     pub fn job(&mut self, index: u8) -> &mut ZeroJob {
         &mut self.jobs[usize::from(index)]
     }
 
-    /// The job is done.
+    /// Ends the job.
     pub fn end(&mut self, index: u8) {
         self.job(index).slot = None;
     }
 
-    /// The request that has waited longest, if there is a job for it now.
+    /// Returns the request that has waited longest, if there is a job for it now.
     pub fn next_waiting(&mut self) -> Option<u16> {
         let free = self.jobs.iter().any(|job| job.slot.is_none());
         if free { self.queue.pop_front() } else { None }

@@ -64,7 +64,7 @@ impl Executor {
         self.in_flight += 1;
     }
 
-    /// The first step of a merge: reads the block.
+    /// Starts the first step of a merge: reads the block.
     fn read_zero_edge(&mut self, job: u8, edge: EdgeBlock, ring: &mut Ring) {
         let Some(slot) = self.zero_jobs.job(job).slot() else { return };
         let buf = self.buffers.blocks(slot, 0, 1);
@@ -80,7 +80,7 @@ impl Executor {
         }
     }
 
-    /// The second step of a merge: writes the block with zeroes in it.
+    /// Starts the second step of a merge: writes the block with zeroes in it.
     fn write_zero_edge(&mut self, job: u8, slot: u16, edge: EdgeBlock, ring: &mut Ring) {
         let buf = self.buffers.blocks(slot, 0, 1);
         let before = self.sums_await(slot).then(|| block_sum(buf.crc32c()));
@@ -117,7 +117,7 @@ impl Executor {
         }
     }
 
-    /// `count` bytes of `range` are written; the rest, if any, is tried again.
+    /// Handles `count` written bytes of `range`; the rest, if any, is tried again.
     fn zeroes_written(&mut self, job: u8, step: ZeroStep, range: ByteRange, count: usize, ring: &mut Ring) {
         let done = (count as u64 / BLOCK_BYTES * BLOCK_BYTES).min(range.length());
         if done == 0 {

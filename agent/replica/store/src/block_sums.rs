@@ -58,7 +58,7 @@ const _: () = assert!(SUMS_AT + BLOCKS_PER_SUM_PAGE * SUM_BYTES <= SUM_PAGE_BYTE
 /// The sum of a block that is not known.
 pub const SUM_UNKNOWN: u32 = 0;
 
-/// The sum of a block: never [`SUM_UNKNOWN`].
+/// Returns the sum of a block: never [`SUM_UNKNOWN`].
 #[must_use]
 pub fn block_sum(crc32c: u32) -> u32 {
     crc32c.max(1)
@@ -83,7 +83,7 @@ pub fn sum_of_zeroes() -> u32 {
 pub struct SumPage(Box<[u32; BLOCKS_PER_SUM_PAGE]>);
 
 impl SumPage {
-    /// A page that knows nothing.
+    /// Creates a page without any known sum.
     #[must_use]
     pub fn unknown() -> SumPage {
         SumPage(Box::new([SUM_UNKNOWN; BLOCKS_PER_SUM_PAGE]))
@@ -164,7 +164,7 @@ pub struct BlockSumsFile {
 }
 
 impl BlockSumsFile {
-    /// The series of pages that counts.
+    /// Returns the series of pages that counts.
     #[must_use]
     pub fn series(&self) -> u64 {
         self.series
@@ -202,7 +202,7 @@ impl Store {
         Ok(BlockSumsFile { file, series })
     }
 
-    /// Pages of earlier series never count again: a later one has a greater number.
+    /// Begins a series. Pages of earlier series never count again: a later one has a greater number.
     fn begin_series(&mut self) -> Result<u64> {
         self.directory.unlink(BLOCK_SUMS_FILE)?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -216,7 +216,7 @@ impl Store {
         Ok(series)
     }
 
-    /// No sum of a block counts any more, durably.
+    /// Invalidates all sums of blocks, durably.
     ///
     /// # Errors
     /// An I/O error: they may count after the next opening.

@@ -152,8 +152,9 @@ impl Boot {
         }
     }
 
-    /// The same result of writes of an opening. A failure is noted as a loss, as the kernel may have told of
-    /// one by it: the next opening would hear of nothing. A lack of space or memory tells of none.
+    /// Notes the loss that the result of a write of an opening means. A failure is noted as a loss, as the
+    /// kernel may have told of one by it: the next opening would hear of nothing. A lack of space or memory
+    /// tells of none.
     pub fn noting(
         &mut self,
         directory: &Directory,

@@ -12,7 +12,7 @@ pub struct AlignedBuffer {
 }
 
 impl AlignedBuffer {
-    /// A buffer of `length` bytes.
+    /// Creates a buffer of `length` bytes.
     #[must_use]
     pub fn new(length: usize) -> AlignedBuffer {
         let bytes = vec![0; length + MEMORY_ALIGNMENT];
@@ -20,13 +20,13 @@ impl AlignedBuffer {
         AlignedBuffer { bytes, start, length }
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         &self.bytes[self.start..self.start + self.length]
     }
 
-    /// The bytes, to change.
+    /// Returns the bytes, to change.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..self.start + self.length]

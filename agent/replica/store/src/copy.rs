@@ -147,8 +147,8 @@ fn read_volume(directory: &Directory) -> Result<VolumeMeta> {
 }
 
 impl Store {
-    /// The layers as a copy of this replica has to have them, the oldest first, the head last. Their places
-    /// in this list are the numbers that the calls below take.
+    /// Returns the layers as a copy of this replica has to have them, the oldest first, the head last. Their
+    /// places in this list are the numbers that the calls below take.
     ///
     /// # Errors
     /// An I/O error.
@@ -161,14 +161,14 @@ impl Store {
         self.layout.chain().iter().rev().map(layer).collect()
     }
 
-    /// The file of a layer.
+    /// Returns the file of a layer.
     #[must_use]
     pub fn layer_file(&self, layer: usize) -> Option<FileIndex> {
         let chain = self.layout.chain();
         self.files.find(chain.get(chain.len().checked_sub(layer + 1)?)?)
     }
 
-    /// The size of a layer.
+    /// Returns the size of a layer.
     #[must_use]
     pub fn layer_bytes(&self, layer: usize) -> Option<u64> {
         let chain = self.layout.chain();
@@ -176,8 +176,8 @@ impl Store {
         Some(self.layout.disks().get(image)?.size_bytes)
     }
 
-    /// Up to `extents_max` runs of whole blocks from `from_bytes` on where a layer has data, and where to
-    /// look for more.
+    /// Returns up to `extents_max` runs of whole blocks from `from_bytes` on where a layer has data, and
+    /// where to look for more.
     ///
     /// # Errors
     /// A layer that is not there, or an I/O error.
@@ -263,7 +263,7 @@ impl Store {
         self.reopen()
     }
 
-    /// The file of a snapshot layer that is being copied to and is not whole yet.
+    /// Returns the file of a snapshot layer that is being copied to and is not whole yet.
     #[must_use]
     pub fn copy_target(&self, layer: usize) -> Option<FileIndex> {
         let copy = self.copy.as_ref()?;
@@ -296,7 +296,7 @@ impl Store {
         Ok(())
     }
 
-    /// The replica is whole: it no longer counts as rebuilding. Repeating that changes nothing.
+    /// Completes the copy: the replica no longer counts as rebuilding. Repeating that changes nothing.
     ///
     /// # Errors
     /// [`StoreError::CopyUnfinished`] where a layer is not whole, or an I/O error.

@@ -57,7 +57,7 @@ impl Store {
         Ok(self.map.plan_write_zeroes(range, &mut self.files, steps)?)
     }
 
-    /// A write to the head is complete: every block that `range` touches is there now. Also after
+    /// Completes a write to the head: every block that `range` touches is there now. Also after
     /// [`ZeroStep::WriteZeroes`] and [`ZeroStep::Merge`].
     pub fn written(&mut self, range: ByteRange) {
         self.map.written(range);
@@ -274,7 +274,7 @@ fn read_blocks(file: &File, bytes: &mut [u8], offset: u64) -> std::io::Result<()
     Ok(())
 }
 
-/// A range in pieces that fit the scratch buffer and, but for its ends, begin and end with a block.
+/// Returns a range in pieces that fit the scratch buffer and, but for its ends, begin and end with a block.
 fn chunks(range: ByteRange) -> impl Iterator<Item = ByteRange> {
     let step = CHUNK_BYTES as u64 - BLOCK_BYTES;
     let mut offset = range.offset();
@@ -296,12 +296,12 @@ fn data_error(
     StoreError::io(action, files.name(file).map_or("a layer", |name| name.as_str()), error)
 }
 
-/// The length of a range that lies in a buffer.
+/// Returns the length of a range that lies in a buffer.
 fn length_of(range: ByteRange) -> usize {
     index(range.length())
 }
 
-/// A distance inside a buffer, which always fits.
+/// Returns a distance inside a buffer, which always fits.
 #[allow(clippy::cast_possible_truncation)]
 fn index(distance: u64) -> usize {
     distance as usize

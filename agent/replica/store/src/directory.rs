@@ -62,7 +62,7 @@ impl Directory {
         &self.path
     }
 
-    /// The path of a file, for messages.
+    /// Returns the path of a file, for messages.
     pub fn path_of(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
@@ -71,7 +71,7 @@ impl Directory {
         StoreError::io(action, self.path_of(name), source)
     }
 
-    /// The names of all regular files.
+    /// Returns the names of all regular files.
     pub fn list(&self) -> Result<Vec<String>> {
         let failed = |errno: Errno| StoreError::io("list", &self.path, errno);
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
@@ -102,7 +102,7 @@ impl Directory {
         Ok(File::from(fd))
     }
 
-    /// A file without a name in this directory.
+    /// Returns a file without a name in this directory.
     pub fn open_unnamed(&self, flags: OFlag) -> nix::Result<File> {
         let flags = flags | OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_CLOEXEC;
         openat(self.fd.as_fd(), ".", flags, FILE_MODE).map(File::from)
@@ -124,7 +124,7 @@ impl Directory {
         }
     }
 
-    /// The content of a document, if it is there.
+    /// Returns the content of a document, if it is there.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         if self.open_path(name)?.is_none() {
             return Ok(None);

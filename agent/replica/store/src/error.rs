@@ -158,7 +158,7 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// The errno for a client of the block device.
+    /// Returns the errno for a client of the block device.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {

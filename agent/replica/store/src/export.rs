@@ -111,7 +111,7 @@ impl Volume {
         Ok(Volume { size_bytes, was_dirty: layout.volume().dirty, files, map, segments: Vec::new() })
     }
 
-    /// The runs of data in a window, with the file that has them.
+    /// Visits the runs of data in a window, with the file that has them.
     fn data_in(&mut self, window: ByteRange, found: &mut Vec<(FileIndex, ByteRange)>) -> Result<()> {
         if self.map.is_head_only() {
             let head = self.map.head();
@@ -233,7 +233,7 @@ fn stream_error(error: std::io::Error) -> StoreError {
     StoreError::io("write", "the output", error)
 }
 
-/// An export into the replica itself could overwrite a layer.
+/// Refuses an export into the replica itself, which could overwrite a layer.
 fn refuse_inside(path: &Path, directory: &Directory) -> Result<()> {
     let parent =
         path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
@@ -244,13 +244,13 @@ fn refuse_inside(path: &Path, directory: &Directory) -> Result<()> {
     Ok(())
 }
 
-/// A run of blocks in pieces that fit the buffer.
+/// Returns a run of blocks in pieces that fit the buffer.
 fn chunks(extent: ByteRange) -> impl Iterator<Item = ByteRange> {
     let starts = (extent.offset()..extent.end()).step_by(CHUNK_BYTES);
     starts.filter_map(move |start| ByteRange::new(start, (CHUNK_BYTES as u64).min(extent.end() - start)).ok())
 }
 
-/// The length of a piece, which fits the buffer.
+/// Returns the length of a piece, which fits the buffer.
 #[allow(clippy::cast_possible_truncation)]
 fn length_of(chunk: ByteRange) -> usize {
     chunk.length() as usize

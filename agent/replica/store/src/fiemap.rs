@@ -81,7 +81,7 @@ impl ExtentPage {
         ExtentPage(Box::new(Map { head: Head::default(), extents: [Extent::default(); EXTENTS] }))
     }
 
-    /// The first extents of `file` that have a byte from `start` to `end`.
+    /// Returns the first extents of `file` that have a byte from `start` to `end`.
     pub fn read(&mut self, file: &File, start: u64, end: u64) -> nix::Result<&[Extent]> {
         let map = &mut *self.0;
         map.head = Head {

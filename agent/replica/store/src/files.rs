@@ -88,7 +88,7 @@ impl Files {
         FileIndex::new(u8::try_from(slot).ok()?)
     }
 
-    /// The file at an index.
+    /// Returns the file at an index.
     ///
     /// # Panics
     /// Where the index is none that this chain has: plans are for the chain that they were made for.
@@ -100,7 +100,7 @@ impl Files {
         self.get(index).as_fd()
     }
 
-    /// The indices of all files.
+    /// Returns the indices of all files.
     pub fn indices(&self) -> impl Iterator<Item = FileIndex> + '_ {
         let open = (0u8..).zip(&self.slots).filter(|(_, slot)| slot.is_some());
         open.filter_map(|(slot, _)| FileIndex::new(slot))

@@ -36,7 +36,8 @@ pub struct FoldedJob {
 }
 
 impl FoldJob {
-    /// Copies; takes as long as the data is large. `progress` hears how many bytes more are copied.
+    /// Copies the layer; the time depends on the size of the data. `progress` hears how many bytes more are
+    /// copied.
     ///
     /// # Errors
     /// An I/O error, as when the disk is full. No visible data has changed.

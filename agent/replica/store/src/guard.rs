@@ -144,7 +144,7 @@ impl HeadIdentity {
     }
 }
 
-/// The time of modification, not of change: a rename changes the latter.
+/// Returns the identity, with the time of modification, not of change: a rename changes the latter.
 fn identity(directory: &Directory, name: &str) -> Result<FileIdentity, StoreError> {
     let file = directory.open_file(name, OFlag::O_RDONLY)?;
     let stat = stat_of(&file).map_err(|error| StoreError::io("look at", directory.path_of(name), error))?;

@@ -56,7 +56,7 @@ impl HostFileSystem {
     }
 }
 
-/// A file to try on, and whether it does direct I/O.
+/// Returns a file to try on, and whether it does direct I/O.
 fn probe_file(directory: &Directory, read_only: bool) -> Result<Option<(File, bool)>, StoreError> {
     for (flag, direct_io) in [(OFlag::O_DIRECT, true), (OFlag::empty(), false)] {
         match directory.open_unnamed(flag) {

@@ -160,7 +160,7 @@ impl Store {
         Ok(())
     }
 
-    /// The layout names the new head's inode only once it exists.
+    /// Stores the new head's inode in the layout once it exists.
     fn learn_inode(&mut self) -> Result<()> {
         let head = self.layout.head().clone();
         if let Some(stat) = self.directory.stat(head.as_str())? {

@@ -52,7 +52,7 @@ pub enum Fault {
 pub struct FaultHook(Arc<dyn Fn(&str) -> Fault + Send + Sync>);
 
 impl FaultHook {
-    /// A hook that asks `fault`.
+    /// Creates a hook that asks `fault`.
     pub fn new(fault: impl Fn(&str) -> Fault + Send + Sync + 'static) -> FaultHook {
         FaultHook(Arc::new(fault))
     }

@@ -154,7 +154,7 @@ impl Executor<'_> {
     }
 }
 
-/// The content that the step before has written to the file, if it has.
+/// Returns the content that the step before has written to the file, if it has.
 fn written<'a>(before: Option<&'a Step>, file: &str) -> Option<&'a [u8]> {
     match before {
         Some(Step::Write { name, bytes }) if name == file => Some(bytes),

@@ -196,7 +196,7 @@ impl Store {
         self.run(&self.layout.volume_steps())
     }
 
-    /// The size of the volume.
+    /// Returns the size of the volume.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.layout.size_bytes()
@@ -209,13 +209,13 @@ impl Store {
         Some(found.blocks_available().saturating_mul(found.fragment_size()))
     }
 
-    /// The head: where all writes go.
+    /// Returns the head: where all writes go.
     #[must_use]
     pub fn head(&self) -> FileIndex {
         self.map.head()
     }
 
-    /// The descriptor of a file that a plan names. Valid until the next operation; reads that the
+    /// Returns the descriptor of a file that a plan names. Valid until the next operation; reads that the
     /// kernel has already taken are not disturbed by one.
     ///
     /// # Panics
@@ -245,7 +245,7 @@ impl Store {
         self.host.can_punch
     }
 
-    /// The layers from the head to the oldest.
+    /// Returns the layers from the head to the oldest.
     #[must_use]
     pub fn layers(&self) -> Vec<LayerInfo> {
         let info = |image: &ImageName| {
@@ -261,7 +261,7 @@ impl Store {
         self.layout.chain().iter().filter_map(info).collect()
     }
 
-    /// All snapshots: the chain's from the oldest to the newest, then those on side branches.
+    /// Returns all snapshots: the chain's from the oldest to the newest, then those on side branches.
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
         snapshots(&self.layout)

@@ -76,8 +76,8 @@ struct Subject {
 }
 
 impl LayerSums {
-    /// Room for a layer of `size_bytes`, each sum as `sum`. None where the layer is too large for its sums to
-    /// be kept.
+    /// Makes room for a layer of `size_bytes`, each sum as `sum`. None where the layer is too large for its
+    /// sums to be kept.
     #[must_use]
     pub fn new(size_bytes: u64, piece_bytes: u32, sum: u32) -> Option<LayerSums> {
         let pieces = usize::try_from(size_bytes.div_ceil(u64::from(piece_bytes))).ok()?;
@@ -99,7 +99,7 @@ impl LayerSums {
         bytes
     }
 
-    /// The sums, if they are about `subject`.
+    /// Returns the sums, if they are about `subject`.
     fn decode(bytes: &[u8], subject: Subject) -> FoundSums {
         let damaged = |reason: &str| FoundSums::Damaged(reason.to_owned());
         let Some(body_bytes) = bytes.len().checked_sub(CHECK_BYTES).filter(|body| *body >= HEADER_BYTES)
@@ -143,8 +143,8 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 const SUMS_PREFIX: &str = "sums-";
 
-/// The file for the sums of a snapshot; none where its name would make it something else to Longhorn, or is
-/// too long.
+/// Returns the file for the sums of a snapshot; none if its name would make it something else to Longhorn, or
+/// is too long.
 fn file_of(image: &ImageName) -> Option<String> {
     let name = format!("{OWN_PREFIX}{SUMS_PREFIX}{}", image.snapshot_name()?);
     let is_ours = !name.ends_with(META_SUFFIX) && !name.contains("volume-head");
@@ -159,7 +159,7 @@ impl Store {
         self.snapshot_image(image).and_then(|image| self.files.find(image))
     }
 
-    /// The size of that layer.
+    /// Returns the size of that layer.
     #[must_use]
     pub fn snapshot_layer_bytes(&self, image: &str) -> Option<u64> {
         let image = self.snapshot_image(image)?;
@@ -183,7 +183,7 @@ impl Store {
         Ok(Some(Subject { size_bytes, inode, epoch, name_crc32c }))
     }
 
-    /// The sums that are kept of a snapshot's layer.
+    /// Returns the sums that are kept of a snapshot's layer.
     ///
     /// # Errors
     /// A layer that is not there, or an I/O error.
@@ -238,7 +238,7 @@ impl Store {
         Ok(self.next_data_of(file, from_bytes)?.map(ByteRange::offset))
     }
 
-    /// The runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
+    /// Returns the runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
     ///
     /// # Errors
     /// The error of the file system.
@@ -331,7 +331,7 @@ fn write_runs(
     Ok(())
 }
 
-/// The parts of `range` between `runs`.
+/// Returns the parts of `range` between `runs`.
 fn gaps(range: ByteRange, runs: &[ByteRange]) -> impl Iterator<Item = ByteRange> {
     let starts = std::iter::once(range.offset()).chain(runs.iter().map(|run| run.end()));
     let ends = runs.iter().map(|run| run.offset()).chain(std::iter::once(range.end()));

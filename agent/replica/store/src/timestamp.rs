@@ -2,14 +2,14 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Now, as RFC 3339 in UTC with whole seconds.
+/// Returns the current time as RFC 3339 in UTC with whole seconds.
 #[must_use]
 pub fn now_rfc3339() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     rfc3339(seconds)
 }
 
-/// The time `seconds` after 1970 began. The calendar of 400 years repeats; years are counted from
+/// Returns the time `seconds` after 1970 began. The calendar of 400 years repeats; years are counted from
 /// March, so that the leap day is the last one.
 fn rfc3339(seconds: u64) -> String {
     let (days, second) = (seconds / 86_400, seconds % 86_400);

@@ -129,7 +129,7 @@ mod tests {
     const SIZE_BYTES: u64 = 2 << 20;
     const TIME: &str = "2026-01-01T00:00:00Z";
 
-    /// A replica with a snapshot of nothing but sevens below its head. Opened.
+    /// Returns a replica with a snapshot of nothing but sevens below its head. Opened.
     fn replica(path: &Path) -> Store {
         let options = CreateOptions { size_bytes: SIZE_BYTES, ..CreateOptions::default() };
         let mut store = Store::create(path, options).unwrap();
@@ -142,7 +142,7 @@ mod tests {
         File::options().read(true).write(true).open(path.join(name)).unwrap()
     }
 
-    /// The extents that an unfinished direct write leaves.
+    /// Makes the extents that an unfinished direct write leaves.
     fn allocate(file: &File, offset: u64, length: u64) {
         fallocate(file.as_fd(), FallocateFlags::empty(), signed(offset), signed(length)).unwrap();
         file.sync_all().unwrap();

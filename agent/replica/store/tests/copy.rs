@@ -20,7 +20,8 @@ use shorthorn_types::{RegionSet, Regions, ReplicaId};
 const SIZE: u64 = 4 << 20;
 const NOW: &str = "2026-11-22T10:00:00Z";
 
-/// A chain of two snapshots and a head, with holes and overlaps. The volume has grown after the first one.
+/// Returns a chain of two snapshots and a head, with holes and overlaps. The volume has grown after the first
+/// one.
 fn source(path: &Path) -> Store {
     let mut store =
         Store::create(path, CreateOptions { size_bytes: SIZE / 2, ..CreateOptions::default() }).unwrap();
@@ -88,7 +89,7 @@ fn copy_layer(source: &Store, target: &Store, layer: usize, extents: &[ByteRange
     }
 }
 
-/// The content and the documents of all snapshots.
+/// Returns the content and the documents of all snapshots.
 fn snapshots(path: &Path) -> BTreeMap<String, (Vec<u8>, Vec<u8>)> {
     let names =
         std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());

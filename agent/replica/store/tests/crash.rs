@@ -24,7 +24,7 @@ struct View {
     snapshots: BTreeMap<String, Option<Vec<u8>>>,
 }
 
-/// A chain `a` ← `b` ← `c` ← head with a side branch on `a`; `b` is removed. All layers overlap.
+/// Makes a chain `a` ← `b` ← `c` ← head with a side branch on `a`; `b` is removed. All layers overlap.
 fn prepare(path: &Path) {
     let options =
         CreateOptions { size_bytes: SIZE_BYTES, created: Some(TIME.to_owned()), ..CreateOptions::default() };
@@ -88,7 +88,7 @@ fn assert_tidy(path: &Path) {
     assert_eq!(found, expected);
 }
 
-/// A hook that does `fault` after `steps` steps, once.
+/// Returns a hook that does `fault` after `steps` steps, once.
 fn after(steps: usize, fault: Fault) -> (FaultHook, Arc<AtomicUsize>) {
     let left = Arc::new(AtomicUsize::new(steps));
     let counter = Arc::clone(&left);
@@ -103,7 +103,7 @@ fn open(path: &Path, fault: Option<FaultHook>) -> Result<Store, StoreError> {
     Store::open(path, OpenOptions { fault, ..OpenOptions::default() })
 }
 
-/// Opening, the operation, and closing.
+/// Runs opening, the operation, and closing.
 fn session(path: &Path, fault: FaultHook, operation: &Operation) -> Result<(), StoreError> {
     let mut store = open(path, Some(fault))?;
     operation(&mut store)?;
@@ -139,7 +139,7 @@ impl Cases {
         path
     }
 
-    /// The directory shows the old state or the new one; says which.
+    /// Checks that the directory shows the old state or the new one; returns which.
     fn judge(&self, path: &Path, when: &str) -> bool {
         let found = view(path);
         assert!(

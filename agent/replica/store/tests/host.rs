@@ -56,7 +56,8 @@ fn create(path: &Path, size_bytes: u64) -> Result<Store, StoreError> {
     Store::create(path, CreateOptions { size_bytes, ..CreateOptions::default() })
 }
 
-/// Single blocks over a snapshot, holes and zeroes, read back before and after opening again.
+/// Writes single blocks over a snapshot, holes and zeroes, and reads them back before and after opening
+/// again.
 fn exercise(path: &Path) {
     let mut store = create(path, 8 << 20).unwrap();
     let mut model = vec![0; 8 << 20];

@@ -12,7 +12,7 @@ use shorthorn_store::{CreateOptions, Fault, FaultHook, LossNote, OpenOptions, St
 const EIO: i32 = 5;
 const CREATED: &str = "2026-01-01T00:00:00Z";
 
-/// A replica that was closed cleanly.
+/// Returns a replica that was closed cleanly.
 fn prepared(base: &Path) -> PathBuf {
     let path = base.join("replica");
     let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
@@ -20,7 +20,7 @@ fn prepared(base: &Path) -> PathBuf {
     path
 }
 
-/// A store whose head cannot be made durable.
+/// Returns a store whose head cannot be made durable.
 fn with_a_failing_disk(path: &Path) -> Store {
     with_fault(path, "about to sync volume-head", Fault::Fail(EIO)).unwrap()
 }

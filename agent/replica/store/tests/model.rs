@@ -146,7 +146,7 @@ impl Run {
         self.model.volume[bytes].copy_from_slice(&data);
     }
 
-    /// Every whole block reads as zeroes, and those only touched as before.
+    /// Discards: every whole block reads as zeroes, and those only touched as before.
     fn discard(&mut self, sectors: &Range<usize>) {
         let bytes = self.bytes(sectors);
         self.store().discard(bytes.start as u64, bytes.len() as u64).unwrap();
@@ -172,7 +172,7 @@ impl Run {
         }
     }
 
-    /// The copy and requests to the volume at the same time.
+    /// Runs the copy and requests to the volume at the same time.
     fn coalesce_beside_writes(&mut self, index: usize, sectors: &Range<usize>) {
         let Some(name) = self.pick(index, |snapshot| snapshot.removed) else { return };
         let Ok(job) = self.store().begin_coalesce(&name) else { return };

@@ -14,7 +14,7 @@ fn open(path: &Path) -> Store {
     Store::open(path, OpenOptions::default()).unwrap()
 }
 
-/// A fixture that was opened here, with state `hello`, and closed or left as after a crash.
+/// Returns a fixture that was opened here, with state `hello`, and closed or left as after a crash.
 fn with_state(clean: bool) -> Fixture {
     let fixture = Fixture::unpack("lhsimple");
     let mut store = open(fixture.path());
@@ -45,7 +45,7 @@ fn status(path: &Path) -> SavedState {
     state
 }
 
-/// Longhorn opens and closes: it writes `volume.meta` anew each time.
+/// Acts like Longhorn, which writes `volume.meta` anew at each opening and closing.
 fn as_longhorn(path: &Path) {
     for dirty in ["true", "false"] {
         let name = path.join("volume.meta");

@@ -14,7 +14,7 @@ impl Mounted {
         Mounted(at.to_owned())
     }
 
-    /// An ext4 of `size_bytes` in a sparse file.
+    /// Returns an ext4 of `size_bytes` in a sparse file.
     pub fn ext4(image: &Path, at: &Path, size_bytes: u64) -> Mounted {
         std::fs::create_dir_all(at).unwrap();
         std::fs::File::create(image).unwrap().set_len(size_bytes).unwrap();
@@ -53,7 +53,7 @@ nix::ioctl_read!(
     u32
 );
 
-/// From now on everything on the file system of `directory` is an I/O error.
+/// Makes every access to the file system of `directory` an I/O error.
 pub fn break_down(directory: &Path) {
     let file = std::fs::File::open(directory).unwrap();
     let mut without_flushing = 2;

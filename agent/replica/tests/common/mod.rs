@@ -221,12 +221,12 @@ impl Client {
         Ok(self.next_id)
     }
 
-    /// The bytes of the header of the next frame, which has to be sent next.
+    /// Returns the bytes of the header of the next frame, which has to be sent next.
     pub fn encode(&self, header: &Header) -> [u8; HEADER_BYTES] {
         self.session.lock().unwrap().encode(header)
     }
 
-    /// Another one on the same socket, for another thread to send with: one sends at a time.
+    /// Returns another one on the same socket, for another thread to send with: one sends at a time.
     pub fn twin(client: &Client) -> Client {
         Client {
             socket: client.socket.try_clone().unwrap(),
@@ -240,7 +240,7 @@ impl Client {
         let _ = self.socket.write_all(bytes);
     }
 
-    /// The next response and its data, whose check is right.
+    /// Returns the next response and its data, whose check is right.
     pub fn receive(&mut self) -> io::Result<(Header, Vec<u8>)> {
         let (header, data) = self.read_frame()?;
         assert!(header.is_response());
@@ -350,7 +350,7 @@ pub fn decode<T: DeserializeOwned>(header: &Header, text: &[u8]) -> T {
     decode_text(header, text).unwrap()
 }
 
-/// The check of `data`, as the wire wants it.
+/// Returns the check of `data`, as the wire wants it.
 pub fn crc32c(data: &[u8]) -> u32 {
     crc32c::crc32c(data)
 }
@@ -369,7 +369,7 @@ pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// The directory that the tests use; on a real file system, with direct I/O.
+/// Returns the directory that the tests use; on a real file system, with direct I/O.
 pub fn base() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }

@@ -21,7 +21,7 @@ pub struct Finder {
 }
 
 impl Finder {
-    /// `configured` is believed.
+    /// Creates a finder, which trusts `configured`.
     pub fn new(configured: Option<PathBuf>) -> Finder {
         let known = ELSEWHERE.iter().chain([&DEFAULT]).map(PathBuf::from).collect();
         Finder { configured, proc: "/proc".into(), known }
@@ -51,8 +51,8 @@ impl Finder {
     }
 }
 
-/// The directories of the kubelets that run on this host; not of those in containers, whose paths mean
-/// something else.
+/// Returns the directories of the kubelets that run on this host; not of those in containers, whose paths
+/// mean something else.
 fn running(proc: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(proc) else { return Vec::new() };
     let processes = entries.flatten().map(|entry| entry.path());
@@ -74,7 +74,7 @@ fn sees_our_files(process: &Path) -> bool {
     identity(Path::new("/")).is_some_and(|ours| identity(&process.join("root")) == Some(ours))
 }
 
-/// The directory that a command line means, if it is that of a kubelet.
+/// Returns the directory that a command line means, if it is that of a kubelet.
 fn root_of(cmdline: &[u8]) -> Option<PathBuf> {
     let mut arguments = cmdline.split(|byte| *byte == 0);
     let program = Path::new(OsStr::from_bytes(arguments.next()?));

@@ -46,12 +46,12 @@ impl Inherited {
         Ok(inherited)
     }
 
-    /// The socket of CSI, if systemd has it at `path`.
+    /// Returns the socket of CSI, if systemd has it at `path`.
     pub fn csi_at(&self, path: &Path) -> Option<Socket> {
         self.csi.as_ref().and_then(|listener| Socket::share(listener, path))
     }
 
-    /// The socket of the registration, if systemd has it at `path`.
+    /// Returns the socket of the registration, if systemd has it at `path`.
     pub fn registration_at(&self, path: &Path) -> Option<Socket> {
         self.registration.as_ref().and_then(|listener| Socket::share(listener, path))
     }
@@ -123,7 +123,7 @@ impl Socket {
         Some(Socket { listener, name })
     }
 
-    /// The listener, and its name to watch over.
+    /// Returns the listener, and its name to watch over.
     pub fn split(self) -> (UnixListener, Name) {
         (self.listener, self.name)
     }

@@ -56,7 +56,7 @@ struct Runner {
 }
 
 impl Children {
-    /// A backend that runs nothing yet.
+    /// Creates a backend that runs nothing yet.
     ///
     /// # Errors
     /// The pid files of an earlier boot cannot be told from those of this one.
@@ -233,8 +233,8 @@ impl Instance {
         self.table.set_process(&self.id, process);
     }
 
-    /// The process that runs already, else a new one. Where both happen at once, the new one finds the pid
-    /// file held and ends, and the next call finds the other.
+    /// Returns the process that runs already, else a new one. Where both happen at once, the new one finds
+    /// the pid file held and ends, and the next call finds the other.
     fn find_or_spawn(&self) -> io::Result<Living> {
         let pid_file = self.places.pid(&self.id);
         if let Some(holder) = Holder::find(&pid_file)? {

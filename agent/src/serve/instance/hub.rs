@@ -355,7 +355,7 @@ fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
     }
 }
 
-/// The instances that have a spec file in `dir`; other files there are left alone.
+/// Returns the instances that have a spec file in `dir`; other files there are left alone.
 fn spec_files(dir: &Path, kind: v1::InstanceKind) -> Result<Vec<InstanceId>, NodeError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(NodeError::at(dir))? {

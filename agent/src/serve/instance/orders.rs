@@ -208,7 +208,7 @@ impl Hub {
         send(id, &control, &order).await
     }
 
-    /// The engine of that attachment, 0 being any.
+    /// Returns the engine of that attachment, 0 being any.
     fn engine_of(&self, id: &InstanceId, attach: u64) -> Result<(EngineSpec, Process), NodeError> {
         match self.table().known(id) {
             Some((Spec::Engine(spec), _)) if attach != 0 && spec.attach != attach => {

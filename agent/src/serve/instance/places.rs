@@ -53,7 +53,7 @@ impl Places {
         self.state.join("instances").join(folder(kind))
     }
 
-    /// The spec file of an instance. Its unit reads the same.
+    /// Returns the spec file of an instance. Its unit reads the same.
     pub fn spec(&self, id: &InstanceId) -> PathBuf {
         self.specs(id.kind()).join(format!("{}.json", id.name()))
     }
@@ -98,7 +98,7 @@ impl Places {
         Ok(())
     }
 
-    /// The volumes whose engines have left a state that old.
+    /// Returns the volumes whose engines have left a state that old.
     ///
     /// # Errors
     /// Names the directory.
@@ -140,7 +140,7 @@ impl Places {
         self.runtime_file(id, "error")
     }
 
-    /// The pid file of an instance that is no unit.
+    /// Returns the pid file of an instance that is no unit.
     pub fn pid(&self, id: &InstanceId) -> PathBuf {
         self.runtime_file(id, "pid")
     }
@@ -181,12 +181,12 @@ impl Places {
         Ok(())
     }
 
-    /// The boot of the host that the pid files are of.
+    /// Returns the boot of the host that the pid files are of.
     pub fn boot_id(&self) -> PathBuf {
         self.runtime.join("boot-id")
     }
 
-    /// The control socket of an instance.
+    /// Returns the control socket of an instance.
     ///
     /// # Errors
     /// [`NodeError::Invalid`] where its path is too long.
@@ -194,7 +194,7 @@ impl Places {
         self.socket(id, "control")
     }
 
-    /// The data socket of a replica; the socket for NBD clients of an engine.
+    /// Returns the data socket of a replica; the socket for NBD clients of an engine.
     ///
     /// # Errors
     /// [`NodeError::Invalid`] where its path is too long.
@@ -225,7 +225,7 @@ fn is_old(entry: &fs::DirEntry, now: SystemTime) -> io::Result<bool> {
     Ok(age >= ENGINE_STATE_KEPT)
 }
 
-/// The volume of a state file: VOLUME-FINGERPRINT and an extension.
+/// Returns the volume of a state file: VOLUME-FINGERPRINT and an extension.
 fn volume_of(path: &Path) -> Option<VolumeName> {
     let (volume, _) = path.file_stem()?.to_str()?.rsplit_once('-')?;
     VolumeName::new(volume).ok()

@@ -40,12 +40,12 @@ pub struct Process {
 }
 
 impl Process {
-    /// In `phase`, with no id and no message.
+    /// Returns a state in `phase`, with no id and no message.
     pub fn only(phase: Phase) -> Process {
         Process { phase, pid: None, message: String::new() }
     }
 
-    /// In `phase` as process `pid`.
+    /// Returns a state in `phase` as process `pid`.
     pub fn with_pid(phase: Phase, pid: i32) -> Process {
         Process { phase, pid: Some(pid), message: String::new() }
     }

@@ -131,14 +131,14 @@ impl Spec {
         }
     }
 
-    /// A request that comes late must not take back that the volume has grown.
+    /// Keeps the larger size: a late request must not revert the growth of the volume.
     pub fn keep_size(&mut self, known: &Spec) {
         if let (Spec::Engine(asked), Spec::Engine(known)) = (self, known) {
             asked.size_bytes = asked.size_bytes.max(known.size_bytes);
         }
     }
 
-    /// The control socket of the process.
+    /// Returns the control socket of the process.
     pub fn control_socket(&self) -> PathBuf {
         match self {
             Spec::Engine(spec) => spec.control_socket.clone(),
@@ -146,7 +146,7 @@ impl Spec {
         }
     }
 
-    /// The number of the attachment of an engine.
+    /// Returns the number of the attachment of an engine.
     pub fn attach(&self) -> Option<u64> {
         match self {
             Spec::Engine(spec) => Some(spec.attach),
@@ -171,7 +171,7 @@ impl Spec {
     }
 }
 
-/// The replicas of a volume, as its engine is to find them.
+/// Returns the replicas of a volume, as its engine is to find them.
 ///
 /// # Errors
 /// [`NodeError::Invalid`].
@@ -226,7 +226,7 @@ fn endpoint(address: v1::ReplicaAddress) -> Result<ReplicaEndpoint, NodeError> {
     Ok(ReplicaEndpoint { replica, addresses: address.addresses, local: address.local })
 }
 
-/// The size of a volume.
+/// Returns the size of a volume.
 ///
 /// # Errors
 /// [`NodeError::Invalid`].

@@ -149,9 +149,9 @@ impl Bus {
         if result == "done" { Ok(()) } else { Err(BackendError::NotStopped(unit, result)) }
     }
 
-    /// SIGTERM would leave the device to the next process, so the process is asked to end in another way
-    /// first. The unit starts it again a moment later, unless it is stopped by then: such a process is asked
-    /// as well.
+    /// Asks the process to end in another way before SIGTERM, which would leave the device to the next
+    /// process. The unit starts it again a moment later, unless it is stopped by then: such a process is
+    /// asked as well.
     async fn end_orderly(&self, id: &InstanceId) -> Result<(), BackendError> {
         let path = self.manager.load_unit(&unit_of(id)).await?;
         let service = ServiceProxy::new(&self.connection, path).await?;

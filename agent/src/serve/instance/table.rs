@@ -56,7 +56,7 @@ pub struct Watch {
 }
 
 impl Table {
-    /// A table of no instance.
+    /// Creates a table of no instance.
     pub fn new() -> Arc<Table> {
         let (changes, _) = broadcast::channel(WATCH_LAG_MAX);
         Arc::new(Table(Mutex::new(Inner { entries: BTreeMap::new(), changes })))
@@ -67,30 +67,30 @@ impl Table {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All instances.
+    /// Returns all instances.
     pub fn list(&self) -> Vec<v1::Instance> {
         self.lock().entries.values().map(|entry| entry.published.clone()).collect()
     }
 
-    /// All instances, and every change after.
+    /// Returns all instances, and every later change.
     pub fn watch(&self) -> Watch {
         let inner = self.lock();
         let now = inner.entries.values().map(|entry| entry.published.clone()).collect();
         Watch { now, changes: inner.changes.subscribe() }
     }
 
-    /// The spec and the process of an instance.
+    /// Returns the spec and the process of an instance.
     pub fn known(&self, id: &InstanceId) -> Option<(Spec, Process)> {
         let inner = self.lock();
         inner.entries.get(id).map(|entry| (entry.spec.clone(), entry.process.clone()))
     }
 
-    /// An instance as the node API shows it.
+    /// Returns an instance as the node API shows it.
     pub fn published(&self, id: &InstanceId) -> Option<v1::Instance> {
         self.lock().entries.get(id).map(|entry| entry.published.clone())
     }
 
-    /// The engines that have a process, each with its control socket.
+    /// Returns the engines that have a process, each with its control socket.
     pub fn engines(&self) -> Vec<(VolumeName, PathBuf)> {
         let inner = self.lock();
         let living = inner.entries.values().filter(|entry| entry.process.pid.is_some());
@@ -102,7 +102,7 @@ impl Table {
             .collect()
     }
 
-    /// The ports of all instances but one.
+    /// Returns the ports of all instances but one.
     pub fn ports_of_others(&self, id: &InstanceId) -> Vec<u16> {
         let inner = self.lock();
         let others = inner.entries.iter().filter(|(other, _)| *other != id);

@@ -5,7 +5,7 @@ use zbus::OwnedObjectPath;
 
 use crate::serve::instance::InstanceId;
 
-/// The unit of an instance. Names of volumes and replicas need no escaping: they are DNS labels.
+/// Returns the unit of an instance. Names of volumes and replicas need no escaping: they are DNS labels.
 pub fn unit_of(id: &InstanceId) -> String {
     let template = if id.kind() == InstanceKind::Engine { "shorthorn-engine" } else { "shorthorn-replica" };
     format!("{template}@{}.service", id.name())
@@ -17,9 +17,9 @@ pub fn unit_of(id: &InstanceId) -> String {
     default_path = "/org/freedesktop/systemd1"
 )]
 pub trait Manager {
-    /// Without this no signals are sent.
+    /// Subscribes to signals, which are not sent otherwise.
     fn subscribe(&self) -> zbus::Result<()>;
-    /// The object of a unit, which need not be loaded.
+    /// Returns the object of a unit, which need not be loaded.
     fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
     /// Answers with the job.
     fn start_unit(&self, name: &str, mode: &str) -> zbus::Result<OwnedObjectPath>;
@@ -28,7 +28,7 @@ pub trait Manager {
     /// Answers with the job.
     fn restart_unit(&self, name: &str, mode: &str) -> zbus::Result<OwnedObjectPath>;
     fn reset_failed_unit(&self, name: &str) -> zbus::Result<()>;
-    /// A job is done; the result is `done` where it went well.
+    /// Signals that a job is done; the result is `done` if it was successful.
     #[zbus(signal)]
     fn job_removed(&self, id: u32, job: OwnedObjectPath, unit: String, result: String) -> zbus::Result<()>;
 }
@@ -39,7 +39,8 @@ pub trait Unit {
     fn active_state(&self) -> zbus::Result<String>;
     #[zbus(property(emits_changed_signal = "false"))]
     fn sub_state(&self) -> zbus::Result<String>;
-    /// Number and object of the job that is queued or runs for the unit; the number is 0 if it has none.
+    /// Returns the number and object of the job that is queued or runs for the unit; the number is 0 if it
+    /// has none.
     #[zbus(property(emits_changed_signal = "false"))]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }

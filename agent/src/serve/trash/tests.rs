@@ -11,7 +11,7 @@ fn replica() -> InstanceId {
     InstanceId::parse(v1::InstanceKind::Replica, NAME).unwrap()
 }
 
-/// A disk with one replica.
+/// Returns a disk with one replica.
 fn disk() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join(REPLICAS)).unwrap();

@@ -48,7 +48,7 @@ impl NewVolume {
     }
 }
 
-/// The volume as large as is required, and how large it has to become for that.
+/// Returns the volume with the required size, and the size that it has to reach for that.
 ///
 /// # Errors
 /// [`SizedError`] has the remedy.
@@ -124,7 +124,7 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
     requests::ask_for_deletion(world, name, now)
 }
 
-/// The volume wanted on `node`, where no other one has it.
+/// Returns the volume wanted on `node`, where no other one has it.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -160,7 +160,7 @@ fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError>
     Err(RequestError::NodeFull { node: node.to_owned(), max_volumes })
 }
 
-/// The most volumes that may be attached to the node; none: any number.
+/// Returns the most volumes that may be attached to the node; none: any number.
 #[must_use]
 pub fn max_volumes(world: &World, node: &str) -> Option<u32> {
     world.nodes.get(node).map(|node| node.status.max_volumes).filter(|max_volumes| *max_volumes > 0)
@@ -179,7 +179,7 @@ pub fn is_published(world: &World, name: &str, node: &NodeName) -> bool {
     here && wanted && volume.status.state == VolumeState::Attached
 }
 
-/// The volume wanted nowhere, or not on `node` any more.
+/// Returns the volume wanted nowhere, or not on `node` any more.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.

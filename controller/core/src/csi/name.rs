@@ -54,8 +54,8 @@ pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
     Ok(VolumeName::new(&format!("{}-{hash}", readable(csi_name)))?)
 }
 
-/// The name of the VolumeAttachment that Kubernetes makes for a volume on one of its nodes, both as the
-/// driver and Kubernetes call them. Its attach-detach controller makes it up in this way
+/// Returns the name of the VolumeAttachment that Kubernetes makes for a volume on one of its nodes, both as
+/// the driver and Kubernetes call them. Its attach-detach controller makes it up in this way
 /// (`pkg/volume/csi/csi_attacher.go`, `getAttachmentName`).
 #[must_use]
 pub fn attachment_name(handle: &str, driver: &str, machine: &str) -> String {
@@ -67,7 +67,7 @@ pub fn attachment_name(handle: &str, driver: &str, machine: &str) -> String {
     format!("csi-{hash}")
 }
 
-/// Control characters other than white space.
+/// Returns true for control characters other than white space.
 fn is_banned(c: char) -> bool {
     c.is_control() && !matches!(c, '\t' | '\n' | '\r')
 }

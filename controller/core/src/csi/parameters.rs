@@ -174,7 +174,7 @@ fn number_of_replicas(key: &str, value: &str) -> Result<u32, ParameterError> {
     number.ok_or_else(|| wrong(key, value, &format!("1 to {MAX_MEMBERS}")))
 }
 
-/// Longhorn says `ignored` for its default.
+/// Parses a switch; Longhorn says `ignored` for its default.
 fn switch(key: &str, value: &str, default: bool) -> Result<bool, ParameterError> {
     match value {
         "enabled" | "true" => Ok(true),

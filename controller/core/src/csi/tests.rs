@@ -56,7 +56,7 @@ fn change(world: &mut World, change: impl FnOnce(&mut Volume)) {
     world.insert(volume.into());
 }
 
-/// A volume that is being attached to `node`, or has been there, with its engine.
+/// Attaches a volume to `node`, or has it been there, with its engine.
 fn at(world: &mut World, node: &str, state: VolumeState, engine: CurrentState) {
     change(world, |volume| {
         volume.status.state = state;

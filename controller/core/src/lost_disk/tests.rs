@@ -15,7 +15,7 @@ fn now() -> Timestamp {
     Timestamp::UNIX_EPOCH
 }
 
-/// Node n with a disk that has the only replica of a volume, if `occupied`.
+/// Returns node n with a disk that has the only replica of a volume, if `occupied`.
 fn world(occupied: bool) -> World {
     let mut world = World::default();
     let mut node = Node::new("n", now());

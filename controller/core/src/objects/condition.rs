@@ -33,7 +33,7 @@ pub enum ConditionType {
 }
 
 impl ConditionType {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -100,7 +100,7 @@ pub enum Finding {
 }
 
 impl Finding {
-    /// A finding that something is wrong.
+    /// Returns a finding that something is wrong.
     #[must_use]
     pub fn wrong(reason: &'static str, message: impl Into<String>) -> Finding {
         Finding::Wrong(reason, message.into())
@@ -196,13 +196,13 @@ impl Conditions {
         }
     }
 
-    /// The same of one of them.
+    /// Does the same for one of them.
     pub fn observe_one(&mut self, kind: ConditionType, generation: u64) {
         let condition = self.known.iter_mut().find(|condition| condition.kind == kind && generation > 0);
         condition.into_iter().for_each(|condition| condition.observed_generation = generation);
     }
 
-    /// The condition of that type, where it was ever set.
+    /// Returns the condition of that type, if it was ever set.
     #[must_use]
     pub fn get(&self, kind: ConditionType) -> Option<&Condition> {
         self.known.iter().find(|condition| condition.kind == kind)
@@ -214,7 +214,7 @@ impl Conditions {
         self.get(kind).is_some_and(|condition| condition.status)
     }
 
-    /// All of them, in the order in which they were first set.
+    /// Returns all of them, in the order in which they were first set.
     pub fn iter(&self) -> impl Iterator<Item = &Condition> {
         self.known.iter()
     }

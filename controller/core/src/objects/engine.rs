@@ -130,7 +130,7 @@ fn is_zero(count: &u64) -> bool {
 }
 
 impl Engine {
-    /// The engine of a volume that has none: nothing runs, and nothing was ever started for it.
+    /// Returns the engine of a volume that has none: nothing runs, and nothing was ever started for it.
     #[must_use]
     pub fn of_new(volume: &Volume, now: Timestamp) -> Engine {
         Engine {
@@ -213,7 +213,7 @@ impl<'de> Deserialize<'de> for MemberStatus {
 }
 
 impl MemberStatus {
-    /// A replica in that mode of which nothing else is known.
+    /// Returns a replica in that mode without further data.
     #[must_use]
     pub const fn of(mode: MemberMode) -> MemberStatus {
         MemberStatus { mode, message: String::new(), away_since_ms: 0 }
@@ -242,7 +242,7 @@ pub enum MemberMode {
 }
 
 impl MemberMode {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {

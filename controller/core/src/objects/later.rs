@@ -67,7 +67,7 @@ mod tests {
     use super::super::{Engine, Node, Object, Replica, Volume};
     use super::*;
 
-    /// Objects of each kind as release 0.1.0 has stored them.
+    /// Returns objects of each kind as release 0.1.0 has stored them.
     fn stored() -> Vec<Value> {
         serde_json::from_str(include_str!("../../tests/releases/0.1.0/objects.json")).unwrap()
     }

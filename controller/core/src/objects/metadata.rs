@@ -18,7 +18,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The word in keys and messages.
+    /// Returns the word in keys and messages.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -40,7 +40,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key of the object `name` of `kind`.
+    /// Creates the key of the object `name` of `kind`.
     #[must_use]
     pub fn new(kind: Kind, name: impl Into<String>) -> Key {
         Key { kind, name: name.into() }
@@ -80,7 +80,7 @@ fn is_zero(number: &u64) -> bool {
 }
 
 impl Metadata {
-    /// The metadata of an object that is about to be made.
+    /// Creates the metadata of an object that is about to be made.
     #[must_use]
     pub fn new(name: impl Into<String>, now: Timestamp) -> Metadata {
         Metadata {

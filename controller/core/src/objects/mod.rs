@@ -36,7 +36,7 @@ pub enum DesireState {
 }
 
 impl DesireState {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -66,7 +66,7 @@ pub enum CurrentState {
 }
 
 impl CurrentState {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -96,7 +96,7 @@ pub enum Object {
 }
 
 impl Object {
-    /// Name, version and dates.
+    /// Returns name, version and dates.
     #[must_use]
     pub const fn metadata(&self) -> &Metadata {
         match self {
@@ -107,7 +107,7 @@ impl Object {
         }
     }
 
-    /// Name, version and dates, to be changed.
+    /// Returns name, version and dates, for changes.
     pub const fn metadata_mut(&mut self) -> &mut Metadata {
         match self {
             Object::Volume(object) => &mut object.metadata,

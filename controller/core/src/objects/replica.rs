@@ -133,7 +133,7 @@ impl Replica {
 }
 
 impl ReplicaSpec {
-    /// The name that the object, the directory and the process have.
+    /// Returns the name that the object, the directory and the process have.
     #[must_use]
     pub fn instance_name(volume: &VolumeName, id: ReplicaId) -> String {
         format!("{volume}-{id}")

@@ -237,7 +237,7 @@ pub struct Salvage {
 }
 
 impl Volume {
-    /// The size that it really has, in bytes.
+    /// Returns the size that it really has, in bytes.
     #[must_use]
     pub const fn current_size_bytes(&self) -> u64 {
         if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
@@ -251,8 +251,8 @@ impl Volume {
         self.metadata.is_deleting() && (has_begun || self.status.persistent_volume.is_none())
     }
 
-    /// The PersistentVolume that a deletion waits for, which was asked for in spite of it: by kubectl, where
-    /// no admission policy has refused that.
+    /// Returns the PersistentVolume that a deletion waits for, which was asked for in spite of it: by
+    /// kubectl, where no admission policy has refused that.
     #[must_use]
     pub fn deletion_waits_for(&self) -> Option<&str> {
         let persistent_volume = self.status.persistent_volume.as_deref();
@@ -267,7 +267,7 @@ impl Volume {
 }
 
 impl VolumeStatus {
-    /// The salvage that is still to be carried out.
+    /// Returns the salvage that is still to be carried out.
     #[must_use]
     pub fn pending_salvage(&self) -> Option<&Salvage> {
         self.salvage.as_ref().filter(|salvage| !salvage.done)
@@ -294,7 +294,7 @@ pub enum VolumeState {
 }
 
 impl VolumeState {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -324,7 +324,7 @@ pub enum Robustness {
 }
 
 impl Robustness {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -371,7 +371,7 @@ pub enum DataLocality {
 pub struct DataLocalityError(String);
 
 impl DataLocality {
-    /// The word that is stored and shown.
+    /// Returns the word that is stored and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -397,7 +397,7 @@ impl FromStr for DataLocality {
 pub struct FrontendError(String);
 
 impl Frontend {
-    /// The word that is stored, sent and shown.
+    /// Returns the word that is stored, sent and shown.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -58,7 +58,7 @@ impl Cluster {
         self.agents.insert(name(at), view);
     }
 
-    /// With a replica on each of these nodes.
+    /// Adds a volume with a replica on each of these nodes.
     fn add_volume(&mut self, volume: &str, nodes: &[usize], change: impl FnOnce(&mut Volume)) {
         let wanted = CreateVolume {
             name: volume.to_owned(),

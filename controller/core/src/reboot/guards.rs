@@ -61,7 +61,7 @@ pub struct Plan {
     pub delete_budget: Vec<String>,
 }
 
-/// The guards that should be there, by their names.
+/// Returns the guards that should be there, by their names.
 #[must_use]
 pub fn wanted(world: &World, cluster: &Cluster, needed: &Needed) -> BTreeMap<String, Guard> {
     let machines: BTreeMap<&str, &str> = cluster

@@ -41,7 +41,7 @@ fn replica(at: u64, mode: MemberMode) -> Replica {
     }
 }
 
-/// A volume that should have `wanted` replicas, and has one in each of these modes.
+/// Returns a volume that should have `wanted` replicas, and has one in each of these modes.
 fn world(wanted: u32, modes: &[MemberMode]) -> World {
     let mut world = World::default();
     let create = CreateVolume {

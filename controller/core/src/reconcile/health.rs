@@ -104,7 +104,7 @@ fn members(volume: &Volume, engine: &Engine, replicas: &[&Replica]) -> (Robustne
     (Robustness::Degraded, Finding::wrong("ReplicaFailed", message))
 }
 
-/// The members for which requests wait, each with its reason.
+/// Returns the members for which requests wait, each with its reason.
 fn slow(engine: &Engine, replicas: &[&Replica]) -> String {
     let reason = |replica: &&Replica| {
         let member = engine.status.replica_mode_map.get(&replica.spec.replica_id)?;
@@ -114,7 +114,7 @@ fn slow(engine: &Engine, replicas: &[&Replica]) -> String {
     replicas.iter().filter_map(reason).collect::<Vec<_>>().join("; ")
 }
 
-/// The replicas that are not members, each with its reason.
+/// Returns the replicas that are not members, each with its reason.
 fn missing(engine: &Engine, replicas: &[&Replica]) -> String {
     let reason = |replica: &&Replica| {
         let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
@@ -240,8 +240,8 @@ mod tests {
     use crate::objects::{DesireState, Metadata, ReplicaSpec, ReplicaStatus};
     use crate::reconcile::REPLICA_WAIT;
 
-    /// Replicas on nodes of their own, of which the first `running` run and the nodes of the others do not
-    /// answer.
+    /// Returns replicas on nodes of their own, of which the first `running` run and the nodes of the others
+    /// do not answer.
     fn readiness_with(running: u64, all: u64, left: Duration, node_was_lost: bool) -> Readiness {
         let replica = |at: u64| {
             let replica_id = ReplicaId::from_random(at + 1);

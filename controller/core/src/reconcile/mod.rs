@@ -143,7 +143,8 @@ fn is_held(world: &World, volume: &Volume) -> bool {
     engine.is_some_and(|engine| !engine.status.stop_refused.is_empty())
 }
 
-/// The objects whose reconcilers look at the object `key`, that one included: they run when it changes.
+/// Returns the objects whose reconcilers look at the object `key`, that one included: they run when it
+/// changes.
 #[must_use]
 pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
     let mut keys = vec![key.clone()];
@@ -194,7 +195,7 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
     keys
 }
 
-/// The volumes that look for places.
+/// Returns the volumes that look for places.
 fn seeking(world: &World) -> impl Iterator<Item = Key> {
     let keys = world.unsettled_volumes().into_iter().map(|name| Key::new(Kind::Volume, name));
     keys.filter(|key| gives_space_away(world, key))

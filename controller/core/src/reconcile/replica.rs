@@ -360,9 +360,9 @@ fn obstacle(view: &AgentView, replica: &InstanceKey, stray: Option<InstanceKey>)
     matches!(failure.call, "StopInstance" | "DeleteReplica").then(|| failure.message.clone())
 }
 
-/// An engine that is still there on the node of a replica that was left behind, and the number of its
-/// volume's last attachment: nothing else knows of it, if the volume has been elsewhere since. It is fenced.
-/// An engine of a new volume of the name is left alone.
+/// Returns an engine that still exists on the node of a replica that was left behind, and the number of its
+/// volume's last attachment: no other object knows of it, if the volume has been elsewhere since. It is
+/// fenced. An engine of a new volume of the name is left alone.
 fn stray_engine(
     context: &Context<'_>,
     replica: &Replica,

@@ -30,7 +30,7 @@ fn now() -> Timestamp {
     Timestamp::UNIX_EPOCH
 }
 
-/// A volume whose engine should run on node a, and is not there yet.
+/// Returns a volume whose engine should run on node a, and is not there yet.
 fn world() -> World {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
     let Ok(Change::Store(volume)) = wanted.apply(&World::default(), Secret::new([1; 32]), now()) else {
@@ -149,7 +149,7 @@ fn no_place_is_refused_while_nodes_may_still_come() {
     assert_eq!(conditions.get(ConditionType::Scheduled).unwrap().reason, "NoPlace");
 }
 
-/// A new volume of three on the nodes a, b and c, of which c is down.
+/// Returns a new volume of three on the nodes a, b and c, of which c is down.
 fn volume_of_three() -> (World, Agents) {
     let mut world = world();
     for name in ["a", "b", "c"] {
@@ -208,7 +208,7 @@ fn a_volume_is_created_with_the_places_that_there_are() {
 const DISK: &str = "/var/lib/longhorn";
 const DISK_BYTES: u64 = 1 << 40;
 
-/// A ready node with a disk that has room.
+/// Returns a ready node with a disk that has room.
 fn node(name: &str) -> Node {
     let mut conditions = Conditions::default();
     conditions.set(ConditionType::Ready, Finding::Well, now());
@@ -246,8 +246,8 @@ fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica 
     }
 }
 
-/// The volume is attached to a, with one replica there and one on b that has been away for too long; c is
-/// free.
+/// Returns a world in which the volume is attached to a, with one replica there and one on b that has been
+/// absent for too long; c is free.
 fn degraded_world() -> World {
     let mut world = world();
     let (kept, lost) = (ReplicaId::from_random(1), ReplicaId::from_random(2));

@@ -44,7 +44,7 @@ pub struct CreateVolume {
 }
 
 impl CreateVolume {
-    /// The volume to be stored; the same call repeated finds it there.
+    /// Returns the volume to store; a repeated call finds it there.
     ///
     /// # Errors
     /// [`RequestError`] has the remedy.

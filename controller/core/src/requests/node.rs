@@ -5,7 +5,7 @@ use crate::objects::{DiskSpec, DiskStatus, Kind, Node, NodeSpec};
 use crate::observed::DiskView;
 use crate::{NodeName, Timestamp, World, labels};
 
-/// The node that is to get a disk at `path`.
+/// Returns the node that is to get a disk at `path`.
 ///
 /// # Errors
 /// [`RequestError`] names the value that can never work.
@@ -19,7 +19,7 @@ pub fn check_disk(world: &World, node: &str, path: &str) -> Result<NodeName, Req
     Ok(name)
 }
 
-/// The node with the disk that its agent has prepared.
+/// Returns the node with the disk that its agent has prepared.
 ///
 /// # Errors
 /// [`RequestError::NoNode`].
@@ -132,7 +132,7 @@ impl SetDisk {
     }
 }
 
-/// The node of that name.
+/// Returns the node of that name.
 ///
 /// # Errors
 /// [`RequestError::NoNode`], or that the name can never work.

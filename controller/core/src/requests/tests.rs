@@ -244,8 +244,8 @@ fn objects_of_before_are_read_as_they_were_meant() {
     assert_eq!(spec.data_locality, DataLocality::Disabled);
 }
 
-/// A world in which volume v has a replica on each of two disks of 100 GiB, one of which has promised 80 GiB
-/// to others.
+/// Returns a world in which volume v has a replica on each of two disks of 100 GiB, one of which has promised
+/// 80 GiB to others.
 fn world_of_disks(volume: Volume) -> World {
     use crate::objects::{DesireState, Replica, ReplicaSpec, ReplicaStatus};
     use shorthorn_types::ReplicaId;

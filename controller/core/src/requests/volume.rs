@@ -8,7 +8,7 @@ use crate::objects::{Kind, RebuildLimits, Replica, Volume, VolumeSpec, VolumeSta
 use crate::scheduler::{self, Limits};
 use crate::{NodeName, Timestamp, World, labels};
 
-/// The volume wanted on `node`.
+/// Returns the volume wanted on `node`.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -32,7 +32,7 @@ pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, R
     }
 }
 
-/// The volume wanted nowhere.
+/// Returns the volume wanted nowhere.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
@@ -45,7 +45,7 @@ pub fn detach(world: &World, name: &str) -> Result<Change<Volume>, RequestError>
     Ok(Change::Store(Volume { spec, ..volume.clone() }))
 }
 
-/// The volume to be deleted, with all its data, unless Kubernetes needs it.
+/// Returns the volume that is to be deleted, with all its data, unless Kubernetes needs it.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -60,8 +60,8 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
     }
 }
 
-/// The same for a caller that handles the PersistentVolume. The data stays until that is released, as far as
-/// is known here.
+/// Does the same for a caller that handles the PersistentVolume. The data stays until that is released, as
+/// far as is known here.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
@@ -76,7 +76,7 @@ pub fn ask_for_deletion(world: &World, name: &str, now: Timestamp) -> Result<Cha
     Ok(Change::Store(volume))
 }
 
-/// The volume with another number of replicas. They are made, and go, while it is attached.
+/// Returns the volume with another number of replicas. They are made, and go, while it is attached.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -139,7 +139,7 @@ impl SetVolume {
     }
 }
 
-/// The replica to leave its volume once another one has taken its place.
+/// Returns the replica that has to leave its volume once another one has replaced it.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -161,8 +161,8 @@ pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Repl
     Ok(Change::Store(replica))
 }
 
-/// The volume with more bytes, attached or not, where the disks of its replicas are not to promise more than
-/// they have. `status.current_size` tells when it has them.
+/// Returns the volume with more bytes, attached or not, if the disks of its replicas have room for them.
+/// `status.current_size` tells when it has them.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -170,7 +170,7 @@ pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volum
     expand_within(world, name, size_bytes, Limits::default())
 }
 
-/// The same, where disks may promise as much as `limits` say.
+/// Returns the same, if the disks have room within `limits`.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
@@ -200,7 +200,7 @@ pub fn expand_within(
     Ok(Change::Store(volume))
 }
 
-/// The volume with other limits for copying.
+/// Returns the volume with other limits for copies.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.

@@ -46,7 +46,7 @@ fn take_out(request: &Request, nodes: &mut [NodeCandidate], (at, disk_at): (usiz
     disk.scheduled_bytes = disk.scheduled_bytes.saturating_sub(request.size_bytes);
 }
 
-/// The best of the disks that are worth it, for a replica that was taken out of `here`.
+/// Returns the best of the disks that are worth it, for a replica that was taken out of `here`.
 fn best(
     request: &Request,
     nodes: &[NodeCandidate],

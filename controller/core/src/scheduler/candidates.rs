@@ -5,14 +5,14 @@ use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents, Detail, InstanceKey};
 use crate::{NodeName, World};
 
-/// The nodes of the world as candidates for replicas of `volume`.
+/// Returns the nodes of the world as candidates for replicas of `volume`.
 #[must_use]
 pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCandidate> {
     let own: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
     with_replicas(world, agents, &own)
 }
 
-/// The nodes of the world as candidates for replicas of a volume that is not there yet.
+/// Returns the nodes of the world as candidates for replicas of a volume that is not there yet.
 #[must_use]
 pub fn candidates_for_new(world: &World, agents: &Agents) -> Vec<NodeCandidate> {
     with_replicas(world, agents, &[])

@@ -227,7 +227,7 @@ fn take(
     Ok(Placement { node, disk_path: disk.path.clone(), disk_uuid: disk.uuid.clone() })
 }
 
-/// The best of the disks that pass all filters.
+/// Returns the best of the disks that pass all filters.
 fn best(
     request: &Request,
     nodes: &[NodeCandidate],

@@ -16,7 +16,7 @@ pub struct Room {
     pub largest_bytes: u64,
 }
 
-/// The room for volumes of `wanted` replicas; the size in `request` does not matter.
+/// Returns the room for volumes of `wanted` replicas; the size in `request` does not matter.
 #[must_use]
 pub fn room(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> Room {
     let largest_bytes = largest(request, nodes, wanted);

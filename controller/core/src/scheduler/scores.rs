@@ -52,7 +52,7 @@ pub(super) fn spread(request: &Request, one: &Choice<'_>, other: &Choice<'_>) ->
     orders.find(|(order, _)| order.is_ne())
 }
 
-/// The node of the attachment, unless it has a replica already.
+/// Returns the node of the attachment, unless it has a replica already.
 fn locality(request: &Request, choice: &Choice<'_>) -> u64 {
     let is_local = request.local.as_ref() == Some(&choice.node.name);
     u64::from(!is_local || choice.node.same_volume() > 0)
@@ -70,8 +70,8 @@ fn used_disk(_: &Request, choice: &Choice<'_>) -> u64 {
     choice.disk.same_volume.into()
 }
 
-/// Without it the zones that come first by name would fill up first, and the last one would lag behind for
-/// good.
+/// Prefers the zone with more room. Otherwise the zones that come first by name would fill up first, and the
+/// last one would lag behind for good.
 fn fuller_zone(_: &Request, choice: &Choice<'_>) -> u64 {
     u64::MAX - choice.zone.mean_room_bytes
 }

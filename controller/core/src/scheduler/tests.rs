@@ -35,7 +35,7 @@ fn node(name: &str, disks: Vec<DiskCandidate>) -> NodeCandidate {
     }
 }
 
-/// A node with one empty disk of 100 GiB.
+/// Returns a node with one empty disk of 100 GiB.
 fn plain(name: &str) -> NodeCandidate {
     node(name, vec![disk("/1", 100, 0)])
 }
@@ -44,7 +44,7 @@ fn in_zone(zone: &str, node: NodeCandidate) -> NodeCandidate {
     NodeCandidate { zone: Some(zone.parse().unwrap()), ..node }
 }
 
-/// The same with so many replicas of the volume on its first disk.
+/// Returns the same with so many replicas of the volume on its first disk.
 fn used(mut node: NodeCandidate, replicas: u32) -> NodeCandidate {
     node.disks[0].same_volume = replicas;
     node
@@ -386,7 +386,7 @@ fn a_node_is_summed_up_by_the_disk_that_came_furthest() {
     );
 }
 
-/// A set of nodes with disks: (size, scheduled, free now) in GiB, a zone, a tag.
+/// Returns a set of nodes with disks: (size, scheduled, free now) in GiB, a zone, a tag.
 fn some_nodes() -> impl Strategy<Value = Vec<NodeCandidate>> {
     let disks = prop::collection::vec((1u64..200, 0u64..250, 0u64..200, any::<bool>()), 0..4);
     let nodes = prop::collection::vec((disks, 0u8..4, any::<bool>(), 0u8..8), 0..8);

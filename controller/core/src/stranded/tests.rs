@@ -16,7 +16,7 @@ fn claim(name: &str) -> Namespaced {
     Namespaced { namespace: "apps".to_owned(), name: name.to_owned() }
 }
 
-/// A pod that had to be gone a second ago.
+/// Returns a pod that had to be gone a second ago.
 fn pod(name: &str, claims: &[&str]) -> Pod {
     Pod {
         name: claim(name),

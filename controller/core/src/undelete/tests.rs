@@ -110,7 +110,7 @@ fn a_replica_that_its_volume_went_on_without_stays_where_it_is() {
     assert!(matches!(back(&World::default(), &[damaged]), Err(RequestError::NothingToUndelete(_))));
 }
 
-/// A deleted volume of the name with ids of its own, of which `first` is the first.
+/// Returns a deleted volume of the name with ids of its own, of which `first` is the first.
 fn life(created: i64, version: u64, first: u64) -> Volume {
     let mut gone = deleted(created);
     gone.metadata.resource_version = version;

@@ -133,7 +133,7 @@ impl Case {
         self.world.insert(replica.into());
     }
 
-    /// Replica 3 is `mode` since second 0, for that reason.
+    /// Sets replica 3 to `mode` since second 0, for that reason.
     fn away(&mut self, mode: MemberMode, message: &str) {
         let member = MemberStatus { mode, message: message.to_owned(), away_since_ms: 1 };
         self.engine().status.replica_mode_map.insert(id(3), member);

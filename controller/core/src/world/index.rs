@@ -14,7 +14,7 @@ struct ByNode {
 }
 
 impl ByNode {
-    /// The object of that name names these nodes, and no others.
+    /// Records that the object of that name names exactly these nodes.
     fn set<'a>(&mut self, name: &str, nodes: impl IntoIterator<Item = &'a NodeName>) {
         for node in self.nodes_of.remove(name).unwrap_or_default() {
             if let Some(names) = self.names.get_mut(&node) {
@@ -65,7 +65,7 @@ fn set(names: &mut BTreeSet<String>, name: &str, is_in: bool) {
 }
 
 impl Index {
-    /// `object` takes the place of the one with its key.
+    /// Replaces the object with the key of `object`.
     pub fn insert(&mut self, object: &Object) {
         let name = object.metadata().name.as_str();
         match object {
@@ -76,7 +76,7 @@ impl Index {
         }
     }
 
-    /// The object of that key is gone.
+    /// Removes the object of that key.
     pub fn remove(&mut self, key: &Key) {
         match key.kind {
             Kind::Volume => self.set_volume(&key.name, None),
@@ -123,27 +123,27 @@ impl Index {
 }
 
 impl World {
-    /// The replicas on `node`.
+    /// Returns the replicas on `node`.
     pub fn replicas_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Replica> + use<'a> {
         self.index.replicas.on(node).filter_map(|name| self.replicas.get(name))
     }
 
-    /// The engines that are on `node`, or are to be.
+    /// Returns the engines that are on `node`, or are to be.
     pub fn engines_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Engine> + use<'a> {
         self.index.engines.on(node).filter_map(|name| self.engines.get(name))
     }
 
-    /// The volumes that are wanted on `node`, or are attached there.
+    /// Returns the volumes that are wanted on `node`, or are attached there.
     pub fn volumes_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Volume> + use<'a> {
         self.index.volumes.on(node).filter_map(|name| self.volumes.get(name))
     }
 
-    /// The volumes that are to grow.
+    /// Returns the volumes that are to grow.
     pub fn growing_volumes(&self) -> impl Iterator<Item = &Volume> {
         self.index.growing.iter().filter_map(|name| self.volumes.get(name))
     }
 
-    /// The engines that serve and may have fewer members than wanted.
+    /// Returns the engines that serve and may have fewer members than wanted.
     pub fn incomplete_engines(&self) -> impl Iterator<Item = &Engine> {
         let names = self.index.rebuilding.union(&self.index.incomplete);
         names.filter_map(|name| self.engines.get(name)).filter(|engine| engine.status.is_serving())

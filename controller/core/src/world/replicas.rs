@@ -33,7 +33,7 @@ impl Replicas {
         self.promised.get(node)
     }
 
-    /// The replicas that are about to be stored.
+    /// Returns the replicas that are about to be stored.
     pub fn coming(&self) -> impl Iterator<Item = &Replica> {
         self.coming.values()
     }

@@ -21,13 +21,13 @@ pub struct Views {
 }
 
 impl Views {
-    /// A view is through: all its members have stored it.
+    /// Records a committed view: all its members have stored it.
     pub fn through(&mut self, volume: &str, view: View) {
         self.newest.insert(volume.to_owned(), view);
         self.stored.extend(view.members.iter().map(|id| (format!("{volume}-{id}"), view)));
     }
 
-    /// The directory of a replica is gone, with all that it knew.
+    /// Forgets the directory of a replica, with all its records.
     pub fn forget(&mut self, replica: &str) {
         self.stored.remove(replica);
         self.fences.remove(replica);
@@ -214,7 +214,7 @@ impl SimAgent {
         events.push(Event::Gone(key.clone()));
     }
 
-    /// The engine of that attachment, if it is here.
+    /// Returns the engine of that attachment, if it is here.
     fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, Box<EngineView>), String> {
         match self.instances.get(key) {
             Some(instance) => match &instance.detail {
@@ -225,7 +225,7 @@ impl SimAgent {
         }
     }
 
-    /// The device follows some time later.
+    /// Grows the device some time later.
     fn expand(&mut self, key: &InstanceKey, attach: u64, size_bytes: u64) -> Result<(), String> {
         self.engine_of(key, attach)?;
         let size = self.sizes.entry((key.clone(), attach)).or_default();
@@ -307,7 +307,8 @@ impl SimAgent {
         }
     }
 
-    /// The replicas have seen a newer engine than `attach - 1`: an older one stops for good.
+    /// Fences engines older than `attach`: the replicas have seen a newer one, and an older one stops for
+    /// good.
     pub fn fence(&mut self, volume: &str, newest: u64, events: &mut Vec<Event>) {
         let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
         let Some(instance) = self.instances.get(&key) else { return };
@@ -364,7 +365,7 @@ fn go_on(view: &mut EngineView, granted: View) {
     debug_assert_eq!(granted.id.generation.attach, view.attach);
 }
 
-/// An engine that starts takes the members of the newest view that run, if there are enough of them.
+/// Starts an engine with the running members of the newest view, if they are enough.
 fn start_up(
     view: &mut EngineView,
     volume: &str,
@@ -430,7 +431,7 @@ fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -
     }
 }
 
-/// Replicas that are not members are rebuilt, then they join.
+/// Rebuilds replicas that are not members; then they join.
 fn bring_up(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
     let Some(current) =
         views.newest.get(volume).copied().filter(|current| current.id.generation.attach == view.attach)

@@ -212,7 +212,7 @@ impl Sim {
         }
     }
 
-    /// The node burns down.
+    /// Destroys the node.
     fn lose_node(&mut self, at: usize) {
         if self.lost.is_some() {
             return;
@@ -276,7 +276,7 @@ impl Sim {
         self.publish(at, events);
     }
 
-    /// The replicas whose processes run.
+    /// Returns the replicas whose processes run.
     fn running(&self) -> BTreeSet<String> {
         let all = self.nodes.iter().flat_map(|node| node.instances.iter());
         let running = all.filter(|(key, instance)| {
@@ -285,7 +285,7 @@ impl Sim {
         running.map(|(key, _)| key.name.clone()).collect()
     }
 
-    /// The operator makes one replica the volume.
+    /// Makes one replica the volume, like an operator.
     fn salvage(&mut self, volume: usize, replica: usize) {
         let names: Vec<String> = self.store.volumes.keys().cloned().collect();
         let Some(name) = choose(&names, volume) else { return };
@@ -490,7 +490,7 @@ impl Sim {
         result
     }
 
-    /// Replicas serve the newest engine that came to them, and no older one.
+    /// Makes replicas serve the newest engine that came to them, and no older one.
     fn fence(&mut self, volume: &str) {
         let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
         let newest = self.started.range((volume.to_owned(), 0)..=(volume.to_owned(), u64::MAX)).next_back();
@@ -531,7 +531,7 @@ impl Sim {
         self.nodes.iter_mut().for_each(|node| node.device_used = used);
     }
 
-    /// Every volume that cannot leave its node is wanted there again.
+    /// Makes every volume that cannot leave its node wanted there again.
     pub fn want_back(&mut self) {
         for (name, _) in self.leaving() {
             let node = self.store.volumes[&name].status.current_node_id.clone().unwrap();

@@ -87,7 +87,7 @@ async fn fill(
     Ok(())
 }
 
-/// The log of a controller on this host.
+/// Adds the log of a controller on this host.
 async fn add_journal(archive: &mut Archive<File>, lines: u32) -> std::io::Result<()> {
     let mut command = tokio::process::Command::new("journalctl");
     command.args(["--unit", UNIT, "--no-pager", "--output", "short-iso", "--lines", &lines.to_string()]);

@@ -80,7 +80,7 @@ impl List {
         self.entries.into_iter().map(|entry| entry.fields).collect()
     }
 
-    /// For people, with or without the names of the columns.
+    /// Formats the table for people, with or without the names of the columns.
     fn table(&self, format: Format, has_headers: bool) -> String {
         let shown: Vec<bool> =
             self.columns.iter().map(|column| format == Format::Wide || !column.is_wide).collect();

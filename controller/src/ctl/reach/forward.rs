@@ -43,7 +43,7 @@ impl PodStreams {
         PodStreams { client, namespace, problem }
     }
 
-    /// A stream to the API of the controller that leads now.
+    /// Returns a stream to the API of the controller that leads now.
     async fn open(&self) -> io::Result<DuplexStream> {
         let opened = self.try_open().await;
         self.problem.note(opened.as_ref().err().map(ToString::to_string));

@@ -55,7 +55,7 @@ pub(super) async fn find(client: &Client, namespace: &str) -> Result<Leader, Lea
     Ok(Leader { port: port_of(&pod), pod: pod.name_any() })
 }
 
-/// The host of a controller, by its identity in the lease.
+/// Returns the host of a controller, by its identity in the lease.
 fn host_of(identity: &str) -> Option<&str> {
     let (host, random) = identity.rsplit_once('-')?;
     let is_random = random.len() == RANDOM_CHARS && random.bytes().all(|byte| byte.is_ascii_hexdigit());

@@ -229,7 +229,7 @@ impl Releaser {
         Ok(found.as_ref().and_then(read::claimed))
     }
 
-    /// The pods of the machine, and the version that they were so in.
+    /// Returns the pods of the machine, and the version of the list.
     async fn pods(&self, name: &str) -> Result<(Vec<Pod>, String), Trouble> {
         let api: Api<KubePod> = Api::all(self.client.clone());
         let there = ListParams::default().fields(&field_selector(name));

@@ -46,7 +46,7 @@ pub fn is_code(error: &CallError, code: u16) -> bool {
     matches!(error, CallError::Api(kube::Error::Api(status)) if status.code == code)
 }
 
-/// The error of a write of `key`, of which the cache knows version `found`.
+/// Returns the error of a write of `key`, of which the cache knows version `found`.
 pub fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> StoreError {
     let is = |code| is_code(error, code);
     if is(409) || is(404) {

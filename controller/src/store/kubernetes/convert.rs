@@ -35,7 +35,7 @@ pub enum ConvertError {
     Part(&'static str, String),
 }
 
-/// A resource version as the number that it is.
+/// Parses a resource version.
 pub fn version(text: Option<&str>) -> Result<u64, ConvertError> {
     let text = text.ok_or(ConvertError::Lacks("resourceVersion"))?;
     text.parse().ok().filter(|version| *version > 0).ok_or_else(|| ConvertError::Version(text.to_owned()))
@@ -55,7 +55,7 @@ pub fn is_held(kind: Kind, metadata: &ObjectMeta) -> bool {
             .is_some_and(|finalizers| finalizers.iter().any(|one| one == FINALIZER))
 }
 
-/// The object that the reconcilers see.
+/// Converts an object for the reconcilers.
 pub fn object(kind: Kind, stored: &DynamicObject, keys: &VolumeKeys) -> Result<Object, ConvertError> {
     let metadata = metadata(&stored.metadata)?;
     let mut spec = stored.data.get("spec").cloned().unwrap_or_else(|| json!({}));

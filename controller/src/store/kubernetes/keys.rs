@@ -45,7 +45,7 @@ impl std::fmt::Debug for VolumeKeys {
 }
 
 impl VolumeKeys {
-    /// The keys of these random bytes.
+    /// Creates the keys of these random bytes.
     pub fn new(key: &[u8; SECRET_BYTES]) -> VolumeKeys {
         VolumeKeys(hmac::Key::new(hmac::HMAC_SHA256, key))
     }
@@ -63,7 +63,8 @@ impl VolumeKeys {
         self.text(FINGERPRINT_TEXT, FINGERPRINT_BYTES)
     }
 
-    /// The name of the cluster whose volumes have this key: it comes back with the key after a disaster.
+    /// Returns the name of the cluster whose volumes have this key: it comes back with the key after a
+    /// disaster.
     pub fn cluster(&self) -> String {
         self.text(CLUSTER_TEXT, CLUSTER_BYTES)
     }

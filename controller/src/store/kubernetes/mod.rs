@@ -343,7 +343,7 @@ impl Inner {
         }
     }
 
-    /// The finalizer keeps the object until `remove`.
+    /// Requests the deletion; the finalizer keeps the object until `remove`.
     async fn ask_for_deletion(&self, key: &Key, stored: Object) -> Result<Object, WriteError> {
         match self.delete(key, stored.metadata().resource_version).await? {
             Some(left) => self.take_in(key, &left),

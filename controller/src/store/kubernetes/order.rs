@@ -68,7 +68,7 @@ impl Order {
         heard.max(self.removed.get(key).copied().unwrap_or(0))
     }
 
-    /// The watch says that an object went, at that version. True: it was there.
+    /// Handles the deletion of an object at that version in the watch. True: it was there.
     pub fn take_gone(&mut self, world: &mut World, key: &Key, version: u64) -> bool {
         let known = world.version(key);
         let goes = known != 0 && known <= version;
@@ -82,7 +82,7 @@ impl Order {
         goes | (was_left_out && world.forget_left_out(key))
     }
 
-    /// We removed that version of an object.
+    /// Handles the removal of that version of an object by this controller.
     pub fn remove(&mut self, world: &mut World, key: &Key, version: u64) {
         // Where it is not known any more, the watch has said so already; or it has come again.
         if (1..=version).contains(&world.version(key)) {
@@ -91,7 +91,7 @@ impl Order {
         }
     }
 
-    /// The watch of that kind has come to that version.
+    /// Records the version that the watch of that kind has reached.
     pub fn heard(&mut self, kind: Kind, version: u64) {
         let heard = self.heard.entry(kind).or_default();
         *heard = version.max(*heard);

@@ -8,14 +8,14 @@ use clap::ValueEnum;
 use serde::Deserialize;
 use tracing_subscriber::EnvFilter;
 
-/// How a line of the log looks.
+/// The format of the log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// Lines for people.
+    /// Text for people.
     #[default]
     Text,
-    /// One JSON object per line.
+    /// A JSON object per line.
     Json,
 }
 
@@ -28,11 +28,11 @@ impl fmt::Display for LogFormat {
     }
 }
 
-/// Checks what is given as a log level: `info`, or directives such as `info,shorthorn_engine=debug`. The filter itself
-/// takes a word that it does not know for the name of a module, and then logs nothing else.
+/// Checks a log level: `info`, or directives such as `info,shorthorn_engine=debug`. The filter itself takes
+/// an unknown word for the name of a module, and then logs nothing else.
 ///
 /// # Errors
-/// Says what is wrong with it.
+/// The problem of the level.
 pub fn check_level(level: &str) -> Result<(), String> {
     const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
     for directive in level.split(',') {
@@ -44,8 +44,8 @@ pub fn check_level(level: &str) -> Result<(), String> {
     EnvFilter::builder().parse(level).map(|_| ()).map_err(|error| format!("{level:?}: {error}"))
 }
 
-/// Sends the logs of this process to standard error. The directives `quiet` come before those of `level`, which may
-/// override them. From now on a panic of any thread ends the process.
+/// Sends the logs of this process to standard error. The directives `quiet` come before those of `level`,
+/// which may override them. From now on a panic of any thread ends the process.
 pub fn start(level: &str, format: LogFormat, quiet: &[&str]) {
     abort_on_panic();
     let directives: Vec<&str> = quiet.iter().copied().chain([level]).collect();
@@ -63,8 +63,9 @@ pub fn start(level: &str, format: LogFormat, quiet: &[&str]) {
     }
 }
 
-/// A daemon that lost a thread looks alive and does not work. Its supervisor starts an aborted one again. The release
-/// profile aborts by itself; programs under test are built like tests, which cannot.
+/// Aborts the process at a panic: a daemon that lost a thread looks alive and does not work. Its supervisor
+/// starts an aborted one again. The release profile aborts by itself; programs under test are built like
+/// tests, which cannot.
 fn abort_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -73,8 +74,8 @@ fn abort_on_panic() {
     }));
 }
 
-/// Standard error, except that writing never fails. Whoever reads our logs may end before us, and an
-/// engine must not stop because nobody listens any more.
+/// Standard error, except that writing never fails. The reader of the logs may end before an
+/// engine, which must not stop because of that.
 struct Unfailing;
 
 impl Write for Unfailing {

@@ -54,7 +54,7 @@ impl Page {
         self.registry.register(name, help, histograms.0.clone());
     }
 
-    /// The page as OpenMetrics text.
+    /// Returns the page as OpenMetrics text.
     ///
     /// # Errors
     /// None that can happen: it is written to memory.

@@ -26,8 +26,8 @@ fn field_kib(status: &str, name: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse().ok()
 }
 
-/// utime and stime of proc_pid_stat(5). The second field is the name, in parentheses, which may have any
-/// character.
+/// Returns utime and stime of proc_pid_stat(5). The second field is the name, in parentheses, which may have
+/// any character.
 fn cpu_ticks(stat: &str) -> Option<u32> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_ascii_whitespace().skip(11);

@@ -13,7 +13,7 @@ impl Bits {
     /// The empty set.
     pub const NONE: Bits = Bits(0);
 
-    /// The numbers below `count`.
+    /// Returns the numbers below `count`.
     #[must_use]
     pub fn below(count: u8) -> Bits {
         (0..count).fold(Bits::NONE, Bits::with)
@@ -55,7 +55,7 @@ impl Bits {
         other.0 & !self.0 == 0
     }
 
-    /// All sets of some of these, but the empty one.
+    /// Returns all nonempty subsets.
     pub fn subsets(self) -> impl Iterator<Item = Bits> {
         (1..=self.0).map(Bits).filter(move |part| self.has_all(*part))
     }

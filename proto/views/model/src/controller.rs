@@ -60,7 +60,7 @@ impl State {
         self.arbiter.renewed(through)
     }
 
-    /// The newest attachment that has opened a replica.
+    /// Returns the newest attachment that has opened a replica.
     fn opened_attach(&self) -> u64 {
         let opened = self.replicas.iter().map(|replica| replica.views.generation().attach);
         opened.max().unwrap_or_default()

@@ -234,7 +234,7 @@ impl State {
 }
 
 impl Engine {
-    /// The next view; it is not proposed yet.
+    /// Plans the next view; it is not proposed yet.
     fn plan(&mut self, target: View, honoured: ReplicaReport) {
         let change = Change::new(honoured.clone(), target);
         let reached = self.reached;

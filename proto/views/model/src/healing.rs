@@ -53,7 +53,7 @@ pub(crate) fn starts_again(rules: Rules, state: &State) -> Result<(), String> {
 }
 
 impl Start<'_> {
-    /// A bounded number of attempts, each with a generation of its own.
+    /// Makes a bounded number of attempts, each with a generation of its own.
     fn run(mut self) -> Result<(), String> {
         let mut what = String::new();
         for _ in 0..ATTEMPTS {

@@ -150,7 +150,7 @@ mod tests {
     use crate::bits::members;
     use crate::model::Limits;
 
-    /// An engine that serves `replicas`, all of which it holds.
+    /// Adds an engine that serves `replicas`, all of which it holds.
     fn serving(state: &mut State, attach: u64, replicas: Bits) {
         let generation = Generation::new(attach, 0);
         let mut engine = Engine::new(generation);

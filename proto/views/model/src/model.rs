@@ -45,7 +45,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// With the real rules, or with one of them mutated.
+    /// Creates a model with the real rules, or with one of them mutated.
     #[must_use]
     pub fn new(limits: Limits, mutation: Option<Mutation>) -> Model {
         Model { rules: Rules { mutation }, limits }
@@ -57,7 +57,7 @@ impl Model {
         State::new(self.limits.replicas)
     }
 
-    /// All that can happen in `state`; some of it may change nothing.
+    /// Returns all possible steps in `state`; some may change nothing.
     #[must_use]
     pub fn steps(&self, state: &State) -> Vec<Step> {
         let mut steps = Vec::new();
@@ -83,7 +83,7 @@ impl Model {
         steps
     }
 
-    /// `state` after `step`, one of [`Self::steps`].
+    /// Returns `state` after `step`, one of [`Self::steps`].
     #[must_use]
     pub fn apply(&self, state: &State, step: Step) -> State {
         let mut next = state.clone();
@@ -132,7 +132,7 @@ impl Model {
         }
     }
 
-    /// The controller's store is restored from a backup.
+    /// Adds the steps in which the controller's store is restored from a backup.
     fn restore_steps(&self, state: &State, steps: &mut Vec<Step>) {
         if state.restores < self.limits.restores {
             steps.push(Step::BackUp);
@@ -216,7 +216,8 @@ impl Model {
         }
     }
 
-    /// An engine that has less than half of its view left ends, which it may do at any time.
+    /// Returns true unless the engine has less than half of its view left: such an engine ends, which it may
+    /// do at any time.
     fn may_propose(&self, at: &Engine, left: Bits) -> bool {
         at.view.is_some_and(|view| self.rules.may_propose(&view.members, left))
     }

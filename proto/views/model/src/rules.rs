@@ -33,19 +33,19 @@ impl Rules {
         Some(report)
     }
 
-    /// The generation of an engine process; `next` is the nonce that it draws where others have had this
+    /// Returns the generation of an engine process; `next` is the nonce that it draws if others have had this
     /// pair.
     pub fn nonce(self, pair: Generation, next: Option<u64>) -> Generation {
         let is_drawn = !self.is(Mutation::NoNonce) && !self.is(Mutation::UsedTwice);
         if is_drawn { pair.of_nonce(next.unwrap_or(FIRST_NONCE)) } else { pair }
     }
 
-    /// The arbiter's record, once it is known to be older than the volume.
+    /// Returns the arbiter's record, once it is known to be older than the volume.
     pub fn stale(self, arbiter: &Arbiter, since: u64) -> Arbiter {
         if self.is(Mutation::TrustRestored) { arbiter.clone() } else { arbiter.stale(since) }
     }
 
-    /// A view is proposed to a replica. Whether it has stored it.
+    /// Proposes a view to a replica. Whether it has stored it.
     pub fn propose(self, views: &mut ReplicaViews, generation: Generation, proposal: &Proposal) -> bool {
         if self.is(Mutation::ServeBeforeFence) && views.fence(generation).is_err() {
             return false;
@@ -120,7 +120,7 @@ impl Rules {
         if self.is(Mutation::CountOffenders) { reached } else { stored }
     }
 
-    /// The number of the next view of an engine.
+    /// Returns the number of the next view of an engine.
     pub fn view_id(self, engine: &Engine) -> ViewId {
         let generation = if self.is(Mutation::NoGeneration) { Generation::NEVER } else { engine.generation };
         ViewId { generation, number: u32::from(engine.last_number()) + 1 }
@@ -245,7 +245,7 @@ fn with(change: &Change, more: &Members) -> Change {
     change
 }
 
-/// The arbiter's record after it has granted `target`, right or wrong.
+/// Returns the arbiter's record after it has granted `target`, right or wrong.
 #[allow(clippy::result_large_err)]
 fn forced(arbiter: &Arbiter, target: View) -> Result<Arbiter, NotGranted> {
     let before = arbiter.granted().map_or_else(ViewId::default, |granted| granted.id);

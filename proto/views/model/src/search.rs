@@ -58,7 +58,7 @@ pub fn search(model: &Model, states_max: u32) -> Found {
     Found { states: seen.len(), depth, exhausted: true, violation: None }
 }
 
-/// The steps from the start to state `number`.
+/// Returns the steps from the start to state `number`.
 fn way(origins: &[Origin], mut number: u32) -> Vec<Step> {
     let mut steps = Vec::new();
     while let Some(origin) = usize::try_from(number).ok().and_then(|at| origins.get(at.checked_sub(1)?)) {

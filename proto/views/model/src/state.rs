@@ -129,7 +129,7 @@ impl Underway {
 }
 
 impl State {
-    /// A volume that was just made.
+    /// Creates a volume that was just made.
     #[must_use]
     pub fn new(replicas: u8) -> State {
         let members = members(Bits::below(replicas));
@@ -156,7 +156,7 @@ impl State {
         (0..8).take(self.replicas.len())
     }
 
-    /// Replica number `replica`.
+    /// Returns replica number `replica`.
     #[must_use]
     pub fn replica(&self, replica: u8) -> &Replica {
         &self.replicas[usize::from(replica)]
@@ -166,7 +166,7 @@ impl State {
         Rc::make_mut(&mut self.replicas[usize::from(replica)])
     }
 
-    /// Engine number `engine`.
+    /// Returns engine number `engine`.
     #[must_use]
     pub fn engine(&self, engine: u8) -> &Engine {
         &self.engines[usize::from(engine)]
@@ -242,13 +242,13 @@ impl Engine {
         };
     }
 
-    /// Members of the view that is through.
+    /// Returns the members of the committed view.
     #[must_use]
     pub fn members(&self) -> Bits {
         self.view.map_or(Bits::NONE, |view| bits(&view.members))
     }
 
-    /// Members of the view under way.
+    /// Returns the members of the pending view.
     #[must_use]
     pub fn target(&self) -> Bits {
         self.underway.as_ref().map_or(Bits::NONE, |underway| bits(&underway.change.target.members))

@@ -45,7 +45,7 @@ impl Process {
         }
     }
 
-    /// The courier of a number is, or is no longer, in an attempt.
+    /// Records whether the courier of a number is in an attempt.
     fn note_courier(&self, peer: usize, is_busy: bool) {
         if let Some(process) = self.sim.borrow_mut().engines.get_mut(&self.engine)
             && let Some(peer) = process.peers.get_mut(peer)
@@ -109,7 +109,7 @@ impl Process {
         }
     }
 
-    /// In the place of a connection that was closed: to the same run of the replica's process only.
+    /// Replaces a closed connection: to the same run of the replica's process only.
     async fn make_line_again(&self, to: Address) -> Result<ConnId, CallError> {
         let (conn, welcome) = self.make_line(to).await?;
         let known = self

@@ -63,7 +63,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// The connection, which stays open.
+    /// Returns the connection, which stays open.
     pub fn into_conn(mut self) -> ConnId {
         std::mem::replace(&mut self.conn, ConnId::MAX)
     }

@@ -153,7 +153,7 @@ impl Durable {
         }
     }
 
-    /// The host of the replica is off.
+    /// Switches the host of the replica off.
     pub fn lose_power(&mut self, rng: &mut Rng) {
         self.power_was_lost = true;
         if let Some(before) = self.views_before.take().filter(|_| rng.bool()) {

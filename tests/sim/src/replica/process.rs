@@ -18,7 +18,7 @@ impl World {
         }
     }
 
-    /// A request has arrived at a replica.
+    /// Handles the arrival of a request at a replica.
     pub fn asked(&mut self, id: ConnId, number: u64, ask: Ask) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let (at, boot) = (conn.replica, conn.boot);
@@ -49,7 +49,7 @@ impl World {
         self.settle(at);
     }
 
-    /// The engine has closed its end.
+    /// Handles the end of the engine's side.
     pub fn engine_has_closed(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         conn.replica_open = false;
@@ -260,7 +260,7 @@ impl World {
         self.after(restarts_after, Occurrence::Mend(Mend::Failed(at, boot)));
     }
 
-    /// The process of a replica that has failed ends, if it may; else this is tried again.
+    /// Ends the process of a failed replica, if it may end; else this is tried again.
     pub fn end_failed(&mut self, at: usize, boot: u64) {
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
         let replica = &mut self.replicas[at];
@@ -360,7 +360,7 @@ impl World {
         self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
     }
 
-    /// The answer of a process that lies for a while, if it lies in this one.
+    /// Returns the answer of a process that lies for a while, if it lies in this one.
     fn lie(&mut self, at: usize, generation: Generation, ask: &Ask) -> Option<Answer> {
         let replica = &mut self.replicas[at];
         let lies = |lie: LieAt| replica.lies.contains_key(&lie);
@@ -404,7 +404,7 @@ impl World {
         }
     }
 
-    /// A page of a set of regions is on the disk.
+    /// Completes the write of a page of a set of regions.
     pub fn page_done(&mut self, at: usize, boot: u64, number: u64) {
         let replica = &mut self.replicas[at];
         if replica.boot != boot || !replica.up {
@@ -450,7 +450,7 @@ impl World {
         self.write_pages(at);
     }
 
-    /// The volume grows here: the directory first, then the files of the sets, one by one. The process may
+    /// Grows the volume here: the directory first, then the files of the sets, one by one. The process may
     /// die in between.
     fn expand_replica(&mut self, at: usize, op: &Op, size_bytes: u64) {
         let is_calm = self.calm;
@@ -547,7 +547,7 @@ impl World {
         true
     }
 
-    /// A replica process starts.
+    /// Starts a replica process.
     pub fn start_replica(&mut self, at: usize, boot: u64) {
         if !self.replicas[at].up && !self.replicas[at].gone {
             self.note(|| format!("replica {at} starts"));

@@ -129,7 +129,7 @@ impl Replica {
         block_numbers(range).filter(|block| self.is_known_rotten(*block)).collect()
     }
 
-    /// All of the regions that `range` touches.
+    /// Returns all of the regions that `range` touches.
     fn regions_of(&self, range: ByteRange) -> ByteRange {
         let regions = self.state.keeper().regions();
         regions.bytes(regions.touched(range))
@@ -311,7 +311,7 @@ impl World {
         }
     }
 
-    /// A process looks for regions to sum.
+    /// Looks for regions to sum.
     pub fn look_for_sums(&mut self, at: usize, boot: u64) {
         let delay = self.rng.u64(LOOK_US);
         let replica = &mut self.replicas[at];
@@ -373,7 +373,7 @@ impl World {
 }
 
 impl Replica {
-    /// The sums of the blocks of those regions that are being summed.
+    /// Returns the sums of the blocks of those regions that are being summed.
     fn sums_now(&self, regions: std::ops::Range<u32>) -> BTreeMap<u64, u32> {
         let keeper = self.state.keeper();
         let is_begun = |region: &u32| keeper.is_being_summed(*region) || !keeper.is_summed(*region);

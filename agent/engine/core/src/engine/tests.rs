@@ -34,7 +34,7 @@ struct Bench {
     out: Outputs,
 }
 
-/// A configuration with `replicas` replicas, of which the first `members` are in the view.
+/// Returns a configuration with `replicas` replicas, of which the first `members` are in the view.
 fn config(replicas: u64, members: u64) -> CoreConfig {
     let id = ViewId { generation: Generation::new(1, 0), number: 1 };
     let regions = Regions::of(SIZE_BYTES).count();
@@ -154,7 +154,7 @@ fn is_stamp(output: &Output) -> bool {
     matches!(output, Output::Mark { change, .. } if change.action == shorthorn_types::MarkAction::Stamp)
 }
 
-/// The answer of a well-behaved replica to an output. Every member has the same check.
+/// Returns the answer of a well-behaved replica to an output. Every member has the same check.
 fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
     let event = match output {
         Output::Send { peer, slot, operation: Operation::Verify, .. } => {
@@ -193,7 +193,7 @@ fn drops(out: &[Output]) -> Vec<(PeerIndex, &str)> {
     out.iter().filter_map(dropped).collect()
 }
 
-/// First region and count of the runs that are to be cleared or added, by replica.
+/// Returns first region and count of the runs that are to be cleared or added, by replica.
 fn marks(out: &[Output]) -> Vec<(PeerIndex, shorthorn_types::MarkRegions)> {
     let marked = |output: &Output| match output {
         Output::Mark { peer, change, .. } => Some((*peer, change.clone())),

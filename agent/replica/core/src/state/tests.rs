@@ -144,7 +144,8 @@ fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
     MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
 }
 
-/// Every view that may count and lacks a replica has a set for it, which the replica promises with the view.
+/// Checks that the replica has a set for every replica that a view that may count lacks, as it promises with
+/// the view.
 fn check_promise(disk: &Memory) {
     for view in disk.views.report().views() {
         for gone in [2, 3].into_iter().filter(|n| !view.members.contains(id(*n))) {
@@ -266,7 +267,7 @@ fn sets_of_members_end_after_the_view_is_stored() {
     assert_eq!(state.keeper().tracks(), Members::new([id(3)]).unwrap());
 }
 
-/// Longhorn takes no replica as whole that has stored a view without it.
+/// Checks that Longhorn takes no replica as whole that has stored a view without it.
 fn check_note(disk: &Memory) {
     let is_in_all = disk.views.report().views().all(|view| view.members.contains(id(1)));
     assert!(is_in_all || disk.says_left);

@@ -266,7 +266,7 @@ fn reloaded(keeper: &RegionKeeper) -> RegionKeeper {
     RegionKeeper::load(keeper.regions(), 1, &keeper.file(SetKey::Intent).unwrap()).0
 }
 
-/// The bytes and the number of the page that a stamp is written to.
+/// Returns the bytes and the number of the page that a stamp is written to.
 fn stamped(keeper: &mut RegionKeeper, number: u32) -> (u32, Vec<u8>) {
     let Marked::Wait(ticket) = keeper.mark(&stamp(number)).unwrap() else { panic!("it is not durable") };
     assert!(!keeper.is_durable(&ticket));

@@ -31,8 +31,8 @@ pub struct ExpectedSnapshot {
     pub parent: String,
 }
 
-/// A directory that is gone afterwards, in memory where there is such a place: the tests make
-/// many thousand things durable, which takes a disk minutes.
+/// Returns a temporary directory, in memory if possible: the tests make many thousand syncs, which take a
+/// disk minutes.
 pub fn scratch() -> TempDir {
     let memory = Path::new("/dev/shm");
     tempfile::tempdir_in(memory).unwrap_or_else(|_| tempfile::tempdir().unwrap())
@@ -63,7 +63,7 @@ impl Fixture {
     }
 }
 
-/// The content of all files that end in `.meta`.
+/// Returns the content of all files that end in `.meta`.
 pub fn documents(path: &Path) -> BTreeMap<String, String> {
     let mut documents = BTreeMap::new();
     for entry in std::fs::read_dir(path).unwrap() {
@@ -94,7 +94,7 @@ pub fn mib_sums(volume: &[u8]) -> Vec<String> {
     volume.chunks(1 << 20).map(sha256).collect()
 }
 
-/// Bytes that differ from sector to sector and from one `seed` to the next, and are never zero.
+/// Returns bytes that differ from sector to sector and from one `seed` to the next, and are never zero.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

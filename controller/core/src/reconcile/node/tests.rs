@@ -12,7 +12,7 @@ fn now() -> Timestamp {
     Timestamp::UNIX_EPOCH + UNREACHABLE_AFTER
 }
 
-/// The agent of node a, which answers or has not for long, and has a disk with so much free.
+/// Returns the agent of node a, which answers or has not for long, and has a disk with so much free.
 fn agents(answers: bool, free_bytes: u64) -> Agents {
     let mut view = AgentView::new("http://a:1", Timestamp::UNIX_EPOCH);
     view.from_object = true;

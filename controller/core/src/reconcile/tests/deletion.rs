@@ -102,7 +102,7 @@ fn a_volume_whose_engine_is_over_only_goes() {
     assert!(!gives_space_away(&world, &Key::new(Kind::Volume, "v")));
 }
 
-/// A volume with as many members as an engine can have, on as many nodes, and a free one.
+/// Returns a volume with as many members as an engine can have, on as many nodes, and a free one.
 fn full_world() -> World {
     let mut world = degraded_world();
     let mut volume = world.volumes["v"].clone();

@@ -3,7 +3,7 @@
 use super::*;
 use crate::objects::{Robustness, Volume, VolumeState};
 
-/// The volume is attached to node a and served there.
+/// Returns a world in which the volume is attached to node a and served there.
 fn serving(lost_writes: bool) -> World {
     let mut world = world();
     let mut volume = world.volumes["v"].clone();

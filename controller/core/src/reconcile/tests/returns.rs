@@ -189,7 +189,7 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     assert!(world.engines.is_empty());
 }
 
-/// The device there is not in use any more.
+/// Lets the stop succeed: the device there is not in use any more.
 fn answers_stop(agents: &mut Agents, node: &str) {
     agents.get_mut(&NodeName::new(node).unwrap()).unwrap().failures.clear();
 }

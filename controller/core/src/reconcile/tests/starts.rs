@@ -9,7 +9,7 @@ use crate::observed::GrantWanted;
 
 const ID: u64 = 1;
 
-/// The volume in that state, whose replica on node a is wanted and was not seen yet.
+/// Returns the volume in that state, whose replica on node a is wanted and was not seen yet.
 fn starting(state: VolumeState) -> World {
     let mut world = super::world();
     let mut volume = world.volumes.remove("v").unwrap();

@@ -28,8 +28,8 @@ impl Run<'_> {
         engines.chain([self.refused_attach()]).max().unwrap_or_default()
     }
 
-    /// The newest attachment that has opened a replica in reach. An engine may be of another volume of this
-    /// name, a replica is not.
+    /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
+    /// of this name, a replica is not.
     fn refused_attach(&self) -> u64 {
         let attach = |replica: &&Replica| Some(self.replica_view(replica)?.attach);
         self.replicas.iter().filter_map(attach).max().unwrap_or_default()

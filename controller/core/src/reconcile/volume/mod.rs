@@ -208,7 +208,7 @@ impl Run<'_> {
     }
 }
 
-/// The word for programs of the event that a volume has come to a state.
+/// Returns the word for programs of the event that a volume has come to a state.
 const fn reason(state: VolumeState) -> &'static str {
     match state {
         VolumeState::Creating => "Creating",
@@ -220,7 +220,7 @@ const fn reason(state: VolumeState) -> &'static str {
     }
 }
 
-/// The same of how safe its data is.
+/// Returns the same for its robustness.
 const fn health_reason(robustness: Robustness) -> &'static str {
     match robustness {
         Robustness::Healthy => "Healthy",

@@ -302,7 +302,7 @@ impl<'a> Run<'a> {
         scheduler::place_one(request, nodes, present)
     }
 
-    /// From here on replicas that are away, or are to leave their disk, keep no other away.
+    /// Lets replicas that are absent, or have to leave their disk, keep no other away from here on.
     fn excuse_lost(&self, nodes: &mut [NodeCandidate]) {
         let away = |replica: &&&Replica| replica.status.lost_since.is_some() || self.is_evicted(replica);
         for replica in self.replicas.iter().filter(away) {

@@ -117,7 +117,7 @@ mod tests {
     use crate::objects::{MemberMode, MemberStatus};
     use crate::reconcile::Settings;
 
-    /// The number of the replica that leaves.
+    /// Returns the number of the replica that leaves.
     fn chosen(example: &Example) -> Option<u64> {
         let context = Context {
             world: &example.world,

@@ -55,7 +55,7 @@ impl Sim {
         assert!(is_over, "{} is left behind by an engine that may write", replica.metadata.name);
     }
 
-    /// An engine that is called fenced cannot have a write acknowledged, and cannot come to that any more.
+    /// Checks that an engine that is called fenced cannot have a write acknowledged, now or later.
     fn check_fence(&self, volume: &Volume) {
         let name = &volume.metadata.name;
         let Some(newest) = self.views.newest.get(name) else { return };
@@ -323,7 +323,7 @@ impl Sim {
         leaving.map(|volume| (volume.metadata.name.clone(), volume.status.robustness)).collect()
     }
 
-    /// A volume that cannot leave its node is looked after.
+    /// Checks that a volume that cannot leave its node is repaired.
     pub fn check_used(&self) {
         if self.lost.is_some() || !self.lost_directories.is_empty() {
             return;

@@ -32,7 +32,7 @@ fn conditions(now: Timestamp) -> Conditions {
     conditions
 }
 
-/// Objects of all kinds in which every field says something.
+/// Returns objects of all kinds in which every field is set.
 fn full() -> Vec<Object> {
     let now: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
     let (volume_name, id) = (VolumeName::new("v").unwrap(), ReplicaId::from_random(3));
@@ -182,7 +182,7 @@ fn full() -> Vec<Object> {
     vec![volume.into(), engine.into(), replica.into(), node.into()]
 }
 
-/// The object as the API server has it.
+/// Returns the object as the API server has it.
 fn stored(object: &Object) -> DynamicObject {
     let Parts { spec, status } = parts(object).unwrap();
     let mut stored = new(object, spec, "ns");

@@ -8,7 +8,8 @@ use crate::event::ScrubConfig;
 /// The first slot for copies.
 const COPY: u16 = 8;
 
-/// Three members that may differ in `regions`, with replica 1 on this host. Background copies run slowly.
+/// Returns three members that may differ in `regions`, with replica 1 on this host. Background copies run
+/// slowly.
 fn unequal(regions: &[u32]) -> Bench {
     let mut config = config(3, 3);
     config.dirty = region_set(regions);
@@ -18,7 +19,7 @@ fn unequal(regions: &[u32]) -> Bench {
     Bench::with(&config)
 }
 
-/// The messages about a slot: peer, operation, offset in the volume, bytes, and offset in the buffer.
+/// Returns the messages about a slot: peer, operation, offset in the volume, bytes, and offset in the buffer.
 fn parts(out: &[Output], slot: u16) -> Vec<(PeerIndex, Operation, u64, u64, u32)> {
     let part = |output: &Output| match output {
         Output::Send { peer, slot: sent, operation, range, buffer_offset } if *sent == id(slot) => {
@@ -175,7 +176,7 @@ fn intent_is_cleared_after_a_flush_and_writes_wait_meanwhile() {
     assert_eq!(sent_to(&out, 0), [0, 1]);
 }
 
-/// The stamps that are sent now.
+/// Returns the stamps that are sent now.
 fn stamps(out: &[Output]) -> Vec<(PeerIndex, u32)> {
     out.iter()
         .filter(|output| is_stamp(output))
@@ -315,7 +316,7 @@ fn found(out: &[Output]) -> Option<(Vec<PeerIndex>, bool)> {
     })
 }
 
-/// The outputs of a scrub in which the members' checks are `sums`.
+/// Returns the outputs of a scrub in which the members' checks are `sums`.
 fn scrubbed(repair: bool, sums: &[u32]) -> (Bench, Outputs) {
     let mut bench = Bench::new(sums.len() as u64);
     bench.apply(scrub(repair));
@@ -347,7 +348,7 @@ fn is_settled(out: &[Output]) -> bool {
     out.contains(&Output::Settled)
 }
 
-/// The marks among the outputs, without mere pings.
+/// Returns the marks among the outputs, without mere pings.
 fn cleared(out: &[Output]) -> Vec<(PeerIndex, Vec<(u32, u32)>)> {
     marks(out).into_iter().map(|(peer, change)| (peer, change.runs)).collect()
 }
@@ -466,7 +467,7 @@ fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
 }
 
-/// An answer to PING over every connection.
+/// Answers PING over every connection.
 fn pong(bench: &mut Bench, peer: PeerIndex) {
     for queue in 0..2 {
         bench.apply(Event::Pong { peer, queue, free_mib: 0 });

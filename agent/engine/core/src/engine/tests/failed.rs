@@ -6,7 +6,7 @@ use super::*;
 const COPY: u16 = 10;
 const ZEROES: Operation = Operation::WriteZeroes { fua: false };
 
-/// A request that has found no space on `without_space` of three members.
+/// Returns a request that has found no space on `without_space` of three members.
 fn torn(operation: Operation, without_space: &[PeerIndex]) -> (Bench, Outputs) {
     let mut bench = Bench::new(3);
     bench.submit(0, operation, 0);

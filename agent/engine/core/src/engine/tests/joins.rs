@@ -8,7 +8,8 @@ use super::*;
 const COPY: u16 = 8;
 const READER: PeerIndex = 0;
 
-/// Two members and replica 2, which is being rebuilt and lacks `missing`. The test answers the copies.
+/// Returns two members and replica 2, which is being rebuilt and lacks `missing`. The test answers the
+/// copies.
 fn joining(missing: &[u32]) -> (Bench, Outputs) {
     let mut config = config(3, 2);
     config.copy_slots = 2;

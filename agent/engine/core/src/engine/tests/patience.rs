@@ -4,8 +4,8 @@ use super::*;
 
 const COPY: u16 = 8;
 
-/// Members in `silent` answer nothing, those in `slow` only PING; the others answer everything. Returns the
-/// drops with the time of each.
+/// Passes time. Members in `silent` answer nothing, those in `slow` only PING; the others answer everything.
+/// Returns the drops with the time of each.
 fn pass(
     bench: &mut Bench,
     until_ms: u64,
@@ -38,7 +38,7 @@ fn answer_but(bench: &mut Bench, first: Outputs, slow: &[PeerIndex], silent: &[P
     outputs
 }
 
-/// A write that the `slow` and `silent` ones do not answer.
+/// Submits a write that the `slow` and `silent` ones do not answer.
 fn write(bench: &mut Bench, slow: &[PeerIndex], silent: &[PeerIndex]) {
     let out = bench.submit(0, WRITE, 0);
     assert_eq!(completed(&answer_but(bench, out, slow, silent), 0), None);

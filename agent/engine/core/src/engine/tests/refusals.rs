@@ -13,7 +13,7 @@ const ALL: [Operation; 6] = [
     Operation::WriteZeroes { fua: true },
 ];
 
-/// Three replicas, of which the first `members` are in the view and may differ in the first region.
+/// Returns three replicas, of which the first `members` are in the view and may differ in the first region.
 fn refusing(members: u64) -> Bench {
     let mut config = config(3, members);
     config.dirty = region_set(&[0]);
@@ -21,8 +21,8 @@ fn refusing(members: u64) -> Bench {
     Bench::with(&config)
 }
 
-/// Each kind of request, twice in the same slot and to the same block, is answered with an error and with
-/// nothing else.
+/// Checks that each kind of request, twice in the same slot and to the same block, is answered with an error
+/// and with nothing else.
 fn assert_refuses(bench: &mut Bench, when: &str) {
     for operation in ALL.into_iter().chain(ALL) {
         let range = ByteRange::new(4096, if operation == Operation::Flush { 0 } else { 4096 }).unwrap();

@@ -7,7 +7,7 @@ use crate::event::ScrubConfig;
 const COPY: u16 = 8;
 const BLOCK: u64 = 4096;
 
-/// The messages about the first copy slot: peer, operation, offset, and bytes.
+/// Returns the messages about the first copy slot: peer, operation, offset, and bytes.
 fn parts(out: &[Output]) -> Vec<(PeerIndex, Operation, u64, u64)> {
     let part = |output: &Output| match output {
         Output::Send { peer, slot, operation, range, .. } if *slot == id(COPY) => {
@@ -30,7 +30,7 @@ fn rotten(bench: &mut Bench, peer: PeerIndex) -> Outputs {
     bench.reply(peer, COPY, Err(Errno::ROTTEN))
 }
 
-/// The members may differ in the first region.
+/// Returns members that may differ in the first region.
 fn unequal(members: u64) -> (Bench, Outputs) {
     let mut config = config(members, members);
     config.dirty = region_set(&[0]);
@@ -293,7 +293,7 @@ fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
     assert_eq!(found(&out), [(3, 1, vec![0, 1], false)], "both have lost it");
 }
 
-/// Members whose reads are verified.
+/// Returns members whose reads are verified.
 fn verifying(members: u64) -> Bench {
     let config = CoreConfig { verify_reads: true, ..config(members, members) };
     Bench::with(&config)

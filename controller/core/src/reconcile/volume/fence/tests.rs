@@ -227,7 +227,7 @@ fn a_replica_that_does_not_tell_its_views_is_not_counted() {
     assert!(!lost.is_fenced());
 }
 
-/// A store that was restored from a backup: its volume is attached to node b.
+/// Returns a store that was restored from a backup: its volume is attached to node b.
 fn restored(state: VolumeState) -> Lost {
     let mut lost = Lost::new(2);
     lost.change(|volume| {
