@@ -117,8 +117,8 @@ fn agent_and_kubelet_restart_in_any_order() {
     drop(agent); // SIGKILL
     let agent = host.agent();
     assert_eq!(kubelet.registers(), "n1");
-    // Both at once, kubelet first: it finds the socket of the agent that is gone, and tries until the next
-    // one is there.
+    // Both at once, kubelet first: it finds the socket of the ended agent, and tries until the next one
+    // exists.
     drop(kubelet);
     drop(agent);
     let kubelet = host.kubelet();

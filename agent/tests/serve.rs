@@ -374,7 +374,7 @@ async fn calls_can_be_repeated_and_contradictions_are_refused() {
     assert_eq!(refused(higher), Code::AlreadyExists);
     let other = v1::StartReplicaRequest { secret: vec![9; 32], ..node.replica(REPLICAS[0]) };
     assert_eq!(refused(client.start_replica(other).await), Code::AlreadyExists);
-    // Of a replica that is there the size says nothing: its engine has it grow.
+    // The size does not matter for an existing replica: its engine makes it grow.
     let larger = v1::StartReplicaRequest { size_bytes: SIZE * 2, ..node.replica(REPLICAS[0]) };
     assert_eq!(client.start_replica(larger).await.unwrap().into_inner().pid, replicas[0].pid);
     let unknown = v1::StartReplicaRequest { disk_path: "/nowhere".into(), ..node.replica("0000000c") };

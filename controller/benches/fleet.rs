@@ -210,8 +210,7 @@ impl Fleet {
         );
     }
 
-    /// Has the replicas of some nodes replaced. The new ones never end, and their engines show that they go
-    /// on.
+    /// Has the replicas of some nodes replaced. The new ones never end, and their engines show progress.
     async fn rebuild(&self) -> JoinHandle<()> {
         let per_node = (self.size.volumes * 3).div_ceil(self.size.nodes);
         let drained = self.size.rebuilding.div_ceil(per_node).min(self.size.nodes / 3);

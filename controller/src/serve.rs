@@ -104,7 +104,7 @@ pub enum ServeError {
 /// Runs the controller until it is stopped.
 ///
 /// # Errors
-/// [`ServeError`] where it cannot start, or cannot go on.
+/// [`ServeError`] if it cannot start or continue.
 pub async fn serve(config: Config) -> Result<(), ServeError> {
     let mut signals = Signals::new().map_err(ServeError::Signal)?;
     let (metrics, readiness) = (Metrics::default(), Arc::<Readiness>::default());
@@ -115,7 +115,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let (door, mut servers) = (CsiDoor::default(), JoinSet::new());
     let stands_by = matches!(config.store, StoreConfig::Kubernetes(_));
     if let Some(address) = config.csi_listen.as_ref().filter(|_| stands_by) {
-        // Before the lease is waited for: sidecars give up on a socket that is not there.
+        // Before the wait for the lease: sidecars give up on a missing socket.
         servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.

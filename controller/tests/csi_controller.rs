@@ -351,7 +351,7 @@ async fn a_volume_is_created_degraded_and_made_whole_once_there_is_a_place() {
     })
     .await
     .unwrap();
-    // Where nothing has a place, nothing is created.
+    // Without a place for all, nothing is created.
     let nowhere = v1::CreateVolumeRequest { parameters: parameter("diskSelector", "ssd"), ..create("w") };
     assert_eq!(code(&csi.create(nowhere).await), Code::ResourceExhausted);
     cluster.check();

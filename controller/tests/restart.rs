@@ -1,4 +1,4 @@
-//! kill -9 of the real controller, again and again, with everything going on.
+//! Kills the real controller with SIGKILL, again and again, while everything continues.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;

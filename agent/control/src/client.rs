@@ -12,7 +12,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The reason why a request to a process has failed.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// The socket does not work: the process is not there, or hangs.
+    /// The socket does not work: the process does not run, or hangs.
     #[error("control socket {path}: {source}")]
     Io {
         /// The socket.

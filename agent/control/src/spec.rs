@@ -292,7 +292,7 @@ mod tests {
         let replica: ReplicaSpec = load_spec(&folder.join("replica.json")).unwrap();
         assert_eq!((replica.first_members.len(), replica.create), (2, false));
         assert_eq!(replica.sum_bytes_per_s, SUM_BYTES_PER_S);
-        // And written as they were: a release that refuses what it does not know takes them back.
+        // The spec is written unchanged: a release that refuses unknown fields accepts it again.
         let written = |spec: serde_json::Value, file: &str| {
             let stored: serde_json::Value = load_spec(&folder.join(file)).unwrap();
             assert_eq!(spec, stored, "{file}");

@@ -223,7 +223,7 @@ pub struct EngineStatus {
     pub members: Vec<MemberStatus>,
     /// ublk, nbd or socket, once it is chosen.
     pub frontend: Option<String>,
-    /// /dev/longhorn/<volume>, or the path of the socket, once it is there.
+    /// The path `/dev/longhorn/<volume>`, or that of the socket, once it exists.
     pub endpoint: Option<PathBuf>,
     /// The number of the device that this process serves, like 259:3; none of a socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]

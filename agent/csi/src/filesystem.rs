@@ -136,7 +136,7 @@ fn finish(path: &Path, kind: FsKind) -> Tool {
 /// Repairs all damage that needs no decision. The file system must not be mounted.
 pub(crate) fn check(path: &Path, kind: FsKind) -> Result<(), CsiError> {
     if kind == FsKind::Xfs {
-        // It replays its log when it is mounted, and refuses to be mounted where that is not enough.
+        // The file system replays its log when it is mounted, and refuses the mount if that is not enough.
         return Ok(());
     }
     let finished = Tool::new("fsck.ext4", CHECK_LIMIT).args(["-p", "--"]).arg(path).run()?;
@@ -154,7 +154,7 @@ pub(crate) fn check(path: &Path, kind: FsKind) -> Result<(), CsiError> {
     }
 }
 
-/// Lets a mounted file system have the whole device. Does nothing where it has it already.
+/// Grows a mounted file system to the whole device. Does nothing if it has that size already.
 pub(crate) fn grow(device: &Path, mounted_at: &Path, kind: FsKind) -> Result<(), CommandError> {
     let tool = match kind {
         FsKind::Ext4 => Tool::new("resize2fs", GROW_LIMIT).arg("--").arg(device),

@@ -6,7 +6,7 @@
 //! So it does not matter when the agent, kubelet or the host was restarted, nor which of their calls
 //! succeeded. Only the dead mounts found are kept for callers that ask (`dead_mounts`).
 //!
-//! Where the block devices come from is the business of [`Volumes`].
+//! [`Volumes`] supplies the block devices.
 
 #![forbid(unsafe_code)]
 

@@ -127,7 +127,7 @@ pub(crate) fn make_place(path: &Path, place: Place) -> Result<bool, CsiError> {
     Ok(true)
 }
 
-/// Takes an empty place away. OK where it is gone.
+/// Removes an empty place. OK if it is gone.
 pub(crate) fn remove_place(path: &Path) -> Result<(), CsiError> {
     let meta = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -13,7 +13,7 @@ pub trait Volumes: Send + Sync + 'static {
     /// Returns the current state of a volume.
     ///
     /// # Errors
-    /// [`VolumesError::NotFound`] where it is not attached to this node.
+    /// [`VolumesError::NotFound`] if it is not attached to this node.
     async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError>;
 
     /// Makes a device that could not grow while it was in use take the size of its volume now, if it has no

@@ -196,7 +196,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     client.publish(wish()).await.unwrap();
     client.stats("v1", &target).await.unwrap();
     assert_eq!(node.dead_mounts.all(), []);
-    // Its engine is gone: the device is there as an nbd device without a server is, with a size of 0.
+    // Its engine is gone: the device exists like an nbd device without a server, with a size of 0.
     node.loops_grow("old", 0);
     let answer = client.stats("v1", &target).await.unwrap();
     let condition = answer.volume_condition.unwrap();

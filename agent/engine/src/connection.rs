@@ -240,7 +240,7 @@ impl Connection {
         })
     }
 
-    /// Calls `act` until all bytes of a step are there.
+    /// Calls `act` until all bytes of a step have arrived.
     fn step(
         &mut self,
         way: Way,
@@ -286,7 +286,7 @@ impl Connection {
         Ok(welcome)
     }
 
-    /// Asks whether the replica is there; it counts as heard of from then on.
+    /// Checks that the replica is alive; it counts as heard of from then on.
     pub fn ping(&mut self) -> Result<(), ConnectError> {
         self.send(&Header::request(Opcode::Ping, 0, 0, 0), &[])?;
         self.receive_frame(Opcode::Ping).map(drop)
@@ -460,7 +460,7 @@ impl LinkError for ConnectError {
     }
 }
 
-/// Each of these blocks until the answer is there, or its time is over.
+/// Each of these blocks until the answer has arrived, or its time is over.
 impl Link for Connection {
     type Error = ConnectError;
 

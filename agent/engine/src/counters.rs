@@ -110,7 +110,7 @@ impl RequestMeter {
         add(&self.counters.refused, count as u64);
     }
 
-    /// Counts the completed request in that slot. Bytes count where it went well.
+    /// Counts the completed request in that slot. Bytes count if it was successful.
     pub fn end(&mut self, slot: u16, is_ok: bool, now: Instant) {
         let Some(begun) = self.slots.get(usize::from(slot)) else { return };
         let counter = &self.counters.kinds[begun.kind as usize];

@@ -10,14 +10,15 @@ use shorthorn_core::{Cause, Failure, Operation};
 use shorthorn_frontend::Refusal;
 use shorthorn_types::Errno;
 
-/// Each queue tells so many errors in one [`INTERVAL`]: enough to show ranges and causes side by side. With
-/// [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight lines per second at
-/// most.
+/// The maximum number of errors that each queue logs in one [`INTERVAL`]: enough to show ranges and causes
+/// side by side. With [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight
+/// lines per second at most.
 const TOLD_MAX: u32 = 10;
-/// After this the queue tells the number of errors that it has left out, and tells single errors again.
+/// The interval after which the queue reports the number of errors that it has left out, and reports single
+/// errors again.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// An error that reaches the user of the device, as a queue tells it to the main thread.
+/// An error that reaches the user of the device, as a queue reports it to the main thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// The volume has failed a request.
@@ -31,7 +32,7 @@ pub enum Trouble {
     },
 }
 
-/// Limits the number of errors that a queue tells.
+/// Limits the number of errors that a queue reports.
 #[derive(Debug, Default)]
 pub struct Limiter {
     /// The beginning of the running interval, if any.

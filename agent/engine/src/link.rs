@@ -43,13 +43,13 @@ pub enum Notice {
 /// The length of a requested read, and its place in the slot's buffer.
 #[derive(Clone, Copy, Debug, Default)]
 struct Asked {
-    /// 0 where nothing was asked for.
+    /// The requested bytes, or 0.
     bytes: u32,
     buffer_offset: u32,
 }
 
 /// The connection of a queue to a replica, or the place for one. Errors end in [`Event::Lost`]; after
-/// [`Link::close`], [`Link::take_closed`] tells when the last operation on it has ended.
+/// [`Link::close`], [`Link::take_closed`] reports the end of the last operation on it.
 #[derive(Debug)]
 pub struct Link {
     peer: PeerIndex,
@@ -62,7 +62,7 @@ pub struct Link {
     depth: u16,
     /// Per slot: the read that the slot requested from this replica.
     asked: Box<[Asked]>,
-    /// The read whose data is being received, and where that goes.
+    /// The read whose data is being received, and the buffer for it.
     receiving: Option<(Header, IoBuf)>,
 }
 

@@ -75,8 +75,8 @@ pub enum Ended {
 /// SIGTERM and SIGINT leave a device of the kernel to the next process; an order to stop takes it away.
 ///
 /// # Errors
-/// Why it cannot start or cannot go on; after [`EngineError::Frozen`] a new start waits for the replicas,
-/// after [`EngineError::Deposed`] there must be none.
+/// The reason why it cannot start or continue. After [`EngineError::Frozen`] a new start waits for the
+/// replicas; after [`EngineError::Deposed`] the engine must not start again.
 pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let begin = Instant::now();
     let mut spec: EngineSpec = load_spec(spec_file)?;
@@ -306,7 +306,7 @@ impl Start<'_> {
         Ok(ended)
     }
 
-    /// Takes a device away that an earlier process has left, where there will be no other one.
+    /// Removes a device that an earlier process has left, if no other one follows.
     fn discard_device(&mut self) -> Result<(), EngineError> {
         let (volume, device_dir) = (&self.spec.volume, &self.spec.device_dir);
         match self.state.device().map(|record| record.kind) {

@@ -45,7 +45,7 @@ pub struct Opened {
     pub view: View,
     /// The newest view of earlier engines that is known to be through.
     pub last_view: View,
-    /// For every replica of the spec, in its order: a connection per queue, where it is a member.
+    /// For every replica of the spec, in its order: a connection per queue, if it is a member.
     pub connections: Vec<Vec<Connection>>,
     pub members: Vec<MemberStatus>,
     pub size_bytes: u64,
@@ -185,7 +185,7 @@ impl Opener<'_> {
     /// Opens the volume; waits for replicas that are missing, and for the arbiter.
     ///
     /// # Errors
-    /// Where waiting is of no use.
+    /// An error after which waiting is useless.
     pub fn run(mut self) -> Result<Opening, EngineError> {
         let begin = Instant::now();
         let mut pause = FIRST_RETRY;

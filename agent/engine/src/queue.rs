@@ -60,7 +60,7 @@ struct Running {
     mail: Vec<Mail>,
     /// Connections that wait for the last one of their replica to be gone.
     arriving: Vec<Arrival>,
-    /// True if a connection may be gone since the core was last told something.
+    /// True if a connection may be gone since the core got the last event.
     links_closed: bool,
     /// True if the frontend takes no more requests.
     is_parking: bool,
@@ -77,7 +77,7 @@ struct Running {
 }
 
 impl Queue {
-    /// Serves until [`Shared::stop`]; tells the main thread where that is not possible.
+    /// Serves until [`Shared::stop`]; reports to the main thread if that is not possible.
     pub fn serve(self) {
         let (shared, index) = (Arc::clone(&self.shared), self.index);
         if let Err(error) = self.try_serve() {

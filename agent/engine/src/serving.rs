@@ -121,7 +121,7 @@ impl<'a> Serving<'a> {
     /// Runs until the engine has to end.
     ///
     /// # Errors
-    /// Why it cannot go on.
+    /// The reason why it cannot continue.
     pub fn run(&mut self, news: &Receiver<News>) -> Result<Ending, EngineError> {
         let mut polled = Instant::now();
         loop {
@@ -159,7 +159,7 @@ impl<'a> Serving<'a> {
     /// that comes meanwhile ends it at once.
     ///
     /// # Errors
-    /// Why the engine cannot go on.
+    /// The reason why the engine cannot continue.
     pub fn settle(
         &mut self,
         news: &Receiver<News>,
@@ -541,7 +541,7 @@ impl Serving<'_> {
 
     /// Completes an expansion, after every replica and the core have grown.
     fn expanded(&mut self, size_bytes: u64) -> Result<(), EngineError> {
-        // Of an order that another one has overtaken, where it is less.
+        // A smaller size belongs to an order that another one has overtaken.
         if size_bytes >= self.spec.size_bytes { self.resize_device() } else { Ok(()) }
     }
 

@@ -43,7 +43,7 @@ pub enum News {
     Equalised,
     /// The core has grown.
     Expanded { size_bytes: u64 },
-    /// An expansion tells how far it is.
+    /// An expansion reports its progress.
     Expansion(expansion::Told),
     /// All that can be is flushed and cleared from the members' write intent.
     Settled,
@@ -53,9 +53,9 @@ pub enum News {
     RotFound { peer: PeerIndex, range: ByteRange, is_copied: bool },
     /// A scrub has seen everything.
     ScrubDone,
-    /// The scrub of the snapshots with this number tells something.
+    /// The scrub of the snapshots with this number reports.
     Snapshots { scrub: u64, told: scrubber::Told },
-    /// A courier tells of its replica.
+    /// A courier reports on its replica.
     Courier { peer: PeerIndex, told: Told },
     /// The engine has lost its quorum.
     Frozen(String),
@@ -63,7 +63,7 @@ pub enum News {
     Deposed { holder: Generation },
     /// The user of the device has got an error.
     Trouble(Trouble),
-    /// A queue cannot go on.
+    /// A queue cannot continue.
     QueueFailed { queue: u16, reason: String },
     /// A queue that was to finish its requests has answered all of them. The next process continues with its
     /// socket, if any.
@@ -146,7 +146,7 @@ impl Shared {
         result
     }
 
-    /// Lets another thread tell the core something.
+    /// Lets another thread send the core an event.
     pub fn tell_core(&self, event: Event) {
         self.decide(|core, outputs| core.apply(event, outputs));
     }
@@ -191,7 +191,7 @@ impl Shared {
         woken
     }
 
-    /// Gives `output` to `queue`; returns the queue as a bit where it has to be woken for that.
+    /// Gives `output` to `queue`; returns the queue as a bit if it has to be woken for that.
     fn hand_over(&self, queue: u16, output: Output, mine: &mut Option<(u16, &mut Outputs)>) -> u8 {
         match mine {
             Some((me, outputs)) if *me == queue => {
@@ -307,7 +307,7 @@ impl Shared {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Has the queues take no more requests, and each tell [`News::Drained`] when all are answered.
+    /// Makes the queues take no more requests, and each send [`News::Drained`] when all are answered.
     pub fn drain(&self) {
         self.drain.store(true, Ordering::Release);
         self.wake(u8::MAX);

@@ -36,12 +36,12 @@ struct Content {
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The state file, locked: no two processes use one generation. Where it is lost, the nonce sees to that.
+/// The state file, locked: no two processes use one generation. If the file is lost, the nonce ensures that.
 #[derive(Debug)]
 pub struct EngineState {
     path: PathBuf,
     content: Content,
-    /// The last generation of the process before this one, where that was of the same attachment.
+    /// The last generation of the process before this one, if that was of the same attachment.
     predecessor: Option<Generation>,
     /// This boot of the host; empty where the kernel does not say.
     boot: String,

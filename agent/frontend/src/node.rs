@@ -27,7 +27,7 @@ pub use users::in_use;
 
 /// The mode of a device node: root and the group `disk` may open it, as for every disk of the host.
 const NODE_MODE: u32 = 0o660;
-/// The group of disks on every distribution; where it is missing, root alone may open the device.
+/// The group of disks on every distribution; if it is missing, root alone may open the device.
 const NODE_GROUP: &str = "disk";
 /// The time limit for writing the page cache of a device back before the device is stopped. It equals the
 /// limit of requests of a working volume: they end by the time-outs of the replicas.

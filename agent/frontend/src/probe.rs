@@ -30,8 +30,8 @@ pub struct FrontendReport {
     pub reason: String,
 }
 
-/// Looks which frontends work here, in the order in which they are preferred. Loads the module of ublk, and
-/// where that is of no use that of NBD.
+/// Probes the frontends here, in the order of preference. Loads the module of ublk, and if that is of no use
+/// that of NBD.
 #[must_use]
 pub fn probe() -> Vec<FrontendReport> {
     let ublk = probe_ublk();
@@ -175,7 +175,7 @@ fn explain_ublk(error: &io::Error, release: &str) -> String {
     }
 }
 
-/// Loads the ublk driver unless it is there.
+/// Loads the ublk driver unless it is loaded.
 pub(crate) fn load_ublk() -> Result<(), MissingModule> {
     let node = Path::new(CONTROL_PATH);
     if node.exists() {
@@ -192,7 +192,7 @@ pub(crate) fn load_ublk() -> Result<(), MissingModule> {
     })
 }
 
-/// Loads the NBD driver unless it is there.
+/// Loads the NBD driver unless it is loaded.
 pub(crate) fn load_nbd() -> Result<(), MissingModule> {
     if is_loaded(NBD_MODULE) { Ok(()) } else { load(NBD_MODULE) }
 }
@@ -214,7 +214,7 @@ fn probe_nbd(load: bool) -> Result<String, String> {
     Ok("NBD through generic netlink".into())
 }
 
-/// A kernel module is not there.
+/// A kernel module is missing.
 #[derive(Debug, thiserror::Error)]
 #[error("no module {module}: {reason}; {}", remedy(.module))]
 pub(crate) struct MissingModule {

@@ -42,8 +42,8 @@ pub struct Refusal {
 pub enum Parked {
     /// The queue has read requests that are not answered yet.
     NotYet,
-    /// All requests are answered. The next process gets the requests that come from now on from the kernel,
-    /// over a new connection where there is one.
+    /// All requests are answered. The next process gets later requests from the kernel, over a new connection
+    /// if any.
     Done,
     /// All requests are answered, and the next process continues to read from this socket, which is at the
     /// start of a request.

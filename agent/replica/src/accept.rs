@@ -223,7 +223,7 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
             match opened {
                 Ok(Proven { header, place, session }) => {
                     let candidate = Candidate { socket: socket.into(), hello: header, session, peer };
-                    // Where the data thread is gone, the process ends, and the socket with it.
+                    // If the data thread is gone, the process ends, and the socket with it.
                     let _ = handshake.data.send(Message::Candidate(place, Box::new(candidate)));
                 }
                 Err(error) => tracing::warn!(peer, %error, "connection refused"),

@@ -48,7 +48,7 @@ pub enum ReplicaError {
          salvage it", .0.display()
     )]
     ChangedByOthers(PathBuf),
-    /// The directory has data, but nothing tells which views it belongs to.
+    /// The directory has data, but its views are unknown.
     #[error(
         "{} holds data but has lost shorthorn.state, which says who may write it: restore the file, rebuild \
          the replica from another one, or salvage it. If no replica has ever served it, remove shorthorn.guard, \

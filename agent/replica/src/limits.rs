@@ -29,7 +29,7 @@ pub(crate) const RING_ENTRIES: u32 = 256;
 /// [`BLOCK_BYTES`] as a length of memory.
 pub(crate) const BLOCK_BYTES_USIZE: usize = 4096;
 const _: () = assert!(BLOCK_BYTES_USIZE as u64 == BLOCK_BYTES);
-/// The blocks that the largest request touches where it begins inside one.
+/// The blocks that the largest request touches if it begins inside one.
 pub(crate) const REQUEST_BLOCKS_MAX: usize = MAX_IO_BYTES as usize / BLOCK_BYTES_USIZE + 1;
 /// Blocks at the start of a slot's buffer in which the two edges of a write are read.
 pub(crate) const EDGE_BLOCKS: usize = 2;

@@ -55,7 +55,7 @@ impl Slots {
         None
     }
 
-    /// Returns the next waiting connection that can go on, and the slot that it was waiting for.
+    /// Returns the next waiting connection that can continue, and the slot that it was waiting for.
     pub fn serve(&mut self) -> Option<(u16, u16)> {
         let first_fits = self.waiting.front().is_some_and(|wanted| self.fits(*wanted));
         let at = if first_fits {

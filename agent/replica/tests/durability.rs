@@ -235,7 +235,7 @@ fn what_must_not_be_served_is_refused_with_a_reason() {
     assert!(Replica::start(&good).terminate().success());
     let mut larger = good.clone();
     larger.size_bytes = 2 * MIB;
-    // The size of a directory that is there is its own: its engine has it grow.
+    // An existing directory keeps its own size: its engine makes it grow.
     let replica = Replica::start(&larger);
     assert_eq!(replica.try_open(generation(1), 0).unwrap().1.size_bytes, MIB);
     assert!(replica.terminate().success());

@@ -328,7 +328,7 @@ fn a_replica_grows_while_it_serves_and_never_shrinks() {
     let mut client = replica.open(generation(1));
     client.write(5 * REGION, &[1; 4096]).unwrap();
     mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[(2, 1)]);
-    // Requests in flight go on.
+    // Requests in flight continue.
     let early = client.send(Opcode::Write, Flags::FUA, 30 * REGION, 4096, &[2; 4096]);
     let mut control = replica.try_open(generation(1), CONTROL_QUEUE).unwrap().0;
     control.tell(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();

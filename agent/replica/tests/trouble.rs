@@ -135,7 +135,7 @@ fn a_full_disk_refuses_discards_above_a_snapshot(directory: &Path) {
     assert!(replica.status().serving);
     let found = client.read(0, u32::try_from(MIB).unwrap()).unwrap();
     assert!(found.chunks(4096).all(|block| block == [7; 4096] || block == [0; 4096]));
-    // Where nothing lies below, it gives space back.
+    // Without data in lower layers, a discard frees space.
     discard(&mut client, offset(0), 40 * (64 << 10)).unwrap();
     discard(&mut client, 512, BELOW - 1024).unwrap();
     let found = client.read(0, u32::try_from(MIB).unwrap()).unwrap();

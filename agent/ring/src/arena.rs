@@ -60,7 +60,7 @@ impl Arena {
     /// Returns the buffer `slot`.
     ///
     /// # Panics
-    /// Where there is no such slot.
+    /// The slot does not exist.
     #[must_use]
     pub fn buf(&self, slot: usize) -> IoBuf {
         assert!(slot < self.slots, "slot {slot} of {}", self.slots);
@@ -115,7 +115,7 @@ impl IoBuf {
     /// Returns `length` bytes from `start`.
     ///
     /// # Panics
-    /// Where that is not inside the buffer.
+    /// The part is not inside the buffer.
     #[must_use]
     pub fn part(&self, start: usize, length: usize) -> IoBuf {
         assert!(
@@ -131,7 +131,7 @@ impl IoBuf {
     /// Copies `bytes` to the start of the buffer.
     ///
     /// # Panics
-    /// Where they are longer than the buffer.
+    /// The bytes are longer than the buffer.
     pub fn copy_from(&self, bytes: &[u8]) {
         assert!(bytes.len() <= self.length);
         // SAFETY: both ranges are valid; `bytes` is a Rust slice and so not part of an arena.
@@ -141,7 +141,7 @@ impl IoBuf {
     /// Copies the start of the buffer to `bytes`.
     ///
     /// # Panics
-    /// Where the buffer is shorter.
+    /// The buffer is shorter.
     pub fn copy_to(&self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.length);
         // SAFETY: as in copy_from.
@@ -151,7 +151,7 @@ impl IoBuf {
     /// Copies from another buffer of the same length; they may overlap.
     ///
     /// # Panics
-    /// Where the lengths differ.
+    /// The lengths differ.
     pub fn copy_from_buf(&self, other: IoBuf) {
         assert_eq!(self.length, other.length);
         // SAFETY: both ranges are valid, and ptr::copy lets them overlap.

@@ -54,7 +54,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Takes a connected socket. The two tokens tell the completions apart.
+    /// Takes a connected socket. The two tokens distinguish the completions.
     #[must_use]
     pub fn new(fd: OwnedFd, send_token: Token, receive_token: Token, limits: StreamLimits) -> Stream {
         Stream {
@@ -367,7 +367,7 @@ impl Outgoing {
         used > 0
     }
 
-    /// Counts up to `count` bytes of the first frame as sent; its owner where it is out whole.
+    /// Counts up to `count` bytes of the first frame as sent; returns its owner if it is completely sent.
     #[allow(clippy::option_option)] // outer: the frame is out; inner: it has an owner
     fn advance(&mut self, count: &mut usize) -> Option<Option<u32>> {
         if self.queued == 0 {

@@ -13,7 +13,7 @@ use shorthorn_ring::{Ring, Token, Wake, Waker};
 const THREADS: usize = 200;
 const LIMIT: Duration = Duration::from_secs(30);
 const TOKEN: Token = Token { source: 1, kind: 2, index: 3, tag: 4 };
-/// The first kernel that can tell the two waits apart.
+/// The first kernel that distinguishes the two waits.
 const NO_IOWAIT_SINCE: (u32, u32) = (6, 15);
 
 #[test]

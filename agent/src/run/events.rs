@@ -13,7 +13,7 @@ use shorthorn_control::{Client, Status};
 
 use crate::run::RunError;
 
-/// Events that wait to be handled; their senders wait where it is full.
+/// The number of events that wait to be handled; their senders wait while it is full.
 pub const QUEUE: usize = 64;
 /// Small: these threads only move a line of JSON.
 const STACK_BYTES: usize = 128 << 10;

@@ -15,8 +15,8 @@ use crate::run::volume::VolumeDir;
 
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
-/// Stops them, the engine first, as a supervisor does. Where the device is in use, the engine is killed
-/// instead: then the device stays, its requests wait, and the engine that is started next takes it over.
+/// Stops them, the engine first, as a supervisor does. If the device is in use, the engine is killed instead:
+/// then the device stays, its requests wait, and the next engine takes it over.
 ///
 /// # Errors
 /// [`RunError::Leftover`] where the next engine could not take the device over, or a process does not stop.

@@ -198,8 +198,8 @@ impl Process {
         }
     }
 
-    /// Has it started again, the later the more often it failed; at once where it has ended `cleanly`, as an
-    /// engine does that leaves its device to the next one.
+    /// Schedules the next start, the later the more often it failed; at once if it has ended `cleanly`, like
+    /// an engine that leaves its device to the next one.
     pub fn schedule_restart(&mut self, cleanly: bool) {
         let now = Instant::now();
         if cleanly && now - self.started_at >= FIRST_BACKOFF {

@@ -1,8 +1,8 @@
 //! Paths of the sockets and files of a volume.
 //!
 //! The path of a Unix socket is limited to 107 bytes, and directories of volumes have longer ones. So the
-//! sockets are in DIR/run where that is short enough, else in a directory of their own under
-//! XDG_RUNTIME_DIR or /tmp, always the same one for the same DIR.
+//! sockets are in DIR/run if that is short enough, else in a directory of their own under XDG_RUNTIME_DIR or
+//! /tmp, always the same one for the same DIR.
 
 use std::fs;
 use std::hash::Hasher;
@@ -65,7 +65,7 @@ impl RuntimeDir {
     }
 }
 
-/// Finds the directory for the volume in `dir`, which is absolute, and makes it where it is missing.
+/// Finds the directory for the volume in `dir`, which is absolute, and makes it if it is missing.
 ///
 /// # Errors
 /// [`RunError::TooLong`] if no path is short enough, [`RunError::NotOurs`] if another user has it.

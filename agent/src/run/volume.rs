@@ -42,7 +42,7 @@ impl VolumeDir {
     /// Opens the directory that `args` name, or makes it, and the volume in it.
     ///
     /// # Errors
-    /// [`RunError::Held`] where another process has it, [`RunError::Other`] where it holds another volume.
+    /// [`RunError::Held`] if another process has it, [`RunError::Other`] if it holds another volume.
     pub fn open(args: &RunArgs) -> Result<VolumeDir, RunError> {
         let mut builder = fs::DirBuilder::new();
         builder.recursive(true).mode(0o700).create(&args.dir).map_err(RunError::at(&args.dir))?;
@@ -119,7 +119,7 @@ impl VolumeDir {
     }
 }
 
-/// Makes a directory for this user only, where it is missing.
+/// Makes a directory for this user only, if it is missing.
 pub fn private_dir(path: &Path) -> Result<(), RunError> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true).mode(0o700).create(path).map_err(RunError::at(path))?;

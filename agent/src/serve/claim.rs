@@ -70,7 +70,7 @@ impl Claim {
     /// own.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it is another cluster's.
+    /// [`NodeError::Precondition`] if it belongs to another cluster.
     pub fn admit(&self, cluster: &str) -> Result<(), NodeError> {
         let mut owner = self.lock();
         match owner.as_deref() {
@@ -91,7 +91,7 @@ impl Claim {
     /// Makes the node another cluster's. `from` is the former cluster according to the caller.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it does not belong to `from`.
+    /// [`NodeError::Precondition`] if it does not belong to `from`.
     pub fn hand_over(&self, from: &str, to: &str) -> Result<(), NodeError> {
         let mut owner = self.lock();
         let present = owner.clone().unwrap_or_default();

@@ -104,7 +104,7 @@ pub enum KubeconfigChoice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum InstancesChoice {
-    /// systemd where it is PID 1.
+    /// Runs instances by systemd if that is PID 1.
     #[default]
     Auto,
     /// Units of systemd.
@@ -191,7 +191,7 @@ struct LogTable {
 struct Wrong(Range<usize>, String);
 
 impl Config {
-    /// Reads `path`; where that is not given, the default file if it is there, else the defaults.
+    /// Reads `path`; without it, the default file if that exists, else the defaults.
     ///
     /// # Errors
     /// [`ConfigError`] names the file, the line and the key.

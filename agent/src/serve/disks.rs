@@ -160,7 +160,7 @@ impl Disks {
     ///
     /// # Errors
     /// [`NodeError::NotFound`] if it is no disk of this node, [`NodeError::Precondition`] if that disk is not
-    /// there.
+    /// mounted.
     pub fn check(&self, path: &Path, uuid: &str) -> Result<(), NodeError> {
         if !self.has(path) {
             let message = format!("{} is no disk of this node: add it first", path.display());

@@ -27,7 +27,7 @@ pub fn keep(spec: &mut Spec, known: &Spec) {
 /// Gives `replica` an address where the node has one: the port that it has, else the first that is free.
 ///
 /// # Errors
-/// [`NodeError::Exhausted`] where none is free.
+/// [`NodeError::Exhausted`] if none is free.
 pub fn choose(replica: &mut ReplicaSpec, config: &Config, taken: &[u16]) -> Result<(), NodeError> {
     let Some(ip) = config.data_address else {
         replica.data_address = None;

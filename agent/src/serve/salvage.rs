@@ -68,7 +68,7 @@ fn parse(bytes: &[u8]) -> Result<State, serde_json::Error> {
     serde_json::from_slice(bytes)
 }
 
-/// Returns the newest time at which a file of the directory was written; 0 where that is not known.
+/// Returns the newest time at which a file of the directory was written; 0 if that is not known.
 fn modified_ms(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let times = entries.filter_map(|entry| entry.metadata().ok()?.modified().ok());

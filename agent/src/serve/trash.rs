@@ -39,7 +39,7 @@ use crate::serve::salvage;
 const TRASH: &str = ".shorthorn-trash";
 const RECORD: &str = "record.json";
 const DIRECTORY: &str = "replica";
-/// In the folder of a directory that is, or is about to be, where it was before.
+/// The mark in the folder of a directory that is restored to its place, or is about to be.
 const RESTORED: &str = "restored";
 /// The suffix of the name of a folder that is being deleted for good.
 const GONE: &str = ".gone";
@@ -91,7 +91,7 @@ struct Entry {
     deleted_ms: u64,
     /// The path of the directory.
     directory: PathBuf,
-    /// True if that is where it was before it was deleted.
+    /// True if the directory is in its former place.
     is_restored: bool,
     /// The record, or the reason why the directory cannot be restored.
     record: Result<Record, String>,
@@ -134,8 +134,8 @@ pub fn held(directory: &Path) -> Result<Held, NodeError> {
 /// stays. Older content of the trash is deleted if the disk has no space for the record.
 ///
 /// # Errors
-/// [`NodeError::Exhausted`] if the disk has no space for the record, and nothing else is in the trash. The
-/// directory is where it was then.
+/// [`NodeError::Exhausted`] if the disk has no space for the record, and the trash has nothing else. The
+/// directory is in its former place then.
 pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u64) -> Result<(), NodeError> {
     let InstanceId::Replica(volume, replica) = id else {
         return Err(NodeError::Invalid(format!("the {id} is no replica")));
@@ -218,10 +218,10 @@ fn remove_oldest(disk: &Path) -> bool {
     false
 }
 
-/// Takes the directory of a replica out of the trash, to where it was. Its record stays until it is removed.
+/// Restores the directory of a replica from the trash to its place. Its record stays until it is removed.
 ///
 /// # Errors
-/// [`NodeError::NotFound`] if it is not there, [`NodeError::Precondition`] if it cannot be used or is being
+/// [`NodeError::NotFound`] if it does not exist, [`NodeError::Precondition`] if it cannot be used or is being
 /// read, or if something else has its place.
 pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeError> {
     let (folder, directory) = (folder_of(disk, id, deleted_ms), directory_of(disk, id));

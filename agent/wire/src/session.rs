@@ -275,7 +275,7 @@ impl Proof {
         Proof(mac.finalize().into_bytes().into())
     }
 
-    /// Compares in a time that does not tell the place of the difference.
+    /// Compares in a time that does not reveal the place of the difference.
     pub(crate) fn is(&self, mac: Hmac<Sha256>) -> bool {
         mac.verify_slice(&self.0).is_ok()
     }

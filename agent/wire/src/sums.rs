@@ -63,7 +63,7 @@ pub struct LayerCheck {
 }
 
 /// Sums to keep of a snapshot's layer. The first message has `is_first`, and only after the one with
-/// `is_last` they are kept, durably. Pieces that no message tells of have no blocks.
+/// `is_last` they are kept, durably. Pieces without a message have no blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeepSums {
     /// Name of the image file.

@@ -55,7 +55,7 @@ pub enum AgentCall {
         size_bytes: u64,
         /// Number of the attachment.
         attach: u64,
-        /// The replicas and where they are.
+        /// The replicas and their addresses.
         replicas: BTreeMap<ReplicaId, ReplicaTarget>,
         /// The choice of the frontend.
         frontend: Frontend,
@@ -87,7 +87,7 @@ pub enum AgentCall {
         volume: VolumeName,
         /// Number of the attachment.
         attach: u64,
-        /// The replicas and where they are.
+        /// The replicas and their addresses.
         replicas: BTreeMap<ReplicaId, ReplicaTarget>,
         /// Number of that list.
         revision: u64,
@@ -274,7 +274,7 @@ impl Decision {
         self.actions.push(Action::Emit(Event { about, warning, reason, message }));
     }
 
-    /// Looks again after `wait`, or sooner where that was decided already.
+    /// Looks again after `wait`, or sooner if that was decided already.
     pub(crate) fn again_after(&mut self, wait: Duration) {
         self.look_again = Some(self.look_again.map_or(wait, |earlier| earlier.min(wait)));
     }

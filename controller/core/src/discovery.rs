@@ -60,7 +60,7 @@ impl Machine {
 pub struct Cluster {
     /// The existing machines.
     pub machines: BTreeMap<String, Machine>,
-    /// The name that the driver has told the kubelet of the machine.
+    /// The name by which the kubelet of the machine knows the driver.
     pub drivers: BTreeMap<String, String>,
 }
 

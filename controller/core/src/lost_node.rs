@@ -41,7 +41,7 @@ pub struct DeleteNode {
     pub name: String,
     /// The name again, as a confirmation.
     pub confirm: String,
-    /// Also where it is not cordoned, and where volumes lose the last replica that has everything.
+    /// True to give up a node that is not cordoned, even if volumes lose the last complete replica.
     pub force: bool,
 }
 

@@ -78,7 +78,7 @@ pub struct Matter {
     pub message: String,
 }
 
-/// A version of a program, and where it runs.
+/// A version of a program, and the places where it runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Version {
     /// controller, agent or engine.

@@ -143,7 +143,7 @@ impl Movable {
 /// Requests or cancels the move of this replica to a better place.
 ///
 /// # Errors
-/// [`RequestError::NoReplica`] where it is gone.
+/// [`RequestError::NoReplica`] if it is gone.
 pub fn ask(world: &World, replica: &str, wanted: bool) -> Result<Change<Replica>, RequestError> {
     let Some(stored) = world.replicas.get(replica) else {
         let name = replica.rsplit_once('-').map_or(replica, |(volume, _)| volume).to_owned();

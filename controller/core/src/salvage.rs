@@ -9,7 +9,7 @@ use shorthorn_views::{Arbiter, Quorum, quorum};
 /// The findings of an agent in the directory of a replica.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inspection {
-    /// True if the directory is there and a replica could be started with it.
+    /// True if the directory exists and a replica could be started with it.
     pub usable: bool,
     /// The stored views; none if no engine has ever opened the replica.
     pub report: Option<ReplicaReport>,

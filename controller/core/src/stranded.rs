@@ -167,8 +167,8 @@ pub struct Plan {
     pub look_again: Option<Duration>,
 }
 
-/// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod is there before its
-/// attachment is.
+/// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod exists before its
+/// attachment.
 #[must_use]
 pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> Plan {
     let mut plan = Plan::default();

@@ -134,7 +134,7 @@ pub struct Trashed {
     pub deleted_ms: u64,
     /// The age of its data.
     pub holds: Holds,
-    /// True if it is where it was before already, and only its record is in the trash.
+    /// True if the directory is in its place already, and only its record is in the trash.
     pub restored: bool,
     /// The record; none if it is damaged, or was never made.
     pub record: Option<Record>,

@@ -181,7 +181,7 @@ impl Teller<'_> {
         self.tell_silence();
         let engine = self.engine.filter(|engine| engine.status.is_serving());
         if let Some(engine) = engine.filter(|_| self.volume.status.state == VolumeState::Detaching) {
-            // Requests go on until it is stopped.
+            // Requests continue until it is stopped.
             self.tell_members(engine);
         }
         self.hint("Release the device: unmount it, or stop the processes that have it open.");

@@ -94,7 +94,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         Some((member.replica_id.parse().ok()?, MemberStatus { mode, message: member.message, away_since_ms }))
     };
     EngineView {
-        // The generation is there later than the number itself.
+        // The generation may come later than the number itself.
         attach: if status.attach == 0 { attach_of(&status.generation) } else { status.attach },
         phase: status.phase,
         generation: status.generation,

@@ -20,10 +20,10 @@ use crate::work::backoff;
 const DISKS_EVERY: Duration = Duration::from_secs(30);
 /// The longest wait before an agent is tried again: a volume may be frozen until it is back.
 const RECONNECT_MAX: Duration = Duration::from_millis(500);
-/// The longest that an agent may take to show everything that is there.
+/// The maximum time for an agent to show all of its objects.
 const SYNC_LIMIT: Duration = Duration::from_secs(30);
 
-/// Follows the agent of `node` for ever; connects anew, ever later, where that breaks.
+/// Follows the agent of `node` for ever; connects anew, ever later, if that breaks.
 pub(super) async fn follow(fleet: Arc<Fleet>, node: NodeName) {
     let mut failures = 0;
     loop {

@@ -185,7 +185,7 @@ impl Api {
             })
         };
         let found = found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed));
-        // Older directories of the same replicas stay where they are.
+        // Older directories of the same replicas stay in their place.
         let was_there = |trashed: &Trashed| {
             let id = |trashed: &Trashed| (trashed.node.clone(), trashed.replica_id, trashed.deleted_ms);
             before.iter().any(|older| id(older) == id(trashed))

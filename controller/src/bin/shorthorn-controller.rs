@@ -1,4 +1,4 @@
-//! `shorthorn-controller`: keeps volumes where they should be.
+//! `shorthorn-controller`: keeps volumes in their desired state.
 
 use std::io::{self, Write};
 

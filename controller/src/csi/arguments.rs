@@ -30,12 +30,12 @@ pub(super) fn volume_id(id: &str) -> Result<Option<VolumeName>, CsiError> {
     Ok(VolumeName::new(id).ok())
 }
 
-/// The volume, where it has to be there.
+/// Returns the volume, which has to exist.
 pub(super) fn existing_volume_id(id: &str) -> Result<VolumeName, CsiError> {
     volume_id(id)?.ok_or_else(|| CsiError::NotFound(format!("no volume {id:?}")))
 }
 
-/// The node. Whether it is there is another question.
+/// Checks the name of the node, and not its existence.
 pub(super) fn node_id(id: &str) -> Result<(), CsiError> {
     text("node_id", id, NODE_ID_MAX_BYTES)
 }

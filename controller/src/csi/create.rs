@@ -14,7 +14,7 @@ use super::status::IntoCsiError;
 use crate::random::new_secret;
 use crate::store::change;
 
-/// The word of the event that tells which parameters mean nothing.
+/// The word of the event that lists ignored parameters.
 const PARAMETERS_IGNORED: &str = "ParametersIgnored";
 
 /// The requested volume.

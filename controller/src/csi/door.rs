@@ -1,6 +1,6 @@
-//! The CSI service behind the lease: the socket is there from the start, so that the sidecars beside a
-//! controller that stands by find it, learn from Probe that it is not ready, and wait. Nothing behind it
-//! works before this controller leads.
+//! The CSI service behind the lease: the socket exists from the start. So the sidecars beside a standby
+//! controller find it, learn from Probe that it is not ready, and wait. Nothing behind it works before this
+//! controller leads.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -28,7 +28,7 @@ impl CsiController {
         let _pass = self.enter(&volume)?;
         let (name, node) = (volume.as_str(), request.node_id.as_str());
         {
-            // Where volumes are counted, one comes after the other: two never take the last place.
+            // If volumes are counted, one comes after the other: two never take the last place.
             let is_limited = csi::max_volumes(&self.store.world(), node).is_some();
             let _counting = if is_limited { Some(self.counting.lock().await) } else { None };
             change(self.store.as_ref(), |world| csi::publish(world, name, node))

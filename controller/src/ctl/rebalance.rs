@@ -50,8 +50,8 @@ fn count_begun(answer: &v1::RebalanceResponse) -> usize {
     answer.moves.iter().filter(|found| found.begun).count()
 }
 
-/// Asks until no move is left; each question begins as many moves as have ended. Where all that is under way
-/// is held for a while, nothing but the operator brings it further.
+/// Asks until no move is left; each question begins as many moves as have ended. If all running moves are
+/// held for a while, only the operator can continue.
 async fn until_even(
     client: &mut ControllerClient<Channel>,
     server: &str,

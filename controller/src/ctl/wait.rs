@@ -1,4 +1,4 @@
-//! Waits until a volume is where it should be.
+//! Waits until a volume is in the desired state.
 
 use std::fmt;
 use std::io::IsTerminal;

@@ -72,7 +72,7 @@ pub enum ConnectError {
     /// The file is no kubeconfig.
     #[error("the kubeconfig {0} cannot be used: {1}")]
     Kubeconfig(PathBuf, kube::config::KubeconfigError),
-    /// The context is not there.
+    /// The context does not exist.
     #[error("the context {0} cannot be used: {1}")]
     Context(String, kube::config::KubeconfigError),
     /// The API server is configured nowhere.

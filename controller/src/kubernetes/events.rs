@@ -83,7 +83,7 @@ pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Telle
 }
 
 impl Events {
-    /// Has the event told soon, about the object with that uid; drops it where too many wait already.
+    /// Sends the event soon, about the object with that uid; drops it if too many wait already.
     pub fn tell(&self, event: &Event, uid: &str) {
         self.send(Told::Object(event.clone(), uid.to_owned()));
     }

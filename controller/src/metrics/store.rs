@@ -11,7 +11,7 @@ use tokio::sync::broadcast;
 use super::{Metrics, Readiness};
 use crate::store::{Store, StoreError};
 
-/// The store that it is made of; every write is counted and timed, and tells whether the store answers.
+/// A store around another one; every write is counted and timed, and shows whether the store answers.
 pub struct Metered {
     store: Arc<dyn Store>,
     metrics: Metrics,

@@ -35,7 +35,7 @@ pub trait Store: Send + Sync + 'static {
     /// with its new version.
     async fn put(&self, object: Object) -> Result<Object, StoreError>;
 
-    /// Removes the object durably where it still has this version.
+    /// Removes the object durably if it still has this version.
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
 
     /// Reserves the places of replicas that are about to be stored.
@@ -97,7 +97,7 @@ pub enum StoreError {
         /// The error of the database or the system.
         message: String,
     },
-    /// The file is there and is not a store of this version.
+    /// The file exists and is not a store of this version.
     #[error("the store {path} cannot be used: {message}")]
     Format {
         /// The file.

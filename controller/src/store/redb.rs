@@ -59,7 +59,7 @@ struct Inner {
 }
 
 impl RedbStore {
-    /// Opens the file, and makes it where it is missing.
+    /// Opens the file, and makes it if it is missing.
     ///
     /// # Errors
     /// [`StoreError::Locked`] if another controller has it; else the problem of the file.
@@ -218,8 +218,8 @@ impl Damage {
     }
 }
 
-/// Makes the tables where they are missing, and checks the format. Returns the newest version given out, and
-/// the name of the cluster, which is `drawn` if the file has none yet.
+/// Makes missing tables, and checks the format. Returns the newest version given out, and the name of the
+/// cluster, which is `drawn` if the file has none yet.
 fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
     let transaction = database.begin_write()?;
     let (revision, cluster) = {

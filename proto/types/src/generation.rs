@@ -4,11 +4,11 @@ use serde::{Deserialize, Serialize};
 
 /// The generation of an engine: a higher one fences every lower one.
 ///
-/// The controller raises `attach` by compare-and-swap at every attach. A restart of the engine on
-/// the same node, which the controller has no part in, raises `restart`; the lock on the engine's
-/// own state file makes sure that at most one process has any one pair. Where that file is lost, or the
-/// controller's store is older than the volume, a pair is used again: then `nonce`, which every process draws
-/// anew, still tells the two apart. Ordered by attach, then restart, then nonce.
+/// The controller raises `attach` by compare-and-swap at every attach. A restart of the engine on the same
+/// node, without the controller, raises `restart`; the lock on the engine's own state file ensures that at
+/// most one process has any one pair. If that file is lost, or the controller's store is older than the
+/// volume, a pair is used again: then `nonce`, which every process draws anew, still distinguishes the two.
+/// Ordered by attach, then restart, then nonce.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Generation {
     /// The number of the attachment, from 1; 0 is a volume that was never attached.

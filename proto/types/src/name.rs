@@ -18,7 +18,7 @@ pub enum NameError {
     /// The text is empty or longer than [`MAX_VOLUME_NAME_BYTES`].
     #[error("volume name {0:?} has {1} characters: it needs 1 to 63")]
     Length(String, usize),
-    /// The text has a character that is not allowed where it stands.
+    /// The text has a character that is not allowed at its place.
     #[error(
         "volume name {0:?} has {1:?} at position {2}: use lower-case letters, digits and '-', \
          starting and ending with a letter or digit"

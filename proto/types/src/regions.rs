@@ -248,7 +248,7 @@ impl RegionSet {
         regions.all(|region| self.contains(region))
     }
 
-    /// Puts `region` in, if the volume has it; true where it was not in before.
+    /// Puts `region` in, if the volume has it; returns true if it was not in before.
     pub fn insert(&mut self, region: u32) -> bool {
         if region >= self.limit || self.contains(region) {
             return false;
@@ -258,7 +258,7 @@ impl RegionSet {
         true
     }
 
-    /// Takes `region` out; true where it was in.
+    /// Takes `region` out; returns true if it was in.
     pub fn remove(&mut self, region: u32) -> bool {
         if !self.contains(region) {
             return false;

@@ -6,7 +6,7 @@
 //! - An engine that starts computes its [`Plan`], with its [`Basis`], from the reports of the replicas, and
 //!   commits its first view as a [`Change`].
 //! - An engine that loses a member brings the view without it through as a [`Change`].
-//! - The controller keeps an [`Arbiter`], which lets one of two halves go on.
+//! - The controller keeps an [`Arbiter`], which lets one of two halves continue.
 //!
 //! Quorum of a view: more than half of its members, or exactly half together with the arbiter's grant.
 //!

@@ -38,7 +38,7 @@ pub fn get(address: SocketAddr, path: &str) -> io::Result<(u16, String)> {
 /// Returns the series of an OpenMetrics text, each with its labels as they are written, and their values.
 ///
 /// # Panics
-/// Where it is no such text, or a name is not as Prometheus wants it.
+/// The text is invalid, or a name is not valid for Prometheus.
 #[must_use]
 pub fn samples(text: &str) -> Vec<(String, f64)> {
     let Some(body) = text.strip_suffix("# EOF\n") else { panic!("the end is not marked: {text}") };

@@ -112,7 +112,7 @@ fn receive<const N: usize>(stream: &mut UnixStream) -> io::Result<[u8; N]> {
 /// Returns the number in the first four bytes.
 ///
 /// # Panics
-/// Where there are fewer.
+/// The slice is shorter.
 #[must_use]
 pub fn be32(bytes: &[u8]) -> u32 {
     u32::from_be_bytes(*bytes.first_chunk().expect("four bytes"))
@@ -121,7 +121,7 @@ pub fn be32(bytes: &[u8]) -> u32 {
 /// Returns the number in the first eight bytes.
 ///
 /// # Panics
-/// Where there are fewer.
+/// The slice is shorter.
 #[must_use]
 pub fn be64(bytes: &[u8]) -> u64 {
     u64::from_be_bytes(*bytes.first_chunk().expect("eight bytes"))

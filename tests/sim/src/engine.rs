@@ -29,7 +29,7 @@ const BUFFER_SECTORS: usize = 2048;
 const REQUEST_SECTORS: usize = 128;
 /// A replica that is silent for so long has failed.
 pub const REPLICA_TIMEOUT_MS: u64 = 1000;
-/// A replica that is silent for so long has failed, even if the others cannot go on without it.
+/// The time of silence after which a replica has failed, even if the others cannot continue without it.
 pub const LATE_LIMIT_MS: u64 = 4000;
 /// Little, so that requests wait for it.
 pub const FLIGHT_LIMITS: FlightLimits = FlightLimits { bytes: 256 << 10, requests: 12 };

@@ -60,7 +60,7 @@ pub enum Sabotage {
     ServeBeforeFenced,
     /// After an unclean stop the members are taken for equal.
     NoResync,
-    /// Requests go on while a view is being changed.
+    /// Requests continue while a view is being changed.
     NotHeld,
     /// A replica that is being rebuilt is not sent the writes of the meantime.
     JoinerNotTold,

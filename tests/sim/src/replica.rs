@@ -77,7 +77,7 @@ pub struct Replica {
     /// True if the process is paused: its events happen later.
     pub paused: bool,
     pub backlog: Vec<Occurrence>,
-    /// The disk has no space for blocks that are not there yet.
+    /// True if the disk has no space for new blocks.
     pub full: bool,
     /// Nor for the sets of regions.
     pub full_for_pages: bool,

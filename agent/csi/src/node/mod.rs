@@ -73,7 +73,7 @@ impl NodeService {
     /// Creates the service for the volumes of `volumes`.
     #[must_use]
     pub fn new(volumes: Arc<dyn Volumes>, mut options: NodeOptions) -> NodeService {
-        // Mounts are listed where they really are: MicroK8s has a link where others have the directory.
+        // Mounts are listed by their real paths: MicroK8s has a link in place of the directory.
         for root in &mut options.roots {
             if let Ok(real) = std::fs::canonicalize(&*root) {
                 *root = real;

@@ -1,4 +1,4 @@
-//! Publishing: a staged volume where one workload looks for it.
+//! Publishing: mounts a staged volume at the path of one workload.
 
 use std::path::{Path, PathBuf};
 

@@ -40,8 +40,8 @@ fn not_mounted_at(table: &MountTable, device: &Device, point: &Path) -> Result<(
     }
 }
 
-/// Mounts the file system of a volume at `staging`, unless it is there; makes it where the device is empty.
-/// Where it was mounted.
+/// Mounts the file system of a volume at `staging`, unless it is mounted; makes it if the device is empty.
+/// Returns the place of the mount.
 pub(super) fn stage_mount(
     options: &NodeOptions,
     volume: &Volume,

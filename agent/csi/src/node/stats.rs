@@ -20,7 +20,7 @@ pub(super) struct Stats {
     pub(super) is_dead: bool,
 }
 
-/// Usage and condition of the volume at `path`, where it is staged or published.
+/// Returns usage and condition of the volume at `path`, the place where it is staged or published.
 pub(super) fn stats(
     options: &NodeOptions,
     found: Result<Volume, VolumesError>,

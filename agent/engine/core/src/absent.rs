@@ -23,8 +23,8 @@ impl Absent {
         Absent { missed, copied: empty(), covered: empty(), cursor: 0, stamp }
     }
 
-    /// Grows the sets with the volume. Where its regions become larger, one may be copied in part: it does
-    /// not count as copied.
+    /// Grows the sets with the volume. If its regions become larger, one may be copied in part: it does not
+    /// count as copied.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         for set in [&mut self.missed, &mut self.copied, &mut self.covered] {
             *set = set.converted(from, to);

@@ -44,7 +44,7 @@ impl Bucket {
         may
     }
 
-    /// Pays for a copy that cannot wait. The debt has a bound, so that other copies go on some time.
+    /// Pays for a copy that cannot wait. The debt has a bound, so that other copies continue some time.
     pub fn pay(&mut self, bytes: u64) {
         if let Some(tokens) = &mut self.tokens {
             let floor = -4 * i64::from(MAX_IO_BYTES).max(signed(bytes));

@@ -124,8 +124,8 @@ impl Clearing {
 }
 
 impl EngineCore {
-    /// Has all that can be cleared be cleared once, as soon as possible; requests go on. Then
-    /// [`Output::Settled`] follows.
+    /// Clears all that can be cleared once, as soon as possible; requests continue. Then [`Output::Settled`]
+    /// follows.
     pub(crate) fn settle(&mut self) {
         self.clearing.settling = Settling::Wanted;
         self.wake = true;

@@ -1,5 +1,5 @@
-//! Making the members equal where they may differ after an unclean end. Requests that touch such a region
-//! wait for it, so that nothing is in flight there: these copies need no place in the range table.
+//! Makes the members equal in regions in which they may differ after an unclean end. Requests that touch such
+//! a region wait for it, so that none is in flight there: these copies need no place in the range table.
 
 use shorthorn_types::RegionSet;
 
@@ -54,7 +54,7 @@ impl EngineCore {
         is_free.then_some(region)
     }
 
-    /// Requests of the region go on. It stays dirty as after any write.
+    /// Lets requests of the region continue. It stays dirty as after any write.
     pub(crate) fn region_is_equal(&mut self, region: u32) {
         self.equalise.remove(region);
         self.intent.touch(region..region + 1);

@@ -18,11 +18,11 @@ pub struct CoreConfig {
     pub peers: Vec<PeerConfig>,
     /// The engine's first view, through already.
     pub view: View,
-    /// A replica that does not answer for so long is dropped if the others can go on without it: the table in
-    /// the description of `patience` has all limits.
+    /// The time without an answer after which a replica is dropped if the others can continue without it: the
+    /// table in the description of `patience` has all limits.
     pub replica_timeout_ms: u64,
-    /// A replica that does not answer for so long is dropped, unless it answers PING and the others cannot go
-    /// on without it.
+    /// The time without an answer after which a replica is dropped, unless it answers PING and the others
+    /// cannot continue without it.
     pub late_limit_ms: u64,
     /// The limits of requests that the replicas have at once.
     pub flight_limits: FlightLimits,
@@ -371,8 +371,8 @@ pub enum Output {
         /// The kind of the reason.
         cause: DropCause,
     },
-    /// A member is late, and the volume waits for it, because the others cannot go on without it. Once, and
-    /// again if `is_silent` changes.
+    /// A member is late, and the volume waits for it, because the others cannot continue without it. The core
+    /// reports this once, and again if `is_silent` changes.
     Awaited {
         /// The index of the replica.
         peer: PeerIndex,

@@ -9,13 +9,13 @@
 //!   so is a flush. A joiner that was sent the request has to answer too, or be dropped.
 //! - Of two overlapping requests (rounded to whole blocks) of which one modifies data, the later is sent when
 //!   the earlier is completed. Reads that overlap no modification never wait.
-//! - A replica that fails leaves by a view change. Until that is through nothing is acknowledged that the
-//!   replica has not answered, and nothing new is sent. Where half of the members are left, that is until the
-//!   arbiter has granted the view; a further loss meanwhile is the end.
+//! - A replica that fails leaves by a view change. Until the change is committed, the core acknowledges
+//!   nothing that the replica has not answered, and sends nothing new. If half of the members are left, it is
+//!   committed when the arbiter has granted the view; a further loss meanwhile is the end.
 //! - Members without space for a modification leave if more than half of the view has done it. Else it fails,
 //!   after all have been made equal in its range.
-//! - A member that is connected and does not answer is dropped if the others can go on without it, and else
-//!   waited for, up to a limit.
+//! - A member that is connected and does not answer is dropped if the others can continue without it.
+//!   Otherwise the core waits for it, up to a limit.
 //! - If the members may differ at the start, no request reads or writes a region before it was copied from
 //!   one of them to all others.
 //! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,

@@ -228,8 +228,8 @@ impl Membership {
         self.joining = self.mask(|peer| peer.state == PeerState::Joining);
     }
 
-    /// The member that serves the next read: those on this host take turns, else all do. Those in `slow` are
-    /// left alone if others are there. None in `rotten` does.
+    /// Returns the member that serves the next read: members on this host take turns, or else all do. Members
+    /// in `slow` are left alone if others exist, and members in `rotten` always.
     pub(crate) fn reader(&mut self, slow: PeerMask, rotten: PeerMask) -> Option<PeerIndex> {
         let (local, all) = (self.local.without(rotten), self.answering.without(rotten));
         let choices = [local.without(slow), all.without(slow), local, all];

@@ -1,8 +1,8 @@
 //! Decides how long the volume waits for a replica that does not answer.
 //!
-//! A replica whose connection breaks is lost at once. One whose connection stays and that does not answer is
+//! A replica whose connection breaks is lost at once. A replica that stays connected and does not answer is
 //! *late*: its disk may be slow, or its process may have been stopped. The volume drops it after
-//! [`CoreConfig::replica_timeout_ms`] if the others can go on without it, and else waits for it. These are
+//! [`CoreConfig::replica_timeout_ms`] if the others can continue without it, and else waits for it. These are
 //! the limits:
 //!
 //! | Without the late replicas the view has | it has answered no request | it has not answered PING either |
@@ -229,7 +229,7 @@ impl Patience {
 }
 
 impl EngineCore {
-    /// Drops the replicas that are too late, and tells for which the volume waits.
+    /// Drops the replicas that are too late, and reports the ones that the volume waits for.
     pub(crate) fn judge(&mut self, out: &mut Outputs) {
         let debts = self.debts();
         let of = |peer: PeerIndex| debts[usize::from(peer)];
@@ -241,7 +241,7 @@ impl EngineCore {
         let mut awaited = PeerMask::NONE;
         for peer in self.membership.connected().iter() {
             let debt = of(peer);
-            // A joiner is dropped like one without which the others can go on.
+            // A joiner is dropped like a member without which the others can continue.
             let others = if members.has(peer) { others } else { Others { prompt: Quorum::More, ..others } };
             if self.patience.is_over(debt, others) {
                 self.drop_late(peer, debt, out);

@@ -119,8 +119,8 @@ impl EngineCore {
         end >= slot.range.end()
     }
 
-    /// Returns true if replicas have as many bytes to make zeroes as they can be expected to in time: that
-    /// takes them as long as writing where nothing can be punched, but costs the frontend no data.
+    /// Returns true if replicas have as many bytes to zero as they can be expected to in time: without holes,
+    /// zeroing takes them as long as writing, but costs the frontend no data.
     fn is_flooded(&self, operation: Operation, range: ByteRange) -> bool {
         let bytes = self.zeroing_bytes;
         writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX

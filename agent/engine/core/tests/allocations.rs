@@ -14,7 +14,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 const SIZE_BYTES: u64 = 64 << 30;
 const DEPTH: u16 = 64;
 
-/// Returns two members, and one replica that is not there.
+/// Returns two members, and one absent replica.
 fn core() -> EngineCore {
     let regions = Regions::of(SIZE_BYTES).count();
     let id = ViewId { generation: Generation::new(1, 0), number: 1 };

@@ -105,7 +105,7 @@ pub enum NotOpen<S> {
     },
     /// A newer engine holds a replica.
     Deposed(Generation),
-    /// The process has to end, or cannot go on.
+    /// The process has to end, or cannot continue.
     Stopped(S),
 }
 
@@ -194,7 +194,7 @@ pub trait OpeningEngine {
 /// Makes one attempt to open the volume. `offenders` come from the attempt before, and are for the next one.
 ///
 /// # Errors
-/// [`NotOpen`] says how to go on.
+/// [`NotOpen`] has the next step.
 pub async fn open<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,

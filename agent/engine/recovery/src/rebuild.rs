@@ -357,7 +357,7 @@ impl<C: Courier> Attempt<'_, C> {
     }
 
     /// Returns the regions in which the head of the source has data; everything else it shares with the
-    /// snapshots, which are there.
+    /// snapshots, which are complete.
     async fn find_data(
         &self,
         source: Source,

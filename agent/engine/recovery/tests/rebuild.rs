@@ -71,7 +71,7 @@ enum Moment {
     Greeting,
     Layers,
     Connecting,
-    /// The member that is copied is asked where it has data.
+    /// The copied member lists its extents.
     Allocated,
     Never,
 }
@@ -84,7 +84,7 @@ struct Engine {
     moment: Moment,
     /// The courier has to end, and sets of regions have two pages.
     ends_between_pages: bool,
-    /// Members that do not say where they have data.
+    /// Members that do not list their extents.
     rotten: Vec<ReplicaId>,
     /// Members that were asked that, in order.
     read: RefCell<Vec<ReplicaId>>,

@@ -11,8 +11,8 @@ use crate::connection::ConnectError;
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);
 
-/// A piece of a layer as a member holds it: the runs of blocks that are there, and the data of the whole
-/// piece with zeroes elsewhere.
+/// A piece of a layer as a member holds it: the runs of existing blocks, and the data of the whole piece with
+/// zeroes elsewhere.
 #[derive(Debug, PartialEq, Eq)]
 struct Held {
     piece: ByteRange,
@@ -170,7 +170,7 @@ impl Scrubber {
     }
 }
 
-/// Appends a run, to the last one where they touch.
+/// Appends a run, or extends the last one if they touch.
 fn join(runs: &mut Vec<ByteRange>, start: u64, end: u64) {
     let start = runs.last().map_or(start, |last| start.max(last.end()));
     let joined = match runs.last() {

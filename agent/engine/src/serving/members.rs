@@ -75,7 +75,7 @@ impl Serving<'_> {
         (stay, told)
     }
 
-    /// A member is late, and the others cannot go on without it.
+    /// Reports a late member without which the others cannot continue.
     pub(super) fn awaited(&self, peer: PeerIndex, late_ms: u64, is_silent: bool) {
         let Some(replica) = self.replica(peer) else { return };
         let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };

@@ -24,7 +24,7 @@ pub(super) struct Command {
     pub(super) parts: u16,
     /// The first error.
     pub(super) error: Option<NbdError>,
-    /// Slots of a READ whose data wait until all of it is there, in order.
+    /// Slots of a READ whose data waits until all of it has arrived, in order.
     first_slot: u16,
     last_slot: u16,
 }

@@ -168,7 +168,7 @@ impl Connection {
         matches!(self.phase, Phase::Handshake(_)).then_some(self.opened)
     }
 
-    /// Says the first word, where it is ours, and begins to listen.
+    /// Sends the first message, if it is the server's, and begins to receive.
     pub(super) fn start(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
         if matches!(self.phase, Phase::Handshake(_)) && self.stream.send_owned(&[], greeting()).is_err() {
             self.lose();
@@ -209,7 +209,7 @@ impl Connection {
         }
     }
 
-    /// The socket, for another process, where it is at the start of a request.
+    /// Returns the socket for another process, if it is at the start of a request.
     pub(super) fn share(&self) -> Option<OwnedFd> {
         if !matches!(self.phase, Phase::Serving) || !self.is_parked() {
             return None;
@@ -302,7 +302,7 @@ impl Connection {
         false
     }
 
-    /// Reads the header of the next request; false where it has to wait.
+    /// Reads the header of the next request; returns false if it has to wait.
     fn next_request(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
         if self.replies >= shared.replies_max {
             return false; // goes on when some are sent
@@ -359,7 +359,7 @@ impl Connection {
         command.kind == CommandKind::Read && !self.structured
     }
 
-    /// Makes the next part of command `id`; false where it has to wait.
+    /// Makes the next part of command `id`; returns false if it has to wait.
     fn go_on(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
         let command = shared.commands.get(id);
         if command.error.is_some() {

@@ -13,7 +13,7 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
-/// The kernel answers inside send(2), so an answer that is not there after this many seconds never comes.
+/// The kernel answers inside send(2), so an answer that has not come after this many seconds never comes.
 const ANSWER_LIMIT_S: i64 = 5;
 /// Longer than any answer: two numbers and an echo of the request's header.
 const ANSWER_BYTES: usize = 4096;

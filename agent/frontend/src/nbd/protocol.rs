@@ -67,7 +67,7 @@ pub(crate) struct BadMagic(pub(crate) u32);
 impl RequestHeader {
     pub(crate) const BYTES: usize = 28;
 
-    /// The header at the start of `bytes`; `None` where they are too few.
+    /// Returns the header at the start of `bytes`; `None` if they are too few.
     pub(crate) fn parse(bytes: &[u8]) -> Option<Result<RequestHeader, BadMagic>> {
         let (magic, rest) = bytes.split_first_chunk()?;
         let (flags, rest) = rest.split_first_chunk()?;

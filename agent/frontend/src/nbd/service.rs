@@ -141,7 +141,7 @@ impl Service {
         }
     }
 
-    /// Does `work` on connection `id`, and forgets the connection where that was its end.
+    /// Does `work` on connection `id`, and forgets the connection if that was its end.
     fn with(
         &mut self,
         id: u16,
@@ -160,7 +160,7 @@ impl Service {
         }
     }
 
-    /// Lets those go on that waited for slots, in their order.
+    /// Continues the connections that waited for slots, in their order.
     fn resume(&mut self, io: &mut QueueIo<'_>) {
         let mut position = 0;
         while let Some(id) = self.shared.share.waiting(position) {

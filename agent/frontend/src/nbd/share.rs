@@ -38,8 +38,8 @@ impl SlotShare {
         self.largest_claim
     }
 
-    /// Promises `count` slots to `connection`, which then takes each with [`SlotShare::take`]. Where they are
-    /// not free it stands in line from now on.
+    /// Promises `count` slots to `connection`, which then takes each with [`SlotShare::take`]. If they are
+    /// not free, it waits in the queue from now on.
     pub(super) fn claim(&mut self, connection: u16, count: u16) -> bool {
         debug_assert!(count <= self.largest_claim);
         let held = &mut self.held[usize::from(connection)];
@@ -60,7 +60,7 @@ impl SlotShare {
     /// Takes one of the claimed slots.
     ///
     /// # Panics
-    /// Where none was.
+    /// No slot was claimed.
     pub(super) fn take(&mut self) -> u16 {
         self.pool.take().expect("a claim is granted only where there are slots")
     }

@@ -306,7 +306,7 @@ impl Device for SocketDevice {
         self.export.size_bytes()
     }
 
-    /// Clients that come from now on see the new size; NBD has no way to tell the others.
+    /// New clients see the new size; NBD cannot notify the others.
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
         self.export.grow(size_bytes);
         Ok(())
@@ -323,7 +323,7 @@ impl Device for SocketDevice {
     fn stop(&mut self) -> Result<(), FrontendError> {
         self.remove_name()?;
         self.stopping.store(true, Ordering::Release);
-        // Ends the queues' accepts. It fails where it was done before.
+        // Ends the queues' accepts. It fails if that was done before.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
         for waker in &self.wakers {
             waker.wake();

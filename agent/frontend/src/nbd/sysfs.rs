@@ -46,8 +46,8 @@ pub(super) fn number(index: u32) -> io::Result<DeviceNumber> {
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Has udev look at device `index` again. The kernel may tell it of a new device before the attribute
-/// `backend` is there, by which our rules know it.
+/// Has udev look at device `index` again. The kernel may announce a new device before the attribute `backend`
+/// exists, by which Shorthorn's rules know it.
 ///
 /// # Errors
 /// The error of the file system.

@@ -1,8 +1,8 @@
 //! The records of udev: one file for each device, named by its number (`device_update_db` in systemd,
 //! sd-device/device-private.c).
 //!
-//! A number is given again, and a device that is there before its volume (nbd0) has a record from that time.
-//! So that a record exists says nothing about the event that just happened.
+//! A number is reused, and a device that exists before its volume (nbd0) has a record from that time. So the
+//! existence of a record says nothing about the event that just happened.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +15,7 @@ use super::DeviceNumber;
 pub struct UdevBefore {
     /// The time of the event, by the clock of the stamps in records.
     now_us: u64,
-    /// The disk, if it was there, and which version of its record.
+    /// The disk, if it existed, and the version of its record.
     disk: Option<(DeviceNumber, Option<Version>)>,
 }
 
@@ -38,7 +38,7 @@ impl UdevBefore {
         match self.disk {
             Some((known, old)) if known == device => old != Some(version),
             // A new disk: udev stamps its record when it sees it for the first time. A record without a stamp
-            // tells nothing.
+            // has no information.
             _ => initialised_us(text).is_none_or(|stamp| stamp >= self.now_us),
         }
     }
@@ -68,8 +68,8 @@ fn initialised_us(text: &str) -> Option<u64> {
 
 fn now_us() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the kernel writes the time to `now` and nothing else. The clock is there on every Linux; if it
-    // were not, `now` would stay 0 and every record would count as new.
+    // SAFETY: the kernel writes the time to `now` and nothing else. Every Linux has the clock; otherwise
+    // `now` would stay 0 and every record would count as new.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     let (seconds, nanoseconds) = (u64::try_from(now.tv_sec), u64::try_from(now.tv_nsec));
     seconds.unwrap_or(0) * 1_000_000 + nanoseconds.unwrap_or(0) / 1000

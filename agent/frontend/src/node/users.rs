@@ -234,7 +234,7 @@ fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
 /// A line of /proc/<pid>/mountinfo, see proc_pid_mountinfo(5).
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
-    /// The device of the file system; made up where it spans several devices (btrfs).
+    /// The device of the file system; made up if it spans several devices (btrfs).
     device: DeviceNumber,
     /// The mounted part of the file system.
     root: PathBuf,

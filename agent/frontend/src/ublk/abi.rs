@@ -23,7 +23,7 @@ pub(crate) const CMD_STOP_DEV: u32 = control(READ | WRITE, 0x07);
 pub(crate) const CMD_SET_PARAMS: u32 = control(READ | WRITE, 0x08);
 /// Makes a quiesced device ready for a new server.
 pub(crate) const CMD_START_USER_RECOVERY: u32 = control(READ | WRITE, 0x10);
-/// Lets a quiesced device go on, once every tag of every queue was fetched.
+/// Lets a quiesced device continue, once every tag of every queue was fetched.
 pub(crate) const CMD_END_USER_RECOVERY: u32 = control(READ | WRITE, 0x11);
 /// Changes the size of a started device (Linux 6.16).
 pub(crate) const CMD_UPDATE_SIZE: u32 = control(READ | WRITE, 0x15);
@@ -44,7 +44,7 @@ pub(crate) const F_USER_RECOVERY: u64 = 1 << 3;
 pub(crate) const F_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 /// The commands above instead of the bare numbers of Linux 6.0 to 6.3.
 pub(crate) const F_CMD_IOCTL_ENCODE: u64 = 1 << 6;
-/// [`CMD_UPDATE_SIZE`] is there.
+/// The driver has [`CMD_UPDATE_SIZE`].
 pub(crate) const F_UPDATE_SIZE: u64 = 1 << 10;
 
 /// [`DeviceInfo::state`]: no block device.

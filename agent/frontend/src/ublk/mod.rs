@@ -67,8 +67,9 @@ pub(crate) fn features(limit: Duration) -> io::Result<u64> {
 
 /// Makes a ublk device, or takes over the one of `spec.previous` after its process died.
 ///
-/// The device may have fewer queues than asked for: the driver gives no more than there are processors. A
-/// device that is taken over has the queues and the depth with which it was made. [`Device::record`] tells.
+/// The device may have fewer queues than requested: the driver gives no more than the number of processors. A
+/// device that is taken over has the queues and the depth with which it was made. [`Device::record`] has the
+/// numbers.
 ///
 /// # Errors
 /// [`FrontendError::Unsupported`] if the kernel does not support it; else the obstacle.

@@ -114,7 +114,7 @@ impl Guest {
     }
 }
 
-/// Builds the example with the profile of this test, and says where it is.
+/// Builds the example with the profile of this test, and returns its path.
 fn memory_device() -> Result<PathBuf> {
     let mut dir = std::env::current_exe()?;
     dir.pop();

@@ -53,7 +53,7 @@ impl BlockMap {
     /// says whether holes can be made in the head.
     ///
     /// # Panics
-    /// Where `chain` is empty.
+    /// `chain` is empty.
     #[must_use]
     pub fn new(size_bytes: u64, chain: Vec<FileIndex>, can_punch: bool) -> BlockMap {
         assert!(!chain.is_empty(), "a chain has a head");

@@ -104,7 +104,7 @@ impl CopyList {
         steps
     }
 
-    /// Returns the volume's document when all is there.
+    /// Returns the volume's document for the complete copy.
     fn volume(&self, volume: &VolumeMeta) -> VolumeMeta {
         let name = |layer: Option<&CopyLayer>| layer.map(|layer| layer.image.to_string()).unwrap_or_default();
         let mut layers = self.0.iter().rev();

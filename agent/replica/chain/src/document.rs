@@ -75,8 +75,8 @@ impl VolumeMeta {
         self.rebuilding_to_longhorn && self.rebuilding_too.unwrap_or(true)
     }
 
-    /// Returns true if the replica knows a view of its volume that it is not in. Longhorn has no views: the
-    /// document tells it that the replica is being rebuilt.
+    /// Returns true if the replica knows a view of its volume that it is not in. Longhorn has no views: in
+    /// the document the replica is being rebuilt.
     #[must_use]
     pub fn has_left(&self) -> bool {
         self.rebuilding_to_longhorn && self.rebuilding_too.is_some()
@@ -123,7 +123,7 @@ impl DiskMeta {
         self.labels.as_ref()?.get(BELOW_LABEL)?.parse().ok()
     }
 
-    /// Notes how large the layer below is, where that is less than this one has.
+    /// Notes the size of the layer below, if it is smaller than this one.
     pub(crate) fn note_below(&mut self, size_bytes: u64, below_bytes: Option<u64>) {
         let mut labels = self.labels.take().unwrap_or_default();
         match below_bytes.filter(|below_bytes| *below_bytes < size_bytes) {

@@ -90,7 +90,7 @@ pub enum ChainError {
         /// The document that names the image.
         needed_by: String,
     },
-    /// The image of a removed layer's only child is missing, and nothing tells why.
+    /// The image of a removed layer's only child is missing, for an unknown reason.
     #[error(
         "{image} is missing, but {needed_by} needs it; its parent {parent} is marked as removed, so either a \
          Longhorn purge stopped between folding it into {parent} and renaming that, or the file was lost. If a \

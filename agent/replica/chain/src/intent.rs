@@ -1,4 +1,4 @@
-//! The note that is there while an operation runs, so that a crash leaves no riddle.
+//! The note that exists while an operation runs, so that a crash leaves a defined state.
 //!
 //! Each operation has one step that makes it happen (a rename). The note has the files from before. From
 //! these and the current files, recovery derives on which side of the step the crash was. Then it reverts the

@@ -137,7 +137,7 @@ impl Layout {
     /// Returns the layers that a snapshot shows, itself first; it may lie on a side branch.
     ///
     /// # Errors
-    /// Where the snapshot is missing, removed or its chain is broken.
+    /// The snapshot is missing or removed, or its chain is broken.
     pub fn chain_of_snapshot(&self, name: &str, checks: &Checks) -> Result<Vec<ImageName>, ChainError> {
         let (image, disk) = self.snapshot(name)?;
         if disk.meta.removed {

@@ -85,7 +85,7 @@ impl Layout {
     /// Makes a snapshot of the current head.
     ///
     /// # Errors
-    /// Where the name is taken or the chain would be too long.
+    /// The name is taken, or the chain would be too long.
     pub fn plan_snapshot(&self, snapshot: NewSnapshot) -> Result<Operation, ChainError> {
         self.put_head_above(snapshot)
     }
@@ -95,7 +95,7 @@ impl Layout {
     /// snapshot for it, which the replicas of a volume that is being written could take at one moment only.)
     ///
     /// # Errors
-    /// Where the size is smaller or none that a volume can have.
+    /// The size is smaller, or not valid for a volume.
     pub fn plan_expand(&self, size_bytes: u64) -> Result<Operation, ChainError> {
         let size = check_size(size_bytes)?;
         if size_bytes <= self.size_bytes {
@@ -211,7 +211,7 @@ impl Layout {
     /// Takes a removed snapshot out of the directory.
     ///
     /// # Errors
-    /// Where it is not marked as removed, or several layers build on it.
+    /// It is not marked as removed, or several layers build on it.
     pub fn plan_fold(&self, name: &str) -> Result<FoldPlan, ChainError> {
         let (parent, disk) = self.snapshot(name)?;
         if !disk.meta.removed {

@@ -1,9 +1,9 @@
 //! Plans: the file operations of a read, a write, a discard or a write of zeroes.
 //!
-//! Plans are values; nothing here does I/O beyond asking the caller's [`ExtentSource`] about
-//! windows that the map does not know yet. The caller executes a plan and then tells the map with
-//! `written`, `punched` or `forget`. Requests that overlap in a 4 KiB block must not be in flight
-//! together: a plan is right only until the next change of the same blocks.
+//! Plans are values; nothing here does I/O beyond asking the caller's [`ExtentSource`] about windows that the
+//! map does not know yet. The caller executes a plan and then reports to the map with `written`, `punched` or
+//! `forget`. Requests that overlap in a 4 KiB block must not be in flight together: a plan is right only
+//! until the next change of the same blocks.
 
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, RangeError};
@@ -86,8 +86,8 @@ impl ZeroStep {
     }
 
     /// Returns the blocks to write zeroes over because the file system has refused this step with `errno`: it
-    /// makes no holes after all, or has no space for the extent that a hole cuts in two. (Where there is
-    /// data, there is space to write over it.)
+    /// makes no holes after all, or has no space for the extent that a hole cuts in two. (Allocated blocks
+    /// always have the space to be overwritten.)
     #[must_use]
     pub fn written_instead(self, errno: Errno) -> Option<ByteRange> {
         match self {
@@ -238,7 +238,7 @@ fn split(range: ByteRange) -> (Option<ByteRange>, Option<ByteRange>, Option<Byte
     (part(range.offset(), first_end), part(first_end, last_start), part(last_start, range.end()))
 }
 
-/// Appends `step`, joined with the last one where that is the same and ends where this begins.
+/// Appends `step`, joined with the last one if that is the same and ends at its beginning.
 fn push(steps: &mut Vec<ZeroStep>, step: ZeroStep) {
     match (steps.last_mut(), step) {
         (Some(ZeroStep::Punch(last)), ZeroStep::Punch(next))

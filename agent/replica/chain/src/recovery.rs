@@ -35,7 +35,7 @@ impl Checks {
 /// The layout of a directory and the steps that repair it.
 #[derive(Clone, Debug)]
 pub struct Recovery {
-    /// The layout once the steps are done. Every file that it names is there already.
+    /// The layout once the steps are done. Every file that it names exists already.
     pub layout: Layout,
     /// The steps that repair the directory; empty after a clean close.
     pub steps: Vec<Step>,
@@ -46,7 +46,7 @@ pub struct Recovery {
 /// Derives the layout of a directory.
 ///
 /// # Errors
-/// [`ChainError`] where it stands for nothing, or for more than one thing.
+/// [`ChainError`] if it has no valid layout, or more than one.
 pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, ChainError> {
     if let Some(name) = facts.foreign_metas.first() {
         return Err(ChainError::ForeignMeta { name: name.clone() });
@@ -250,8 +250,8 @@ impl Work {
         Ok(())
     }
 
-    /// Snapshots that are the head itself: links that an unfinished snapshot made. Only where
-    /// no layer builds on them; else the layout is refused.
+    /// Removes snapshots that are the head itself: links that an unfinished snapshot made. Applies only if no
+    /// layer builds on them; else the layout is refused.
     fn settle_links_to_head(&mut self) {
         let Some(head) = self.images.get(&self.head).copied() else { return };
         let parents: Vec<String> = self

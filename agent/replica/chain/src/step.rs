@@ -37,7 +37,7 @@ pub enum Step {
         /// The name that it gets.
         to: String,
     },
-    /// Takes the name away, if it is there.
+    /// Removes the name, if it exists.
     Unlink {
         /// The name.
         name: String,

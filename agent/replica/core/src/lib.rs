@@ -5,7 +5,7 @@
 //!   what holds when one of them fails. The shell performs each step ([`Disk`]).
 //! - [`KnownRot`]: which blocks hold rot, while and after requests modify them.
 //! - [`Failure`]: when the process of a replica that has failed ends.
-//! - [`revision_counter`]: which number tells Longhorn how new a replica is.
+//! - [`revision_counter`]: the number by which Longhorn sees how new a replica is.
 //! - [`Waiting`]: requests that wait until regions are noted.
 #![forbid(unsafe_code)]
 

@@ -513,7 +513,7 @@ impl RegionKeeper {
         self.tracks().filter(|replica| report.views().all(|view| view.members.contains(replica)))
     }
 
-    /// Keeps a set, whose file is there.
+    /// Keeps a set whose file exists.
     pub fn keep(&mut self, new: NewSet) {
         let NewSet { replica, mut set } = new;
         debug_assert!(self.find(SetKey::Missed(replica)).is_none(), "a set is kept once");

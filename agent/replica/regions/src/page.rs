@@ -123,8 +123,8 @@ impl PageHeader {
     }
 }
 
-/// The size of the volume that a file of a set was made for, as its first page says; none where that is
-/// damaged, or of a version that did not say.
+/// Returns the size of the volume that a file of a set was made for, from its first page; none if that is
+/// damaged, or of a version without the size.
 pub(crate) fn made_for(file: &[u8]) -> Option<u64> {
     let page = checked(file).ok().filter(|page| page.starts_with(MAGIC))?;
     Some(u64_at(page, SIZE_AT)).filter(|size_bytes| *size_bytes != 0)

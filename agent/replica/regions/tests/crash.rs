@@ -8,7 +8,7 @@ use shorthorn_regions::{Admit, Marked, PAGE_BYTES, PageWrite, RegionKeeper, SetK
 use shorthorn_types::{ByteRange, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf, ReplicaId};
 
 const REGION_BYTES: u64 = 64 << 10;
-/// Two pages, and the regions around the border between them are where it happens.
+/// Two pages; the test uses the regions around the border between them.
 const COUNT: u32 = 32_256 + 20;
 const FIRST: u32 = COUNT - 40;
 const SIZE_BYTES: u64 = COUNT as u64 * REGION_BYTES;

@@ -109,7 +109,7 @@ struct Work {
     /// Operations in the kernel, for reads and writes.
     pending: u16,
     failure: Option<Errno>,
-    /// The piece of a layer that is looked at, where it is that.
+    /// The piece of a layer that is being checked, if the request is a check.
     checked: Option<Checked>,
     /// True if the read data has to be compared with the sums of its blocks.
     wants_check: bool,
@@ -284,7 +284,7 @@ impl Executor {
         !finished.is_empty()
     }
 
-    /// Puts a text that answers a control frame into the slot. None where it is too long.
+    /// Puts the text of an answer to a control frame into the slot. None if it is too long.
     pub fn put_text(&mut self, slot: u16, text: &[u8]) -> Option<IoBuf> {
         let text_max_bytes = self.header(slot).opcode.text_max_bytes() as usize;
         let range = ByteRange::new(0, text.len() as u64).ok().filter(|_| text.len() <= text_max_bytes)?;
@@ -358,9 +358,9 @@ impl Executor {
         Ok(begun?)
     }
 
-    /// Makes the volume larger: the files of the sets of regions first, under other names, as they may need
-    /// space; then the directory, which makes it so; then these files get their names. Where the process ends
-    /// before that, the sets are read from the files of the size before. Waits for the disk; requests may be
+    /// Makes the volume larger. The files of the sets of regions come first, under other names, because they
+    /// may need space. Then the directory grows, and then these files get their names. If the process ends
+    /// before that, the sets are read from the files of the former size. Waits for the disk; requests may be
     /// in flight.
     ///
     /// # Errors

@@ -29,7 +29,7 @@ impl Piece {
         first << (FIELD_BITS + FILE_BITS) | blocks << FILE_BITS | file
     }
 
-    /// Reads the tag back; none where it was never packed.
+    /// Unpacks the tag; none if it was never packed.
     #[allow(clippy::cast_possible_truncation)] // cutting the fields out is what it does
     pub fn unpack(tag: u32) -> Option<Piece> {
         let first = (tag >> (FIELD_BITS + FILE_BITS)) as u16;

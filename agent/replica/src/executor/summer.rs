@@ -595,7 +595,7 @@ impl Executor {
         self.summer.checks += usize::from(wants);
     }
 
-    /// The data of the slot is there: it finishes, after a comparison if that was asked for.
+    /// Handles the data of the slot: it finishes, after a comparison if that was requested.
     pub(super) fn was_read(&mut self, slot: u16, ring: &mut Ring) {
         if !self.has_compared(slot) {
             self.load_sums_for(slot, ring);

@@ -56,7 +56,7 @@ impl Checked {
 
 impl Executor {
     /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`]
-    /// can tell.
+    /// returns a result.
     pub fn start_check(
         &mut self,
         slot: u16,

@@ -116,8 +116,8 @@ impl Server {
         }
     }
 
-    /// Answers the hello with a refusal. The socket is new and its buffer empty, so the refusal fits, and
-    /// nothing is waited for; where it does not, the engine sees the end of the connection alone.
+    /// Answers the hello with a refusal. The socket is new and its buffer empty, so the refusal fits, and the
+    /// call does not wait; otherwise the engine sees only the end of the connection.
     pub(super) fn refuse(&self, place: Place, candidate: Candidate, errno: Errno, message: String) {
         let generation = self.executor.state().views().generation();
         let holder = (place.generation < generation).then(|| candidate.session.prove_holder(generation));

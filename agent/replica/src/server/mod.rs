@@ -59,7 +59,7 @@ impl Server {
     /// Creates a server for the current thread, which has to run it.
     ///
     /// # Errors
-    /// Where the kernel has no io_uring for us.
+    /// The kernel has no usable io_uring.
     pub fn new(executor: Executor, inbox: Inbox, publisher: Publisher) -> Result<Server, ReplicaError> {
         let ring =
             Ring::new(RING_ENTRIES).map_err(|source| ReplicaError::system("set up io_uring", source))?;
@@ -255,7 +255,7 @@ impl Server {
         self.look_at_failure();
     }
 
-    /// Notes a failure that could not be noted, and tells if earlier ones count no more.
+    /// Notes a failure that could not be noted, and reports when earlier ones do not count any more.
     fn look_at_failure(&mut self) {
         if self.failed_at.is_none() && !self.is_forgiven && self.executor.has_served_long() {
             self.is_forgiven = true;

@@ -101,7 +101,7 @@ impl Server {
         Parsed::Ready(slot)
     }
 
-    /// Executes the request in `slot`, whose data is there.
+    /// Executes the request in `slot`, whose data has arrived.
     fn take_up(&mut self, index: u16, slot: u16) {
         let header = self.executor.header(slot);
         match header.opcode {
@@ -137,7 +137,7 @@ impl Server {
         }
     }
 
-    /// The text of a control frame; where it is none, the connection ends.
+    /// Returns the text of a control frame; ends the connection if it is invalid.
     pub(super) fn text<T: DeserializeOwned>(&mut self, index: u16, slot: u16, header: &Header) -> Option<T> {
         let mut text = vec![0; header.data_bytes() as usize];
         self.executor.payload(slot).copy_to(&mut text);

@@ -152,9 +152,9 @@ impl Boot {
         }
     }
 
-    /// Notes the loss that the result of a write of an opening means. A failure is noted as a loss, as the
-    /// kernel may have told of one by it: the next opening would hear of nothing. A lack of space or memory
-    /// tells of none.
+    /// Notes the loss that the result of a write of an opening means. A failure is noted as a loss, because
+    /// the kernel may have reported one by it: the next opening would not notice. A lack of space or memory
+    /// is no loss.
     pub fn noting(
         &mut self,
         directory: &Directory,

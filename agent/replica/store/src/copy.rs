@@ -34,7 +34,7 @@ const FORMAT: u32 = 1;
 #[derive(Clone, Debug)]
 pub(crate) struct Copy {
     list: CopyList,
-    /// True if the layers are there.
+    /// True if the layers exist.
     prepared: bool,
     /// True for layers that are complete and durable.
     done: Vec<bool>,
@@ -180,7 +180,7 @@ impl Store {
     /// where to look for more.
     ///
     /// # Errors
-    /// A layer that is not there, or an I/O error.
+    /// The layer does not exist, or an I/O error.
     pub fn layer_extents(
         &self,
         layer: usize,

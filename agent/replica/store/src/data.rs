@@ -57,7 +57,7 @@ impl Store {
         Ok(self.map.plan_write_zeroes(range, &mut self.files, steps)?)
     }
 
-    /// Completes a write to the head: every block that `range` touches is there now. Also after
+    /// Completes a write to the head: every block that `range` touches is in it now. Also after
     /// [`ZeroStep::WriteZeroes`] and [`ZeroStep::Merge`].
     pub fn written(&mut self, range: ByteRange) {
         self.map.written(range);

@@ -82,7 +82,7 @@ impl Directory {
             let Ok(name) = entry.file_name().to_str() else { continue };
             let regular = match entry.file_type() {
                 Some(kind) => kind == Type::File,
-                // Some file systems do not tell.
+                // Some file systems do not report it.
                 None => self
                     .open_path(name)?
                     .is_some_and(|file| file.metadata().is_ok_and(|found| found.is_file())),
@@ -124,7 +124,7 @@ impl Directory {
         }
     }
 
-    /// Returns the content of a document, if it is there.
+    /// Returns the content of a document, if it exists.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         if self.open_path(name)?.is_none() {
             return Ok(None);
@@ -142,10 +142,10 @@ impl Directory {
         self.with_reserve(|| self.try_write(name, bytes))
     }
 
-    /// Does an operation that needs a little space. Where the file system is full the reserve is given up for
+    /// Does an operation that needs a little space. If the file system is full, the reserve is given up for
     /// it: a full disk fails writes of data, and must not keep a replica from closing, opening, or storing a
     /// view. Not only content needs space: a new name may need another block of the directory. `attempt` can
-    /// be done again.
+    /// be repeated.
     pub fn with_reserve<T>(&self, attempt: impl Fn() -> Result<T>) -> Result<T> {
         match attempt() {
             Err(error) if is_full(error.errno()) => {

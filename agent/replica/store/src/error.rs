@@ -55,7 +55,7 @@ pub enum StoreError {
     Locked {
         /// The replica's directory.
         directory: PathBuf,
-        /// The process, where it is known.
+        /// The process, if it is known.
         holder: Option<u32>,
     },
     /// The store was opened for reading only.

@@ -1,4 +1,4 @@
-//! The extents of a file, as FS_IOC_FIEMAP tells them: Documentation/filesystems/fiemap.rst and
+//! The extents of a file from FS_IOC_FIEMAP: Documentation/filesystems/fiemap.rst and
 //! include/uapi/linux/fiemap.h of the kernel. Longhorn decides with it which layer holds a block.
 #![allow(unsafe_code)] // the call has no safe wrapper
 

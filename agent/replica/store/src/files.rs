@@ -91,7 +91,7 @@ impl Files {
     /// Returns the file at an index.
     ///
     /// # Panics
-    /// Where the index is none that this chain has: plans are for the chain that they were made for.
+    /// The index is not in this chain: plans are for the chain that they were made for.
     pub fn get(&self, index: FileIndex) -> &File {
         &self.slots[index.slot()].as_ref().expect("the file has left the chain").file
     }

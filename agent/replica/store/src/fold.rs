@@ -17,8 +17,7 @@ use crate::sums::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-/// The copy of a fold, to run on any thread. Dropped unfinished, tell the store with
-/// [`Store::abandon_coalesce`].
+/// The copy of a fold, to run on any thread. If it is dropped unfinished, call [`Store::abandon_coalesce`].
 #[derive(Debug)]
 pub struct FoldJob {
     directory: Arc<Directory>,

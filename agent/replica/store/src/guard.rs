@@ -48,7 +48,7 @@ pub(crate) struct Guard {
     volume_meta: Vec<FileIdentity>,
     /// The identity of the head, present after a clean close.
     head: Option<HeadIdentity>,
-    /// Sizes of layers that are shorter than the one above for a reason that no document tells.
+    /// Sizes of layers that are shorter than the one above for an undocumented reason.
     #[serde(default)]
     pub known_sizes: BTreeMap<String, u64>,
     /// The series of sums of blocks that counts: see `block_sums`. A version without sums drops it with any
@@ -73,8 +73,8 @@ impl Guard {
         (1..u64::MAX).contains(&guard.epoch).then_some(guard)
     }
 
-    /// Compares the record with the directory. The guard returned is for the session that begins:
-    /// in the same epoch where everything fits, in the next one where it does not.
+    /// Compares the record with the directory. The returned guard is for the session that begins: in the same
+    /// epoch if everything fits, otherwise in the next one.
     pub fn judge(directory: &Directory, found: Option<Guard>) -> Result<(Guard, Provenance), StoreError> {
         let volume_meta = identity(directory, VOLUME_META)?;
         let Some(mut guard) = found else {

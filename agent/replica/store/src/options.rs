@@ -24,8 +24,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Take a replica whose rebuild did not finish.
     pub accept_rebuilding: bool,
-    /// Take layers that are shorter than the one above although nothing tells of an expansion. The
-    /// sizes are remembered, so that it need be said only once.
+    /// True to accept layers that are shorter than the one above although no expansion is documented. The
+    /// sizes are remembered, so that the option is needed only once.
     pub accept_short_layers: bool,
     /// A file for the note that data may be lost, if nothing in the directory can be changed, as after a file
     /// system has given up. The file does not exist yet, and is on another file system that keeps it until

@@ -178,7 +178,7 @@ fn write_allocated(directory: &Directory, name: &str, bytes: &[u8]) -> Result<()
     let failed = |error: std::io::Error| StoreError::io("write", directory.path_of(name), error);
     let mut file = directory.open_file(name, OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_TRUNC)?;
     let length = i64::try_from(bytes.len()).unwrap_or(i64::MAX);
-    // Where the file system cannot allocate ahead, writing does.
+    // If the file system cannot allocate ahead, writing does.
     match fallocate(file.as_fd(), FallocateFlags::empty(), 0, length) {
         Ok(()) | Err(nix::errno::Errno::EOPNOTSUPP) => {}
         Err(errno) => return Err(failed(errno.into())),

@@ -1,6 +1,6 @@
 //! Longhorn's counter of revisions. See `E/pkg/replica/revision_counter.go` of longhorn-engine: one block
 //! with the number in decimal digits, the rest of it zero bytes, written with direct I/O. Longhorn reads it
-//! only where a volume has the counter enabled, and makes a file that is not there with the number 0.
+//! only if a volume has the counter enabled, and makes a missing file with the number 0.
 
 use shorthorn_chain::REVISION_FILE;
 use shorthorn_types::limits::BLOCK_BYTES;

@@ -177,8 +177,8 @@ impl Store {
     /// Makes all data durable, marks the directory as cleanly closed and gives it up.
     ///
     /// # Errors
-    /// [`StoreError`]; the directory then counts as dirty. So it does for good once data may be gone
-    /// ([`Store::has_lost_cache_now`]): that it is dirty may be all that tells of it.
+    /// [`StoreError`]; the directory then counts as dirty. So it does for good once data may be lost
+    /// ([`Store::has_lost_cache_now`]): the dirty flag may be the only sign of that.
     pub fn close(mut self) -> Result<()> {
         if self.read_only {
             return Ok(());
@@ -209,7 +209,7 @@ impl Store {
         Some(found.blocks_available().saturating_mul(found.fragment_size()))
     }
 
-    /// Returns the head: where all writes go.
+    /// Returns the head, which takes all writes.
     #[must_use]
     pub fn head(&self) -> FileIndex {
         self.map.head()
@@ -219,7 +219,7 @@ impl Store {
     /// kernel has already taken are not disturbed by one.
     ///
     /// # Panics
-    /// Where the plan is older than the last operation and names a file that has left the chain.
+    /// The plan is older than the last operation and names a file that has left the chain.
     #[must_use]
     pub fn fd(&self, index: FileIndex) -> BorrowedFd<'_> {
         self.files.fd(index)
@@ -233,13 +233,13 @@ impl Store {
     }
 
     /// Returns the alignment of offset and length of a read in bytes: 1, 512 or 4096. Whole blocks always
-    /// will do. Where it is 4096 and a read is for less, plan it for whole blocks and drop the rest.
+    /// suffice. If it is 4096 and a read is for less, plan it for whole blocks and drop the rest.
     #[must_use]
     pub fn alignment_bytes(&self) -> u32 {
         self.host.alignment_bytes
     }
 
-    /// Returns true if holes can be made. Where not, discards and zeroes are written out.
+    /// Returns true if holes can be made. Otherwise discards and zeroes are written out.
     #[must_use]
     pub fn can_punch(&self) -> bool {
         self.host.can_punch

@@ -51,7 +51,7 @@ const NAME_MAX_BYTES: usize = 255;
 pub struct LayerSums {
     /// The length of a piece in bytes.
     pub piece_bytes: u32,
-    /// The sum of each piece; 0 where it is not known.
+    /// The sum of each piece; 0 if it is not known.
     pub sums: Vec<u32>,
 }
 
@@ -186,7 +186,7 @@ impl Store {
     /// Returns the sums that are kept of a snapshot's layer.
     ///
     /// # Errors
-    /// A layer that is not there, or an I/O error.
+    /// The layer does not exist, or an I/O error.
     pub fn load_sums(&self, image: &str) -> Result<FoundSums> {
         let image = self.known_layer(image)?;
         let (Some(name), Some(subject)) = (file_of(image), self.subject(image)?) else {
@@ -270,8 +270,8 @@ impl Store {
     /// block is removed that should never have existed. Plans made before are void afterwards.
     ///
     /// # Errors
-    /// A layer that is not there, a range that it does not have, or an I/O error: the range may then hold
-    /// some of both.
+    /// The layer does not exist, or does not have the range, or an I/O error: the range may then hold some of
+    /// both.
     pub fn repair_layer(
         &mut self,
         image: &str,
@@ -293,7 +293,7 @@ impl Store {
             .and_then(|()| write_runs(&file, runs, data, &mut self.scratch))
             .and_then(|()| file.sync_all());
         if before != runs || changed.is_err() {
-            // Where the layer has blocks was remembered.
+            // The map has remembered the blocks of the layer.
             self.forget_map();
         }
         changed.map_err(|error| StoreError::io("repair", self.directory.path_of(image), error))

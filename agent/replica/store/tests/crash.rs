@@ -192,7 +192,7 @@ fn killed_at_every_step(operation: &Operation) {
     }
 }
 
-/// Lets every step of the operation fail: it must have happened or not, and the store must go on.
+/// Fails every step of the operation: it must have happened or not, and the store must continue.
 fn failing_at_every_step(operation: &Operation) {
     let mut cases = Cases::new(operation);
     for steps in 1.. {
@@ -272,7 +272,7 @@ fn coalesce_the_last_one_under_the_head() {
             _ => store.coalesce("c"),
         }
     };
-    // Between the two calls the snapshot is there and removed, which is neither old nor new.
+    // Between the two calls the snapshot exists and is removed, which is neither old nor new.
     let mut cases = Cases::new(&operation);
     cases.old.snapshots.insert("c".to_owned(), None);
     for steps in 1.. {
@@ -330,7 +330,7 @@ fn create() {
             assert!(steps > 10);
             break;
         }
-        // Either it is there whole, or it can be made again.
+        // The replica is complete, or it can be made again.
         let mut store = match Store::create(&path, options(None)) {
             Err(StoreError::Exists(_)) => open(&path, None).unwrap(),
             created => created.unwrap(),

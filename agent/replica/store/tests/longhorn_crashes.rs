@@ -174,8 +174,8 @@ fn an_old_head_with_data_is_left_alone() {
     assert_eq!(sha256(&read_all(&mut store)), fixture.expected.head_sha256);
 }
 
-/// A purge stopped between taking the child's name away and giving it to the parent; or the file
-/// was lost. Nothing tells, so nothing is guessed.
+/// A purge stopped between the removal of the child's name and its assignment to the parent; or the file was
+/// lost. No file shows which, so recovery does not guess.
 #[test]
 fn a_fold_that_lost_its_name_is_refused() {
     let fixture = Fixture::unpack("lhsimple");

@@ -75,7 +75,7 @@ fn so_is_an_expansion() {
     assert!(open(&path).info().lost_cache);
 }
 
-/// The kernel tells of a lost write once, and an opening may be the first to hear of it.
+/// The kernel reports a lost write once, and an opening may be the first to get it.
 #[test]
 fn so_is_an_opening() {
     // The head of an expansion that was interrupted, and the mark that the directory is open.

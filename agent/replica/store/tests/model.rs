@@ -320,7 +320,7 @@ fn a_volume_that_was_expanded_and_reverted_opens() {
         assert_eq!(store.size_bytes(), START_BYTES as u64 + 3 * 4096);
         assert!(read_all(&mut store).iter().all(|byte| *byte == 0));
         drop(store);
-        // A truncated layer is still told apart.
+        // A truncated layer is still recognised.
         let layer =
             std::fs::OpenOptions::new().write(true).open(run.path.join("volume-snap-s1.img")).unwrap();
         layer.set_len(4096).unwrap();

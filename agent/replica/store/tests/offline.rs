@@ -160,7 +160,7 @@ fn a_restart_of_the_host_under_an_open_replica_shows() {
     assert!(inspection.to_string().contains("the host was restarted"), "{inspection}");
     assert_eq!(serde_json::to_value(&inspection).unwrap()["own_state"]["lost_cache"], true);
     assert_eq!(traces(&path), before);
-    // Where everything that was written had been flushed on all replicas, nothing can be gone.
+    // If everything written had been flushed on all replicas, nothing can be lost.
     let regions = Regions::of(1 << 20);
     let store = Store::open(&path, OpenOptions::default()).unwrap();
     let epoch = store.info().epoch;

@@ -136,7 +136,7 @@ fn a_layer_is_put_right_block_by_block() {
     assert_eq!(read(&mut open), [1, 1, 2, 2, 0, 0], "where its blocks are is known from here on");
     let file = open.snapshot_layer(SECOND).unwrap();
     assert_eq!(open.layer_blocks(file, blocks(0, 6)).unwrap(), [blocks(2, 2)]);
-    // A hole where it has a block that it should not have, and a block where it has none.
+    // A hole in place of a superfluous block, and a block in place of a missing one.
     let data = [[5; 4096], [6; 4096]].concat();
     open.repair_layer(SECOND, blocks(0, 6), &[blocks(0, 1), blocks(3, 1)], &data).unwrap();
     assert_eq!(open.layer_blocks(file, blocks(0, 6)).unwrap(), [blocks(0, 1), blocks(3, 1)]);

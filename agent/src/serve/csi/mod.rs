@@ -1,8 +1,8 @@
 //! The CSI driver of this node: its two sockets, where kubelet looks for them.
 //!
-//! kubelet takes a driver away whose registration socket is gone, so neither socket is removed when the agent
-//! ends; where systemd holds them, they even go on to be listened on. CSI is served before the registration,
-//! because kubelet calls it as soon as it has seen that.
+//! kubelet removes a driver whose registration socket is gone, so neither socket is removed when the agent
+//! ends; if systemd holds them, they even continue to listen. CSI is served before the registration, because
+//! kubelet calls it as soon as it has seen that.
 
 mod root;
 mod sockets;
@@ -166,7 +166,7 @@ impl Driver {
 
     fn root(&self) -> Option<PathBuf> {
         match self.config.csi {
-            // It is made where it is missing.
+            // The directory is made if it is missing.
             CsiChoice::On => Some(self.finder.look().unwrap_or_else(|| self.finder.first_candidate())),
             _ => self.finder.look(),
         }

@@ -35,7 +35,7 @@ pub enum BackendError {
     /// systemd says no.
     #[error("systemd: {0}")]
     Bus(#[from] zbus::Error),
-    /// The units of instances are not there.
+    /// The units of instances are not installed.
     #[error(
         "systemd does not know {0}: install the unit files of shorthorn-agent, and run systemctl daemon-reload"
     )]

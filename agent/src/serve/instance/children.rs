@@ -1,8 +1,8 @@
 //! Instances as processes of our own, where PID 1 is not systemd.
 //!
-//! An instance outlives the agent that has started it: it is in a process group of its own, and nothing
-//! tells it of the agent's end. It holds its pid file, so the next agent finds it. A task per instance
-//! waits for its end, and starts it again.
+//! An instance outlives the agent that has started it: it is in a process group of its own, and gets no
+//! signal at the agent's end. It holds its pid file, so the next agent finds it. A task per instance waits
+//! for its end, and restarts it.
 
 use std::collections::HashMap;
 use std::fs;
@@ -233,8 +233,8 @@ impl Instance {
         self.table.set_process(&self.id, process);
     }
 
-    /// Returns the process that runs already, else a new one. Where both happen at once, the new one finds
-    /// the pid file held and ends, and the next call finds the other.
+    /// Returns the process that runs already, else a new one. If both happen at once, the new one finds the
+    /// pid file held and ends, and the next call finds the other.
     fn find_or_spawn(&self) -> io::Result<Living> {
         let pid_file = self.places.pid(&self.id);
         if let Some(holder) = Holder::find(&pid_file)? {
@@ -282,8 +282,8 @@ impl Instance {
         }
     }
 
-    /// Ends the process: an engine by order, where it takes one; with SIGTERM; and where that does not help
-    /// with SIGKILL.
+    /// Ends the process: an engine by order, if it takes one; with SIGTERM; and with SIGKILL if that does not
+    /// help.
     async fn end(&self, living: &mut Living, order: &Order) -> Result<(), BackendError> {
         if self.id.kind() == InstanceKind::Engine
             && order_end(&self.id, &self.places, order).await

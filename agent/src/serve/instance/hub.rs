@@ -156,7 +156,7 @@ impl Hub {
         self.published(&id)
     }
 
-    /// Gives an engine that is there already the replicas, and the size, that the same request names now.
+    /// Gives a running engine the replicas, and the size, of the same request.
     async fn catch_up(&self, spec: &Spec, known: &Spec, options: StartOptions) -> Result<(), NodeError> {
         let (Spec::Engine(asked), Spec::Engine(known)) = (spec, known) else { return Ok(()) };
         if asked.replicas != known.replicas {
@@ -342,7 +342,7 @@ fn refuse_older(spec: &Spec, known: &Spec) -> Result<(), NodeError> {
     }
 }
 
-/// Returns true if an engine that is there may be replaced with its device carried over.
+/// Returns true if an existing engine may be replaced with its device carried over.
 fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
     match (spec, known) {
         (Spec::Engine(asked), Spec::Engine(known)) => {

@@ -37,7 +37,7 @@ impl Hub {
     /// Sends a grant to an engine; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
     pub async fn grant(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -55,7 +55,7 @@ impl Hub {
     /// Gives an engine another list of replicas; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
     pub async fn update_replicas(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -92,7 +92,7 @@ impl Hub {
     /// Sets how much copying may take; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
     pub async fn set_limits(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -105,7 +105,7 @@ impl Hub {
     /// Makes the volume of an engine larger; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it is not the engine of that attachment.
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
     pub async fn expand(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -136,7 +136,7 @@ impl Hub {
     /// Starts or stops a scrub; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where no engine of the volume is here.
+    /// [`NodeError::Precondition`] if no engine of the volume is here.
     pub async fn scrub(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -148,7 +148,7 @@ impl Hub {
     /// Keeps older engines from a replica; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where it does not run here.
+    /// [`NodeError::Precondition`] if it does not run here.
     pub async fn fence(
         self: &Arc<Hub>,
         volume: VolumeName,
@@ -204,7 +204,8 @@ impl Hub {
         if process.phase == Phase::Stopped {
             return Ok(());
         }
-        // Also where no process is known at this moment: one may have read the spec just before.
+        // The order is sent even if no process is known at this moment: one may have read the spec just
+        // before.
         send(id, &control, &order).await
     }
 

@@ -78,7 +78,8 @@ pub async fn ends_within(pid: i32, limit: Duration) -> bool {
     timeout(limit, process.readable()).await.is_ok_and(|ready| ready.is_ok())
 }
 
-/// Orders the process of an instance to end, where it has a control socket that answers. False: it has none.
+/// Orders the process of an instance to end, if it has a control socket that answers. Returns false if it has
+/// none.
 pub async fn order_end(id: &InstanceId, places: &Places, command: &Command) -> bool {
     let Ok(control) = places.control(id) else { return false };
     match control_watch::order(&control, command).await {

@@ -144,7 +144,7 @@ impl Bus {
             other => other?,
         };
         let result = done(&mut removed, &job).await?;
-        // Forgets that it was killed, where it was.
+        // Forgets that it was killed, if it was.
         let _ = self.manager.reset_failed_unit(&unit).await;
         if result == "done" { Ok(()) } else { Err(BackendError::NotStopped(unit, result)) }
     }

@@ -124,7 +124,7 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
     requests::ask_for_deletion(world, name, now)
 }
 
-/// Returns the volume wanted on `node`, where no other one has it.
+/// Returns the volume wanted on `node`, if no other one has it.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.

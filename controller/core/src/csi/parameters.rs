@@ -77,7 +77,7 @@ pub enum ParameterError {
     /// The parameter is not known.
     #[error("parameter {0:?} is not known; known are {KNOWN}")]
     Unknown(String),
-    /// Longhorn has it, and its value asks for something that is not there.
+    /// Longhorn has the parameter, and its value requests a missing feature.
     #[error("parameter {key} = {value:?} of Longhorn is not supported: leave it out; known are {KNOWN}")]
     Longhorn {
         /// The name of the parameter.
@@ -111,7 +111,7 @@ pub fn parameters<'a>(
     if bytes > MAX_BYTES {
         return Err(ParameterError::Length(bytes));
     }
-    // In their order, so that the same mistakes are always told in the same way.
+    // The parameters are in their order, so that the same mistakes are always reported in the same way.
     let mut pairs: Vec<_> = pairs.collect();
     pairs.sort_unstable();
     let mut volume = CreateVolume::default();

@@ -161,7 +161,7 @@ fn one_node_at_a_time() {
     at(&mut world, "a", VolumeState::Attached, CurrentState::Running);
     assert!(is_published(&world, "v", &node_name("a")) && !is_published(&world, "v", &node_name("b")));
     assert_eq!(published_node(&world, &world.volumes["v"]), Some(&node_name("a")));
-    // Not wanted at b: nothing changes, and it is not there.
+    // The volume is not wanted at b: nothing changes, and it is not attached there.
     assert!(matches!(unpublish(&world, "v", Some("b")), Ok(Change::AlreadySo(_))));
     assert!(
         is_away(&world, "v", Some("b")) && !is_away(&world, "v", Some("a")) && !is_away(&world, "v", None)

@@ -11,7 +11,7 @@ use super::{Conditions, Metadata, Secret};
 use crate::requests::DEFAULT_REPLICAS;
 use crate::{Labels, NodeName, Timestamp, schema};
 
-/// A volume: one engine where it is attached, and some replicas.
+/// A volume: one engine on the node of the attachment, and some replicas.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Volume {
     /// Name, version and dates.
@@ -136,9 +136,9 @@ pub struct VolumeStatus {
     /// The operator's last decision that one replica is the truth, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salvage: Option<Salvage>,
-    /// The size that the volume really has: all replicas, and the device where it is attached; 0: as it was
-    /// created (spec.size). Of a volume that is not attached: the size that it is attached with next, as its
-    /// replicas grow before anything is served.
+    /// The size that the volume really has: that of all replicas, and of the attached device; 0: as it was
+    /// created (spec.size). For a detached volume it is the size of the next attachment, because its replicas
+    /// grow before anything is served.
     #[serde(with = "super::quoted", default)]
     #[schemars(with = "schema::Quoted")]
     pub current_size: u64,
@@ -251,8 +251,8 @@ impl Volume {
         self.metadata.is_deleting() && (has_begun || self.status.persistent_volume.is_none())
     }
 
-    /// Returns the PersistentVolume that a deletion waits for, which was asked for in spite of it: by
-    /// kubectl, where no admission policy has refused that.
+    /// Returns the PersistentVolume that a deletion waits for, which was requested in spite of it: by
+    /// kubectl, if no admission policy has refused that.
     #[must_use]
     pub fn deletion_waits_for(&self) -> Option<&str> {
         let persistent_volume = self.status.persistent_volume.as_deref();
@@ -281,7 +281,7 @@ pub enum VolumeState {
     /// The volume gets disks for its replicas.
     #[default]
     Creating,
-    /// A device is there.
+    /// The volume has a device.
     Attached,
     /// The volume has no process.
     Detached,
@@ -361,7 +361,7 @@ pub enum DataLocality {
     /// The volume needs no replica on the node of its engine.
     #[default]
     Disabled,
-    /// A replica that gets a place anyway gets it there, where that can be.
+    /// A replica that gets a place anyway gets it on the node of the engine, if possible.
     BestEffort,
 }
 

@@ -31,7 +31,7 @@ pub struct Guard {
     pub message: String,
 }
 
-/// A guard pod that is there.
+/// An existing guard pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GuardPod {
     /// The uid of its Node object.

@@ -59,7 +59,7 @@ fn is_older(instance: &Instance, attach: u64) -> bool {
     view_of(instance).is_some_and(|view| view.attach <= attach)
 }
 
-/// Writes the status where it differs from the stored one.
+/// Writes the status if it differs from the stored one.
 fn write_status(decision: &mut Decision, engine: &Engine, status: EngineStatus) {
     if status != engine.status {
         decision.write(Engine { status, ..engine.clone() });

@@ -35,7 +35,7 @@ fn instance_of(replica: &Replica) -> InstanceKey {
     InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id)
 }
 
-/// Writes the status where it differs from the stored one.
+/// Writes the status if it differs from the stored one.
 fn write_status(decision: &mut Decision, replica: &Replica, status: ReplicaStatus) {
     if status != replica.status {
         decision.write(Replica { status, ..replica.clone() });
@@ -112,9 +112,9 @@ fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
     decision
 }
 
-/// Writes the status of a replica that is wanted, where it says anything new. Two things wait for the next
-/// write: that it is being started, for a while; and that one of those which the volume was created with is
-/// in the view, as it counts as being there until something else is stored.
+/// Writes the status of a wanted replica, if it has news. Two things wait for the next write: that it is
+/// being started, for a while; and that one of the first replicas is in the view, because it counts as a
+/// member until something else is stored.
 fn store_news(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
     let stored = &replica.status;
     let volume = context.world.volumes.get(replica.spec.volume_name.as_str());

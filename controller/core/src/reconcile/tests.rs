@@ -30,7 +30,7 @@ fn now() -> Timestamp {
     Timestamp::UNIX_EPOCH
 }
 
-/// Returns a volume whose engine should run on node a, and is not there yet.
+/// Returns a volume whose engine should run on node a, and does not exist yet.
 fn world() -> World {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
     let Ok(Change::Store(volume)) = wanted.apply(&World::default(), Secret::new([1; 32]), now()) else {

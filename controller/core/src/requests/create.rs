@@ -25,9 +25,9 @@ pub struct CreateVolume {
     pub frontend: String,
     /// True if several replicas may be on one node.
     pub replica_soft_anti_affinity: bool,
-    /// True if all replicas are in zones of their own; else they are where that can be.
+    /// True if all replicas must be in zones of their own; else they are if possible.
     pub replica_zone_hard_anti_affinity: bool,
-    /// True if all replicas are on disks of their own; else they are where that can be.
+    /// True if all replicas must be on disks of their own; else they are if possible.
     pub replica_disk_hard_anti_affinity: bool,
     /// The tags that a node must have.
     pub node_selector: Vec<String>,

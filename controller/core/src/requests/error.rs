@@ -178,7 +178,7 @@ pub enum RequestError {
     /// No engine has ever opened it.
     #[error("volume {0} was never attached and has no data to salvage")]
     NeverAttached(String),
-    /// The node is there: it can be drained.
+    /// The node answers: it can be drained.
     #[error(
         "node {0} answers: move its replicas with shorthornctl node drain {0}; delete only a node that never \
          comes back"
@@ -306,7 +306,7 @@ pub enum RequestError {
     /// The frontend makes no device.
     #[error("volume {0} has the frontend socket, which makes no device that a node could use")]
     NoDevice(String),
-    /// Kubernetes has it attached, and is not told of a detach by hand.
+    /// Kubernetes has it attached, and would not notice a detach by hand.
     #[error(
         "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}): end the pods that use it, then it is \
          detached by itself. With --force it is detached as soon as its device is not in use there; Kubernetes goes on to take it \

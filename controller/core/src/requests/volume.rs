@@ -91,7 +91,7 @@ pub struct SetVolume {
     pub name: String,
     /// The wanted number of replicas. Surplus ones are removed one at a time while the volume is attached.
     pub number_of_replicas: Option<u32>,
-    /// All tags that a node must have to get a replica from now on. Replicas that are there stay.
+    /// All tags that a node must have to get a replica from now on. Existing replicas stay.
     pub node_selector: Option<Vec<String>>,
     /// The same of disks.
     pub disk_selector: Option<Vec<String>>,
@@ -162,7 +162,7 @@ pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Repl
 }
 
 /// Returns the volume with more bytes, attached or not, if the disks of its replicas have room for them.
-/// `status.current_size` tells when it has them.
+/// `status.current_size` shows when it has them.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.

@@ -12,7 +12,7 @@ pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCa
     with_replicas(world, agents, &own)
 }
 
-/// Returns the nodes of the world as candidates for replicas of a volume that is not there yet.
+/// Returns the nodes of the world as candidates for replicas of a volume that does not exist yet.
 #[must_use]
 pub fn candidates_for_new(world: &World, agents: &Agents) -> Vec<NodeCandidate> {
     with_replicas(world, agents, &[])

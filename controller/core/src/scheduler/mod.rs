@@ -1,8 +1,9 @@
 //! The scheduler: chooses nodes and disks for replicas, or explains why none fits.
 //!
-//! [`candidates`] reads the nodes out of the world, [`place`] decides over them alone: first the table of
-//! [`filters`], each entry of which can say why it removes a node or a disk, then the table of [`scores`], of
-//! which the first that tells two disks apart decides. A new rule is one more line in one of the tables.
+//! [`candidates`] reads the nodes from the world, and [`place`] decides over them alone. First comes the
+//! table of [`filters`], each entry of which can explain why it removes a node or a disk. Then comes the
+//! table of [`scores`], of which the first that differs between two disks decides. A new rule is one more
+//! line in one of the tables.
 
 mod better;
 mod candidates;
@@ -184,11 +185,11 @@ pub struct Placement {
     pub disk_uuid: String,
 }
 
-/// Finds places for as many replicas as are missing from `present` to `wanted`; `nodes` says where those are
-/// that are there, and has the new ones too when this returns.
+/// Finds places for as many replicas as are missing from `present` to `wanted`; `nodes` has the places of the
+/// existing ones, and has the new ones too when this returns.
 ///
 /// # Errors
-/// [`Refusal`] where not all of them have a place; none is taken then.
+/// [`Refusal`] if not all of them have a place; none is taken then.
 pub fn place(
     request: &Request,
     nodes: &mut [NodeCandidate],

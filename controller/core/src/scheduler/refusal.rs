@@ -60,7 +60,7 @@ impl Refusal {
         Refusal { placed, wanted, by_node, summary }
     }
 
-    /// Returns true if time alone can bring a place: nothing tells when files on a disk are deleted.
+    /// Returns true if time alone can bring a place: no event reports deleted files on a disk.
     #[must_use]
     pub fn waits_for_space(&self) -> bool {
         self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)

@@ -344,7 +344,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     let (alone, restored) = back(&world, &[]).unwrap();
     assert!(restored.is_empty() && alone.replicas.len() == 1);
     assert_eq!(alone.volume.unwrap().status.attach, 5);
-    // Of another volume of the name it is left where it is.
+    // The directory of another volume of the name is left alone.
     let newer = [trashed(&life(50, 0, 3), 3, 60, false)];
     let (other, _) = back(&world, &newer).unwrap();
     assert!(other.replicas.iter().all(|replica| replica.spec.replica_id == ReplicaId::from_random(3)));

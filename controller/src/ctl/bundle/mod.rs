@@ -19,7 +19,7 @@ use super::output;
 use super::reach::Cluster;
 use super::status::VERSION;
 
-/// The unit of the controller, whose log is on this host where it runs here.
+/// The unit of the controller, whose log is on this host if it runs here.
 const UNIT: &str = "shorthorn-controller";
 
 /// The options of the bundle.

@@ -96,7 +96,7 @@ impl Releaser {
         let machine = bounded(Api::<Machine>::all(self.client.clone()).get_opt(name)).await;
         let machine = machine.map_err(doing("read the node"))?;
         let attachments = self.attachments(name, memory).await?;
-        // Last: a pod is there before its attachment is.
+        // The last step: a pod exists before its attachment.
         let (pods, version) = self.pods(name).await?;
         memory.told.retain(|uid, _| pods.iter().any(|pod| pod.uid == *uid));
         // Of a machine that is gone in Kubernetes, Kubernetes itself removes the pods.

@@ -3,8 +3,8 @@
 //! data.
 //!
 //! With another key no engine reaches a replica that was made with the old one. So each volume carries the
-//! fingerprint of its key, the Secret with the key has a finalizer, and a key is made only where no volume
-//! can need another one.
+//! fingerprint of its key, the Secret with the key has a finalizer, and a key is made only if no volume can
+//! need another one.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;

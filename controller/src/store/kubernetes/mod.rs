@@ -54,7 +54,7 @@ pub enum OpenError {
     /// A call failed.
     #[error("cannot read the objects of Shorthorn: {0}")]
     Call(#[from] CallError),
-    /// The custom resources are not there.
+    /// The custom resources are not installed.
     #[error(
         "the API server does not know {0}: install them with shorthorn-controller crds | kubectl apply -f -"
     )]
@@ -76,13 +76,13 @@ pub enum OpenError {
     /// The list has no version that can be used.
     #[error("a list of the API server cannot be used: {0}")]
     List(ConvertError),
-    /// The Secret is there without a key.
+    /// The Secret has no key.
     #[error(
         "Secret {KEY_NAME} has no field key of 32 bytes: restore it from a backup; without it no engine reaches its \
          replicas"
     )]
     Key,
-    /// The Secret is not there, and volumes need it.
+    /// The Secret does not exist, and volumes need it.
     #[error(
         "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (docs/cluster.md); its \
          fingerprint is {fingerprint}. No other key is made: no engine would reach its replicas with it"
@@ -107,7 +107,7 @@ pub enum OpenError {
         volume: String,
         /// The fingerprint of its key.
         needed: String,
-        /// The fingerprint of the key that is there.
+        /// The fingerprint of the existing key.
         present: String,
     },
     /// The operating system gives no random numbers.
@@ -393,7 +393,8 @@ impl Inner {
         if !is_last {
             version = convert::version(answer.metadata.resource_version.as_deref())?;
         }
-        // Where others hold it, it is nothing to the reconcilers all the same: it has no data any more.
+        // If other finalizers hold it, it is removed for the reconcilers all the same: it has no data any
+        // more.
         self.forget(key, version);
         Ok(())
     }

@@ -68,7 +68,7 @@ impl Order {
         heard.max(self.removed.get(key).copied().unwrap_or(0))
     }
 
-    /// Handles the deletion of an object at that version in the watch. True: it was there.
+    /// Handles the deletion of an object at that version in the watch. Returns true if it existed.
     pub fn take_gone(&mut self, world: &mut World, key: &Key, version: u64) -> bool {
         let known = world.version(key);
         let goes = known != 0 && known <= version;
@@ -84,7 +84,7 @@ impl Order {
 
     /// Handles the removal of that version of an object by this controller.
     pub fn remove(&mut self, world: &mut World, key: &Key, version: u64) {
-        // Where it is not known any more, the watch has said so already; or it has come again.
+        // If it is not known any more, the watch has reported that already; or it was re-created.
         if (1..=version).contains(&world.version(key)) {
             world.remove(key);
             self.removed.insert(key.clone(), version);

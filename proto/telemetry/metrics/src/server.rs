@@ -67,8 +67,8 @@ impl Drop for Serving {
     }
 }
 
-/// Serves the health and the metrics of `vitals` at `listen`. Where that is the `default` and is taken, it is
-/// no reason not to start: several programs may run on one host.
+/// Serves the health and the metrics of `vitals` at `listen`. If that is the `default` and is taken, the
+/// program starts all the same: several programs may run on one host.
 ///
 /// # Errors
 /// [`MetricsError`] for a configured address.

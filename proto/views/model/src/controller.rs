@@ -37,8 +37,7 @@ impl State {
             && (self.opened_attach() > *attach || *arbiter == self.arbiter)
     }
 
-    /// The store is restored from the backup; the replicas show that it is older than the volume, where it
-    /// is.
+    /// Restores the store from the backup; the replicas show whether it is older than the volume.
     pub(crate) fn restore(&mut self, rules: Rules) {
         self.restores += 1;
         (self.attach, self.arbiter) = self.backup.clone();

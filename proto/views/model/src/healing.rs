@@ -62,7 +62,7 @@ impl Start<'_> {
                 Err(Failed::NoBasis(why) | Failed::NotThrough(why)) => what = why,
             }
             self.restart += 1;
-            // Whether it was refused or had nothing to ask for: the arbiter tells it the last grant.
+            // In both cases, refused or without a question, the arbiter returns the last grant.
             self.known = self.state.arbiter.granted();
         }
         Err(format!("{} never starts: {what}", self.generation()))

@@ -24,7 +24,7 @@ struct Options {
     /// The number of view changes that each engine may make
     #[arg(long, default_value_t = 4)]
     changes: u8,
-    /// Engines may also go on in the old view; the real one never does
+    /// Engines may also continue in the old view; the real one never does
     #[arg(long)]
     giving_up: bool,
     /// The engine's host keeps the grants that it was given

@@ -39,7 +39,7 @@ pub enum Step {
         /// The index of the replica.
         replica: u8,
     },
-    /// A message arrives, and stays where it is.
+    /// A message arrives, and stays in the network.
     Deliver(Message),
     /// A starting engine has reached enough replicas, and chooses its members among those that hold
     /// everything. It asks the arbiter if necessary.

@@ -26,13 +26,13 @@ const LOSING: Limits = Limits { losses: 2, giving_up: false, ..TWO };
 /// The controller's store is restored from a backup.
 const RESTORING: Limits = Limits { restores: 1, giving_up: false, ..TWO };
 
-/// A smaller world, where some are found sooner.
+/// A smaller world, in which some are found sooner.
 const NO_GIVING_UP: Limits = Limits { engines: 3, writes: 2, giving_up: false, ..THREE };
 
 /// Engines as they are, and rule 6.
 const HEALING: Limits = Limits { giving_up: false, healing: true, ..TWO };
 
-/// Most are found early; where it takes long, the first seeds that find nothing are left out.
+/// Most are found early; in the slow cases, the first seeds that find nothing are left out.
 const SEEDS: RangeInclusive<u64> = 1..=10_000;
 
 /// Walks until something is wrong, and says at which seed, and after how many steps of that walk and of all,

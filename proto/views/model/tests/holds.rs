@@ -18,7 +18,7 @@ const LIMITS: Limits = Limits {
     healing: false,
 };
 
-/// Engines as they are, which never go on in the old view; and rule 6.
+/// Real engines, which never continue in the old view; and rule 6.
 const HEALING: Limits = Limits { giving_up: false, healing: true, ..LIMITS };
 
 #[test]

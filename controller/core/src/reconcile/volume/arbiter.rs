@@ -11,10 +11,9 @@ use crate::{AgentCall, NodeName};
 const WAITING: &str = "WaitingForArbiter";
 
 impl Run<'_> {
-    /// Answers the engine of the current attachment where it waits for the arbiter. The answer is stored
-    /// before the engine hears of it. Any answer may be lost, so it is given again as long as the engine
-    /// shows that it waits: after [`GRANT_CHECK`] or [`START_CHECK`], and ever later where the agent cannot
-    /// be called.
+    /// Answers the engine of the current attachment if it waits for the arbiter. The answer is stored before
+    /// the engine gets it. Any answer may be lost, so it is repeated as long as the engine shows that it
+    /// waits: after [`GRANT_CHECK`] or [`START_CHECK`], and ever later if the agent cannot be called.
     pub(super) fn arbitrate(&mut self) {
         let Some((node, wanted)) = self.grant_wanted() else {
             if self.stored.status.conditions.get(ConditionType::Granted).is_some() {

@@ -30,7 +30,7 @@ impl Run<'_> {
             replica.status.data == DataState::Present || replica.metadata.creation_timestamp < created
         };
         if self.replicas.iter().any(was_before) {
-            // It was there before the volume: it is being undeleted, and the rest of it is about to be
+            // The replica existed before the volume: it is being undeleted, and the rest of it is about to be
             // stored.
             self.settle(Finding::wrong("Undeleting", UNDELETING));
             return;

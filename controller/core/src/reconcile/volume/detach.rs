@@ -106,7 +106,7 @@ impl Run<'_> {
         true
     }
 
-    /// Requests go on for as long as the engine cannot be stopped.
+    /// Repairs the volume while requests continue for as long as the engine cannot be stopped.
     fn look_after_leaving(&mut self) {
         let Some(engine) = self.engine.filter(|engine| engine.spec.desire_state == DesireState::Stopped)
         else {

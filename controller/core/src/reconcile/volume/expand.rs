@@ -11,8 +11,7 @@ use crate::objects::{
 };
 
 impl Run<'_> {
-    /// Brings the size to the replicas and the engine as they are stored; true where that was something to
-    /// do.
+    /// Brings the size to the stored replicas and the engine; returns true if they changed.
     pub(super) fn pass_on_size(&mut self) -> bool {
         let size = self.stored.spec.size;
         let smaller = |replica: &&Replica| replica.spec.volume_size < size;

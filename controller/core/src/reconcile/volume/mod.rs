@@ -60,7 +60,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         None => run.step(),
     }
     run.show();
-    // Told once it is stored: a run whose write fails is repeated, with all that it tells.
+    // Events are sent once the result is stored: a run whose write fails is repeated, with all of its events.
     let is_event = |action: &Action| matches!(action, Action::Emit(_));
     let (events, mut actions): (Vec<Action>, Vec<Action>) =
         std::mem::take(&mut run.decision.actions).into_iter().partition(is_event);

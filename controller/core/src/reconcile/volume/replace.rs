@@ -60,8 +60,8 @@ pub(in crate::reconcile) fn may_go(
 }
 
 /// Returns true if the replica has to be removed before its substitute can be made, because an engine cannot
-/// have one more. All others are members then, so that one at a time goes. A replica that only has a better
-/// place elsewhere stays where it is.
+/// have one more. All others are members then, so that they are removed one at a time. A replica that only
+/// has a better place elsewhere stays in its place.
 pub(super) fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
     let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
     let id = replica.spec.replica_id;
@@ -183,7 +183,7 @@ impl<'a> Run<'a> {
         self.decision.emit(self.key(), false, "ReplicaRetired", message);
     }
 
-    /// Places one more replica where one is missing or lost; one at a time.
+    /// Places one more replica if one is missing or lost; one at a time.
     fn replace(&mut self, engine: &Engine, live: &[&'a Replica]) {
         let wanted = self.stored.spec.number_of_replicas as usize;
         let (lost, hopeful): (Vec<&'a Replica>, Vec<&'a Replica>) =

@@ -56,8 +56,8 @@ impl Surplus<'_, '_, '_> {
         well > all / 2 || all == 2 && well == 1
     }
 
-    /// Returns true if it answers, as far as its engine and its agent tell; its state is unknown while its
-    /// agent is out of reach.
+    /// Returns true if it answers, according to its engine and its agent; its state is unknown while its
+    /// agent is unreachable.
     fn does_well(&self, replica: &Replica) -> bool {
         let member = self.engine.status.replica_mode_map.get(&replica.spec.replica_id);
         member.is_some_and(|member| !member.is_awaited())

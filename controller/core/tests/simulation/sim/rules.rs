@@ -79,7 +79,7 @@ impl Sim {
         );
     }
 
-    /// Returns true if an engine is there that the controller knows of and that may write.
+    /// Returns true if an engine exists that the controller knows and that may write.
     fn has_engine(&self, volume: &Volume) -> bool {
         let key = InstanceKey::engine(&volume.spec.volume_name);
         self.nodes.iter().any(|node| may_write(node, &key, volume.status.fenced_attach))
@@ -290,7 +290,7 @@ impl Sim {
     pub(super) fn note_done(&mut self, call: &AgentCall) {
         match call {
             AgentCall::DeleteReplica { .. } => drop(self.deleted.insert(call.instance().name)),
-            // Where an engine waited for it, it is through now.
+            // If an engine waited for the grant, the view is committed now.
             AgentCall::Grant { volume, view, .. }
                 if self.views.newest.get(volume.as_str()).is_some_and(|newest| newest.id < view.id) =>
             {

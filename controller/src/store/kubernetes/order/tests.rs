@@ -30,7 +30,7 @@ enum Heard {
 struct Model {
     version: u64,
     there: BTreeMap<u8, u64>,
-    /// All that ever happened to each object: the version, and whether it is there with it.
+    /// The history of each object: the version, and whether it exists with it.
     history: BTreeMap<u8, Vec<(u64, bool)>>,
     watch: VecDeque<Heard>,
     /// Answers to own calls: the current object, or that the removed version is gone.

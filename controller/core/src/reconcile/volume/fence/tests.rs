@@ -121,7 +121,7 @@ impl Lost {
         told
     }
 
-    /// Draws the number and tells the replicas.
+    /// Draws the number and sends it to the replicas.
     fn begin(&mut self) {
         assert_eq!(self.run(), [], "the number is stored first");
         assert_eq!(self.volume().status.attach, OLD + 1);
