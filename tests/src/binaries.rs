@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 /// the default is the target folder of the running program or test.
 ///
 /// # Errors
-/// The program is not there.
+/// The program does not exist.
 pub fn binary(name: &str) -> Result<PathBuf> {
     let folder = match std::env::var_os("SHORTHORN_BIN_DIR") {
         Some(folder) => PathBuf::from(folder),

@@ -60,7 +60,7 @@ impl ClusterNode {
              data_address = \"{address}\"\nreplica_timeout_ms = {REPLICA_TIMEOUT_MS}\n",
             self.name
         );
-        // The directory of kubelet is there before there is an agent.
+        // The directory of kubelet exists before an agent runs.
         let script = format!(
             "mkdir -p /etc/shorthorn /var/lib/kubelet/plugins_registry /var/lib/kubelet/pods\n\
              cat > /etc/shorthorn/agent.toml <<'END'\n{config}END\n\

@@ -51,7 +51,7 @@ struct Latency {
 /// Runs fio. Any error that fio sees, a failed verification among them, is an error here.
 ///
 /// # Errors
-/// fio is not there, or has failed; its own messages are in the error.
+/// fio is missing, or has failed; its own messages are in the error.
 pub fn fio(job: &FioJob) -> Result<FioReport> {
     let output = Command::new("fio")
         .args(["--output-format=json", "--group_reporting"])

@@ -336,7 +336,7 @@ impl Hosts {
         Ok(found)
     }
 
-    /// Detaches a volume and waits until none of its processes is there.
+    /// Detaches a volume and waits until none of its processes is left.
     ///
     /// # Errors
     /// It stays.

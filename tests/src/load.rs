@@ -45,7 +45,7 @@ impl Load {
     /// Waits for so many more answers; returns how long that took.
     ///
     /// # Errors
-    /// They do not come within `limit`, or the guest has ended; [`Load::finish`] tells why.
+    /// They do not come within `limit`, or the guest has ended; [`Load::finish`] has the reason.
     pub fn wait_for_answers(&self, more: u64, limit: Duration) -> Result<Duration> {
         let (started, target) = (Instant::now(), self.answered() + more);
         while self.answered() < target {
@@ -60,7 +60,7 @@ impl Load {
     /// Returns an error if the guest has ended.
     ///
     /// # Errors
-    /// It does not; [`Load::finish`] tells why.
+    /// The guest has ended; [`Load::finish`] has the reason.
     pub fn check(&self) -> Result<()> {
         ensure!(!self.thread.is_finished(), "the load has ended with an error");
         Ok(())
@@ -80,7 +80,8 @@ impl Load {
     }
 }
 
-/// Runs `body` beside a load and compares everything at the end. Where both fail, the load knows better why.
+/// Runs `body` beside a load and compares everything at the end. If both fail, the error of the load counts,
+/// because it is more specific.
 ///
 /// # Errors
 /// The violation that the guest has found, else the error of `body`.

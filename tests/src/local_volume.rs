@@ -52,7 +52,7 @@ pub struct Ready {
     pub name: String,
     /// The block device, if it has one.
     pub device: Option<PathBuf>,
-    /// For NBD clients; empty where there is a device.
+    /// The URI for NBD clients; empty if it has a device.
     #[serde(deserialize_with = "text_or_nothing")]
     pub uri: String,
     /// The socket of that.

@@ -72,7 +72,7 @@ impl<'a> Provisioner<'a> {
         self.ends.load(Ordering::Acquire)
     }
 
-    /// Returns true if its controller has told it to work.
+    /// Returns true if its controller is ready.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.ready.load(Ordering::Acquire)

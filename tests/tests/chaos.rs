@@ -69,7 +69,7 @@ fn kill_at_random(volume: &LocalVolume, load: &Load, seed: u64, time: Duration) 
         // When a kill comes is the random part of this test; nothing waits for it.
         std::thread::sleep(Duration::from_millis(random.u64(0..700)));
         let engine = random.u8(..) < 80;
-        // A process that is not there can not be killed.
+        // A process that does not run cannot be killed.
         let pid = if engine { volume.engine_pid() } else { volume.replica_pid(random.usize(0..3)) };
         let Ok(pid) = pid else { continue };
         signal(pid, Signal::SIGKILL)?;

@@ -164,7 +164,7 @@ fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
         guest.step()?;
         ensure_silent(&mut old)?;
     }
-    // Its way to the replicas is free again, and they tell it that it is not wanted.
+    // Its link to the replicas works again, and they refuse it.
     cluster.hosts.set_link(0, true)?;
     let deadline = Instant::now() + LIMIT;
     while !is_whole(&successor.status()?) {

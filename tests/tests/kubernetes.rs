@@ -48,7 +48,7 @@ impl Cluster {
         install(&api)?;
         let kubeconfig = api.kubeconfig()?.display().to_string();
         let store = ["--kubernetes", "--kubeconfig", &kubeconfig].map(str::to_owned).to_vec();
-        // Where the last agent is, its Node object says.
+        // The Node object has the address of the last agent.
         let node = json!({
             "apiVersion": "shorthorn.io/v1alpha1",
             "kind": "Node",

@@ -290,7 +290,7 @@ fn a_volume_grows_under_load() -> Result<()> {
     hosts.detach(VOLUME)?;
     compare_exports(&directories, folder.path())?;
 
-    // Where it is not attached, too.
+    // The same for a detached volume.
     hosts.ctl(&["volume", "expand", VOLUME, "192MiB", "--wait"])?;
     hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(served)])?;
     let mut client = hosts.client(served, VOLUME)?;

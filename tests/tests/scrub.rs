@@ -57,8 +57,7 @@ fn read(volume: &BareVolume, offset: u64, length: u64) -> Result<Vec<u8>> {
     answer.map_err(|errno| anyhow::anyhow!("reading: errno {errno}"))
 }
 
-/// Flips a bit of each byte of a block of an image, past every cache, as a disk does that rots. Waits until
-/// it is there.
+/// Flips a bit of each byte of a block of an image, past every cache, like rot. Waits until the disk has it.
 fn rot(image: &Path, offset: u64) -> Result<()> {
     let file = OpenOptions::new()
         .read(true)

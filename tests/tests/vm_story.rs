@@ -1,5 +1,5 @@
-//! The whole story on a real kernel with systemd: create, attach, file systems, kills under load, detach,
-//! attach again, compare, delete; with ublk on two kernels, and where there is only NBD.
+//! Tests the whole story on a real kernel with systemd: create, attach, file systems, kills under load,
+//! detach, attach again, compare, delete; with ublk on two kernels, and on one that has only NBD.
 
 use std::time::{Duration, Instant};
 

@@ -21,7 +21,7 @@ use crate::{is_whole, until};
 /// The time limit until all replicas are members again, longer than any of their pauses.
 const WHOLE_LIMIT: Duration = Duration::from_secs(240);
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
-/// A process that was started a moment ago is there soon; a damage needs something to damage.
+/// The time limit for a fault to hit: a process that was just started comes soon, and damage needs data.
 const HIT_LIMIT: Duration = Duration::from_secs(20);
 const SLOW_DISK_REQUESTS_PER_S: u32 = 10;
 /// The interval of filling a full disk again, because trimmed ranges become free.

@@ -7,8 +7,8 @@ use super::faults::{Group, Kind, Row};
 /// A start of an engine waits for so long for replicas that do not answer when the others are enough:
 /// `MISSING_LIMIT` of the engine.
 const MISSING: Duration = Duration::from_secs(5);
-/// A volume that lacks a majority gives up waiting for replicas, or for a change of its view, after so long:
-/// `LATE_LIMIT_MS` of the engine. Its next start finds all replicas that are there by then.
+/// The time after which a volume without a majority gives up waiting for replicas, or for a change of its
+/// view: `LATE_LIMIT_MS` of the engine. Its next start finds all replicas that are back by then.
 const LATE: Duration = Duration::from_secs(60);
 /// The allowance of one step of the engine's clock, by which each time-out may be noticed later. A second one
 /// is for a machine with other load.

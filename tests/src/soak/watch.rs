@@ -61,7 +61,7 @@ impl Watch {
     /// Waits until every request from before `since` is answered.
     ///
     /// # Errors
-    /// They are not within `limit`, or the load has ended; [`Watch::finish`] tells why.
+    /// They are not within `limit`, or the load has ended; [`Watch::finish`] has the reason.
     pub fn settle(&self, since: Instant, limit: Duration) -> Result<()> {
         let waits =
             |state: &mut State| !state.has_ended && state.settled.is_none_or(|settled| settled < since);

@@ -279,7 +279,7 @@ impl Running {
         Self { stream, what, console, collected, ended }
     }
 
-    /// Waits for its end. At the limit it is killed, and the error tells its output.
+    /// Waits for its end. At the limit it is killed, and the error has its output.
     pub fn wait(self, limit: Duration) -> Result<Output> {
         match self.ended.recv_timeout(limit) {
             Ok(ended) => self.finish(ended),

@@ -14,8 +14,8 @@ use crate::process::wait_at_most;
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../vm/build-image");
 
-/// A guest that does not boot under KVM hangs rather than fails. Where KVM works, the
-/// probe is over in about a second.
+/// A guest that does not boot under KVM hangs rather than fails. If KVM works, the probe is over in about a
+/// second.
 const PROBE_LIMIT: Duration = Duration::from_secs(10);
 
 /// The line that the probe's guest prints on its console.

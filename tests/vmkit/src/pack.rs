@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 /// Each file starts at a multiple of this, and the disk is one long.
 const ALIGNMENT: u64 = 4096;
 
-/// Writes the pack; tells where on it each file is and where in the guest it goes.
+/// Writes the pack; returns the place of each file on it and in the guest.
 pub fn write<P: AsRef<Path>>(files: &[(P, &str, u32)], target: &Path) -> Result<Vec<Value>> {
     let file = File::create_new(target).with_context(|| format!("cannot create {}", target.display()))?;
     let mut pack = Pack { file, length: 0, entries: Vec::new() };

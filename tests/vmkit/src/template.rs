@@ -88,7 +88,7 @@ pub fn prepare(image: &Image, mut progress: impl FnMut(&str)) -> Result<()> {
 
 /// Returns the hardware of a VM that asks for nothing special.
 pub fn standard_hardware(image: &Image, kernel: Kernel, icount: bool) -> Hardware {
-    // Instructions can be counted only where they are emulated.
+    // Instructions can be counted only if they are emulated.
     let accelerator = if icount { Accelerator::Tcg } else { image.accelerator() };
     Hardware { kernel, accelerator, vcpus: 2, memory_mib: 2048, icount }
 }
@@ -153,7 +153,7 @@ pub fn wait_booted(agent: &Agent) -> Result<()> {
     let deadline = Instant::now() + BOOT_LIMIT;
     agent.wait_ready(deadline)?;
     let argv = ["systemctl", "is-system-running", "--wait"];
-    // Its status tells of failed units, which are for a test to judge.
+    // Its status lists failed units, which a test has to judge.
     GuestCommand::new(agent.clone(), &argv, deadline.saturating_duration_since(Instant::now()))
         .run()
         .map(drop)

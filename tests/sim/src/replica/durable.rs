@@ -34,7 +34,7 @@ pub(super) struct Durable {
     pub failures: u32,
 }
 
-/// Page writes under way: slot, set (none: of a file that is not there any more), page, bytes.
+/// Page writes under way: slot, set (none: of a removed file), page, bytes.
 pub(super) type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
 
 /// The disk of a process that changes the state beside the data.
