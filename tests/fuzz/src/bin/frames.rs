@@ -1,4 +1,5 @@
-//! Frames and texts between engine and replica. Any bytes are refused, or decode to a value that encodes back.
+//! Frames and texts between engine and replica. Any bytes are refused, or decode to a value that encodes
+//! back.
 #![no_main]
 
 use std::fmt::Debug;

@@ -1,5 +1,5 @@
-//! Documents and file names of a replica directory. Any bytes are refused, or mean the same when they are written again.
-//! The values of unknown fields are not compared: numbers beyond 64 bits are rounded.
+//! Documents and file names of a replica directory. Any bytes are refused, or mean the same when they are
+//! written again. The values of unknown fields are not compared: numbers beyond 64 bits are rounded.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! Files of region sets. Any content loads as a set that works; without a valid check every region is in the set.
+//! Files of region sets. Any content loads as a set that works; without a valid check every region is in the
+//! set.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
