@@ -1,11 +1,12 @@
 //! A controller at the size of a large cluster: 100,000 attached volumes of three replicas on 5,000 nodes.
 //!
 //! The controller is the real program with a store in memory-backed storage, so that the disk of this machine
-//! does not count; the agents are those of the tests, all in this process. It prints five figures, in this
-//! order, each beside its aim: volumes created and attached per second; CPU time and memory of an idle
-//! controller; the time of a CSI CreateVolume; the time from the death of a node until its volumes are
-//! attached elsewhere, while other volumes rebuild; the time from the kill of the controller until the next
-//! one decides. `--volumes N` and `--nodes N` make it smaller.
+//! does not count. The agents are those of the tests, all in this process. It prints five figures, in this
+//! order, each beside its aim. The first is the number of volumes created and attached per second. The second
+//! is the CPU time and memory of an idle controller. The third is the time of a CSI CreateVolume. The fourth
+//! is the time from the death of a node until its volumes are attached elsewhere, while other volumes
+//! rebuild. The fifth is the time from the kill of the controller until the next one decides. `--volumes N`
+//! and `--nodes N` make it smaller.
 #![allow(
     clippy::unwrap_used,
     clippy::cast_precision_loss,

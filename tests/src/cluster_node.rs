@@ -1,6 +1,6 @@
-//! A node of a cluster: a virtual machine with the programs and units installed as a package would, whose
-//! agent the controller reaches on a port of this host, as the test reaches the sockets that the agent serves
-//! kubelet.
+//! A node of a cluster: a virtual machine with the programs and units installed as by a package. The
+//! controller reaches its agent on a port of this host. The test reaches the agent's sockets for kubelet in
+//! the same way.
 
 use std::time::Duration;
 

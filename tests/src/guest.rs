@@ -173,7 +173,7 @@ struct InFlight {
 /// A client of a volume that makes random, overlapping requests and checks every answer.
 ///
 /// Each sector is filled with words that have the write's id in their upper and the sector's number in their
-/// lower half, so that a torn, misplaced, stale or lost sector shows, and whose it is.
+/// lower half. So a torn, misplaced, stale or lost sector shows, together with its origin.
 #[derive(Debug)]
 pub struct Guest<C = NbdClient> {
     client: C,

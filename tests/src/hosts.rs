@@ -1,4 +1,4 @@
-//! Hosts without virtual machines: each is a network namespace with an agent in it, a controller reaches the
+//! Hosts without virtual machines: each is a network namespace with an agent in it. A controller reaches the
 //! agents over their Unix sockets, and the engines reach the replicas of other hosts over links that a test
 //! can cut.
 

@@ -1,5 +1,5 @@
 //! A small stand-in for kubelet. It makes kubelet's calls in kubelet's order and with kubelet's arguments on
-//! the sockets of an agent, makes and removes the same directories, and writes the same to the API server.
+//! the sockets of an agent. It makes and removes the same directories, and writes the same to the API server.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

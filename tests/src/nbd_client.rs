@@ -66,7 +66,7 @@ pub struct NbdCompletion {
     pub outcome: Result<Vec<u8>, u32>,
 }
 
-/// A pipelined NBD client on a Unix socket that survives its server, like the kernel's: it connects again and
+/// A pipelined NBD client on a Unix socket that survives its server, like the kernel's. It connects again and
 /// sends unanswered requests once more, in the order in which they were submitted.
 #[derive(Debug)]
 pub struct NbdClient {

@@ -1,5 +1,5 @@
-//! The whole story in a cluster: a real API server with Kubernetes' own controllers of volumes, the
-//! controller as its service account, two nodes with real kernels, systemd, the socket units and ublk.
+//! The whole story in a cluster: a real API server with Kubernetes' own controllers of volumes, and the
+//! controller as its service account. Two nodes have real kernels, systemd, the socket units and ublk.
 //! Stand-ins for the sidecars and for kubelet make the calls of those.
 
 use std::fs::File;

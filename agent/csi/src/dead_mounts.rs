@@ -64,10 +64,10 @@ impl DeadMounts {
     }
 }
 
-/// Returns the pod that kubelet asks for: `…/pods/UID/volumes/…` is its mount of a file system,
-/// `…/volumeDevices/PV/dev/UID` its node of a device, which is published at `…/volumeDevices/publish/PV/UID`
-/// (kubernetes/pkg/volume/csi: `csi_plugin.go`, `csi_block.go`; kubelets before 1.19 publish at `publish/PV`,
-/// which names no pod).
+/// Returns the pod that kubelet asks for. Its mount of a file system is `…/pods/UID/volumes/…`. Its node of a
+/// device is `…/volumeDevices/PV/dev/UID`, which is published at `…/volumeDevices/publish/PV/UID`
+/// (kubernetes/pkg/volume/csi: `csi_plugin.go`, `csi_block.go`). Kubelets before 1.19 publish at
+/// `publish/PV`, which names no pod.
 fn pod_uid(path: &Path) -> Option<&str> {
     let names: Vec<&str> = path.iter().filter_map(|name| name.to_str()).collect();
     let of_mount = names.windows(2).find(|pair| pair[0] == "pods").map(|pair| pair[1]);

@@ -1,7 +1,7 @@
 //! Probes devices, and makes, checks and grows the file systems of volumes.
 //!
-//! A device is formatted only if that cannot destroy anything: if blkid knows nothing on it *and* both its
-//! ends are zero, or if it carries the mark of an incomplete format of Shorthorn. A file system is made with
+//! A device is formatted only if that cannot destroy anything. Either blkid knows nothing on it *and* both
+//! its ends are zero, or it carries the mark of an incomplete format of Shorthorn. A file system is made with
 //! that mark as its label, everything is flushed, and only then is the label removed. So the remains of a
 //! format after a power cut are either empty, or marked, or never look like a file system to be mounted.
 //! (They can also be blocks without any signature. Those cannot be told from data of a user, and are

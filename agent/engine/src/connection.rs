@@ -156,7 +156,8 @@ enum Stream {
 }
 
 /// Connects with a limit. If a listener's process takes no connection, connect waits without a limit once the
-/// backlog is full, unless the socket has a limit for sending: unix_stream_connect of net/unix/af_unix.c.
+/// backlog is full. A limit for sending on the socket prevents that: unix_stream_connect of
+/// net/unix/af_unix.c.
 fn connect_unix(path: &str, timeout: Duration) -> io::Result<UnixStream> {
     let stream =
         UnixStream::from(socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?);

@@ -88,9 +88,8 @@ pub struct DeviceNode {
     pub volume: VolumeName,
     /// The device of the node.
     pub device: DeviceNumber,
-    /// True if a device of this number exists. The number of a device that went away may since have been
-    /// given to another one, so a live node need not lead to the volume of its name; a dead one leads
-    /// nowhere.
+    /// True if a device of this number exists. The number of a removed device may since have been given to
+    /// another one, so a live node need not lead to the volume of its name. A dead one leads nowhere.
     pub live: bool,
 }
 

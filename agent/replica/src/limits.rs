@@ -13,9 +13,9 @@ pub(crate) const SHARED_SLOTS: usize = 288;
 const _: () = assert!(SHARED_SLOTS >= 2 * ENGINE_FLIGHT_REQUESTS_MAX + 8 + CONNECTIONS_MAX);
 /// Slots in all. Every request has one, from its header until its response is sent.
 pub(crate) const SLOTS: usize = SHARED_SLOTS + CONNECTIONS_MAX;
-/// Data of requests in flight at once, beyond the one request that each connection can always have: all that
-/// an engine sends for its frontend, eight pieces of copies, and four requests of control connections. So a
-/// connection is always read, and a PING is answered, however slow the disk is.
+/// The maximum data of requests in flight, beyond the one request that each connection can always have. It
+/// covers all that an engine sends for its frontend, eight pieces of copies, and four requests of control
+/// connections. So a connection is always read, and a PING is answered, however slow the disk is.
 pub(crate) const BYTES_IN_FLIGHT_MAX: u64 = 2 * ENGINE_FLIGHT_BYTES_MAX + 12 * MAX_IO_BYTES as u64;
 /// The maximum memory of free slots in bytes; the rest is returned to the kernel at once.
 pub(crate) const SLOT_MEMORY_MAX: u64 = 4 << 20;

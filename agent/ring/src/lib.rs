@@ -1,8 +1,8 @@
 //! An io_uring for each thread, with buffers and byte streams, behind a safe interface.
 //!
-//! All memory that the kernel reads or writes asynchronously is in an [`Arena`], which is never freed while
-//! the process lives, or inside a [`Stream`], which outlives its own requests. This makes the operations here
-//! safe to call: a completion can come late, but never into freed memory.
+//! All memory that the kernel reads or writes asynchronously is in an [`Arena`] or a [`Stream`]. An arena is
+//! never freed while the process lives, and a stream outlives its own requests. This makes the operations
+//! here safe to call: a completion can come late, but never into freed memory.
 //!
 //! Nothing allocates after set-up.
 

@@ -10,9 +10,9 @@ const KEEPALIVE_INTERVAL_S: u32 = 5;
 /// and gives up after so many probes without an answer.
 const KEEPALIVE_PROBES: u32 = 4;
 
-/// Sets up a TCP connection: small frames are sent at once, and a peer whose host is gone is noticed within
-/// 30 s although nothing is sent to it. TCP_USER_TIMEOUT is not set: it would end a connection to a peer that
-/// does not read for a while too.
+/// Sets up a TCP connection. Small frames are sent at once, and a peer whose host is gone is noticed within
+/// 30 s although nothing is sent to it. TCP_USER_TIMEOUT is not set: it would also end a connection to a peer
+/// that does not read for a while.
 ///
 /// # Errors
 /// The error of setsockopt.

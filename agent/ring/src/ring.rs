@@ -152,8 +152,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Submits the queued operations and waits for a completion. Unlike the functions of the library it does
-    /// not have the host count the wait as one for a disk: most of these waits are for requests that may
+    /// Submits the queued operations and waits for a completion. Unlike the functions of the library, it does
+    /// not make the host count the wait as one for a disk. Most of these waits are for requests that may
     /// never come, and an idle host would show its processors busy with I/O.
     fn enter(&mut self, timeout: Option<Duration>) -> io::Result<usize> {
         let queued = u32::try_from(self.ring.submission().len()).unwrap_or(u32::MAX);

@@ -1,8 +1,8 @@
 //! Paths of the sockets and files of a volume.
 //!
 //! The path of a Unix socket is limited to 107 bytes, and directories of volumes have longer ones. So the
-//! sockets are in DIR/run if that is short enough, else in a directory of their own under XDG_RUNTIME_DIR or
-//! /tmp, always the same one for the same DIR.
+//! sockets are in DIR/run if that is short enough. Otherwise they are in a directory of their own under
+//! XDG_RUNTIME_DIR or /tmp, always the same one for the same DIR.
 
 use std::fs;
 use std::hash::Hasher;

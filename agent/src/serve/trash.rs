@@ -6,8 +6,8 @@
 //! interrupted before or after it, and holds nothing.
 //!
 //! A restored directory leaves its folder behind, with the record and a mark. For as long as the directory is
-//! in place it is listed as restored: an interrupted undeletion finds the directories again that it has
-//! restored, and removes the rest of the folder at the end. So a directory without an owner is never out of
+//! in place it is listed as restored. So an interrupted undeletion finds the directories again that it has
+//! restored, and removes the rest of the folder at the end. A directory without an owner is never out of
 //! sight.
 //!
 //! A folder that is deleted for good is renamed first, so that a partly deleted directory is never restored.

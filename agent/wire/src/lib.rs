@@ -23,14 +23,14 @@
 //!
 //! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: the volume, the replica, its
 //! generation, a nonce of its own, and the proof that it has the volume's secret. The replica answers WELCOME
-//! (the response to HELLO) with the proof that it has the secret too, or a response with an errno and a text,
-//! and closes. Only then other frames are taken. A refusal that names a newer generation counts only with a
-//! proof: see [`Session`].
+//! (the response to HELLO) with the proof that it has the secret too. Or it sends a response with an errno
+//! and a text, and closes. Only then other frames are taken. A refusal that names a newer generation counts
+//! only with a proof: see [`Session`].
 //!
 //! From then on every frame has a keyed check. Each direction of each connection has a key of its own, and
-//! its frames have the numbers 0, 1, 2, …, which are not sent. So a frame that is repeated, left out, put in
-//! another place, sent back to its sender, brought from another connection, or made without the secret does
-//! not pass, and ends the connection.
+//! its frames have the numbers 0, 1, 2, …, which are not sent. So a frame does not pass, and ends the
+//! connection, if it is repeated, left out, moved, or sent back to its sender. Neither does a frame of
+//! another connection, or one that was made without the secret.
 //!
 //! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An
 //! attacker in the network between two hosts can read everything. The attacker can also replace text or data

@@ -1,8 +1,8 @@
 //! Finds the nodes of a Kubernetes cluster that have an agent, and their addresses.
 //!
-//! An agent registers the CSI driver with the kubelet of its node, under its own name. So there is one
-//! wherever the driver is registered, it answers at the address of that machine, and the name that the driver
-//! has there is that of its Node object.
+//! An agent registers the CSI driver with the kubelet of its node, under its own name. So each registered
+//! driver has an agent. It answers at the address of that machine, and its Node object has the name of the
+//! driver there.
 //!
 //! The findings are stored in the object (`spec.discovered`). The address follows them as long as both are
 //! the same: an address that an administrator has changed, or emptied, is never touched again. The time since

@@ -1,7 +1,7 @@
 //! Lists the rest of a drain of a node or disk: each replica and each engine there, and the event that it
 //! waits for.
 //!
-//! The reconcilers of volumes do the work of a drain: a replica in such a place is replaced first, and
+//! The reconcilers of volumes do the work of a drain. A replica in such a place is replaced first, and
 //! removed once as many replicas as configured have everything without it. This module only reports their
 //! progress. A replica that no reconciler can advance by itself is *held*: the operator has to act.
 

@@ -2,7 +2,7 @@
 //! replicas meanwhile.
 //!
 //! A volume that is not attached needs nothing: the data on its disks is there again afterwards. An attached
-//! one needs at least one member of its view elsewhere, and at least half of the view: with less its engine
+//! one needs at least one member of its view elsewhere, and at least half of the view. With less its engine
 //! stops serving, and no other one can start. Exactly half continues with the arbiter's grant
 //! (`views::Arbiter`).
 //!

@@ -2,7 +2,7 @@
 //!
 //! Kubernetes decides by itself that such pods move elsewhere and deletes them, but waits for that kubelet to
 //! report their end. So their objects stay, no new pod replaces them, and their volumes stay attached.
-//! Shorthorn can report in the kubelet's place for pods whose disks are its own: detaching such a volume from
+//! Shorthorn can report in the kubelet's place for pods whose disks are its own. Detaching such a volume from
 //! a lost node fences the engine there first (`reconcile::volume::fence`), and only then may the volume be
 //! used elsewhere. So such a pod cannot write any more, even if it still runs.
 //!

@@ -36,8 +36,8 @@ pub struct Record {
     pub with_volume: bool,
     /// The time of the volume's creation, by a clock.
     pub volume_created: Timestamp,
-    /// The version that the store had given to the volume: a store gives a greater one to each volume of the
-    /// name that comes later. 0: the record is of a release that did not note it.
+    /// The version that the store had given to the volume. A store gives a greater one to each later volume
+    /// of the name. 0: the record is of a release that did not note it.
     #[serde(default)]
     pub volume_version: u64,
     /// Without its secret.

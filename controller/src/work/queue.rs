@@ -11,9 +11,8 @@ const BACKOFF_MIN: Duration = Duration::from_millis(50);
 /// The longest wait after repeated failures.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
 
-/// The objects that are to be looked at. Each is handed out once for all that has changed before, and never
-/// again before the run over it has ended, so that the queue is as long as the store at most. Urgent ones
-/// come first.
+/// The objects to reconcile. Each is handed out once for all that has changed before, and never again before
+/// the run over it has ended. So the queue is as long as the store at most. Urgent ones come first.
 #[derive(Default)]
 pub struct Queue {
     state: Mutex<State>,

@@ -39,7 +39,7 @@ pub struct Plan {
     /// Replicas that the views would take as members and that are none, and why.
     pub unfit: Vec<(ReplicaId, String)>,
     /// Replicas that do not know the views that they were in, or none at all if others do, or whose disk was
-    /// restored to an older state. They do not count, and get no proposals: they would learn the views by
+    /// restored to an older state. They do not count, and get no proposals. They would learn the views by
     /// that, and pass for replicas that hold everything but the regions counted since they left.
     pub blank: Members,
     /// True if every member may have lost data, so that acknowledged but unflushed writes may be lost. A user

@@ -154,8 +154,8 @@ impl Start<'_> {
     /// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from
     ///   outside of it. The arbiter does not grant it any more, and it has not been granted before either.
     ///   For a grant is within the one before, unless something newer than that was committed between the
-    ///   two; that then has all members of the later grant in it, one of whom was reached and reports it: the
-    ///   view is not the newest one through.
+    ///   two. That view then has all members of the later grant in it. One of these was reached and reports
+    ///   it: the view is not the newest committed one.
     ///
     /// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
     fn may_be_through(&self, view: &View, older: &[View]) -> bool {

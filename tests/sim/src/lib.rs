@@ -1,11 +1,11 @@
 //! A deterministic simulation of one volume: the real engine core, view rules, region keeping and layer
 //! plans, over simulated disks, connections, hosts, a controller and a guest.
 //!
-//! A run follows from its [`Script`] alone, and a script from a seed. For a while there is trouble: processes
-//! are killed or stopped, hosts lose power, connections break, stall or fall silent, disks are full, slow or
-//! report errors, the volume is attached elsewhere, replicas are replaced or lost. Then the trouble ends, and
-//! the volume has to come back by itself; where the last holder of something is gone for good, after a
-//! salvage.
+//! A run follows from its [`Script`] alone, and a script from a seed. For a while the world has trouble.
+//! Processes are killed or stopped, hosts lose power, connections break, stall or fall silent. Disks are
+//! full, slow or report errors, the volume is attached elsewhere, replicas are replaced or lost. Then the
+//! trouble ends, and the volume has to come back by itself. If the last holder of some data is gone for good,
+//! it comes back after a salvage.
 //!
 //! The rules ([`run`] returns the violated one):
 //! - a read returns the last acknowledged write of each sector or a concurrent one ([`checker`]), also after

@@ -1,5 +1,5 @@
-//! A volume of three: each replica on a host of its own with a disk of its own, the engine on one of these
-//! hosts, and a link that can be disturbed between the engine and each replica.
+//! A volume of three. Each replica is on a host of its own with a disk of its own, and the engine is on one
+//! of these hosts. The links between the engine and each replica can be disturbed.
 
 use std::fs::File;
 use std::net::SocketAddr;

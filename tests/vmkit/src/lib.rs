@@ -15,8 +15,8 @@
 //! # }
 //! ```
 //!
-//! Every wait has a limit, every error names the console log, and a VM disappears
-//! with the value, or with the process that started it, however that ends.
+//! Every wait has a limit, and every error names the console log. A VM disappears with the value, or with the
+//! process that started it, however that ends.
 
 mod agent;
 mod cache;

@@ -2,7 +2,7 @@
 //!
 //! A call checks its arguments, takes the gate of its volume, asks for the volume, and does its work on a
 //! thread of its own. The gate stays taken until that thread is done, even if the caller is gone or the call
-//! has taken too long: a mount that hangs on a frozen volume is still under way, and further calls get
+//! has taken too long. A mount that hangs on a frozen volume is still under way, and further calls get
 //! ABORTED.
 
 mod expand;

@@ -51,9 +51,8 @@ pub fn run(program: &str, arguments: &[&str]) -> String {
 
 /// Writes to a file or a device on a mount; false: it cannot be.
 ///
-/// A separate process does that. A file that this process has open is open too in every process that another
-/// test, or the driver, starts at that moment, until that runs its program: a mount would be busy without a
-/// user.
+/// A separate process does that. If another test, or the driver, starts a process, that inherits the open
+/// files of this one until it runs its program. A mount would then be busy without a user.
 pub fn put(path: &Path, text: &str) -> bool {
     let script = r#"printf %s "$2" 1<> "$1""#;
     let writes = Command::new("sh").args(["-c", script, "sh"]).arg(path).arg(text).output().unwrap();

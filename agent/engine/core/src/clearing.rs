@@ -3,8 +3,8 @@
 //! its end the engine settles: it clears all that it can once, without waiting for regions to cool.
 //!
 //! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`].
-//! If a disk is restored to a state before the flush, the engine sees that by the stamp: no intent set notes
-//! the regions any more that this disk lacks.
+//! If a disk is restored to a state before the flush, the engine sees that by the stamp. The intent sets do
+//! not note the missing regions of such a disk any more.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf};
 
@@ -37,9 +37,9 @@ pub(crate) struct Clearing {
     is_level: bool,
 }
 
-/// The number of new stamps after a flush. The first may be as the last one of an earlier engine, which some
-/// members have stored and this engine does not know; a member that is restored to a state before the flush
-/// is two behind even so, and also where only members are left that lack the last one.
+/// The number of new stamps after a flush. The first may equal the last one of an earlier engine, which some
+/// members have stored and this engine does not know. A member that is restored to a state before the flush
+/// is two behind even so. It also is if only members are left that lack the last one.
 const STAMPS_PER_TURN: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

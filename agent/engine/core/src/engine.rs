@@ -22,10 +22,10 @@ const TICK_STEP_MS_MAX: u64 = 1000;
 
 /// The core of the engine of one attached volume. See the crate's description.
 ///
-/// This file handles events, losses, views and time. The other modules add: `serve` requests of the frontend,
-/// `copy` and `equalise` copies and resyncs, `failed` requests without space, `clearing` write intent,
-/// `patience` late replicas, `join` rebuilds, `scrub` the comparison of the members, and `expand` another
-/// size.
+/// This file handles events, losses, views and time. The module `serve` handles requests of the frontend,
+/// `copy` and `equalise` copies and resyncs, and `failed` requests without space. `clearing` handles write
+/// intent, `patience` late replicas, `join` rebuilds, `scrub` the comparison of the members, and `expand`
+/// another size.
 #[derive(Debug)]
 pub struct EngineCore {
     pub(crate) regions: Regions,

@@ -1,12 +1,12 @@
 //! Modifications that have found no space on some members.
 //!
 //! If the members that have done the modification are more than half of the view, those without space leave
-//! it, and the request succeeds: a replica comes back when its disk has space again. First the other members
+//! it, and the request succeeds. A replica comes back when its disk has space again. First the other members
 //! have to answer a PING with the information that their disks have space. They have to store the new view,
 //! and then the regions that the others miss. All replicas may be on one disk. While too few of them answer
 //! in time, the request waits: the members without space may be needed to continue without one of the others.
 //!
-//! Otherwise the writer gets the error, and no replica leaves: half of a view would have to ask the arbiter,
+//! Otherwise the writer gets the error, and no replica leaves. Half of a view would have to ask the arbiter,
 //! and would hold the only copies while the disks of the others are full. A replica without space may have
 //! done a part of the modification, and others all of it. Before the request fails and leaves its range, the
 //! members are made equal there, from one that had no space: all others have room for its data. A discard

@@ -293,7 +293,7 @@ impl EngineCore {
         out.extend(answered.iter().map(|peer| Output::Prompt { peer }));
     }
 
-    /// Stops new requests while no majority of the view has answered lately: a newer engine may hold the
+    /// Stops new requests while no majority of the view has answered lately. A newer engine may hold the
     /// volume, and one of these few would answer reads with data that is older than that engine's.
     fn keep_in_touch(&mut self, debts: &Debts) {
         let timeout_ms = self.patience.timeout_ms;

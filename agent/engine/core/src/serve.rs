@@ -157,7 +157,7 @@ impl EngineCore {
     /// Counts the modification of `range` and returns the replicas that have to do it.
     ///
     /// Counts the modification of `range` and returns the replicas that have to do it. A replica that is
-    /// being rebuilt does it too, unless the whole range is copied to it later anyway: it must never combine
+    /// being rebuilt does it too, unless the whole range is copied to it later anyway. It must never combine
     /// the modification with missing data to a whole block that counts.
     fn modifies(&mut self, range: ByteRange) -> PeerMask {
         let touched = self.regions.touched(range);

@@ -16,9 +16,9 @@ pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), 
     Ok(())
 }
 
-/// Has a replica that is to store `target` forget accounts that it keeps in vain, if it has no room for more:
-/// it could not store any view that leaves a member out, ever again. `honoured` is the view that the start
-/// honours.
+/// Makes a replica that has to store `target` forget out-of-sync sets that it keeps in vain, if it has no
+/// room for more. Otherwise it could never again store a view that leaves a member out. `honoured` is the
+/// view that the start honours.
 pub(crate) async fn make_room<L: Link>(
     link: &mut L,
     (me, welcome): (ReplicaId, &Welcome),
@@ -34,8 +34,8 @@ pub(crate) async fn make_room<L: Link>(
 }
 
 /// Makes a replica forget the out-of-sync sets that it keeps in vain. The replica was greeted over a new
-/// control connection. No other set begins on it meanwhile: that takes the control connection, which the
-/// caller holds, or comes with a view, and then the replica is in a view.
+/// control connection. No other set begins on it meanwhile. That would take the control connection, which the
+/// caller holds, or a view, and then the replica is in a view.
 ///
 /// # Errors
 /// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next
@@ -62,9 +62,9 @@ fn wanted(engine: &impl ServingEngine) -> Members {
     Members::new(engine.peers().into_iter().map(|(_, peer)| peer.replica)).unwrap_or_default()
 }
 
-/// Has the members forget the account of a replica that the volume no longer has: by greeting each of them,
-/// after it has learned the view without the replica. Returns the members that did not do it: they keep the
-/// account in vain until they are greeted again.
+/// Makes the members forget the out-of-sync set of a replica that the volume no longer has. It greets each of
+/// them after it has learned the view without the replica. Returns the members that did not do it: they keep
+/// the set in vain until they are greeted again.
 pub async fn give_up<E: ServingEngine>(engine: &E) -> Vec<(ReplicaId, E::Error)> {
     let mut failed = Vec::new();
     let Some(view) = engine.look(|core| core.membership().view()) else { return failed };

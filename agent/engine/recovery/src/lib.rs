@@ -1,5 +1,6 @@
-//! The order of steps in which an engine opens a volume ([`open`]), brings a replica back that is not in the
-//! view ([`rebuild`]), expands the replicas ([`grow_replicas`]) and gives a replica up ([`give_up`]).
+//! The order of the steps of four operations of an engine. It opens a volume ([`open`]), brings a replica
+//! back that is not in the view ([`rebuild`]), expands the replicas ([`grow_replicas`]) and gives a replica
+//! up ([`give_up`]).
 //!
 //! The steps are async functions over traits: the engine process brings blocking connections and threads, the
 //! simulation brings its own. So both run the same order of the same questions, and the same decisions about
@@ -10,9 +11,8 @@
 //! - [`ServingEngine`]: the process while it serves.
 //! - [`Courier`]: the task that brings one replica back.
 //!
-//! [`Offenders`] are the replicas that an attempt to open the volume goes without, [`BadSources`] the members
-//! that the next copy is not made of, and [`Standing`] says how soon a replica that was dropped may come
-//! back.
+//! [`Offenders`] are the replicas that an attempt to open the volume leaves out. [`BadSources`] are the
+//! members that the next copy does not read. [`Standing`] decides how soon a dropped replica may come back.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 

@@ -1,6 +1,6 @@
-//! Replicas that welcome an engine and then do not do as they are asked: attempts to open the volume fail
-//! because of them, although the others could open it. And members that are read to make a copy of them, and
-//! answer with an error or nonsense.
+//! Replicas that welcome an engine and then fail its requests. Attempts to open the volume fail because of
+//! them, although the others could open it. The list also has members that answer reads of a copy with an
+//! error or nonsense.
 //!
 //! All of this is remembered for one process of the engine, and for one run of the replica's process.
 

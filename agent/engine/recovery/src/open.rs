@@ -279,9 +279,9 @@ fn with_unfit(none: &NoPlan) -> String {
 
 /// Waits until the arbiter has granted the view of `change`.
 ///
-/// If another replica is back, or another view was granted, the start begins again with the next generation:
-/// a grant that comes late is for the view that was asked for, and never for another of its number. The same
-/// after `waits_max` calls.
+/// If another replica is back, or another view was granted, the start begins again with the next generation.
+/// A grant that comes late is for the requested view, and never for another one of its number. The same
+/// happens after `waits_max` calls.
 async fn await_grant<E: OpeningEngine>(
     engine: &mut E,
     change: &Change,

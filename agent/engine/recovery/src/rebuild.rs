@@ -1,5 +1,6 @@
 //! Makes one attempt to bring a replica back into the view. The attempt finds the regions that the replica
-//! lacks, makes it a copy if its former data does not count, and hands it to the core, which copies the rest.
+//! lacks, and makes it a copy if its former data does not count. Then it hands the replica to the core, which
+//! copies the rest.
 
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
 use shorthorn_types::{

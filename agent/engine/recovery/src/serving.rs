@@ -38,8 +38,8 @@ pub struct PendingView {
     pub honoured: ReplicaReport,
 }
 
-/// The process while it serves. It gives the number of a replica that was given up to another one only after
-/// the courier of that number has ended, and no queue has a connection to the replica.
+/// The process while it serves. The number of a replica that was given up goes to another one only after its
+/// courier has ended, and no queue has a connection to it.
 pub trait ServingEngine {
     /// The reason why a replica has not done a request.
     type Error: LinkError;

@@ -1,9 +1,10 @@
 //! NBD: the protocol, the server of a queue, and the two frontends that use it.
 //!
-//! From the client inwards: `protocol` and `handshake` are the bytes; `connection` turns them into requests
-//! of at most a slot's data each, kept in the tables of `command`; `share` says which connection gets a slot;
-//! `service` is the connections of one queue. The frontend `socket` listens on a Unix socket; the frontend
-//! `kernel` gives sockets to the kernel's driver (`link`) by `netlink`, and finds its device in `sysfs`.
+//! From the client inwards, `protocol` and `handshake` are the bytes. `connection` turns them into requests
+//! of at most a slot's data each, kept in the tables of `command`. `share` decides which connection gets a
+//! slot, and `service` has the connections of one queue. The frontend `socket` listens on a Unix socket. The
+//! frontend `kernel` gives sockets to the kernel's driver (`link`) by `netlink`, and finds its device in
+//! `sysfs`.
 
 mod command;
 mod connection;

@@ -117,7 +117,7 @@ impl Driver {
     /// Offers `socket` to device `index` in place of a dead one. Returns whether the driver has taken it.
     ///
     /// The driver answers the same if it has taken a socket and if none was dead. So a descriptor that is no
-    /// socket follows. The driver searches the list until it finds no dead socket: it reaches that
+    /// socket follows. The driver searches the list until it finds no dead socket. It reaches that
     /// descriptor, and refuses it, only if it has taken the one before (nbd_genl_reconfigure in
     /// drivers/block/nbd.c).
     pub(super) fn reconnect(

@@ -23,10 +23,10 @@ const NAMES_MAX: usize = 8;
 /// node elsewhere counts too, as kubelet makes it for pods that use it as a device.
 ///
 /// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the
-/// message. All others are searched. Three kinds are not found: a process that has only mapped the device, a
-/// mount of the node in a mount namespace other than this one and that of process 1, and a process in a
-/// container whose processes this one does not see. A device that does not exist has no user; a device that
-/// cannot be opened counts as used.
+/// message. All others are searched. Three kinds are not found. The first is a process that has only mapped
+/// the device. The second is a mount of the node in a mount namespace other than this one and that of process
+/// 1. The third is a process in a container whose processes this one does not see. A device that does not
+/// exist has no user; a device that cannot be opened counts as used.
 #[must_use]
 pub fn in_use(path: &Path) -> Option<String> {
     let opened = fs::OpenOptions::new()
@@ -69,8 +69,8 @@ fn listed(users: &[String]) -> String {
     text
 }
 
-/// Returns the device that the node at `path` leads to, links followed. Asks no server: some paths are files
-/// of programs that have nothing to do with us, and one on a file system that hangs must not hang us.
+/// Returns the device that the node at `path` leads to, links followed. It asks no server: some paths are
+/// files of unrelated programs, and one on a hanging file system must not hang this process.
 fn device_at(path: &Path) -> Option<DeviceNumber> {
     let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
     let found = statx(CWD, path, flags, StatxFlags::TYPE).ok()?;

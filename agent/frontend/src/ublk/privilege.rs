@@ -1,9 +1,9 @@
 //! A queue's thread without the capability CAP_SYS_ADMIN (capset(2), linux/capability.h).
 //!
-//! The driver has the kernel read no partition table of a device if a thread that serves it lacks this
-//! capability when it fetches its tags (`ublk_mark_io_ready` and `ublk_ctrl_start_dev` in
-//! drivers/block/ublk_drv.c; 6.1, 6.12 and later). The table may be that of a virtual machine, and is nothing
-//! for the host. `partx -a` still makes partitions.
+//! If a thread that serves a device lacks this capability when it fetches its tags, the driver makes the
+//! kernel read no partition table (`ublk_mark_io_ready` and `ublk_ctrl_start_dev` in
+//! drivers/block/ublk_drv.c; 6.1, 6.12 and later). The table may be that of a virtual machine, and does not
+//! concern the host. `partx -a` still makes partitions.
 
 use std::io;
 

@@ -5,31 +5,31 @@
 //! continues (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or the device is stopped and the
 //! requests fail.
 //!
-//! How the driver of Linux 6.7 to 6.14 notices the end of a process (`ublk_uring_cmd_cancel_fn` and
-//! `ublk_timeout` in drivers/block/ublk_drv.c): the closing of its rings cancels the commands that wait for
-//! requests. If a queue has none of them because every tag is at the process, the timer of a request has to
-//! run out first, which takes 30 s by default: see [`notice_deaths_soon`]. Earlier drivers look for dead
-//! processes every few seconds; later ones act when the character device is closed.
+//! The driver of Linux 6.7 to 6.14 notices the end of a process by its rings (`ublk_uring_cmd_cancel_fn` and
+//! `ublk_timeout` in drivers/block/ublk_drv.c). Their closing cancels the commands that wait for requests. If
+//! a queue has none of them because every tag is at the process, the timer of a request has to run out first.
+//! That takes 30 s by default: see [`notice_deaths_soon`]. Earlier drivers look for dead processes every few
+//! seconds; later ones act when the character device is closed.
 //!
 //! **A thread of a queue ends before its ring is closed.** When the driver cancels, it takes back the
 //! requests that it has delivered, once. io_uring (`io_move_task_work_from_local` in 6.12) makes the owner of
 //! the ring run the deliveries that wait. If that thread still lives, they are delivered after the
-//! cancellation: they are not taken back, and the driver waits for them without a limit, holding the lock
+//! cancellation. They are not taken back, and the driver waits for them without a limit, holding the lock
 //! that STOP_DEV needs too. If the thread has ended, a kernel thread runs them and gives the requests back.
 //! So a process that leaves a device never closes a ring (`Ring::leave_open`): the kernel does it when the
 //! process has ended, as after `kill -9`.
 //!
 //! Known gap: the kernel closes the rings when the last thread has ended. A thread that waits in the kernel
-//! for the device itself (STOP_DEV, or the flush before it, while replicas do not answer) cannot end, and its
-//! process keeps the device.
+//! for the device itself cannot end, and its process keeps the device. Such waits are STOP_DEV, or the flush
+//! before it, while replicas do not answer.
 //!
 //! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every
 //! device carries the identity of its volume in the field that the driver keeps for its server.
 //!
-//! Known gap (before Linux 6.15): where the new process dies as well, after a queue has mapped its
-//! descriptors and before all of its tags were fetched, the driver takes no third process, and the device can
-//! only be stopped. That is why a queue maps and fetches in one go, and why this is the last thing that a
-//! starting engine does. The third process says so: see `fetching.rs`.
+//! Known gap (before Linux 6.15): the new process may die as well, after a queue has mapped its descriptors
+//! and before all of its tags were fetched. Then the driver takes no third process, and the device can only
+//! be stopped. That is why a queue maps and fetches in one go, and why this is the last step of a starting
+//! engine. The third process reports it: see `fetching.rs`.
 
 use std::fs;
 use std::io;

@@ -1,8 +1,8 @@
 //! The meaning of a replica directory, without I/O.
 //!
-//! A replica keeps a volume as a chain of sparse files in Longhorn's version-1 format: the *head*
-//! takes writes, the snapshots below it never change, and a hole in a layer means "ask the parent".
-//! This crate holds everything about that which needs no I/O:
+//! A replica keeps a volume as a chain of sparse files in Longhorn's version-1 format. The *head* takes
+//! writes, the snapshots below it never change, and a hole in a layer means "ask the parent". This crate
+//! holds everything about that which needs no I/O:
 //!
 //! - [`ImageName`], [`SnapshotName`], [`VolumeMeta`], [`DiskMeta`]: names and documents;
 //! - [`DirectoryFacts`] and [`recover`]: derive the [`Layout`] of a directory from its files, with the

@@ -85,7 +85,7 @@ impl ZeroStep {
         }
     }
 
-    /// Returns the blocks to write zeroes over because the file system has refused this step with `errno`: it
+    /// Returns the blocks to write zeroes over because the file system has refused this step with `errno`. It
     /// makes no holes after all, or has no space for the extent that a hole cuts in two. (Allocated blocks
     /// always have the space to be overwritten.)
     #[must_use]
@@ -159,7 +159,7 @@ impl BlockMap {
         })
     }
 
-    /// Appends the steps of a discard of `range` to `steps`: every whole block of it reads as zeroes then,
+    /// Appends the steps of a discard of `range` to `steps`. Every whole block of it reads as zeroes then,
     /// and a block of which it covers only a part does not change. So all members read the same after it,
     /// with any layers, and whether or not their file systems can punch.
     ///

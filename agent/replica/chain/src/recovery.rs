@@ -232,8 +232,8 @@ impl Work {
     }
 
     /// Completes the rename of the old head `stray`, which became the snapshot `twin` and has both names
-    /// still. Longhorn writes the snapshot's document last: until then it is the head's, and says that no
-    /// user took it, so that the next purge would throw it away.
+    /// still. Longhorn writes the snapshot's document last. Until then it is the head's, and says that no
+    /// user took it, so that the next purge would delete it.
     fn settle_old_head(&mut self, stray: &ImageName, twin: &ImageName) -> Result<(), ChainError> {
         self.notes.push(format!("finished the snapshot {twin}, whose old name {stray} was still there"));
         if let Some(old) = self.metas.get(stray).cloned()

@@ -70,11 +70,11 @@ impl ReplicaState {
     /// Stops serving after a failure. Before the caller learns of it, a note on the disk records that the
     /// data may lack acknowledged writes.
     ///
-    /// A failed fdatasync means this, and so does a failed write: if it was to be durable it is an fdatasync
-    /// too, and otherwise the content of the head there is unknown. The same holds for failures beside the
-    /// data, of a page of regions or a document. The disk, or the journal of its file system, reports a loss
-    /// only once, to the first caller, and the affected data is unknown. A false alarm costs a copy of the
-    /// regions written lately.
+    /// A failed fdatasync means this, and so does a failed write. If the write was to be durable it is an
+    /// fdatasync too, and otherwise the content of the head there is unknown. The same holds for failures
+    /// beside the data, of a page of regions or a document. The disk, or the journal of its file system,
+    /// reports a loss only once, to the first caller, and the affected data is unknown. A false alarm costs a
+    /// copy of the regions written lately.
     ///
     /// If even the note fails, the process must not end ([`Failure::pause_before_end`]).
     pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {

@@ -649,8 +649,9 @@ impl RegionKeeper {
         Some(RunsPage { runs, next, stamp: set.stamp().unwrap_or(0) })
     }
 
-    /// Records that the host was restarted, or the disk has failed, while data was not durable: until every
-    /// region that is in the intent set now has been cleared from it, [`RegionKeeper::has_lost_cache`].
+    /// Records that the host was restarted, or the disk has failed, while data was not durable.
+    /// [`RegionKeeper::has_lost_cache`] is true until every region that is in the intent set now has been
+    /// cleared from it.
     pub fn lost_cache(&mut self) {
         self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());
     }

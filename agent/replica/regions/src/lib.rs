@@ -13,11 +13,11 @@
 //! [`RegionKeeper::begin_write`] returns, reports each with [`RegionKeeper::end_write`], and asks again.
 //!
 //! On the disk a set is a file of pages of [`PAGE_BYTES`], each with its own check. While a page is written
-//! its place on the disk holds the page from before, the new one, or neither; a page that is neither reads as
+//! its place on the disk holds the page from before, the new one, or neither. A page that is neither reads as
 //! if all its regions were in. So a crash can only ever add regions to a set.
 //!
-//! A new set is complete on the disk before it is kept ([`NewSet`]), and the file of an ended one is removed
-//! from the disk before it is forgotten: a file that is found has never missed a modification.
+//! A new set is complete on the disk before it is kept ([`NewSet`]). The file of an ended one is removed from
+//! the disk before it is forgotten. So a file that is found has never missed a modification.
 #![forbid(unsafe_code)]
 
 mod keeper;

@@ -10,8 +10,8 @@ use crate::limits::{
 
 /// The buffers of all slots.
 ///
-/// In the buffer of a request the volume's blocks lie back to back, in the whole blocks behind the edges: for
-/// any offset of the request, memory is aligned as direct I/O demands.
+/// In the buffer of a request the volume's blocks lie back to back, in the whole blocks behind the edges. So
+/// for any offset of the request, memory is aligned as direct I/O demands.
 #[derive(Debug)]
 pub(super) struct Buffers {
     arena: Arena,

@@ -1,13 +1,12 @@
 //! Makes sums of blocks in the background while the volume is idle, and compares read data with them.
 //!
 //! A region is summed when the engine has said that it is clean: all members have flushed it since it was
-//! last modified. Its blocks are read back, as a reader sees them, in a slot of their own; the page with
-//! their sums is written, durably, and only then the region leaves the set of unsummed regions, unless
-//! something has modified it meanwhile. The set, and the order in which it follows, are pure: see
-//! `shorthorn-regions`.
+//! last modified. Its blocks are read back, as a reader sees them, in a slot of their own. Then the page with
+//! their sums is written, durably. Only then the region leaves the set of unsummed regions, unless something
+//! has modified it meanwhile. The set, and the order in which it follows, are pure: see `shorthorn-regions`.
 //!
 //! A check compares whole blocks of regions that have sums, after the data was read. It never makes a sound
-//! block look rotten: blocks without certain sums, because a page of sums is torn or the region was modified
+//! block look rotten. Blocks without certain sums, because a page of sums is torn or the region was modified
 //! meanwhile, are not compared.
 
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 //!
 //! A directory that is being copied to is marked as rebuilding. `shorthorn.copy` has the layers of the
 //! source, whether they exist here yet, and which of them are complete. After any stop of the process or the
-//! machine, the next opening continues: incomplete layers are made again, complete ones are kept, and the
+//! machine, the next opening continues. Incomplete layers are made again, complete ones are kept, and the
 //! record of an ended copy is removed.
 
 use std::os::fd::AsFd;

@@ -143,7 +143,7 @@ impl Directory {
     }
 
     /// Does an operation that needs a little space. If the file system is full, the reserve is given up for
-    /// it: a full disk fails writes of data, and must not keep a replica from closing, opening, or storing a
+    /// it. A full disk fails writes of data, and must not keep a replica from closing, opening, or storing a
     /// view. Not only content needs space: a new name may need another block of the directory. `attempt` can
     /// be repeated.
     pub fn with_reserve<T>(&self, attempt: impl Fn() -> Result<T>) -> Result<T> {

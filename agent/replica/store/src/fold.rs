@@ -1,7 +1,7 @@
 //! Taking removed snapshots out of the directory.
 //!
-//! The layer above is folded into the removed one, and that takes its name: the data of the newer layer is
-//! copied, which is mostly the smaller. No visible data changes until the rename, so the copy can run on a
+//! The layer above is folded into the removed one, and that takes its name. The data of the newer layer is
+//! copied, which is mostly the smaller. No visible data changes until the rename. So the copy can run on a
 //! thread of its own beside the data path, be abandoned, and be made again.
 
 use std::sync::Arc;
@@ -53,9 +53,9 @@ impl FoldJob {
 }
 
 impl Store {
-    /// Takes a removed snapshot out of the directory: all at once, while no request is in flight.
-    /// For the snapshot directly under the head this is the only way, because the head is copied;
-    /// the result is a directory as Longhorn knows it, which Longhorn itself cannot make.
+    /// Folds a removed snapshot at once, while no request is in flight. For the snapshot directly under the
+    /// head this is the only way, because the head is copied. The result is a directory as Longhorn knows it,
+    /// which Longhorn itself cannot make.
     ///
     /// # Errors
     /// [`StoreError`]; the snapshot is then still there, still marked as removed.

@@ -32,7 +32,7 @@ pub(crate) struct HostFileSystem {
     /// Holes can be made.
     pub can_punch: bool,
     /// The allocation unit in bytes, if it is smaller than a block. Then a part of a block can be data and
-    /// the rest of it a hole: a loss of power or a failed write leaves that, and the rest would read as
+    /// the rest of it a hole. A loss of power or a failed write leaves that, and the rest would read as
     /// zeroes that were never written.
     smaller_unit_bytes: Option<u64>,
 }

@@ -15,8 +15,8 @@ const HEAD: &str = "volume-head-002.img";
 const NEXT: &str = "volume-head-003.img";
 const SIZE_BYTES: u64 = 64 << 20;
 
-/// Opens a spoiled copy of `lhsimple`: it must read as before, have these snapshots, be mended
-/// with notes that have all of `words`, and be without problems afterwards.
+/// Opens a spoiled copy of `lhsimple`. It must read as before, have these snapshots, be repaired with notes
+/// that have all of `words`, and be without problems afterwards.
 fn mended(spoil: impl Fn(&Path), snapshots: &[&str], words: &[&str]) -> Fixture {
     let fixture = Fixture::unpack("lhsimple");
     spoil(fixture.path());

@@ -9,8 +9,8 @@ use std::path::Path;
 use common::{Fixture, documents, scratch};
 use shorthorn_store::{CreateOptions, OpenOptions, Severity, Store, inspect};
 
-/// Spoils a copy of `lhsimple` and expects the open to fail with a message that has all of `words`,
-/// the inspection to say the same, and nothing to have changed.
+/// Spoils a copy of `lhsimple` and expects the open to fail with a message that has all of `words`. The
+/// inspection must say the same, and nothing may have changed.
 fn refused(spoil: impl Fn(&Path), words: &[&str]) {
     let fixture = Fixture::unpack("lhsimple");
     spoil(fixture.path());

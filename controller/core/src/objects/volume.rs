@@ -116,12 +116,12 @@ pub struct VolumeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub attach_started_at: Option<Timestamp>,
-    /// The first attachment since which the volume has been on its node without a break: the device of an
+    /// The first attachment since which the volume has been on its node without a break. The device of an
     /// engine of this one or a later one may be carried over to the next. 0: not known.
     #[serde(default)]
     pub attached_since: u64,
     /// No engine of this attachment or an older one can have a write acknowledged any more, wherever it may
-    /// still run: enough replicas refuse it. 0: none was ever fenced without having been stopped.
+    /// still run, because enough replicas refuse it. 0: none was ever fenced without having been stopped.
     #[serde(default)]
     pub fenced_attach: u64,
     /// The attachment up to which engines are not waited for: the volume is deleted, and the node was given

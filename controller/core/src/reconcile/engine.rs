@@ -38,9 +38,9 @@ pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
         && volume.is_none_or(|volume| volume.status.attach < engine.spec.attach)
 }
 
-/// Stops engines of this volume on other nodes, and has those forgotten that have ended. A start call that
-/// came late makes one, and a node that was lost with the volume has one; it is fenced, but in the way of the
-/// next attachment there.
+/// Stops engines of this volume on other nodes, and makes their nodes forget ended ones. A late start call
+/// makes such an engine, and a node that was lost with the volume has one. It is fenced, but blocks the next
+/// attachment there.
 fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let shown = context.agents.with_engine(&engine.spec.volume_name);

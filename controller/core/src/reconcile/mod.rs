@@ -97,7 +97,7 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
 }
 
 /// Returns true if a decision about `key` may give disk space away. The shell takes such decisions one at a
-/// time, and promises the places of the new replicas before the next one, so that two volumes never get the
+/// time. It promises the places of the new replicas before the next one, so that two volumes never get the
 /// same space.
 #[must_use]
 pub fn gives_space_away(world: &World, key: &Key) -> bool {

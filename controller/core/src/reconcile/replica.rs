@@ -112,9 +112,9 @@ fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
     decision
 }
 
-/// Writes the status of a wanted replica, if it has news. Two things wait for the next write: that it is
-/// being started, for a while; and that one of the first replicas is in the view, because it counts as a
-/// member until something else is stored.
+/// Writes the status of a wanted replica, if it has news. Two things wait for the next write. The first is
+/// that the replica is being started, for a while. The second is that one of the first replicas is in the
+/// view, because it counts as a member until something else is stored.
 fn store_news(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
     let stored = &replica.status;
     let volume = context.world.volumes.get(replica.spec.volume_name.as_str());
@@ -361,7 +361,7 @@ fn obstacle(view: &AgentView, replica: &InstanceKey, stray: Option<InstanceKey>)
 }
 
 /// Returns an engine that still exists on the node of a replica that was left behind, and the number of its
-/// volume's last attachment: no other object knows of it, if the volume has been elsewhere since. It is
+/// volume's last attachment. No other object knows of it, if the volume has been elsewhere since. It is
 /// fenced. An engine of a new volume of the name is left alone.
 fn stray_engine(
     context: &Context<'_>,

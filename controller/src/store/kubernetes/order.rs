@@ -16,8 +16,8 @@ use shorthorn_controller_core::objects::{Key, Kind, Object};
 pub struct Order {
     /// Up to where the watch of each kind has come.
     heard: BTreeMap<Kind, u64>,
-    /// The versions of objects that we removed ourselves, until the watch or a list says so too: a list that
-    /// was made before may still be on its way. As many as removals that were not heard of yet.
+    /// The versions of objects that this controller has removed, until the watch or a list shows that too: an
+    /// older list may still be in flight. The map has as many entries as unconfirmed removals.
     removed: BTreeMap<Key, u64>,
 }
 

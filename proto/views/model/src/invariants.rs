@@ -4,8 +4,8 @@
 //! its generation is. To *hold* a replica is to be the generation that the replica has stored.
 //!
 //! 1. **Nothing is lost.** Every acknowledged write, of any engine and time, is on every member of the view
-//!    of the newest engine that has served, and on every member of the pending view of this engine. While
-//!    that engine is dead the rule has no subject; the next one that serves answers for all writes.
+//!    of the newest engine that has served. It is also on every member of the pending view of this engine.
+//!    While that engine is dead the rule has no subject; the next one that serves answers for all writes.
 //! 2. **No fork.** An engine that is older than one that has served does not hold all members of its own
 //!    view. So none of its writes can reach them all any more. It may still acknowledge a write that had
 //!    reached them all before: such a write is on the newer engine's members by rule 1, which counts it.

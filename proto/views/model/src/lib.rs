@@ -5,7 +5,7 @@
 //! and the data, a set of writes per replica.
 //!
 //! - [`State`]: one controller (arbiter), up to three replicas, engines. [`Step`]: the next possible steps.
-//! - [`Message`]s are a set from which none is removed: a message that is never delivered was lost, and a
+//! - [`Message`]s are a set from which none is removed. A message that is never delivered was lost, and a
 //!   message can be delivered again at any time, and in any order. A crash of a replica or of the arbiter is
 //!   the loss of all messages in flight to and from it, because both store before they answer and keep
 //!   nothing else.

@@ -78,9 +78,9 @@ impl Run<'_> {
         }
     }
 
-    /// Makes the engine object of a volume that has lost it on its way to a node: it was left behind by the
-    /// volume before its undeletion, and was removed when its process had stopped. Nothing may have the
-    /// number that was drawn for it.
+    /// Makes the engine object of a volume that has lost it on its way to a node. The volume had left the
+    /// object behind before its undeletion, and it was removed when its process had stopped. Nothing may have
+    /// the number that was drawn for it.
     fn make_engine(&mut self) {
         if self.waits_for_name() {
             return;

@@ -5,9 +5,9 @@
 //! engine has started from more than half of its replicas, without it
 //! ([`shorthorn_views::Arbiter::renewed`]).
 //!
-//! It cannot be seen where every replica in reach was away since the backup. An engine that starts from them
-//! alone needs a grant if they are half; that is the case in which a grant since the backup to the other half
-//! is not known here.
+//! The difference is invisible if every reachable replica was absent since the backup. An engine that starts
+//! from them alone needs a grant if they are half. Only then may a grant to the other half since the backup
+//! be unknown here.
 
 use shorthorn_types::View;
 

@@ -2,10 +2,10 @@
 //!
 //! The engine may still run there and cannot be stopped, so its replicas have to refuse it. First a new
 //! attachment number is drawn and stored: from there on the arbiter grants the old engine nothing. Then every
-//! reachable replica gets that number. An engine of a lower one is fenced when the replicas that have stored
-//! the number are so many that a new engine could start from them (`shorthorn_views::basis`): they are a
-//! quorum of every view in which the old one may be. So it can neither have anything acknowledged there nor
-//! commit another view. Fewer than that prove nothing, and the volume waits for its replicas or its node.
+//! reachable replica gets that number. An engine of a lower one is fenced when a new engine could start from
+//! the replicas that have stored the number (`shorthorn_views::basis`). They are a quorum of every view in
+//! which the old one may be. So it can neither have anything acknowledged there nor commit another view.
+//! Fewer than that prove nothing, and the volume waits for its replicas or its node.
 
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
 use shorthorn_views::{basis, forgets, knows_no_engine};
