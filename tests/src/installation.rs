@@ -16,7 +16,7 @@ const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/deploy")
 const LEFT_OUT: [&str; 4] =
     ["crds.yaml", "deletion-guard.yaml", "kustomization.yaml", "poddisruptionbudget.yaml"];
 
-/// The files of packaging/deploy that this API server knows, and the definitions without rules in CEL.
+/// Installs the files of packaging/deploy that this API server knows, and the definitions without CEL rules.
 ///
 /// # Errors
 /// The API server refuses something.

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 use anyhow::{Context, Result, ensure};
 
 const TREE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
-/// Everything that is off by default.
+/// The values that enable all parts that are off by default.
 const EVERYTHING: [&str; 6] = [
     "metrics.serviceMonitor.enabled=true",
     "metrics.agents.enabled=true",

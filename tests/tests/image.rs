@@ -108,7 +108,8 @@ fn unpacked(archive: &Path, to: &Path) -> Result<PathBuf> {
     Ok(to.to_owned())
 }
 
-/// The output of a program that sees only `root`. A user namespace gives an ordinary user the right to do that.
+/// The output of a program that sees only `root`. A user namespace gives an ordinary user the right to do
+/// that.
 fn in_root(root: &Path, words: &[&str]) -> Result<String> {
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--root"]).arg(root).args(words);
