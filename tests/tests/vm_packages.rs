@@ -46,7 +46,7 @@ fn installed(host: &VmHost) -> Result<()> {
     Ok(())
 }
 
-/// As an administrator does it: upgrades must keep the changed files.
+/// Changes the files like an administrator: upgrades must keep the changes.
 fn configured(host: &VmHost) -> Result<()> {
     // Emulated processors are slow: a replica that needs longer than the default is not dead there.
     host.sh(&format!(
@@ -114,7 +114,8 @@ fn removal_is_refused(host: &VmHost) -> Result<()> {
         .map(drop)
 }
 
-/// Lists the files of replicas with change time, size and blocks. Reading the content takes long in emulation.
+/// Lists the files of replicas with change time, size and blocks. Reading the content takes long in
+/// emulation.
 const DATA: &str = "find /var/lib/longhorn -type f -printf '%C@ %s %b %p\\n' | sort | \
      tee /root/data.new | grep -c '[.]img$'";
 
