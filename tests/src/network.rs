@@ -120,7 +120,7 @@ fn processes_in(namespace: &str) -> Result<Vec<i32>> {
     Ok(ip(&["netns", "pids", namespace])?.lines().filter_map(|line| line.trim().parse().ok()).collect())
 }
 
-/// The address of a host.
+/// Returns the address of a host.
 pub(crate) fn address(host: usize) -> String {
     format!("10.77.0.{}", host + 1)
 }

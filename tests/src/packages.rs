@@ -25,7 +25,7 @@ pub fn build_packages(output: &Path, arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The tree of the project.
+/// Returns the tree of the project.
 #[must_use]
 pub fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")

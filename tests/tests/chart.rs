@@ -163,7 +163,7 @@ fn alerts_and_panels_use_metrics_that_exist() -> Result<()> {
     Ok(())
 }
 
-/// The words of an expression that are names of metrics.
+/// Returns the words of an expression that are names of metrics.
 fn metrics_of(expression: &str) -> impl Iterator<Item = String> {
     let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("shorthorn_") || word.starts_with("process_")).map(str::to_owned)
@@ -177,7 +177,7 @@ fn chart() -> PathBuf {
     tree("packaging/chart")
 }
 
-/// The folder of helm and kubectl.
+/// Returns the folder of helm and kubectl.
 fn tools() -> Result<PathBuf> {
     Ok(PathBuf::from(succeeds(&mut Command::new(chart().join("tools")))?.trim()))
 }
@@ -197,7 +197,7 @@ fn template(values: &[&str]) -> Result<String> {
     succeeds(&mut command)
 }
 
-/// Every object of a file of YAML documents, as kind and name.
+/// Returns every object of a file of YAML documents, as kind and name.
 fn objects(documents: &str) -> BTreeSet<String> {
     let field = |document: &str, start: &str| {
         let value = document.lines().find_map(|line| line.strip_prefix(start));
@@ -210,7 +210,7 @@ fn objects(documents: &str) -> BTreeSet<String> {
     pairs.collect()
 }
 
-/// The standard output of a command that has to work.
+/// Returns the standard output of a command that has to work.
 fn succeeds(command: &mut Command) -> Result<String> {
     let Output { status, stdout, stderr } =
         command.output().with_context(|| format!("starting {command:?}"))?;

@@ -40,7 +40,7 @@ fn two_builds_are_equal_and_the_programs_run_with_nothing_but_the_image() -> Res
     Ok(())
 }
 
-/// The crates of the controller are listed, and those of its tests are not.
+/// Checks that the crates of the controller are listed, and those of its tests are not.
 fn check_contents(contents: &Value) -> Result<()> {
     ensure!(contents["bomFormat"] == "CycloneDX", "{contents:.200}");
     let components = contents["components"].as_array().context("no components")?;
@@ -73,7 +73,7 @@ fn a_missing_program_is_named_with_the_remedy() -> Result<()> {
     Ok(())
 }
 
-/// The digest that the script prints.
+/// Returns the digest that the script prints.
 fn build(archive: &Path) -> Result<String> {
     let programs = binary("shorthorn-controller")?;
     let programs = programs.parent().context("the program has no folder")?;
@@ -108,8 +108,8 @@ fn unpacked(archive: &Path, to: &Path) -> Result<PathBuf> {
     Ok(to.to_owned())
 }
 
-/// The output of a program that sees only `root`. A user namespace gives an ordinary user the right to do
-/// that.
+/// Returns the output of a program that sees only `root`. A user namespace gives an ordinary user the right
+/// to do that.
 fn in_root(root: &Path, words: &[&str]) -> Result<String> {
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--root"]).arg(root).args(words);

@@ -26,7 +26,7 @@ const CONFIGURATION: [&[&str]; 3] = [
     &[],
 ];
 
-/// All packages in both formats, built once for all tests of this file.
+/// Returns all packages in both formats, built once for all tests of this file.
 fn packages() -> Result<&'static Path> {
     static FOLDER: OnceLock<Result<tempfile::TempDir, String>> = OnceLock::new();
     let built = FOLDER.get_or_init(|| {
@@ -37,7 +37,7 @@ fn packages() -> Result<&'static Path> {
     built.as_ref().map(tempfile::TempDir::path).map_err(|error| anyhow::anyhow!("{error}"))
 }
 
-/// The file of a package; `extension` is deb or rpm.
+/// Returns the file of a package; `extension` is deb or rpm.
 fn file(package: &str, extension: &str) -> Result<PathBuf> {
     let entries = fs::read_dir(packages()?)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     let wanted = |path: &PathBuf| {
@@ -60,7 +60,7 @@ fn text(program: &str, output: Output) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Regular files of a Debian package with their modes, as `ls -l` shows them. All belong to root.
+/// Returns the regular files of a Debian package with their modes, as `ls -l` shows them. All belong to root.
 fn deb_files(package: &str) -> Result<BTreeMap<String, String>> {
     let list = run("dpkg-deb", &["--contents", path(&file(package, "deb")?)?])?;
     let mut files = BTreeMap::new();
@@ -81,7 +81,7 @@ fn path(path: &Path) -> Result<&str> {
     path.to_str().context("a path that is no UTF-8")
 }
 
-/// Files below `folder`, relative to it.
+/// Returns the files below `folder`, relative to it.
 fn walk(folder: &Path) -> Result<BTreeSet<String>> {
     let mut found = BTreeSet::new();
     let mut folders = vec![folder.to_owned()];

@@ -31,7 +31,7 @@ fn a_host_has_the_packages_from_installation_to_purge() -> Result<()> {
     purged(&host)
 }
 
-/// dpkg, without a flush to the disk for each file.
+/// Runs dpkg, without a flush to the disk for each file.
 fn dpkg(arguments: &str) -> String {
     format!("cd /root/packages && dpkg --force-unsafe-io {arguments} 2>&1")
 }
@@ -58,8 +58,8 @@ fn configured(host: &VmHost) -> Result<()> {
     until("disk", LIMIT, || host.ctl(&format!("disk add {NODE} /var/lib/longhorn")).map(Some)).map(drop)
 }
 
-/// The rules of udev apply to disks of volumes, and to no other ublk disk: one without a mark is as one of
-/// another program.
+/// Checks that the rules of udev apply to disks of volumes, and to no other ublk disk: one without a mark is
+/// like one of another program.
 fn only_volumes_are_marked(host: &VmHost) -> Result<()> {
     let is_marked =
         "udevadm info --query=property /sys/block/ublkb0 | grep -c '^SHORTHORN_VOLUME=1\\|^UDISKS_IGNORE=1'";
@@ -141,7 +141,7 @@ fn purged(host: &VmHost) -> Result<()> {
     host.sh(&format!("{DATA} && cmp /root/data /root/data.new")).map(drop)
 }
 
-/// The processes of the engine and the replicas.
+/// Returns the processes of the engine and the replicas.
 fn pids(host: &VmHost) -> Result<String> {
     let units = "'shorthorn-engine@*' 'shorthorn-replica@*'";
     let pids = host.sh(&format!("systemctl show --property MainPID --value {units} | grep . | sort"))?;

@@ -8,7 +8,7 @@ use shorthorn_types::VolumeName;
 /// PATH_MAX without the byte that ends it.
 const PATH_MAX_BYTES: usize = 4095;
 
-/// The name of the volume.
+/// Returns the name of the volume.
 pub(crate) fn volume(id: &str) -> Result<VolumeName, CsiError> {
     if id.is_empty() {
         return Err(CsiError::Invalid("volume_id is missing".into()));
@@ -16,7 +16,7 @@ pub(crate) fn volume(id: &str) -> Result<VolumeName, CsiError> {
     VolumeName::new(id).map_err(|error| CsiError::Invalid(format!("volume_id: {error}")))
 }
 
-/// A path: absolute, without "." and "..", and of characters that can be shown.
+/// Returns a path: absolute, without "." and "..", and of characters that can be shown.
 pub(crate) fn path(field: &str, text: &str) -> Result<PathBuf, CsiError> {
     let wrong = |what: &str| Err(CsiError::Invalid(format!("{field} {what}")));
     if text.is_empty() {

@@ -44,8 +44,8 @@ impl DeadMounts {
         }
     }
 
-    /// The volume is not published at `target` any more, or anew. Kubelet publishes a device at another path
-    /// than the one at which it asks how the device is: both name the pod.
+    /// Records that the volume is not published at `target` any more, or anew. Kubelet publishes a device at
+    /// another path than the one at which it asks how the device is: both name the pod.
     pub(crate) fn forget(&self, volume: &VolumeName, target: &Path) {
         let uid = pod_uid(target);
         self.lock().retain(|path, mount| {
@@ -54,7 +54,7 @@ impl DeadMounts {
         });
     }
 
-    /// The same for everything of the volume.
+    /// Does the same for everything of the volume.
     pub(crate) fn forget_volume(&self, volume: &VolumeName) {
         self.lock().retain(|_, mount| mount.volume != *volume);
     }

@@ -61,7 +61,7 @@ pub(crate) fn number_at(path: &Path) -> io::Result<Option<DeviceNumber>> {
     }
 }
 
-/// The size of a device; None where the kernel has none of that number.
+/// Returns the size of a device; none if the kernel has none of that number.
 pub(crate) fn size_bytes(number: DeviceNumber) -> io::Result<Option<u64>> {
     let text = match fs::read_to_string(format!("/sys/dev/block/{number}/size")) {
         Err(error) if is_gone(&error) => return Ok(None),

@@ -76,7 +76,7 @@ pub(crate) fn unmount_all(
     )))
 }
 
-/// The mounts as they are now.
+/// Returns the current mounts.
 pub(crate) fn read_table() -> Result<MountTable, CsiError> {
     MountTable::read().map_err(CsiError::system("the table of mounts"))
 }

@@ -41,7 +41,7 @@ pub(crate) struct MountInfoError(String);
 pub(crate) struct MountTable(Vec<Mount>);
 
 impl MountTable {
-    /// The mounts as they are now.
+    /// Returns the current mounts.
     pub(crate) fn read() -> io::Result<MountTable> {
         // The kernel gives the file page by page, and mounts may come and go in between.
         let mut before = fs::read(MOUNTINFO)?;
@@ -69,7 +69,7 @@ impl MountTable {
         self.0.iter().rev().find(|mount| mount.point == point)
     }
 
-    /// All mounts.
+    /// Returns all mounts.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Mount> {
         self.0.iter()
     }

@@ -202,7 +202,7 @@ pub(crate) fn write_back(volume: &VolumeName, path: PathBuf) {
     }
 }
 
-/// Number of the disk `name` (as in /sys/block); None if it does not exist.
+/// Returns the number of the disk `name` (as in /sys/block); none if it does not exist.
 ///
 /// # Errors
 /// The error of sysfs.

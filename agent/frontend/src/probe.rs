@@ -154,7 +154,7 @@ pub(crate) fn is_deferral_safe(release: &str) -> bool {
     }
 }
 
-/// The first three numbers of a `release` (uname -r).
+/// Returns the first three numbers of a `release` (uname -r).
 pub(crate) fn version(release: &str) -> [Option<u32>; 3] {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
     std::array::from_fn(|_| numbers.next().flatten())
@@ -263,7 +263,7 @@ fn modprobe(module: &'static str, options: &'static [&str]) -> Result<(), Missin
     }
 }
 
-/// The release of the running kernel, as uname -r says.
+/// Returns the release of the running kernel, as in uname -r.
 pub(crate) fn release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim_end().to_owned()
 }

@@ -24,7 +24,7 @@ pub(crate) fn set(kernel_name: &str, attribute: &str, value: u32, consequence: &
     lower_from(kernel_name, attribute, 0, value, consequence);
 }
 
-/// The same as [`lower`] if it is `from` or more.
+/// Lowers like [`lower`] if the value is `from` or more.
 pub(crate) fn lower_from(
     kernel_name: &str,
     attribute: &str,

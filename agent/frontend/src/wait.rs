@@ -48,7 +48,7 @@ pub(crate) fn within<T: Send + 'static>(
     receiver.recv_timeout(limit).unwrap_or_else(|_| Err(timed_out(limit)))
 }
 
-/// The error that says that nothing happened for `limit`.
+/// Returns the error that nothing happened for `limit`.
 pub(crate) fn timed_out(limit: Duration) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {limit:?}"))
 }

@@ -104,7 +104,7 @@ pub(crate) fn greet(
     Ok(Proven { header, place, session })
 }
 
-/// The frame that refuses the hello of `header`.
+/// Returns the frame that refuses the hello of `header`.
 pub(crate) fn refusal_frame(header: &Header, errno: Errno, refusal: &Refusal) -> Vec<u8> {
     let (header, text) = encode_text(header.response(Err(errno)), refusal);
     [&header.encode()[..], &text].concat()

@@ -312,7 +312,7 @@ impl Header {
         self.encode_keyed(|_| 0)
     }
 
-    /// The bytes of the header, with the keyed check that `check` computes from those before it.
+    /// Returns the bytes of the header, with the keyed check that `check` computes from those before it.
     pub(crate) fn encode_keyed(
         &self,
         check: impl FnOnce(&mut [u8; HEADER_BYTES]) -> u64,

@@ -219,7 +219,7 @@ impl fmt::Debug for Session {
     }
 }
 
-/// A MAC over both nonces and all that the engine claims. None of the fields has a line feed, so no two
+/// Returns a MAC over both nonces and all claims of the engine. None of the fields has a line feed, so no two
 /// different lists of fields give the same text.
 pub(crate) fn derive(
     secret: &Secret,

@@ -349,7 +349,7 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
     })
 }
 
-/// The directories of replicas on these disks.
+/// Returns the directories of replicas on these disks.
 pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Directory> {
     let of_disk = |disk: v1::Disk| {
         let (path, uuid) = (disk.path, disk.uuid);

@@ -96,7 +96,8 @@ impl Api {
         }
     }
 
-    /// A process of it may run, as of a node that was given up while it was down.
+    /// Moves an orphan to the trash. A process of it may run, as on a node that was given up while it was
+    /// down.
     pub(super) async fn trash_orphan(
         &self,
         request: v1::DeleteOrphanRequest,

@@ -24,7 +24,7 @@ fn text(field: &str, text: &str, max_bytes: usize) -> Result<(), CsiError> {
     Ok(())
 }
 
-/// The volume; none: no volume can have that id.
+/// Returns the volume; none if no volume can have that id.
 pub(super) fn volume_id(id: &str) -> Result<Option<VolumeName>, CsiError> {
     text("volume_id", id, STRING_MAX_BYTES)?;
     Ok(VolumeName::new(id).ok())
@@ -51,7 +51,7 @@ pub(super) fn usable(wish: Option<v1::VolumeCapability>) -> Result<Capability, C
     Ok(capability)
 }
 
-/// All of several ways to use a volume, of which there is at least one.
+/// Checks several ways to use a volume and returns them all. At least one must be given.
 pub(super) fn all_usable(wishes: Vec<v1::VolumeCapability>) -> Result<Vec<Capability>, CsiError> {
     if wishes.is_empty() {
         return Err(CsiError::Invalid("volume_capabilities is missing".into()));
@@ -88,7 +88,7 @@ impl Segment {
     }
 }
 
-/// The part that a topology means.
+/// Returns the part in a topology.
 pub(super) fn segment(topology: &v1::Topology) -> Result<Segment, CsiError> {
     let mut segment = Segment::default();
     for (key, value) in &topology.segments {

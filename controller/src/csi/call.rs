@@ -23,14 +23,14 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// A call of `method` about a volume and a node, which may be empty.
+    /// Creates a call of `method` about a volume and a node, which may be empty.
     pub(super) fn new(metrics: &Metrics, method: &'static str, volume: &str, node: &str) -> Call {
         let short = |name: &str| name.chars().take(NAME_MAX_CHARS).collect();
         let (metrics, started) = (metrics.clone(), Instant::now());
         Call { metrics, method, volume: short(volume), node: short(node), started, ended: None }
     }
 
-    /// The answer to it.
+    /// Runs the call and returns its answer, which is also recorded for the log.
     pub(super) async fn answer<T>(
         mut self,
         work: impl Future<Output = Result<T, CsiError>>,

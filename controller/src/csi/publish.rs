@@ -11,7 +11,7 @@ use super::{CsiController, arguments};
 use crate::store::change;
 
 impl CsiController {
-    /// The node finds the volume by its name alone: the context is empty.
+    /// Publishes the volume. The node finds it by its name alone: the context is empty.
     pub(super) async fn publish(
         &self,
         request: v1::ControllerPublishVolumeRequest,

@@ -69,7 +69,7 @@ pub(super) fn version_check(controller: &str) -> CheckView {
     CheckView::new("ctl-version", "shorthornctl is of the controller's version", found)
 }
 
-/// The controller did not answer, for that reason.
+/// Returns the check that the controller did not answer, for that reason.
 pub(super) fn unreachable(reason: String) -> CheckView {
     let fix = "see the checks above, and the log of the controller".to_owned();
     CheckView::new("controller", "the controller answers", Some((FAILED, reason, fix)))
@@ -80,7 +80,7 @@ pub(super) fn failures(checks: &[CheckView]) -> usize {
     checks.iter().filter(|check| check.has_failed()).count()
 }
 
-/// The checks as text.
+/// Returns the checks as text.
 pub(super) fn text(format: Format, checks: &[CheckView]) -> Result<String, CtlError> {
     if !format.is_for_people() {
         return for_programs(format, &checks);

@@ -56,7 +56,7 @@ impl CtlError {
         })
     }
 
-    /// The error of a call to the controller at `server`.
+    /// Returns the error of a call to the controller at `server`.
     pub(super) fn of(status: &Status, server: &str) -> CtlError {
         match status.code() {
             Code::NotFound => CtlError::NotFound(status.message().to_owned()),

@@ -11,7 +11,7 @@ use super::error::CtlError;
 /// The name of the program.
 const NAME: &str = "shorthornctl";
 
-/// The script that completes commands in that shell.
+/// Returns the script that completes commands in that shell.
 pub(super) fn completion(shell: Shell) -> String {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), NAME, &mut script);

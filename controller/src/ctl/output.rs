@@ -303,7 +303,7 @@ fn replica_table(replicas: &[v1::Replica]) -> String {
     table.to_string()
 }
 
-/// The cells of a replica: name, node, disk, state, mode, size and message.
+/// Returns the cells of a replica: name, node, disk, state, mode, size and message.
 pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
     let mode = match &replica.copy {
         Some(copy) => format!("{} {}", replica.mode, progress(copy)),
@@ -321,7 +321,7 @@ pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
     ]
 }
 
-/// The cells of a disk: node, path, identity, sizes, whether it gets new replicas, and message.
+/// Returns the cells of a disk: node, path, identity, sizes, whether it gets new replicas, and message.
 pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
     let allowed = match (disk.allow_scheduling, disk.eviction_requested) {
         (true, _) => "yes",
@@ -345,7 +345,7 @@ pub(super) fn drain(format: Format, place: &Drained, drain: v1::Drain) -> Result
     Ok(drain_left(place, &drain.left))
 }
 
-/// The same in words.
+/// Returns the same in words.
 pub(super) fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
     let held = left.iter().filter(|left| left.held).count();
     let mut text = format!("{} left on {place}, {held} of them held:", left.len());
@@ -391,7 +391,8 @@ pub(super) fn node_table(node: &v1::NodeObject) -> String {
     table.to_string()
 }
 
-/// The cells of a node, a row for each of its disks: name, readiness, frontends, path, sizes, and message.
+/// Returns the cells of a node, a row for each of its disks: name, readiness, frontends, path, sizes, and
+/// message.
 pub(super) fn node_rows(node: &v1::NodeObject) -> Vec<Vec<String>> {
     let (word, message) = readiness(node);
     let first = [node.name.clone(), word.to_owned(), dash(node.frontends.join(" "))];
@@ -436,7 +437,7 @@ fn readiness(node: &v1::NodeObject) -> (&'static str, String) {
     (word, message)
 }
 
-/// Names and values, a line each.
+/// Formats names and values, a line each.
 pub(super) fn facts(facts: &[(&str, String)]) -> String {
     let mut table = table(&[]);
     for (name, value) in facts {

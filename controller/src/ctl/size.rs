@@ -26,7 +26,7 @@ impl FromStr for Size {
     }
 }
 
-/// Bytes for people, in IEC units with at most one decimal.
+/// Formats bytes for people, in IEC units with at most one decimal.
 pub(super) fn human(bytes: u64) -> String {
     let (name, shift) = UNITS.iter().find(|(_, shift)| bytes >> shift > 0).unwrap_or(&("B", 0));
     let tenths = (u128::from(bytes) * 10) >> shift;

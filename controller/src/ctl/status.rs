@@ -77,7 +77,7 @@ pub(super) fn is_well(overview: &v1::Overview) -> bool {
     overview.wrong.as_ref().is_none_or(|wrong| wrong.listed.is_empty())
 }
 
-/// The overview as text.
+/// Returns the overview as text.
 pub(super) fn text(format: Format, overview: v1::Overview) -> Result<String, CtlError> {
     if !format.is_for_people() {
         return for_programs(format, &view(overview));

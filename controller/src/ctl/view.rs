@@ -406,7 +406,7 @@ struct LeftOutView {
 }
 
 impl RebalanceView {
-    /// `begun`: how many moves have begun since the command was given.
+    /// Converts the answer. `begun`: how many moves have begun since the command was given.
     pub(super) fn of(answer: v1::RebalanceResponse, begun: usize) -> RebalanceView {
         let moves = answer.moves.into_iter().map(|found| MoveView {
             volume: found.volume,

@@ -28,7 +28,7 @@ fn number(count: usize) -> u64 {
     u64::try_from(count).unwrap_or(u64::MAX)
 }
 
-/// The objects of `world`; every state is shown, also with none in it.
+/// Shows the objects of `world`; every state is shown, also with none in it.
 pub(super) fn show(world: &World, page: &mut Page) {
     let mut volumes = [[0; ROBUSTNESSES.len()]; VOLUME_STATES.len()];
     for volume in world.volumes.values() {
@@ -74,7 +74,7 @@ fn show_processes(page: &mut Page, name: &str, help: &str, all: impl Iterator<It
     }
 }
 
-/// The agents, as this controller sees them now.
+/// Shows the agents, as this controller sees them now.
 pub(super) fn show_agents(agents: &Agents, page: &mut Page) {
     let gauges =
         page.gauges("shorthorn_controller_agents", "Agents, by whether this controller follows them now");

@@ -235,7 +235,7 @@ impl State {
     }
 }
 
-/// The wait before the try after that many failures.
+/// Returns the wait before the try after that many failures.
 pub(crate) fn backoff(failures: u32) -> Duration {
     let factor = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
     BACKOFF_MIN.saturating_mul(factor).min(BACKOFF_MAX)

@@ -301,7 +301,7 @@ impl Running {
             .with_context(|| format!("cannot send input to {} in the guest", self.what))
     }
 
-    /// A second handle to send frames with, from another thread.
+    /// Returns a second handle to send frames with, from another thread.
     pub(crate) fn sender(&self) -> Arc<TcpStream> {
         Arc::clone(&self.stream)
     }

@@ -27,12 +27,12 @@ impl Lan {
         Ok(Self { group: Ipv4Addr::new(239, a, b, c), port, members: Arc::default() })
     }
 
-    /// The host part of the next member's address, from 1.
+    /// Returns the host part of the next member's address, from 1.
     pub(crate) fn join(&self) -> u8 {
         self.members.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// The address of the member with that host part.
+    /// Returns the address of the member with that host part.
     pub(crate) fn address(host: u8) -> String {
         Ipv4Addr::new(10, 54, 7, host).to_string()
     }

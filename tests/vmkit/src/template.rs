@@ -52,7 +52,7 @@ impl Template {
         Ok(template)
     }
 
-    /// The file that is the guest's memory.
+    /// Returns the file that is the guest's memory.
     pub(crate) fn memory(&self) -> PathBuf {
         self.dir.join("memory")
     }
@@ -62,7 +62,7 @@ impl Template {
         self.dir.join("state")
     }
 
-    /// The root disk as it was when the machine was saved.
+    /// Returns the root disk as it was when the machine was saved.
     pub(crate) fn root_disk(&self) -> PathBuf {
         self.dir.join("root.qcow2")
     }

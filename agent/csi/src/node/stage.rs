@@ -116,7 +116,7 @@ pub(super) fn is_as_wished(mount: &Mount, wish: &MountWish, read_only: bool) -> 
     Ok(())
 }
 
-/// The place is taken by something that is not the volume.
+/// Returns the error that the place is taken by something that is not the volume.
 pub(super) fn taken(mount: &Mount) -> CsiError {
     let (point, kind, device) = (mount.point.display(), &mount.fs_type, mount.device);
     CsiError::Exists(format!("{point} is not this volume but {kind} of device {device}: it is left alone"))

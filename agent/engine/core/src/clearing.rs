@@ -218,7 +218,7 @@ impl EngineCore {
         }
     }
 
-    /// The mark that has a replica store the newest stamp.
+    /// Returns the mark that has a replica store the newest stamp.
     pub(crate) fn stamp_mark(&self) -> MarkRegions {
         MarkRegions::stamp(self.clearing.stamp)
     }
@@ -273,7 +273,7 @@ impl EngineCore {
         (self.intent.clear_some_within(&alike, RUNS_PER_MARK_MAX), to)
     }
 
-    /// The turn that clears all it can has led to its end, or could not.
+    /// Reports the end of the turn that clears all it can, or its failure.
     pub(crate) fn tell_settled(&mut self, out: &mut Outputs) {
         if self.clearing.settling == Settling::UnderWay && self.clearing.phase == Phase::Resting {
             self.clearing.settling = Settling::No;

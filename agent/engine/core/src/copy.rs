@@ -39,7 +39,7 @@ impl EngineCore {
         true
     }
 
-    /// The slot has a job from now on, whose turn is still to come.
+    /// Gives the slot a job, whose turn is still to come.
     pub(crate) fn take_slot(&mut self, id: SlotId, job: Job) {
         let Some(place) = self.job(id) else { return };
         *place = job;

@@ -528,7 +528,7 @@ impl EngineCore {
         self.joins.start_over();
     }
 
-    /// Asked of a slot for copies.
+    /// Returns the job of a copy slot.
     pub(crate) fn job(&mut self, id: SlotId) -> Option<&mut Job> {
         self.slots.copy_index(id).map(|index| self.jobs.at(index))
     }

@@ -230,7 +230,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// The replica that has said something by this, and over the connection of which queue.
+    /// Returns the replica that has sent this event, and its queue.
     pub(crate) fn answered_by(&self) -> Option<(PeerIndex, u16)> {
         match self {
             Event::Reply { peer, slot, .. }

@@ -22,7 +22,7 @@ impl EngineCore {
         self.regions
     }
 
-    /// The volume is to grow, as soon as that can be. It never gets smaller.
+    /// Grows the volume as soon as possible. It never gets smaller.
     pub(crate) fn expand(&mut self, size_bytes: u64) {
         self.expanding = Some(size_bytes).max(self.expanding);
         self.wake = true;
@@ -34,7 +34,7 @@ impl EngineCore {
         self.expanding.is_some_and(changes)
     }
 
-    /// Grows, unless something has to end first.
+    /// Grows, unless other work has to end first.
     pub(crate) fn grow(&mut self, out: &mut Outputs) {
         let Some(size_bytes) = self.expanding else { return };
         if self.is_changing_regions() && self.is_naming_regions() {

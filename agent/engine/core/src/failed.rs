@@ -86,7 +86,7 @@ impl EngineCore {
         self.wake = true;
     }
 
-    /// The answer of `peer` to the PING of `pinged_at_ms`: its disk has so much space.
+    /// Handles the answer of `peer` to the PING of `pinged_at_ms`, with the space of its disk.
     pub(crate) fn has_space(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: u32) {
         if self.resyncs.is_empty() {
             return;
@@ -174,7 +174,7 @@ impl EngineCore {
         true
     }
 
-    /// The replicas that are left are equal where the request has failed.
+    /// Continues after the resync, when the remaining replicas are equal in the range of the failed request.
     pub(crate) fn is_resynced(&mut self, request: SlotId, out: &mut Outputs) {
         self.complete(request, Err(Errno::NO_SPACE), out);
     }

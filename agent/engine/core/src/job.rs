@@ -154,7 +154,7 @@ pub(crate) struct Check {
     pub rotten: PeerMask,
 }
 
-/// The part of `range` from `start` on that fits one buffer.
+/// Returns the part of `range` from `start` on that fits one buffer.
 pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
     part(start, (range.end() - start).min(u64::from(MAX_IO_BYTES)))
 }

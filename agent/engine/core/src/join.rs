@@ -108,7 +108,7 @@ impl EngineCore {
         }
     }
 
-    /// A replica outside the view is given up.
+    /// Forgets a replica outside the view that is given up.
     pub(crate) fn forget(&mut self, peer: PeerIndex, out: &mut Outputs) {
         if self.membership.state(peer) == PeerState::Member {
             return;

@@ -118,7 +118,8 @@ pub(crate) enum Step {
 }
 
 impl Membership {
-    /// `view` is the engine's first one, through already; its members are among `peers`.
+    /// Creates the membership. `view` is the engine's first one, committed already; its members are among
+    /// `peers`.
     pub(crate) fn new(peers: &[PeerConfig], view: View) -> Membership {
         assert!(peers.len() <= MAX_MEMBERS, "{} replicas", peers.len());
         let state = |config: &PeerConfig| match view.members.contains(config.replica) {
@@ -176,12 +177,12 @@ impl Membership {
         self.peers.get(usize::from(peer)).map(|peer| peer.config.replica)
     }
 
-    /// Replicas that are in the view, those about to leave among them.
+    /// Returns the replicas that are in the view, those about to leave among them.
     pub(crate) fn in_view(&self) -> PeerMask {
         self.mask(|peer| self.view.members.contains(peer.config.replica))
     }
 
-    /// Replicas that are in the view and answer.
+    /// Returns the replicas that are in the view and answer.
     pub(crate) fn answering(&self) -> PeerMask {
         self.answering
     }
@@ -240,12 +241,12 @@ impl Membership {
         Some(chosen)
     }
 
-    /// The first member on this host, or else of all.
+    /// Returns the first member on this host, or else of all.
     pub(crate) fn nearest(&self) -> Option<PeerIndex> {
         self.local.first().or_else(|| self.answering.first())
     }
 
-    /// `peer` is known by `config` from now on; the next index makes room for one more.
+    /// Sets the configuration of `peer`; the next index makes room for one more.
     pub(crate) fn know(&mut self, peer: PeerIndex, config: PeerConfig) {
         let at = usize::from(peer);
         assert!(at <= self.peers.len() && at < MAX_MEMBERS, "replica {peer} of {}", self.peers.len());
@@ -265,7 +266,7 @@ impl Membership {
         self.refresh();
     }
 
-    /// `peer` holds everything: the view with it is proposed.
+    /// Proposes the view with `peer`, which holds everything.
     pub(crate) fn admit(&mut self, peer: PeerIndex) -> Step {
         let Some(replica) = self.replica(peer) else { return Step::Wait };
         match self.view.members.with(replica) {
@@ -330,7 +331,7 @@ impl Membership {
         ReplicaReport { committed: self.view, proposed: Vec::new() }
     }
 
-    /// `peer` has stored the proposed view `id`.
+    /// Records that `peer` has stored the proposed view `id`.
     pub(crate) fn stored(&mut self, peer: PeerIndex, id: ViewId) -> Step {
         let Some(replica) = self.replica(peer) else { return Step::Wait };
         let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
@@ -341,7 +342,7 @@ impl Membership {
         self.progress()
     }
 
-    /// The arbiter has granted the proposed view `id`.
+    /// Handles the grant of the proposed view `id`.
     pub(crate) fn granted(&mut self, id: ViewId) -> Step {
         let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
             return Step::Wait;

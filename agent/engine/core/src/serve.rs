@@ -255,9 +255,9 @@ impl EngineCore {
         members.has(peer) && members.is_one()
     }
 
-    /// A replica that cannot even answer a PING has failed, whether a request has shown that or not. Unless
-    /// it is the last member: its errors go to the frontend, request by request, and its loss would freeze
-    /// the volume.
+    /// Records that a replica cannot even answer a PING, so it has failed, whether a request has shown that
+    /// or not. Unless it is the last member: its errors go to the frontend, request by request, and its loss
+    /// would freeze the volume.
     pub(crate) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
             self.patience.ponged(peer, queue);

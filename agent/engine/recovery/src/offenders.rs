@@ -67,8 +67,8 @@ impl Offenders {
         }
     }
 
-    /// The replicas that this attempt leaves out if it can do without them. Every second attempt has all: an
-    /// offender may be well again, and the others may need it.
+    /// Returns the replicas that this attempt leaves out if it can do without them. Every second attempt has
+    /// all: an offender may be well again, and the others may need it.
     pub(crate) fn next_left_out(&mut self) -> Members {
         let offenders = self.greeted.iter().filter(|known| known.failures >= FAILURES_MAX);
         // A set can hold all replicas.
@@ -77,7 +77,7 @@ impl Offenders {
         if self.was_without { offenders } else { Members::NONE }
     }
 
-    /// A replica has not done as it was asked.
+    /// Records that a replica has failed a request.
     pub(crate) fn failed(&mut self, replica: ReplicaId, part: Part, reason: String) {
         if let Some(known) = self.greeted.iter_mut().find(|known| known.replica == replica) {
             known.failures = known.failures.saturating_add(1);
@@ -85,7 +85,7 @@ impl Offenders {
         }
     }
 
-    /// A replica has done all that it was asked in a part of an attempt.
+    /// Records that a replica has done all requests in a part of an attempt.
     pub(crate) fn did(&mut self, replica: ReplicaId, part: Part) {
         if let Some(known) =
             self.greeted.iter_mut().find(|known| known.replica == replica && known.part <= part)
@@ -94,7 +94,7 @@ impl Offenders {
         }
     }
 
-    /// The last failure of a replica, in words.
+    /// Returns the last failure of a replica, in words.
     pub(crate) fn reason(&self, replica: ReplicaId) -> &str {
         let known = self.greeted.iter().find(|known| known.replica == replica);
         known.map_or("", |known| &known.reason)
@@ -120,7 +120,8 @@ pub struct BadSources {
 }
 
 impl BadSources {
-    /// The member that has failed least often, of those the first. So all get their turns if all fail.
+    /// Returns the member that has failed least often, of those the first. So all get their turns if all
+    /// fail.
     pub(crate) fn best<T>(
         &self,
         members: impl IntoIterator<Item = T>,
@@ -144,7 +145,7 @@ impl BadSources {
         }
     }
 
-    /// The replica is back.
+    /// Clears the drops of a replica that is back.
     pub(crate) fn clear(&mut self) {
         *self = BadSources::default();
     }

@@ -275,7 +275,7 @@ impl Volume {
         serde_json::from_str(&line).unwrap()
     }
 
-    /// The first status of the engine that is as `wanted`.
+    /// Returns the first status of the engine that is as `wanted`.
     pub fn wait(&self, what: &str, wanted: impl Fn(&EngineStatus) -> bool + Send + 'static) -> EngineStatus {
         let (done, waited) = mpsc::channel();
         let path = self.file("engine.control");

@@ -88,8 +88,8 @@ pub(super) struct Commands {
 }
 
 impl Commands {
-    /// Room for as many commands as can be in progress: one for each slot, and one for each connection that
-    /// waits for a slot.
+    /// Creates room for as many commands as can be in progress: one for each slot, and one for each
+    /// connection that waits for a slot.
     pub(super) fn new(slots: u16, connections: u16) -> Commands {
         let count = slots + connections;
         Commands {

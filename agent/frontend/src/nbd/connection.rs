@@ -413,7 +413,7 @@ impl Connection {
         submit(slot, shared, io);
     }
 
-    /// A receive is over.
+    /// Handles the end of a receive.
     pub(super) fn on_received(&mut self, completion: Completion, shared: &mut Shared, io: &mut QueueIo<'_>) {
         match self.stream.on_received(completion) {
             Ok(Received::Bytes) => self.advance(shared, io),
@@ -429,7 +429,7 @@ impl Connection {
         }
     }
 
-    /// A send is over: slots whose data are out are free.
+    /// Handles the end of a send: slots whose data is out are free.
     pub(super) fn on_sent(&mut self, completion: Completion, shared: &mut Shared, io: &mut QueueIo<'_>) {
         if self.stream.on_sent(completion, &mut shared.finished).is_err() {
             self.lose();
@@ -450,7 +450,7 @@ impl Connection {
         }
     }
 
-    /// The volume has done the part in `slot`; its command knows it already.
+    /// Handles the end of the part in `slot`; its command knows it already.
     pub(super) fn part_done(&mut self, slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
         let part = shared.commands.part(slot);
         let command = *shared.commands.get(part.command);

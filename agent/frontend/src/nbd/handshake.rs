@@ -85,7 +85,7 @@ pub(crate) fn greeting() -> Vec<u8> {
 }
 
 impl Handshake {
-    /// A client that was sent the [`greeting`].
+    /// Creates a client that was sent the [`greeting`].
     pub(crate) fn new() -> Handshake {
         Handshake { state: State::ClientFlags, no_zeroes: false, structured: false }
     }

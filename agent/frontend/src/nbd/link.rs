@@ -31,7 +31,8 @@ const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// limit, disconnecting a device of a hanging process would wait for that send for ever.
 const SEND_LIMIT_S: i64 = 60;
 
-/// A connected pair: one end for us, one for the kernel, which takes no other sockets than SOCK_STREAM.
+/// Returns a connected pair: one end for this process, one for the kernel, which takes no other sockets than
+/// SOCK_STREAM.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, kernels) = socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::SOCK_CLOEXEC)?;
     // The driver puts its request time-out here instead, if the device has one.

@@ -152,7 +152,7 @@ impl NbdError {
     pub(crate) const INVALID: NbdError = NbdError(22);
     pub(crate) const NO_SPACE: NbdError = NbdError(28);
 
-    /// NBD's numbers are those of Linux.
+    /// Returns the errno: NBD's numbers are those of Linux.
     pub(crate) fn errno(self) -> Errno {
         i32::try_from(self.0).map_or(Errno::IO, Errno::new)
     }
@@ -172,7 +172,7 @@ impl From<Errno> for NbdError {
     }
 }
 
-/// A reply without structure: the header of a READ's data, or all there is.
+/// Returns a reply without structure: the header of a READ's data, or all there is.
 pub(crate) fn simple_reply(cookie: u64, error: Option<NbdError>) -> [u8; 16] {
     let mut reply = [0; 16];
     reply[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
@@ -196,8 +196,8 @@ fn chunk_header(done: bool, kind: u16, cookie: u64, length_bytes: u32) -> [u8; 2
     header
 }
 
-/// The header of a structured chunk that `length_bytes` of data at `offset_bytes` follow; `done` for the last
-/// chunk of its request.
+/// Returns the header of a structured chunk that `length_bytes` of data at `offset_bytes` follow; `done` for
+/// the last chunk of its request.
 pub(crate) fn data_chunk(cookie: u64, offset_bytes: u64, length_bytes: u32, done: bool) -> [u8; 28] {
     let mut chunk = [0; 28];
     chunk[..20].copy_from_slice(&chunk_header(done, CHUNK_OFFSET_DATA, cookie, length_bytes + 8));
@@ -205,7 +205,7 @@ pub(crate) fn data_chunk(cookie: u64, offset_bytes: u64, length_bytes: u32, done
     chunk
 }
 
-/// The structured chunk that ends a request with an error (and no text).
+/// Returns the structured chunk that ends a request with an error (and no text).
 pub(crate) fn error_chunk(cookie: u64, error: NbdError) -> [u8; 26] {
     let mut chunk = [0; 26];
     chunk[..20].copy_from_slice(&chunk_header(true, CHUNK_ERROR, cookie, 6));

@@ -22,7 +22,7 @@ pub(super) struct Service {
 }
 
 impl Service {
-    /// For at most `connections` at a time.
+    /// Creates a service for at most `connections` at a time.
     pub(super) fn new(shared: Shared, connections: u16) -> Service {
         let connections = (0..connections).map(|_| None).collect();
         Service { connections, shared, incarnation: 0, open: 0, lost: false }
@@ -38,7 +38,7 @@ impl Service {
         usize::from(self.open) < self.connections.len()
     }
 
-    /// The client that has negotiated for the longest time, and since when.
+    /// Returns the client that has negotiated for the longest time, and since when.
     pub(super) fn oldest_negotiation(&self) -> Option<(u16, Instant)> {
         let negotiating = (0..).zip(&self.connections).filter_map(|(id, connection)| {
             let since = connection.as_ref()?.negotiates_since()?;
@@ -75,7 +75,7 @@ impl Service {
         self.flush(io);
     }
 
-    /// A completion of one of the connections.
+    /// Handles a completion of one of the connections.
     pub(super) fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) {
         self.with(completion.token.index, io, |connection, shared, io| {
             if !connection.owns(completion.token) {
@@ -90,7 +90,7 @@ impl Service {
         self.resume(io);
     }
 
-    /// The volume has done the part in `slot`.
+    /// Handles the end of the part in `slot` in the volume.
     pub(super) fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
         let part = self.shared.commands.part(slot);
         let command = self.shared.commands.get(part.command);

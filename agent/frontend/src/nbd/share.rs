@@ -20,7 +20,7 @@ pub(super) struct SlotShare {
 }
 
 impl SlotShare {
-    /// `slots` for at most `connections`, of which there must not be more than slots.
+    /// Creates a share of `slots` for at most `connections`, of which there must not be more than slots.
     pub(super) fn new(slots: u16, connections: u16) -> SlotShare {
         assert!(connections > 0 && connections <= slots, "{connections} connections on {slots} slots");
         let common_free = slots - connections;
@@ -33,7 +33,7 @@ impl SlotShare {
         }
     }
 
-    /// The most slots that one connection can have at once.
+    /// Returns the maximum slots that one connection can have at once.
     pub(super) fn largest_claim(&self) -> u16 {
         self.largest_claim
     }
@@ -65,7 +65,7 @@ impl SlotShare {
         self.pool.take().expect("a claim is granted only where there are slots")
     }
 
-    /// `connection` needs `slot` no more.
+    /// Returns `slot`, which `connection` does not need any more.
     pub(super) fn give(&mut self, connection: u16, slot: u16) {
         self.pool.give(slot);
         let held = &mut self.held[usize::from(connection)];
@@ -80,12 +80,12 @@ impl SlotShare {
         self.held.iter().all(|held| *held == 0)
     }
 
-    /// The connection at `position` of the line.
+    /// Returns the connection at `position` of the queue.
     pub(super) fn waiting(&self, position: usize) -> Option<u16> {
         self.line.get(position).copied()
     }
 
-    /// `connection` waits no more.
+    /// Removes `connection` from the queue.
     pub(super) fn leave(&mut self, connection: u16) {
         if !self.line.is_empty() {
             self.line.retain(|other| *other != connection);

@@ -13,7 +13,7 @@ use crate::{queue_attribute, wait};
 
 const BLOCK: &str = "/sys/block";
 
-/// The name of device `index` in /dev and /sys/block.
+/// Returns the name of device `index` in /dev and /sys/block.
 pub(super) fn name(index: u32) -> String {
     format!("nbd{index}")
 }
@@ -37,7 +37,7 @@ pub(super) fn is_connected(index: u32) -> bool {
     attribute(Path::new(BLOCK), index, "pid").exists()
 }
 
-/// The number of device `index`.
+/// Returns the number of device `index`.
 ///
 /// # Errors
 /// The error of the file system.
@@ -55,7 +55,7 @@ pub(super) fn announce(index: u32) -> io::Result<()> {
     fs::write(attribute(Path::new(BLOCK), index, "uevent"), "change")
 }
 
-/// The devices whose identifier is `backend`.
+/// Returns the devices whose identifier is `backend`.
 ///
 /// # Errors
 /// The error of the file system.

@@ -215,7 +215,7 @@ impl IoCommand {
     }
 }
 
-/// Length of the descriptor area of a queue with `depth` tags, in whole pages.
+/// Returns the length of the descriptor area of a queue with `depth` tags, in whole pages.
 pub(crate) fn descriptor_bytes(depth: usize, page_bytes: usize) -> usize {
     (depth * size_of::<IoDescriptor>()).next_multiple_of(page_bytes)
 }

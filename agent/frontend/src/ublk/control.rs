@@ -66,7 +66,7 @@ impl Control {
         self.run_unless(command, id, value, limit, || false)
     }
 
-    /// [`Control::run`], given up early if `is_hopeless`: with [`io::ErrorKind::Interrupted`].
+    /// Runs like [`Control::run`], given up early if `is_hopeless`: with [`io::ErrorKind::Interrupted`].
     pub(crate) fn run_unless(
         &mut self,
         command: u32,

@@ -23,7 +23,7 @@ impl Fetching {
         }
     }
 
-    /// A queue has failed. The first failure counts: others follow from it.
+    /// Records the failure of a queue. The first failure counts: others follow from it.
     pub(super) fn fail(&self, error: &io::Error) {
         self.failure.get_or_init(|| error.to_string());
     }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use shorthorn_types::VolumeName;
 
-/// The mark of /dev/ublkbN. The name of a volume has no dot.
+/// Returns the mark of /dev/ublkbN. The name of a volume has no dot.
 pub(super) fn path(device_dir: &Path, id: u32) -> PathBuf {
     device_dir.join(format!(".ublkb{id}"))
 }

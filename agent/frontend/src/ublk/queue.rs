@@ -49,7 +49,7 @@ pub(super) struct UblkQueue {
 }
 
 impl UblkQueue {
-    /// Queue number `queue` of the device whose character device is `device`.
+    /// Creates queue number `queue` of the device whose character device is `device`.
     pub(super) fn new(
         device: Arc<OwnedFd>,
         queue: u16,

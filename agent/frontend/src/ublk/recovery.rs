@@ -53,7 +53,7 @@ const REQUEST_TIMER_MS: u32 = 1000;
 /// The directory in which the driver lists its devices.
 const CLASS: &str = "/sys/class/ublk-char";
 
-/// The mark of a device of `volume`: FNV-1a, 64 bits, of its name behind a prefix of ours.
+/// Returns the mark of a device of `volume`: FNV-1a, 64 bits, of its name behind a prefix of Shorthorn.
 pub(super) fn identity(volume: &VolumeName) -> u64 {
     const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
     const PRIME: u64 = 0x0100_0000_01b3;
@@ -127,7 +127,7 @@ pub fn remove_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize,
     clear(&mut control, volume, device_dir)
 }
 
-/// [`remove_leftovers`] with an open control device.
+/// Runs [`remove_leftovers`] with an open control device.
 pub(super) fn clear(
     control: &mut Control,
     volume: &VolumeName,

@@ -229,7 +229,7 @@ fn is_expansion(image: &ImageName, disk: &Disk, size_bytes: u64) -> bool {
         || image.snapshot_name() == Some(format!("expand-{size_bytes}").as_str())
 }
 
-/// The head that `volume.meta` names.
+/// Returns the head that `volume.meta` names.
 pub(crate) fn head_of(volume: &VolumeMeta) -> Result<ImageName, ChainError> {
     ImageName::parse(&volume.head).filter(ImageName::is_head).ok_or_else(|| ChainError::Value {
         name: VOLUME_META.to_owned(),
@@ -239,7 +239,7 @@ pub(crate) fn head_of(volume: &VolumeMeta) -> Result<ImageName, ChainError> {
     })
 }
 
-/// The size of a volume as a number of bytes that we can serve.
+/// Returns the size of a volume as a valid number of bytes.
 pub(crate) fn check_size(size_bytes: u64) -> Result<i64, ChainError> {
     match i64::try_from(size_bytes) {
         Ok(size) if size > 0 && size_bytes.is_multiple_of(BLOCK_BYTES) => Ok(size),

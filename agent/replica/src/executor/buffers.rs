@@ -82,12 +82,12 @@ impl Buffers {
     }
 }
 
-/// The length of a range that lies in a buffer.
+/// Returns the length of a range that lies in a buffer.
 pub(super) fn length_of(range: ByteRange) -> usize {
     distance(range.length())
 }
 
-/// A distance inside a buffer, which always fits.
+/// Returns a distance inside a buffer, which always fits.
 #[allow(clippy::cast_possible_truncation)]
 pub(super) fn distance(bytes: u64) -> usize {
     bytes as usize

@@ -161,7 +161,7 @@ impl Executor {
         }
     }
 
-    /// The volume has grown.
+    /// Replaces the files of the sets after the volume has grown.
     pub(super) fn adopt_grown(&mut self, grown: Grown) -> Result<(), StoreError> {
         for (key, bytes) in &grown.files {
             // A repair of the directory may have swept it up.

@@ -323,7 +323,7 @@ impl Executor {
         holds
     }
 
-    /// The read of a piece has ended.
+    /// Handles the end of the read of a piece.
     pub(super) fn sum_read(&mut self, outcome: Outcome) {
         self.set_step(Step::Read(outcome));
     }
@@ -455,8 +455,8 @@ impl Executor {
         }
     }
 
-    /// The sums that are kept count for nothing any more: the volume is about to be, or was, changed beside
-    /// the requests. Begins anew.
+    /// Invalidates the kept sums: the volume is about to be, or was, changed beside the requests. Begins
+    /// anew.
     ///
     /// # Errors
     /// They can be neither begun anew nor forgotten: nothing is served any more.
@@ -524,8 +524,8 @@ impl Executor {
         }
     }
 
-    /// The request in the slot is about to modify `range`: reads of it are not compared any more, and it has
-    /// to be summed again.
+    /// Prepares the modification of `range` by the request in the slot: reads of it are not compared any
+    /// more, and it has to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
         if self.summer.file.is_none() {
             return;
@@ -587,7 +587,7 @@ impl Executor {
         })
     }
 
-    /// The request in the slot begins to read.
+    /// Begins the check of the request in the slot, which begins to read.
     pub(super) fn begin_check(&mut self, slot: u16) {
         let wants = self.summer.file.is_some() && asks_for_check(&self.work(slot).header);
         self.work_mut(slot).wants_check = wants;
@@ -618,7 +618,7 @@ impl Executor {
         true
     }
 
-    /// The slot is not compared, or not any more.
+    /// Ends the check of the slot, if any.
     pub(super) fn end_check(&mut self, slot: u16) {
         if std::mem::take(&mut self.work_mut(slot).wants_check) {
             self.summer.checks -= 1;

@@ -67,7 +67,7 @@ impl Server {
         self.executor.begin_copy(layers)
     }
 
-    /// A layer, or everything, is copied.
+    /// Ends the copy of a layer, or of everything.
     pub(super) fn take_copy_end(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(end) = self.text::<CopyEnd>(index, slot, header) else { return };
         let ended = match end.layer {

@@ -15,7 +15,7 @@ impl Server {
         }
     }
 
-    /// A piece of a layer was read, or could not be.
+    /// Answers a check, whose piece of a layer was read, or could not be.
     pub(super) fn respond_check(&mut self, slot: u16, header: &Header, outcome: Outcome) {
         if self.executor.failure().is_some() {
             return self.respond_plainly(slot, header, Err(Errno::IO));

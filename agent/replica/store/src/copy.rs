@@ -206,7 +206,7 @@ impl Store {
         Ok((extents, None))
     }
 
-    /// The first run of data of a layer that ends after `from_bytes`; it begins there or later.
+    /// Returns the first run of data of a layer that ends after `from_bytes`; it begins there or later.
     pub(crate) fn next_data_of(&self, file: FileIndex, from_bytes: u64) -> Result<Option<ByteRange>> {
         next_data(self.files.get(file), from_bytes).map_err(|errno| {
             let name = self.files.name(file).map_or("a layer", ImageName::as_str);

@@ -156,7 +156,7 @@ pub(crate) fn data_extents(
     Ok(())
 }
 
-/// The first run of data from `offset` on.
+/// Returns the first run of data from `offset` on.
 pub(crate) fn next_data(file: &File, offset: u64) -> nix::Result<Option<ByteRange>> {
     let start = match lseek(file.as_fd(), signed(offset), Whence::SeekData) {
         Ok(start) => u64::try_from(start).unwrap_or(offset),
@@ -170,7 +170,7 @@ pub(crate) fn next_data(file: &File, offset: u64) -> nix::Result<Option<ByteRang
     ByteRange::new(start, end - start).map(Some).map_err(|_| Errno::EOVERFLOW)
 }
 
-/// An offset as the system takes it. Volumes are smaller than 2^63 bytes.
+/// Returns an offset for the system. Volumes are smaller than 2^63 bytes.
 pub(crate) fn signed(offset: u64) -> i64 {
     i64::try_from(offset).unwrap_or(i64::MAX)
 }

@@ -83,7 +83,7 @@ pub struct SnapshotInfo {
     pub in_chain: bool,
 }
 
-/// All snapshots: the chain's from the oldest to the newest, then those on side branches by name.
+/// Returns all snapshots: the chain's from the oldest to the newest, then those on side branches by name.
 pub(crate) fn snapshots(layout: &Layout) -> Vec<SnapshotInfo> {
     let chain = layout.chain().iter().rev();
     let side = layout.disks().keys().filter(|image| !layout.chain().contains(image));

@@ -103,8 +103,9 @@ impl Store {
         if self.fold_running { Err(StoreError::FoldRunning) } else { Ok(()) }
     }
 
-    /// A layer that is shorter than the one above was truncated, unless the snapshot that an
-    /// expansion left explains it. Before an operation that may take that away, the sizes are recorded.
+    /// Remembers short layers. A layer that is shorter than the one above was truncated, unless the snapshot
+    /// that an expansion left explains it. Before an operation that may take that away, the sizes are
+    /// recorded.
     pub(crate) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
         let known = self.guard.known_sizes.clone();
         self.guard.known_sizes.extend(operation.after.short_layers());

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-/// A table with a heading; every column is as wide as its widest cell.
+/// Formats a table with a heading; every column is as wide as its widest cell.
 pub(crate) fn table(heading: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
@@ -26,7 +26,7 @@ pub(crate) fn table(heading: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// A size in the largest unit that leaves at most four digits before the point.
+/// Formats a size in the largest unit that leaves at most four digits before the point.
 pub(crate) fn human(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut unit = 0;

@@ -51,7 +51,7 @@ impl Store {
         Ok(())
     }
 
-    /// The same where writes have failed. No request may be in flight. How many bytes were such.
+    /// Does the same after failed writes. No request may be in flight. How many bytes were such.
     pub(crate) fn punch_unwritten(&mut self) -> Result<u64> {
         let Some(range) = self.unwritten else { return Ok(0) };
         // File systems that have unwritten extents can also make holes.
@@ -72,7 +72,7 @@ impl Store {
         Ok(punched)
     }
 
-    /// A write to `range` of the head has failed.
+    /// Marks `range` of the head after a failed write.
     pub(crate) fn suspect(&mut self, range: ByteRange) {
         // One range that covers all: it needs no memory, and failures are rare.
         let hull = self.unwritten.map_or(Ok(range), |before| {

@@ -122,7 +122,7 @@ impl Hub {
         finish(tokio::spawn(expand)).await
     }
 
-    /// The spec comes first: once a replica has grown, every later engine knows it.
+    /// Expands the volume. The spec comes first: once a replica has grown, every later engine knows it.
     pub(super) async fn expand_now(
         &self,
         id: &InstanceId,

@@ -52,7 +52,7 @@ impl Words for MemberMode {
     const UNKNOWN: MemberMode = MemberMode::Connecting;
 }
 
-/// For `deserialize_with`: one word of the set, or one of a later version.
+/// Deserialises one word of the set, or one of a later version; for `deserialize_with`.
 pub(super) fn word<'de, D: Deserializer<'de>, T: Words>(deserializer: D) -> Result<T, D::Error> {
     match Value::deserialize(deserializer)? {
         Value::String(word) => Ok(T::deserialize(Value::String(word)).unwrap_or(T::UNKNOWN)),

@@ -15,7 +15,7 @@ const LOST_WRITES: &str = "LostWrites";
 /// The reason of [`damaged`], and of its event.
 const DATA_DAMAGED: &str = "DataDamaged";
 
-/// The event about lost data that is due: the volume does not have this reason yet.
+/// Returns the event about lost data that is due: the volume does not have this reason yet.
 pub(super) fn new_loss(volume: &Volume, finding: &Finding) -> Option<(&'static str, String)> {
     let Finding::Wrong(reason, message) = finding else { return None };
     let loss = [LOST_WRITES, DATA_DAMAGED].into_iter().find(|loss| loss == reason)?;

@@ -4,7 +4,7 @@ use crate::Timestamp;
 
 const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
 
-/// Bytes in IEC units with one decimal.
+/// Formats bytes in IEC units with one decimal.
 pub(super) fn bytes(bytes: u64) -> String {
     let Some((name, shift)) = UNITS.iter().find(|(_, shift)| bytes >> shift > 0) else {
         return format!("{bytes} B");
@@ -29,7 +29,7 @@ pub(super) fn passed_ms(since: Timestamp, now: Timestamp) -> u64 {
     now.as_millisecond().saturating_sub(since.as_millisecond()).max(0).unsigned_abs()
 }
 
-/// A moment, and how long ago that is.
+/// Formats a moment, and how long ago that is.
 pub(super) fn age(since: Timestamp, now: Timestamp) -> String {
     let second = Timestamp::from_second(since.as_second()).unwrap_or(since);
     format!("{second} ({} ago)", duration(passed_ms(since, now) / 1000))

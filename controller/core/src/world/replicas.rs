@@ -38,7 +38,7 @@ impl Replicas {
         self.coming.values()
     }
 
-    /// `replica` is about to be stored.
+    /// Reserves the place of `replica`, which is about to be stored.
     pub(super) fn promise(&mut self, replica: Replica) {
         self.forget_promise(&replica.metadata.name);
         if !self.by_name.contains_key(&replica.metadata.name) {
@@ -47,7 +47,7 @@ impl Replicas {
         }
     }
 
-    /// The replica of that name is stored, or will not be.
+    /// Drops the reservation of a replica that is stored, or will not be.
     pub(super) fn forget_promise(&mut self, name: &str) {
         if let Some(replica) = self.coming.remove(name) {
             self.discount(&replica);

@@ -66,7 +66,7 @@ struct Page<T> {
 }
 
 impl Lister {
-    /// The whole list, or as much of it as is wanted.
+    /// Returns the whole list, or the wanted part of it.
     pub(in crate::ctl) async fn list(&self) -> Result<Result<List, Status>, CtlError> {
         Ok(match self.fetch().await {
             Ok(mut list) => {

@@ -59,7 +59,7 @@ pub(super) struct List {
 }
 
 impl List {
-    /// The list as text.
+    /// Returns the list as text.
     pub(super) fn text(&self, format: Format) -> Result<String, CtlError> {
         match format {
             Format::Table | Format::Wide if self.entries.is_empty() => Ok(self.if_empty.to_owned()),
@@ -75,7 +75,7 @@ impl List {
         }
     }
 
-    /// The objects as programs see them.
+    /// Returns the objects as programs see them.
     pub(super) fn into_fields(self) -> Vec<Value> {
         self.entries.into_iter().map(|entry| entry.fields).collect()
     }

@@ -72,7 +72,7 @@ impl PodStreams {
     }
 }
 
-/// An endpoint for a connector that knows by itself where to connect.
+/// Returns an endpoint for a connector that knows the address itself.
 pub(super) fn endpoint() -> Result<Endpoint, tonic::transport::Error> {
     Endpoint::from_shared(ANY_URI)
 }

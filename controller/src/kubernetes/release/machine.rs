@@ -269,7 +269,7 @@ fn doing(doing: &'static str) -> impl Fn(CallError) -> Trouble {
     move |error| Trouble { doing, error }
 }
 
-/// The object that was looked at, and no other one of its name.
+/// Names exactly the examined object, and no other one of its name.
 pub(in crate::kubernetes) fn exactly(uid: &str) -> DeleteParams {
     DeleteParams::default().preconditions(Preconditions { uid: Some(uid.to_owned()), resource_version: None })
 }

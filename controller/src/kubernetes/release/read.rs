@@ -32,7 +32,7 @@ pub(super) fn machine(node: &KubeNode, is_in_sight: bool) -> Machine {
     }
 }
 
-/// None for an object without an identity, which no API server gives.
+/// Parses a pod; none for an object without an identity, which no API server gives.
 pub(in crate::kubernetes) fn pod(pod: &KubePod) -> Option<Pod> {
     let (metadata, status) = (&pod.metadata, pod.status.as_ref());
     let name = Namespaced { namespace: metadata.namespace.clone()?, name: metadata.name.clone()? };
@@ -92,7 +92,7 @@ fn is_disk(volume: &Volume) -> bool {
         || volume.vsphere_volume.is_some()
 }
 
-/// The name of the PersistentVolume that is attached.
+/// Returns the name of the PersistentVolume that is attached.
 pub(super) fn volume_name(attachment: &VolumeAttachment) -> Option<&str> {
     attachment.spec.source.persistent_volume_name.as_deref()
 }

@@ -84,7 +84,7 @@ impl fmt::Debug for Bits {
     }
 }
 
-/// The real name of a replica.
+/// Returns the real name of a replica.
 pub(crate) fn id(replica: u8) -> ReplicaId {
     ReplicaId::from_random(u64::from(replica))
 }

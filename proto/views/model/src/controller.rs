@@ -10,7 +10,7 @@ use crate::rules::Rules;
 use crate::state::{Engine, Host, State, place};
 
 impl State {
-    /// The controller raises the attachment, and sends the last grant to the engine.
+    /// Raises the attachment, and sends the last grant to the engine.
     pub(crate) fn attach(&mut self, rules: Rules, higher: bool) {
         self.attach += 1;
         let host = Host { restart: 0, known: self.arbiter.granted(), has_lost: false };
@@ -24,7 +24,7 @@ impl State {
         self.run_again(rules, Generation::new(self.attach, 0), higher);
     }
 
-    /// The controller makes a backup of its store, which replaces the former one.
+    /// Makes a backup of the controller's store, which replaces the former one.
     pub(crate) fn back_up(&mut self) {
         self.backup = (self.attach, self.arbiter.clone());
     }
@@ -48,7 +48,7 @@ impl State {
         }
     }
 
-    /// The view by which the arbiter grants again: of an engine that was started since.
+    /// Returns the view by which the arbiter grants again: of an engine that was started since.
     pub(crate) fn renewal(&self) -> Option<Arbiter> {
         let is_new = |generation: Generation| {
             let mut since = self.engines.iter().skip(self.restored_at);
@@ -65,7 +65,7 @@ impl State {
         opened.max().unwrap_or_default()
     }
 
-    /// A host starts its engine again; the controller has no part in it.
+    /// Restarts the engine of a host, without the controller.
     pub(crate) fn restart(&mut self, rules: Rules, host: u8, higher: bool) {
         let known = &mut self.hosts[usize::from(host)];
         known.restart += 1;
@@ -73,7 +73,7 @@ impl State {
         self.run_again(rules, pair, higher);
     }
 
-    /// A host that has lost its state file starts an engine, like the first one of the attachment. Another
+    /// Starts an engine on a host that has lost its state file, like the first one of the attachment. Another
     /// one may run: the lock that kept a second one from starting may be lost too.
     pub(crate) fn start_anew(&mut self, rules: Rules, host: u8, higher: bool) {
         self.losses += 1;
@@ -102,7 +102,7 @@ impl State {
 }
 
 impl Model {
-    /// The arbiter records, then answers. A crash between the two is an answer that never arrives.
+    /// Records in the arbiter, then answers. A crash between the two is an answer that never arrives.
     pub(crate) fn at_arbiter(&self, state: &mut State, engine: u8, number: u8) {
         let at = state.engine(engine);
         let answer = self.rules.ask(&state.arbiter, state.attach, at.generation, at.proposal(number));

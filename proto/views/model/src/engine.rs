@@ -45,7 +45,7 @@ impl Model {
         }
     }
 
-    /// The members get the data of one of them, all at once, and the first view is proposed.
+    /// Copies the data of one member to all, at once, and proposes the first view.
     pub(crate) fn begin(&self, state: &mut State, engine: u8, source: u8) {
         let data = state.replica(source).data;
         for member in state.engine(engine).target().iter() {
@@ -54,7 +54,7 @@ impl Model {
         state.propose(engine);
     }
 
-    /// An engine gets an answer.
+    /// Handles an answer to an engine.
     pub(crate) fn at_engine(&self, state: &mut State, message: Message) {
         match message {
             Message::Opened { engine, replica } => {
@@ -180,7 +180,7 @@ impl State {
         self.send_all(reached, |replica| Message::Propose { engine, replica, number });
     }
 
-    /// The engine continues in its old view, while its proposal is still in the network.
+    /// Continues the engine in its old view, while its proposal is still in the network.
     pub(crate) fn give_up(&mut self, engine: u8) {
         let at = self.engine_mut(engine);
         at.underway = None;
@@ -200,7 +200,7 @@ impl State {
         }
     }
 
-    /// The engine asks the arbiter, and names the replicas that have stored the view or are fenced for it.
+    /// Asks the arbiter for an engine, and names the replicas that have stored the view or are fenced for it.
     pub(crate) fn ask(&mut self, engine: u8) {
         let at = self.engine_mut(engine);
         let number = at.last_number();
@@ -212,7 +212,7 @@ impl State {
         self.send(Message::Ask { engine, number });
     }
 
-    /// The engine sends a write to all members, and to the joiner.
+    /// Sends a write of the engine to all members, and to the joiner.
     pub(crate) fn write(&mut self, engine: u8) {
         let write = self.writes;
         self.writes += 1;

@@ -11,8 +11,8 @@ use crate::state::{Engine, State};
 /// All orders of up to three replicas. With fewer replicas, the first ones leave the others in place.
 const ORDERS: [[u8; 3]; 6] = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
 
-/// A number that is the same for states that differ only in the order of their replicas. Different states
-/// have the same one so rarely (once in 2^64 pairs) that the search takes them for one.
+/// Returns a number that is the same for states that differ only in the order of their replicas. Different
+/// states have the same one so rarely (once in 2^64 pairs) that the search takes them for one.
 pub(crate) fn fingerprint(state: &State) -> u64 {
     let orders = match state.replicas.len() {
         1 => &ORDERS[..1],

@@ -126,7 +126,7 @@ impl Message {
 }
 
 impl Message {
-    /// To or from another replica.
+    /// Returns the message to or from another replica.
     pub(crate) fn with_replica(mut self, other: impl Fn(u8) -> u8) -> Message {
         match &mut self {
             Message::Open { replica, .. }

@@ -5,7 +5,7 @@ use crate::network::Message;
 use crate::state::State;
 
 impl Model {
-    /// A replica handles a message of an engine: it stores the changes, and then answers.
+    /// Handles a message of an engine at a replica: it stores the changes, and then answers.
     pub(crate) fn at_replica(&self, state: &mut State, message: Message) {
         match message {
             Message::Open { engine, replica } => {
@@ -45,7 +45,7 @@ impl Model {
 }
 
 impl State {
-    /// A replica crashes: it keeps only what it has stored, and its messages in flight are lost. A starting
+    /// Crashes a replica: it keeps only what it has stored, and its messages in flight are lost. A starting
     /// engine tries to open it again.
     pub(crate) fn crash_replica(&mut self, crashed: u8) {
         self.messages.retain(|message| match message {

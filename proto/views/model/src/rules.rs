@@ -254,7 +254,7 @@ fn forced(arbiter: &Arbiter, target: View) -> Result<Arbiter, NotGranted> {
     arbiter.ask(target.id.generation.attach, target, &honoured, &target.members)
 }
 
-/// A view of `replicas`.
+/// Returns a view of `replicas`.
 pub(crate) fn view(id: ViewId, replicas: Bits) -> View {
     let members: Members = members(replicas);
     View { id, members }

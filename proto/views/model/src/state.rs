@@ -230,7 +230,7 @@ impl Engine {
         }
     }
 
-    /// The process has ended. Its messages are still on their way.
+    /// Ends the process. Its messages are still on their way.
     pub(crate) fn die(&mut self) {
         *self = Engine {
             alive: false,

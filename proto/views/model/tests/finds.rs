@@ -44,7 +44,7 @@ fn find(mutation: Mutation, limits: Limits, seeds: RangeInclusive<u64>) {
     });
 }
 
-/// The same for a write that is lost, even if other rules are violated before.
+/// Does the same for a write that is lost, even if other rules are violated before.
 fn find_loss(mutation: Mutation, limits: Limits, seeds: RangeInclusive<u64>) {
     find_broken(mutation, limits, seeds, |rule| rule == 1);
 }

@@ -11,7 +11,7 @@ use super::link::ControlLine;
 use super::*;
 
 impl Process {
-    /// The courier of a replica: brings it back whenever it is away.
+    /// Runs the courier of a replica, which brings it back whenever it is absent.
     pub(super) async fn courier(&self, peer: usize) {
         let mut bad_sources = BadSources::default();
         loop {

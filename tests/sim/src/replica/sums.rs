@@ -63,14 +63,14 @@ impl Replica {
         known.unwrap_or_else(|| self.kept_sum(block).is_some_and(|sum| sum != found))
     }
 
-    /// Rot was met: the sums beside it stay known.
+    /// Keeps the sums beside rot that was met.
     pub(super) fn know_rot(&mut self) {
         let blocks = 0..self.size_bytes / BLOCK_BYTES;
         let sums: Vec<(u64, u32)> = blocks.filter_map(|block| Some((block, self.kept_sum(block)?))).collect();
         self.known_rot.keep(sums);
     }
 
-    /// A request is to modify `range`: the sums of its regions do not count any more, whether it is admitted
+    /// Invalidates the sums of the regions of `range`, which a request is to modify, whether it is admitted
     /// or not.
     pub(super) fn sums_end(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);

@@ -122,7 +122,7 @@ impl Disk for Memory {
     }
 }
 
-/// A replica that engine 1 has opened.
+/// Returns a replica that engine 1 has opened.
 pub(crate) fn opened() -> (Memory, ReplicaState) {
     let mut disk = Memory::new();
     let mut state = disk.start();

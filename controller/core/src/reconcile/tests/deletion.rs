@@ -195,7 +195,7 @@ fn a_replica_with_a_better_place_does_not_make_room() {
     assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Running));
 }
 
-/// A volume that is to be deleted, whose replica on b is on a node that does not answer.
+/// Returns a volume that is to be deleted, whose replica on b is on a node that does not answer.
 pub(super) fn without_b() -> (World, Agents) {
     let mut world = leaving_world();
     let mut volume = world.volumes["v"].clone();

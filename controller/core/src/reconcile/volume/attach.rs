@@ -35,7 +35,7 @@ impl Run<'_> {
         self.next.status.attach_started_at = Some(self.context.now);
     }
 
-    /// Replicas, then the engine, then the device.
+    /// Starts the replicas, then the engine, then the device.
     pub(super) fn attach(&mut self) {
         self.want_replicas(DesireState::Running);
         let Some(engine) = self.engine else {

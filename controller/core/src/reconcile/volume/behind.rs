@@ -17,7 +17,7 @@ use crate::observed::{Detail, InstanceKey};
 use crate::reconcile::START_CHECK;
 
 impl Run<'_> {
-    /// The newest attachment that any process of the volume in reach knows of; 0: none.
+    /// Returns the newest attachment that any reachable process of the volume knows; 0: none.
     pub(super) fn reported_attach(&self) -> u64 {
         let key = InstanceKey::engine(&self.stored.spec.volume_name);
         let agents = self.context.agents.by_node().values().filter(|view| view.is_synced());
@@ -71,8 +71,8 @@ impl Run<'_> {
         !is_launched && !is_salvaged
     }
 
-    /// The arbiter grants again once the engine serves that was started since its record is known to be
-    /// stale.
+    /// Renews the record: the arbiter grants again once the engine serves that was started since its record
+    /// is known to be stale.
     pub(super) fn renew_record(&mut self) {
         if self.stored.status.arbiter.stale_since().is_none() {
             return;

@@ -51,7 +51,7 @@ impl Run<'_> {
         }
     }
 
-    /// A volume that is detached and wanted nowhere: its replicas stop in the background.
+    /// Stops the replicas of a detached volume that is wanted nowhere, in the background.
     pub(super) fn rest(&mut self) {
         self.want_replicas(DesireState::Stopped);
         // A replica whose node is out of reach is stopped when that is back; generations keep it harmless.

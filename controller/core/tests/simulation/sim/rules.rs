@@ -179,7 +179,8 @@ impl Sim {
         self.lost.is_some_and(|at| self.nodes[at].name == *node) && lost_node::is_given_up(&self.store, node)
     }
 
-    /// A replica is forgotten with its data only where its node is given up, and only if no engine needs it.
+    /// Checks that a replica is forgotten with its data only if its node is given up, and only if no engine
+    /// needs it.
     pub(super) fn check_forgotten(&self, name: &str) {
         let replica = &self.store.replicas[name];
         assert!(self.is_given_up(&replica.spec.node_id), "{name} is forgotten with its directory there");
@@ -308,7 +309,8 @@ impl Sim {
         }
     }
 
-    /// The volumes that cannot leave their nodes, because their devices are in use, and that are served.
+    /// Returns the volumes that cannot leave their nodes, because their devices are in use, and that are
+    /// served.
     pub(super) fn leaving(&self) -> Vec<(String, Robustness)> {
         let is_leaving = |volume: &&Volume| {
             let engine = &self.store.engines.get(&volume.metadata.name);

@@ -143,7 +143,7 @@ fn who_is_alone_is_equal() {
     assert_eq!(bench.core.copy_progress().dirty_bytes, 4 << 16, "another crash would not make it clean");
 }
 
-/// A write to region 0 that is done, and time that has made it cool: the flush has been sent.
+/// Makes a write to region 0 that is done, and passes the time that makes it cool: the flush has been sent.
 pub(super) fn cooled() -> Bench {
     let mut bench = Bench::new(2);
     let out = bench.submit(0, WRITE, 0);
