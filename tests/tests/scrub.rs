@@ -192,7 +192,7 @@ fn until_summed(volume: &BareVolume) -> Result<()> {
     Ok(())
 }
 
-/// What a replica says of the regions whose sums count, also if the process dies.
+/// Returns the regions whose sums count according to a replica, also after the process dies.
 fn sums_of(directory: &Path) -> Result<RegionKeeper> {
     let guard: serde_json::Value = serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
     let regions = Regions::of(fs::metadata(head(directory)?)?.len());
@@ -202,7 +202,7 @@ fn sums_of(directory: &Path) -> Result<RegionKeeper> {
     Ok(keeper)
 }
 
-/// Whether the sums of all regions that the head holds anything of count.
+/// Returns true if the sums of all regions with data in the head count.
 fn is_summed(directory: &Path) -> Result<bool> {
     let keeper = sums_of(directory)?;
     let (head, regions) = (fs::File::open(head(directory)?)?, keeper.regions());

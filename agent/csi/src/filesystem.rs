@@ -42,7 +42,7 @@ pub(crate) enum Content {
     Unfinished,
     /// A file system that can be mounted.
     FileSystem(FsKind),
-    /// Something else, in words.
+    /// The device has other data; a description of it.
     Other(String),
 }
 

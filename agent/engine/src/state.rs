@@ -198,8 +198,8 @@ impl EngineState {
         self.write().map_err(|source| EngineError::State { path: self.path.clone(), source })
     }
 
-    /// Whole or not at all, durably. The file of the last time is kept as the next one to be written over and
-    /// exchanged, so that this needs no space: an engine has to start and to stop on a full disk too.
+    /// Writes the file atomically and durably. The former file is kept, to be overwritten and exchanged at
+    /// the next write, which therefore needs no space: an engine has to start and stop on a full disk too.
     fn write(&self) -> io::Result<()> {
         let temporary = self.path.with_extension("tmp");
         let bytes = serde_json::to_vec_pretty(&self.content)?;

@@ -144,7 +144,7 @@ fn rot_stays_known_until_a_repair_has_succeeded() {
     assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN));
 }
 
-/// The disk has written a part of the data: that is sound, and so is what it has not touched.
+/// The disk has written a part of the data: that is sound, and so is the untouched part.
 #[test]
 fn rot_stays_known_if_the_disk_has_no_space_for_other_data() {
     if !may_mount() {
@@ -240,7 +240,8 @@ fn check_layer(client: &mut Client) -> LayerCheck {
     client.ask(Opcode::CheckLayer, &asked).unwrap()
 }
 
-/// What a copy is made of: rot in a snapshot is told, but not of blocks that a reader does not see there.
+/// Rot in a snapshot is reported to copies and comparisons, but not in blocks that a reader does not see
+/// there.
 #[test]
 fn rot_in_a_snapshot_is_told_to_whoever_copies_or_compares_it() {
     let base = base();
@@ -254,7 +255,7 @@ fn rot_in_a_snapshot_is_told_to_whoever_copies_or_compares_it() {
         let (header, data) = client.receive().unwrap();
         if header.status == 0 { Ok(data) } else { Err(header.status) }
     };
-    // The sixth block of the snapshot is not what a reader sees.
+    // A reader does not see the sixth block of the snapshot.
     rot_below(&spec, 5);
     assert!(read(&mut client, Flags::CHECKED).is_ok());
     assert!(check_layer(&mut client).sum.is_some());
@@ -289,7 +290,7 @@ fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
     assert_eq!(verify(&mut client, 48 * BLOCK, 16 * BLOCK).map(drop), Ok(()));
 }
 
-/// Copies the snapshot of one replica to another one, but for a block that nobody has sound.
+/// Copies the snapshot of one replica to another one, except for a block that no member has sound.
 fn copy_with_a_lost_block(from: &mut Client, to: &mut Client, lost: u64) {
     let list: LayerList = from.ask(Opcode::Layers, &()).unwrap();
     let _: CopyState = to.ask(Opcode::CopyBegin, &list).unwrap();
@@ -328,7 +329,7 @@ fn a_block_that_nobody_has_stays_known_until_it_gets_other_data() {
     assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN), "it is never summed as sound");
     client.write(3 * BLOCK, &pattern(7, 4096)).unwrap();
     assert!(!spec.directory.join("shorthorn.lost-blocks").exists());
-    // What it holds now is what it held when it was lost, and yet it was stored.
+    // The block holds the same data as when it was lost, and yet it was stored.
     client.write(3 * BLOCK, &[0; 4096]).unwrap();
     target.kill();
     let target = Replica::start(&spec);
@@ -504,7 +505,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, max_shrink_iters: 100, ..ProptestConfig::default() })]
 
-    /// Whatever is written and discarded, and wherever the process dies, sound blocks stay sound.
+    /// Writes and discards at random, and kills the process at any point: sound blocks stay sound.
     #[test]
     fn a_sound_block_never_looks_rotten(steps in prop::collection::vec(step(), 10..60)) {
         let base = base_in_memory();

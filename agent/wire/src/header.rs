@@ -146,7 +146,8 @@ impl Flags {
     /// The replica answers the read with [`Errno::ROTTEN`] if it knows that its data is not what was stored
     /// there.
     pub const CHECKED: Flags = Flags(2);
-    /// The data of a layer that is written is rot: no member has what was stored there. It has to stay known as that.
+    /// The data of a layer that is written is rot: no member has what was stored there. It has to stay known
+    /// as that.
     pub const ROTTEN: Flags = Flags(4);
     /// The frame answers the request with the same id.
     pub const RESPONSE: Flags = Flags(1 << 15);

@@ -23,7 +23,7 @@ impl Errno {
     /// The data that was read is not the data that was stored there (EBADMSG): the disk has changed or lost
     /// it.
     pub const ROTTEN: Errno = Errno(74);
-    /// Not permitted (EPERM).
+    /// The operation is not permitted (EPERM).
     pub const NOT_PERMITTED: Errno = Errno(1);
 
     /// Returns the errno of `raw`; any value that is not a positive errno becomes [`Errno::IO`].

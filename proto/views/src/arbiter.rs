@@ -67,7 +67,7 @@ pub enum NotGranted {
     NotStored {
         /// The requested view.
         target: View,
-        /// These members.
+        /// The members that are missing.
         missing: Members,
     },
     /// The target has no member, or is not newer than the view that it replaces, or has members from outside

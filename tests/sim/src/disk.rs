@@ -72,11 +72,11 @@ impl SparseFile {
         self.unsynced.push((block, content));
     }
 
-    /// The disk has another block now, whoever asks.
+    /// Replaces a block of the disk.
     pub fn replace(&mut self, block: u64, content: Option<Block>) {
         self.now.set(block, content);
         self.durable.set(block, content);
-        // What rot was merged into is not written any more.
+        // Blocks that rot was merged into are not written any more.
         let is_rotten = |changed: &Option<Block>| changed.is_some_and(|sectors| sectors.contains(&ROT));
         let changes = self.unsynced.iter_mut().filter(|(of, changed)| *of == block && is_rotten(changed));
         changes.for_each(|(_, changed)| *changed = content);
@@ -171,8 +171,8 @@ impl Files {
         self
     }
 
-    /// The disk changes a block by itself, in the file where a reader sees it; if it `vanishes`, there is a hole. False if there is
-    /// none, or if it would not stay.
+    /// Changes a block by rot, in the file where a reader sees it; if it `vanishes`, a hole takes its place.
+    /// Returns false if the block has no data, or the rot would not stay.
     pub fn rot(&mut self, block: u64, vanishes: bool) -> bool {
         let is_below = self.head.get(block).is_none();
         let found = if is_below { self.snapshot.get(block) } else { self.head.get(block) };
@@ -189,7 +189,7 @@ impl Files {
         true
     }
 
-    /// Whether there is a hole in the place of the block.
+    /// Returns true if a hole is in the place of the block.
     pub fn has_vanished(&self, block: u64) -> bool {
         let file = |is_below: bool| if is_below { &self.snapshot } else { &self.head };
         self.rot.get(&block).is_some_and(|rotten| file(rotten.is_below).get(block).is_none())
@@ -199,12 +199,12 @@ impl Files {
         if is_below { &mut self.snapshot } else { &mut self.head }
     }
 
-    /// The blocks of the snapshot that are rotten, and what they were.
+    /// Returns the rotten blocks of the snapshot, and their former data.
     pub fn rot_below(&self) -> impl Iterator<Item = (u64, Block)> {
         self.rot.iter().filter(|(_, rotten)| rotten.is_below).map(|(block, rotten)| (*block, rotten.was))
     }
 
-    /// Rot was copied to a block of the snapshot, as nobody has what it was.
+    /// Copies rot to a block of the snapshot, because no member has the former data.
     pub fn is_lost(&mut self, block: u64, was: Block) {
         self.rot.insert(block, Rotten { was, is_below: true });
     }
@@ -216,8 +216,8 @@ impl Files {
         }
     }
 
-    /// The block is written over with `content`: the disk holds that, or after a loss of power what it held before it rotted. What
-    /// rot was merged into stays rotten.
+    /// Overwrites a rotten block with `content`: the disk holds that, or after a loss of power the data from
+    /// before the rot. Blocks that rot was merged into stay rotten.
     pub fn overwrite_rot(&mut self, block: u64, content: &Block) {
         let Some(Rotten { was, is_below }) = self.rot.get(&block).copied() else { return };
         if is_below {
@@ -246,12 +246,12 @@ impl Files {
         if index.slot() == usize::from(Files::HEAD) { &self.head } else { &self.snapshot }
     }
 
-    /// Whether there is anything.
+    /// Returns true if the file has the block.
     pub fn holds(&self, block: u64) -> bool {
         self.head.get(block).is_some() || self.snapshot.get(block).is_some()
     }
 
-    /// What the volume reads as.
+    /// Returns the content of the volume.
     pub fn content(&self, blocks: u64) -> Vec<Block> {
         (0..blocks)
             .map(|block| self.head.get(block).or_else(|| self.snapshot.get(block)).unwrap_or_default())

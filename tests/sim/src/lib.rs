@@ -79,7 +79,7 @@ pub enum Sabotage {
     UncheckedSources,
     /// The snapshots of a copy are not compared.
     UncheckedLayers,
-    /// A block of a snapshot that the source of a copy has lost is read from nobody else.
+    /// A block of a snapshot that the source of a copy has lost is not read from another member.
     OthersUnread,
     /// A replica that is made anew is not told which blocks all have lost.
     LostUntold,
@@ -89,7 +89,7 @@ pub enum Sabotage {
     EarlyForgetting,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
     HolesUnseen,
-    /// Blocks are read to be summed before it is noted what is modified from then on.
+    /// Blocks are read for their sums before the record of later modifications begins.
     SumsBeforeLook,
     /// A replica that has failed ends although its disk does not say that data may be gone.
     EndUnnoted,
@@ -210,7 +210,7 @@ const REGIONS: u64 = 10;
 const CONTROL_US: u64 = 400_000;
 /// The time for which replicas may lie after all other trouble is over.
 const LIES_US: u64 = 30_000_000;
-/// Whoever is back by himself is back by then.
+/// The time after which replicas that come back by themselves are back.
 const PATIENCE_US: u64 = 8_000_000;
 
 /// Runs a script.
@@ -447,7 +447,7 @@ fn describe(world: &World) -> String {
     format!("{waiting} requests wait, {} are to come; {states:?}", world.guest.budget)
 }
 
-/// What all have lost, and know to be lost, is what it was: nobody could do more.
+/// Heals blocks that all members have lost, and know to be lost: no repair is possible.
 fn heal_lost(world: &mut World) {
     let wanted = world.guest.replicas.clone();
     let all: Vec<usize> = wanted.iter().filter_map(|id| world.replica_index(*id)).collect();

@@ -59,10 +59,10 @@ pub enum Ask {
     Expand(u64),
 }
 
-/// A block that holds rot, and what it held before, which only the simulation knows.
+/// A block that holds rot, and its former data, which only the simulation knows.
 pub type RottenBlock = (u64, Block);
 
-/// What a replica tells an engine that it takes.
+/// The welcome that a replica sends an accepted engine.
 pub use shorthorn_wire::Welcome as Greeting;
 
 /// An answer of a replica.
@@ -80,7 +80,7 @@ pub enum Answer {
     Check(u32),
     /// To a question for regions.
     Page(RegionsPage),
-    /// To a question for layers: whether there is a snapshot below the head.
+    /// The answer to a question for layers: whether a snapshot exists below the head.
     Layers(bool),
     /// To a read of the snapshot: that, and the blocks that the replica knows to be rotten.
     Snapshot(Rc<SparseFile>, Vec<RottenBlock>),

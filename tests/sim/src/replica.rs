@@ -58,7 +58,7 @@ struct Op {
 }
 
 impl Op {
-    /// Tells it from all others.
+    /// Returns a key that distinguishes it from all others.
     fn key(&self) -> (ConnId, u64) {
         (self.conn, self.number)
     }
@@ -116,9 +116,10 @@ pub struct Replica {
     pages: Pages,
     /// Regions that are being summed.
     summing: Option<Summing>,
-    /// Sums that stay known because rot was met beside their blocks: the first repair takes the sums of the region away.
+    /// Sums that stay known because rot was met beside their blocks: the first repair takes the sums of the
+    /// region away.
     known_rot: KnownRot<(ConnId, u64)>,
-    /// Its connections; with a candidate comes the number of its hello.
+    /// The connections; a candidate has the number of its hello.
     admission: Admission<ConnId, (ConnId, u64)>,
     pub gone: bool,
 }
@@ -368,7 +369,7 @@ impl Replica {
         }
     }
 
-    /// What is read as data: blocks that have vanished show as rot.
+    /// Reads data: vanished blocks show as rot.
     fn read_data(&mut self, range: ByteRange) -> Vec<Id> {
         let mut data = self.read(range);
         for (at, sector) in data.iter_mut().enumerate() {

@@ -298,7 +298,7 @@ impl World {
         self.take(id, to_replica, message);
     }
 
-    /// Whatever is not held back any more arrives.
+    /// Delivers the messages that are not held back any more.
     pub fn release_held(&mut self) {
         let waiting: Vec<ConnId> =
             self.conns.iter().filter(|(_, conn)| conn.holds_any()).map(|(id, _)| *id).collect();

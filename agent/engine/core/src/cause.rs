@@ -22,9 +22,9 @@ pub struct Failure {
 /// The reason why a request is completed with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// These replicas have answered with it: the last member, or the members without space.
+    /// Replicas have answered with it: the last member, or the members without space.
     Replicas(Blamed),
-    /// These members hold rot there, and no other member is left.
+    /// The members hold rot there, and no other member is left.
     Rot(Blamed),
     /// The volume refuses every request: see
     /// [`CoreConfig::refuses_requests`](crate::CoreConfig::refuses_requests).

@@ -181,7 +181,8 @@ impl EngineCore {
         let who = PeerMask::one(peer);
         match self.job(id) {
             Some(Job::Copy(copy)) if copy.step == CopyStep::Read && copy.is_checked() => {
-                // Where a request has failed, others may have no space for more than the source holds: only rot is of another one.
+                // Where a request has failed, others may have no space for more than the source holds: only
+                // rot is of another one.
                 let is_narrowed = matches!(copy.why, Why::Failed { .. }) && copy.narrow();
                 if !is_narrowed {
                     copy.rotten = copy.rotten.with(who);
@@ -280,7 +281,8 @@ impl EngineCore {
     /// member stays, and the replicas that depend on it for a copy do not become members.
     pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
         let members = self.membership.answering();
-        // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds it.
+        // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds
+        // it.
         if errno == Errno::NO_SPACE && (self.leaves_rot(peer, id) || self.becomes_source(peer, id)) {
             if self.answered_by(peer, id) {
                 self.advance(id, out);

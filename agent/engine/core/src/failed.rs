@@ -47,7 +47,7 @@ impl Space {
 /// The ways to continue a request for which some members have no space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WayOut {
-    /// These members leave, and the request succeeds.
+    /// The members leave, and the request succeeds.
     Leave,
     /// The members may leave as soon as the others are not slow.
     Wait,
@@ -73,7 +73,8 @@ impl EngineCore {
         if slot.sent.and(self.membership.connected()).is_one() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
-        // A discard does not wait for the answers to a PING: a stream of them leaves none that are new enough for others.
+        // A discard does not wait for the answers to a PING: a stream of them leaves none that are new enough
+        // for others.
         let waits = |id: &SlotId| self.slots.at(*id).operation != Operation::Discard;
         if !self.resyncs.iter().any(waits) {
             self.space = Space { since_ms: self.now_ms, ..Space::default() };
@@ -159,8 +160,8 @@ impl EngineCore {
         self.advance(id, out);
     }
 
-    /// A member has no space for what the source of a resync holds. It holds less: the others get that, from the piece on
-    /// whose turn it is. Each member is the source once, so that this ends.
+    /// A member has no space for what the source of a resync holds. It holds less: the others get that, from
+    /// the piece on whose turn it is. Each member is the source once, so that this ends.
     pub(crate) fn becomes_source(&mut self, peer: PeerIndex, id: SlotId) -> bool {
         let is_member = self.membership.answering().has(peer);
         let Some(Job::Copy(copy)) = self.job(id) else { return false };

@@ -51,7 +51,8 @@ pub(crate) struct Copy {
     pub piece: ByteRange,
     /// Replicas that get the copy. Failed ones are removed at once.
     pub targets: PeerMask,
-    /// The targets at the beginning, but for those that have failed: the source of one piece is a target of another.
+    /// The targets at the beginning, but for those that have failed: the source of one piece is a target of
+    /// another.
     pub all: PeerMask,
     /// Members that have said that they hold rot in the piece. They get it from a sound one.
     pub rotten: PeerMask,
@@ -95,8 +96,9 @@ impl Copy {
         }
     }
 
-    /// Whether the source is asked to compare what it reads with its sums. If a request has just failed there, it compares what it
-    /// knows to be rot: both what the request was to write and what was there before are sound.
+    /// Returns true if the source has to compare what it reads with its sums. If a request has just failed
+    /// there, the source compares only with known rot: both the data of the request and the former data are
+    /// sound.
     pub fn is_checked(&self) -> bool {
         !self.is_unchecked
     }

@@ -14,9 +14,9 @@
 //!
 //! The arbiter may be unreachable, so the limit is longer if it has to be asked.
 //!
-//! In the last case the engine continues to wait, because a new start would need the same replicas. A change of
-//! the view has a limit, from when it was proposed: replicas that have come back since can be members after a
-//! new start only.
+//! In the last case the engine continues to wait, because a new start would need the same replicas. A change
+//! of the view has a limit, from when it was proposed: replicas that have come back since can be members
+//! after a new start only.
 //!
 //! A joiner may answer each part of a copy in time, and still hold a modification of that range up for many
 //! parts. So the time for which requests wait for the copy because of the joiner counts as a whole. The limit

@@ -49,9 +49,9 @@ pub(crate) struct Slot {
     /// The members that answered with this error.
     pub erred: PeerMask,
     pub sent_at_ms: u64,
-    /// When everybody had answered, some that they have no space.
+    /// The time at which all replicas had answered, some of them without space.
     pub resync_since_ms: u64,
-    /// Whether it counts in a [`crate::flight::Flight`].
+    /// True if the request counts in a [`crate::flight::Flight`].
     pub is_in_flight: bool,
 }
 

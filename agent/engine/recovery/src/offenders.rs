@@ -135,7 +135,8 @@ impl BadSources {
         known.map_or(0, |(_, failures)| *failures)
     }
 
-    /// A member has answered with an error or nonsense, or not at all. `members` are those that there are.
+    /// Records that a member has answered with an error or nonsense, or not at all. `members` are the current
+    /// ones.
     pub(crate) fn failed(&mut self, replica: ReplicaId, members: &Members) {
         self.failures.retain(|(known, _)| members.contains(*known));
         match self.failures.iter_mut().find(|(known, _)| *known == replica) {

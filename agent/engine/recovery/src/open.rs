@@ -128,7 +128,7 @@ pub enum Grant {
     Told(View),
     /// A replica that had not answered does.
     Back(ReplicaId),
-    /// Nothing yet.
+    /// The arbiter has not answered yet.
     Nothing,
 }
 

@@ -93,12 +93,13 @@ pub trait Courier {
     /// Returns true if it has to end. It is asked between the steps of something long.
     fn has_to_end(&self) -> bool;
 
-    /// Copies the data of every snapshot layer of `source` to `target` that is not whole there yet. It ends the copy of a layer
-    /// only if the source [has stayed](Source::has_stayed), else it fails with [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to
-    /// wait for that.
+    /// Copies the data of every snapshot layer of `source` to `target` that is not whole there yet. It ends
+    /// the copy of a layer only if the source [has stayed](Source::has_stayed), else it fails with
+    /// [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to wait for that.
     ///
-    /// The source compares what it reads with its sums. A block in which it holds rot is read from the first of `others` that has it sound
-    /// and has stayed. If there is none, the rot is copied, and the target is told that it is rot.
+    /// The source compares its reads with its sums. A block in which it holds rot is read from the first of
+    /// `others` that has it sound and has stayed. Without such a member, the rot is copied, and the target
+    /// learns that it is rot.
     async fn copy_snapshots(
         &self,
         target: Address,

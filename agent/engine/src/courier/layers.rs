@@ -145,8 +145,8 @@ impl Courier {
             .map_err(Trouble::while_doing("writing a layer"))
     }
 
-    /// Copies a piece in which the source holds rot, block by block. Returns how much of it no member has sound: the rot is copied
-    /// there, and the target knows that.
+    /// Copies a piece in which the source holds rot, block by block. Returns how much of it no member has
+    /// sound: the rot is copied there, and the target knows that.
     fn copy_blocks(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<u64, Trouble> {
         let mut lost_bytes = 0;
         let starts = (at..).step_by(BLOCK);
@@ -164,8 +164,8 @@ impl Courier {
         Ok(lost_bytes)
     }
 
-    /// Fills `block` with what a reader of the snapshot sees at another member that has it sound. False if there is none; one that does not
-    /// answer may have it.
+    /// Fills `block` with the data that a reader of the snapshot sees at another member that has it sound.
+    /// Returns false if no member has; one that does not answer may have it.
     fn read_other(&self, layer: &Layer<'_>, at: u64, block: &mut [u8]) -> Result<bool, Trouble> {
         for other in layer.others {
             let read = self.read_snapshot(*other, layer.image, at, block);
@@ -233,7 +233,7 @@ impl Courier {
 struct Progress {
     total_bytes: u64,
     left_bytes: u64,
-    /// Of the layer that is being copied: no member has it sound.
+    /// The bytes of the layer being copied of which no member has sound data.
     lost_bytes: u64,
     told: Option<Instant>,
 }

@@ -145,7 +145,8 @@ fn a_replica_that_is_too_large_is_taken_once_the_engine_knows() {
     volume.assert_equal();
 }
 
-/// One that another engine has enlarged is refused by an engine that does not know of it, and may be the one that it waits for.
+/// An engine that does not know of an expansion refuses a replica that another engine has enlarged. This may
+/// be the replica that it waits for.
 #[test]
 fn an_engine_that_waits_for_a_grant_takes_an_expansion() {
     let mut volume = Volume::start(2, SIZE);

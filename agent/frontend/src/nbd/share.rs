@@ -139,8 +139,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is claimed and given back: claims that were granted find their slots, the line moves as
-        /// soon as all is given back, and no slot is lost.
+        /// Claims and returns slots in any order: granted claims find their slots, the queue advances as soon
+        /// as all slots are returned, and no slot is lost.
         #[test]
         fn slots_are_neither_lost_nor_doubled(steps in proptest::collection::vec((0u16..4, 0u16..6), 0..200)) {
             let mut share = SlotShare::new(9, 4);

@@ -1,38 +1,41 @@
 //! Sums of blocks that stay known although their region has none any more.
 //!
-//! Sums count by region, and rot is repaired by block. The first write of a repair takes the sums of the whole region away; the other
-//! rot there would look sound, and be summed as it is. So the sums of a page are kept from when rot was met there, for every block
-//! until that block gets other data.
+//! Sums count by region, and rot is repaired by block. The first write of a repair removes the sums of the
+//! whole region; the other rot there would look sound, and would be summed. So the sums of a page are kept
+//! when rot is met there, for every block until that block gets other data.
 //!
-//! A request that gives a block other data may fail for want of space, and may have done a part. Until its outcome is known, and after
-//! it has failed, the block is sound if it holds what it should have held before or what the request was to give it. Everything else
-//! is rot, as before. The data of a repair has the sum that is known: that sum stays, whatever becomes of the request.
+//! A request that gives a block other data may fail for want of space, and may have done a part. Until its
+//! outcome is known, and after it has failed, the block is sound if it holds its correct former data or the
+//! data of the request. All other data is rot, as before. The data of a repair has the known sum: that sum
+//! stays, whatever the outcome of the request.
 //!
-//! A request that changes a part of a block merges it with what the block holds. If that is rot, the result is rot too, also if
-//! the request succeeds, until such requests have changed every sector.
+//! A request that changes a part of a block merges it with the data of the block. If that is rot, the result
+//! is rot too, also if the request succeeds, until such requests have changed every sector.
 
 use std::collections::BTreeMap;
 
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
-/// As many blocks have a known sum; of more, those that rot was met beside first. That is 64 pages of the file of sums.
+/// The maximum number of blocks with a known sum: 64 pages of the file of sums. Beyond that, blocks beside
+/// rot come first.
 const BLOCKS_MAX: usize = 64 * 512;
-/// As many sums may be that of one block; after more requests that have failed the block is not compared any more.
+/// The maximum number of possible sums of one block. After more failed requests the block is not compared any
+/// more.
 const SUMS_MAX: usize = 4;
 
 /// See the module. `R` tells requests apart that are in execution.
 #[derive(Clone, Debug)]
 pub struct KnownRot<R> {
     blocks: BTreeMap<u64, Known<R>>,
-    /// How many blocks requests are modifying.
+    /// The number of blocks that requests are modifying.
     under_way: usize,
 }
 
-/// What is known of one block.
+/// The knowledge about one block.
 #[derive(Clone, Debug)]
 struct Known<R> {
-    /// The sums of data that it may hold; the first one is that of what it held before any request.
+    /// The sums of data that it may hold; the first one is that of its data before any request.
     sums: Vec<u32>,
     /// The sectors that have got other data since the rest was merged with rot, a bit for each.
     fresh: u8,
@@ -63,7 +66,7 @@ impl<R> Default for KnownRot<R> {
 }
 
 impl<R: Copy + PartialEq> KnownRot<R> {
-    /// Rot was met beside these blocks, whose sums count. What is known already stays.
+    /// Keeps the sums, which count, of blocks beside rot. Known blocks stay.
     pub fn keep(&mut self, sums: impl IntoIterator<Item = (u64, u32)>) {
         for (block, sum) in sums {
             let is_full = self.blocks.len() >= BLOCKS_MAX;
@@ -73,19 +76,19 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
-    /// Whether nothing is known of any block.
+    /// Returns true if no block is known.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// Whether anything is known of the block.
+    /// Returns true if the block is known.
     #[must_use]
     pub fn has(&self, block: u64) -> bool {
         self.blocks.contains_key(&block)
     }
 
-    /// Whether a block that has this sum holds something else than it should; none: nothing is known of it.
+    /// Returns true if a block with this sum holds wrong data; none if the block is not known.
     #[must_use]
     pub fn is_rotten(&self, block: u64, found: u32) -> Option<bool> {
         let known = self.blocks.get(&block)?;
@@ -105,13 +108,14 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
-    /// The request is about to modify the block. `after` is the sum of the data that it gets, if that is known.
+    /// The request is about to modify the block. `after` is the sum of the data that it gets, if that is
+    /// known.
     pub fn modified(&mut self, request: R, block: u64, after: Option<u32>) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         match &mut known.change {
             // It is begun once more.
             Some(change) if change.request == request => change.after = after,
-            // Two requests modify one block: nobody can say in which order.
+            // Two requests modify one block: their order is unknown.
             Some(_) => self.forget_block(block),
             None if known.sums.len() == 1 && known.sums.first() == after.as_ref() => known.fresh = 0,
             None => {
@@ -121,15 +125,15 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
-    /// Whether the request modifies a block of which something is known. Cheap if there is none.
+    /// Returns true if the request modifies a known block. Cheap if none is known.
     #[must_use]
     pub fn awaits(&self, request: R) -> bool {
         let is_its = |known: &Known<R>| known.change.is_some_and(|change| change.request == request);
         self.under_way > 0 && self.blocks.values().any(is_its)
     }
 
-    /// The request for `range` has merged its part of the block with what that held, which had the sum `before`; the result has the
-    /// sum `after`.
+    /// Records that the request for `range` has merged its part of the block with the former data, which had
+    /// the sum `before`; the result has the sum `after`.
     pub fn merged(&mut self, request: R, range: ByteRange, block: u64, (before, after): (u32, u32)) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let first = known.sums.first().copied();
@@ -141,7 +145,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
-    /// The request has ended; if not `well`, it has done a part of what it was to do, or nothing.
+    /// Records the end of the request; if not `well`, it has done a part of its work, or nothing.
     pub fn ended(&mut self, request: R, well: bool) {
         if self.under_way == 0 {
             return;
@@ -173,14 +177,14 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.under_way -= ended;
     }
 
-    /// Nothing is known of the block any more.
+    /// Forgets the block.
     pub fn forget_block(&mut self, block: u64) {
         if self.blocks.remove(&block).is_some_and(|known| known.change.is_some()) {
             self.under_way -= 1;
         }
     }
 
-    /// Nothing is known any more.
+    /// Forgets all blocks.
     pub fn forget(&mut self) {
         self.blocks.clear();
         self.under_way = 0;
@@ -231,7 +235,7 @@ mod tests {
         }
     }
 
-    /// The disk may have written a part of the data, and other blocks hold what they held.
+    /// The disk may have written a part of the data, and other blocks are unchanged.
     #[test]
     fn until_the_outcome_is_known_the_sums_before_and_after_both_count() {
         let mut known = known();
@@ -245,7 +249,7 @@ mod tests {
         known.modified(2, 4, Some(90));
         known.ended(2, false);
         assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false); 3]);
-        // The resync copies what another member holds.
+        // The resync copies the data of another member.
         known.modified(3, 4, Some(70));
         known.ended(3, true);
         assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false), Some(true), Some(true)]);

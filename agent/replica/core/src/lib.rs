@@ -1,8 +1,8 @@
 //! The rules of a replica process, as pure logic: the process and the simulation run the same.
 //!
 //! - [`Admission`]: which engine is let in, and when.
-//! - [`ReplicaState`]: what a replica keeps beside the data, the [steps](Step) by which it becomes durable, in their order, and
-//!   what holds when one of them fails. The shell performs each step ([`Disk`]).
+//! - [`ReplicaState`]: the state that a replica keeps beside the data. The [steps](Step) by which it becomes
+//!   durable have an order, and a failed one has consequences. The shell performs each step ([`Disk`]).
 //! - [`KnownRot`]: which blocks hold rot, while and after requests modify them.
 //! - [`Failure`]: when the process of a replica that has failed ends.
 //! - [`revision_counter`]: the number by which Longhorn sees how new a replica is.

@@ -573,7 +573,7 @@ impl RegionKeeper {
         summed
     }
 
-    /// These hold data: those of them that have no sums are to be summed.
+    /// Requests sums for the regions of `run` that hold data and have no sums.
     pub fn want_sums(&mut self, run: Range<u32>) {
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.want(run);

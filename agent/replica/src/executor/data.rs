@@ -212,7 +212,8 @@ impl Executor {
     }
 }
 
-/// A file system whose own structures are damaged answers with the errno that stands for a block that does not fit its sum.
+/// A file system whose own structures are damaged answers with the errno that stands for a block that does
+/// not fit its sum.
 pub(super) fn not_rot(errno: Errno) -> Errno {
     if errno == Errno::ROTTEN { Errno::IO } else { errno }
 }

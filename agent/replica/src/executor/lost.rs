@@ -1,7 +1,7 @@
 //! Blocks that were copied as rot, as no member had another copy: they stay known until they get other data.
 //!
-//! Their sums are of no data at all, so that whatever is compared with them does not fit; the summer stores such a sum as any other. The
-//! record on the disk is for the time before.
+//! Their sums are of no data at all, so that no data matches them; the summer stores such a sum like any
+//! other. The record on the disk is for the time before.
 
 use shorthorn_store::{LOST_BLOCKS_MAX, LostBlocks, Store, block_sum};
 use shorthorn_types::ByteRange;
@@ -18,7 +18,7 @@ fn sum_of_none(sum: u32) -> u32 {
 }
 
 impl Summer {
-    /// Knows the blocks that the directory records as lost.
+    /// Loads the blocks that the directory records as lost.
     pub fn load_lost(&mut self, store: &mut Store) -> Result<(), ReplicaError> {
         self.lost = store.load_lost_blocks()?;
         if !self.lost.is_empty() {
@@ -43,7 +43,7 @@ impl Executor {
         Ok(self.store.save_lost_blocks(&self.summer.lost)?)
     }
 
-    /// A part of a layer is copied. What the engine says of it is on the disk before it is answered.
+    /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
     pub(super) fn layer_is_written(&mut self, slot: u16) -> Outcome {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;
@@ -87,7 +87,8 @@ impl Executor {
         Ok(())
     }
 
-    /// The modification in the slot has succeeded: its blocks are not lost any more, unless they still hold rot.
+    /// The modification in the slot has succeeded: its blocks are not lost any more, unless they still hold
+    /// rot.
     pub(super) fn lost_follow(&mut self, slot: u16) {
         let header = self.header(slot);
         let modifies = matches!(header.opcode, Opcode::Write | Opcode::Discard | Opcode::WriteZeroes);

@@ -96,7 +96,7 @@ pub(crate) struct Executor {
     read_failures: u64,
     /// The time at which the process has begun to serve.
     since: Instant,
-    /// When the disk was asked last for its space, and what it has said, in MiB.
+    /// The time of the last query for the disk's free space, and its result in MiB.
     free: Option<(Instant, u32)>,
 }
 
@@ -314,8 +314,8 @@ impl Executor {
         Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
-    /// The regions where any layer has data, or had it when they were summed: a block that has vanished is copied by nobody who does
-    /// not look at its sum. See [`Store::allocated`], which bounds how long that takes.
+    /// Returns the regions in which any layer has data, or had it when they were summed: a copy finds a
+    /// vanished block only by its sum. See [`Store::allocated`], which bounds the time.
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
         let keeper = self.state.keeper();
         let summed = keeper.summed().converted(keeper.regions(), regions);
@@ -460,8 +460,8 @@ impl Executor {
         self.store.fd(file).as_raw_fd()
     }
 
-    /// How much space the disk has left, in MiB; 0 if the file system does not say. It is asked once a second, or after a
-    /// request has found no space: a PING must not wait for it.
+    /// Returns the free space of the disk in MiB; 0 if the file system does not report it. The disk is
+    /// queried once a second, or after a request has found no space: a PING must not wait for it.
     pub fn free_mib(&mut self) -> u32 {
         if let Some((_, free_mib)) = self.free.filter(|(at, _)| at.elapsed() < FREE_SPACE_PERIOD) {
             return free_mib;

@@ -19,7 +19,7 @@ struct Entry {
 /// The operation of the ring on a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Nothing.
+    /// The page is in memory, and no operation runs on it.
     Ready,
     /// The page is being read: its sums are not known yet.
     Loading,

@@ -52,9 +52,9 @@ pub(crate) struct Summer {
     job: Option<Job>,
     /// The sums that the job has made.
     fresh: SumPage,
-    /// Sums of blocks beside rot; requests are told apart by their slots.
+    /// Sums of blocks beside rot; requests are distinguished by their slots.
     pub(super) known: KnownRot<u16>,
-    /// Blocks of which there is no sound copy.
+    /// Blocks without any sound copy.
     pub(super) lost: LostBlocks,
     /// The sum of a block of zeroes.
     zero_sum: u32,
@@ -506,7 +506,7 @@ impl Executor {
         }
     }
 
-    /// There are regions to sum.
+    /// Starts the sums soon, because regions have to be summed.
     pub(super) fn sum_soon(&mut self) {
         if self.summer.file.is_some() {
             self.summer.next_at.get_or_insert_with(Instant::now);
@@ -557,13 +557,14 @@ impl Executor {
         }
     }
 
-    /// The request in the slot is about to write a block that it has merged with what was there: the sums before and after.
+    /// Records that the request in the slot is about to write a block that it has merged with the former
+    /// data: the sums before and after.
     pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
         let Ok(range) = self.work(slot).header.range() else { return };
         self.summer.known.merged(slot, range, number_of(block), sums);
     }
 
-    /// Whether the request in the slot has to tell what it merges.
+    /// Returns true if the request in the slot has to report what it merges.
     pub(super) fn sums_await(&self, slot: u16) -> bool {
         self.summer.known.awaits(slot)
     }
@@ -576,8 +577,8 @@ impl Executor {
         }
     }
 
-    /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A repair writes
-    /// blocks of zeroes as such.
+    /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A
+    /// repair writes blocks of zeroes as such.
     fn sum_after(&self, slot: u16, range: ByteRange, block: ByteRange) -> Option<u32> {
         let work = self.work(slot);
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
@@ -675,7 +676,7 @@ impl Executor {
         is_planned && is_seen
     }
 
-    /// Whether a reader sees what a layer above this one has in the block.
+    /// Returns true if a reader sees the data of a layer above this one in the block.
     pub(super) fn is_covered(&mut self, file: FileIndex, block: ByteRange) -> bool {
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();

@@ -195,7 +195,7 @@ impl Executor {
         let repaired = match is_followed {
             true => self.store.repair_layer(image, range, &runs, data),
             false => {
-                // What a reader sees there may have been summed with the rot in it.
+                // The data that a reader sees there may have been summed with the rot in it.
                 self.store.forget_block_sums()?;
                 let repaired = self.store.repair_layer(image, range, &runs, data);
                 self.renew_sums()?;
@@ -212,8 +212,8 @@ impl Executor {
 }
 
 impl Executor {
-    /// The sums of the regions of `range` do not count any more, durably. False if that could not be done: then all sums have to be
-    /// forgotten. Waits for the disk.
+    /// The sums of the regions of `range` do not count any more, durably. False if that could not be done:
+    /// then all sums have to be forgotten. Waits for the disk.
     fn end_sums_in(&mut self, range: ByteRange) -> bool {
         let keeper = self.state.keeper_mut();
         let regions = keeper.regions().touched(range);
@@ -223,7 +223,7 @@ impl Executor {
         self.marks.is_idle() && self.write_all_pages().is_ok()
     }
 
-    /// A layer was repaired: the known sums of what a reader sees there follow.
+    /// Updates the known sums of the data that a reader sees there, after a layer was repaired.
     fn known_follow_repair(
         &mut self,
         layer: FileIndex,

@@ -13,11 +13,11 @@ const QUESTIONS_MAX: usize = 4096;
 pub type AllocatedRuns = (Vec<(u32, u32)>, Option<u32>);
 
 impl Store {
-    /// The runs of regions from `from` on where any layer has data, or that are in `also`. Bounded in length and time: it may stop
-    /// early and say where to go on. Holes cost nothing, however large they are.
+    /// The runs of regions from `from` on where any layer has data, or that are in `also`. Bounded in length
+    /// and time: it may stop early and say where to go on. Holes cost nothing, however large they are.
     ///
     /// # Errors
-    /// What the file system answers.
+    /// The error of the file system.
     pub fn allocated(
         &self,
         regions: Regions,

@@ -162,7 +162,8 @@ impl StoreError {
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            // A file system whose own structures are damaged answers with the errno that stands for a block that does not fit its sum.
+            // A file system whose own structures are damaged answers with the errno that stands for a block
+            // that does not fit its sum.
             StoreError::Io { source, .. } | StoreError::NotDurable { source, .. } => {
                 match Errno::of(source) {
                     Errno::ROTTEN => Errno::IO,

@@ -1,7 +1,8 @@
 //! Blocks of which no replica had a sound copy when this one was made: `shorthorn.lost-blocks`.
 //!
-//! The rot was copied, so that the replica could be made at all; the record says that it is rot. It has the sum of each block as it was
-//! copied. A block with another sum has got other data since, and is not lost any more.
+//! The rot was copied, so that the replica could be made at all; the record says that it is rot. It has the
+//! sum of each block as it was copied. A block with another sum has got other data since, and is not lost any
+//! more.
 
 use std::collections::BTreeMap;
 
@@ -46,8 +47,8 @@ impl Record {
 }
 
 impl Store {
-    /// The blocks that are recorded and hold what they held then. A record that is damaged, or from before another program has had
-    /// the directory open, says nothing.
+    /// The blocks that are recorded and hold what they held then. A record that is damaged, or from before
+    /// another program has had the directory open, says nothing.
     ///
     /// # Errors
     /// An I/O error.

@@ -55,7 +55,7 @@ pub struct Store {
     pub(crate) broken: bool,
     pub(crate) fold_running: bool,
     pub(crate) copy: Option<Copy>,
-    /// Whoever changes the volume keeps account of the regions that have no sums.
+    /// True if the callers that change the volume keep the set of regions without sums.
     pub(crate) keeps_sums: bool,
     /// The range in which blocks of the head may be allocated but not written.
     pub(crate) unwritten: Option<ByteRange>,
@@ -341,7 +341,7 @@ impl Store {
         stored
     }
 
-    /// Whatever was lost before the store was opened has been made up for, from another replica.
+    /// Records that a rebuild from another replica has made up for all losses before the store was opened.
     ///
     /// # Errors
     /// An I/O error; it then counts as lost still.

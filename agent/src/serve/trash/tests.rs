@@ -79,7 +79,7 @@ fn no_replica_takes_the_place_of_another_one() {
     assert_eq!(listed(dir.path()).len(), 1);
 }
 
-/// Wherever the move is cut off, the directory is in one place, and in the trash only with its record.
+/// Interrupts the move at every point: the directory is in one place, and in the trash only with its record.
 #[test]
 fn a_move_that_is_cut_off_loses_nothing() {
     let dir = disk();

@@ -24,8 +24,8 @@ enum Harmless {
     Only(&'static [&'static str]),
 }
 
-/// Whatever says that a backing image is used is refused by `backingImage` itself; the same holds for
-/// `dataSource`.
+/// The parameters of Longhorn. The use of a backing image is refused by `backingImage` itself, and that of a
+/// data source by `dataSource`.
 const OF_LONGHORN: [(&str, Harmless); 35] = [
     ("staleReplicaTimeout", Harmless::Any),
     ("fromBackup", Harmless::Only(&[""])),

@@ -253,8 +253,8 @@ fn only_the_volumes_that_were_named_are_moved() {
 }
 
 proptest! {
-    /// Wherever replicas are: moves come to an end, no node has two of a volume while another one has none,
-    /// and no disk has two more than another one, unless a volume keeps the other from it.
+    /// Starts from any places. Moves come to an end, no node has two replicas of a volume while another one
+    /// has none, and no disk has two more than another one, unless a volume rules it out.
     #[test]
     fn moves_come_to_an_end_and_leave_it_even(
         nodes in 2..6usize,

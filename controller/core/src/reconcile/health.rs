@@ -62,7 +62,7 @@ pub(super) fn engine_trouble(engine: &Engine) -> Finding {
     Finding::wrong("EngineFailed", message)
 }
 
-/// Whoever uses the device gets an error for every request, until he lets go of it.
+/// Reports lost writes: every request of the device fails until its user releases it.
 fn lost_writes(engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(

@@ -166,7 +166,7 @@ pub enum RequestError {
     /// The replica was never seen with data.
     #[error("replica {0} holds no data: salvage with another replica")]
     HoldsNothing(String),
-    /// Whoever asks has not confirmed it.
+    /// The caller has not confirmed the loss.
     #[error("salvaging volume {0} loses acknowledged writes: confirm it with the name of the volume")]
     NotConfirmed(String),
     /// The volume is usable without a salvage.
@@ -290,7 +290,7 @@ pub enum RequestError {
         /// The directory.
         name: String,
     },
-    /// Whoever asks has not confirmed it.
+    /// The caller has not confirmed the loss.
     #[error("deleting node {0} gives up the replicas on it: confirm it with the name of the node")]
     NodeNotConfirmed(String),
     /// The node has as many volumes as it takes.

@@ -192,7 +192,7 @@ fn the_newest_by_what_they_hold_comes_back() {
     assert_eq!(back(&World::default(), &[later.clone(), new]).unwrap().1, [later]);
 }
 
-/// Wherever an undeletion is cut off, another one finishes it, and nothing that is stored could make a
+/// Interrupts an undeletion at every point: another one completes it, and no stored object could make a
 /// directory anew.
 #[test]
 fn an_undeletion_that_is_cut_off_anywhere_is_finished_by_the_next() {

@@ -13,7 +13,7 @@ use tar::{Builder, EntryType, Header};
 
 use super::redact;
 
-/// Whoever may read the file: its owner.
+/// The mode of the file: only its owner may read it.
 const MODE: u32 = 0o600;
 
 /// A bundle that is being written.

@@ -1,9 +1,10 @@
 //! Sums of blocks, and disks that change blocks by themselves.
 //!
-//! A disk rots only where the replica has sums, and never a block that no other replica could give. What it held before is
-//! remembered, and is there again as soon as no sum of the block counts any more: what has no sums cannot be noticed, by anybody.
-//! The sums of a region end when it is modified, but for those beside rot that was met: they stay known until their block
-//! has got other data, so that such a block stays rotten. The replica and its simulation keep them in the same way: see [`KnownRot`].
+//! A disk rots only in blocks with sums on the replica, and never in a block that no other replica has. The
+//! former content is remembered, and is restored as soon as no sum of the block counts any more: rot without
+//! sums cannot be noticed at all. The sums of a region end when it is modified, except for those beside known
+//! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
+//! and its simulation keep them in the same way: see [`KnownRot`].
 
 use super::*;
 use shorthorn_types::limits::SECTOR_BYTES;
@@ -51,7 +52,7 @@ impl Replica {
         self.durable.sums.get(&block).copied().filter(|_| self.is_summed(block))
     }
 
-    /// Whether any sum of the block counts.
+    /// Returns true if any sum of the block counts.
     fn is_guarded(&self, block: u64) -> bool {
         self.known_rot.has(block) || self.kept_sum(block).is_some()
     }
@@ -79,7 +80,7 @@ impl Replica {
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
-    /// The request is admitted. What the disk has changed stays until the outcome is known.
+    /// Handles the admission of the request. Changes by the disk stay until the outcome is known.
     pub(super) fn sums_follow(&mut self, op: &Op, range: ByteRange, sabotage: Option<Sabotage>) {
         let is_discard = matches!(op.ask, Ask::Discard(_));
         let blocks = if is_discard { whole_blocks(range) } else { block_numbers(range) };
@@ -91,7 +92,7 @@ impl Replica {
             self.known_rot.modified(op.key(), block, sum_after(&op.ask, range, block));
         }
         if sabotage == Some(Sabotage::ForgottenRot) {
-            // The rest of the regions is summed as it is.
+            // The current data of the other regions is summed.
             let others =
                 block_numbers(self.regions_of(range)).filter(|block| !block_numbers(range).contains(block));
             for block in others.filter(|block| self.known_rot.has(*block)).collect::<Vec<_>>() {
@@ -102,7 +103,8 @@ impl Replica {
         }
     }
 
-    /// The request has merged a part of each of these blocks with what it held; they are about to be written.
+    /// Records that the request has merged a part of each of these blocks with the former data; they are
+    /// about to be written.
     pub(super) fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
         let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
         for (block, content) in changes {
@@ -113,7 +115,7 @@ impl Replica {
         }
     }
 
-    /// The request has ended; if not `well`, it has done a part of what it was to do.
+    /// Records the end of the request; if not `well`, it has done a part of its work.
     pub(super) fn sums_have_followed(&mut self, op: &Op, well: bool) {
         let Some(range) = modified(&op.ask) else { return };
         self.known_rot.ended(op.key(), well);
@@ -124,7 +126,7 @@ impl Replica {
         });
     }
 
-    /// What of `range` the replica knows to be rotten.
+    /// Returns the blocks of `range` that the replica knows to be rotten.
     pub(super) fn rotten_blocks(&self, range: ByteRange) -> Vec<u64> {
         block_numbers(range).filter(|block| self.is_known_rotten(*block)).collect()
     }
@@ -140,7 +142,7 @@ impl Replica {
         self.up && !self.failed && !self.durable.rebuilding && !self.files.rot.contains_key(&block)
     }
 
-    /// Whether the snapshot has the block as it was stored, and can be read.
+    /// Returns true if the snapshot has the block as it was stored, and can be read.
     pub fn has_sound_below(&self, block: u64) -> bool {
         let is_rotten = self.files.rot.contains_key(&block);
         self.up
@@ -150,7 +152,7 @@ impl Replica {
             && self.files.snapshot.get(block).is_some()
     }
 
-    /// Blocks whose sums do not count any more are what they were.
+    /// Heals blocks whose sums do not count any more.
     pub(super) fn heal_unknown(&mut self) {
         let unknown: Vec<u64> =
             self.files.rot.keys().copied().filter(|block| !self.is_guarded(*block)).collect();
@@ -162,7 +164,7 @@ impl Replica {
         let bytes = self.regions_of(range);
         let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
         for block in rotten {
-            // A part of it may have been written since it rotted: its sum is not that of what it should hold.
+            // A part of it may have been written since it rotted: its sum is not that of the correct data.
             self.known_rot.forget_block(block);
             self.files.heal(block);
         }
@@ -185,7 +187,7 @@ impl Replica {
         }
     }
 
-    /// Blocks that nobody had when the replica was made, and that hold what they held then.
+    /// Records blocks that no member had when the replica was made, and that are unchanged since.
     pub(super) fn know_lost(&mut self) {
         let lost = self.durable.lost.iter().filter(|(block, sum)| self.sum_of(**block) == **sum);
         let of_none: Vec<(u64, u32)> = lost.map(|(block, sum)| (*block, (!sum).max(1))).collect();

@@ -114,7 +114,8 @@ fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copi
 /// The slot for copies that is kept for requests that have failed.
 const RESYNC: u16 = 10;
 
-/// A write of three blocks has found no space on `full`, and failed. `answer` says what a member answers to a part of the resync.
+/// Makes a write of three blocks that has found no space on `full`, and failed. `answer` returns a member's
+/// answer to a part of the resync.
 fn resync(
     members: u64,
     full: &[PeerIndex],
@@ -183,7 +184,7 @@ fn another_member_without_space_is_the_source_of_a_block_first() {
     assert_eq!(of_second, [(0, 1, 1), (1, 1, 1)], "{out:?}");
 }
 
-/// It knows that it holds rot there, and gets the other blocks.
+/// The replica knows that it holds rot there, and gets the other blocks.
 #[test]
 fn a_member_without_space_for_a_sound_block_stays() {
     let answer = |peer, operation, block| match (peer, operation, block) {
