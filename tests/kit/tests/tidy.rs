@@ -1,0 +1,232 @@
+//! Checks the style of all Rust files that rustfmt and clippy leave alone: comments, files and functions.
+//!
+//! Each constant is the exact number of violations. A change that removes some lowers the constant with it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Doc comments whose first line starts with one of [`OPENERS`].
+const BAD_OPENINGS: usize = 0;
+/// Comment lines of more than [`LINE_CHARS_MAX`] characters.
+const LONG_COMMENTS: usize = 0;
+/// Files of more than [`FILE_LINES_MAX`] lines.
+const LONG_FILES: usize = 18;
+/// Functions of more than [`FUNCTION_LINES_MAX`] lines.
+const LONG_FUNCTIONS: usize = 36;
+
+/// Words that say only later, or never, what a comment is about. See "Words and English" in CONTRIBUTING.md.
+const OPENERS: [&str; 28] = [
+    "as",
+    "everybody",
+    "everything",
+    "how",
+    "it",
+    "it's",
+    "its",
+    "nobody",
+    "nothing",
+    "of",
+    "one",
+    "somebody",
+    "something",
+    "that",
+    "there",
+    "these",
+    "they",
+    "those",
+    "what",
+    "whatever",
+    "where",
+    "wherever",
+    "whether",
+    "which",
+    "who",
+    "whoever",
+    "whose",
+    "why",
+];
+const LINE_CHARS_MAX: usize = 110;
+const FILE_LINES_MAX: usize = 600;
+const FUNCTION_LINES_MAX: usize = 60;
+
+/// A file with its lines.
+struct Source {
+    path: PathBuf,
+    lines: Vec<String>,
+}
+
+impl Source {
+    fn new(path: impl Into<PathBuf>, text: &str) -> Source {
+        Source { path: path.into(), lines: text.lines().map(str::to_owned).collect() }
+    }
+
+    /// Describes the place of the line at index `at`.
+    fn at(&self, at: usize, text: &str) -> String {
+        format!("{}:{}: {text}", self.path.display(), at + 1)
+    }
+}
+
+fn doc_marker(line: &str) -> Option<&'static str> {
+    let line = line.trim_start();
+    let is_doc = |marker: &&str| line.starts_with(*marker) && !line.starts_with("////");
+    ["///", "//!"].iter().copied().find(is_doc)
+}
+
+fn bad_openings(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut before = None;
+    for (at, line) in source.lines.iter().enumerate() {
+        let marker = doc_marker(line);
+        if let Some(marker) = marker.filter(|_| marker != before) {
+            let text = line.trim_start().trim_start_matches(marker).trim();
+            let word = text.split(|c: char| !c.is_alphabetic() && c != '\'' && c != '-').next();
+            let word = word.unwrap_or_default().to_lowercase();
+            if OPENERS.contains(&word.as_str()) {
+                found.push(source.at(at, text));
+            }
+        }
+        before = marker;
+    }
+    found
+}
+
+fn long_comments(source: &Source) -> Vec<String> {
+    let is_long = |line: &str| line.trim_start().starts_with("//") && line.chars().count() > LINE_CHARS_MAX;
+    let lines = source.lines.iter().enumerate().filter(|(_, line)| is_long(line));
+    lines.map(|(at, line)| source.at(at, line.trim())).collect()
+}
+
+fn long_file(source: &Source) -> Option<String> {
+    let count = source.lines.len();
+    (count > FILE_LINES_MAX).then(|| format!("{}: {count} lines", source.path.display()))
+}
+
+/// Returns the name of the function that begins in this line.
+fn function_name(line: &str) -> Option<&str> {
+    let mut words = line.split_whitespace();
+    loop {
+        let word = words.next()?;
+        if word == "fn" {
+            let name = words.next()?;
+            return name.split(|c: char| !c.is_alphanumeric() && c != '_').next();
+        }
+        let is_qualifier = ["pub", "default", "const", "async", "unsafe", "extern"].contains(&word)
+            || word.starts_with("pub(")
+            || word.starts_with('"');
+        if !is_qualifier {
+            return None;
+        }
+    }
+}
+
+/// Returns the index of the last line of the function that begins at index `start`. In the format of rustfmt,
+/// its closing brace is the first one at the indentation of its first line.
+fn function_end(lines: &[String], start: usize) -> usize {
+    let first = &lines[start];
+    let indent = &first[..first.len() - first.trim_start().len()];
+    if first.ends_with(['}', ';']) {
+        return start;
+    }
+    let ends = |line: &String| {
+        line.strip_prefix(indent).is_some_and(|rest| {
+            rest.starts_with('}') || (rest.ends_with(';') && !rest.starts_with(char::is_whitespace))
+        })
+    };
+    lines.iter().skip(start + 1).position(ends).map_or(lines.len() - 1, |more| start + 1 + more)
+}
+
+fn long_functions(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    for (at, line) in source.lines.iter().enumerate() {
+        let Some(name) = function_name(line) else { continue };
+        let count = function_end(&source.lines, at) + 1 - at;
+        if count > FUNCTION_LINES_MAX {
+            found.push(source.at(at, &format!("{name} has {count} lines")));
+        }
+    }
+    found
+}
+
+/// Adds all Rust files under `folder`, except for build outputs and hidden folders.
+fn add_sources(root: &Path, folder: &Path, sources: &mut Vec<Source>) {
+    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
+        let path = entry.unwrap_or_else(|error| panic!("{}: {error}", folder.display())).path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_symlink() || name.starts_with('.') || name == "target" {
+            continue;
+        }
+        if path.is_dir() {
+            add_sources(root, &path, sources);
+        } else if name.ends_with(".rs") {
+            let text =
+                fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            sources.push(Source::new(path.strip_prefix(root).unwrap_or(&path), &text));
+        }
+    }
+}
+
+/// Reads all Rust files of the workspace, in the order of their paths.
+fn sources() -> Vec<Source> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut sources = Vec::new();
+    add_sources(&root, &root, &mut sources);
+    sources.sort_by(|a, b| a.path.cmp(&b.path));
+    assert!(sources.len() > 100, "only {} files under {}", sources.len(), root.display());
+    sources
+}
+
+fn check(found: &[String], allowed: usize, constant: &str, rule: &str) {
+    assert!(
+        found.len() == allowed,
+        "{} violations of \"{rule}\", and {constant} is {allowed}. Remove new ones, or lower the constant:\n{}",
+        found.len(),
+        found.join("\n")
+    );
+}
+
+#[test]
+fn docs_start_with_the_thing() {
+    let found: Vec<String> = sources().iter().flat_map(bad_openings).collect();
+    check(&found, BAD_OPENINGS, "BAD_OPENINGS", "the first line of a doc comment names the thing");
+}
+
+#[test]
+fn comments_fit_the_line() {
+    let found: Vec<String> = sources().iter().flat_map(long_comments).collect();
+    check(&found, LONG_COMMENTS, "LONG_COMMENTS", "comment lines have at most 110 characters");
+}
+
+#[test]
+fn files_are_short() {
+    let found: Vec<String> = sources().iter().filter_map(long_file).collect();
+    check(&found, LONG_FILES, "LONG_FILES", "files have at most 600 lines");
+}
+
+#[test]
+fn functions_are_short() {
+    let found: Vec<String> = sources().iter().flat_map(long_functions).collect();
+    check(&found, LONG_FUNCTIONS, "LONG_FUNCTIONS", "functions have at most 60 lines");
+}
+
+#[test]
+fn only_the_first_line_of_a_doc_comment_counts() {
+    let text = "//! A thing.\n//! It is more.\n\n/// Its end.\n/// What else.\nfn f() {}\n/// One-way.\n// It is code.\n";
+    assert_eq!(bad_openings(&Source::new("a.rs", text)), ["a.rs:4: Its end."]);
+}
+
+#[test]
+fn long_lines_count_in_characters_and_only_in_comments() {
+    let (fits, long) = ("é".repeat(LINE_CHARS_MAX - 3), "x".repeat(LINE_CHARS_MAX - 2));
+    let text = format!("// {fits}\n    // {long}\nlet a = \"{long}{long}\";\n");
+    assert_eq!(long_comments(&Source::new("a.rs", &text)), [format!("a.rs:2: // {long}")]);
+}
+
+#[test]
+fn functions_end_at_the_brace_of_their_indentation() {
+    let body = "        if x {\n        }\n".repeat(FUNCTION_LINES_MAX / 2);
+    let text = format!(
+        "impl A {{\n    pub(crate) async fn long<T>(\n        a: T,\n    ) -> T {{\n{body}    }}\n\n    fn short() {{}}\n}}\n\
+         trait B {{\n    fn declared(\n        &self,\n    );\n\n{body}}}\n"
+    );
+    assert_eq!(long_functions(&Source::new("a.rs", &text)), ["a.rs:2: long has 64 lines"]);
+}
