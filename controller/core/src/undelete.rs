@@ -315,9 +315,7 @@ impl<'a> Life<'a> {
             let found = self.found.get(&replica.spec.replica_id);
             let status = match found {
                 Some((trashed, record)) => self.replica(trashed, record, attach, now).status,
-                None => {
-                    ReplicaStatus { data: DataState::Present, rebind: true, ..replica.status.clone() }
-                }
+                None => ReplicaStatus { data: DataState::Present, rebind: true, ..replica.status.clone() },
             };
             Replica { status, ..replica.clone() }
         };

@@ -99,7 +99,8 @@ pub fn store(path: &Path, bundle: &Bundle) -> Result<(), StoreError> {
     file.write_all(text.as_bytes()).map_err(failed("write", &temporary))?;
     file.sync_all().map_err(failed("write", &temporary))?;
     fs::rename(&temporary, path).map_err(failed("replace", path))?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
     let folder_file = File::open(folder).map_err(failed("open", folder))?;
     folder_file.sync_all().map_err(failed("write", folder))
 }
