@@ -8,7 +8,7 @@ use base64::prelude::BASE64_STANDARD;
 use hyper::{Method, StatusCode};
 use serde::Deserialize;
 use serde_json::json;
-use shorthorn_pki::{Key, RequestError, SIGNER_NAME};
+use shorthorn_pki::{Key, RequestError, SIGNER_NAME, request_to_pem};
 use thiserror::Error;
 use tokio::time::{Instant, sleep};
 
@@ -115,7 +115,7 @@ struct Failure {
 /// [`CsrError`]; the key is gone then.
 pub async fn request(server: &ApiServer, node_name: &str) -> Result<Signed, CsrError> {
     let key = Key::generate()?;
-    let request = pem("CERTIFICATE REQUEST", &key.request(node_name)?);
+    let request = request_to_pem(&key.request(node_name)?);
     let document = json!({
         "apiVersion": "certificates.k8s.io/v1",
         "kind": "CertificateSigningRequest",
@@ -179,16 +179,4 @@ fn read(action: &'static str, answer: (StatusCode, hyper::body::Bytes)) -> Resul
 
 fn shown(text: &str) -> String {
     text.chars().filter(|character| !character.is_control()).take(SHOWN_MAX_CHARS).collect()
-}
-
-/// A document in PEM.
-fn pem(tag: &str, der: &[u8]) -> String {
-    let text = BASE64_STANDARD.encode(der);
-    let mut lines = format!("-----BEGIN {tag}-----\n");
-    for line in text.as_bytes().chunks(64) {
-        lines.push_str(&String::from_utf8_lossy(line));
-        lines.push('\n');
-    }
-    lines.push_str(&format!("-----END {tag}-----\n"));
-    lines
 }

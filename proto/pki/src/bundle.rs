@@ -232,7 +232,8 @@ mod tests {
         assert_eq!(read.identity.unwrap().certificate().name.role, Role::Controller);
         let identity = written.identity.unwrap();
         assert!(
-            !format!("{identity:?}").contains(&format!("{:?}", &identity.key[8..16]).replace(['[', ']'], ""))
+            !format!("{identity:?}")
+                .contains(&format!("{:?}", &identity.key[40..56]).replace(['[', ']'], ""))
         );
     }
 

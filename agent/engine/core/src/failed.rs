@@ -73,16 +73,11 @@ impl EngineCore {
         if slot.sent.and(self.membership.connected()).is_one() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
-        // A discard does not wait for the answers to a PING: a stream of them leaves none that are new enough
-        // for others.
-        let waits = |id: &SlotId| self.slots.at(*id).operation != Operation::Discard;
-        if !self.resyncs.iter().any(waits) {
+        if self.resyncs.is_empty() {
             self.space = Space { since_ms: self.now_ms, ..Space::default() };
             self.patience.ping_soon();
         }
-        let now_ms = self.now_ms;
-        let slot = self.slots.at_mut(id);
-        (slot.phase, slot.resync_since_ms) = (Phase::Resync, now_ms);
+        self.slots.at_mut(id).phase = Phase::Resync;
         self.resyncs.push(id);
         self.wake = true;
     }
@@ -135,8 +130,8 @@ impl EngineCore {
         if rest == members {
             return WayOut::Leave;
         }
-        let Space { known, has_room, .. } = self.space;
-        let is_over = self.now_ms.saturating_sub(slot.resync_since_ms) > self.patience.wait_for_space_ms();
+        let Space { known, has_room, since_ms } = self.space;
+        let is_over = self.now_ms.saturating_sub(since_ms) > self.patience.wait_for_space_ms();
         let is_most = |peers: PeerMask| self.membership.quorum_of(peers) == Quorum::More;
         if slot.operation == Operation::Discard || is_over || !is_most(rest.without(known.without(has_room)))
         {

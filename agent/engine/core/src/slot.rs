@@ -49,8 +49,6 @@ pub(crate) struct Slot {
     /// The members that answered with this error.
     pub erred: PeerMask,
     pub sent_at_ms: u64,
-    /// The time at which all replicas had answered, some of them without space.
-    pub resync_since_ms: u64,
     /// True if the request counts in a [`crate::flight::Flight`].
     pub is_in_flight: bool,
 }
@@ -68,7 +66,6 @@ impl Slot {
         error: None,
         erred: PeerMask::NONE,
         sent_at_ms: 0,
-        resync_since_ms: 0,
         is_in_flight: false,
     };
 

@@ -91,29 +91,29 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().join("v1-00000001");
         let mut store = made(&dir);
-        check_binding(&directory, "one").unwrap();
-        store.bind("one").unwrap();
-        store.bind("one").unwrap();
-        assert!(matches!(store.bind("two"), Err(StoreError::OtherSecret(_))));
+        check_binding(&directory, "f1f1").unwrap();
+        store.bind("f1f1").unwrap();
+        store.bind("f1f1").unwrap();
+        assert!(matches!(store.bind("e2e2"), Err(StoreError::OtherSecret(_))));
         store.close().unwrap();
-        let refused = check_binding(&directory, "two").unwrap_err().to_string();
-        assert!(refused.contains("another secret") && !refused.contains("one"), "{refused}");
+        let refused = check_binding(&directory, "e2e2").unwrap_err().to_string();
+        assert!(refused.contains("another secret") && !refused.contains("f1f1"), "{refused}");
         let held = hold(&directory).unwrap();
-        rebind(&directory, &held, "two").unwrap();
-        check_binding(&directory, "two").unwrap();
-        assert!(matches!(check_binding(&directory, "one"), Err(StoreError::OtherSecret(_))));
+        rebind(&directory, &held, "e2e2").unwrap();
+        check_binding(&directory, "e2e2").unwrap();
+        assert!(matches!(check_binding(&directory, "f1f1"), Err(StoreError::OtherSecret(_))));
     }
 
     #[test]
     fn a_damaged_fingerprint_is_nobodys() {
         let dir = tempfile::tempdir().unwrap();
         let mut store = made(&dir);
-        store.bind("one").unwrap();
+        store.bind("f1f1").unwrap();
         let path = dir.path().join("v1-00000001").join(FINGERPRINT_FILE);
         let text = fs::read_to_string(&path).unwrap();
-        for damaged in [text.replace("one", "two"), String::new(), "{}".to_owned()] {
+        for damaged in [text.replace("f1f1", "e2e2"), String::new(), "{}".to_owned()] {
             fs::write(&path, damaged).unwrap();
-            let refused = store.bind("two").unwrap_err().to_string();
+            let refused = store.bind("e2e2").unwrap_err().to_string();
             assert!(refused.contains(FINGERPRINT_FILE) && refused.contains("remove"), "{refused}");
         }
     }

@@ -147,33 +147,6 @@ fn no_member_leaves_because_of_a_discard() {
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
 }
 
-/// Each request has its own time, however many have failed before.
-#[test]
-fn a_stream_of_discards_that_fail_leaves_a_write_its_time() {
-    let mut bench = Bench::new(3);
-    let fail = |bench: &mut Bench, slot: u16| {
-        bench.submit(slot, Operation::Discard, u64::from(slot) * 16);
-        for peer in 0..3 {
-            bench.reply(peer, slot, if peer == 1 { Err(Errno::NO_SPACE) } else { Ok(()) });
-        }
-    };
-    fail(&mut bench, 0);
-    // While the members are being made equal for the first, another one fails, and so on.
-    let mut now_ms = 0;
-    for slot in [1, 2, 3, 4] {
-        now_ms += TIMEOUT_MS / 2;
-        tick_with_pongs(&mut bench, now_ms);
-        fail(&mut bench, slot);
-    }
-    bench.submit(5, WRITE, 100);
-    for peer in 0..3 {
-        bench.reply(peer, 5, if peer == 1 { Err(Errno::NO_SPACE) } else { Ok(()) });
-    }
-    let out = tick_with_pongs(&mut bench, now_ms + 500);
-    let dropped: Vec<PeerIndex> = drops(&out).iter().map(|(peer, _)| *peer).collect();
-    assert_eq!(dropped, [1], "it leaves, and the write succeeds");
-}
-
 /// Each may have done a part of it before it ran out of space.
 #[test]
 fn members_without_space_are_made_equal_before_the_request_fails() {
