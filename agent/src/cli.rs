@@ -23,7 +23,7 @@ pub struct Cli {
     #[command(flatten)]
     pub log: LogArgs,
     #[command(subcommand)]
-    pub command: Command,
+    pub command: AgentCommand,
 }
 
 #[derive(Debug, Args)]
@@ -42,7 +42,7 @@ fn log_level(text: &str) -> Result<String, String> {
 }
 
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum AgentCommand {
     /// Runs one volume without a daemon, until SIGTERM or ctrl-C
     Run(RunArgs),
     /// Runs the agent of this node: the API that a controller calls
@@ -53,7 +53,7 @@ pub enum Command {
     Engine(RoleArgs),
     /// Serves, shows or exports a replica directory
     #[command(subcommand)]
-    Replica(ReplicaCommand),
+    Replica(ReplicaDirectoryCommand),
     /// Writes a man page of each command to a directory
     #[command(hide = true)]
     Man {
@@ -63,7 +63,7 @@ pub enum Command {
 }
 
 #[derive(Debug, Subcommand)]
-pub enum ReplicaCommand {
+pub enum ReplicaDirectoryCommand {
     /// Serves one replica directory to engines; started by `serve` and `run`
     Serve(RoleArgs),
     /// Shows a replica directory that no process has open

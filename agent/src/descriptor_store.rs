@@ -37,7 +37,7 @@ const STACK_BYTES: usize = 128 << 10;
 pub struct DescriptorStore {
     path: PathBuf,
     socket: Arc<UnixDatagram>,
-    kept: Arc<Mutex<Kept>>,
+    kept: Arc<Mutex<StoredDescriptors>>,
 }
 
 impl DescriptorStore {
@@ -52,7 +52,7 @@ impl DescriptorStore {
         }
         let socket = Arc::new(UnixDatagram::bind(path)?);
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
-        let kept = Arc::new(Mutex::new(Kept::default()));
+        let kept = Arc::new(Mutex::new(StoredDescriptors::default()));
         let (from, to) = (Arc::clone(&socket), Arc::clone(&kept));
         let builder = thread::Builder::new().name("descriptors".into()).stack_size(STACK_BYTES);
         builder.spawn(move || listen(&from, &to))?;
@@ -91,9 +91,9 @@ impl Drop for DescriptorStore {
 
 /// The kept descriptors, by name.
 #[derive(Debug, Default)]
-struct Kept(Vec<(String, OwnedFd)>);
+struct StoredDescriptors(Vec<(String, OwnedFd)>);
 
-impl Kept {
+impl StoredDescriptors {
     /// Carries a message out. Descriptors that are not to be kept are closed, which is the answer to
     /// BARRIER=1.
     fn take(&mut self, message: &str, descriptors: Vec<OwnedFd>) {
@@ -119,12 +119,12 @@ impl Kept {
     }
 }
 
-fn lock(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
+fn lock(kept: &Mutex<StoredDescriptors>) -> MutexGuard<'_, StoredDescriptors> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs until the socket is shut down.
-fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
+fn listen(socket: &UnixDatagram, kept: &Mutex<StoredDescriptors>) {
     let mut buffer = vec![0; MESSAGE_MAX_BYTES];
     loop {
         match receive(socket, &mut buffer) {
@@ -169,13 +169,13 @@ mod tests {
         UnixStream::pair().unwrap().0.into()
     }
 
-    fn names(kept: &Kept) -> Vec<&str> {
+    fn names(kept: &StoredDescriptors) -> Vec<&str> {
         kept.0.iter().map(|(name, _)| name.as_str()).collect()
     }
 
     #[test]
     fn keeps_what_it_is_told_to_and_no_more() {
-        let mut kept = Kept::default();
+        let mut kept = StoredDescriptors::default();
         kept.take("FDSTORE=1\nFDNAME=nbd-1-0-0\n", vec![fd()]);
         kept.take("FDNAME=nbd-1-0-1\nFDSTORE=1\n", vec![fd()]);
         for other in ["READY=1\n", "BARRIER=1\n", "FDSTORE=1\n", "FDNAME=x\n", "FDSTORE=1\nFDNAME=a:b\n", ""]

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Parser;
 
-use cli::{Cli, Command, LogArgs, ReplicaCommand, ServeArgs};
+use cli::{AgentCommand, Cli, LogArgs, ReplicaDirectoryCommand, ServeArgs};
 use serve::config::{Config, DEFAULT_PATH};
 use shorthorn_engine::EngineError;
 use shorthorn_replica::ReplicaError;
@@ -57,29 +57,29 @@ fn code_of(error: &anyhow::Error) -> u8 {
 
 fn dispatch(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
-        Command::Serve(args) => serve_node(args, &cli.log),
-        Command::Join(args) => {
+        AgentCommand::Serve(args) => serve_node(args, &cli.log),
+        AgentCommand::Join(args) => {
             start_logs(&cli.log);
             writeln!(io::stdout(), "{}", enrol::join::join(args)?).context("standard output")
         }
-        Command::Run(args) => {
+        AgentCommand::Run(args) => {
             start_logs(&cli.log);
             Ok(run::run(args)?)
         }
-        Command::Engine(args) => {
+        AgentCommand::Engine(args) => {
             start_logs(&cli.log);
             roles::engine(args)
         }
-        Command::Replica(ReplicaCommand::Serve(args)) => {
+        AgentCommand::Replica(ReplicaDirectoryCommand::Serve(args)) => {
             start_logs(&cli.log);
             roles::replica(args)
         }
-        Command::Replica(ReplicaCommand::Inspect(args)) => tools::inspect(args),
-        Command::Replica(ReplicaCommand::Export(args)) => {
+        AgentCommand::Replica(ReplicaDirectoryCommand::Inspect(args)) => tools::inspect(args),
+        AgentCommand::Replica(ReplicaDirectoryCommand::Export(args)) => {
             start_logs(&cli.log);
             tools::export(args)
         }
-        Command::Man { directory } => manual::pages(directory),
+        AgentCommand::Man { directory } => manual::pages(directory),
     }
 }
 

@@ -41,12 +41,12 @@ pub const DEFAULT_METRICS: MetricsListen = MetricsListen::loopback(9510);
 pub struct Cli {
     /// The command.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: ControllerCommand,
 }
 
 /// Commands of the controller.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum ControllerCommand {
     /// Runs the controller in the foreground, until SIGTERM or SIGINT.
     Serve(Box<ServeArgs>),
     /// Prints the custom resource definitions, for kubectl apply -f -
@@ -469,7 +469,7 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let mut words = vec!["shorthorn-controller", "serve", "--config", path.to_str().unwrap()];
         words.extend(flags);
-        let Command::Serve(args) = Cli::parse_from(words).command else { unreachable!() };
+        let ControllerCommand::Serve(args) = Cli::parse_from(words).command else { unreachable!() };
         Config::load(*args)
     }
 

@@ -25,18 +25,18 @@ use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
 use crate::api::{Api, Diagnostics};
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
-use crate::csi::{CsiController, CsiDoor};
+use crate::csi::{CsiController, CsiGate};
 use crate::kubernetes::attachments::ClusterAttachments;
-use crate::kubernetes::claims::note_claims;
+use crate::kubernetes::claims::record_claims;
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::guard_pods::GuardPods;
 use crate::kubernetes::lease_thread::{END_LIMIT, LeaseThread};
-use crate::kubernetes::release::Releaser;
+use crate::kubernetes::lost_node_pods::PodForceDeleter;
 use crate::kubernetes::restage::Restager;
 use crate::kubernetes::workloads::ClusterWorkloads;
 use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
-use crate::metrics::{ControllerVitals, Metered, Metrics, Phase, Readiness};
+use crate::metrics::{ControllerMetrics, Metered, Metrics, Readiness, ReadinessPhase};
 use crate::store::kubernetes::OpenError;
 use crate::store::{KubeStore, RedbStore, Store, StoreError};
 use crate::tls::{Keeper, SecretKeeper, Tls, TlsApi, TlsError, signer};
@@ -47,7 +47,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 /// The interval of probes of a silent connection, and the time limit of the answer.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 /// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
-/// noted.
+/// recorded.
 const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit for the last line of the log.
 const LOG_LIMIT: Duration = Duration::from_millis(100);
@@ -108,15 +108,15 @@ pub enum ServeError {
 pub async fn serve(config: Config) -> Result<(), ServeError> {
     let mut signals = Signals::new().map_err(ServeError::Signal)?;
     let (metrics, readiness) = (Metrics::default(), Arc::<Readiness>::default());
-    let vitals = ControllerVitals::new(metrics.clone(), Arc::clone(&readiness));
-    let shown: Arc<dyn shorthorn_metrics::Vitals> = Arc::<ControllerVitals>::clone(&vitals);
+    let source = ControllerMetrics::new(metrics.clone(), Arc::clone(&readiness));
+    let shown: Arc<dyn shorthorn_metrics::MetricsSource> = Arc::<ControllerMetrics>::clone(&source);
     let _metrics = shorthorn_metrics::start(config.metrics_listen, DEFAULT_METRICS, shown).await?;
     let (stop, stopping) = watch::channel(false);
-    let (door, mut servers) = (CsiDoor::default(), JoinSet::new());
+    let (gate, mut servers) = (CsiGate::default(), JoinSet::new());
     let stands_by = matches!(config.store, StoreConfig::Kubernetes(_));
     if let Some(address) = config.csi_listen.as_ref().filter(|_| stands_by) {
         // Before the wait for the lease: sidecars give up on a missing socket.
-        servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
+        servers.spawn(listen(address.clone(), csi_router(&gate), &stopping).await?);
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
     let opened = tokio::select! {
@@ -135,14 +135,14 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),
     };
     let seen = Arc::clone(&store);
-    let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.world(), key)));
+    let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.state(), key)));
     let (kept, credentials) = (Arc::clone(&store), tls.credentials().clone());
     let fleet = Fleet::with_tls(&config.nodes, kept, Arc::clone(&queue), metrics.clone(), Some(credentials))?;
     tasks.spawn(Arc::clone(&tls).run(Arc::clone(&fleet)));
     if let Some(client) = signer {
         tasks.spawn(signer::run(client, Arc::clone(&tls)));
     }
-    vitals.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
+    source.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
     if let (Some(pods), Some(events)) = (pods, events.clone()) {
         pods.look_after(&store, &fleet, &events, &metrics, &mut tasks);
     }
@@ -158,15 +158,15 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         metrics.clone(),
     );
     let mut api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
-    api = api.with_diagnostics(Diagnostics { vitals, configuration: format!("{config:#?}\n") });
+    api = api.with_diagnostics(Diagnostics { source, configuration: format!("{config:#?}\n") });
     if let Some(attachments) = attachments {
         api = api.with_attachments(Arc::new(attachments));
     }
     if let Some(workloads) = workloads {
         api = api.with_workloads(Arc::new(workloads));
     }
-    let csi =
-        CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics).telling(events);
+    let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics)
+        .with_events(events);
     for address in std::iter::once(&config.listen).chain(&config.forward_listen) {
         let tls_api = TlsApi::new(Arc::clone(&tls)).server();
         let api = server().add_service(ControllerServer::new(api.clone())).add_service(tls_api);
@@ -177,13 +177,13 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     }
     if let Some(address) = &config.csi_listen {
         if !stands_by {
-            servers.spawn(listen(address.clone(), csi_router(&door), &stopping).await?);
+            servers.spawn(listen(address.clone(), csi_router(&gate), &stopping).await?);
         }
-        door.open(csi);
+        gate.open(csi);
         tracing::info!(csi = %address, "CSI is served");
     }
 
-    readiness.reached(Phase::Leading);
+    readiness.reached(ReadinessPhase::Leading);
     tracing::info!(store = %config.store, listen = %config.listen, nodes = config.nodes.len(), "ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     let result = tokio::select! {
@@ -245,7 +245,7 @@ struct Pods {
     client: kube::Client,
     known: Arc<Machines>,
     /// True if the pods of lost nodes are released.
-    releases: bool,
+    force_deletes: bool,
     /// True if those are ended whose device is gone.
     restages: bool,
 }
@@ -261,10 +261,11 @@ impl Pods {
         tasks: &mut JoinSet<()>,
     ) {
         let of = || (self.client.clone(), Arc::clone(&self.known), Arc::clone(store), Arc::clone(fleet));
-        if self.releases {
+        if self.force_deletes {
             let (client, known, store, fleet) = of();
-            let releaser = Releaser::new(client, known, store, fleet, events.clone(), metrics.clone());
-            tasks.spawn(releaser.run());
+            let force_deleter =
+                PodForceDeleter::new(client, known, store, fleet, events.clone(), metrics.clone());
+            tasks.spawn(force_deleter.run());
         }
         if self.restages {
             let (client, known, store, fleet) = of();
@@ -301,16 +302,16 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status), sd_notify::NotifyState::Ready]);
     let identity = identity()?;
     let looked = |error: Option<String>| match error {
-        None => readiness.reached(Phase::StandingBy),
+        None => readiness.reached(ReadinessPhase::StandingBy),
         error => readiness.heard(error),
     };
     let mut lease = LeaseThread::start(config, identity.clone(), end).map_err(ServeError::Lease)?;
     let leader = lease.acquired(looked).await.map_err(ServeError::LeaseLost)?;
-    readiness.reached(Phase::Opening);
+    readiness.reached(ReadinessPhase::Opening);
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
     let mut tasks = JoinSet::new();
-    let (events, teller) = events(client.clone(), &config.namespace, &identity);
-    tasks.spawn(teller.run());
+    let (events, recorder) = events(client.clone(), &config.namespace, &identity);
+    tasks.spawn(recorder.run());
     let opened = tokio::select! {
         opened = KubeStore::open(client.clone(), &config.namespace, events.clone()) => opened,
         reason = lease.lost() => return Err(ServeError::LeaseLost(reason)),
@@ -325,12 +326,12 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     };
     let known = Machines::new();
     tasks.spawn(discover(client.clone(), Arc::clone(&known), Arc::clone(&store), config.agent_port));
-    let (first, noted) = oneshot::channel();
-    tasks.spawn(note_claims(client.clone(), Arc::clone(&store), first));
+    let (first, recorded) = oneshot::channel();
+    tasks.spawn(record_claims(client.clone(), Arc::clone(&store), first));
     // Objects that were deleted without a leader are judged by the current needs of Kubernetes, not by the
     // notes of an earlier controller.
     tokio::select! {
-        noted = tokio::time::timeout(CLAIMS_LIMIT, noted) => if noted.is_err() {
+        recorded = tokio::time::timeout(CLAIMS_LIMIT, recorded) => if recorded.is_err() {
             tracing::warn!("PersistentVolumes are not listed yet; continuing with the stored claims");
         },
         reason = lease.lost() => return Err(ServeError::LeaseLost(reason)),
@@ -340,10 +341,10 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     tasks.spawn(guards.run());
     let attachments = Some(ClusterAttachments::new(client.clone()));
     let workloads = Some(ClusterWorkloads::new(client.clone()));
-    let releases = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
+    let force_deletes = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
     let keeper: Arc<dyn Keeper> = Arc::new(SecretKeeper::new(client.clone(), &config.namespace));
     let signer = Some(client.clone());
-    let pods = Some(Pods { client, known, releases, restages: config.ends_pods_without_device });
+    let pods = Some(Pods { client, known, force_deletes, restages: config.ends_pods_without_device });
     let (lease, events) = (Some(lease), Some(events));
     Ok(Opened { keeper, signer, store, lease, events, attachments, workloads, pods, tasks })
 }
@@ -379,10 +380,10 @@ fn server() -> Server {
     Server::builder().http2_keepalive_interval(Some(KEEPALIVE)).http2_keepalive_timeout(Some(KEEPALIVE))
 }
 
-fn csi_router(door: &CsiDoor) -> Router {
-    let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(door.ready());
+fn csi_router(gate: &CsiGate) -> Router {
+    let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(gate.ready());
     let mut server = server().concurrency_limit_per_connection(CSI_CALLS_MAX);
-    server.add_service(identity.server()).add_service(door.clone())
+    server.add_service(identity.server()).add_service(gate.clone())
 }
 
 /// Binds the address, and returns the server.

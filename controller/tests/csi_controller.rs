@@ -41,8 +41,9 @@ fn caller(cluster: &Cluster) -> Caller {
 async fn a_volume_from_creation_to_deletion_as_file_system_and_as_device() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut csi = caller(&cluster);
-    for (name, wish) in [("pvc-1", file_system("")), ("pvc-2", block())] {
-        let request = v1::CreateVolumeRequest { volume_capabilities: vec![wish.clone()], ..create(name) };
+    for (name, capability) in [("pvc-1", file_system("")), ("pvc-2", block())] {
+        let request =
+            v1::CreateVolumeRequest { volume_capabilities: vec![capability.clone()], ..create(name) };
         let volume = csi.create(request.clone()).await.unwrap();
         assert_eq!((volume.volume_id.as_str(), volume.capacity_bytes), (name, GIB));
         assert!(volume.accessible_topology.is_empty() && volume.volume_context.is_empty());
@@ -51,7 +52,7 @@ async fn a_volume_from_creation_to_deletion_as_file_system_and_as_device() {
         assert!(csi.published(name).await.is_empty());
 
         let at = |node| v1::ControllerPublishVolumeRequest {
-            volume_capability: Some(wish.clone()),
+            volume_capability: Some(capability.clone()),
             ..publish(name, node)
         };
         csi.publish(at("b")).await.unwrap();
@@ -167,8 +168,10 @@ async fn creating_what_cannot_be() {
     let mut csi = caller(&cluster);
     let group = MountVolume { volume_mount_group: "7".into(), ..MountVolume::default() };
     let group = capability(AccessType::Mount(group), Mode::SingleNodeWriter);
-    let with =
-        |wish: v1::VolumeCapability| Create { volume_capabilities: vec![block(), wish], ..create("v") };
+    let with = |capability: v1::VolumeCapability| Create {
+        volume_capabilities: vec![block(), capability],
+        ..create("v")
+    };
     let with_parameter = |key, value| Create { parameters: parameter(key, value), ..create("v") };
     let source = |r#type| Some(v1::VolumeContentSource { r#type: Some(r#type) });
     let snapshot = v1::volume_content_source::SnapshotSource { snapshot_id: "s".into() };
@@ -312,7 +315,7 @@ async fn a_volume_without_a_place_leaves_nothing_behind() {
     let large = Create { capacity_range: range(1 << 40, 0), ..create("v") };
     let tagged = Create { parameters: parameter("diskSelector", "ssd"), ..create("v") };
     for (request, words) in
-        [(many, "3 of 4 replicas have a place"), (large, "can promise 90.0 GiB more"), (tagged, "ssd")]
+        [(many, "3 of 4 replicas have a place"), (large, "can schedule 90.0 GiB more"), (tagged, "ssd")]
     {
         for _ in 0..2 {
             let (code, text) = csi.create(request.clone()).await.unwrap_err();
@@ -366,7 +369,7 @@ async fn publishing_and_deleting_what_cannot_be() {
     cluster.ok(&["volume", "create", "no-device", "--size", "1GiB", "--frontend", "socket"]).await;
     let invalid = Code::InvalidArgument;
     let good = || publish("v", "a");
-    let with = |wish| Publish { volume_capability: wish, ..good() };
+    let with = |capability| Publish { volume_capability: capability, ..good() };
     let mut table = Cases::default();
     for (what, request, code, words) in [
         ("nothing", Publish::default(), invalid, "volume_id is missing"),
@@ -622,7 +625,7 @@ impl Alone {
         let mut changes = self.store.changes();
         let look = async {
             loop {
-                let volume = self.store.world().volumes.get("v").cloned();
+                let volume = self.store.state().volumes.get("v").cloned();
                 if let Some(volume) = volume.filter(|volume| seen(volume)) {
                     return volume;
                 }
@@ -633,7 +636,7 @@ impl Alone {
     }
 
     async fn change(&self, change: impl FnOnce(&mut Volume)) {
-        let mut volume = self.store.world().volumes["v"].clone();
+        let mut volume = self.store.state().volumes["v"].clone();
         change(&mut volume);
         self.store.put(Object::Volume(volume)).await.unwrap();
     }
@@ -662,12 +665,12 @@ async fn a_volume_has_grown_once_its_real_size_says_so() {
     alone.volume().await;
     let answer = alone.csi.expand(expand("v", GIB)).await.unwrap();
     assert_eq!((answer.capacity_bytes, answer.node_expansion_required), (GIB, true));
-    for (wish, node) in [(Some(file_system("xfs")), true), (None, true), (Some(block()), false)] {
+    for (capability, node) in [(Some(file_system("xfs")), true), (None, true), (Some(block()), false)] {
         let has = alone.until(|_| true).await.current_size_bytes();
         let wanted = has + 4096;
         let request = v1::ControllerExpandVolumeRequest {
             capacity_range: range(i64::try_from(wanted - 1).unwrap(), 0),
-            volume_capability: wish,
+            volume_capability: capability,
             ..expand("v", 0)
         };
         let mut csi = alone.csi.clone();
@@ -898,7 +901,7 @@ async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
     };
     let (code, text) = refused.unwrap_err();
     assert!(code == Code::ResourceExhausted && text.contains("max_volumes"), "{code:?}: {text}");
-    let world = alone.store.world();
-    let wanted = world.volumes.values().filter(|volume| volume.spec.node_id.is_some()).count();
+    let cluster = alone.store.state();
+    let wanted = cluster.volumes.values().filter(|volume| volume.spec.node_id.is_some()).count();
     assert_eq!(wanted, 1);
 }

@@ -34,7 +34,7 @@ async fn store() -> Arc<MemoryStore> {
     let store = Arc::new(MemoryStore::new());
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
     let secret = Secret::new([1; 32]);
-    let Change::Store(mut volume) = wanted.apply(&store.world(), secret, Timestamp::now()).unwrap() else {
+    let Change::Store(mut volume) = wanted.apply(&store.state(), secret, Timestamp::now()).unwrap() else {
         panic!("the volume is there already");
     };
     volume.spec.node_id = NodeName::new("a").ok();
@@ -65,9 +65,9 @@ async fn a_volume_that_kubernetes_has_attached_is_detached_by_force_only() {
     }
     let (code, text) = detach(&store, silent(), false).await.unwrap_err();
     assert!(code == Code::Unavailable && text.contains("connection refused"), "{text}");
-    assert!(store.world().volumes["v"].spec.node_id.is_some());
+    assert!(store.state().volumes["v"].spec.node_id.is_some());
     detach(&store, named(), true).await.unwrap();
-    assert_eq!(store.world().volumes["v"].spec.node_id, None);
+    assert_eq!(store.state().volumes["v"].spec.node_id, None);
     // A volume that is wanted nowhere needs no question.
     detach(&store, silent(), false).await.unwrap();
 }
@@ -76,5 +76,5 @@ async fn a_volume_that_kubernetes_has_attached_is_detached_by_force_only() {
 async fn a_volume_that_kubernetes_does_not_know_is_detached() {
     let store = store().await;
     detach(&store, Says(Ok(None)), false).await.unwrap();
-    assert_eq!(store.world().volumes["v"].spec.node_id, None);
+    assert_eq!(store.state().volumes["v"].spec.node_id, None);
 }

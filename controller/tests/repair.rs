@@ -190,7 +190,7 @@ async fn a_running_engine_is_told_what_changes() {
     cluster.ok(&["volume", "replicas", "v", "2"]).await;
     let two =
         |volume: &Value| volume["replicas"].as_array().unwrap().iter().any(|r| r["mode"] == "rebuilding");
-    cluster.until("v", "brought up", two).await;
+    cluster.until("v", "rebuilt", two).await;
     assert!(cluster.fails(&["volume", "replicas", "v", "9"]).await.1.contains("use 1 to 8"));
     cluster.check();
 }

@@ -87,7 +87,7 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
     let new = id_on(&volume, "c").to_owned();
     cluster.until("v", "rebuilding", |volume| volume.to_string().contains("rebuilding")).await;
     let text = cluster.ok(&["node", "drain", "b", "--no-wait"]).await;
-    assert!(text.contains(&format!("replica v-{new} on node c is being brought up in its place")), "{text}");
+    assert!(text.contains(&format!("replica v-{new} on node c is being rebuilt in its place")), "{text}");
     assert!(cluster.agents[1].running().iter().any(|running| running.contains(&name)));
     cluster.agents[0].engine("v", |engine| {
         for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {

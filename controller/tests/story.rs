@@ -186,7 +186,7 @@ async fn a_volume_grows_where_it_is_and_where_it_is_not() {
     let volume = cluster.inspect("v").await;
     assert_eq!((&volume["size"], &volume["currentSize"]), (&(4u64 << 30).into(), &(4u64 << 30).into()));
     let nodes = cluster.ok(&["node", "list"]).await;
-    assert!(nodes.contains("4 GiB"), "promised on the disks: {nodes}");
+    assert!(nodes.contains("4 GiB"), "scheduled on the disks: {nodes}");
 
     // A device that cannot follow while it is in use.
     cluster.agents[0].keep_device_size("the driver is too old");
@@ -204,7 +204,7 @@ async fn a_volume_grows_where_it_is_and_where_it_is_not() {
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     engine_has(6 << 30);
 
-    for (size, hint) in [("5GiB", "only grows"), ("1000", "multiple of 4096"), ("1TiB", "can promise")] {
+    for (size, hint) in [("5GiB", "only grows"), ("1000", "multiple of 4096"), ("1TiB", "can schedule")] {
         let (code, text) = cluster.fails(&["volume", "expand", "v", size]).await;
         assert!(code == 1 && text.contains(hint), "{size}: {code}, {text}");
     }

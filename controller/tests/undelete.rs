@@ -23,7 +23,7 @@ use shorthorn_controller_core::objects::{
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
 use shorthorn_controller_core::undelete::Record;
-use shorthorn_controller_core::{NodeName, Timestamp, World};
+use shorthorn_controller_core::{ClusterState, NodeName, Timestamp};
 use shorthorn_types::ReplicaId;
 use support::agent::{FakeAgent, Truth};
 use tokio::sync::{broadcast, mpsc, watch};
@@ -42,7 +42,7 @@ fn id(number: u64) -> ReplicaId {
 /// Returns a volume v with replicas 1 and 2, as it was before its deletion.
 fn volume() -> Volume {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
-    let made = wanted.apply(&World::default(), Secret::new([1; 32]), Timestamp::now()).unwrap();
+    let made = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::now()).unwrap();
     let Change::Store(mut volume) = made else { panic!("{made:?}") };
     (volume.status.state, volume.status.attach) = (VolumeState::Detached, 1);
     volume.status.first_members = vec![id(1), id(2)];
@@ -193,7 +193,7 @@ async fn what_is_deleted_during_an_undeletion_is_restored_and_nothing_older() {
     assert!(answer.problems.is_empty(), "{:?}", answer.problems);
     assert!(a.directories().len() == 1 && b.directories().len() == 1);
     assert_eq!((a.trashed(), b.trashed()), (vec![3], vec![]), "what is older stays");
-    assert!(nodes.store.world().volumes.contains_key("v"));
+    assert!(nodes.store.state().volumes.contains_key("v"));
     nodes.check();
 }
 
@@ -206,8 +206,8 @@ struct Contended {
 
 #[async_trait]
 impl Store for Contended {
-    fn world(&self) -> RwLockReadGuard<'_, World> {
-        self.store.world()
+    fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+        self.store.state()
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
@@ -224,12 +224,12 @@ impl Store for Contended {
         self.store.remove(key, version).await
     }
 
-    fn promise(&self, replicas: Vec<Replica>) {
-        self.store.promise(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) {
+        self.store.reserve(replicas);
     }
 
-    fn forget_promises(&self, names: &[String]) {
-        self.store.forget_promises(names);
+    fn forget_reservations(&self, names: &[String]) {
+        self.store.forget_reservations(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {
@@ -253,7 +253,7 @@ async fn an_undeletion_that_others_come_before_is_decided_anew_some_times() {
     assert!((2..100).contains(&tried), "{tried} attempts");
     store.conflicts.store(2, Ordering::Relaxed);
     nodes.undelete().await.unwrap();
-    assert!(nodes.store.world().volumes.contains_key("v"));
+    assert!(nodes.store.state().volumes.contains_key("v"));
     assert!(nodes.agents[0].trashed().is_empty());
     nodes.check();
 }

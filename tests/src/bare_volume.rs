@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
-    Client, Command as Order, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, ScrubStatus, Secret, Unknown, store_spec,
+    Client, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand, RebuildLimits,
+    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, ScrubStatus, Secret, Unknown, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -216,10 +216,10 @@ impl BareVolume {
     ///
     /// # Errors
     /// It does not, within `limit`.
-    pub fn scrub(&self, order: ScrubOrder, limit: Duration) -> Result<ScrubStatus> {
+    pub fn scrub(&self, order: ScrubCommand, limit: Duration) -> Result<ScrubStatus> {
         let control = self.engine_control();
         let before = engine_status(&control)?.scrub.map_or(0, |scrub| scrub.number);
-        Client::connect(&control)?.order(&Order::Scrub { scrub: Some(order) })?;
+        Client::connect(&control)?.request(&ProcessCommand::Scrub { scrub: Some(order) })?;
         until("end of the scrub", limit, || {
             let scrub = engine_status(&control)?.scrub.context("no scrub has begun")?;
             Ok(Some(scrub).filter(|scrub| scrub.number > before && !scrub.running))

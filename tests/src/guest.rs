@@ -430,7 +430,7 @@ impl<C: VolumeClient> Guest<C> {
         let in_flight = self.in_flight.remove(&completion.cookie).context("an answer to nothing")?;
         self.counts.answered += 1;
         let now = self.now();
-        self.note_wait(&in_flight, &completion, now);
+        self.record_wait(&in_flight, &completion, now);
         let InFlight { sectors, id, submitted, .. } = in_flight;
         let fua = match &completion.request {
             NbdRequest::Write { fua, .. } | NbdRequest::WriteZeroes { fua, .. } => *fua,
@@ -459,7 +459,7 @@ impl<C: VolumeClient> Guest<C> {
     }
 
     /// Handles an answer: requests that had to wait for its blocks wait for the volume from now on.
-    fn note_wait(&mut self, answered: &InFlight, completion: &NbdCompletion, now: Micros) {
+    fn record_wait(&mut self, answered: &InFlight, completion: &NbdCompletion, now: Micros) {
         for (cookie, later) in &mut self.in_flight {
             let shares = share_a_block(&later.sectors, &answered.sectors);
             if *cookie > completion.cookie && shares {

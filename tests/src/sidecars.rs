@@ -204,7 +204,7 @@ impl<'a> Sidecars<'a> {
     }
 
     /// Makes one attempt of external-resizer to enlarge a volume to the size of its claim. The node's part is
-    /// noted at the claim.
+    /// recorded at the claim.
     ///
     /// # Errors
     /// The driver refuses it, or has not done it within `limit`.
@@ -213,12 +213,12 @@ impl<'a> Sidecars<'a> {
         let claim = self.api.ok("GET", &path, None)?;
         let volume = Persistent::read(self.api, &text(&claim["spec"]["volumeName"])?)?;
         let required_bytes = bytes(&claim["spec"]["resources"]["requests"]["storage"])?;
-        let note = |kind: &str| {
+        let record = |kind: &str| {
             let conditions = json!([{ "type": kind, "status": "True", "lastTransitionTime": null }]);
             let status = json!({ "status": { "conditions": conditions } });
             self.api.ok("PATCH", &format!("{path}/status"), Some(&status)).map(drop)
         };
-        note("Resizing")?;
+        record("Resizing")?;
         let request = v1::ControllerExpandVolumeRequest {
             volume_id: volume.handle.clone(),
             capacity_range: Some(v1::CapacityRange { required_bytes, limit_bytes: 0 }),
@@ -231,7 +231,7 @@ impl<'a> Sidecars<'a> {
         ensure!(answer.node_expansion_required, "a file system grows on its node");
         let size = json!({ "spec": { "capacity": { "storage": answer.capacity_bytes.to_string() } } });
         self.api.ok("PATCH", &volume_path(&volume.name), Some(&size))?;
-        note("FileSystemResizePending")
+        record("FileSystemResizePending")
     }
 
     /// Acts as external-resizer, until it is done.

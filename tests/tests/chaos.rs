@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
-use shorthorn_control::{Client, Command, ScrubOrder};
+use shorthorn_control::{Client, ProcessCommand, ScrubCommand};
 use shorthorn_tests::{
     BareVolume, BareVolumeOptions, Guest, GuestOptions, Load, LocalVolume, LocalVolumeOptions, NbdClient,
     NbdRequest, SmallDisk, compare_exports, engine_status, is_whole, signal, under_load, until, until_whole,
@@ -233,12 +233,12 @@ fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
     let volume = volume(&folder, "1TiB", &options)?;
     let mut random = fastrand::Rng::with_seed(seed);
     let mut client = volume.client()?;
-    let (all, chunks) = (client.size_bytes() / CHUNK_BYTES, MISSED_BYTES / CHUNK_BYTES);
+    let (all, chunks) = (client.size_bytes() / CHUNK_BYTES, OUT_OF_SYNC_BYTES / CHUNK_BYTES);
     write_chunks(&mut client, 0..BASE_BYTES / CHUNK_BYTES)?;
     // Regions of a volume of 1 TiB have 1 MiB. Recent writes count as missed too, until they were left alone
     // for a while, which is not visible from outside.
     let (deadline, mut rest) = (Instant::now() + LIMIT, Duration::from_secs(4));
-    while come_back(&volume, &mut client, "in order", all / 2..all / 2 + chunks)? > 2 * MISSED_BYTES {
+    while come_back(&volume, &mut client, "in order", all / 2..all / 2 + chunks)? > 2 * OUT_OF_SYNC_BYTES {
         ensure!(Instant::now() < deadline, "more is copied than was missed, again and again");
         std::thread::sleep(rest);
         rest *= 2;
@@ -250,7 +250,7 @@ fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
 }
 
 const BASE_BYTES: u64 = 512 << 20;
-const MISSED_BYTES: u64 = 64 << 20;
+const OUT_OF_SYNC_BYTES: u64 = 64 << 20;
 const CHUNK_BYTES: u64 = 64 << 10;
 
 /// Pauses a replica while these chunks are written; returns how many bytes of regions were copied to it then.
@@ -277,7 +277,7 @@ fn come_back(
     let waited = continued.elapsed();
     println!(
         "1 TiB, {} MiB missed {places}: a member again after {:.2} s, {} MiB of regions copied",
-        MISSED_BYTES >> 20,
+        OUT_OF_SYNC_BYTES >> 20,
         waited.as_secs_f64(),
         copied >> 20
     );
@@ -288,9 +288,9 @@ fn come_back(
 /// Tests that a replica that was late again and again stays out for longer each time, unless an operator
 /// orders a scrub meanwhile.
 fn forgive(control: &Path) -> Result<()> {
-    let order = ScrubOrder { bytes_per_s: 1 << 20, repair: false };
+    let order = ScrubCommand { bytes_per_s: 1 << 20, repair: false };
     for scrub in [Some(order), None] {
-        Client::connect(control)?.order(&Command::Scrub { scrub })?;
+        Client::connect(control)?.request(&ProcessCommand::Scrub { scrub })?;
     }
     Ok(())
 }

@@ -90,7 +90,7 @@ impl Cluster {
     }
 
     /// Waits until the volume has exactly these events, in that order.
-    fn until_told(&self, volume: &Value, reasons: &[&str]) -> Result<()> {
+    fn until_event(&self, volume: &Value, reasons: &[&str]) -> Result<()> {
         until("events that tell the story", LIMIT, || {
             let mut events: Vec<Value> = self
                 .events()?
@@ -253,7 +253,7 @@ fn a_volume_lives_in_kubernetes() -> Result<()> {
         ensure!(*generation == volume["metadata"]["generation"] && reason.is_string(), "{volume:#}");
     }
     let story = ["Scheduled", "Detached", "Attaching", "EngineStarted", "Attached", "Healthy"];
-    cluster.until_told(&volume, &story)?;
+    cluster.until_event(&volume, &story)?;
     let calls = &cluster.api.controller_calls()?[before..];
     let (events, calls): (Vec<&String>, Vec<&String>) =
         calls.iter().partition(|call| call.split(' ').nth(1) == Some("events"));
@@ -583,12 +583,12 @@ fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
         Ok(Some(volume))
     })?;
     ensure!(volume["metadata"]["finalizers"].is_null(), "{volume:#}");
-    cluster.until_told(&volume, &["InvalidSpec"])?;
+    cluster.until_event(&volume, &["InvalidSpec"])?;
     let corrected = json!({ "spec": { "size": "67108864" } });
     cluster.api.ok("PATCH", &ApiServer::path(&path), Some(&corrected))?;
     let volume = cluster.until_state("detached")?;
     ensure!(accepted(&volume)["status"] == "True", "{volume:#}");
-    cluster.until_told(&volume, &["InvalidSpec", "Scheduled", "Detached"])?;
+    cluster.until_event(&volume, &["InvalidSpec", "Scheduled", "Detached"])?;
     what_repeats_is_counted(cluster)?;
     cluster.api.ok("DELETE", &ApiServer::path(&path), None)?;
     cluster.until_gone()

@@ -42,7 +42,7 @@ fn until_shown(hosts: &Hosts, what: &str, is_so: impl Fn(&Value) -> bool) -> Res
 }
 
 /// Waits until `volume why` has all these words.
-fn until_told(hosts: &Hosts, words: &[&str]) -> Result<String> {
+fn until_event(hosts: &Hosts, words: &[&str]) -> Result<String> {
     until("explanation", LIMIT, || {
         let told = hosts.ctl(&["volume", "why", VOLUME])?;
         let missing = words.iter().find(|word| !told.contains(**word));
@@ -76,7 +76,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     until_whole(&hosts.engine_control(newer, VOLUME), LIMIT)?;
     let mut client = hosts.client(newer, VOLUME)?;
     write(&mut client, 0, 1)?;
-    until_told(&hosts, &["is healthy", "2 of 2 replicas are complete"])?;
+    until_event(&hosts, &["is healthy", "2 of 2 replicas are complete"])?;
 
     // A replica loses its link and misses a write.
     hosts.set_link(older, false)?;
@@ -84,20 +84,20 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     let degraded = |shown: &Value| shown["robustness"] == "degraded";
     until_shown(&hosts, "degraded volume", degraded)?;
     let missing = format!("Replica {} on node {} is missing since", placed[1].2, name(older));
-    until_told(
+    until_event(
         &hosts,
         &["is degraded", "1 of 2 replicas are complete", &missing, "The controller replaces it in"],
     )?;
     drop(client);
     hosts.detach(VOLUME)?;
-    until_told(&hosts, &["is detached"])?;
+    until_event(&hosts, &["is detached"])?;
 
     // The one with everything goes down with its host.
     hosts.set_link(older, true)?;
     hosts.kill_agent(newer)?;
     hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(older), "--no-wait"])?;
     let silent = format!("Replica {newer_name} on node {} does not run", name(newer));
-    until_told(&hosts, &["is attaching to node", &silent, "is silent since", "volume salvage v"])?;
+    until_event(&hosts, &["is attaching to node", &silent, "is silent since", "volume salvage v"])?;
     let table = hosts.ctl(&["volume", "salvage", VOLUME])?;
     let loss = format!("With {older_id}: it lacks what was acknowledged in view");
     ensure!(table.contains(&loss) && table.contains("does not answer"), "{table}");
@@ -124,7 +124,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     // The agent comes back, and its replica becomes a copy of the current volume.
     hosts.start_agent(newer)?;
     until_whole(&hosts.engine_control(older, VOLUME), LIMIT)?;
-    until_told(&hosts, &["is healthy"])?;
+    until_event(&hosts, &["is healthy"])?;
     for (block, byte) in [(0, 1), (1, 0), (2, 3)] {
         ensure_block(&mut client, block, byte)?;
     }

@@ -155,7 +155,7 @@ impl Cluster {
         Ok(ours.filter_map(|event| event["reason"].as_str().map(str::to_owned)).collect())
     }
 
-    fn until_told(&self, namespace: &str, kind: &str, name: &str, reason: &str) -> Result<()> {
+    fn until_event(&self, namespace: &str, kind: &str, name: &str, reason: &str) -> Result<()> {
         until("event", LIMIT, || {
             let told = self.told(namespace, kind, name)?;
             ensure!(told.iter().any(|one| one == reason), "{told:?}");
@@ -251,10 +251,10 @@ fn pods(cluster: &Cluster, node: &str) -> Result<()> {
 }
 
 fn what_must_stay(cluster: &Cluster) -> Result<()> {
-    cluster.until_told("default", "Pod", "released", "PodReleased")?;
-    cluster.until_told(NAMESPACE, "Volume", "one", "PodReleased")?;
-    cluster.until_told(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;
-    cluster.until_told("default", "Pod", "other-driver", "PodNotReleased")?;
+    cluster.until_event("default", "Pod", "released", "PodForceDeleted")?;
+    cluster.until_event(NAMESPACE, "Volume", "one", "PodForceDeleted")?;
+    cluster.until_event(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;
+    cluster.until_event("default", "Pod", "other-driver", "PodNotForceDeleted")?;
     std::thread::sleep(QUIET);
     for pod in ["other-driver", "daemon", "time-left", "not-told", "without-volume"] {
         ensure!(cluster.api.find(&pod_path(pod))?.is_some(), "pod {pod} is gone");

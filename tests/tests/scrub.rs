@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::fcntl::OFlag;
-use shorthorn_control::{ScrubOrder, ScrubStatus};
-use shorthorn_regions::RegionKeeper;
+use shorthorn_control::{ScrubCommand, ScrubStatus};
+use shorthorn_regions::WriteIntentLog;
 use shorthorn_store::{AlignedBuffer, ExportTarget, OpenOptions as StoreOptions, Store, export};
 use shorthorn_tests::{
     BareVolume, BareVolumeOptions, Guest, GuestOptions, NbdRequest, compare_exports, engine_status,
@@ -24,8 +24,8 @@ const MIB: u64 = 1 << 20;
 const BLOCK_BYTES: u64 = 4096;
 const EIO: u32 = 5;
 const NOW: &str = "2026-11-22T10:00:00Z";
-const REPAIR: ScrubOrder = ScrubOrder { bytes_per_s: 0, repair: true };
-const REPORT: ScrubOrder = ScrubOrder { bytes_per_s: 0, repair: false };
+const REPAIR: ScrubCommand = ScrubCommand { bytes_per_s: 0, repair: true };
+const REPORT: ScrubCommand = ScrubCommand { bytes_per_s: 0, repair: false };
 
 fn folder() -> Result<tempfile::TempDir> {
     // Not /tmp: that may be a file system without O_DIRECT, on which less is tested.
@@ -193,25 +193,25 @@ fn until_summed(volume: &BareVolume) -> Result<()> {
 }
 
 /// Returns the regions whose sums count according to a replica, also after the process dies.
-fn sums_of(directory: &Path) -> Result<RegionKeeper> {
+fn sums_of(directory: &Path) -> Result<WriteIntentLog> {
     let guard: serde_json::Value = serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
     let regions = Regions::of(fs::metadata(head(directory)?)?.len());
     let epoch = guard["epoch"].as_u64().context("there is no epoch")?;
-    let mut keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
-    keeper.keep_unsummed(Some(&fs::read(directory.join("shorthorn.unsummed"))?));
-    Ok(keeper)
+    let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
+    intent_log.keep_unsummed(Some(&fs::read(directory.join("shorthorn.unsummed"))?));
+    Ok(intent_log)
 }
 
 /// Returns true if the sums of all regions with data in the head count.
 fn is_summed(directory: &Path) -> Result<bool> {
-    let keeper = sums_of(directory)?;
-    let (head, regions) = (fs::File::open(head(directory)?)?, keeper.regions());
+    let intent_log = sums_of(directory)?;
+    let (head, regions) = (fs::File::open(head(directory)?)?, intent_log.regions());
     let mut region_holds = vec![0; usize::try_from(regions.region_bytes())?];
     for region in 0..regions.count() {
         let range = regions.range(region);
         let bytes = &mut region_holds[..usize::try_from(range.length())?];
         head.read_exact_at(bytes, range.offset())?;
-        if bytes.iter().any(|byte| *byte != 0) && !keeper.is_summed(region) {
+        if bytes.iter().any(|byte| *byte != 0) && !intent_log.is_summed(region) {
             return Ok(false);
         }
     }
@@ -314,8 +314,8 @@ fn a_snapshot_is_copied_from_whoever_has_each_block_and_what_nobody_has_is_known
     let shown = ByteRange::new(2 * MIB, 5 * MIB)?;
     for directory in volume.directories() {
         until("sums of the snapshots", LIMIT, || {
-            let keeper = sums_of(&directory)?;
-            let is_summed = keeper.regions().touched(shown).all(|region| keeper.is_summed(region));
+            let intent_log = sums_of(&directory)?;
+            let is_summed = intent_log.regions().touched(shown).all(|region| intent_log.is_summed(region));
             Ok(is_summed.then_some(()))
         })?;
     }

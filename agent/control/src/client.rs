@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::status::{Command, Status};
+use crate::status::{ProcessCommand, Status};
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -50,7 +50,7 @@ impl Client {
         Ok(Client { path: path.to_owned(), stream })
     }
 
-    fn send(&self, command: &Command) -> Result<(), ControlError> {
+    fn send(&self, command: &ProcessCommand) -> Result<(), ControlError> {
         let mut line = serde_json::to_vec(command).map_err(|source| self.answer(source))?;
         line.push(b'\n');
         (&self.stream).write_all(&line).map_err(|source| self.io(source))
@@ -77,7 +77,7 @@ impl Client {
     /// # Errors
     /// [`ControlError`].
     pub fn status(&self) -> Result<Status, ControlError> {
-        self.send(&Command::Status)?;
+        self.send(&ProcessCommand::Status)?;
         let status = self.read(&mut BufReader::new(&self.stream))?;
         status.ok_or_else(|| self.io(io::ErrorKind::UnexpectedEof.into()))
     }
@@ -87,7 +87,7 @@ impl Client {
     /// # Errors
     /// [`ControlError`].
     pub fn watch(self) -> Result<impl Iterator<Item = Result<Status, ControlError>>, ControlError> {
-        self.send(&Command::Watch)?;
+        self.send(&ProcessCommand::Watch)?;
         self.stream.set_read_timeout(None).map_err(|source| self.io(source))?;
         let stream = self.stream.try_clone().map_err(|source| self.io(source))?;
         let mut lines = BufReader::new(stream);
@@ -98,7 +98,7 @@ impl Client {
     ///
     /// # Errors
     /// [`ControlError`].
-    pub fn order(&self, command: &Command) -> Result<(), ControlError> {
+    pub fn request(&self, command: &ProcessCommand) -> Result<(), ControlError> {
         self.send(command)
     }
 
@@ -107,6 +107,6 @@ impl Client {
     /// # Errors
     /// [`ControlError`].
     pub fn stop(&self) -> Result<(), ControlError> {
-        self.send(&Command::Stop)
+        self.send(&ProcessCommand::Stop)
     }
 }

@@ -1,9 +1,9 @@
 //! Messages between the agent and an engine or replica: a spec file from which the process starts, and its
 //! control socket, which carries lines of JSON.
 //!
-//! A client sends one [`Command`] per line. `status` is answered by one [`Status`] line, `watch` by one at
-//! once and one after every change until the client disconnects, `io` by one [`IoCounters`] line. The others
-//! have no answer: their result shows in the status.
+//! A client sends one [`ProcessCommand`] per line. `status` is answered by one [`Status`] line, `watch` by
+//! one at once and one after every change until the client disconnects, `io` by one [`IoCounters`] line. The
+//! others have no answer: their result shows in the status.
 #![forbid(unsafe_code)]
 
 mod client;
@@ -19,6 +19,6 @@ pub use spec::{
     SUM_BYTES_PER_S, SpecError, Unknown, load_spec, store_spec,
 };
 pub use status::{
-    Command, CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, IoCounter, IoCounters,
-    MemberMode, MemberStatus, ReplicaStatus, ScrubOrder, ScrubStatus, Status,
+    CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, IoCounter, IoCounters, MemberMode,
+    MemberStatus, ProcessCommand, ReplicaStatus, ScrubCommand, ScrubStatus, Status,
 };

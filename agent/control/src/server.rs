@@ -9,7 +9,7 @@ use std::{fs, thread};
 
 use serde::Serialize;
 
-use crate::status::{Command, IoCounters, Status};
+use crate::status::{IoCounters, ProcessCommand, Status};
 
 /// The most clients at once; more are turned away.
 const CLIENTS_MAX: usize = 16;
@@ -19,7 +19,7 @@ const LINE_MAX_BYTES: u64 = 32 << 10;
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Handles the orders of clients to the process.
-type Order = dyn Fn(Command) + Send + Sync;
+type OnCommand = dyn Fn(ProcessCommand) + Send + Sync;
 /// Returns the counters of the requests of the device's user.
 type Count = dyn Fn() -> IoCounters + Send + Sync;
 
@@ -91,7 +91,7 @@ impl Server {
     pub fn start(
         path: &Path,
         first: Status,
-        order: impl Fn(Command) + Send + Sync + 'static,
+        order: impl Fn(ProcessCommand) + Send + Sync + 'static,
     ) -> io::Result<(Server, Publisher)> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -107,7 +107,7 @@ impl Server {
         };
         let publisher = Publisher(Arc::new(shared));
         let served = publisher.clone();
-        let order: Arc<Order> = Arc::new(order);
+        let order: Arc<OnCommand> = Arc::new(order);
         thread::Builder::new()
             .name("control".into())
             .stack_size(128 << 10)
@@ -123,7 +123,7 @@ impl Drop for Server {
     }
 }
 
-fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<Order>) {
+fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<OnCommand>) {
     for client in listener.incoming() {
         let client = match client {
             Ok(client) => client,
@@ -152,15 +152,15 @@ fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<Order>) {
     }
 }
 
-fn serve(client: UnixStream, publisher: &Publisher, order: &Order) -> io::Result<()> {
+fn serve(client: UnixStream, publisher: &Publisher, order: &OnCommand) -> io::Result<()> {
     client.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut lines = BufReader::new(client.try_clone()?);
     let mut line = String::new();
     while lines.by_ref().take(LINE_MAX_BYTES).read_line(&mut line)? > 0 {
         match serde_json::from_str(&line)? {
-            Command::Status => send(&client, &publisher.status())?,
-            Command::Watch => return watch(&client, publisher),
-            Command::Io => send(&client, &publisher.counters())?,
+            ProcessCommand::Status => send(&client, &publisher.status())?,
+            ProcessCommand::Watch => return watch(&client, publisher),
+            ProcessCommand::Io => send(&client, &publisher.counters())?,
             other => order(other),
         }
         line.clear();
@@ -274,10 +274,10 @@ mod tests {
         let (told, stopped) = mpsc::channel();
         let (_server, _) = Server::start(&path, status(), move |order| told.send(order).unwrap()).unwrap();
         let client = Client::connect(&path).unwrap();
-        client.order(&Command::Handover).unwrap();
-        client.order(&Command::Stop).unwrap();
+        client.request(&ProcessCommand::Handover).unwrap();
+        client.request(&ProcessCommand::Stop).unwrap();
         let next = || stopped.recv_timeout(Duration::from_secs(10)).unwrap();
-        assert_eq!([next(), next()], [Command::Handover, Command::Stop]);
+        assert_eq!([next(), next()], [ProcessCommand::Handover, ProcessCommand::Stop]);
     }
 
     #[test]

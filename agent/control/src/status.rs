@@ -8,7 +8,7 @@ use crate::spec::{RebuildLimits, ReplicaEndpoint};
 /// A request of a client of a control socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Command {
+pub enum ProcessCommand {
     /// Requests one status.
     Status,
     /// Requests a status now and one after every change.
@@ -34,7 +34,7 @@ pub enum Command {
     /// Compare all members, or stop that.
     Scrub {
         /// The settings of the scrub; none stops it.
-        scrub: Option<ScrubOrder>,
+        scrub: Option<ScrubCommand>,
     },
     /// Only for a replica: no engine of a lower generation may use it from here on. That it holds shows in
     /// the status.
@@ -57,7 +57,7 @@ pub enum Command {
 /// The settings of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ScrubOrder {
+pub struct ScrubCommand {
     /// The most that is compared; 0: no limit.
     pub bytes_per_s: u64,
     /// True if the scrub makes differing blocks equal to the majority.
@@ -242,7 +242,8 @@ pub struct EngineStatus {
     pub grant_wanted: Option<GrantWanted>,
     /// Regions that are made equal after an unclean stop, while there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub equalising: Option<CopyStatus>,
+    #[serde(rename = "equalising")]
+    pub resync: Option<CopyStatus>,
     /// The last or current scrub, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub: Option<ScrubStatus>,

@@ -9,7 +9,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shorthorn_control::{Command, EngineSpec, IoCounters, ReplicaSpec, Status};
+use shorthorn_control::{EngineSpec, IoCounters, ProcessCommand, ReplicaSpec, Status};
 
 /// Texts as programs write them, with optional fields that may be absent.
 fn texts() -> Vec<String> {
@@ -60,7 +60,7 @@ fn check_every_kind(text: &[u8]) -> usize {
     let accepted = [
         check::<ReplicaSpec>(text),
         check::<EngineSpec>(text),
-        check::<Command>(text),
+        check::<ProcessCommand>(text),
         check::<Status>(text),
         check::<IoCounters>(text),
     ];

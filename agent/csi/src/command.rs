@@ -132,12 +132,12 @@ impl Finished {
 
 struct Followed {
     ended: bool,
-    output: Kept,
-    errors: Kept,
+    output: CapturedPipe,
+    errors: CapturedPipe,
 }
 
 /// The beginning of an output.
-struct Kept {
+struct CapturedPipe {
     pipe: Option<Box<dyn Pipe>>,
     bytes: Vec<u8>,
 }
@@ -145,12 +145,12 @@ struct Kept {
 trait Pipe: Read + AsFd {}
 impl<T: Read + AsFd> Pipe for T {}
 
-impl Kept {
-    fn new(pipe: Option<impl Pipe + 'static>) -> io::Result<Kept> {
+impl CapturedPipe {
+    fn new(pipe: Option<impl Pipe + 'static>) -> io::Result<CapturedPipe> {
         if let Some(pipe) = &pipe {
             ioctl_fionbio(pipe, true)?;
         }
-        Ok(Kept { pipe: pipe.map(|pipe| Box::new(pipe) as Box<dyn Pipe>), bytes: Vec::new() })
+        Ok(CapturedPipe { pipe: pipe.map(|pipe| Box::new(pipe) as Box<dyn Pipe>), bytes: Vec::new() })
     }
 
     /// Reads the available output.
@@ -181,8 +181,8 @@ impl Kept {
 fn follow(child: &mut Child, limit: Duration) -> io::Result<Followed> {
     let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     let deadline = Instant::now() + limit;
-    let mut output = Kept::new(child.stdout.take())?;
-    let mut errors = Kept::new(child.stderr.take())?;
+    let mut output = CapturedPipe::new(child.stdout.take())?;
+    let mut errors = CapturedPipe::new(child.stderr.take())?;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let mut fds = vec![PollFd::new(&process, PollFlags::IN)];

@@ -32,7 +32,7 @@ impl DeadMounts {
     }
 
     /// Records the state found at `path`.
-    pub(crate) fn note(&self, path: &Path, volume: &VolumeName, is_dead: bool) {
+    pub(crate) fn record(&self, path: &Path, volume: &VolumeName, is_dead: bool) {
         let mut mounts = self.lock();
         match pod_uid(path).filter(|_| is_dead) {
             Some(_) if mounts.len() >= MOUNTS_MAX && !mounts.contains_key(path) => {}
@@ -109,17 +109,17 @@ mod tests {
         let (mounts, volume) = (DeadMounts::default(), VolumeName::new("v").unwrap());
         let path = PathBuf::from(format!("/k/pods/{UID}/volumes/m"));
         let dead = vec![DeadMount { volume: volume.clone(), pod_uid: UID.to_owned() }];
-        let note = |is_dead| {
-            mounts.note(&path, &volume, is_dead);
+        let record = |is_dead| {
+            mounts.record(&path, &volume, is_dead);
             mounts.all()
         };
-        assert_eq!((note(true), note(false)), (dead.clone(), vec![]));
-        note(true);
+        assert_eq!((record(true), record(false)), (dead.clone(), vec![]));
+        record(true);
         mounts.forget(&volume, Path::new("/elsewhere"));
         assert_eq!(mounts.all(), dead);
         mounts.forget(&volume, &path);
         assert!(mounts.all().is_empty());
-        note(true);
+        record(true);
         mounts.forget_volume(&volume);
         assert!(mounts.all().is_empty());
     }
@@ -128,7 +128,7 @@ mod tests {
     fn a_device_that_is_not_published_any_more_is_not_dead() {
         let (mounts, volume) = (DeadMounts::default(), VolumeName::new("v").unwrap());
         let devices = "/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices";
-        mounts.note(Path::new(&format!("{devices}/pvc-1/dev/{UID}")), &volume, true);
+        mounts.record(Path::new(&format!("{devices}/pvc-1/dev/{UID}")), &volume, true);
         let target = format!("{devices}/publish/pvc-1/{UID}");
         mounts.forget(&VolumeName::new("w").unwrap(), Path::new(&target));
         mounts.forget(&volume, Path::new(&target.replace("6a11", "6a12")));
@@ -141,7 +141,7 @@ mod tests {
     fn a_bound_keeps_memory_small() {
         let (mounts, volume) = (DeadMounts::default(), VolumeName::new("v").unwrap());
         for at in 0..MOUNTS_MAX + 5 {
-            mounts.note(Path::new(&format!("/k/pods/{UID}/{at}")), &volume, true);
+            mounts.record(Path::new(&format!("/k/pods/{UID}/{at}")), &volume, true);
         }
         assert_eq!(mounts.all().len(), MOUNTS_MAX);
     }

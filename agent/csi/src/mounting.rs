@@ -93,7 +93,7 @@ pub(crate) fn resolve(path: &Path) -> Result<Option<PathBuf>, CsiError> {
 
 /// The kind of a mount point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum TargetKind {
     /// A directory, for a file system.
     Directory,
     /// A file, for a device node.
@@ -102,23 +102,23 @@ pub(crate) enum Place {
 
 /// Makes a mount point, and returns whether it did not exist. An existing one must be empty: a mount would
 /// hide its data, which was written while the volume was not mounted.
-pub(crate) fn make_place(path: &Path, place: Place) -> Result<bool, CsiError> {
+pub(crate) fn create_target(path: &Path, kind: TargetKind) -> Result<bool, CsiError> {
     let at = || CsiError::system(path.display());
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(at()(error)),
-        Ok(meta) if meta.is_dir() == (place == Place::Directory) && !meta.is_symlink() => {
+        Ok(meta) if meta.is_dir() == (kind == TargetKind::Directory) && !meta.is_symlink() => {
             return is_unused(path, &meta).and_then(|unused| match unused {
                 true => Ok(false),
                 false => Err(has_data(path)),
             });
         }
         // The other kind of an empty place, from another life of this path.
-        Ok(_) => remove_place(path)?,
+        Ok(_) => remove_target(path)?,
     }
-    match place {
-        Place::Directory => fs::DirBuilder::new().mode(0o750).create(path).map_err(at())?,
-        Place::File => {
+    match kind {
+        TargetKind::Directory => fs::DirBuilder::new().mode(0o750).create(path).map_err(at())?,
+        TargetKind::File => {
             let file =
                 fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(at())?;
             file.set_permissions(fs::Permissions::from_mode(0o600)).map_err(at())?;
@@ -128,7 +128,7 @@ pub(crate) fn make_place(path: &Path, place: Place) -> Result<bool, CsiError> {
 }
 
 /// Removes an empty place. OK if it is gone.
-pub(crate) fn remove_place(path: &Path) -> Result<(), CsiError> {
+pub(crate) fn remove_target(path: &Path) -> Result<(), CsiError> {
     let meta = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other.map_err(CsiError::system(path.display()))?,
@@ -217,23 +217,26 @@ mod tests {
     fn places_are_made_and_taken_away_but_never_with_data() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("target");
-        assert!(make_place(&path, Place::Directory).unwrap());
-        assert!(!make_place(&path, Place::Directory).unwrap());
-        assert!(make_place(&path, Place::File).unwrap(), "an empty leftover of the other kind is replaced");
+        assert!(create_target(&path, TargetKind::Directory).unwrap());
+        assert!(!create_target(&path, TargetKind::Directory).unwrap());
+        assert!(
+            create_target(&path, TargetKind::File).unwrap(),
+            "an empty leftover of the other kind is replaced"
+        );
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
         fs::write(&path, "data").unwrap();
-        assert!(matches!(make_place(&path, Place::File), Err(CsiError::Precondition(_))));
-        assert!(matches!(make_place(&path, Place::Directory), Err(CsiError::Precondition(_))));
-        assert!(matches!(remove_place(&path), Err(CsiError::Precondition(_))));
+        assert!(matches!(create_target(&path, TargetKind::File), Err(CsiError::Precondition(_))));
+        assert!(matches!(create_target(&path, TargetKind::Directory), Err(CsiError::Precondition(_))));
+        assert!(matches!(remove_target(&path), Err(CsiError::Precondition(_))));
         assert_eq!(fs::read(&path).unwrap(), b"data");
         fs::remove_file(&path).unwrap();
         fs::create_dir_all(path.join("below")).unwrap();
-        assert!(matches!(remove_place(&path), Err(CsiError::Precondition(_))));
+        assert!(matches!(remove_target(&path), Err(CsiError::Precondition(_))));
         fs::remove_dir(path.join("below")).unwrap();
-        remove_place(&path).unwrap();
-        remove_place(&path).unwrap();
+        remove_target(&path).unwrap();
+        remove_target(&path).unwrap();
         std::os::unix::fs::symlink("/etc", &path).unwrap();
-        assert!(make_place(&path, Place::Directory).is_err(), "a link is followed nowhere");
+        assert!(create_target(&path, TargetKind::Directory).is_err(), "a link is followed nowhere");
     }
 
     #[test]

@@ -52,8 +52,8 @@ async fn data_of_others_is_never_formatted() {
         let made = node.volume_of(&name, SMALL);
         make(made);
         let (device, before) = (path(made), all_of(&made.path));
-        for wish in ["ext4", ""] {
-            let answer = client.stage(stage(&name, &staging, file_system(wish))).await;
+        for wanted in ["ext4", ""] {
+            let answer = client.stage(stage(&name, &staging, file_system(wanted))).await;
             refused(answer, Code::FailedPrecondition, &format!("{device} holds "));
         }
         let answer = client.publish(publish(&name, &staging, &node.target("p"), file_system("ext4"))).await;
@@ -68,16 +68,16 @@ async fn a_format_that_was_interrupted_is_done_again() {
     let mut node = Node::new();
     let mut client = node.serve().await;
     // The state after a power cut after mkfs and before the removal of the mark.
-    for (name, mkfs, wish) in
+    for (name, mkfs, wanted) in
         [("v1", "mkfs.ext4", "ext4"), ("v2", "mkfs.xfs", "xfs"), ("v3", "mkfs.xfs", "ext4")]
     {
         let device = node.volume(name).path.display().to_string();
         run(mkfs, &["-q", "-L", "shorthorn-mk", &device]);
         let before = run("blkid", &["-p", "-s", "UUID", "-o", "value", &device]);
         let staging = node.staging(name);
-        client.stage(stage(name, &staging, file_system(wish))).await.unwrap();
+        client.stage(stage(name, &staging, file_system(wanted))).await.unwrap();
         let after = run("blkid", &["-p", "-o", "export", &device]);
-        assert!(!after.contains(before.trim()) && after.contains(&format!("TYPE={wish}\n")), "{after}");
+        assert!(!after.contains(before.trim()) && after.contains(&format!("TYPE={wanted}\n")), "{after}");
         assert!(!after.contains("LABEL"), "the mark is gone: {after}");
         assert!(put(&staging.join("x"), ""));
     }
@@ -105,26 +105,26 @@ async fn after_a_reboot_publishing_stages_again() {
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
-    let wish = || publish("v1", &staging, &target, file_system("ext4"));
+    let wanted = || publish("v1", &staging, &target, file_system("ext4"));
     client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     assert!(put(&target.join("file"), "data"));
     // A reboot takes the mounts; the directories stay.
     run("umount", &[target.to_str().unwrap()]);
     run("umount", &[staging.to_str().unwrap()]);
     assert!(target.is_dir() && !target.join("file").exists());
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     assert_eq!(text_at(&target.join("file")), "data");
     assert_eq!((mounts_at(&staging), mounts_at(&target)), (1, 1));
     // Only the target.
     run("umount", &[target.to_str().unwrap()]);
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     assert_eq!(text_at(&target.join("file")), "data");
     // Even the directory of the staging path is gone.
     run("umount", &[target.to_str().unwrap()]);
     run("umount", &[staging.to_str().unwrap()]);
     fs::remove_dir(&staging).unwrap();
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     assert_eq!(text_at(&target.join("file")), "data");
     // Undone in any order of the calls that kubelet may have missed.
     client.unpublish("v1", &target).await.unwrap();
@@ -192,8 +192,8 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     let mut client = node.serve().await;
     let pod_uid = "0b9f7f3e-1c39-4a4c-8f43-1b0e8d3f6a11";
     let (staging, target) = (node.staging("v1"), node.target(pod_uid));
-    let wish = || publish("v1", &staging, &target, file_system("ext4"));
-    client.publish(wish()).await.unwrap();
+    let wanted = || publish("v1", &staging, &target, file_system("ext4"));
+    client.publish(wanted()).await.unwrap();
     client.stats("v1", &target).await.unwrap();
     assert_eq!(node.dead_mounts.all(), []);
     // Its engine is gone: the device exists like an nbd device without a server, with a size of 0.
@@ -215,7 +215,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     let condition = client.stats("v1", &target).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");
     assert_eq!(node.dead_mounts.all().len(), 1);
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     assert_eq!(node.dead_mounts.all(), [], "it was staged anew");
     assert_eq!((mounts_at(&staging), mounts_at(&target)), (1, 1));
     let number = new.number.to_string();
@@ -229,18 +229,18 @@ async fn leftovers_at_the_target() {
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
-    let wish = || publish("v1", &staging, &target, file_system("ext4"));
+    let wanted = || publish("v1", &staging, &target, file_system("ext4"));
     fs::create_dir(&target).unwrap();
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     client.unpublish("v1", &target).await.unwrap();
     // From another life of the path, as a device.
     fs::write(&target, "").unwrap();
-    client.publish(wish()).await.unwrap();
+    client.publish(wanted()).await.unwrap();
     client.unpublish("v1", &target).await.unwrap();
     // A file was written there while no volume was mounted: it is neither hidden nor deleted.
     fs::create_dir(&target).unwrap();
     fs::write(target.join("precious"), "data").unwrap();
-    refused(client.publish(wish()).await, Code::FailedPrecondition, "not empty");
+    refused(client.publish(wanted()).await, Code::FailedPrecondition, "not empty");
     refused(client.unpublish("v1", &target).await, Code::FailedPrecondition, "not empty");
     assert_eq!(fs::read(target.join("precious")).unwrap(), b"data");
     fs::remove_dir_all(&target).unwrap();
@@ -282,9 +282,9 @@ async fn a_call_that_fails_leaves_nothing() {
         mount_flags: vec!["no-such-option".into()],
         ..MountVolume::default()
     };
-    let wish = || capability(AccessType::Mount(flags.clone()), Mode::SingleNodeWriter);
-    refused(client.stage(stage("v1", &staging, wish())).await, Code::Internal, "mount failed");
-    refused(client.publish(publish("v1", &staging, &target, wish())).await, Code::Internal, "mount failed");
+    let wanted = || capability(AccessType::Mount(flags.clone()), Mode::SingleNodeWriter);
+    refused(client.stage(stage("v1", &staging, wanted())).await, Code::Internal, "mount failed");
+    refused(client.publish(publish("v1", &staging, &target, wanted())).await, Code::Internal, "mount failed");
     assert_eq!((mounts_at(&staging), target.exists()), (0, false));
     let nowhere = node.root.join("no/such/place");
     let answer = client.publish(publish("v1", &staging, &nowhere, file_system("ext4"))).await;
@@ -365,13 +365,13 @@ async fn one_call_at_a_time_for_a_volume() {
     let slow = Arc::new(Slow { asked: Semaphore::new(0), open: Semaphore::new(0), volume });
     let mut client = node.serve_with(Arc::clone(&slow) as Arc<dyn Volumes>).await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
-    let wish = stage("v1", &staging, file_system("ext4"));
+    let wanted = stage("v1", &staging, file_system("ext4"));
     let mut first_client = client.clone();
-    let request = wish.clone();
+    let request = wanted.clone();
     let first = tokio::spawn(async move { first_client.stage(request).await });
     asked(&slow, 1).await;
     let text = "another call for volume v1 is under way";
-    refused(client.stage(wish.clone()).await, Code::Aborted, text);
+    refused(client.stage(wanted.clone()).await, Code::Aborted, text);
     refused(client.publish(publish("v1", &staging, &target, block())).await, Code::Aborted, text);
     refused(client.unpublish("v1", &target).await, Code::Aborted, text);
     refused(client.unstage("v1", &staging).await, Code::Aborted, text);
@@ -387,7 +387,7 @@ async fn one_call_at_a_time_for_a_volume() {
     first.await.unwrap().unwrap();
     other.await.unwrap().unwrap();
     let _ = stats.await.unwrap();
-    client.stage(wish).await.unwrap();
+    client.stage(wanted).await.unwrap();
     client.unstage("v1", &staging).await.unwrap();
 }
 

@@ -21,13 +21,13 @@ async fn whole_life(fs_type: &str) {
     node.volume("v1");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
-    let wish = || file_system(fs_type);
+    let wanted = || file_system(fs_type);
     for round in 0..10 {
-        client.stage(stage("v1", &staging, wish())).await.unwrap();
+        client.stage(stage("v1", &staging, wanted())).await.unwrap();
         assert_eq!(mounts_at(&staging), 1, "round {round}");
     }
     for round in 0..10 {
-        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        client.publish(publish("v1", &staging, &target, wanted())).await.unwrap();
         assert_eq!(mounts_at(&target), 1, "round {round}");
     }
     assert!(put(&target.join("file"), "data"));
@@ -47,7 +47,7 @@ async fn whole_life(fs_type: &str) {
         assert_eq!(mounts_at(&staging), 0);
     }
     // Another life has the same data: nothing is formatted twice.
-    client.stage(stage("v1", &staging, wish())).await.unwrap();
+    client.stage(stage("v1", &staging, wanted())).await.unwrap();
     assert_eq!(text_at(&staging.join("file")), "data");
     client.unstage("v1", &staging).await.unwrap();
 }
@@ -120,8 +120,8 @@ async fn read_only_targets() {
     node.volume("v2");
     let mut client = node.serve().await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
-    let read_only = |name: &str, target: &Path, wish| {
-        let mut request = publish(name, &node.staging(name), target, wish);
+    let read_only = |name: &str, target: &Path, wanted| {
+        let mut request = publish(name, &node.staging(name), target, wanted);
         request.readonly = true;
         request
     };
@@ -138,10 +138,10 @@ async fn read_only_targets() {
     client.unpublish("v1", &target).await.unwrap();
     client.unstage("v1", &staging).await.unwrap();
     let flags = MountVolume { mount_flags: vec!["noatime,ro".into()], ..MountVolume::default() };
-    let wish = || capability(AccessType::Mount(flags.clone()), Mode::SingleNodeWriter);
+    let wanted = || capability(AccessType::Mount(flags.clone()), Mode::SingleNodeWriter);
     for _ in 0..2 {
-        client.stage(stage("v1", &staging, wish())).await.unwrap();
-        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        client.stage(stage("v1", &staging, wanted())).await.unwrap();
+        client.publish(publish("v1", &staging, &target, wanted())).await.unwrap();
         assert!(options_at(&target).0.starts_with("ro,noatime"), "{:?}", options_at(&target));
     }
 
@@ -222,8 +222,8 @@ async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_tak
         node.volume_of("larger", SIZE + (64 << 20));
         let mut client = node.serve().await;
         let (staging, target) = (node.staging("v1"), node.target("p1"));
-        let wish = || if as_block { block() } else { file_system("ext4") };
-        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        let wanted = || if as_block { block() } else { file_system("ext4") };
+        client.publish(publish("v1", &staging, &target, wanted())).await.unwrap();
         let larger = node.device("larger");
         node.renewed("v1", larger.clone());
         // Nothing but staging has the device made anew.
@@ -232,8 +232,8 @@ async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_tak
         refused(refusal, Code::FailedPrecondition, "attached again");
         client.unpublish("v1", &target).await.unwrap();
         client.unstage("v1", &staging).await.unwrap();
-        client.stage(stage("v1", &staging, wish())).await.unwrap();
-        client.publish(publish("v1", &staging, &target, wish())).await.unwrap();
+        client.stage(stage("v1", &staging, wanted())).await.unwrap();
+        client.publish(publish("v1", &staging, &target, wanted())).await.unwrap();
         assert_eq!(node.device("v1"), larger);
         let usage = client.stats("v1", &target).await.unwrap().usage;
         assert!(u64::try_from(usage[0].total).unwrap() > SIZE * 3 / 4, "{usage:?}");
@@ -312,14 +312,14 @@ async fn a_target_for_each_writer_that_the_mode_allows() {
         (Mode::SingleNodeMultiWriter, true),
         (Mode::MultiNodeMultiWriter, true),
     ];
-    for (volume, wish) in [("v1", file_system("ext4")), ("v2", block())] {
+    for (volume, wanted) in [("v1", file_system("ext4")), ("v2", block())] {
         let staging = node.staging(volume);
         for (mode, allowed) in cases {
-            let wish = || with_mode(wish.clone(), mode);
+            let wanted = || with_mode(wanted.clone(), mode);
             let (first, second) = (node.target("first"), node.target("second"));
-            client.stage(stage(volume, &staging, wish())).await.unwrap();
-            client.publish(publish(volume, &staging, &first, wish())).await.unwrap();
-            let answer = client.publish(publish(volume, &staging, &second, wish())).await;
+            client.stage(stage(volume, &staging, wanted())).await.unwrap();
+            client.publish(publish(volume, &staging, &first, wanted())).await.unwrap();
+            let answer = client.publish(publish(volume, &staging, &second, wanted())).await;
             if allowed {
                 answer.unwrap();
                 assert_eq!(mounts_at(&second), 1);
@@ -327,7 +327,7 @@ async fn a_target_for_each_writer_that_the_mode_allows() {
                 refused(answer, Code::FailedPrecondition, first.to_str().unwrap());
                 assert!(!second.exists(), "nothing is left of what was refused");
             }
-            client.publish(publish(volume, &staging, &first, wish())).await.unwrap();
+            client.publish(publish(volume, &staging, &first, wanted())).await.unwrap();
             client.unpublish(volume, &second).await.unwrap();
             client.unpublish(volume, &first).await.unwrap();
         }

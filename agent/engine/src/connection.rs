@@ -31,8 +31,8 @@ const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 /// The time limit for all pages of a set of regions together, at most some hundred.
 const SET_LIMIT: Duration = Duration::from_secs(60);
 /// The same for the regions that have data. The replica asks its file system for them, and a disk that is
-/// busy has to be read for that. Each page has to bring something new, and the courier looks between pages
-/// whether it has to end.
+/// busy has to be read for that. Each page has to bring something new, and the rebuild task looks between
+/// pages whether it has to end.
 const ALLOCATED_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The reason why a replica could not be opened or does not do a request.
@@ -123,7 +123,7 @@ impl ConnectError {
 
 /// The socket of a replica that has taken this engine and proven itself.
 #[derive(Debug)]
-pub struct Greeted {
+pub struct ReadyConnection {
     pub socket: OwnedFd,
     pub session: Session,
 }
@@ -274,7 +274,7 @@ impl Connection {
 
     /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it
     /// has the secret.
-    pub fn greet(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
+    pub fn handshake(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
         let nonce = draw_nonce()?;
         let session = Session::of_engine(secret, challenge.nonce, nonce, &claim);
@@ -345,7 +345,7 @@ impl Connection {
 
     /// Ends the copy of one layer.
     pub fn layer_copy_end(&mut self, layer: u32) -> Result<(), ConnectError> {
-        self.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) })
+        self.exchange_text(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) })
     }
 
     /// Returns the check of a piece of a snapshot's layer.
@@ -355,7 +355,7 @@ impl Connection {
 
     /// Has the replica keep sums of a snapshot's layer.
     pub fn keep_sums(&mut self, sums: &KeepSums) -> Result<(), ConnectError> {
-        self.tell(Opcode::KeepSums, sums)
+        self.exchange_text(Opcode::KeepSums, sums)
     }
 
     /// Repairs a piece of a snapshot's layer.
@@ -369,14 +369,14 @@ impl Connection {
     ///
     /// # Errors
     /// The error of the system; also if the replica was not greeted.
-    pub fn into_greeted(mut self) -> io::Result<Greeted> {
+    pub fn into_ready(mut self) -> io::Result<ReadyConnection> {
         self.set_timeout(None)?;
         let session = self.session.ok_or(io::ErrorKind::NotConnected)?;
         let socket = match self.stream {
             Stream::Unix(stream) => stream.into(),
             Stream::Tcp(stream) => stream.into(),
         };
-        Ok(Greeted { socket, session })
+        Ok(ReadyConnection { socket, session })
     }
 
     /// Sends a request with a text, and returns the text of the answer.
@@ -386,7 +386,7 @@ impl Connection {
     }
 
     /// Sends a request with a text, and ignores the content of its answer.
-    fn tell(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<(), ConnectError> {
+    fn exchange_text(&mut self, opcode: Opcode, text: &impl Serialize) -> Result<(), ConnectError> {
         self.send_text(opcode, text)?;
         self.receive_frame(opcode).map(drop)
     }
@@ -466,15 +466,15 @@ impl Link for Connection {
     type Error = ConnectError;
 
     async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.tell(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })
+        self.exchange_text(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })
     }
 
     async fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.tell(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })
+        self.exchange_text(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })
     }
 
     async fn expand(&mut self, size_bytes: u64) -> Result<(), ConnectError> {
-        self.tell(Opcode::Expand, &ExpandReplica { size_bytes })
+        self.exchange_text(Opcode::Expand, &ExpandReplica { size_bytes })
     }
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
@@ -489,7 +489,7 @@ impl Link for Connection {
     }
 
     async fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
-        self.tell(Opcode::Mark, change)
+        self.exchange_text(Opcode::Mark, change)
     }
 
     async fn layers(&mut self) -> Result<LayerList, ConnectError> {
@@ -505,7 +505,7 @@ impl Link for Connection {
     }
 
     async fn copy_end(&mut self) -> Result<(), ConnectError> {
-        self.tell(Opcode::CopyEnd, &CopyEnd { layer: None })
+        self.exchange_text(Opcode::CopyEnd, &CopyEnd { layer: None })
     }
 }
 
@@ -661,7 +661,7 @@ mod tests {
 
     /// Runs a greeting against a replica whose answer to the hello is made by `answer`: an errno or success,
     /// and a text. Returns the result of the greeting.
-    fn greeted<T: Serialize>(
+    fn handshake_with<T: Serialize>(
         answer: impl Fn(&Hello) -> (Result<(), Errno>, T) + Send,
     ) -> Result<Welcome, ConnectError> {
         let (mut connection, mut theirs) = pair(LIMIT);
@@ -678,7 +678,7 @@ mod tests {
                 let (header, text) = encode_text(request.response(outcome), &text);
                 theirs.write_all(&[&header.encode()[..], &text].concat()).unwrap();
             });
-            connection.greet(claim(), &SECRET)
+            connection.handshake(claim(), &SECRET)
         })
     }
 
@@ -692,24 +692,25 @@ mod tests {
             assert!(hello.is_proven(&CHALLENGE, &SECRET));
             (Ok(()), session_of(hello, &SECRET).prove_welcome(&welcome()))
         };
-        assert_eq!(greeted(answer).unwrap(), welcome());
+        assert_eq!(handshake_with(answer).unwrap(), welcome());
     }
 
     #[test]
     fn a_welcome_without_proof_is_refused() {
         let other = Secret::new([4; 32]);
-        let of_other_secret = greeted(|hello| (Ok(()), session_of(hello, &other).prove_welcome(&welcome())));
+        let of_other_secret =
+            handshake_with(|hello| (Ok(()), session_of(hello, &other).prove_welcome(&welcome())));
         // A welcome that was recorded at an earlier opening: the nonce of that engine was another one.
-        let replayed = greeted(|hello| {
+        let replayed = handshake_with(|hello| {
             let earlier = Hello { nonce: Nonce::new([8; 32]), ..hello.clone() };
             (Ok(()), session_of(&earlier, &SECRET).prove_welcome(&welcome()))
         });
-        let of_other_queue = greeted(|hello| {
+        let of_other_queue = handshake_with(|hello| {
             let other = Hello { claim: Claim { queue: 1, ..claim() }, ..hello.clone() };
             (Ok(()), session_of(&other, &SECRET).prove_welcome(&welcome()))
         });
         // The engine's own proof sent back.
-        let reflected = greeted(|hello| {
+        let reflected = handshake_with(|hello| {
             let welcome = serde_json::to_string(&welcome()).unwrap();
             (Ok(()), serde_json::json!({ "welcome": welcome, "proof": hello.proof }))
         });
@@ -724,7 +725,7 @@ mod tests {
     fn only_a_proven_and_newer_holder_deposes() {
         let newer = Generation::new(4, 0);
         let refused = |secret: Secret, holder: Generation| {
-            greeted(move |hello| {
+            handshake_with(move |hello| {
                 let holder = Some(session_of(hello, &secret).prove_holder(holder));
                 (Err(Errno::NOT_PERMITTED), Refusal { message: "fenced".into(), holder })
             })
@@ -735,7 +736,7 @@ mod tests {
             let error = lie.unwrap_err();
             assert!(matches!(error, ConnectError::Unproven(_)) && error.deposed_by().is_none(), "{error}");
         }
-        let bare = greeted(|_| {
+        let bare = handshake_with(|_| {
             (Err(Errno::NOT_PERMITTED), serde_json::json!({ "message": "fenced", "holder": newer }))
         });
         let error = bare.unwrap_err();

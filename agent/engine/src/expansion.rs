@@ -15,9 +15,9 @@ use shorthorn_frontend::{Device, FrontendError};
 use shorthorn_recovery::{LinkError, NotGrown};
 
 use crate::connection::finish;
-use crate::courier::Desk;
 use crate::error::EngineError;
-use crate::shared::{News, lock};
+use crate::rebuild_task::EngineContext;
+use crate::shared::{MainEvent, lock};
 
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -29,7 +29,7 @@ pub type SharedDevice = Arc<Mutex<Box<dyn Device>>>;
 
 /// A report of an expansion.
 #[derive(Debug)]
-pub enum Told {
+pub enum ExpansionProgress {
     /// The expansion waits, for this reason.
     Waiting(String),
     /// The device has this size.
@@ -40,17 +40,17 @@ pub enum Told {
 
 /// A step of an expansion that is under way on a thread of its own. It stops soon after this is dropped.
 #[derive(Debug)]
-pub struct Step {
+pub struct ExpansionTask {
     _stop: Sender<()>,
 }
 
-impl Step {
-    /// Has every replica that is connected grow to the size that the greeter knows, and then the core.
+impl ExpansionTask {
+    /// Has every replica that is connected grow to the size that the connector knows, and then the core.
     ///
     /// # Errors
     /// No thread is to be had.
-    pub fn grow_replicas(desk: Arc<Desk>) -> Result<Step, EngineError> {
-        Step::start(Arc::clone(&desk), move || match grow_replicas(&desk) {
+    pub fn grow_replicas(context: Arc<EngineContext>) -> Result<ExpansionTask, EngineError> {
+        ExpansionTask::start(Arc::clone(&context), move || match grow_replicas(&context) {
             Ok(()) => Outcome::Done,
             Err(reason) => Outcome::Again(reason),
         })
@@ -60,30 +60,36 @@ impl Step {
     ///
     /// # Errors
     /// No thread is to be had.
-    pub fn resize(desk: Arc<Desk>, device: SharedDevice, size_bytes: u64) -> Result<Step, EngineError> {
-        Step::start(Arc::clone(&desk), move || {
+    pub fn resize(
+        context: Arc<EngineContext>,
+        device: SharedDevice,
+        size_bytes: u64,
+    ) -> Result<ExpansionTask, EngineError> {
+        ExpansionTask::start(Arc::clone(&context), move || {
             let mut device = lock(&device);
-            let told = match device.resize(size_bytes) {
-                Ok(()) => Told::Resized { size_bytes },
-                Err(error @ FrontendError::Unsupported { .. }) => Told::NextAttach(error.to_string()),
+            let progress = match device.resize(size_bytes) {
+                Ok(()) => ExpansionProgress::Resized { size_bytes },
+                Err(error @ FrontendError::Unsupported { .. }) => {
+                    ExpansionProgress::NextAttach(error.to_string())
+                }
                 Err(error) => return Outcome::Again(error.to_string()),
             };
-            desk.shared.tell(News::Expansion(told));
+            context.shared.send_event(MainEvent::Expansion(progress));
             Outcome::Done
         })
     }
 
     fn start(
-        desk: Arc<Desk>,
+        context: Arc<EngineContext>,
         attempt: impl FnMut() -> Outcome + Send + 'static,
-    ) -> Result<Step, EngineError> {
+    ) -> Result<ExpansionTask, EngineError> {
         let (stop, stopped) = mpsc::channel();
         thread::Builder::new()
             .name("expansion".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || patiently(&desk, &stopped, attempt))
+            .spawn(move || patiently(&context, &stopped, attempt))
             .map_err(EngineError::system("starting a thread"))?;
-        Ok(Step { _stop: stop })
+        Ok(ExpansionTask { _stop: stop })
     }
 }
 
@@ -92,13 +98,13 @@ enum Outcome {
     Again(String),
 }
 
-fn patiently(desk: &Desk, stopped: &Receiver<()>, mut attempt: impl FnMut() -> Outcome) {
-    let (mut pause, mut told) = (FIRST_PAUSE, String::new());
+fn patiently(context: &EngineContext, stopped: &Receiver<()>, mut attempt: impl FnMut() -> Outcome) {
+    let (mut pause, mut reported) = (FIRST_PAUSE, String::new());
     while let Outcome::Again(reason) = attempt() {
-        if reason != told {
-            tracing::warn!(volume = %desk.greeter.volume, "the expansion waits: {reason}");
-            told.clone_from(&reason);
-            desk.shared.tell(News::Expansion(Told::Waiting(reason)));
+        if reason != reported {
+            tracing::warn!(volume = %context.connector.volume, "the expansion waits: {reason}");
+            reported.clone_from(&reason);
+            context.shared.send_event(MainEvent::Expansion(ExpansionProgress::Waiting(reason)));
         }
         // A message never comes: the end of the channel is the word to stop.
         if stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
@@ -108,12 +114,12 @@ fn patiently(desk: &Desk, stopped: &Receiver<()>, mut attempt: impl FnMut() -> O
     }
 }
 
-fn grow_replicas(desk: &Desk) -> Result<(), String> {
-    let Err(NotGrown { replica, error }) = finish(shorthorn_recovery::grow_replicas(desk)) else {
+fn grow_replicas(context: &EngineContext) -> Result<(), String> {
+    let Err(NotGrown { replica, error }) = finish(shorthorn_recovery::grow_replicas(context)) else {
         return Ok(());
     };
     if let Some(holder) = error.deposed_by() {
-        desk.shared.tell(News::Deposed { holder });
+        context.shared.send_event(MainEvent::Deposed { holder });
     }
     Err(format!("replica {replica} does not grow: {error}"))
 }

@@ -13,7 +13,7 @@ use shorthorn_types::Errno;
 /// The maximum number of errors that each queue logs in one [`INTERVAL`]: enough to show ranges and causes
 /// side by side. With [`MAX_QUEUES`](shorthorn_types::limits::MAX_QUEUES) queues an engine logs about eight
 /// lines per second at most.
-const TOLD_MAX: u32 = 10;
+const REPORTED_MAX: u32 = 10;
 /// The interval after which the queue reports the number of errors that it has left out, and reports single
 /// errors again.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -37,19 +37,19 @@ pub enum Trouble {
 pub struct Limiter {
     /// The beginning of the running interval, if any.
     since: Option<Instant>,
-    told: u32,
-    untold: u64,
+    reported: u32,
+    unreported: u64,
 }
 
 impl Limiter {
     /// Returns true if this error is to be logged. Else it is only counted.
     pub fn admits(&mut self, now: Instant) -> bool {
         self.since.get_or_insert(now);
-        if self.told == TOLD_MAX {
-            self.untold += 1;
+        if self.reported == REPORTED_MAX {
+            self.unreported += 1;
             return false;
         }
-        self.told += 1;
+        self.reported += 1;
         true
     }
 
@@ -66,7 +66,7 @@ impl Limiter {
 
     /// Ends the interval: returns the number of errors that were left out.
     pub fn end(&mut self) -> Option<Trouble> {
-        let count = std::mem::take(self).untold;
+        let count = std::mem::take(self).unreported;
         (count > 0).then_some(Trouble::More { count })
     }
 }
@@ -120,7 +120,7 @@ mod tests {
     fn few_errors_are_told_one_by_one_and_no_number_follows() {
         let mut limiter = Limiter::default();
         let start = Instant::now();
-        assert!((0..TOLD_MAX).all(|_| limiter.admits(start)));
+        assert!((0..REPORTED_MAX).all(|_| limiter.admits(start)));
         assert_eq!((limiter.turn(start + INTERVAL), limiter.end()), (None, None));
     }
 }

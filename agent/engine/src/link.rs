@@ -7,7 +7,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Generation, MarkRegions, ReplicaReport, View, ViewId};
 use shorthorn_wire::{Flags, HEADER_BYTES, Header, MAX_TEXT_BYTES, Opcode, ViewMessage, encode_text};
 
-use crate::connection::{ConnectError, Greeted, refusal};
+use crate::connection::{ConnectError, ReadyConnection, refusal};
 
 mod framed;
 
@@ -57,7 +57,7 @@ pub struct Link {
     generation: Generation,
     framed: Option<Framed>,
     closing: bool,
-    told_closed: bool,
+    is_close_reported: bool,
     /// Slots from here on are for copies.
     depth: u16,
     /// Per slot: the read that the slot requested from this replica.
@@ -84,7 +84,7 @@ impl Link {
             generation,
             framed: None,
             closing: true,
-            told_closed: true,
+            is_close_reported: true,
             depth: slots.depth,
             asked: vec![Asked::default(); usize::from(slots.depth + slots.copies)].into(),
             receiving: None,
@@ -92,16 +92,16 @@ impl Link {
     }
 
     /// Takes a greeted connection if the place is free. Drops the socket otherwise.
-    pub fn connect(&mut self, greeted: Greeted) -> bool {
+    pub fn connect(&mut self, ready: ReadyConnection) -> bool {
         if !self.is_absent() {
             return false;
         }
         let token = |kind| Token { source: SOURCE, kind, index: u16::from(self.peer), tag: 0 };
         let limits = StreamLimits { frames: self.asked.len() + CONTROL_FRAMES, receive_bytes: RECEIVE_BYTES };
-        let Greeted { socket, session } = greeted;
+        let ReadyConnection { socket, session } = ready;
         let stream = Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits);
         self.framed = Some(Framed { stream, session });
-        (self.closing, self.told_closed, self.receiving) = (false, false, None);
+        (self.closing, self.is_close_reported, self.receiving) = (false, false, None);
         self.asked.fill(Asked::default());
         true
     }
@@ -214,7 +214,7 @@ impl Link {
     /// connection existed any more.
     pub fn close(&mut self) {
         self.closing = true;
-        self.told_closed = false;
+        self.is_close_reported = false;
         if let Some(framed) = &self.framed {
             framed.stream.shutdown();
         }
@@ -224,10 +224,10 @@ impl Link {
     /// buffers are free.
     pub fn take_closed(&mut self) -> Option<Event> {
         let idle = self.framed.as_ref().is_none_or(|framed| framed.stream.is_idle());
-        if !self.closing || self.told_closed || !idle {
+        if !self.closing || self.is_close_reported || !idle {
             return None;
         }
-        self.told_closed = true;
+        self.is_close_reported = true;
         self.framed = None;
         Some(Event::Closed { peer: self.peer, queue: self.queue })
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use shorthorn_control::{
-    Command, EnginePhase, EngineSpec, FrontendChoice, Publisher, RebuildLimits, ReplicaEndpoint, Server,
-    load_spec,
+    EnginePhase, EngineSpec, FrontendChoice, ProcessCommand, Publisher, RebuildLimits, ReplicaEndpoint,
+    Server, load_spec,
 };
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, FlightLimits, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
@@ -26,15 +26,15 @@ use shorthorn_types::{Generation, VolumeName};
 
 use crate::connection::Connection;
 use crate::counters::{self, QueueCounters, RequestMeter};
-use crate::courier::{Couriers, Desk, Peer};
 use crate::error::EngineError;
 use crate::expansion::SharedDevice;
 use crate::handover;
 use crate::link::{Link, LinkSlots};
-use crate::open::{Greeter, Opened, Opener, Opening};
+use crate::open::{Connector, Opened, Opener, Opening};
 use crate::queue::Queue;
+use crate::rebuild_task::{EngineContext, Peer, RebuildTasks};
 use crate::serving::{Ending, Serving};
-use crate::shared::{News, Shared, lock};
+use crate::shared::{MainEvent, Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
@@ -45,7 +45,7 @@ const COPY_SLOTS: u16 = 8;
 /// regions do not wait for it.
 const INTENT_KEEP_BYTES: u64 = 1 << 30;
 /// The time limit for replicas that do not answer PING, if the others cannot continue without them, and for
-/// storing a view: see `shorthorn_core::patience`. After that the next start may find other replicas.
+/// storing a view: see `shorthorn_core::replica_timeouts`. After that the next start may find other replicas.
 const LATE_LIMIT_MS: u64 = 60_000;
 /// The limits of what a replica handles at once. More requests would wait in sockets, in front of PINGs and
 /// proposals.
@@ -56,9 +56,9 @@ const FLIGHT_LIMITS: FlightLimits =
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 /// The time limit of an ending engine for the flush of the members. A flush usually takes less, and callers
 /// that stop an engine wait longer.
-const SETTLE_LIMIT: Duration = Duration::from_secs(5);
+const CLEAR_LIMIT: Duration = Duration::from_secs(5);
 /// The same while requests wait for the next process.
-const SETTLE_DRAINED_LIMIT: Duration = Duration::from_millis(50);
+const CLEAR_DRAINED_LIMIT: Duration = Duration::from_millis(50);
 /// The maximum that the next process may have to resync: eight regions of a small volume.
 const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 
@@ -87,7 +87,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     if let Some(error) = protect_allocations() {
         tracing::warn!(volume = %spec.volume, %error, "PR_SET_IO_FLUSHER failed: the volume may stall when memory runs out");
     }
-    let (sender, news) = mpsc::channel();
+    let (sender, events) = mpsc::channel();
     watch_signals(sender.clone())?;
     // A device of the kernel does not go from one attachment to the next; clients of a socket do.
     let continues = if spec.frontend == FrontendChoice::Socket { spec.continues } else { 0 };
@@ -103,10 +103,10 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let (_server, publisher) =
         Server::start(&spec.control_socket, status::first(&spec, &state), move |order| {
             // The receiver is gone when the process is ending already.
-            let _ = orders.send(News::Order(order));
+            let _ = orders.send(MainEvent::ControlCommand(order));
         })
         .map_err(EngineError::system("binding the control socket"))?;
-    let result = Start { begin, spec, state, sockets, publisher: &publisher, sender, news }.run();
+    let result = Start { begin, spec, state, sockets, publisher: &publisher, sender, events }.run();
     if let Err(error) = &result {
         publish(&publisher, |engine| {
             let frozen = matches!(error, EngineError::Frozen(_));
@@ -159,14 +159,14 @@ fn queues_on(kind: Option<FrontendKind>, wanted: u16) -> u16 {
 }
 
 /// Signals are taken by a thread of their own, so that the main thread waits for one thing only.
-fn watch_signals(news: Sender<News>) -> Result<(), EngineError> {
+fn watch_signals(events: Sender<MainEvent>) -> Result<(), EngineError> {
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     let system =
         |errno: nix::errno::Errno| EngineError::System { action: "blocking signals", source: errno.into() };
     signals.thread_block().map_err(system)?;
     let wait = move || {
         while signals.wait().is_ok() {
-            if news.send(News::Terminate).is_err() {
+            if events.send(MainEvent::Terminate).is_err() {
                 return;
             }
         }
@@ -186,8 +186,8 @@ struct Start<'a> {
     /// Sockets from the previous process that the frontend has not taken yet.
     sockets: Vec<QueueSocket>,
     publisher: &'a Publisher,
-    sender: Sender<News>,
-    news: Receiver<News>,
+    sender: Sender<MainEvent>,
+    events: Receiver<MainEvent>,
 }
 
 impl Start<'_> {
@@ -196,7 +196,7 @@ impl Start<'_> {
             spec: &mut self.spec,
             state: &mut self.state,
             publisher: self.publisher,
-            news: &self.news,
+            events: &self.events,
             expand_to_bytes: None,
         };
         let opening = opener.run();
@@ -226,7 +226,7 @@ impl Start<'_> {
         let opened_ms = self.begin.elapsed().as_millis();
         if let Some(size_bytes) = opened.expand_to_bytes {
             // Now that the volume is open it can be done.
-            let _ = self.sender.send(News::Order(Command::Expand { size_bytes }));
+            let _ = self.sender.send(MainEvent::ControlCommand(ProcessCommand::Expand { size_bytes }));
         }
         let Prepared { queues, mut device } =
             prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
@@ -249,7 +249,7 @@ impl Start<'_> {
             engine.endpoint = Some(endpoint);
             engine.device = device.number().map(|number| number.to_string());
             engine.size_bytes = device.size_bytes();
-            engine.equalising = opened.unequal_bytes().map(|bytes| Meter::new(bytes, self.begin).status());
+            engine.resync = opened.unequal_bytes().map(|bytes| Meter::new(bytes, self.begin).status());
             engine.phase = EnginePhase::Serving;
         });
         notify_systemd(sd_notify::NotifyState::Ready);
@@ -263,35 +263,35 @@ impl Start<'_> {
         shared: &Arc<Shared>,
         threads: Threads,
     ) -> Result<Ended, EngineError> {
-        let desk = desk(&self.spec, opened, Arc::clone(shared));
+        let context = context(&self.spec, opened, Arc::clone(shared));
         let may_be_left = self.spec.frontend != FrontendChoice::Socket;
         let (volume, generation) = (self.spec.volume.clone(), self.state.generation());
         let mut serving = Serving::new(
             &mut self.spec,
             &mut self.state,
             self.publisher,
-            Couriers::new(Arc::new(desk)),
+            RebuildTasks::new(Arc::new(context)),
             opened,
             device,
         )?;
-        let ending = serving.run(&self.news).inspect_err(|_| serving.log_rest(&self.news))?;
+        let ending = serving.run(&self.events).inspect_err(|_| serving.log_rest(&self.events))?;
         notify_systemd(sd_notify::NotifyState::Stopping);
         // Requests continue meanwhile: the next process finds little to resync, and no request waits for
         // that.
-        let (ending, is_settled) = serving.settle(&self.news, ending, SETTLE_LIMIT)?;
+        let (ending, is_cleared) = serving.clear_all(&self.events, ending, CLEAR_LIMIT)?;
         publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         if ending == Ending::Terminate && may_be_left {
-            let sockets = drain(&serving, (&volume, generation), &self.news, shared, threads.len())?;
+            let sockets = drain(&serving, (&volume, generation), &self.events, shared, threads.len())?;
             // Much was written since: one more flush takes less time than requests would wait for copies.
-            if is_settled && serving.dirty_bytes() > LEFT_DIRTY_MAX_BYTES {
-                serving.settle(&self.news, ending, SETTLE_DRAINED_LIMIT)?;
+            if is_cleared && serving.dirty_bytes() > LEFT_DIRTY_MAX_BYTES {
+                serving.clear_all(&self.events, ending, CLEAR_DRAINED_LIMIT)?;
             }
             handover::keep(generation, sockets);
         } else {
             lock(device).stop()?;
             serving.forget_device()?;
             // No request modifies data any more: modifications of the meantime can be cleared too.
-            if is_settled && let Err(error) = serving.settle(&self.news, ending, SETTLE_LIMIT) {
+            if is_cleared && let Err(error) = serving.clear_all(&self.events, ending, CLEAR_LIMIT) {
                 tracing::warn!(%volume, %error, "the members could not flush the last writes");
             }
         }
@@ -300,7 +300,7 @@ impl Start<'_> {
             // A queue thread that panicked has taken the process with it.
             let _ = thread.join();
         }
-        serving.log_rest(&self.news);
+        serving.log_rest(&self.events);
         let ended = if ending == Ending::Stop { Ended::Stopped } else { Ended::LeftToNext };
         tracing::info!(%volume, ?ended, "ended");
         Ok(ended)
@@ -322,7 +322,7 @@ impl Start<'_> {
 fn drain(
     serving: &Serving<'_>,
     (volume, generation): (&VolumeName, Generation),
-    news: &Receiver<News>,
+    events: &Receiver<MainEvent>,
     shared: &Shared,
     queues: usize,
 ) -> Result<Vec<QueueSocket>, EngineError> {
@@ -331,19 +331,19 @@ fn drain(
     let mut drained = 0;
     let mut sockets = Vec::new();
     while drained < queues {
-        match news.recv_timeout(DRAIN_LIMIT.saturating_sub(begin.elapsed())) {
-            Ok(News::Drained { queue, socket }) => {
+        match events.recv_timeout(DRAIN_LIMIT.saturating_sub(begin.elapsed())) {
+            Ok(MainEvent::Drained { queue, socket }) => {
                 drained += 1;
                 sockets.extend(socket.map(|socket| QueueSocket { queue, socket }));
             }
-            Ok(News::Deposed { holder }) => {
+            Ok(MainEvent::Deposed { holder }) => {
                 return Err(EngineError::Deposed { generation, holder });
             }
-            Ok(News::QueueFailed { queue, reason }) => {
+            Ok(MainEvent::QueueFailed { queue, reason }) => {
                 tracing::warn!(%volume, queue, reason, "a queue has failed: its requests are left to the next process");
                 return Ok(sockets);
             }
-            Ok(News::Trouble(trouble)) => serving.log(trouble),
+            Ok(MainEvent::Trouble(trouble)) => serving.log(trouble),
             Ok(_) => {}
             Err(_) => {
                 tracing::warn!(%volume, "requests in flight are left to the next process");
@@ -401,15 +401,15 @@ fn start_queues(
     frontends: Vec<Box<dyn QueueFrontend>>,
     counters: &[Arc<QueueCounters>],
     record: &DeviceRecord,
-    news: Sender<News>,
+    events: Sender<MainEvent>,
 ) -> Result<(Arc<Shared>, Threads), EngineError> {
     let mut core = EngineCore::new(&core_config(spec, opened, record));
-    let unknown = (0..).zip(&opened.is_missed_complete).filter(|(_, is_complete)| !**is_complete);
+    let unknown = (0..).zip(&opened.is_out_of_sync_complete).filter(|(_, is_complete)| !**is_complete);
     unknown.for_each(|(peer, _)| core.distrust(peer));
     let pairs = frontends.iter().map(|_| Wake::new()).collect::<Result<Vec<_>, _>>();
     let (wakes, wakers): (Vec<Wake>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();
-    let shared = Arc::new(Shared::new(core, wakers, news));
+    let shared = Arc::new(Shared::new(core, wakers, events));
     let mut connections: Vec<_> =
         std::mem::take(&mut opened.connections).into_iter().map(Vec::into_iter).collect();
     let mut threads = Vec::new();
@@ -448,9 +448,9 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         flight_limits: FLIGHT_LIMITS,
         size_bytes: spec.size_bytes,
         dirty: opened.dirty.clone(),
-        missed: opened.missed.clone(),
+        out_of_sync: opened.out_of_sync.clone(),
         stamp: opened.stamp,
-        missed_stamps: opened.missed_stamps.clone(),
+        out_of_sync_stamps: opened.out_of_sync_stamps.clone(),
         copy_slots: COPY_SLOTS,
         copy_limits: copy_limits(spec.rebuild),
         intent_interval_ms: u64::from(spec.intent_clear_after_ms),
@@ -477,17 +477,17 @@ fn links(
     let link = |(peer, connection): (PeerIndex, Option<Connection>)| {
         let mut link = Link::new(peer, queue, generation, slots);
         if let Some(connection) = connection {
-            link.connect(connection.into_greeted()?);
-            shared.note_connected(queue, peer, true);
+            link.connect(connection.into_ready()?);
+            shared.set_connected(queue, peer, true);
         }
         Ok(link)
     };
     peers.map(link).collect()
 }
 
-/// Collects the shared state of the couriers.
-fn desk(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> Desk {
-    let complete = opened.is_missed_complete.iter().copied().chain(std::iter::repeat(false));
+/// Collects the shared state of the rebuild tasks.
+fn context(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> EngineContext {
+    let complete = opened.is_out_of_sync_complete.iter().copied().chain(std::iter::repeat(false));
     let runs = opened.runs.iter().copied().chain(std::iter::repeat(None));
     let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| Peer {
         run,
@@ -496,9 +496,10 @@ fn desk(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> Desk {
         last_view: Some(opened.last_view).filter(|view| view.members.contains(endpoint.replica)),
     };
     let peers = spec.replicas.iter().zip(complete).zip(runs).map(peer).collect();
-    let desk = Desk::new(Greeter::new(spec, opened.view.id.generation), spec.queues, shared, peers);
-    desk.limit(spec.rebuild.bytes_per_s);
-    desk
+    let context =
+        EngineContext::new(Connector::new(spec, opened.view.id.generation), spec.queues, shared, peers);
+    context.limit(spec.rebuild.bytes_per_s);
+    context
 }
 
 #[cfg(test)]

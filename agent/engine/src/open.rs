@@ -8,18 +8,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shorthorn_control::{
-    Command, EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
+    EnginePhase, EngineSpec, GrantWanted, MemberMode, MemberStatus, ProcessCommand, Publisher,
+    ReplicaEndpoint,
 };
 use shorthorn_recovery::{
     Grant, Misfit, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, fit, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View};
-use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
+use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, Plan};
 use shorthorn_wire::{Claim, Welcome};
 
 use crate::connection::{ConnectError, Connection, finish};
 use crate::error::EngineError;
-use crate::shared::News;
+use crate::shared::MainEvent;
 use crate::state::EngineState;
 use crate::status;
 
@@ -28,7 +29,7 @@ use crate::status;
 const MISSING_LIMIT: Duration = Duration::from_secs(5);
 /// The same limit if the others have lost writes that a user counts on: one of the missing replicas may have
 /// kept them.
-const KEEPER_LIMIT: Duration = Duration::from_secs(30);
+const MEMBER_LIMIT: Duration = Duration::from_secs(30);
 /// Between two attempts to reach the replicas that are missing; the first ones come sooner, as a replica that
 /// is being restarted is back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
@@ -52,13 +53,13 @@ pub struct Opened {
     /// Regions in which the members may differ.
     pub dirty: RegionSet,
     /// For every replica: the regions that it has missed, as far as the members know.
-    pub missed: Vec<RegionSet>,
+    pub out_of_sync: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
-    pub is_missed_complete: Vec<bool>,
+    pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
     /// For every replica that is no member: the newest stamp that it was sent.
-    pub missed_stamps: Vec<u32>,
+    pub out_of_sync_stamps: Vec<u32>,
     /// For every replica that was reached: the run of its process.
     pub runs: Vec<Option<u64>>,
     /// A size that was ordered meanwhile.
@@ -100,18 +101,18 @@ enum OpenError {
 
 /// The replicas to greet, and the identity that greets them.
 #[derive(Clone, Debug)]
-pub struct Greeter {
+pub struct Connector {
     pub volume: shorthorn_types::VolumeName,
-    /// The size of the volume, shared by all clones of a greeter.
+    /// The size of the volume, shared by all clones of a connector.
     size_bytes: Arc<AtomicU64>,
     pub secret: shorthorn_control::Secret,
     pub generation: Generation,
     pub timeout: Duration,
 }
 
-impl Greeter {
-    pub fn new(spec: &EngineSpec, generation: Generation) -> Greeter {
-        Greeter {
+impl Connector {
+    pub fn new(spec: &EngineSpec, generation: Generation) -> Connector {
+        Connector {
             volume: spec.volume.clone(),
             size_bytes: Arc::new(AtomicU64::new(spec.size_bytes)),
             secret: spec.secret.clone(),
@@ -131,14 +132,14 @@ impl Greeter {
     }
 
     /// Opens one connection to a replica, at the first of its addresses that answers.
-    pub fn greet(
+    pub fn connect(
         &self,
         endpoint: &ReplicaEndpoint,
         queue: u16,
     ) -> Result<(Connection, Welcome), ConnectError> {
         let mut last = ConnectError::Address(String::new());
         for address in &endpoint.addresses {
-            match self.greet_at(address, endpoint.replica, queue) {
+            match self.connect_at(address, endpoint.replica, queue) {
                 Ok(answer) => return Ok(answer),
                 Err(deposed @ ConnectError::Deposed { .. }) => return Err(deposed),
                 Err(error) => last = error,
@@ -147,7 +148,7 @@ impl Greeter {
         Err(last)
     }
 
-    fn greet_at(
+    fn connect_at(
         &self,
         address: &str,
         replica: ReplicaId,
@@ -156,7 +157,7 @@ impl Greeter {
         let (volume, generation) = (self.volume.clone(), self.generation);
         let claim = Claim { volume, replica, generation, queue };
         let mut connection = Connection::open(address, self.timeout)?;
-        let mut welcome = connection.greet(claim, &self.secret)?;
+        let mut welcome = connection.handshake(claim, &self.secret)?;
         let size_bytes = self.size_bytes();
         match finish(fit(&mut connection, &mut welcome, size_bytes)) {
             Ok(()) => Ok((connection, welcome)),
@@ -176,7 +177,7 @@ pub struct Opener<'a> {
     pub spec: &'a mut EngineSpec,
     pub state: &'a mut EngineState,
     pub publisher: &'a Publisher,
-    pub news: &'a Receiver<News>,
+    pub events: &'a Receiver<MainEvent>,
     /// A size that was ordered, for the next attempt: each has one size from its beginning to its end.
     pub expand_to_bytes: Option<u64>,
 }
@@ -189,7 +190,7 @@ impl Opener<'_> {
     pub fn run(mut self) -> Result<Opening, EngineError> {
         let begin = Instant::now();
         let mut pause = FIRST_RETRY;
-        let mut told = String::new();
+        let mut reported = String::new();
         let mut offenders = Offenders::default();
         loop {
             self.take_size();
@@ -198,9 +199,9 @@ impl Opener<'_> {
                 Err(OpenError::Fatal(error)) => return Err(error),
                 Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
                 Err(OpenError::Missing { reason, members }) => {
-                    if reason != told {
+                    if reason != reported {
                         tracing::warn!(volume = %self.spec.volume, "the volume waits: {reason}");
-                        told.clone_from(&reason);
+                        reported.clone_from(&reason);
                     }
                     status::publish(self.publisher, |engine| {
                         engine.message = format!("waiting: {reason}");
@@ -235,23 +236,23 @@ impl Opener<'_> {
 
     /// Waits at most `pause` for an order, a grant or a signal.
     fn wait(&mut self, pause: Duration) -> Result<Heard, Stop> {
-        let order = match self.news.recv_timeout(pause) {
-            Ok(News::Terminate) => return Err(Stop::Ended { for_good: false }),
-            Ok(News::Order(order)) => order,
+        let order = match self.events.recv_timeout(pause) {
+            Ok(MainEvent::Terminate) => return Err(Stop::Ended { for_good: false }),
+            Ok(MainEvent::ControlCommand(order)) => order,
             // The queues do not run yet, so no other news can come.
             Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
             Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended { for_good: false }),
         };
         let volume = &self.spec.volume;
         match order {
-            Command::Stop => return Err(Stop::Ended { for_good: true }),
-            Command::Handover => return Err(Stop::Ended { for_good: false }),
-            Command::Grant { view } if view.id.generation.attach <= self.spec.attach => {
+            ProcessCommand::Stop => return Err(Stop::Ended { for_good: true }),
+            ProcessCommand::Handover => return Err(Stop::Ended { for_good: false }),
+            ProcessCommand::Grant { view } if view.id.generation.attach <= self.spec.attach => {
                 tracing::info!(%volume, %view, "the arbiter has granted a view");
                 self.state.keep_grant(view)?;
                 return Ok(Heard::Grant(view));
             }
-            Command::Replicas { replicas } if replicas != self.spec.replicas => {
+            ProcessCommand::Replicas { replicas } if replicas != self.spec.replicas => {
                 match status::check_replicas(&replicas) {
                     Ok(()) => {
                         self.spec.replicas = replicas;
@@ -260,9 +261,9 @@ impl Opener<'_> {
                     Err(reason) => tracing::warn!(%volume, reason, "an order is ignored"),
                 }
             }
-            Command::Replicas { .. } => {}
-            Command::Limits { limits } => self.spec.rebuild = limits,
-            Command::Expand { size_bytes } => {
+            ProcessCommand::Replicas { .. } => {}
+            ProcessCommand::Limits { limits } => self.spec.rebuild = limits,
+            ProcessCommand::Expand { size_bytes } => {
                 self.expand_to_bytes = self.expand_to_bytes.max(Some(size_bytes));
                 if size_bytes > self.spec.size_bytes {
                     return Ok(Heard::Size);
@@ -286,10 +287,10 @@ impl Opener<'_> {
                 .flatten()
                 .max_by_key(|view| view.id),
             missing_limit_ms: millis(MISSING_LIMIT),
-            keeper_limit_ms: millis(KEEPER_LIMIT),
+            member_limit_ms: millis(MEMBER_LIMIT),
         };
         let mut attempt = Attempt {
-            greeter: Greeter::new(self.spec, generation),
+            connector: Connector::new(self.spec, generation),
             endpoints: self.spec.replicas.clone(),
             members: self.spec.replicas.iter().map(status::connecting).collect(),
             first,
@@ -337,10 +338,10 @@ impl Opener<'_> {
             members,
             size_bytes: self.spec.size_bytes,
             dirty: opened.dirty,
-            missed: opened.missed,
-            is_missed_complete: opened.is_missed_complete,
+            out_of_sync: opened.out_of_sync,
+            is_out_of_sync_complete: opened.is_out_of_sync_complete,
             stamp: opened.stamp,
-            missed_stamps: opened.missed_stamps,
+            out_of_sync_stamps: opened.out_of_sync_stamps,
             runs: opened.runs,
             expand_to_bytes: self.expand_to_bytes,
             lost_writes: self.state.lost_writes(),
@@ -381,7 +382,7 @@ fn millis(duration: Duration) -> u64 {
 /// An attempt to open the volume, driven by [`shorthorn_recovery`].
 struct Attempt<'a, 'b> {
     opener: &'a mut Opener<'b>,
-    greeter: Greeter,
+    connector: Connector,
     /// The replicas of the spec when it began.
     endpoints: Vec<ReplicaEndpoint>,
     members: Vec<MemberStatus>,
@@ -409,9 +410,9 @@ impl OpeningEngine for Attempt<'_, '_> {
         let begin = Instant::now();
         let (sender, answers) = mpsc::channel();
         for (index, endpoint) in self.endpoints.iter().cloned().enumerate() {
-            let (sender, greeter) = (sender.clone(), self.greeter.clone());
+            let (sender, connector) = (sender.clone(), self.connector.clone());
             thread::spawn(move || {
-                let answer = greeter.greet(&endpoint, 0);
+                let answer = connector.connect(&endpoint, 0);
                 // The receiver is gone if the answer of another replica was fatal: then this one does not
                 // matter.
                 let _ = sender.send((index, answer, Instant::now()));
@@ -447,7 +448,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     }
 
     /// Shows and logs the replicas that are no members although the views say so.
-    fn planned(&mut self, _: &[Witness], plan: Result<&Plan, &NoPlan>) {
+    fn planned(&mut self, _: &[FencedReplica], plan: Result<&Plan, &NoPlan>) {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
             tracing::error!(%volume, %replica, why, "a replica of the view is not taken as a member");
@@ -496,7 +497,7 @@ impl OpeningEngine for Attempt<'_, '_> {
 
     async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
-            Heard::Grant(view) => return Ok(Grant::Told(view)),
+            Heard::Grant(view) => return Ok(Grant::Answered(view)),
             Heard::Replicas => return Err(NotOpen::torn("the volume has other replicas now")),
             // A replica that another engine has enlarged is taken only by one that knows of it.
             Heard::Size => return Err(NotOpen::torn("the volume is to be larger now")),
@@ -527,9 +528,9 @@ impl OpeningEngine for Attempt<'_, '_> {
         });
     }
 
-    fn note_lost_writes(&mut self) -> Result<(), Stop> {
+    fn record_lost_writes(&mut self) -> Result<(), Stop> {
         let state = &mut *self.opener.state;
-        state.note_lost_writes()?;
+        state.record_lost_writes()?;
         let lost_writes = state.lost_writes();
         if lost_writes {
             tracing::error!(volume = %self.opener.spec.volume, "the hosts of all members restarted while \
@@ -555,8 +556,8 @@ impl OpeningEngine for Attempt<'_, '_> {
         reached: Vec<Reached>,
         proposal: &Proposal,
     ) -> Result<Vec<Vec<Connection>>, NotOpen<Stop>> {
-        let (spec, greeter) = (&*self.opener.spec, &self.greeter);
-        let connected = at_once(reached, |one| connect_queues(spec, one, greeter, proposal));
+        let (spec, connector) = (&*self.opener.spec, &self.connector);
+        let connected = at_once(reached, |one| connect_queues(spec, one, connector, proposal));
         let mut connections: Vec<Vec<Connection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         for result in connected {
             let (replica, opened) = result.map_err(|(replica, reason)| NotOpen::torn_by(replica, reason))?;
@@ -586,7 +587,7 @@ impl Attempt<'_, '_> {
 }
 
 /// A replica and its answer to a proposal.
-type Proposed = (Reached, Result<Option<Kept>, ConnectError>);
+type Proposed = (Reached, Result<Option<KeptSets>, ConnectError>);
 
 impl Attempt<'_, '_> {
     /// Shows a message beside a replica.
@@ -602,9 +603,9 @@ impl Attempt<'_, '_> {
         let (sender, found) = mpsc::channel();
         let is_reached = |replica: ReplicaId| reached.iter().any(|one| one.replica == replica);
         for endpoint in self.endpoints.iter().filter(|endpoint| !is_reached(endpoint.replica)).cloned() {
-            let (sender, greeter) = (sender.clone(), self.greeter.clone());
+            let (sender, connector) = (sender.clone(), self.connector.clone());
             thread::spawn(move || {
-                if greeter.greet(&endpoint, 0).is_ok() {
+                if connector.connect(&endpoint, 0).is_ok() {
                     // The receiver is gone once the grant has come.
                     let _ = sender.send(endpoint.replica);
                 }
@@ -628,7 +629,7 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,
-    greeter: &Greeter,
+    connector: &Connector,
     proposal: &Proposal,
 ) -> Result<(ReplicaId, Vec<Connection>), (ReplicaId, String)> {
     let replica = one.replica;
@@ -642,7 +643,7 @@ fn connect_queues(
     let endpoint = endpoint.ok_or_else(|| (replica, "not a replica of the volume".to_owned()))?;
     let mut connections = vec![one.link];
     for queue in 1..spec.queues {
-        let opened = greeter.greet(endpoint, queue);
+        let opened = connector.connect(endpoint, queue);
         let (connection, welcome) = opened.map_err(|error| (replica, error.to_string()))?;
         if welcome.run != one.welcome.run {
             return Err((replica, OTHER_RUN.to_owned()));

@@ -5,16 +5,16 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
-use shorthorn_frontend::{Parked, QueueFrontend, QueueIo, Refusal};
+use shorthorn_frontend::{QueueFrontend, QueueIo, Quiesced, Refusal};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
 use shorthorn_types::ByteRange;
 
-use crate::connection::Greeted;
+use crate::connection::ReadyConnection;
 use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::failures::{Limiter, Trouble};
 use crate::link::{self, Link, Notice};
-use crate::shared::{Mail, News, Shared};
+use crate::shared::{MainEvent, QueueMessage, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
 /// The interval of the core's ticks while requests are in flight.
@@ -43,7 +43,7 @@ pub struct Queue {
 /// A new connection to a replica.
 struct Arrival {
     peer: PeerIndex,
-    greeted: Option<Greeted>,
+    ready: Option<ReadyConnection>,
     installed: SyncSender<()>,
 }
 
@@ -57,7 +57,7 @@ struct Running {
     events: Vec<Event>,
     scratch: Outputs,
     outputs: Outputs,
-    mail: Vec<Mail>,
+    messages: Vec<QueueMessage>,
     /// Connections that wait for the last one of their replica to be gone.
     arriving: Vec<Arrival>,
     /// True if a connection may be gone since the core got the last event.
@@ -65,11 +65,11 @@ struct Running {
     /// True if the frontend takes no more requests.
     is_parking: bool,
     /// True if the main thread knows that all requests are answered.
-    told_drained: bool,
+    is_drain_reported: bool,
     /// True if no request was unfinished at the end of the last turn.
     is_quiet: bool,
     /// True if large requests have touched the arena since it was trimmed.
-    is_swollen: bool,
+    has_grown_buffer: bool,
     /// True if nothing has happened in the turn before this one.
     was_idle: bool,
     /// The limiter of log lines about errors that reach the user of the device.
@@ -81,7 +81,7 @@ impl Queue {
     pub fn serve(self) {
         let (shared, index) = (Arc::clone(&self.shared), self.index);
         if let Err(error) = self.try_serve() {
-            shared.tell(News::QueueFailed { queue: index, reason: error.to_string() });
+            shared.send_event(MainEvent::QueueFailed { queue: index, reason: error.to_string() });
         }
     }
 
@@ -105,19 +105,19 @@ impl Queue {
             events: Vec::with_capacity(room),
             scratch: Vec::with_capacity(room),
             outputs: Vec::with_capacity(room),
-            mail: Vec::new(),
+            messages: Vec::new(),
             arriving: Vec::new(),
             links_closed: false,
             is_parking: false,
-            told_drained: false,
+            is_drain_reported: false,
             is_quiet: false,
-            is_swollen: false,
+            has_grown_buffer: false,
             was_idle: false,
             limiter: Limiter::default(),
         };
         let served = running.serve();
-        let untold = running.limiter.end();
-        running.tell(untold);
+        let unreported = running.limiter.end();
+        running.report(unreported);
         if served.is_err() || running.queue.shared.is_draining() {
             // The kernel has requests of the device in this ring: the next process gets them.
             running.ring.leave_open();
@@ -154,7 +154,7 @@ impl Running {
     fn turn(&mut self) -> Result<(), EngineError> {
         let is_idle = self.completions.is_empty() && !self.queue.shared.has_requests();
         // An answer of the last turn is in the kernel's hands only now.
-        if is_idle && self.was_idle && self.is_swollen {
+        if is_idle && self.was_idle && self.has_grown_buffer {
             self.trim();
         }
         self.was_idle = is_idle;
@@ -173,26 +173,26 @@ impl Running {
         }
         if self.queue.shared.is_draining() && !self.is_parking {
             self.is_parking = true;
-            self.with_frontend(|frontend, io| frontend.park(io));
+            self.with_frontend(|frontend, io| frontend.quiesce(io));
         }
         self.decide();
         if !self.arriving.is_empty() {
             self.install();
         }
         self.with_frontend(|frontend, io| frontend.flush(io));
-        self.tell_refusals();
+        self.report_refusals();
         for link in &mut self.queue.links {
             link.flush(&mut self.ring);
         }
         if self.queue.shared.is_draining() {
-            self.tell_when_drained();
+            self.report_when_drained();
         }
         Ok(())
     }
 
     /// Requests that the frontend has refused in this turn, and the number of errors that an interval has
     /// left out.
-    fn tell_refusals(&mut self) {
+    fn report_refusals(&mut self) {
         if self.refusals.is_empty() && !self.limiter.is_active() {
             return;
         }
@@ -202,18 +202,18 @@ impl Running {
             self.troubled(Trouble::Refused(self.refusals[at]), now);
         }
         self.refusals.clear();
-        let untold = self.limiter.turn(now);
-        self.tell(untold);
+        let unreported = self.limiter.turn(now);
+        self.report(unreported);
     }
 
     fn troubled(&mut self, trouble: Trouble, now: Instant) {
         let trouble = self.limiter.admits(now).then_some(trouble);
-        self.tell(trouble);
+        self.report(trouble);
     }
 
-    fn tell(&self, trouble: Option<Trouble>) {
+    fn report(&self, trouble: Option<Trouble>) {
         if let Some(trouble) = trouble {
-            self.queue.shared.tell(News::Trouble(trouble));
+            self.queue.shared.send_event(MainEvent::Trouble(trouble));
         }
     }
 
@@ -232,7 +232,7 @@ impl Running {
                 let Some(link) = links.get_mut(peer) else { return Ok(()) };
                 let notice = link.on_completion(completion, ring, arena, &mut self.events);
                 if let Some(Notice::Deposed { holder }) = notice {
-                    shared.tell(News::Deposed { holder });
+                    shared.send_event(MainEvent::Deposed { holder });
                 }
                 if let Some(closed) = link.take_closed() {
                     self.events.push(closed);
@@ -241,12 +241,12 @@ impl Running {
             }
             _ => {
                 wake.arm(ring, WAKE);
-                shared.take_mail(*index, &mut self.mail);
-                for mail in self.mail.drain(..) {
-                    match mail {
-                        Mail::Do(output) => self.outputs.push(output),
-                        Mail::Connect { peer, greeted, installed } => {
-                            self.arriving.push(Arrival { peer, greeted: Some(greeted), installed });
+                shared.take_messages(*index, &mut self.messages);
+                for messages in self.messages.drain(..) {
+                    match messages {
+                        QueueMessage::Do(output) => self.outputs.push(output),
+                        QueueMessage::Connect { peer, ready, installed } => {
+                            self.arriving.push(Arrival { peer, ready: Some(ready), installed });
                         }
                     }
                 }
@@ -262,38 +262,38 @@ impl Running {
             let Some(link) = links.get_mut(usize::from(arrival.peer)).filter(|link| link.is_absent()) else {
                 continue;
             };
-            if let Some(greeted) = arrival.greeted.take()
-                && link.connect(greeted)
+            if let Some(ready) = arrival.ready.take()
+                && link.connect(ready)
             {
                 link.start(&mut self.ring);
-                shared.note_connected(*index, arrival.peer, true);
-                // The waiting courier gives up after a while: then the core never learns to use the
+                shared.set_connected(*index, arrival.peer, true);
+                // The waiting rebuild task gives up after a while: then the core never learns to use the
                 // connection.
                 let _ = arrival.installed.try_send(());
             }
         }
-        self.arriving.retain(|arrival| arrival.greeted.is_some());
+        self.arriving.retain(|arrival| arrival.ready.is_some());
     }
 
     /// Reports the answer of the last request to the main thread, once no more requests are taken. The
     /// answers are out one turn later, because the next wait submits them.
-    fn tell_when_drained(&mut self) {
-        if self.told_drained {
+    fn report_when_drained(&mut self) {
+        if self.is_drain_reported {
             return;
         }
-        let socket = match self.queue.frontend.parked() {
-            Parked::NotYet => {
+        let socket = match self.queue.frontend.quiesced() {
+            Quiesced::NotYet => {
                 self.is_quiet = false;
                 return;
             }
-            Parked::Done => None,
-            Parked::At(socket) => Some(socket),
+            Quiesced::Done => None,
+            Quiesced::At(socket) => Some(socket),
         };
         let is_quiet = !self.queue.shared.has_requests();
         let was_quiet = std::mem::replace(&mut self.is_quiet, is_quiet);
         if is_quiet && was_quiet {
-            self.told_drained = true;
-            self.queue.shared.tell(News::Drained { queue: self.queue.index, socket });
+            self.is_drain_reported = true;
+            self.queue.shared.send_event(MainEvent::Drained { queue: self.queue.index, socket });
         }
     }
 
@@ -312,7 +312,7 @@ impl Running {
                     &mut self.scratch,
                     &mut self.outputs,
                 );
-                self.note_closed();
+                self.record_closed();
             }
             if self.outputs.is_empty() && self.requests.is_empty() && self.events.is_empty() {
                 return;
@@ -322,11 +322,11 @@ impl Running {
     }
 
     /// Reports every closed connection to the core: others may be made in their place.
-    fn note_closed(&mut self) {
+    fn record_closed(&mut self) {
         if std::mem::take(&mut self.links_closed) {
             for (link, peer) in self.queue.links.iter().zip(0..) {
                 if link.is_absent() {
-                    self.queue.shared.note_connected(self.queue.index, peer, false);
+                    self.queue.shared.set_connected(self.queue.index, peer, false);
                 }
             }
         }
@@ -398,7 +398,7 @@ impl Running {
             }
             _ => 0,
         };
-        self.is_swollen |= length > SLOT_KEEP_BYTES;
+        self.has_grown_buffer |= length > SLOT_KEEP_BYTES;
         let data = self.queue.arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, length);
         let data_check = match (operation, *checked) {
             (Operation::Write { .. }, Some((known, check))) if known == (slot, range) => check,
@@ -423,6 +423,6 @@ impl Running {
         for slot in 0..usize::from(self.queue.depth) {
             self.queue.arena.release_pages(slot, SLOT_KEEP_BYTES);
         }
-        self.is_swollen = false;
+        self.has_grown_buffer = false;
     }
 }

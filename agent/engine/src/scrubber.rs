@@ -2,12 +2,12 @@
 //!
 //! Snapshots never change: no request waits for this, and it uses control connections. The members are asked
 //! for the sum of each piece of each layer, and for the one that they have kept from the last agreement.
-//! [`judge`](shorthorn_core::judge) decides who is right. Rotten pieces are copied from a right member and
-//! checked again ([`mend`]). Sums that all agree on are kept ([`keeper`]). The oldest layer comes first,
-//! because the others build on it.
+//! [`compare_checksums`](shorthorn_core::compare_checksums) decides who is right. Rotten pieces are copied
+//! from a right member and checked again ([`mend`]). Sums that all agree on are kept ([`writer`]). The oldest
+//! layer comes first, because the others build on it.
 
-mod keeper;
-mod mend;
+mod repair;
+mod sum_writer;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,25 +15,27 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use shorthorn_control::ScrubOrder;
-use shorthorn_core::{Evidence, PeerIndex, Verdict, Witness, judge, sum_to_keep};
+use shorthorn_control::ScrubCommand;
+use shorthorn_core::{
+    MemberChecksums, PeerIndex, ReplicaChecksums, ScrubResult, compare_checksums, sum_to_keep,
+};
 use shorthorn_types::ByteRange;
 use shorthorn_wire::{LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
 
 use crate::connection::{ConnectError, Connection};
-use crate::courier::Desk;
 use crate::error::EngineError;
 use crate::pacer::Pacer;
-use crate::shared::News;
-use keeper::Keeper;
+use crate::rebuild_task::EngineContext;
+use crate::shared::MainEvent;
+use sum_writer::SumWriter;
 
 /// The interval of progress reports.
-const TELL_INTERVAL: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
 
 /// A report of the scrub of snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum ScrubProgress {
     /// The current position of the scrub.
     At { snapshot: String, offset_bytes: u64 },
     /// Members differ.
@@ -58,7 +60,7 @@ pub enum Done {
     /// The range was copied from this member, and reads the same as there.
     Repaired { from: PeerIndex },
     /// No repair was requested.
-    Told,
+    Reported,
     /// The range was left alone, because the right data is not known.
     Undecided,
     /// The repair failed.
@@ -77,18 +79,22 @@ impl Scrubbing {
     ///
     /// # Errors
     /// No thread is to be had.
-    pub fn start(desk: Arc<Desk>, order: ScrubOrder, number: u64) -> Result<Scrubbing, EngineError> {
+    pub fn start(
+        context: Arc<EngineContext>,
+        order: ScrubCommand,
+        number: u64,
+    ) -> Result<Scrubbing, EngineError> {
         let (stop, stopped) = mpsc::channel();
         let pacer = Pacer::new(Instant::now());
         let mut scrubber = Scrubber {
-            desk,
+            context,
             order,
             number,
             stopped,
             pacer,
-            told: None,
+            reported: None,
             incomplete: None,
-            unsettled: BTreeSet::new(),
+            unrepaired: BTreeSet::new(),
         };
         thread::Builder::new()
             .name("scrub".to_owned())
@@ -133,17 +139,17 @@ impl Layer {
 }
 
 struct Scrubber {
-    desk: Arc<Desk>,
-    order: ScrubOrder,
+    context: Arc<EngineContext>,
+    order: ScrubCommand,
     number: u64,
     stopped: Receiver<()>,
     pacer: Pacer,
-    told: Option<Instant>,
+    reported: Option<Instant>,
     /// The reason why not everything was compared.
     incomplete: Option<String>,
     /// Pieces of examined layers that still differ. The scrub does not repair the layers above there, because
     /// they build on them.
-    unsettled: BTreeSet<u64>,
+    unrepaired: BTreeSet<u64>,
 }
 
 impl Scrubber {
@@ -154,18 +160,18 @@ impl Scrubber {
             Err(Trouble::Stopped) => return, // nobody listens any more
         }
         let incomplete = self.incomplete.take();
-        self.tell(Told::Ended { incomplete });
+        self.report(ScrubProgress::Ended { incomplete });
     }
 
-    fn tell(&self, told: Told) {
-        self.desk.shared.tell(News::Snapshots { scrub: self.number, told });
+    fn report(&self, progress: ScrubProgress) {
+        self.context.shared.send_event(MainEvent::Snapshots { scrub: self.number, progress });
     }
 
     fn scrub_all(&mut self) -> Result<(), Trouble> {
         for layer in self.layers()? {
             match self.scrub_layer(&layer) {
                 Err(Trouble::Failed(reason)) => {
-                    let (volume, snapshot) = (&self.desk.greeter.volume, layer.snapshot());
+                    let (volume, snapshot) = (&self.context.connector.volume, layer.snapshot());
                     tracing::warn!(%volume, snapshot, reason, "a snapshot could not be compared to its end");
                     self.incomplete = Some(format!("snapshot {snapshot}: {reason}"));
                 }
@@ -179,8 +185,8 @@ impl Scrubber {
     fn layers(&mut self) -> Result<Vec<Layer>, Trouble> {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
-        for peer in self.desk.members() {
-            let list = match self.desk.with_line_to(peer, Connection::list_layers) {
+        for peer in self.context.members() {
+            let list = match self.context.with_control_of(peer, Connection::list_layers) {
                 Ok(list) => list,
                 Err(error) => {
                     self.skipped(peer, &error);
@@ -193,7 +199,7 @@ impl Scrubber {
                     names.iter().map(|image| Layer { image: image.clone(), numbers: Vec::new() }).collect();
                 is_first = false;
             } else if names.len() != layers.len() {
-                let (volume, replica) = (&self.desk.greeter.volume, self.replica(peer));
+                let (volume, replica) = (&self.context.connector.volume, self.replica(peer));
                 tracing::warn!(%volume, replica, "a replica has other snapshots than the others");
             }
             for layer in &mut layers {
@@ -206,24 +212,25 @@ impl Scrubber {
     }
 
     fn replica(&self, peer: PeerIndex) -> String {
-        self.desk.known_peer(peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
+        self.context.known_peer(peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
     }
 
     fn skipped(&mut self, peer: PeerIndex, error: &ConnectError) {
-        let (volume, replica) = (&self.desk.greeter.volume, self.replica(peer));
+        let (volume, replica) = (&self.context.connector.volume, self.replica(peer));
         tracing::warn!(%volume, replica, %error, "a replica takes no part in the scrub of the snapshots");
         self.incomplete = Some(format!("replica {replica}: {error}"));
     }
 
     fn scrub_layer(&mut self, layer: &Layer) -> Result<(), Trouble> {
         let mut peers: Vec<PeerIndex> = layer.numbers.iter().map(|(peer, _)| *peer).collect();
-        let mut keepers: Vec<Keeper> = peers.iter().map(|peer| Keeper::new(*peer, &layer.image)).collect();
+        let mut writers: Vec<SumWriter> =
+            peers.iter().map(|peer| SumWriter::new(*peer, &layer.image)).collect();
         let mut at = Some(0);
         while let Some(offset_bytes) = at {
             let Some(piece) = self.piece(offset_bytes) else { break };
             self.wait(piece.length())?;
             self.show(layer, offset_bytes);
-            let members = self.desk.members();
+            let members = self.context.members();
             peers.retain(|peer| members.contains(peer));
             let checks = self.check(layer, piece, &mut peers);
             if checks.is_empty() {
@@ -235,21 +242,21 @@ impl Scrubber {
                 .min()
                 .filter(|next| *next > offset_bytes);
             let sums = self.look_at(layer, piece, &checks)?;
-            keepers.retain(|keeper| peers.contains(&keeper.peer()));
-            for keeper in &mut keepers {
-                let sum = sums.iter().find(|(peer, _)| *peer == keeper.peer()).and_then(|(_, sum)| *sum);
-                keeper.put(&self.desk, offset_bytes / SUM_PIECE_BYTES, sum.unwrap_or(0));
+            writers.retain(|writer| peers.contains(&writer.peer()));
+            for writer in &mut writers {
+                let sum = sums.iter().find(|(peer, _)| *peer == writer.peer()).and_then(|(_, sum)| *sum);
+                writer.put(&self.context, offset_bytes / SUM_PIECE_BYTES, sum.unwrap_or(0));
             }
         }
         // The statement of a single member is no basis for later decisions.
-        if keepers.len() > 1 {
-            keepers.into_iter().for_each(|keeper| keeper.finish(&self.desk));
+        if writers.len() > 1 {
+            writers.into_iter().for_each(|writer| writer.finish(&self.context));
         }
         Ok(())
     }
 
     fn piece(&self, offset_bytes: u64) -> Option<ByteRange> {
-        let left = self.desk.greeter.size_bytes().saturating_sub(offset_bytes).min(SUM_PIECE_BYTES);
+        let left = self.context.connector.size_bytes().saturating_sub(offset_bytes).min(SUM_PIECE_BYTES);
         ByteRange::new(offset_bytes, left).ok().filter(|piece| !piece.is_empty())
     }
 
@@ -263,9 +270,9 @@ impl Scrubber {
     }
 
     fn show(&mut self, layer: &Layer, offset_bytes: u64) {
-        if self.told.is_none_or(|told| told.elapsed() >= TELL_INTERVAL) {
-            self.told = Some(Instant::now());
-            self.tell(Told::At { snapshot: layer.snapshot(), offset_bytes });
+        if self.reported.is_none_or(|reported| reported.elapsed() >= REPORT_INTERVAL) {
+            self.reported = Some(Instant::now());
+            self.report(ScrubProgress::At { snapshot: layer.snapshot(), offset_bytes });
         }
     }
 
@@ -298,10 +305,10 @@ impl Scrubber {
     ) -> Result<LayerCheck, ConnectError> {
         let length_bytes = u32::try_from(piece.length()).unwrap_or(u32::MAX);
         let asked = LayerRange { image: layer.image.clone(), offset_bytes: piece.offset(), length_bytes };
-        self.desk.with_line_to(peer, |line| line.check_layer(&asked))
+        self.context.with_control_of(peer, |control| control.check_layer(&asked))
     }
 
-    /// Judges the members' checks of a piece and acts on the verdict. Returns the sum that each member is to
+    /// Judges the members' checks of a piece and acts on the result. Returns the sum that each member is to
     /// keep.
     fn look_at(
         &mut self,
@@ -309,25 +316,27 @@ impl Scrubber {
         piece: ByteRange,
         checks: &[(PeerIndex, LayerCheck)],
     ) -> Result<Vec<(PeerIndex, Option<u32>)>, Trouble> {
-        let witness = |(peer, check): &(PeerIndex, LayerCheck)| {
-            (*peer, Evidence { sum: check.sum, kept: check.kept, shown: None })
+        let member = |(peer, check): &(PeerIndex, LayerCheck)| {
+            (*peer, ReplicaChecksums { sum: check.sum, kept: check.kept, shown: None })
         };
-        let mut witnesses: Vec<Witness> = checks.iter().map(witness).collect();
-        let mut verdict = judge(&witnesses);
-        if verdict == Verdict::LookFurther {
-            self.look_further(layer, piece, &mut witnesses);
-            verdict = judge(&witnesses);
+        let mut member_checksums: Vec<MemberChecksums> = checks.iter().map(member).collect();
+        let mut scrub_result = compare_checksums(&member_checksums);
+        if scrub_result == ScrubResult::LookFurther {
+            self.look_further(layer, piece, &mut member_checksums);
+            scrub_result = compare_checksums(&member_checksums);
         }
-        let keep = |peer| sum_to_keep(&witnesses, &verdict, peer);
-        let mut sums: Vec<_> = witnesses.iter().map(|(peer, _)| (*peer, keep(*peer))).collect();
-        let (odd, done) = match &verdict {
-            Verdict::Equal => return Ok(sums),
-            Verdict::Torn(odd) => (odd.clone(), Done::Undecided),
+        let keep = |peer| sum_to_keep(&member_checksums, &scrub_result, peer);
+        let mut sums: Vec<_> = member_checksums.iter().map(|(peer, _)| (*peer, keep(*peer))).collect();
+        let (odd, done) = match &scrub_result {
+            ScrubResult::Equal => return Ok(sums),
+            ScrubResult::Torn(odd) => (odd.clone(), Done::Undecided),
             // Some member does not report the shown sum.
-            Verdict::LookFurther => (witnesses.iter().map(|(peer, _)| *peer).collect(), Done::Undecided),
-            Verdict::Odd { odd, .. } if !self.order.repair => (odd.clone(), Done::Told),
-            Verdict::Odd { odd, sources } => {
-                (odd.clone(), self.repair(layer, piece, odd, sources, &witnesses))
+            ScrubResult::LookFurther => {
+                (member_checksums.iter().map(|(peer, _)| *peer).collect(), Done::Undecided)
+            }
+            ScrubResult::Odd { odd, .. } if !self.order.repair => (odd.clone(), Done::Reported),
+            ScrubResult::Odd { odd, sources } => {
+                (odd.clone(), self.repair(layer, piece, odd, sources, &member_checksums))
             }
         };
         if self.layers()?.iter().all(|now| now != layer) {
@@ -337,9 +346,9 @@ impl Scrubber {
             let sum = keep(from);
             sums.iter_mut().filter(|(peer, _)| odd.contains(peer)).for_each(|(_, kept)| *kept = sum);
         } else {
-            self.unsettled.insert(piece.offset());
+            self.unrepaired.insert(piece.offset());
         }
-        self.tell(Told::Found(Finding { snapshot: layer.snapshot(), range: piece, odd, done }));
+        self.report(ScrubProgress::Found(Finding { snapshot: layer.snapshot(), range: piece, odd, done }));
         Ok(sums)
     }
 }

@@ -1,8 +1,8 @@
 //! Runs the main thread while the volume is served: shows events, carries out orders of the control socket,
-//! and sends couriers to replicas outside the view.
+//! and sends rebuild tasks to replicas outside the view.
 
+mod commands;
 mod members;
-mod orders;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -14,17 +14,17 @@ use shorthorn_control::{
 };
 use shorthorn_core::{Cause, Event, Failure, PeerIndex, ScrubConfig};
 use shorthorn_frontend::Refusal;
-use shorthorn_recovery::{Standing, Stay};
+use shorthorn_recovery::{RejoinDelay, Standing};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
-use crate::courier::{Couriers, Desk, Peer, Told};
 use crate::error::EngineError;
 use crate::expansion::{self, SharedDevice};
 use crate::failures::{self, Trouble};
 use crate::open::Opened;
+use crate::rebuild_task::{EngineContext, Peer, RebuildProgress, RebuildTasks};
 use crate::scrubber::{self, Done, Finding, Scrubbing};
-use crate::shared::{News, Shared, lock};
+use crate::shared::{MainEvent, Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
 
@@ -33,7 +33,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval of logging the progress of a copy.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
-const NO_STAY: Stay = Stay::For(Duration::ZERO);
+const NO_DELAY: RejoinDelay = RejoinDelay::For(Duration::ZERO);
 
 /// The way in which serving ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,14 +49,14 @@ pub struct Serving<'a> {
     spec: &'a mut EngineSpec,
     state: &'a mut EngineState,
     publisher: &'a Publisher,
-    couriers: Couriers,
+    rebuild_tasks: RebuildTasks,
     device: SharedDevice,
     /// The step of an expansion that is under way, or was the last.
-    expansion: Option<expansion::Step>,
+    expansion: Option<expansion::ExpansionTask>,
     view: View,
     /// The view that the arbiter was asked for.
     asked: Option<View>,
-    equalising: Option<Meter>,
+    resync: Option<Meter>,
     /// Per replica: the copy to it.
     copies: [Option<Meter>; MAX_MEMBERS],
     /// Per replica: how often it was dropped.
@@ -71,7 +71,7 @@ pub struct Serving<'a> {
 }
 
 impl<'a> Serving<'a> {
-    /// Sends couriers after all replicas that are not in the view.
+    /// Sends rebuild tasks for all replicas that are not in the view.
     ///
     /// # Errors
     /// No thread is to be had.
@@ -79,7 +79,7 @@ impl<'a> Serving<'a> {
         spec: &'a mut EngineSpec,
         state: &'a mut EngineState,
         publisher: &'a Publisher,
-        couriers: Couriers,
+        rebuild_tasks: RebuildTasks,
         opened: &Opened,
         device: &SharedDevice,
     ) -> Result<Serving<'a>, EngineError> {
@@ -88,12 +88,12 @@ impl<'a> Serving<'a> {
             spec,
             state,
             publisher,
-            couriers,
+            rebuild_tasks,
             device: Arc::clone(device),
             expansion: None,
             view: opened.view,
             asked: None,
-            equalising: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
+            resync: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
             standings: Default::default(),
             begun: now,
@@ -105,9 +105,9 @@ impl<'a> Serving<'a> {
         if let Some(bytes) = opened.unequal_bytes() {
             tracing::info!(volume = %serving.spec.volume, bytes, "resyncing the members in dirty regions");
         }
-        for (index, peer) in serving.desk().known_peers() {
+        for (index, peer) in serving.context().known_peers() {
             if !serving.view.members.contains(peer.endpoint.replica) {
-                serving.couriers.attend(index, NO_STAY)?;
+                serving.rebuild_tasks.start(index, NO_DELAY)?;
             }
         }
         let device_bytes = lock(device).size_bytes();
@@ -122,12 +122,12 @@ impl<'a> Serving<'a> {
     ///
     /// # Errors
     /// The reason why it cannot continue.
-    pub fn run(&mut self, news: &Receiver<News>) -> Result<Ending, EngineError> {
+    pub fn run(&mut self, events: &Receiver<MainEvent>) -> Result<Ending, EngineError> {
         let mut polled = Instant::now();
         loop {
             let item = match self.is_copying() {
-                true => news.recv_timeout(POLL_INTERVAL.saturating_sub(polled.elapsed())),
-                false => news.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                true => events.recv_timeout(POLL_INTERVAL.saturating_sub(polled.elapsed())),
+                false => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             match item {
                 Ok(item) => {
@@ -160,9 +160,9 @@ impl<'a> Serving<'a> {
     ///
     /// # Errors
     /// The reason why the engine cannot continue.
-    pub fn settle(
+    pub fn clear_all(
         &mut self,
-        news: &Receiver<News>,
+        events: &Receiver<MainEvent>,
         ending: Ending,
         limit: Duration,
     ) -> Result<(Ending, bool), EngineError> {
@@ -170,11 +170,11 @@ impl<'a> Serving<'a> {
             return Ok((ending, false)); // who the members are may stay open for long
         }
         let begin = Instant::now();
-        self.shared().tell_core(Event::Settle);
+        self.shared().send_to_core(Event::ClearAll);
         let is_done = loop {
-            match news.recv_timeout(limit.saturating_sub(begin.elapsed())) {
-                Ok(News::Settled) => break true,
-                Ok(News::AskGrant { .. }) | Err(_) => break false,
+            match events.recv_timeout(limit.saturating_sub(begin.elapsed())) {
+                Ok(MainEvent::ClearedAll) => break true,
+                Ok(MainEvent::AskGrant { .. }) | Err(_) => break false,
                 Ok(item) => match self.take(item)? {
                     None => {}
                     Some(Ending::Stop) => return Ok((Ending::Stop, false)),
@@ -182,17 +182,17 @@ impl<'a> Serving<'a> {
                 },
             }
         };
-        self.log_settled(is_done, begin.elapsed());
+        self.log_cleared(is_done, begin.elapsed());
         Ok((ending, is_done))
     }
 
-    fn log_settled(&self, is_done: bool, took: Duration) {
+    fn log_cleared(&self, is_done: bool, took: Duration) {
         let dirty_bytes = self.dirty_bytes();
-        let (volume, settled_ms) = (&self.spec.volume, took.as_millis());
+        let (volume, took_ms) = (&self.spec.volume, took.as_millis());
         if is_done {
-            tracing::info!(%volume, settled_ms, dirty_bytes, "every member has flushed all writes");
+            tracing::info!(%volume, took_ms, dirty_bytes, "every member has flushed all writes");
         } else {
-            tracing::warn!(%volume, settled_ms, dirty_bytes, "not every member has flushed in time: the next \
+            tracing::warn!(%volume, took_ms, dirty_bytes, "not every member has flushed in time: the next \
              start resyncs dirty regions");
         }
     }
@@ -203,15 +203,15 @@ impl<'a> Serving<'a> {
     }
 
     fn is_copying(&self) -> bool {
-        self.equalising.is_some() || self.is_scrubbing || self.copies.iter().any(Option::is_some)
+        self.resync.is_some() || self.is_scrubbing || self.copies.iter().any(Option::is_some)
     }
 
-    fn desk(&self) -> &Desk {
-        self.couriers.desk()
+    fn context(&self) -> &EngineContext {
+        self.rebuild_tasks.context()
     }
 
     fn shared(&self) -> &Shared {
-        &self.desk().shared
+        &self.context().shared
     }
 
     fn publish(&self, change: impl FnOnce(&mut EngineStatus)) {
@@ -227,38 +227,38 @@ impl<'a> Serving<'a> {
     }
 
     fn replica(&self, peer: PeerIndex) -> Option<ReplicaId> {
-        self.desk().known_peer(peer).map(|peer| peer.endpoint.replica)
+        self.context().known_peer(peer).map(|peer| peer.endpoint.replica)
     }
 
-    fn take(&mut self, news: News) -> Result<Option<Ending>, EngineError> {
-        match news {
-            News::Terminate => return Ok(Some(Ending::Terminate)),
-            News::Order(order) => return self.obey(order),
-            News::Proposed => self.couriers.hurry(),
-            News::View(view) => self.view_changed(view)?,
-            News::Dropped { peer, reason, cause } => self.dropped(peer, reason, cause)?,
-            News::Awaited { peer, late_ms, is_silent } => self.awaited(peer, late_ms, is_silent),
-            News::Prompt { peer } => self.prompt(peer),
-            News::AskGrant { wanted } => self.ask_grant(*wanted),
-            News::Joined { peer } => self.joined(peer),
-            News::Equalised => self.equalised(),
-            News::ScrubFound { range, odd, repaired } => self.scrub_found(range, &odd, repaired),
-            News::RotFound { peer, range, is_copied } => self.rot_found(peer, range, is_copied),
-            News::ScrubDone => self.scrub_done(),
-            News::Snapshots { scrub, told } => self.snapshots_told(scrub, told),
-            News::Courier { peer, told } => self.courier_told(peer, told),
-            News::Frozen(reason) => return Err(EngineError::Frozen(reason)),
-            News::Deposed { holder } => {
+    fn take(&mut self, events: MainEvent) -> Result<Option<Ending>, EngineError> {
+        match events {
+            MainEvent::Terminate => return Ok(Some(Ending::Terminate)),
+            MainEvent::ControlCommand(order) => return self.obey(order),
+            MainEvent::Proposed => self.rebuild_tasks.retry_now(),
+            MainEvent::View(view) => self.view_changed(view)?,
+            MainEvent::Dropped { peer, reason, cause } => self.dropped(peer, reason, cause)?,
+            MainEvent::Awaited { peer, late_ms, is_silent } => self.awaited(peer, late_ms, is_silent),
+            MainEvent::Prompt { peer } => self.prompt(peer),
+            MainEvent::AskGrant { wanted } => self.ask_grant(*wanted),
+            MainEvent::Rebuilt { peer } => self.joined(peer),
+            MainEvent::Resynced => self.resynced(),
+            MainEvent::ScrubFound { range, odd, repaired } => self.scrub_found(range, &odd, repaired),
+            MainEvent::RotFound { peer, range, is_copied } => self.rot_found(peer, range, is_copied),
+            MainEvent::ScrubDone => self.scrub_done(),
+            MainEvent::Snapshots { scrub, progress } => self.scrub_progress(scrub, progress),
+            MainEvent::Rebuild { peer, progress } => self.rebuild_progress(peer, progress),
+            MainEvent::Frozen(reason) => return Err(EngineError::Frozen(reason)),
+            MainEvent::Deposed { holder } => {
                 return Err(EngineError::Deposed { generation: self.state.generation(), holder });
             }
-            News::QueueFailed { queue, reason } => {
+            MainEvent::QueueFailed { queue, reason } => {
                 let source = std::io::Error::other(format!("queue {queue}: {reason}"));
                 return Err(EngineError::System { action: "serving", source });
             }
-            News::Trouble(trouble) => self.log(trouble),
-            News::Expanded { size_bytes } => self.expanded(size_bytes)?,
-            News::Expansion(told) => self.expansion_told(told),
-            News::Settled | News::Drained { .. } => {}
+            MainEvent::Trouble(trouble) => self.log(trouble),
+            MainEvent::Expanded { size_bytes } => self.expanded(size_bytes)?,
+            MainEvent::Expansion(progress) => self.expansion_progress(progress),
+            MainEvent::ClearedAll | MainEvent::Drained { .. } => {}
         }
         Ok(None)
     }
@@ -290,9 +290,9 @@ impl<'a> Serving<'a> {
     }
 
     /// Logs the errors that still wait to be logged: the process ends.
-    pub fn log_rest(&self, news: &Receiver<News>) {
-        for item in news.try_iter() {
-            if let News::Trouble(trouble) = item {
+    pub fn log_rest(&self, events: &Receiver<MainEvent>) {
+        for item in events.try_iter() {
+            if let MainEvent::Trouble(trouble) = item {
                 self.log(trouble);
             }
         }
@@ -314,10 +314,10 @@ impl<'a> Serving<'a> {
         if 2 * view.members.len() <= self.spec.replicas.len() {
             // Too few are left to reject members that were absent before.
             let was_away = |peer: &Peer| !before.members.contains(peer.endpoint.replica);
-            let away = self.desk().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
-            away.for_each(|(index, _)| self.couriers.relent(index));
+            let away = self.context().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
+            away.for_each(|(index, _)| self.rebuild_tasks.end_delay(index));
         }
-        self.couriers.hurry();
+        self.rebuild_tasks.retry_now();
         self.give_up_unwanted()
     }
 
@@ -328,7 +328,7 @@ impl<'a> Serving<'a> {
         tracing::warn!(volume = %self.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
         self.asked = Some(view);
         // One of the others can bring the view through without the arbiter, however often it was late.
-        self.desk().known_peers().iter().for_each(|(index, _)| self.couriers.relent(*index));
+        self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
         self.publish(|engine| {
             engine.phase = EnginePhase::Frozen;
             engine.message = message;
@@ -349,22 +349,24 @@ impl<'a> Serving<'a> {
         });
     }
 
-    fn equalised(&mut self) {
-        let Some(meter) = self.equalising.take() else { return };
+    fn resynced(&mut self) {
+        let Some(meter) = self.resync.take() else { return };
         let (bytes, seconds) = (meter.total_bytes(), meter.elapsed().as_secs_f64());
         tracing::info!(volume = %self.spec.volume, bytes, seconds, "the members are equal");
-        self.publish(|engine| engine.equalising = None);
+        self.publish(|engine| engine.resync = None);
     }
 
-    fn courier_told(&mut self, peer: PeerIndex, told: Told) {
+    fn rebuild_progress(&mut self, peer: PeerIndex, progress: RebuildProgress) {
         let Some(replica) = self.replica(peer) else { return };
         if self.view.members.contains(replica) {
-            return; // it was told before the replica has joined
+            return; // it was told before the replica is a member
         }
         let (volume, now) = (&self.spec.volume, Instant::now());
-        match told {
-            Told::Waiting(message) => self.publish_member(replica, |member| member.message = message),
-            Told::Copying { total_bytes, left_bytes } => {
+        match progress {
+            RebuildProgress::Waiting(message) => {
+                self.publish_member(replica, |member| member.message = message)
+            }
+            RebuildProgress::Copying { total_bytes, left_bytes } => {
                 let meter = &mut self.copies[usize::from(peer)];
                 if meter.is_none() {
                     tracing::info!(%volume, %replica, bytes = total_bytes, "copying snapshots to a replica");
@@ -374,8 +376,8 @@ impl<'a> Serving<'a> {
                 let shown = meter.status();
                 self.show_copy(replica, shown, "copying its snapshots");
             }
-            Told::Joining { missing_bytes, is_copy } => {
-                tracing::info!(%volume, %replica, bytes = missing_bytes, is_copy, "bringing a replica up");
+            RebuildProgress::Rebuilding { missing_bytes, is_copy } => {
+                tracing::info!(%volume, %replica, bytes = missing_bytes, is_copy, "rebuilding a replica");
                 let meter = Meter::new(missing_bytes, now);
                 let shown = meter.status();
                 self.copies[usize::from(peer)] = Some(meter);
@@ -397,12 +399,12 @@ impl<'a> Serving<'a> {
         let progress = self.shared().look(|core| core.copy_progress());
         let now = Instant::now();
         let is_time_to_log = self.logged.elapsed() >= LOG_INTERVAL;
-        if let Some(meter) = &mut self.equalising {
-            meter.update(progress.equalise_left_bytes, now);
+        if let Some(meter) = &mut self.resync {
+            meter.update(progress.resync_left_bytes, now);
             let shown = meter.status();
-            self.publish(|engine| engine.equalising = Some(shown));
+            self.publish(|engine| engine.resync = Some(shown));
         }
-        for (peer, left_bytes) in progress.joins {
+        for (peer, left_bytes) in progress.rebuilds {
             let Some(replica) = self.replica(peer) else { continue };
             let Some(meter) = &mut self.copies[usize::from(peer)] else { continue };
             meter.update(left_bytes, now);
@@ -410,7 +412,7 @@ impl<'a> Serving<'a> {
             self.publish_member(replica, |member| member.copy = Some(shown));
             if is_time_to_log {
                 let (volume, percent) = (&self.spec.volume, shown.percent());
-                tracing::info!(%volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being brought up");
+                tracing::info!(%volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being rebuilt");
             }
         }
         if let Some(at_bytes) = progress.scrub_at_bytes {
@@ -442,16 +444,16 @@ impl<'a> Serving<'a> {
         });
     }
 
-    fn snapshots_told(&mut self, scrub: u64, told: scrubber::Told) {
+    fn scrub_progress(&mut self, scrub: u64, progress: scrubber::ScrubProgress) {
         if self.snapshots.as_ref().is_none_or(|(scrubbing, _)| scrubbing.number() != scrub) {
             return; // it was stopped
         }
-        match told {
-            scrubber::Told::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
+        match progress {
+            scrubber::ScrubProgress::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
                 (scrub.snapshot, scrub.at_bytes) = (snapshot, offset_bytes);
             }),
-            scrubber::Told::Found(finding) => self.snapshot_differs(finding),
-            scrubber::Told::Ended { incomplete } => self.snapshots_done(incomplete),
+            scrubber::ScrubProgress::Found(finding) => self.snapshot_differs(finding),
+            scrubber::ScrubProgress::Ended { incomplete } => self.snapshots_done(incomplete),
         }
     }
 
@@ -462,7 +464,7 @@ impl<'a> Serving<'a> {
         let replicas = odd.iter().map(name).collect::<Vec<_>>().join(" ");
         let what = match &done {
             Done::Repaired { from } => format!("repaired from {}", name(from)),
-            Done::Told => "not repaired: repair was not requested".to_owned(),
+            Done::Reported => "not repaired: repair was not requested".to_owned(),
             Done::Undecided => "not repaired: no majority".to_owned(),
             Done::Failed(reason) => format!("not repaired: {reason}"),
         };
@@ -487,7 +489,7 @@ impl<'a> Serving<'a> {
                 scrub.last = format!("not every snapshot was compared: {reason}");
             }
         });
-        self.shared().tell_core(Event::Scrub(Some(config)));
+        self.shared().send_to_core(Event::Scrub(Some(config)));
     }
 
     fn scrub_done(&mut self) {
@@ -524,11 +526,12 @@ impl Serving<'_> {
         }
         tracing::info!(volume = %self.spec.volume, from_bytes = has_bytes, to_bytes = size_bytes, "expanding");
         self.spec.size_bytes = size_bytes;
-        self.desk().greeter.set_size(size_bytes);
+        self.context().connector.set_size(size_bytes);
         self.show_expansion(String::new(), false);
-        self.expansion = Some(expansion::Step::grow_replicas(Arc::clone(self.couriers.desk()))?);
+        self.expansion =
+            Some(expansion::ExpansionTask::grow_replicas(Arc::clone(self.rebuild_tasks.context()))?);
         // A formerly too large replica may be accepted.
-        self.couriers.hurry();
+        self.rebuild_tasks.retry_now();
         Ok(())
     }
 
@@ -548,20 +551,20 @@ impl Serving<'_> {
     fn resize_device(&mut self) -> Result<(), EngineError> {
         let size_bytes = self.spec.size_bytes;
         self.show_expansion(String::new(), false);
-        let (desk, device) = (Arc::clone(self.couriers.desk()), Arc::clone(&self.device));
-        self.expansion = Some(expansion::Step::resize(desk, device, size_bytes)?);
+        let (context, device) = (Arc::clone(self.rebuild_tasks.context()), Arc::clone(&self.device));
+        self.expansion = Some(expansion::ExpansionTask::resize(context, device, size_bytes)?);
         Ok(())
     }
 
-    fn expansion_told(&self, told: expansion::Told) {
+    fn expansion_progress(&self, progress: expansion::ExpansionProgress) {
         let volume = &self.spec.volume;
-        match told {
-            expansion::Told::Waiting(message) => self.show_expansion(message, false),
-            expansion::Told::NextAttach(message) => {
+        match progress {
+            expansion::ExpansionProgress::Waiting(message) => self.show_expansion(message, false),
+            expansion::ExpansionProgress::NextAttach(message) => {
                 tracing::warn!(%volume, message, "the device keeps its size until the volume is attached again");
                 self.show_expansion(message, true);
             }
-            expansion::Told::Resized { size_bytes } => {
+            expansion::ExpansionProgress::Resized { size_bytes } => {
                 tracing::info!(%volume, size_bytes, "expanded");
                 let is_all = size_bytes >= self.spec.size_bytes;
                 self.publish(|engine| {

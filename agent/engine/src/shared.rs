@@ -6,25 +6,25 @@ use std::sync::mpsc::{Sender, SyncSender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use shorthorn_control::{Command, GrantWanted};
+use shorthorn_control::{GrantWanted, ProcessCommand};
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex};
 use shorthorn_recovery::PendingView;
 use shorthorn_ring::Waker;
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
 
-use crate::connection::Greeted;
-use crate::courier::Told;
+use crate::connection::ReadyConnection;
 use crate::failures::Trouble;
+use crate::rebuild_task::RebuildProgress;
 use crate::{expansion, scrubber};
 
 /// News for the main thread.
 #[derive(Debug)]
-pub enum News {
+pub enum MainEvent {
     /// SIGTERM or SIGINT.
     Terminate,
     /// A client of the control socket asks for something.
-    Order(Command),
+    ControlCommand(ProcessCommand),
     /// Another view was proposed to the members.
     Proposed,
     /// The view has changed.
@@ -38,15 +38,15 @@ pub enum News {
     /// A view needs the arbiter's grant.
     AskGrant { wanted: Box<GrantWanted> },
     /// A rebuilt replica is in the view.
-    Joined { peer: PeerIndex },
+    Rebuilt { peer: PeerIndex },
     /// The members are equal everywhere.
-    Equalised,
+    Resynced,
     /// The core has grown.
     Expanded { size_bytes: u64 },
     /// An expansion reports its progress.
-    Expansion(expansion::Told),
+    Expansion(expansion::ExpansionProgress),
     /// All that can be is flushed and cleared from the members' write intent.
-    Settled,
+    ClearedAll,
     /// The members do not read the same.
     ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
     /// A member does not hold the data that was stored on it.
@@ -54,9 +54,9 @@ pub enum News {
     /// A scrub has seen everything.
     ScrubDone,
     /// The scrub of the snapshots with this number reports.
-    Snapshots { scrub: u64, told: scrubber::Told },
-    /// A courier reports on its replica.
-    Courier { peer: PeerIndex, told: Told },
+    Snapshots { scrub: u64, progress: scrubber::ScrubProgress },
+    /// A rebuild task reports on its replica.
+    Rebuild { peer: PeerIndex, progress: RebuildProgress },
     /// The engine has lost its quorum.
     Frozen(String),
     /// A newer engine holds the volume.
@@ -72,11 +72,11 @@ pub enum News {
 
 /// A message in the mailbox of a queue thread.
 #[derive(Debug)]
-pub enum Mail {
+pub enum QueueMessage {
     /// The core wants something done.
     Do(Output),
     /// A new connection to a replica. The queue sends to `installed` once it has the connection.
-    Connect { peer: PeerIndex, greeted: Greeted, installed: SyncSender<()> },
+    Connect { peer: PeerIndex, ready: ReadyConnection, installed: SyncSender<()> },
 }
 
 /// The core, shared by all threads. With one queue, which is the default, the lock is hardly ever contended;
@@ -88,7 +88,7 @@ pub struct Shared {
     pending: Mutex<Option<PendingView>>,
     /// Per replica: which queues have a connection to it, as bits.
     connected: [AtomicU8; MAX_MEMBERS],
-    news: Sender<News>,
+    events: Sender<MainEvent>,
     stop: AtomicBool,
     drain: AtomicBool,
     start: Instant,
@@ -99,19 +99,19 @@ const _: () = assert!(MAX_QUEUES <= 8);
 
 #[derive(Debug)]
 struct Mailbox {
-    mail: Mutex<Vec<Mail>>,
+    messages: Mutex<Vec<QueueMessage>>,
     waker: Waker,
 }
 
 impl Shared {
-    pub fn new(core: EngineCore, wakers: Vec<Waker>, news: Sender<News>) -> Shared {
-        let mailbox = |waker| Mailbox { mail: Mutex::new(Vec::new()), waker };
+    pub fn new(core: EngineCore, wakers: Vec<Waker>, events: Sender<MainEvent>) -> Shared {
+        let mailbox = |waker| Mailbox { messages: Mutex::new(Vec::new()), waker };
         Shared {
             core: Mutex::new(core),
             mailboxes: wakers.into_iter().map(mailbox).collect(),
             pending: Mutex::new(None),
             connected: Default::default(),
-            news,
+            events,
             stop: AtomicBool::new(false),
             drain: AtomicBool::new(false),
             start: Instant::now(),
@@ -147,7 +147,7 @@ impl Shared {
     }
 
     /// Lets another thread send the core an event.
-    pub fn tell_core(&self, event: Event) {
+    pub fn send_to_core(&self, event: Event) {
         self.decide(|core, outputs| core.apply(event, outputs));
     }
 
@@ -166,7 +166,7 @@ impl Shared {
                 Output::Failed(failure) => Some(failure.slot.queue),
                 Output::Mark { .. } | Output::Commit { .. } => Some(0),
                 Output::Propose { view, honoured, .. } => {
-                    self.note_pending(**view, honoured);
+                    self.set_pending(**view, honoured);
                     Some(0)
                 }
                 Output::Ping { queue, .. } => Some(*queue),
@@ -177,7 +177,7 @@ impl Shared {
                 }
             };
             if let Output::Drop { peer, reason, cause } = &output {
-                self.tell(News::Dropped { peer: *peer, reason: reason.clone(), cause: *cause });
+                self.send_event(MainEvent::Dropped { peer: *peer, reason: reason.clone(), cause: *cause });
             }
             match to {
                 Some(queue) => woken |= self.hand_over(queue, output, &mut mine),
@@ -200,7 +200,7 @@ impl Shared {
             }
             _ => match self.mailboxes.get(usize::from(queue)) {
                 Some(mailbox) => {
-                    lock(&mailbox.mail).push(Mail::Do(output));
+                    lock(&mailbox.messages).push(QueueMessage::Do(output));
                     1 << queue
                 }
                 None => 0,
@@ -218,34 +218,34 @@ impl Shared {
 
     /// Sends an output that is for the main thread.
     fn report(&self, output: Output) {
-        self.tell(match output {
+        self.send_event(match output {
             Output::ViewChanged { view } => {
                 *lock(&self.pending) = None;
-                News::View(*view)
+                MainEvent::View(*view)
             }
             Output::AskGrant { view, honoured, stored } => {
                 let wanted = GrantWanted { view: *view, honoured: *honoured, stored: *stored };
-                News::AskGrant { wanted: Box::new(wanted) }
+                MainEvent::AskGrant { wanted: Box::new(wanted) }
             }
-            Output::Joined { peer } => News::Joined { peer },
-            Output::Awaited { peer, late_ms, is_silent } => News::Awaited { peer, late_ms, is_silent },
-            Output::Prompt { peer } => News::Prompt { peer },
-            Output::Equalised => News::Equalised,
-            Output::Settled => News::Settled,
-            Output::Expanded { size_bytes } => News::Expanded { size_bytes },
-            Output::ScrubFound { range, odd, repaired } => News::ScrubFound { range, odd, repaired },
-            Output::RotFound { peer, range, is_copied } => News::RotFound { peer, range, is_copied },
-            Output::ScrubDone => News::ScrubDone,
-            Output::Frozen { reason } => News::Frozen(reason),
+            Output::Rebuilt { peer } => MainEvent::Rebuilt { peer },
+            Output::Awaited { peer, late_ms, is_silent } => MainEvent::Awaited { peer, late_ms, is_silent },
+            Output::Prompt { peer } => MainEvent::Prompt { peer },
+            Output::Resynced => MainEvent::Resynced,
+            Output::ClearedAll => MainEvent::ClearedAll,
+            Output::Expanded { size_bytes } => MainEvent::Expanded { size_bytes },
+            Output::ScrubFound { range, odd, repaired } => MainEvent::ScrubFound { range, odd, repaired },
+            Output::RotFound { peer, range, is_copied } => MainEvent::RotFound { peer, range, is_copied },
+            Output::ScrubDone => MainEvent::ScrubDone,
+            Output::Frozen { reason } => MainEvent::Frozen(reason),
             _ => return,
         });
     }
 
-    fn note_pending(&self, view: View, honoured: &ReplicaReport) {
+    fn set_pending(&self, view: View, honoured: &ReplicaReport) {
         let mut pending = lock(&self.pending);
         if pending.as_ref().is_none_or(|known| known.view.id < view.id) {
             *pending = Some(PendingView { view, honoured: honoured.clone() });
-            self.tell(News::Proposed);
+            self.send_event(MainEvent::Proposed);
         }
     }
 
@@ -260,23 +260,23 @@ impl Shared {
     }
 
     /// Takes the messages that others have left for `queue`.
-    pub fn take_mail(&self, queue: u16, mine: &mut Vec<Mail>) {
+    pub fn take_messages(&self, queue: u16, mine: &mut Vec<QueueMessage>) {
         if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
-            mine.append(&mut lock(&mailbox.mail));
+            mine.append(&mut lock(&mailbox.messages));
         }
     }
 
     /// Gives a queue a connection to a replica that has none there.
-    pub fn connect(&self, queue: u16, peer: PeerIndex, greeted: Greeted, installed: SyncSender<()>) {
+    pub fn connect(&self, queue: u16, peer: PeerIndex, ready: ReadyConnection, installed: SyncSender<()>) {
         if let Some(mailbox) = self.mailboxes.get(usize::from(queue)) {
-            lock(&mailbox.mail).push(Mail::Connect { peer, greeted, installed });
+            lock(&mailbox.messages).push(QueueMessage::Connect { peer, ready, installed });
             mailbox.waker.wake();
         }
     }
 
     /// Records that a queue has gained or lost its connection to a replica. The core already has all messages
     /// of the lost one.
-    pub fn note_connected(&self, queue: u16, peer: PeerIndex, is_connected: bool) {
+    pub fn set_connected(&self, queue: u16, peer: PeerIndex, is_connected: bool) {
         let Some(queues) = self.connected.get(usize::from(peer)) else { return };
         if is_connected {
             queues.fetch_or(1 << queue, Ordering::AcqRel);
@@ -291,9 +291,9 @@ impl Shared {
     }
 
     /// Sends news to the main thread.
-    pub fn tell(&self, news: News) {
+    pub fn send_event(&self, event: MainEvent) {
         // The main thread has gone only where the process is ending.
-        let _ = self.news.send(news);
+        let _ = self.events.send(event);
     }
 
     /// Ends the queue threads.
@@ -307,7 +307,7 @@ impl Shared {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Makes the queues take no more requests, and each send [`News::Drained`] when all are answered.
+    /// Makes the queues take no more requests, and each send [`MainEvent::Drained`] when all are answered.
     pub fn drain(&self) {
         self.drain.store(true, Ordering::Release);
         self.wake(u8::MAX);

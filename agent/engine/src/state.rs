@@ -23,7 +23,7 @@ struct Content {
     /// The newest view that the arbiter has granted, as far as this host knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     granted: Option<View>,
-    /// The boot of this host in which a device of this attachment was live last; noted before it was.
+    /// The boot of this host in which a device of this attachment was live last; recorded before it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     live_boot: Option<String>,
     /// True if writes may be lost that the user of that device believes stored.
@@ -139,7 +139,7 @@ impl EngineState {
         same_users
             && match live_boot {
                 Some(boot) => boot.is_empty() || self.boot.is_empty() || *boot == self.boot,
-                // Earlier versions have noted devices alone.
+                // Earlier versions have recorded devices alone.
                 None => device.is_some(),
             }
     }
@@ -163,7 +163,7 @@ impl EngineState {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn note_lost_writes(&mut self) -> Result<(), EngineError> {
+    pub fn record_lost_writes(&mut self) -> Result<(), EngineError> {
         if !self.was_live() || self.content.lost_writes {
             return Ok(());
         }
@@ -276,7 +276,8 @@ mod tests {
         assert_eq!(pair(state.generation()), Generation::new(3, 5));
     }
 
-    /// A later version was installed for a while: nothing that it has noted is lost, and the volume starts.
+    /// A later version was installed for a while: nothing that it has recorded is lost, and the volume
+    /// starts.
     #[test]
     fn fields_of_a_later_version_are_tolerated_and_kept() {
         let dir = tempfile::tempdir().unwrap();
@@ -343,7 +344,7 @@ mod tests {
     fn lost(path: &Path) -> EngineState {
         let mut state = EngineState::open(path, 3, 0).unwrap();
         state.device_goes_live(record()).unwrap();
-        state.note_lost_writes().unwrap();
+        state.record_lost_writes().unwrap();
         state
     }
 
@@ -367,7 +368,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let mut state = EngineState::open(&path, 3, 0).unwrap();
-        state.note_lost_writes().unwrap();
+        state.record_lost_writes().unwrap();
         assert!(!state.lost_writes(), "no device was live");
         drop(state);
         drop(lost(&path));
@@ -378,18 +379,18 @@ mod tests {
         assert!(!state.lost_writes() && !state.was_live(), "the device has ended with its host");
         state.device_goes_live(record()).unwrap();
         assert!(!state.lost_writes());
-        state.note_lost_writes().unwrap();
+        state.record_lost_writes().unwrap();
         assert!(state.lost_writes(), "this one is another device");
     }
 
     #[test]
-    fn a_device_that_an_earlier_version_has_noted_may_be_in_use() {
+    fn a_device_that_an_earlier_version_has_recorded_may_be_in_use() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let old = r#"{"generation":{"attach":3,"restart":1},"device":{"kind":"ublk","kernel_id":0,"queues":1,"depth":128}}"#;
         fs::write(&path, old).unwrap();
         let mut state = EngineState::open(&path, 3, 0).unwrap();
-        state.note_lost_writes().unwrap();
+        state.record_lost_writes().unwrap();
         assert!(state.lost_writes());
     }
 

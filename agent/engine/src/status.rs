@@ -27,7 +27,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         lost_writes: state.lost_writes(),
         expansion: None,
         grant_wanted: None,
-        equalising: None,
+        resync: None,
         scrub: None,
         version: env!("CARGO_PKG_VERSION").to_owned(),
     })

@@ -63,7 +63,7 @@ pub struct DeviceRecord {
     pub depth: u16,
 }
 
-/// A socket that an earlier process has handed over, at the start of a request: see [`crate::Parked::At`].
+/// A socket that an earlier process has handed over, at the start of a request: see [`crate::Quiesced::At`].
 #[derive(Debug)]
 pub struct QueueSocket {
     /// The queue of the socket.

@@ -19,5 +19,5 @@ pub use leftovers::discard;
 #[cfg(shorthorn_fuzzing)]
 pub use nbd::fuzzing;
 pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
-pub use queue::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE};
+pub use queue::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE};
 pub use ublk::prepare_ublk;

@@ -156,7 +156,7 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
 /// # Errors
 /// [`FrontendError::System`] where the disk does not come up within `limit`. A udev that is slow or stuck is
 /// worth a warning only: the device works without its links.
-pub fn settle(
+pub fn wait_for_udev(
     name: &str,
     size_bytes: u64,
     before: Option<&UdevBefore>,
@@ -182,7 +182,7 @@ pub fn settle(
     Ok(device)
 }
 
-/// Returns the record that udev has of the disk `name` (as in /sys/block) now, for [`settle`].
+/// Returns the record that udev has of the disk `name` (as in /sys/block) now, for [`wait_for_udev`].
 #[must_use]
 pub fn before(name: &str) -> UdevBefore {
     let number = disk_of(&Path::new(SYSFS).join("block").join(name)).ok().flatten();
@@ -447,7 +447,8 @@ mod tests {
         assert_eq!(disk_of(sys.path()).unwrap(), Some((device, 1 << 20)));
         fs::write(sys.path().join("size"), "many").unwrap();
         assert!(disk_of(sys.path()).is_err());
-        let error = settle("no-such-disk", 1 << 20, None, Duration::from_millis(1)).unwrap_err().to_string();
+        let error =
+            wait_for_udev("no-such-disk", 1 << 20, None, Duration::from_millis(1)).unwrap_err().to_string();
         assert!(error.contains("no-such-disk of 1048576 bytes"), "{error}");
     }
 }

@@ -37,9 +37,9 @@ pub struct Refusal {
     pub errno: Errno,
 }
 
-/// The progress of a queue after [`QueueFrontend::park`].
+/// The progress of a queue after [`QueueFrontend::quiesce`].
 #[derive(Debug)]
-pub enum Parked {
+pub enum Quiesced {
     /// The queue has read requests that are not answered yet.
     NotYet,
     /// All requests are answered. The next process gets later requests from the kernel, over a new connection
@@ -78,11 +78,11 @@ pub trait QueueFrontend: Send {
     fn flush(&mut self, io: &mut QueueIo<'_>);
 
     /// Stops taking requests beyond those read already, because another process is to serve the device.
-    fn park(&mut self, io: &mut QueueIo<'_>);
+    fn quiesce(&mut self, io: &mut QueueIo<'_>);
 
-    /// Returns the progress after [`QueueFrontend::park`]: the next process can take over once all read
+    /// Returns the progress after [`QueueFrontend::quiesce`]: the next process can take over once all read
     /// requests are answered.
-    fn parked(&self) -> Parked;
+    fn quiesced(&self) -> Quiesced;
 
     /// Returns true if no slot has data in transit from or to the client, so that the slots' memory may be
     /// released. A request may be complete long before its client has taken the answer.

@@ -18,7 +18,7 @@ use shorthorn_ring::set_up_tcp;
 use tracing::Span;
 
 use crate::error::ReplicaError;
-use crate::handshake::{Identity, Proven, greet};
+use crate::handshake::{Identity, Proven, handshake};
 use crate::handshakes::{Handshakes, Origin};
 use crate::limits::{HANDSHAKE_TIMEOUT, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
@@ -221,10 +221,10 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
             handshake.handshakes().end(id);
             handshake.wake();
             match opened {
-                Ok(Proven { header, place, session }) => {
+                Ok(Proven { header, queue_id, session }) => {
                     let candidate = Candidate { socket: socket.into(), hello: header, session, peer };
                     // If the data thread is gone, the process ends, and the socket with it.
-                    let _ = handshake.data.send(Message::Candidate(place, Box::new(candidate)));
+                    let _ = handshake.data.send(Message::Candidate(queue_id, Box::new(candidate)));
                 }
                 Err(error) => tracing::warn!(peer, %error, "connection refused"),
             }
@@ -239,7 +239,7 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
 fn open_here(socket: &UnixStream, shared: &Shared) -> Result<Proven, Box<dyn std::error::Error>> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)?;
-    let opened = greet(socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
+    let opened = handshake(socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
     socket.set_read_timeout(None)?;
     socket.set_write_timeout(None)?;
     Ok(opened)

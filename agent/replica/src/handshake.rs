@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use shorthorn_control::Secret;
-use shorthorn_replica_core::Place;
+use shorthorn_replica_core::QueueId;
 use shorthorn_types::{Errno, Generation, ReplicaId, VolumeName};
 use shorthorn_wire::{
     CONTROL_QUEUE, Challenge, FrameError, HEADER_BYTES, Header, Hello, Nonce, Opcode, Refusal, Session,
@@ -71,7 +71,7 @@ impl HandshakeError {
 pub(crate) struct Proven {
     /// The hello, for the answer.
     pub header: Header,
-    pub place: Place,
+    pub queue_id: QueueId,
     /// Proves the answer, and makes and reads all frames after it.
     pub session: Session,
 }
@@ -80,7 +80,7 @@ pub(crate) struct Proven {
 ///
 /// # Errors
 /// [`HandshakeError`]; the connection is to be dropped.
-pub(crate) fn greet(
+pub(crate) fn handshake(
     socket: &UnixStream,
     identity: &Identity,
     nonce: [u8; 32],
@@ -99,9 +99,9 @@ pub(crate) fn greet(
         socket.write_all(&refusal_frame(&header, errno, &refusal))?;
     }
     checked?;
-    let place = Place { generation: hello.claim.generation, queue: hello.claim.queue };
+    let queue_id = QueueId { generation: hello.claim.generation, queue: hello.claim.queue };
     let session = Session::of_replica(&identity.secret, challenge.nonce, hello.nonce, &hello.claim);
-    Ok(Proven { header, place, session })
+    Ok(Proven { header, queue_id, session })
 }
 
 /// Returns the frame that refuses the hello of `header`.
@@ -215,7 +215,7 @@ mod tests {
             theirs.write_all(&text).unwrap();
             read_frame::<Refusal>(&mut theirs)
         });
-        let opened = greet(&ours, &identity(), [5; 32], TIMEOUT);
+        let opened = handshake(&ours, &identity(), [5; 32], TIMEOUT);
         drop(ours);
         (opened, engine.join().unwrap())
     }
@@ -232,8 +232,8 @@ mod tests {
     #[test]
     fn takes_who_proves_the_secret() {
         let (opened, refusal) = open(claim(), [3; 32]);
-        let Proven { place, session, .. } = opened.unwrap();
-        assert_eq!(place, Place { generation: Generation::new(2, 1), queue: 1 });
+        let Proven { queue_id, session, .. } = opened.unwrap();
+        assert_eq!(queue_id, QueueId { generation: Generation::new(2, 1), queue: 1 });
         assert!(refusal.is_none());
         let mut engine = Session::of_engine(&identity().secret, Nonce::new([5; 32]), NONCE, &claim());
         let request = Header::request(Opcode::Flush, 1, 0, 0);
@@ -279,7 +279,7 @@ mod tests {
         });
         let begun = Instant::now();
         assert!(matches!(
-            greet(&ours, &identity(), [5; 32], Duration::from_millis(200)),
+            handshake(&ours, &identity(), [5; 32], Duration::from_millis(200)),
             Err(HandshakeError::Io(_))
         ));
         assert!(begun.elapsed() < TIMEOUT);

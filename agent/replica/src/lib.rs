@@ -14,9 +14,9 @@
 //! is connected any more, and only if a note on the disk says that data may be lost; the next one serves
 //! again. If that happens again and again, it waits before it ends.
 //!
-//! A region that is about to be modified is noted first, durably. The intent set tells a new engine where
-//! replicas may differ. The set of each absent replica has the regions that it has missed. The rules are in
-//! `shorthorn-regions`.
+//! A region that is about to be modified is marked dirty first, durably. The intent set tells a new engine
+//! where replicas may differ. The set of each absent replica has the regions that it has missed. The rules
+//! are in `shorthorn-regions`.
 //!
 //! A replica that is no member can be made a copy of another one. It gets the same layers, the snapshots one
 //! by one, and reports that it is being rebuilt until the engine ends the copy.

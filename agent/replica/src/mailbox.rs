@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use shorthorn_replica_core::Place;
+use shorthorn_replica_core::QueueId;
 use shorthorn_ring::{Ring, Token, Wake, Waker};
 use shorthorn_types::Generation;
 use shorthorn_wire::{Header, Session};
@@ -13,7 +13,7 @@ use shorthorn_wire::{Header, Session};
 #[derive(Debug)]
 pub(crate) enum Message {
     /// An engine has proven its identity, for this engine and queue.
-    Candidate(Place, Box<Candidate>),
+    Candidate(QueueId, Box<Candidate>),
     /// No engine of a lower generation may use the replica from here on.
     Fence(Generation),
     /// End.

@@ -10,7 +10,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shorthorn_control::{
-    Command, Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec,
+    ProcessCommand, Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec,
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
@@ -99,14 +99,14 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     }
     // With systemd, sockets are in /run, which does not depend on the failing disk, and is cleared with the
     // boot of the host.
-    let loss_note = Some(spec.control_socket.with_extension("lost"));
+    let loss_record = Some(spec.control_socket.with_extension("lost"));
     let store = if there {
         // A replica that lacks data serves all the same: it is to be rebuilt, and reports its state.
-        let options = OpenOptions { accept_rebuilding: true, loss_note, ..OpenOptions::default() };
+        let options = OpenOptions { accept_rebuilding: true, loss_record, ..OpenOptions::default() };
         Store::open(directory, options)?
     } else {
         let size_bytes = spec.size_bytes;
-        Store::create(directory, CreateOptions { size_bytes, loss_note, ..CreateOptions::default() })?
+        Store::create(directory, CreateOptions { size_bytes, loss_record, ..CreateOptions::default() })?
     };
     for repair in store.info().repairs {
         tracing::warn!("{repair}");
@@ -152,9 +152,9 @@ fn start_control(
     let told = Arc::clone(woken);
     let obey = move |order| match order {
         // It fails only where the counter is full: then the process is being woken already.
-        Command::Stop | Command::Handover => drop(told.write(1)),
+        ProcessCommand::Stop | ProcessCommand::Handover => drop(told.write(1)),
         // If the data thread is gone, no engine is served any more.
-        Command::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),
+        ProcessCommand::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),
         _ => {}
     };
     ControlServer::start(&spec.control_socket, Status::Replica(first), obey).map_err(|source| {

@@ -127,7 +127,8 @@ mod tests {
         }
     }
 
-    /// A later version was installed for a while: nothing that it has noted is lost, and the replica starts.
+    /// A later version was installed for a while: nothing that it has recorded is lost, and the replica
+    /// starts.
     #[test]
     fn fields_of_a_later_version_are_tolerated_and_kept() {
         let dir = tempfile::tempdir().unwrap();

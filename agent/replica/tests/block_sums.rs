@@ -16,7 +16,7 @@ use common::*;
 use nix::fcntl::{FallocateFlags, fallocate};
 use proptest::prelude::*;
 use shorthorn_control::ReplicaSpec;
-use shorthorn_regions::RegionKeeper;
+use shorthorn_regions::WriteIntentLog;
 use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId};
 use shorthorn_wire::{
@@ -53,7 +53,7 @@ fn is_clean(client: &mut Client, size_bytes: u64) {
     client.flush().unwrap();
     let runs = vec![(0, Regions::of(size_bytes).count())];
     let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
-    client.tell(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
+    client.send_text(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
 }
 
 /// Returns true if the sums of a region count, also after the process has died.
@@ -62,9 +62,9 @@ fn is_summed(spec: &ReplicaSpec, size_bytes: u64, region: u32) -> bool {
     let guard: serde_json::Value = serde_json::from_slice(&guard).unwrap();
     let regions = Regions::of(size_bytes);
     let epoch = guard["epoch"].as_u64().unwrap();
-    let mut keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
-    keeper.keep_unsummed(Some(&std::fs::read(spec.directory.join("shorthorn.unsummed")).unwrap()));
-    keeper.is_summed(region)
+    let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
+    intent_log.keep_unsummed(Some(&std::fs::read(spec.directory.join("shorthorn.unsummed")).unwrap()));
+    intent_log.is_summed(region)
 }
 
 fn wait_until_summed(spec: &ReplicaSpec, size_bytes: u64, regions: &[u32]) {
@@ -300,8 +300,8 @@ fn copy_with_a_lost_block(from: &mut Client, to: &mut Client, lost: u64) {
         let data = if block == lost { vec![0; 4096] } else { data.to_vec() };
         to.call(Opcode::WriteLayer, flags, block * BLOCK, 4096, &data).unwrap();
     }
-    to.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(0) }).unwrap();
-    to.tell(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap();
+    to.send_text(Opcode::CopyEnd, &CopyEnd { layer: Some(0) }).unwrap();
+    to.send_text(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap();
 }
 
 #[test]
@@ -448,7 +448,7 @@ fn sums_stay_when_the_volume_grows() {
     let spec = spec_of(base.path());
     let (_replica, mut client) = summed(&spec);
     let size_bytes = SIZE + 3 * BLOCK;
-    client.tell(Opcode::Expand, &ExpandReplica { size_bytes }).unwrap();
+    client.send_text(Opcode::Expand, &ExpandReplica { size_bytes }).unwrap();
     client.write(SIZE + BLOCK, &pattern(4, 8192)).unwrap();
     assert_eq!(verify(&mut client, SIZE, 3 * BLOCK).map(drop), Ok(()));
     is_clean(&mut client, size_bytes);
@@ -461,7 +461,7 @@ fn sums_stay_when_the_volume_grows() {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum TestStep {
     Write {
         sector: u64,
         sectors: u64,
@@ -489,16 +489,16 @@ enum Step {
 /// Three regions.
 const SECTORS: u64 = 3 * REGION / 512;
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = TestStep> {
     let part = || (0..SECTORS - 40, 1..40u64);
     prop_oneof![
-        6 => part().prop_map(|(sector, sectors)| Step::Write { sector, sectors }),
-        2 => part().prop_map(|(sector, sectors)| Step::Discard { sector, sectors }),
-        2 => part().prop_map(|(sector, sectors)| Step::Zero { sector, sectors }),
-        4 => (0u64..12).prop_map(|waits_ms| Step::Clean { waits_ms }),
-        4 => (0u64..40, 1u64..8).prop_map(|(block, blocks)| Step::Check { block, blocks }),
-        2 => Just(Step::Kill),
-        1 => Just(Step::Restart),
+        6 => part().prop_map(|(sector, sectors)| TestStep::Write { sector, sectors }),
+        2 => part().prop_map(|(sector, sectors)| TestStep::Discard { sector, sectors }),
+        2 => part().prop_map(|(sector, sectors)| TestStep::Zero { sector, sectors }),
+        4 => (0u64..12).prop_map(|waits_ms| TestStep::Clean { waits_ms }),
+        4 => (0u64..40, 1u64..8).prop_map(|(block, blocks)| TestStep::Check { block, blocks }),
+        2 => Just(TestStep::Kill),
+        1 => Just(TestStep::Restart),
     ]
 }
 
@@ -516,13 +516,13 @@ proptest! {
         let mut model = vec![0u8; usize::try_from(SECTORS * 512).unwrap()];
         for (number, step) in (0u64..).zip(steps) {
             match step {
-                Step::Write { sector, sectors } => {
+                TestStep::Write { sector, sectors } => {
                     let data = pattern(number + 100, usize::try_from(sectors * 512).unwrap());
                     client.write(sector * 512, &data).unwrap();
                     let at = usize::try_from(sector * 512).unwrap();
                     model[at..at + data.len()].copy_from_slice(&data);
                 }
-                Step::Discard { sector, sectors } => {
+                TestStep::Discard { sector, sectors } => {
                     let length = u32::try_from(sectors * 512).unwrap();
                     client.call(Opcode::Discard, Flags::NONE, sector * 512, length, &[]).unwrap();
                     let start = (sector * 512).next_multiple_of(BLOCK);
@@ -531,26 +531,26 @@ proptest! {
                         model[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()].fill(0);
                     }
                 }
-                Step::Zero { sector, sectors } => {
+                TestStep::Zero { sector, sectors } => {
                     let length = u32::try_from(sectors * 512).unwrap();
                     client.call(Opcode::WriteZeroes, Flags::NONE, sector * 512, length, &[]).unwrap();
                     let at = usize::try_from(sector * 512).unwrap();
                     model[at..at + length as usize].fill(0);
                 }
-                Step::Clean { waits_ms } => {
+                TestStep::Clean { waits_ms } => {
                     is_clean(&mut client, SIZE);
                     // The kill should meet the process in the middle of its reaction.
                     std::thread::sleep(Duration::from_millis(waits_ms));
                 }
-                Step::Check { block, blocks } => {
+                TestStep::Check { block, blocks } => {
                     let data = read_checked(&mut client, block * BLOCK, blocks * BLOCK).unwrap();
                     let at = usize::try_from(block * BLOCK).unwrap();
                     prop_assert_eq!(&data, &model[at..at + data.len()]);
                 }
-                Step::Kill => replica.kill(),
-                Step::Restart => prop_assert!(replica.terminate_in_place().success()),
+                TestStep::Kill => replica.kill(),
+                TestStep::Restart => prop_assert!(replica.terminate_in_place().success()),
             }
-            if matches!(step, Step::Kill | Step::Restart) {
+            if matches!(step, TestStep::Kill | TestStep::Restart) {
                 attach += 1;
                 replica = Replica::start(&spec);
                 client = replica.open(generation(attach));

@@ -1,4 +1,4 @@
-//! Tests a replica process that becomes a copy of another one. The test plays the courier.
+//! Tests a replica process that becomes a copy of another one. The test plays the rebuild task.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 mod common;
@@ -74,7 +74,7 @@ fn layers(source: &mut Client) -> LayerList {
     source.ask(Opcode::Layers, &()).unwrap()
 }
 
-/// Copies one layer as the courier does.
+/// Copies one layer as the rebuild task does.
 fn copy_layer(source: &mut Client, target: &mut Client, layer: u32) {
     for (offset, length) in extents(source, layer) {
         for at in (offset..offset + length).step_by(1 << 20) {
@@ -83,7 +83,7 @@ fn copy_layer(source: &mut Client, target: &mut Client, layer: u32) {
             on_layer(target, Opcode::WriteLayer, layer, at, count, &data).unwrap();
         }
     }
-    target.tell(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) }).unwrap();
+    target.send_text(Opcode::CopyEnd, &CopyEnd { layer: Some(layer) }).unwrap();
 }
 
 /// Copies the missing snapshots, and then the volume region by region.
@@ -103,7 +103,7 @@ fn copy(source: &mut Client, target: &mut Client) {
             target.write(offset, &data).unwrap();
         }
     }
-    target.tell(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap();
+    target.send_text(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap();
 }
 
 fn snapshot_files(directory: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -157,7 +157,7 @@ fn an_interrupted_copy_goes_on_with_the_layers_that_are_whole() {
         assert_eq!(welcome.rebuilding, whole > 0);
         let CopyState { done } = theirs.ask(Opcode::CopyBegin, &list).unwrap();
         assert_eq!(done, (0..5).map(|layer| layer < whole).collect::<Vec<_>>());
-        let (errno, _) = theirs.tell(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap_err();
+        let (errno, _) = theirs.send_text(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap_err();
         assert_eq!(errno, libc::EINVAL);
         copy_layer(&mut ours, &mut theirs, whole);
         // A part of the next one, and it dies.
@@ -206,7 +206,7 @@ fn a_member_is_not_thrown_away() {
     // Once it knows that it is out, it goes.
     let members = Members::new([from.replica]).unwrap();
     let view = View { id: ViewId { generation: generation(1), number: 1 }, members };
-    client.tell(Opcode::Commit, &ViewMessage { view, basis: welcome.report }).unwrap();
+    client.send_text(Opcode::Commit, &ViewMessage { view, basis: welcome.report }).unwrap();
     let mut broken = list.clone();
     broken.layers.swap(0, 1);
     let (errno, _) = client.ask::<_, CopyState>(Opcode::CopyBegin, &broken).unwrap_err();
@@ -237,12 +237,12 @@ fn an_end_of_a_copy_that_could_not_be_stored_has_not_ended_it() {
     let in_the_way = target_spec.directory.join("volume.meta.tmp");
     std::fs::create_dir(&in_the_way).unwrap();
     let end = CopyEnd { layer: None };
-    client.tell(Opcode::CopyEnd, &end).unwrap_err();
+    client.send_text(Opcode::CopyEnd, &end).unwrap_err();
     std::fs::remove_dir(&in_the_way).unwrap();
     assert_eq!(client.ping(), Err(libc::EIO), "nothing is served any more");
     target.kill();
     let target = Replica::start(&target_spec);
     let (mut client, welcome) = target.try_open(generation(1), 0).unwrap();
     assert!(welcome.rebuilding);
-    client.tell(Opcode::CopyEnd, &end).unwrap();
+    client.send_text(Opcode::CopyEnd, &end).unwrap();
 }

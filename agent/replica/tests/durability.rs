@@ -118,7 +118,7 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
     let basis = ReplicaReport { committed: welcome.report.committed, proposed: vec![view(1, 3, &[7, 8])] };
     let first = view(2, 1, &[7]);
-    client.tell(Opcode::Propose, &ViewMessage { view: first, basis: basis.clone() }).unwrap();
+    client.send_text(Opcode::Propose, &ViewMessage { view: first, basis: basis.clone() }).unwrap();
     replica.kill();
 
     let mut replica = Replica::start(&spec);
@@ -127,7 +127,7 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
         welcome.report,
         ReplicaReport { committed: basis.committed, proposed: vec![view(1, 3, &[7, 8]), first] }
     );
-    client.tell(Opcode::Commit, &ViewMessage { view: first, basis: welcome.report }).unwrap();
+    client.send_text(Opcode::Commit, &ViewMessage { view: first, basis: welcome.report }).unwrap();
     replica.kill();
 
     let replica = Replica::start(&spec);
@@ -146,17 +146,17 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
     assert_eq!(says_rebuilding(), false);
     let message = |view, basis: &ReplicaReport| ViewMessage { view, basis: basis.clone() };
-    client.tell(Opcode::Propose, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Propose, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
     assert_eq!(says_rebuilding(), true);
     replica.kill();
 
     let mut replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(3), 0).unwrap();
     assert!(!welcome.rebuilding, "it is judged by its views");
-    client.tell(Opcode::Commit, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
-    client.tell(Opcode::Propose, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Commit, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Propose, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
     assert_eq!(says_rebuilding(), true, "it is no member before that is through");
-    client.tell(Opcode::Commit, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Commit, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
     assert_eq!(says_rebuilding(), false);
     replica.kill();
 
@@ -189,14 +189,14 @@ fn the_revision_counter_tells_longhorn_how_new_the_replica_is() {
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
     assert_eq!(counter(), 123_456);
     let message = |view, basis: &ReplicaReport| ViewMessage { view, basis: basis.clone() };
-    client.tell(Opcode::Propose, &message(view(2, 1, &[7, 8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Propose, &message(view(2, 1, &[7, 8]), &welcome.report)).unwrap();
     let first = counter();
     assert!(first > 1 << 62);
-    client.tell(Opcode::Commit, &message(view(2, 1, &[7, 8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Commit, &message(view(2, 1, &[7, 8]), &welcome.report)).unwrap();
     assert_eq!(counter(), first);
-    client.tell(Opcode::Commit, &message(view(2, 2, &[8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Commit, &message(view(2, 2, &[8]), &welcome.report)).unwrap();
     assert_eq!(counter(), first, "it has left: the others are newer");
-    client.tell(Opcode::Commit, &message(view(2, 3, &[7, 8]), &welcome.report)).unwrap();
+    client.send_text(Opcode::Commit, &message(view(2, 3, &[7, 8]), &welcome.report)).unwrap();
     let last = counter();
     assert!(last > first);
     replica.kill();
@@ -215,7 +215,7 @@ fn too_many_proposed_views_are_refused_and_the_connection_goes_on() {
         let others = (0..5).filter(|bit| number >> bit & 1 == 1);
         let members: Vec<u64> = others.chain([7]).collect();
         let message = ViewMessage { view: view(1, number, &members), basis: welcome.report.clone() };
-        client.tell(Opcode::Propose, &message)
+        client.send_text(Opcode::Propose, &message)
     };
     (1..=16).for_each(|number| propose(number).unwrap());
     let (status, refusal) = propose(17).unwrap_err();

@@ -76,18 +76,18 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
 }
 
 /// An obstacle that neither lets the note be written nor be removed.
-struct NoteBlocked {
+struct RecordBlocked {
     paths: [PathBuf; 2],
     note: Vec<u8>,
 }
 
-impl NoteBlocked {
-    fn new(directory: &Path) -> NoteBlocked {
+impl RecordBlocked {
+    fn new(directory: &Path) -> RecordBlocked {
         let paths = [directory.join("shorthorn.boot"), directory.join("shorthorn.boot.tmp")];
         let note = fs::read(&paths[0]).unwrap();
         fs::remove_file(&paths[0]).unwrap();
         paths.iter().for_each(|path| fs::create_dir(path).unwrap());
-        NoteBlocked { paths, note }
+        RecordBlocked { paths, note }
     }
 
     /// Removes the note.
@@ -110,7 +110,7 @@ fn it_may_end_if_it_can_note_the_loss_beside_its_socket() {
     let base = base();
     let spec = spec(base.path(), MIB);
     let mut blocked = None;
-    let block = |directory: &Path| blocked = Some(NoteBlocked::new(directory));
+    let block = |directory: &Path| blocked = Some(RecordBlocked::new(directory));
     let Broken { mut replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
     let told = replica.status();
     assert!(told.failed && told.message.contains("600 s"), "{told:?}");
@@ -134,16 +134,16 @@ fn it_stays_until_the_disk_says_that_data_may_be_gone() {
     let elsewhere = base.path().join("control.lost");
     let block = |directory: &Path| {
         fs::create_dir(&elsewhere).unwrap();
-        blocked = Some(NoteBlocked::new(directory));
+        blocked = Some(RecordBlocked::new(directory));
     };
     let Broken { replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
     drop(client);
     let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
-    assert!(status == libc::EIO && refusal.message.contains("could not be noted"), "{refusal:?}");
+    assert!(status == libc::EIO && refusal.message.contains("could not be recorded"), "{refusal:?}");
     assert!(replica.status().failed);
     blocked.unwrap().end();
     fs::remove_dir(&elsewhere).unwrap();
-    assert_eq!(replica.wait().code(), Some(FAILED), "it is noted at the next try");
+    assert_eq!(replica.wait().code(), Some(FAILED), "it is recorded at the next try");
     drop(head);
     let replica = Replica::start(&spec);
     assert!(replica.try_open(generation(3), 0).unwrap().1.lost_cache);

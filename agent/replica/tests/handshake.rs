@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use common::*;
-use shorthorn_control::{Command, Status};
+use shorthorn_control::{ProcessCommand, Status};
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Flags, Opcode};
 
@@ -101,7 +101,7 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
     let control = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap();
     let mut statuses =
         shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
-    control.order(&Command::Fence { generation: generation(6) }).unwrap();
+    control.request(&ProcessCommand::Fence { generation: generation(6) }).unwrap();
     let fenced = statuses.find_map(|status| match status.unwrap() {
         Status::Replica(status) => (status.generation == generation(6)).then_some(status),
         Status::Engine(_) => None,
@@ -112,7 +112,7 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
     let (_, refusal) = replica.try_open(generation(5), 0).err().unwrap();
     assert_eq!(refusal.holder.unwrap().generation, generation(6));
     // A late one of a lower number changes nothing, and the next engine comes in; also after a restart.
-    control.order(&Command::Fence { generation: generation(4) }).unwrap();
+    control.request(&ProcessCommand::Fence { generation: generation(4) }).unwrap();
     let spec = replica.spec.clone();
     assert!(replica.terminate().success());
     let replica = Replica::start(&spec);

@@ -42,7 +42,7 @@ fn intent(client: &mut Client) -> BTreeSet<u32> {
 
 fn mark(client: &mut Client, of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) {
     client
-        .tell(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 })
+        .send_text(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 })
         .unwrap();
 }
 
@@ -132,30 +132,30 @@ fn a_replica_that_leaves_is_tracked_until_it_is_back() {
     let mut replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
     assert!(welcome.tracks.is_empty() && !welcome.rebuilding && !welcome.lost_cache);
-    let missed = RegionsOf::Missed(id(8));
-    assert_eq!(regions(&mut client, missed), None);
+    let out_of_sync = RegionsOf::OutOfSync(id(8));
+    assert_eq!(regions(&mut client, out_of_sync), None);
     client.write(4 * REGION, &[1; 512]).unwrap();
     let without = view(1, 1, &[7]);
     let basis = welcome.report;
-    client.tell(Opcode::Propose, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
-    assert_eq!(regions(&mut client, missed), Some([4].into()), "what may be in flight");
+    client.send_text(Opcode::Propose, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
+    assert_eq!(regions(&mut client, out_of_sync), Some([4].into()), "what may be in flight");
     client.write(9 * REGION, &[1; 512]).unwrap();
     replica.kill();
 
     let mut replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
     assert_eq!(welcome.tracks, Members::new([id(8)]).unwrap());
-    assert_eq!(regions(&mut client, missed), Some([4, 9].into()));
-    client.tell(Opcode::Commit, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
+    assert_eq!(regions(&mut client, out_of_sync), Some([4, 9].into()));
+    client.send_text(Opcode::Commit, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
     client.write(11 * REGION, &[1; 512]).unwrap();
-    mark(&mut client, missed, MarkAction::Clear, &[(4, 1)]);
-    assert_eq!(regions(&mut client, missed), Some([9, 11].into()));
+    mark(&mut client, out_of_sync, MarkAction::Clear, &[(4, 1)]);
+    assert_eq!(regions(&mut client, out_of_sync), Some([9, 11].into()));
     // A view that is only proposed may not count: the set continues until the view does.
     let again = view(1, 2, &[7, 8]);
-    client.tell(Opcode::Propose, &ViewMessage { view: again, basis: basis.clone() }).unwrap();
-    assert!(regions(&mut client, missed).is_some());
-    client.tell(Opcode::Commit, &ViewMessage { view: again, basis }).unwrap();
-    assert_eq!(regions(&mut client, missed), None);
+    client.send_text(Opcode::Propose, &ViewMessage { view: again, basis: basis.clone() }).unwrap();
+    assert!(regions(&mut client, out_of_sync).is_some());
+    client.send_text(Opcode::Commit, &ViewMessage { view: again, basis }).unwrap();
+    assert_eq!(regions(&mut client, out_of_sync), None);
     replica.kill();
     let replica = Replica::start(&spec);
     let (_, welcome) = replica.try_open(generation(2), 0).unwrap();
@@ -172,7 +172,7 @@ fn a_stamp_is_durable_when_it_is_answered() {
         assert_eq!(welcome.stamp, Some([0, 3, 4, 4, 9][usize::try_from(attach).unwrap() - 1]));
         let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
         let stamp = MarkRegions { of, action, runs: vec![], stamp: newest, size_bytes: 0 };
-        client.tell(Opcode::Mark, &stamp).unwrap();
+        client.send_text(Opcode::Mark, &stamp).unwrap();
         replica.kill();
     }
 }
@@ -184,34 +184,34 @@ fn sets_begin_and_end_by_marks() {
     let mut replica = Replica::start(&spec);
     let mut client = replica.try_open(generation(1), CONTROL_QUEUE).unwrap().0;
     for n in 20..28 {
-        mark(&mut client, RegionsOf::Missed(id(n)), MarkAction::Add, &[]);
+        mark(&mut client, RegionsOf::OutOfSync(id(n)), MarkAction::Add, &[]);
     }
     let one_more = MarkRegions {
-        of: RegionsOf::Missed(id(28)),
+        of: RegionsOf::OutOfSync(id(28)),
         action: MarkAction::Add,
         runs: vec![],
         stamp: 0,
         size_bytes: 0,
     };
-    let (errno, refusal) = client.tell(Opcode::Mark, &one_more).unwrap_err();
+    let (errno, refusal) = client.send_text(Opcode::Mark, &one_more).unwrap_err();
     assert!(errno == libc::ENOSPC && refusal.message.contains("will not come back"), "{refusal:?}");
     let outside = MarkRegions {
-        of: RegionsOf::Missed(id(20)),
+        of: RegionsOf::OutOfSync(id(20)),
         action: MarkAction::Add,
         runs: vec![(1023, 2)],
         stamp: 0,
         size_bytes: 0,
     };
-    assert_eq!(client.tell(Opcode::Mark, &outside).unwrap_err().0, libc::EINVAL);
-    mark(&mut client, RegionsOf::Missed(id(20)), MarkAction::Add, &[(1023, 1), (5, 2)]);
-    mark(&mut client, RegionsOf::Missed(id(21)), MarkAction::Forget, &[]);
+    assert_eq!(client.send_text(Opcode::Mark, &outside).unwrap_err().0, libc::EINVAL);
+    mark(&mut client, RegionsOf::OutOfSync(id(20)), MarkAction::Add, &[(1023, 1), (5, 2)]);
+    mark(&mut client, RegionsOf::OutOfSync(id(21)), MarkAction::Forget, &[]);
     client.write(0, &[1; 512]).unwrap();
     replica.kill();
     let replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(1), CONTROL_QUEUE).unwrap();
     assert_eq!(welcome.tracks.len(), 7);
-    assert_eq!(regions(&mut client, RegionsOf::Missed(id(20))), Some([0, 5, 6, 1023].into()));
-    assert_eq!(regions(&mut client, RegionsOf::Missed(id(21))), None);
+    assert_eq!(regions(&mut client, RegionsOf::OutOfSync(id(20))), Some([0, 5, 6, 1023].into()));
+    assert_eq!(regions(&mut client, RegionsOf::OutOfSync(id(21))), None);
     assert_eq!(regions(&mut client, RegionsOf::Allocated), Some([0].into()));
     // No remains block the engine's queues, and the engine has no further queue.
     replica.try_open(generation(1), 0).unwrap();
@@ -225,7 +225,7 @@ fn damaged_or_missing_sets_count_as_full() {
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     client.write(0, &[1; 512]).unwrap();
-    mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[]);
+    mark(&mut client, RegionsOf::OutOfSync(id(9)), MarkAction::Add, &[]);
     assert!(replica.terminate().success());
     for name in ["shorthorn.intent", "shorthorn.missed-00000009"] {
         let path = spec.directory.join(name);
@@ -236,7 +236,7 @@ fn damaged_or_missing_sets_count_as_full() {
     let mut replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     assert_eq!(intent(&mut client).len(), 1024);
-    assert_eq!(regions(&mut client, RegionsOf::Missed(id(9))).unwrap().len(), 1024);
+    assert_eq!(regions(&mut client, RegionsOf::OutOfSync(id(9))).unwrap().len(), 1024);
     replica.kill();
     std::fs::remove_file(spec.directory.join("shorthorn.intent")).unwrap();
     let replica = Replica::start(&spec);
@@ -295,7 +295,7 @@ fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let replica = Replica::start(&spec);
-    mark(&mut replica.open(generation(1)), RegionsOf::Missed(id(9)), MarkAction::Add, &[]);
+    mark(&mut replica.open(generation(1)), RegionsOf::OutOfSync(id(9)), MarkAction::Add, &[]);
     assert!(replica.terminate().success());
     let meta = spec.directory.join("volume.meta");
     std::fs::write(base.path().join("new"), std::fs::read(&meta).unwrap()).unwrap();
@@ -327,18 +327,18 @@ fn a_replica_grows_while_it_serves_and_never_shrinks() {
     let mut replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     client.write(5 * REGION, &[1; 4096]).unwrap();
-    mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[(2, 1)]);
+    mark(&mut client, RegionsOf::OutOfSync(id(9)), MarkAction::Add, &[(2, 1)]);
     // Requests in flight continue.
     let early = client.send(Opcode::Write, Flags::FUA, 30 * REGION, 4096, &[2; 4096]);
     let mut control = replica.try_open(generation(1), CONTROL_QUEUE).unwrap().0;
-    control.tell(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
+    control.send_text(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
     assert_eq!(client.receive().unwrap().0.id, early);
-    control.tell(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
+    control.send_text(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
     assert_eq!(replica.status().size_bytes, LARGER);
     for (bad, words) in
         [(SIZE, "only grows"), (LARGER + 512, "multiple of 4096"), (1 << 50, "larger than any")]
     {
-        let (_, refusal) = control.tell(Opcode::Expand, &ExpandReplica { size_bytes: bad }).unwrap_err();
+        let (_, refusal) = control.send_text(Opcode::Expand, &ExpandReplica { size_bytes: bad }).unwrap_err();
         assert!(refusal.message.contains(words), "{}", refusal.message);
     }
     let end = LARGER - 4096;
@@ -348,7 +348,7 @@ fn a_replica_grows_while_it_serves_and_never_shrinks() {
     // Its regions have twice the length now. The set of missed ones has begun as the write intent.
     let last = u32::try_from(LARGER / (2 * REGION) - 1).unwrap();
     assert_eq!(intent(&mut client), [2, 15, last].into());
-    assert_eq!(regions(&mut client, RegionsOf::Missed(id(9))), Some([1, 2, 15, last].into()));
+    assert_eq!(regions(&mut client, RegionsOf::OutOfSync(id(9))), Some([1, 2, 15, last].into()));
     replica.kill();
     let replica = Replica::start(&spec);
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
@@ -369,7 +369,7 @@ fn sets_of_the_size_before_count_after_an_expansion_that_was_cut_off() {
     let mut replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     client.write(5 * REGION, &[1; 4096]).unwrap();
-    mark(&mut client, RegionsOf::Missed(id(9)), MarkAction::Add, &[(2, 1)]);
+    mark(&mut client, RegionsOf::OutOfSync(id(9)), MarkAction::Add, &[(2, 1)]);
     replica.kill();
     let mut store = Store::open(&spec.directory, OpenOptions::default()).unwrap();
     store.expand(LARGER).unwrap();
@@ -378,7 +378,7 @@ fn sets_of_the_size_before_count_after_an_expansion_that_was_cut_off() {
         let replica = Replica::start(&spec);
         let mut client = replica.open(generation(attach));
         assert_eq!(intent(&mut client), [2].into());
-        assert_eq!(regions(&mut client, RegionsOf::Missed(id(9))), Some([1, 2].into()));
+        assert_eq!(regions(&mut client, RegionsOf::OutOfSync(id(9))), Some([1, 2].into()));
         assert!(replica.terminate().success());
     }
 }

@@ -87,9 +87,9 @@ fn it_keeps_sums_when_it_has_been_told_all() {
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);
     let mut client = open(&replica);
-    client.tell(Opcode::KeepSums, &keep(1, &[expected(), 3], true, false)).unwrap();
+    client.send_text(Opcode::KeepSums, &keep(1, &[expected(), 3], true, false)).unwrap();
     assert_eq!(check(&mut client, 1).unwrap().kept, None, "not yet");
-    client.tell(Opcode::KeepSums, &keep(8, &[0], false, true)).unwrap();
+    client.send_text(Opcode::KeepSums, &keep(8, &[0], false, true)).unwrap();
     let kept =
         |client: &mut Client| (0..9).map(|piece| check(client, piece).unwrap().kept).collect::<Vec<_>>();
     let empty = Some(EMPTY_SUM);
@@ -101,12 +101,12 @@ fn it_keeps_sums_when_it_has_been_told_all() {
     let mut client = open(&replica);
     assert_eq!(kept(&mut client), all, "after a restart");
     // Sums that do not fit are refused, and an incomplete series is not kept.
-    assert!(client.tell(Opcode::KeepSums, &keep(8, &[1, 2], true, false)).is_err());
-    assert!(client.tell(Opcode::KeepSums, &keep(u32::MAX, &[1], true, true)).is_err());
-    client.tell(Opcode::KeepSums, &keep(0, &[4], true, false)).unwrap();
+    assert!(client.send_text(Opcode::KeepSums, &keep(8, &[1, 2], true, false)).is_err());
+    assert!(client.send_text(Opcode::KeepSums, &keep(u32::MAX, &[1], true, true)).is_err());
+    client.send_text(Opcode::KeepSums, &keep(0, &[4], true, false)).unwrap();
     let mut other = keep(0, &[4], false, true);
     other.image = "volume-snap-none.img".to_owned();
-    assert!(client.tell(Opcode::KeepSums, &other).is_err());
+    assert!(client.send_text(Opcode::KeepSums, &other).is_err());
     assert_eq!(kept(&mut client), all);
 }
 
@@ -116,7 +116,7 @@ fn it_keeps_sums_of_no_layer_that_it_was_not_told_of_from_the_start() {
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);
     let mut client = open(&replica);
-    assert!(client.tell(Opcode::KeepSums, &keep(1, &[7], false, true)).is_err());
+    assert!(client.send_text(Opcode::KeepSums, &keep(1, &[7], false, true)).is_err());
     assert_eq!(check(&mut client, 1).unwrap().kept, None);
 }
 

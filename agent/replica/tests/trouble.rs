@@ -172,25 +172,25 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
         stamp: 0,
         size_bytes: 0,
     };
-    client.tell(Opcode::Mark, &clear).unwrap();
+    client.send_text(Opcode::Mark, &clear).unwrap();
     let members = Members::new([spec.replica]).unwrap();
     let view = View { id: ViewId { generation: generation(1), number: 1 }, members };
-    client.tell(Opcode::Propose, &ViewMessage { view, basis: welcome.report }).unwrap();
+    client.send_text(Opcode::Propose, &ViewMessage { view, basis: welcome.report }).unwrap();
     for n in [0, written / 2, written - 1] {
         client.write(n * (64 << 10), &pattern(n + 1000, 64 << 10)).unwrap();
     }
     replica.kill();
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(2));
-    for of in [RegionsOf::Intent, RegionsOf::Missed(ReplicaId::from_random(8))] {
+    for of in [RegionsOf::Intent, RegionsOf::OutOfSync(ReplicaId::from_random(8))] {
         let page: RegionsPage =
             client.ask(Opcode::Regions, &RegionsQuery { of, from: 0, size_bytes: 0 }).unwrap();
         for n in [0, written / 2, written - 1] {
-            let noted = page
+            let recorded = page
                 .runs
                 .iter()
                 .any(|(first, count)| (u64::from(*first)..u64::from(first + count)).contains(&n));
-            assert!(page.kept && noted, "{of:?} lacks region {n}: {page:?}");
+            assert!(page.kept && recorded, "{of:?} lacks region {n}: {page:?}");
         }
     }
 }
@@ -206,8 +206,8 @@ fn marks_on_a_full_tmpfs() {
 }
 
 /// Returns a mark of the regions that another replica misses.
-fn missed(action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
-    let of = RegionsOf::Missed(ReplicaId::from_random(8));
+fn out_of_sync(action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
+    let of = RegionsOf::OutOfSync(ReplicaId::from_random(8));
     MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
 }
 
@@ -223,7 +223,7 @@ fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
     let mut replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     client.write(0, &pattern(1, 64 << 10)).unwrap();
-    client.tell(Opcode::Mark, &missed(MarkAction::Add, &[(0, 1)])).unwrap();
+    client.send_text(Opcode::Mark, &out_of_sync(MarkAction::Add, &[(0, 1)])).unwrap();
     break_down(&disk.0);
     meets_it(&mut client);
     // A ping needs no disk: it is the replica that refuses.
@@ -254,7 +254,7 @@ fn after_a_failed_flush_nothing_is_served_any_more() {
 #[test]
 fn after_a_set_that_could_not_be_removed_nothing_is_served_any_more() {
     after_an_io_error(|client| {
-        let (errno, _) = client.tell(Opcode::Mark, &missed(MarkAction::Forget, &[])).unwrap_err();
+        let (errno, _) = client.send_text(Opcode::Mark, &out_of_sync(MarkAction::Forget, &[])).unwrap_err();
         assert_eq!(errno, libc::EIO);
     });
 }
@@ -403,7 +403,7 @@ fn a_replica_that_has_failed_is_stopped_and_remembers() {
 }
 
 #[test]
-fn where_nothing_can_be_noted_the_next_process_knows_all_the_same() {
+fn where_nothing_can_be_recorded_the_next_process_knows_all_the_same() {
     restarted_after(|mut replica, mut client| {
         let note = replica.spec.directory.join("shorthorn.boot.tmp");
         std::fs::create_dir(&note).unwrap();

@@ -11,7 +11,7 @@ use std::{fs, io};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{Client, Command as Order, ControlError, EnginePhase, Status};
+use shorthorn_control::{Client, ControlError, EnginePhase, ProcessCommand, Status};
 use shorthorn_types::ReplicaId;
 
 use crate::descriptor_store::DescriptorStore;
@@ -22,7 +22,7 @@ use crate::run::runtime::ProcessFiles;
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
-const SETTLED: Duration = Duration::from_secs(10);
+const STABLE_AFTER: Duration = Duration::from_secs(10);
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,15 +207,16 @@ impl Process {
             self.restart_at = Some(now);
             return;
         }
-        self.failures = if now - self.started_at >= SETTLED { 1 } else { self.failures.saturating_add(1) };
+        self.failures =
+            if now - self.started_at >= STABLE_AFTER { 1 } else { self.failures.saturating_add(1) };
         let doubled = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10));
         self.restart_at = Some(now + doubled.min(LONGEST_BACKOFF));
     }
 
     /// Asks it to do something, if it runs.
-    pub fn order(&self, command: &Order) -> Result<(), ControlError> {
+    pub fn request(&self, command: &ProcessCommand) -> Result<(), ControlError> {
         match self.running {
-            Some(_) => Client::connect(&self.files.control)?.order(command),
+            Some(_) => Client::connect(&self.files.control)?.request(command),
             None => Ok(()),
         }
     }
@@ -223,7 +224,7 @@ impl Process {
     /// Asks it to end for good, if it runs: an engine takes its device away.
     pub fn stop(&self) -> Result<(), RunError> {
         if self.role == Role::Engine {
-            match self.order(&Order::Stop) {
+            match self.request(&ProcessCommand::Stop) {
                 Ok(()) => return Ok(()),
                 // It may just have begun, or be about to end.
                 Err(error) => {

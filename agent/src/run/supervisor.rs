@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use nix::sys::signalfd::SignalFd;
 use shorthorn_control::{
-    Command as Order, EngineSpec, FrontendChoice, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status,
-    Unknown, load_spec, store_spec,
+    EngineSpec, FrontendChoice, ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status, Unknown,
+    load_spec, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -127,7 +127,7 @@ impl Supervisor {
     fn hand_over(&self) {
         let Some(engine) = self.processes.last() else { return };
         tracing::info!("a new process takes the place of the engine");
-        if let Err(error) = engine.order(&Order::Handover) {
+        if let Err(error) = engine.request(&ProcessCommand::Handover) {
             tracing::warn!("cannot send a command to the engine: {error}");
         }
     }
@@ -141,8 +141,8 @@ impl Supervisor {
         }
         let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
         let first_start = engine.pid().is_none() && engine.restart_at.is_none();
-        let settled = |replica: &Process| replica.serves() || replica.failures >= REPLICA_TRIES;
-        if !first_start || !replicas.iter().all(settled) {
+        let is_final = |replica: &Process| replica.serves() || replica.failures >= REPLICA_TRIES;
+        if !first_start || !replicas.iter().all(is_final) {
             return Ok(());
         }
         if !replicas.iter().any(Process::serves) {

@@ -174,13 +174,13 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::cli::{Cli, Command};
+    use crate::cli::{AgentCommand, Cli};
 
     fn args(dir: &Path, more: &[&str]) -> RunArgs {
         let dir = dir.to_str().unwrap();
         let words = ["shorthorn-agent", "run", "v1", "--dir", dir].into_iter().chain(more.iter().copied());
         match Cli::try_parse_from(words).unwrap().command {
-            Command::Run(args) => args,
+            AgentCommand::Run(args) => args,
             other => panic!("{other:?}"),
         }
     }

@@ -35,7 +35,7 @@ pub struct Claim {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Kept {
+struct StoredClaim {
     cluster: String,
     /// Fields of a later version.
     #[serde(flatten)]
@@ -50,7 +50,7 @@ impl Claim {
     pub fn open(state_dir: &Path) -> Result<Claim, NodeError> {
         let file = state_dir.join("cluster.json");
         let owner = if file.try_exists().map_err(NodeError::at(&file))? {
-            Some(load_spec::<Kept>(&file)?.cluster)
+            Some(load_spec::<StoredClaim>(&file)?.cluster)
         } else {
             None
         };
@@ -117,7 +117,7 @@ impl Claim {
                 "a cluster has a name of 1 to {NAME_MAX_BYTES} letters, digits and signs, without spaces"
             )));
         }
-        Ok(store_spec(&self.file, &Kept { cluster: cluster.to_owned(), unknown: Unknown::default() })?)
+        Ok(store_spec(&self.file, &StoredClaim { cluster: cluster.to_owned(), unknown: Unknown::default() })?)
     }
 }
 

@@ -33,11 +33,11 @@ pub struct Disks {
     file: PathBuf,
     /// The folder of this host's processes.
     proc: PathBuf,
-    kept: Mutex<Kept>,
+    kept: Mutex<StoredDisks>,
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct Kept {
+struct StoredDisks {
     /// The paths of disks that were added to those of the configuration.
     disks: Vec<PathBuf>,
     /// Disks of the configuration that have had an identity. Such a disk without an identity is most likely
@@ -71,9 +71,9 @@ impl Disks {
     pub fn open(configured: &[PathBuf], state_dir: &Path) -> Result<Disks, NodeError> {
         let file = state_dir.join("disks.json");
         let kept = if file.try_exists().map_err(NodeError::at(&file))? {
-            load_spec::<Kept>(&file)?
+            load_spec::<StoredDisks>(&file)?
         } else {
-            Kept::default()
+            StoredDisks::default()
         };
         let disks = Disks {
             configured: configured.to_vec(),
@@ -87,7 +87,7 @@ impl Disks {
         Ok(disks)
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn kept(&self) -> MutexGuard<'_, StoredDisks> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use shorthorn_control::IoCounters;
-use shorthorn_metrics::{Page, Vitals};
+use shorthorn_metrics::{MetricsPage, MetricsSource};
 use shorthorn_types::VolumeName;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
@@ -42,7 +42,7 @@ const STATES: [(InstanceState, &str); 5] = [
 const MODES: [&str; 4] = ["member", "rebuilding", "connecting", "failed"];
 
 /// The sources of the metrics once the agent serves.
-pub struct Shown {
+pub struct MetricsInputs {
     /// The instances.
     pub table: Arc<Table>,
     /// The disks.
@@ -56,27 +56,27 @@ pub struct Shown {
 }
 
 /// The health and the metrics of the agent.
-pub struct AgentVitals {
-    shown: OnceLock<Shown>,
+pub struct AgentMetrics {
+    shown: OnceLock<MetricsInputs>,
     /// A lock held while disks are probed, even if the caller is gone: a hanging disk gets no second probe.
     looking: Arc<Mutex<()>>,
 }
 
-impl AgentVitals {
+impl AgentMetrics {
     /// Returns the vitals of an agent that does not serve yet.
-    pub fn new() -> Arc<AgentVitals> {
-        Arc::new(AgentVitals { shown: OnceLock::new(), looking: Arc::default() })
+    pub fn new() -> Arc<AgentMetrics> {
+        Arc::new(AgentMetrics { shown: OnceLock::new(), looking: Arc::default() })
     }
 
     /// Sets the sources when the agent begins to serve.
-    pub fn show(&self, shown: Shown) {
+    pub fn show(&self, shown: MetricsInputs) {
         // It is called once.
         let _ = self.shown.set(shown);
     }
 }
 
 #[async_trait]
-impl Vitals for AgentVitals {
+impl MetricsSource for AgentMetrics {
     fn program(&self) -> (&'static str, &'static str) {
         ("agent", env!("CARGO_PKG_VERSION"))
     }
@@ -87,7 +87,7 @@ impl Vitals for AgentVitals {
         problem.map_or(Ok(()), |problem| Err(format!("the CSI driver cannot be served: {problem}")))
     }
 
-    async fn fill(&self, page: &mut Page) {
+    async fn fill(&self, page: &mut MetricsPage) {
         let Some(shown) = self.shown.get() else { return };
         show_instances(&shown.table.list(), page);
         show_io(&ask_engines(shown.table.engines()).await, page);
@@ -154,7 +154,7 @@ async fn ask(control: &Path) -> Option<IoCounters> {
     tokio::time::timeout(ENGINE_LIMIT, io_counters(control)).await.ok()?.ok()
 }
 
-fn show_instances(instances: &[v1::Instance], page: &mut Page) {
+fn show_instances(instances: &[v1::Instance], page: &mut MetricsPage) {
     for (kind, name, help) in [
         (InstanceKind::Engine, "shorthorn_agent_engines", "Engines on this node"),
         (InstanceKind::Replica, "shorthorn_agent_replicas", "Replicas on this node"),
@@ -184,7 +184,7 @@ fn show_instances(instances: &[v1::Instance], page: &mut Page) {
     show_copies(&engines, page);
 }
 
-fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
+fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     let sizes =
         page.gauges("shorthorn_volume_size_bytes", "Size of the device of a volume that has its engine here");
     let frozen = page.gauges(
@@ -232,16 +232,14 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut Page) {
     }
 }
 
-fn show_copies(engines: &[&v1::EngineStatus], page: &mut Page) {
+fn show_copies(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     let total = page.gauges(
         "shorthorn_volume_rebuild_total_bytes",
         "Bytes to copy in total to a replica that is being rebuilt",
     );
     let left = page.gauges("shorthorn_volume_rebuild_left_bytes", "What is left of that");
-    let unequal = page.gauges(
-        "shorthorn_volume_equalise_left_bytes",
-        "What is left to be made equal after an unclean stop",
-    );
+    let unequal = page
+        .gauges("shorthorn_volume_resync_left_bytes", "What is left to be made equal after an unclean stop");
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
         for member in &engine.members {
@@ -251,11 +249,11 @@ fn show_copies(engines: &[&v1::EngineStatus], page: &mut Page) {
                 left.set(&labels, copy.left_bytes);
             }
         }
-        unequal.set(&[volume], engine.equalising.as_ref().map_or(0, |copy| copy.left_bytes));
+        unequal.set(&[volume], engine.resync.as_ref().map_or(0, |copy| copy.left_bytes));
     }
 }
 
-fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut Page) {
+fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut MetricsPage) {
     let operations = page.counters("shorthorn_volume_operations", "Requests that were completed");
     let bytes = page.counters("shorthorn_volume_bytes", "Bytes of the requests that went well");
     let failed = page.counters("shorthorn_volume_operation_errors", "Requests that ended with an error");
@@ -283,7 +281,7 @@ fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut Page) {
     }
 }
 
-fn show_disks(disks: &[v1::Disk], page: &mut Page) {
+fn show_disks(disks: &[v1::Disk], page: &mut MetricsPage) {
     let sizes = page.gauges("shorthorn_disk_size_bytes", "Size of the file system of a disk");
     let free = page.gauges("shorthorn_disk_available_bytes", "What is free on it");
     let usable = page.gauges("shorthorn_disk_usable", "1 if the disk can be used, 0 if it has a problem");
@@ -300,7 +298,7 @@ fn show_disks(disks: &[v1::Disk], page: &mut Page) {
     }
 }
 
-fn show_devices(devices: &[v1::Device], page: &mut Page) {
+fn show_devices(devices: &[v1::Device], page: &mut MetricsPage) {
     let gauges = page
         .gauges("shorthorn_agent_devices", "Device nodes of volumes on this node; stale ones have no device");
     for state in ["live", "stale"] {
@@ -353,7 +351,7 @@ mod tests {
             detail: Some(Detail::Engine(engine)),
             ..v1::Instance::default()
         };
-        let mut page = Page::default();
+        let mut page = MetricsPage::default();
         let replica = v1::ReplicaStatus {
             volume: "v1".into(),
             replica_id: "0000000a".into(),

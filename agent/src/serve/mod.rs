@@ -16,17 +16,17 @@ mod disks;
 mod error;
 mod frontends;
 mod instance;
+mod instance_message;
 mod leaders;
 mod listen;
 mod longhorn;
+mod messages;
 mod metrics;
 mod ports;
 mod salvage;
 mod service;
-mod show;
 pub mod tls;
 mod trash;
-mod words;
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -46,9 +46,9 @@ use claim::{Claim, Claimed};
 use config::{Config, InstancesChoice};
 use disks::Disks;
 use error::NodeError;
-use instance::{Backend, Children, Hub, Places, Systemd, Table};
+use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
 use listen::ListenAddress;
-use metrics::{AgentVitals, Shown};
+use metrics::{AgentMetrics, MetricsInputs};
 use service::NodeService;
 use tls::{NodeTls, TlsService};
 
@@ -86,12 +86,12 @@ async fn keep_engine_states_few(hub: Arc<instance::Hub>, mut stopping: watch::Re
 
 async fn run(config: Config) -> anyhow::Result<()> {
     let inherited = csi::Inherited::take().context("sockets of systemd")?;
-    let vitals = AgentVitals::new();
-    let shown: Arc<dyn shorthorn_metrics::Vitals> = Arc::<AgentVitals>::clone(&vitals);
+    let source = AgentMetrics::new();
+    let shown: Arc<dyn shorthorn_metrics::MetricsSource> = Arc::<AgentMetrics>::clone(&source);
     let _metrics = shorthorn_metrics::start(config.metrics_listen, config::DEFAULT_METRICS, shown).await?;
-    let places = Places::prepare(&config.state_dir, &config.runtime_dir)?;
+    let paths = InstancePaths::prepare(&config.state_dir, &config.runtime_dir)?;
     let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
-    places.remove_old_engine_states(SystemTime::now())?;
+    paths.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
     let claim = Arc::new(Claim::open(&config.state_dir)?);
@@ -99,8 +99,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         tracing::warn!("{warning}");
     }
     let table = Table::new();
-    let (backend, lost) = backend(&config, &places, &table).await?;
-    let hub = Hub::start(config.clone(), places, table, backend).await?;
+    let (backend, lost) = backend(&config, &paths, &table).await?;
+    let hub = Hub::start(config.clone(), paths, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
     let tls = NodeTls::open(&config.tls_dir, &config.node_name)?;
     let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
@@ -117,7 +117,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         let choice = config.kubelet_kubeconfig.clone();
         tokio::spawn(tls::keep_enrolled(Arc::clone(&tls), choice, stopping.clone()));
     }
-    vitals.show(Shown {
+    source.show(MetricsInputs {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),
         device_dir: config.device_dir.clone(),
@@ -200,7 +200,7 @@ async fn stop_signal() -> anyhow::Result<()> {
 /// Returns the manager of the instances, and a future that ends when the agent can no longer observe them.
 async fn backend(
     config: &Config,
-    places: &Places,
+    paths: &InstancePaths,
     table: &Arc<Table>,
 ) -> anyhow::Result<(Box<dyn Backend>, std::pin::Pin<Box<dyn Future<Output = ()> + Send>>)> {
     let systemd = match config.instances {
@@ -210,13 +210,13 @@ async fn backend(
         InstancesChoice::Auto => Path::new("/run/systemd/system").is_dir(),
     };
     if systemd {
-        let systemd = Systemd::connect(places.clone(), Arc::clone(table)).await?;
+        let systemd = Systemd::connect(paths.clone(), Arc::clone(table)).await?;
         let connection = systemd.connection().clone();
         tracing::info!("instances are units of systemd");
         return Ok((Box::new(systemd), Box::pin(async move { connection.closed().await })));
     }
     tracing::info!("instances are processes of the agent");
-    let children = Children::new(places.clone(), Arc::clone(table))?;
+    let children = Children::new(paths.clone(), Arc::clone(table))?;
     Ok((Box::new(children), Box::pin(std::future::pending())))
 }
 

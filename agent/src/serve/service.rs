@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use shorthorn_api::v1::node_server::Node;
 use shorthorn_api::{CLUSTER_HEADER, level, v1};
-use shorthorn_control::ScrubOrder;
+use shorthorn_control::ScrubCommand;
 use shorthorn_frontend::probe::FrontendReport;
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::{broadcast, mpsc, watch};
@@ -26,7 +26,7 @@ use crate::serve::instance::{
     Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
 };
 use crate::serve::trash::{self, TrashLimits};
-use crate::serve::{longhorn, salvage, words};
+use crate::serve::{longhorn, messages, salvage};
 
 /// The number of events that wait in the connection of a watcher, besides those in the hub.
 const WATCH_QUEUE: usize = 16;
@@ -107,7 +107,7 @@ impl Node for NodeService {
         let (disk, uuid, create) =
             (PathBuf::from(&request.disk_path), request.disk_uuid.clone(), request.create);
         let options = StartOptions { rebind: request.rebind, ..StartOptions::default() };
-        let spec = Spec::replica(request, &self.config, self.hub.places())?;
+        let spec = Spec::replica(request, &self.config, self.hub.paths())?;
         self.check_disk(disk.clone(), uuid).await?;
         if create {
             let id = spec.id();
@@ -120,14 +120,14 @@ impl Node for NodeService {
         let request = request.into_inner();
         let v1::StartEngineRequest { revision, continues, .. } = request;
         let options = StartOptions { revision, continues, rebind: false };
-        let spec = Spec::engine(request, &self.config, self.hub.places())?;
+        let spec = Spec::engine(request, &self.config, self.hub.paths())?;
         Ok(Response::new(self.hub.start_instance(spec, options).await?))
     }
 
     async fn grant(&self, request: Request<v1::GrantRequest>) -> Answer<v1::GrantResponse> {
         let request = request.into_inner();
         let view = request.view.ok_or_else(|| NodeError::Invalid("the view is missing".into()))?;
-        self.hub.grant(name(&request.volume)?, request.attach, words::view(view)?).await?;
+        self.hub.grant(name(&request.volume)?, request.attach, messages::view(view)?).await?;
         Ok(Response::new(v1::GrantResponse {}))
     }
 
@@ -156,7 +156,7 @@ impl Node for NodeService {
 
     async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Answer<v1::ScrubResponse> {
         let v1::ScrubRequest { volume, stop, repair, bytes_per_s } = request.into_inner();
-        let scrub = (!stop).then_some(ScrubOrder { bytes_per_s, repair });
+        let scrub = (!stop).then_some(ScrubCommand { bytes_per_s, repair });
         self.hub.scrub(name(&volume)?, scrub).await?;
         Ok(Response::new(v1::ScrubResponse {}))
     }

@@ -168,7 +168,7 @@ fn texts() -> Vec<Vec<u8>> {
         WireLayer { image: "volume-snap-a.img".into(), meta: "{\"Name\":\"\\n\"}".into(), size_bytes: 4096 };
     let extent = Extent { offset_bytes: 8192, length_bytes: 4096 };
     let image = layer.image.clone();
-    let of = RegionsOf::Missed(ReplicaId::from_random(9));
+    let of = RegionsOf::OutOfSync(ReplicaId::from_random(9));
     let runs = vec![(3, 2), (9, 1)];
     vec![
         json(&challenge),

@@ -36,9 +36,9 @@ impl Drop for Controller {
 }
 
 /// The metrics at one time.
-pub struct Shown(Vec<(String, f64)>);
+pub struct MetricsSample(Vec<(String, f64)>);
 
-impl Shown {
+impl MetricsSample {
     pub fn value(&self, series: &str) -> Option<f64> {
         value(&self.0, series)
     }
@@ -88,14 +88,14 @@ impl Controller {
         self.csi.clone()
     }
 
-    pub async fn look(&self) -> Option<Shown> {
+    pub async fn look(&self) -> Option<MetricsSample> {
         let metrics = self.metrics;
         let answer = tokio::task::spawn_blocking(move || get(metrics, "/metrics")).await.unwrap();
-        answer.ok().filter(|(status, _)| *status == 200).map(|(_, text)| Shown(samples(&text)))
+        answer.ok().filter(|(status, _)| *status == 200).map(|(_, text)| MetricsSample(samples(&text)))
     }
 
     /// Waits until the metrics look like that.
-    pub async fn until(&self, what: &str, seen: impl Fn(&Shown) -> bool) {
+    pub async fn until(&self, what: &str, seen: impl Fn(&MetricsSample) -> bool) {
         let deadline = Instant::now() + LIMIT;
         while !self.look().await.is_some_and(|shown| seen(&shown)) {
             assert!(Instant::now() < deadline, "never {what}");

@@ -2,9 +2,9 @@
 //! replicas on 1,000 nodes in ten zones, one after the other.
 //!
 //! A placement is one replica that has a place. The benchmark measures the way of the controller. The
-//! volume's reconciler decides over the world of all objects until the volume has its replicas, and each
-//! object that it writes is put into that world, as the store's cache does. The benchmark leaves out the time
-//! in which the store makes them durable.
+//! volume's reconciler decides over the cluster state of all objects until the volume has its replicas, and
+//! each object that it writes is put into that cluster state, as the store's cache does. The benchmark leaves
+//! out the time in which the store makes them durable.
 #![allow(
     clippy::unwrap_used,
     clippy::disallowed_types,
@@ -23,7 +23,7 @@ use shorthorn_controller_core::observed::{AgentInfo, AgentView, Agents, DiskView
 use shorthorn_controller_core::rebalance::Survey;
 use shorthorn_controller_core::reconcile::{Context, Settings, reconcile};
 use shorthorn_controller_core::requests::{Change, CreateVolume};
-use shorthorn_controller_core::{Action, NodeName, Timestamp, World};
+use shorthorn_controller_core::{Action, ClusterState, NodeName, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
 
 const NODES: usize = 1_000;
@@ -37,7 +37,7 @@ const DISK_BYTES: u64 = 4 << 40;
 const RUNS_MAX: usize = 10;
 
 struct Cluster {
-    world: World,
+    state: ClusterState,
     agents: Agents,
     revision: u64,
     random: u64,
@@ -54,7 +54,7 @@ fn main() {
     for at in 0..volumes {
         let name = cluster.create(at);
         let start = Instant::now();
-        cluster.settle(&name);
+        cluster.converge(&name);
         let took = start.elapsed();
         deciding += took;
         slowest = slowest.max(took);
@@ -83,11 +83,11 @@ impl Cluster {
     fn of(nodes: usize) -> Cluster {
         let now = Timestamp::UNIX_EPOCH;
         let mut cluster =
-            Cluster { world: World::default(), agents: Agents::default(), revision: 0, random: 1 };
+            Cluster { state: ClusterState::default(), agents: Agents::default(), revision: 0, random: 1 };
         for at in 0..nodes {
             let name = NodeName::new(&format!("node-{at:04}")).unwrap();
             cluster.agents.insert(name.clone(), agent(&name, now));
-            cluster.world.insert(node(&name, at, now).into());
+            cluster.state.insert(node(&name, at, now).into());
         }
         cluster
     }
@@ -100,19 +100,19 @@ impl Cluster {
             number_of_replicas: u32::try_from(REPLICAS).unwrap(),
             ..CreateVolume::default()
         };
-        let change = wanted.apply(&self.world, Secret::new([7; 32]), Timestamp::UNIX_EPOCH).unwrap();
+        let change = wanted.apply(&self.state, Secret::new([7; 32]), Timestamp::UNIX_EPOCH).unwrap();
         let Change::Store(volume) = change else { panic!("{name} is there already") };
-        self.world.insert(volume.into());
+        self.state.insert(volume.into());
         name
     }
 
     /// Runs the volume's reconciler until its replicas have places.
-    fn settle(&mut self, name: &str) {
+    fn converge(&mut self, name: &str) {
         let key = Key::new(Kind::Volume, name);
         for _ in 0..RUNS_MAX {
             let random = std::array::from_fn::<u64, MAX_MEMBERS, _>(|_| self.next_random());
             let context = Context {
-                world: &self.world,
+                cluster: &self.state,
                 agents: &self.agents,
                 now: Timestamp::UNIX_EPOCH,
                 random,
@@ -123,13 +123,13 @@ impl Cluster {
                 let Action::Write(mut object) = action else { continue };
                 self.revision += 1;
                 object.metadata_mut().resource_version = self.revision;
-                self.world.insert(*object);
+                self.state.insert(*object);
             }
-            if self.world.volumes[name].status.state == VolumeState::Detached {
+            if self.state.volumes[name].status.state == VolumeState::Detached {
                 return;
             }
         }
-        panic!("{name} has no places: {:?}", self.world.volumes[name].status);
+        panic!("{name} has no places: {:?}", self.state.volumes[name].status);
     }
 
     fn next_random(&mut self) -> u64 {
@@ -140,32 +140,32 @@ impl Cluster {
     /// Plans the moves, for the cluster as it is and with a tenth more empty nodes.
     fn plan_moves(&mut self, line: impl Fn(&str, String)) {
         let now = Timestamp::UNIX_EPOCH;
-        let names: Vec<String> = self.world.volumes.keys().cloned().collect();
+        let names: Vec<String> = self.state.volumes.keys().cloned().collect();
         for name in names {
-            let mut volume = self.world.volumes[&name].clone();
+            let mut volume = self.state.volumes[&name].clone();
             volume.status.state = VolumeState::Attached;
             volume.status.robustness = Robustness::Healthy;
-            self.world.insert(volume.into());
+            self.state.insert(volume.into());
         }
         for what in ["as it is", "with a tenth more nodes"] {
             let start = Instant::now();
             let plan =
-                Survey::of(&self.world, &self.agents, Settings::default().scheduling, &[]).unwrap().plan();
+                Survey::of(&self.state, &self.agents, Settings::default().scheduling, &[]).unwrap().plan();
             let took = start.elapsed();
             line(&format!("moves {what}"), plan.moves.len().to_string());
             line("  to find them, ms", format!("{:.0}", took.as_secs_f64() * 1e3));
-            let nodes = self.world.nodes.len();
+            let nodes = self.state.nodes.len();
             for at in nodes..nodes + nodes / 10 {
                 let name = NodeName::new(&format!("node-{at:04}")).unwrap();
                 self.agents.insert(name.clone(), agent(&name, now));
-                self.world.insert(node(&name, at, now).into());
+                self.state.insert(node(&name, at, now).into());
             }
         }
     }
 
     fn spread(&self) -> (usize, usize) {
-        let mut on: BTreeMap<&str, usize> = self.world.nodes.keys().map(|name| (name.as_str(), 0)).collect();
-        for replica in self.world.replicas.values() {
+        let mut on: BTreeMap<&str, usize> = self.state.nodes.keys().map(|name| (name.as_str(), 0)).collect();
+        for replica in self.state.replicas.values() {
             *on.get_mut(replica.spec.node_id.as_str()).unwrap() += 1;
         }
         (*on.values().min().unwrap(), *on.values().max().unwrap())
@@ -173,8 +173,8 @@ impl Cluster {
 
     fn badly_zoned(&self) -> usize {
         let mut zones: BTreeMap<&str, BTreeSet<_>> = BTreeMap::new();
-        for replica in self.world.replicas.values() {
-            let zone = self.world.nodes[replica.spec.node_id.as_str()].zone();
+        for replica in self.state.replicas.values() {
+            let zone = self.state.nodes[replica.spec.node_id.as_str()].zone();
             zones.entry(replica.spec.volume_name.as_str()).or_default().insert(zone);
         }
         zones.values().filter(|zones| zones.len() < REPLICAS).count()

@@ -7,7 +7,7 @@ use shorthorn_types::{ReplicaId, View, VolumeName};
 
 use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, Secret};
 use crate::observed::InstanceKey;
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// A small step. The shell carries the steps of a decision out in order, and gives the rest up at the first
 /// that fails. The next decision starts from the state after that.
@@ -249,7 +249,7 @@ impl Decision {
     }
 
     /// Returns the replicas that it makes.
-    pub fn new_replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
+    pub fn new_replicas<'a>(&'a self, cluster: &'a ClusterState) -> impl Iterator<Item = &'a Replica> {
         self.actions
             .iter()
             .filter_map(|action| match action {
@@ -259,7 +259,7 @@ impl Decision {
                 },
                 _ => None,
             })
-            .filter(|replica| !world.replicas.contains_key(&replica.metadata.name))
+            .filter(|replica| !cluster.replicas.contains_key(&replica.metadata.name))
     }
 
     pub(crate) fn write(&mut self, object: impl Into<Object>) {

@@ -7,13 +7,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::World;
+use crate::ClusterState;
 use crate::objects::Volume;
 use crate::requests::{self, Change, RequestError};
 
 /// The information on PersistentVolumes that is stored with a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Note {
+struct ClaimRecord {
     /// The PersistentVolume that keeps the volume, if any.
     keeper: Option<String>,
     /// The claim that has it, or had it last, as NAMESPACE/NAME.
@@ -87,44 +87,44 @@ impl Claims {
 
     /// Returns the current note for a volume. Of several PersistentVolumes, one that keeps its volume comes
     /// first, and then the first by name, so that the note does not alternate.
-    fn note_of(&self, volume: &str) -> Note {
+    fn record_of(&self, volume: &str) -> ClaimRecord {
         let names = self.of_volume.get(volume).into_iter().flatten();
         let found = || names.clone().filter_map(|name| Some((name, self.by_name.get(name)?)));
         let keeper = found().find(|(_, found)| found.keeps());
         let first = keeper.or_else(|| found().next());
         let claim = first.and_then(|(_, found)| found.claim.clone());
-        Note { keeper: keeper.map(|(name, _)| name.clone()), claim }
+        ClaimRecord { keeper: keeper.map(|(name, _)| name.clone()), claim }
     }
 
     /// Returns true if the stored note of a volume differs from the current one.
     #[must_use]
     pub fn is_outdated(&self, volume: &Volume) -> bool {
-        noted_of(volume) != self.note_of(&volume.metadata.name)
+        recorded_of(volume) != self.record_of(&volume.metadata.name)
     }
 
     /// Returns the volumes whose stored note differs from the current one.
     #[must_use]
-    pub fn outdated(&self, world: &World) -> BTreeSet<String> {
-        let outdated = world.volumes.values().filter(|volume| self.is_outdated(volume));
+    pub fn outdated(&self, cluster: &ClusterState) -> BTreeSet<String> {
+        let outdated = cluster.volumes.values().filter(|volume| self.is_outdated(volume));
         outdated.map(|volume| volume.metadata.name.clone()).collect()
     }
 }
 
 /// Returns the stored note of a volume.
-fn noted_of(volume: &Volume) -> Note {
-    Note { keeper: volume.status.persistent_volume.clone(), claim: volume.status.claim.clone() }
+fn recorded_of(volume: &Volume) -> ClaimRecord {
+    ClaimRecord { keeper: volume.status.persistent_volume.clone(), claim: volume.status.claim.clone() }
 }
 
 /// Returns the volume with the current note.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].
-pub fn noted(world: &World, claims: &Claims, name: &str) -> Result<Change<Volume>, RequestError> {
-    let mut volume = requests::find(world, name)?.clone();
+pub fn recorded(cluster: &ClusterState, claims: &Claims, name: &str) -> Result<Change<Volume>, RequestError> {
+    let mut volume = requests::find(cluster, name)?.clone();
     if !claims.is_outdated(&volume) {
         return Ok(Change::AlreadySo(volume));
     }
-    let Note { keeper, claim } = claims.note_of(name);
+    let ClaimRecord { keeper, claim } = claims.record_of(name);
     (volume.status.persistent_volume, volume.status.claim) = (keeper, claim);
     Ok(Change::Store(volume))
 }
@@ -136,14 +136,15 @@ mod tests {
     use crate::objects::{Secret, VolumeState};
     use crate::requests::{CreateVolume, ask_for_deletion, delete};
 
-    fn world(persistent_volume: Option<&str>) -> World {
+    fn cluster(persistent_volume: Option<&str>) -> ClusterState {
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-        let made = wanted.apply(&World::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH).unwrap();
+        let made =
+            wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH).unwrap();
         let Change::Store(mut volume) = made else { panic!("{made:?}") };
         volume.status.persistent_volume = persistent_volume.map(str::to_owned);
-        let mut world = World::default();
-        world.insert(volume.into());
-        world
+        let mut cluster = ClusterState::default();
+        cluster.insert(volume.into());
+        cluster
     }
 
     fn found(handle: &str, phase: &str, deletes: bool, is_deleting: bool) -> PersistentVolume {
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_noted_follows_what_is_so() {
+    fn what_is_recorded_follows_what_is_so() {
         let all = |pairs: &[(&str, &str, &str)]| {
             let one = |(name, volume, phase): &(&str, &str, &str)| {
                 ((*name).to_owned(), found(volume, phase, true, false))
@@ -183,42 +184,42 @@ mod tests {
             ("a", "v", "Released"),
             ("d", "w", "Released"),
         ]));
-        assert_eq!(kept.note_of("v").keeper.as_deref(), Some("b"), "the first that keeps it");
-        let released = Note { keeper: None, claim: Some("shop/w".to_owned()) };
-        assert_eq!(kept.note_of("w"), released, "whose it was is known for as long as it is there");
-        let (free, taken) = (world(None), world(Some("b")));
+        assert_eq!(kept.record_of("v").keeper.as_deref(), Some("b"), "the first that keeps it");
+        let released = ClaimRecord { keeper: None, claim: Some("shop/w".to_owned()) };
+        assert_eq!(kept.record_of("w"), released, "whose it was is known for as long as it is there");
+        let (free, taken) = (cluster(None), cluster(Some("b")));
         let only = |name: &str| BTreeSet::from([name.to_owned()]);
         assert_eq!(kept.outdated(&free), only("v"));
-        assert_eq!(kept.outdated(&taken), only("v"), "its claim is not noted yet");
-        let Ok(Change::Store(volume)) = noted(&free, &kept, "v") else { panic!("nothing is noted") };
+        assert_eq!(kept.outdated(&taken), only("v"), "its claim is not recorded yet");
+        let Ok(Change::Store(volume)) = recorded(&free, &kept, "v") else { panic!("nothing is recorded") };
         assert_eq!(volume.status.persistent_volume.as_deref(), Some("b"));
         assert_eq!(volume.status.claim.as_deref(), Some("shop/v"));
-        let mut taken = World::default();
+        let mut taken = ClusterState::default();
         taken.insert(volume.into());
         assert!(kept.outdated(&taken).is_empty());
         assert_eq!(Claims::default().outdated(&taken), only("v"));
-        assert!(matches!(noted(&taken, &kept, "v"), Ok(Change::AlreadySo(_))));
-        assert_eq!(noted(&free, &kept, "w"), Err(RequestError::NoVolume("w".to_owned())));
+        assert!(matches!(recorded(&taken, &kept, "v"), Ok(Change::AlreadySo(_))));
+        assert_eq!(recorded(&free, &kept, "w"), Err(RequestError::NoVolume("w".to_owned())));
         // A deleted one, and one that is another volume now.
         assert_eq!(kept.set("b".to_owned(), None), only("v"));
-        assert_eq!(kept.note_of("v").keeper.as_deref(), Some("c"));
+        assert_eq!(kept.record_of("v").keeper.as_deref(), Some("c"));
         let both = BTreeSet::from(["v".to_owned(), "x".to_owned()]);
         assert_eq!(kept.set("c".to_owned(), Some(found("x", "Bound", true, false))), both);
-        assert_eq!(kept.note_of("v"), Note { keeper: None, claim: Some("shop/v".to_owned()) });
-        assert_eq!(kept.note_of("x").keeper.as_deref(), Some("c"));
+        assert_eq!(kept.record_of("v"), ClaimRecord { keeper: None, claim: Some("shop/v".to_owned()) });
+        assert_eq!(kept.record_of("x").keeper.as_deref(), Some("c"));
         assert_eq!(kept.set("a".to_owned(), None), only("v"));
-        assert_eq!(kept.note_of("v"), Note::default());
+        assert_eq!(kept.record_of("v"), ClaimRecord::default());
     }
 
     #[test]
     fn a_volume_that_kubernetes_needs_is_not_deleted_and_lives_if_its_deletion_was_asked_for() {
         let now = Timestamp::UNIX_EPOCH;
-        let error = delete(&world(Some("pvc-1")), "v", now).unwrap_err();
+        let error = delete(&cluster(Some("pvc-1")), "v", now).unwrap_err();
         assert!(
             matches!(error, RequestError::IsPersistentVolume { .. }) && error.to_string().contains("pvc-1")
         );
-        assert!(matches!(delete(&world(None), "v", now), Ok(Change::Store(_))));
-        let asked = |persistent_volume| match ask_for_deletion(&world(persistent_volume), "v", now) {
+        assert!(matches!(delete(&cluster(None), "v", now), Ok(Change::Store(_))));
+        let asked = |persistent_volume| match ask_for_deletion(&cluster(persistent_volume), "v", now) {
             Ok(Change::Store(volume)) => volume,
             other => panic!("{other:?}"),
         };

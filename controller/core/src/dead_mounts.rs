@@ -5,8 +5,8 @@
 //! reported. The agent reports dead mounts and their pods; only reports of a reachable agent count.
 
 use crate::NodeName;
+use crate::lost_node_pods::{Owner, Pod};
 use crate::observed::Agents;
-use crate::stranded::{Owner, Pod};
 
 /// The mount of a pod whose device is gone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub struct Plan {
     /// Pods to delete, each with its volumes whose devices are gone.
     pub end: Vec<(Pod, Vec<String>)>,
     /// Pods that no controller would re-create: the administrator has to decide.
-    pub tell: Vec<(Pod, Vec<String>)>,
+    pub report: Vec<(Pod, Vec<String>)>,
 }
 
 /// Returns the nodes in sight that have dead mounts, with these.
@@ -49,7 +49,7 @@ pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> Plan {
         if pod.has_controller {
             plan.end.push((pod.clone(), volumes));
         } else {
-            plan.tell.push((pod.clone(), volumes));
+            plan.report.push((pod.clone(), volumes));
         }
     }
     plan
@@ -59,8 +59,8 @@ pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> Plan {
 mod tests {
     use super::*;
     use crate::Timestamp;
+    use crate::lost_node_pods::Namespaced;
     use crate::observed::{AgentInfo, AgentView, Link};
-    use crate::stranded::Namespaced;
 
     fn pod(name: &str, has_controller: bool) -> Pod {
         let name = Namespaced { namespace: "n".to_owned(), name: name.to_owned() };
@@ -73,7 +73,7 @@ mod tests {
 
     fn ended(pod: Pod) -> usize {
         let plan = plan(&[dead("v", &pod.name.name)], &[pod]);
-        assert!(plan.tell.is_empty(), "{plan:?}");
+        assert!(plan.report.is_empty(), "{plan:?}");
         plan.end.len()
     }
 
@@ -83,7 +83,7 @@ mod tests {
         let mounts = [dead("v", "owned"), dead("w", "owned"), dead("u", "bare"), dead("u", "long-gone")];
         let plan = plan(&mounts, &[owned.clone(), bare.clone(), well]);
         assert_eq!(plan.end, [(owned, vec!["v".to_owned(), "w".to_owned()])]);
-        assert_eq!(plan.tell, [(bare, vec!["u".to_owned()])]);
+        assert_eq!(plan.report, [(bare, vec!["u".to_owned()])]);
     }
 
     #[test]
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_agent_in_sight_is_believed() {
+    fn only_an_agent_in_reach_is_believed() {
         let mut agents = Agents::default();
         for (node, mounts) in [("a", vec![dead("v", "p")]), ("b", vec![]), ("c", vec![dead("w", "q")])] {
             let mut view = AgentView::new("http://x:1", Timestamp::UNIX_EPOCH);

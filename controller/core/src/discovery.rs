@@ -17,7 +17,7 @@ use thiserror::Error;
 
 use crate::objects::{Discovered, Key, Kind, Node};
 use crate::requests::Change;
-use crate::{Label, NodeName, NodeNameError, Timestamp, World};
+use crate::{ClusterState, Label, NodeName, NodeNameError, Timestamp};
 
 /// The labels of a machine that give its zone. The first one comes from its agent through kubelet.
 const ZONE_LABELS: [&str; 2] = ["topology.shorthorn.io/zone", "topology.kubernetes.io/zone"];
@@ -57,7 +57,7 @@ impl Machine {
 
 /// The information that Kubernetes has on all machines, by their names in Kubernetes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cluster {
+pub struct KubernetesCluster {
     /// The existing machines.
     pub machines: BTreeMap<String, Machine>,
     /// The name by which the kubelet of the machine knows the driver.
@@ -83,13 +83,13 @@ pub enum NotFound {
 /// Returns the addresses of the agents on known machines, and the problems of other machines.
 #[must_use]
 pub fn agents(
-    cluster: &Cluster,
+    kubernetes: &KubernetesCluster,
     port: u16,
     now: Timestamp,
 ) -> (BTreeMap<NodeName, Discovered>, Vec<NotFound>) {
     let mut owners: BTreeMap<NodeName, Vec<&String>> = BTreeMap::new();
     let mut not_found = Vec::new();
-    for (machine, driver) in &cluster.drivers {
+    for (machine, driver) in &kubernetes.drivers {
         match NodeName::new(driver) {
             Ok(name) => owners.entry(name).or_default().push(machine),
             Err(error) => not_found.push(error.into()),
@@ -106,7 +106,7 @@ pub fn agents(
             [] => continue,
         };
         // A machine that does not exist any more, or yet, has no address.
-        let Some(facts) = cluster.machines.get(machine) else { continue };
+        let Some(facts) = kubernetes.machines.get(machine) else { continue };
         match facts.internal_ip {
             Some(ip) => {
                 let (address, zone) = (url(ip, port), facts.zone.clone());
@@ -125,10 +125,10 @@ fn url(ip: IpAddr, port: u16) -> String {
 
 /// Returns the Node object with the findings.
 #[must_use]
-pub fn noted(world: &World, name: &NodeName, found: &Discovered, now: Timestamp) -> Change<Node> {
-    let stored = world.nodes.get(name.as_str());
+pub fn recorded(cluster: &ClusterState, name: &NodeName, found: &Discovered, now: Timestamp) -> Change<Node> {
+    let stored = cluster.nodes.get(name.as_str());
     let mut node = stored.cloned().unwrap_or_else(|| Node::new(name.as_str(), now));
-    let is_left_out = stored.is_none() && world.unknown(&Key::new(Kind::Node, name.as_str())).is_some();
+    let is_left_out = stored.is_none() && cluster.unknown(&Key::new(Kind::Node, name.as_str())).is_some();
     if node.metadata.is_deleting() || is_left_out {
         return Change::AlreadySo(node);
     }
@@ -152,13 +152,13 @@ mod tests {
         Machine::of(&BTreeMap::new(), [("Hostname", "10.9.9.9"), ("InternalIP", address)])
     }
 
-    fn cluster(entries: &[(&str, &str, &str)]) -> Cluster {
-        let mut cluster = Cluster::default();
+    fn kubernetes(entries: &[(&str, &str, &str)]) -> KubernetesCluster {
+        let mut kubernetes = KubernetesCluster::default();
         for (name, driver, address) in entries {
-            cluster.machines.insert((*name).to_owned(), machine(address));
-            cluster.drivers.insert((*name).to_owned(), (*driver).to_owned());
+            kubernetes.machines.insert((*name).to_owned(), machine(address));
+            kubernetes.drivers.insert((*name).to_owned(), (*driver).to_owned());
         }
-        cluster
+        kubernetes
     }
 
     fn stored(change: Change<Node>) -> Node {
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn an_agent_is_where_its_driver_is_registered() {
-        let mut all = cluster(&[("a", "a", "10.0.0.1"), ("b", "b", "fd00::2")]);
+        let mut all = kubernetes(&[("a", "a", "10.0.0.1"), ("b", "b", "fd00::2")]);
         all.machines.insert("no-driver".to_owned(), machine("10.0.0.3"));
         all.drivers.insert("gone".to_owned(), "gone".to_owned());
         let (found, not_found) = agents(&all, PORT, Timestamp::UNIX_EPOCH);
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_machine_is_told_and_keeps_no_other_one_out() {
         let mut all =
-            cluster(&[("a", "same", "10.0.0.1"), ("b", "same", "10.0.0.2"), ("c", "C_", "10.0.0.3")]);
+            kubernetes(&[("a", "same", "10.0.0.1"), ("b", "same", "10.0.0.2"), ("c", "C_", "10.0.0.3")]);
         all.machines.insert("d".to_owned(), machine("nonsense"));
         all.drivers.insert("d".to_owned(), "d".to_owned());
         all.machines.insert("e".to_owned(), machine("10.0.0.5"));
@@ -216,13 +216,13 @@ mod tests {
         let found = |address: &str| Discovered { address: address.to_owned(), ..Discovered::default() };
         let (one, two) = (found("http://10.0.0.1:9501"), found("http://10.0.0.2:9501"));
         let now = Timestamp::UNIX_EPOCH;
-        let mut world = World::default();
-        let made = stored(noted(&world, &name, &one, now));
+        let mut cluster = ClusterState::default();
+        let made = stored(recorded(&cluster, &name, &one, now));
         assert_eq!((made.spec.address.as_str(), made.spec.allow_scheduling), (one.address.as_str(), true));
-        world.insert(made.clone().into());
-        assert!(matches!(noted(&world, &name, &one, now), Change::AlreadySo(_)));
+        cluster.insert(made.clone().into());
+        assert!(matches!(recorded(&cluster, &name, &one, now), Change::AlreadySo(_)));
 
-        let moved = stored(noted(&world, &name, &two, now));
+        let moved = stored(recorded(&cluster, &name, &two, now));
         assert_eq!(moved.spec.address, two.address);
 
         // An address set by hand, another one or none, stays, and the findings are stored all the same.
@@ -230,12 +230,12 @@ mod tests {
             let mut node = made.clone();
             node.spec.address = by_hand.to_owned();
             node.spec.allow_scheduling = false;
-            world.insert(node.into());
-            let kept = stored(noted(&world, &name, &two, now));
+            cluster.insert(node.into());
+            let kept = stored(recorded(&cluster, &name, &two, now));
             assert_eq!((kept.spec.address.as_str(), kept.spec.allow_scheduling), (by_hand, false));
             assert_eq!(kept.spec.discovered, Some(two.clone()));
-            world.insert(kept.into());
-            assert!(matches!(noted(&world, &name, &two, now), Change::AlreadySo(_)));
+            cluster.insert(kept.into());
+            assert!(matches!(recorded(&cluster, &name, &two, now), Change::AlreadySo(_)));
         }
     }
 
@@ -243,15 +243,15 @@ mod tests {
     fn a_machine_is_cordoned_since_it_was_first_seen_so() {
         let name = NodeName::new("a").unwrap();
         let at = |second| Timestamp::from_second(second).unwrap();
-        let mut world = World::default();
+        let mut cluster = ClusterState::default();
         let mut since = |is_cordoned: bool, second: i64| {
-            let mut all = cluster(&[("a", "a", "10.0.0.1")]);
+            let mut all = kubernetes(&[("a", "a", "10.0.0.1")]);
             all.machines.entry("a".to_owned()).and_modify(|machine| machine.is_cordoned = is_cordoned);
             let (found, _) = agents(&all, PORT, at(second));
-            if let Change::Store(node) = noted(&world, &name, &found["a"], at(second)) {
-                world.insert(node.into());
+            if let Change::Store(node) = recorded(&cluster, &name, &found["a"], at(second)) {
+                cluster.insert(node.into());
             }
-            world.nodes["a"].spec.discovered.as_ref().unwrap().cordoned_since
+            cluster.nodes["a"].spec.discovered.as_ref().unwrap().cordoned_since
         };
         assert_eq!(since(false, 1), None);
         assert_eq!(since(true, 2), Some(at(2)));
@@ -264,10 +264,10 @@ mod tests {
     fn a_node_that_has_no_address_yet_gets_what_is_found() {
         let name = NodeName::new("a").unwrap();
         let found = Discovered { address: "http://10.0.0.1:9501".to_owned(), ..Discovered::default() };
-        let mut world = World::default();
+        let mut cluster = ClusterState::default();
         let metadata = Metadata::new("a", Timestamp::UNIX_EPOCH);
-        world.insert(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() }.into());
-        let node = stored(noted(&world, &name, &found, Timestamp::UNIX_EPOCH));
+        cluster.insert(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() }.into());
+        let node = stored(recorded(&cluster, &name, &found, Timestamp::UNIX_EPOCH));
         assert_eq!(node.spec.address, found.address);
         assert!(!node.spec.allow_scheduling);
     }

@@ -6,7 +6,7 @@ use crate::left_out::LeftOut;
 use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
 use crate::observed::{AgentInfo, AgentView, Agents, Detail};
 use crate::scheduler::Limits;
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// The most findings of one check that are listed; more are counted in the last one.
 const FINDINGS_MAX: usize = 20;
@@ -79,8 +79,8 @@ pub struct Controller<'a> {
 
 /// Makes all checks.
 #[must_use]
-pub fn examine(world: &World, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
-    let doctor = Doctor { world, agents, controller };
+pub fn examine(cluster: &ClusterState, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
+    let doctor = Doctor { cluster, agents, controller };
     let checks: [(&str, &str, Vec<Finding>); 10] = [
         ("objects", "stored objects can be used", doctor.objects()),
         ("agents", "agents answer", doctor.agents_answer()),
@@ -119,14 +119,14 @@ fn warned(message: String, fix: String) -> Finding {
 }
 
 struct Doctor<'a> {
-    world: &'a World,
+    cluster: &'a ClusterState,
     agents: &'a Agents,
     controller: Controller<'a>,
 }
 
 impl<'a> Doctor<'a> {
     fn nodes(&self) -> impl Iterator<Item = (&'a str, &'a Node)> {
-        self.world.nodes.iter().map(|(name, node)| (name.as_str(), node))
+        self.cluster.nodes.iter().map(|(name, node)| (name.as_str(), node))
     }
 
     /// Returns the nodes whose agents answer, with their views.
@@ -148,11 +148,11 @@ impl<'a> Doctor<'a> {
             let message = format!("{key} cannot be used: {}", left_out.why);
             failed(message, left_out.remedy.clone())
         };
-        self.world.left_out().iter().map(unusable).collect()
+        self.cluster.left_out().iter().map(unusable).collect()
     }
 
     fn agents_answer(&self) -> Vec<Finding> {
-        if self.world.nodes.is_empty() {
+        if self.cluster.nodes.is_empty() {
             let fix = "shorthornctl node add NAME --address HOST:PORT, or start the controller with --node NAME=URL";
             return vec![failed("there is no node".to_owned(), fix.to_owned())];
         }
@@ -234,7 +234,7 @@ impl<'a> Doctor<'a> {
     }
 
     fn data_addresses(&self) -> Vec<Finding> {
-        if self.world.nodes.len() < 2 {
+        if self.cluster.nodes.len() < 2 {
             return Vec::new();
         }
         let mut findings = Vec::new();
@@ -307,7 +307,7 @@ impl<'a> Doctor<'a> {
         });
         let open = open.count();
         let mut findings = Vec::new();
-        let apart = self.world.volumes.values().filter(|volume| !volume.spec.replica_soft_anti_affinity);
+        let apart = self.cluster.volumes.values().filter(|volume| !volume.spec.replica_soft_anti_affinity);
         if let Some(most) = apart.max_by_key(|volume| volume.spec.number_of_replicas) {
             let (name, wanted) = (&most.metadata.name, most.spec.number_of_replicas as usize);
             if open < wanted {
@@ -320,9 +320,9 @@ impl<'a> Doctor<'a> {
                 ));
             }
         }
-        let unplaced =
-            self.world.volumes.values().filter_map(|volume| wrong(volume, ConditionType::Scheduled));
-        findings.extend(unplaced.map(|(name, message)| {
+        let unscheduled =
+            self.cluster.volumes.values().filter_map(|volume| wrong(volume, ConditionType::Scheduled));
+        findings.extend(unscheduled.map(|(name, message)| {
             failed(format!("volume {name}: {message}"), format!("shorthornctl volume why {name}"))
         }));
         findings
@@ -330,7 +330,7 @@ impl<'a> Doctor<'a> {
 
     fn volumes(&self) -> Vec<Finding> {
         let mut findings = Vec::new();
-        for volume in self.world.volumes.values() {
+        for volume in self.cluster.volumes.values() {
             if let Some((name, message)) = wrong(volume, ConditionType::Accepted) {
                 findings.push(warned(format!("volume {name}: {message}"), "do as it says".to_owned()));
             }

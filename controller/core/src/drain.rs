@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
-use crate::{World, survivors};
+use crate::{ClusterState, survivors};
 
 /// An object that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,16 +34,16 @@ pub enum Leaves {
     /// A disk, as everything there; the node stays.
     Disk,
     /// Only this replica leaves its place, for a better one.
-    Place,
+    Location,
 }
 
 /// Returns the thing that the replica has to leave, if any.
 #[must_use]
-pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
+pub fn leaves(cluster: &ClusterState, replica: &Replica) -> Option<Leaves> {
     if replica.metadata.is_deleting() {
         return Some(Leaves::Volume);
     }
-    let node = world.nodes.get(replica.spec.node_id.as_str());
+    let node = cluster.nodes.get(replica.spec.node_id.as_str());
     if node.is_some_and(|node| node.spec.eviction_requested || node.metadata.is_deleting()) {
         return Some(Leaves::Node);
     }
@@ -51,66 +51,70 @@ pub fn leaves(world: &World, replica: &Replica) -> Option<Leaves> {
     if disk.is_some_and(|disk| disk.eviction_requested) {
         return Some(Leaves::Disk);
     }
-    replica.spec.eviction_requested.then_some(Leaves::Place)
+    replica.spec.eviction_requested.then_some(Leaves::Location)
 }
 
 /// Returns true if the replica is to leave its place.
 #[must_use]
-pub fn is_evicted(world: &World, replica: &Replica) -> bool {
-    leaves(world, replica).is_some()
+pub fn is_evicted(cluster: &ClusterState, replica: &Replica) -> bool {
+    leaves(cluster, replica).is_some()
 }
 
 /// Returns the rest of the drain of `node`, by volume.
 #[must_use]
-pub fn left(world: &World, agents: &Agents, node: &Node) -> Vec<Left> {
+pub fn left(cluster: &ClusterState, agents: &Agents, node: &Node) -> Vec<Left> {
     let name = node.metadata.name.as_str();
-    let engines = attached_to(world, name).into_iter().map(of_engine);
-    let here = replicas_on(world, name);
-    let here = engines.chain(here.map(|replica| of_replica(world, agents, replica)));
-    let mut left: Vec<Left> = here.chain(unknown(world, name, None)).collect();
+    let engines = attached_to(cluster, name).into_iter().map(of_engine);
+    let here = replicas_on(cluster, name);
+    let here = engines.chain(here.map(|replica| of_replica(cluster, agents, replica)));
+    let mut left: Vec<Left> = here.chain(unknown(cluster, name, None)).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
 }
 
 /// Returns the rest of the drain of one disk of `node`, by volume. Engines are on no disk.
 #[must_use]
-pub fn left_on_disk(world: &World, agents: &Agents, node: &Node, path: &str) -> Vec<Left> {
-    let here = replicas_on(world, &node.metadata.name).filter(|replica| replica.spec.disk_path == path);
-    let here = here.map(|replica| of_replica(world, agents, replica));
-    let mut left: Vec<Left> = here.chain(unknown(world, &node.metadata.name, Some(path))).collect();
+pub fn left_on_disk(cluster: &ClusterState, agents: &Agents, node: &Node, path: &str) -> Vec<Left> {
+    let here = replicas_on(cluster, &node.metadata.name).filter(|replica| replica.spec.disk_path == path);
+    let here = here.map(|replica| of_replica(cluster, agents, replica));
+    let mut left: Vec<Left> = here.chain(unknown(cluster, &node.metadata.name, Some(path))).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
 }
 
 /// The replicas that may be there and that the controller cannot use: nothing moves them.
-fn unknown<'a>(world: &'a World, node: &'a str, path: Option<&'a str>) -> impl Iterator<Item = Left> {
-    world.unknown_replicas_on(node, path).map(|key| Left {
+fn unknown<'a>(
+    cluster: &'a ClusterState,
+    node: &'a str,
+    path: Option<&'a str>,
+) -> impl Iterator<Item = Left> {
+    cluster.unknown_replicas_on(node, path).map(|key| Left {
         volume: key.name.rsplit_once('-').map_or("", |(volume, _)| volume).to_owned(),
         replica: Some(key.name.clone()),
         held: true,
-        message: world.unknown(key).unwrap_or_default(),
+        message: cluster.unknown(key).unwrap_or_default(),
     })
 }
 
-fn replicas_on<'a>(world: &'a World, node: &str) -> impl Iterator<Item = &'a Replica> {
-    world.replicas_on(node)
+fn replicas_on<'a>(cluster: &'a ClusterState, node: &str) -> impl Iterator<Item = &'a Replica> {
+    cluster.replicas_on(node)
 }
 
 /// Returns the volumes that have an engine on `node`, or are to have one there.
 #[must_use]
-pub fn attached_to<'a>(world: &'a World, node: &str) -> Vec<&'a str> {
-    let engines = world.engines_on(node).map(|engine| engine.metadata.name.as_str());
-    let volumes = world.volumes_on(node).map(|volume| volume.metadata.name.as_str());
+pub fn attached_to<'a>(cluster: &'a ClusterState, node: &str) -> Vec<&'a str> {
+    let engines = cluster.engines_on(node).map(|engine| engine.metadata.name.as_str());
+    let volumes = cluster.volumes_on(node).map(|volume| volume.metadata.name.as_str());
     let names: BTreeSet<&str> = engines.chain(volumes).collect();
-    let volumes = names.into_iter().filter_map(|name| world.volumes.get(name));
-    let here = volumes.filter(|volume| is_attached_to(world, volume, node));
+    let volumes = names.into_iter().filter_map(|name| cluster.volumes.get(name));
+    let here = volumes.filter(|volume| is_attached_to(cluster, volume, node));
     here.map(|volume| volume.metadata.name.as_str()).collect()
 }
 
 /// Returns true if an engine is on the node, or will be.
 #[must_use]
-pub fn is_attached_to(world: &World, volume: &Volume, node: &str) -> bool {
-    let engine = world.engines.get(&volume.metadata.name);
+pub fn is_attached_to(cluster: &ClusterState, volume: &Volume, node: &str) -> bool {
+    let engine = cluster.engines.get(&volume.metadata.name);
     let runs = engine.filter(|_| volume.status.current_node_id.is_some());
     let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.is_deleting());
     let places = [wanted, runs.and_then(|engine| engine.spec.node_id.as_ref())];
@@ -128,22 +132,22 @@ fn of_engine(volume: &str) -> Left {
 
 /// Returns the progress of a replica that has to leave its node.
 #[must_use]
-pub fn of_replica(world: &World, agents: &Agents, replica: &Replica) -> Left {
-    let volume = world.volumes.get(replica.spec.volume_name.as_str());
+pub fn of_replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) -> Left {
+    let volume = cluster.volumes.get(replica.spec.volume_name.as_str());
     let (held, message) = match volume {
         _ if volume.is_some_and(Volume::is_deleting) => (false, "data is being deleted".to_owned()),
-        Some(volume) => of_volume(world, agents, volume, replica),
+        Some(volume) => of_volume(cluster, agents, volume, replica),
         None => (false, "its volume is gone".to_owned()),
     };
     let name = replica.metadata.name.clone();
     Left { volume: replica.spec.volume_name.to_string(), replica: Some(name), held, message }
 }
 
-fn of_volume(world: &World, agents: &Agents, volume: &Volume, replica: &Replica) -> (bool, String) {
+fn of_volume(cluster: &ClusterState, agents: &Agents, volume: &Volume, replica: &Replica) -> (bool, String) {
     let name = &volume.metadata.name;
-    match (volume.status.state, world.engines.get(name)) {
+    match (volume.status.state, cluster.engines.get(name)) {
         (VolumeState::Detached, _) => {
-            let last = if is_last(world, volume, replica) { "; no other replica has its data" } else { "" };
+            let last = if is_last(cluster, volume, replica) { "; no other replica has its data" } else { "" };
             let message = format!(
                 "volume {name} is detached, and replicas are moved only while it is attached{last}: shorthornctl volume \
                  attach {name} --node NODE, or delete it"
@@ -151,7 +155,7 @@ fn of_volume(world: &World, agents: &Agents, volume: &Volume, replica: &Replica)
             (true, message)
         }
         (VolumeState::Attached | VolumeState::Detaching, Some(engine)) if engine.status.is_serving() => {
-            while_served(agents, volume, engine, world)
+            while_served(agents, volume, engine, cluster)
         }
         (VolumeState::Attached, _) => {
             (true, format!("volume {name} is not served: shorthornctl volume why {name}"))
@@ -160,19 +164,19 @@ fn of_volume(world: &World, agents: &Agents, volume: &Volume, replica: &Replica)
     }
 }
 
-fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, world: &World) -> (bool, String) {
-    let all: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, cluster: &ClusterState) -> (bool, String) {
+    let all: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
     let mode = |replica: &Replica| {
         engine.status.replica_mode_map.get(&replica.spec.replica_id).map(|member| member.mode)
     };
     let new =
-        all.iter().find(|replica| !is_evicted(world, replica) && mode(replica) != Some(MemberMode::Member));
+        all.iter().find(|replica| !is_evicted(cluster, replica) && mode(replica) != Some(MemberMode::Member));
     if let Some(new) = new {
         let percent = percent_of_copy(agents, engine, new).map(|percent| format!(", {percent} % done"));
         let place = (&new.metadata.name, &new.spec.node_id, percent.unwrap_or_default());
         return (
             false,
-            format!("replica {} on node {} is being brought up in its place{}", place.0, place.1, place.2),
+            format!("replica {} on node {} is being rebuilt in its place{}", place.0, place.1, place.2),
         );
     }
     let scheduled =
@@ -193,7 +197,7 @@ fn percent_of_copy(agents: &Agents, engine: &Engine, replica: &Replica) -> Optio
 
 /// Returns true if the replica has everything and no other, as far as is known, does.
 #[must_use]
-pub fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
+pub fn is_last(cluster: &ClusterState, volume: &Volume, replica: &Replica) -> bool {
     let has_all = |other: &Replica| {
         let was_first = volume.status.first_members.contains(&other.spec.replica_id);
         let status = &other.status;
@@ -201,10 +205,10 @@ pub fn is_last(world: &World, volume: &Volume, replica: &Replica) -> bool {
             && status.failed_at.is_none()
             && (status.healthy_at.is_some() || was_first)
     };
-    let mut others = world
+    let mut others = cluster
         .replicas_of(&volume.spec.volume_name)
         .filter(|other| other.spec.replica_id != replica.spec.replica_id)
-        .filter(|other| !survivors::is_given_up(world, other));
+        .filter(|other| !survivors::is_given_up(cluster, other));
     has_all(replica) && !others.any(has_all)
 }
 

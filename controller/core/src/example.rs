@@ -14,13 +14,13 @@ use crate::observed::{
     AgentInfo, AgentView, Agents, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceState, Link,
 };
 use crate::requests::{Change, CreateVolume};
-use crate::{NodeName, Timestamp, World};
+use crate::{ClusterState, NodeName, Timestamp};
 
 pub(crate) const DISK: &str = "/disk";
 pub(crate) const VERSION: &str = "1.0.0";
 
 pub(crate) struct Example {
-    pub(crate) world: World,
+    pub(crate) cluster: ClusterState,
     pub(crate) agents: Agents,
 }
 
@@ -43,7 +43,7 @@ fn volume_name() -> VolumeName {
 impl Example {
     pub(crate) fn new() -> Example {
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
-        let made = wanted.apply(&World::default(), Secret::new([1; 32]), now());
+        let made = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), now());
         let Ok(Change::Store(mut volume)) = made else { panic!("{made:?}") };
         volume.status.state = VolumeState::Attached;
         volume.status.robustness = Robustness::Healthy;
@@ -58,14 +58,14 @@ impl Example {
         (engine.spec.attach, engine.status.seen_attach) = (1, 1);
         engine.status.current_state = CurrentState::Running;
         engine.status.phase = "serving".to_owned();
-        let mut example = Example { world: World::default(), agents: Agents::default() };
+        let mut example = Example { cluster: ClusterState::default(), agents: Agents::default() };
         for (number, node) in [(1, "a"), (2, "b"), (3, "c")] {
             engine.status.replica_mode_map.insert(id(number), MemberStatus::of(MemberMode::Member));
             example.add_node(node);
             example.add_replica(number, node);
         }
-        example.world.insert(volume.into());
-        example.world.insert(engine.into());
+        example.cluster.insert(volume.into());
+        example.cluster.insert(engine.into());
         let shown = EngineView { attach: 1, version: VERSION.to_owned(), ..EngineView::default() };
         example.engine_says(shown);
         example
@@ -77,7 +77,7 @@ impl Example {
         let disks = BTreeMap::from([(DISK.to_owned(), DiskSpec::of_new(100 << 30))]);
         let status = NodeStatus { conditions, version: VERSION.to_owned(), ..NodeStatus::default() };
         let spec = NodeSpec { allow_scheduling: true, disks, ..NodeSpec::default() };
-        self.world.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
+        self.cluster.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
         let mut view = AgentView::new("http://agent", now());
         view.link = Link::Synced;
         let ublk = FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() };
@@ -117,7 +117,7 @@ impl Example {
             ..ReplicaStatus::default()
         };
         let metadata = Metadata::new(ReplicaSpec::instance_name(&volume_name(), id(number)), now());
-        self.world.insert(Replica { metadata, spec, status }.into());
+        self.cluster.insert(Replica { metadata, spec, status }.into());
     }
 
     pub(crate) fn engine_says(&mut self, view: EngineView) {
@@ -137,20 +137,20 @@ impl Example {
     }
 
     pub(crate) fn node(&mut self, node: &str) -> &mut Node {
-        self.world.nodes.get_mut(node).unwrap()
+        self.cluster.nodes.get_mut(node).unwrap()
     }
 
     pub(crate) fn volume(&mut self) -> &mut Volume {
-        self.world.volumes.get_mut("v").unwrap()
+        self.cluster.volumes.get_mut("v").unwrap()
     }
 
     pub(crate) fn engine(&mut self) -> &mut Engine {
-        self.world.engines.get_mut("v").unwrap()
+        self.cluster.engines.get_mut("v").unwrap()
     }
 
     pub(crate) fn replica(&mut self, number: u64, change: impl FnOnce(&mut Replica)) {
-        let mut replica = self.world.replicas[&format!("v-{}", id(number))].clone();
+        let mut replica = self.cluster.replicas[&format!("v-{}", id(number))].clone();
         change(&mut replica);
-        self.world.insert(replica.into());
+        self.cluster.insert(replica.into());
     }
 }

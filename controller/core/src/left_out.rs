@@ -1,16 +1,16 @@
 //! Objects that are stored and that the controller cannot use: their text cannot be read, or they cannot be
 //! marked with the finalizer. The store reports them and continues with all others.
 //!
-//! Such an object is not in the [`World`], and its absence there proves nothing: its replica may hold the
-//! only copy of the data, its engine may write. A rule that concludes something from an absence asks here
+//! Such an object is not in the [`ClusterState`], and its absence there proves nothing: its replica may hold
+//! the only copy of the data, its engine may write. A rule that concludes something from an absence asks here
 //! first, and then refuses or waits. An object that was read before and is unreadable now keeps its last
-//! known state in the world.
+//! known state in the cluster state.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::World;
+use crate::ClusterState;
 use crate::objects::{Key, Kind};
 
 /// An object that was left out.
@@ -145,7 +145,7 @@ pub fn refusal(key: &Key, left_out: &LeftOut) -> String {
     format!("{key} is stored, but the controller cannot use it ({why}): {remedy}")
 }
 
-impl World {
+impl ClusterState {
     /// The store has an object of that key, and the controller cannot use it.
     pub fn leave_out(&mut self, key: Key, left_out: LeftOut) {
         self.left_out.insert(key, left_out);
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn objects_of_a_volume_are_found_by_their_names_and_no_others() {
-        let mut world = World::default();
+        let mut cluster = ClusterState::default();
         let keys = [
             Key::new(Kind::Volume, "v"),
             Key::new(Kind::Replica, "v-00000001"),
@@ -245,30 +245,30 @@ mod tests {
             Key::new(Kind::Engine, "v-1"),
             Key::new(Kind::Node, "v"),
         ];
-        keys.iter().for_each(|key| world.leave_out(key.clone(), LeftOut::default()));
+        keys.iter().for_each(|key| cluster.leave_out(key.clone(), LeftOut::default()));
         let of = |volume: &str| -> Vec<Key> {
-            world.left_out().of_volume(volume).map(|(key, _)| key.clone()).collect()
+            cluster.left_out().of_volume(volume).map(|(key, _)| key.clone()).collect()
         };
         assert_eq!(of("v"), keys[..2]);
         assert_eq!(of("v-1"), [keys[4].clone(), keys[2].clone()]);
-        assert_eq!(world.left_out().volumes().into_iter().collect::<Vec<_>>(), ["v", "v-1", "v0"]);
+        assert_eq!(cluster.left_out().volumes().into_iter().collect::<Vec<_>>(), ["v", "v-1", "v0"]);
     }
 
     #[test]
     fn an_object_is_left_out_until_it_is_taken_in() {
-        let mut world = World::default();
+        let mut cluster = ClusterState::default();
         let mut node = Node::new("n", Timestamp::UNIX_EPOCH);
         let key = Key::new(Kind::Node, "n");
         let damaged = LeftOut { version: 5, ..left(Kind::Node, &json!({})) };
-        world.leave_out(key.clone(), damaged);
-        let sentence = world.unknown(&key).unwrap();
+        cluster.leave_out(key.clone(), damaged);
+        let sentence = cluster.unknown(&key).unwrap();
         assert_eq!(sentence, "node n is stored, but the controller cannot use it (it is damaged): mend it");
         node.metadata.resource_version = 4;
-        world.insert(node.clone().into());
-        assert!(world.left_out().get(&key).is_some(), "that is older than the damaged version");
-        assert_eq!(world.unknown(&key), None, "its last state is known");
+        cluster.insert(node.clone().into());
+        assert!(cluster.left_out().get(&key).is_some(), "that is older than the damaged version");
+        assert_eq!(cluster.unknown(&key), None, "its last state is known");
         node.metadata.resource_version = 6;
-        world.insert(node.into());
-        assert_eq!(world.left_out(), &LeftOuts::default());
+        cluster.insert(node.into());
+        assert_eq!(cluster.left_out(), &LeftOuts::default());
     }
 }

@@ -1,6 +1,7 @@
 //! The decisions of the control plane, without any I/O.
 //!
-//! - [`objects`]: Volume, Engine, Replica and Node, as they are stored, and the [`World`] of all of them.
+//! - [`objects`]: Volume, Engine, Replica and Node, as they are stored, and the [`ClusterState`] of all of
+//!   them.
 //! - [`observed`]: the current views of the agents; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`schema`]: the objects as schemas of custom resources.
@@ -17,8 +18,8 @@
 //! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: the changes of an API call in the stored objects, or the reason of its refusal.
 //! - [`salvage`]: the losses with each replica as the only one.
-//! - [`stranded`]: which pods of a lost node are to be released.
-//! - [`telling`]: the choice and the rate of events for people.
+//! - [`lost_node_pods`]: which pods of a lost node are to be force-deleted.
+//! - [`event_correlator`]: the choice and the rate of events for people.
 //! - [`dead_mounts`]: which pods are ended, as their device is gone.
 //! - [`undelete`]: how a deleted volume comes back from the trash of its disks.
 //! - [`why`]: the problems of a volume, in sentences.
@@ -46,17 +47,20 @@
 
 mod action;
 pub mod claimed;
+mod cluster_state;
 pub mod csi;
 pub mod dead_mounts;
 pub mod discovery;
 pub mod doctor;
 pub mod drain;
+pub mod event_correlator;
 #[cfg(test)]
 mod example;
 mod label;
 pub mod left_out;
 pub mod lost_disk;
 pub mod lost_node;
+pub mod lost_node_pods;
 mod node_name;
 pub mod objects;
 pub mod observed;
@@ -69,15 +73,12 @@ pub mod requests;
 pub mod salvage;
 pub mod scheduler;
 pub mod schema;
-pub mod stranded;
 pub mod survivors;
-pub mod telling;
 pub mod undelete;
 pub mod why;
-mod world;
 
 pub use action::{Action, AgentCall, Decision, Event, ReplicaTarget};
+pub use cluster_state::{ClusterState, Replicas, ScheduledBytes};
 pub use jiff::Timestamp;
 pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use node_name::{NodeName, NodeNameError};
-pub use world::{Promised, Replicas, World};

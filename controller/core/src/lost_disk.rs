@@ -10,12 +10,12 @@ use crate::objects::{Node, Replica};
 use crate::observed::Agents;
 use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// Returns true if the operator has given up the disk of the replica.
 #[must_use]
-pub fn is_lost(world: &World, replica: &Replica) -> bool {
-    let node = world.nodes.get(replica.spec.node_id.as_str());
+pub fn is_lost(cluster: &ClusterState, replica: &Replica) -> bool {
+    let node = cluster.nodes.get(replica.spec.node_id.as_str());
     let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
     disk.is_some_and(|disk| disk.lost)
 }
@@ -39,18 +39,18 @@ impl RemoveDisk {
     ///
     /// # Errors
     /// [`RequestError`] has the obstacle.
-    pub fn apply(&self, world: &World, agents: &Agents) -> Result<Change<Node>, RequestError> {
-        let node = find_node(world, &self.node)?;
+    pub fn apply(&self, cluster: &ClusterState, agents: &Agents) -> Result<Change<Node>, RequestError> {
+        let node = find_node(cluster, &self.node)?;
         let (name, path) = (|| self.node.clone(), || self.path.clone());
         let mut node = node.clone();
         let Some(disk) = node.spec.disks.get_mut(&self.path) else {
             return Err(RequestError::NoDisk { node: name(), path: path() });
         };
         if !self.lost {
-            if self.replicas(world).next().is_some() || self.promised(world).next().is_some() {
+            if self.replicas(cluster).next().is_some() || self.scheduled(cluster).next().is_some() {
                 return Err(RequestError::DiskHasReplicas { node: name(), path: path() });
             }
-            self.check_all_known(world)?;
+            self.check_all_known(cluster)?;
             node.spec.disks.remove(&self.path);
             node.status.disk_status.remove(&self.path);
             return Ok(Change::Store(node));
@@ -62,10 +62,10 @@ impl RemoveDisk {
             return Err(RequestError::DiskIsUsable { node: name(), path: path() });
         }
         if !self.force {
-            self.check_all_known(world)?;
+            self.check_all_known(cluster)?;
         }
-        let lost = Losses::of(world, self.replicas(world), |replica| self.is_on_it(replica));
-        if let (Some(sentence), false) = (lost.unknown(world), self.force) {
+        let lost = Losses::of(cluster, self.replicas(cluster), |replica| self.is_on_it(replica));
+        if let (Some(sentence), false) = (lost.unknown(cluster), self.force) {
             return Err(RequestError::LeftOut(sentence));
         }
         if let (Some(volumes), false) = (lost.everything(), self.force) {
@@ -83,9 +83,9 @@ impl RemoveDisk {
     ///
     /// # Errors
     /// [`RequestError`] has the obstacle.
-    pub fn closed(&self, world: &World, agents: &Agents) -> Result<Change<Node>, RequestError> {
-        self.apply(world, agents)?;
-        let mut node = find_node(world, &self.node)?.clone();
+    pub fn closed(&self, cluster: &ClusterState, agents: &Agents) -> Result<Change<Node>, RequestError> {
+        self.apply(cluster, agents)?;
+        let mut node = find_node(cluster, &self.node)?.clone();
         match node.spec.disks.get_mut(&self.path).filter(|disk| disk.allow_scheduling) {
             Some(disk) => disk.allow_scheduling = false,
             None => return Ok(Change::AlreadySo(node)),
@@ -97,8 +97,8 @@ impl RemoveDisk {
     ///
     /// # Errors
     /// [`RequestError`] says what is in the way.
-    pub fn reopened(&self, world: &World) -> Result<Change<Node>, RequestError> {
-        let mut node = find_node(world, &self.node)?.clone();
+    pub fn reopened(&self, cluster: &ClusterState) -> Result<Change<Node>, RequestError> {
+        let mut node = find_node(cluster, &self.node)?.clone();
         match node.spec.disks.get_mut(&self.path).filter(|disk| !disk.allow_scheduling && !disk.lost) {
             Some(disk) if !disk.eviction_requested => disk.allow_scheduling = true,
             _ => return Ok(Change::AlreadySo(node)),
@@ -119,13 +119,13 @@ impl RemoveDisk {
     }
 
     /// Returns the stored replicas on the disk.
-    fn replicas<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
-        world.replicas_on(&self.node).filter(|replica| replica.spec.disk_path == self.path)
+    fn replicas<'a>(&'a self, cluster: &'a ClusterState) -> impl Iterator<Item = &'a Replica> {
+        cluster.replicas_on(&self.node).filter(|replica| replica.spec.disk_path == self.path)
     }
 
     /// The replicas that are about to be stored with a place on it.
-    fn promised<'a>(&'a self, world: &'a World) -> impl Iterator<Item = &'a Replica> {
-        world.replicas.coming().filter(|replica| self.is_on_it(replica))
+    fn scheduled<'a>(&'a self, cluster: &'a ClusterState) -> impl Iterator<Item = &'a Replica> {
+        cluster.replicas.coming().filter(|replica| self.is_on_it(replica))
     }
 
     fn is_on_it(&self, replica: &Replica) -> bool {
@@ -134,9 +134,9 @@ impl RemoveDisk {
 
     /// # Errors
     /// [`RequestError::LeftOut`]: a replica may be on it that the controller cannot use.
-    fn check_all_known(&self, world: &World) -> Result<(), RequestError> {
+    fn check_all_known(&self, cluster: &ClusterState) -> Result<(), RequestError> {
         let unknown =
-            world.unknown_replicas_on(&self.node, Some(&self.path)).find_map(|key| world.unknown(key));
+            cluster.unknown_replicas_on(&self.node, Some(&self.path)).find_map(|key| cluster.unknown(key));
         unknown.map_or(Ok(()), |sentence| Err(RequestError::LeftOut(sentence)))
     }
 

@@ -9,29 +9,29 @@ use crate::objects::{ConditionType, Key, Kind, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents};
 use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
-use crate::{NodeName, Timestamp, World, drain};
+use crate::{ClusterState, NodeName, Timestamp, drain};
 
 /// Returns true if the operator has given up the node: its object is to be deleted, or is gone.
 #[must_use]
-pub fn is_given_up(world: &World, node: &NodeName) -> bool {
-    match world.nodes.get(node.as_str()) {
+pub fn is_given_up(cluster: &ClusterState, node: &NodeName) -> bool {
+    match cluster.nodes.get(node.as_str()) {
         Some(node) => node.metadata.is_deleting(),
         // Its object is there all the same if it was only left out.
-        None => world.unknown(&Key::new(Kind::Node, node.as_str())).is_none(),
+        None => cluster.unknown(&Key::new(Kind::Node, node.as_str())).is_none(),
     }
 }
 
 /// Returns true if a stored object is still on the node, or may be.
 #[must_use]
-pub fn is_named(world: &World, node: &str) -> bool {
+pub fn is_named(cluster: &ClusterState, node: &str) -> bool {
     let on_it = |name: &NodeName| name.as_str() == node;
     let is_wanted = |volume: &Volume| {
         let places = [&volume.spec.node_id, &volume.status.current_node_id];
         places.into_iter().flatten().any(on_it)
     };
-    world.replicas_on(node).any(|replica| on_it(&replica.spec.node_id))
-        || world.volumes_on(node).any(is_wanted)
-        || world.unknown_on(node).is_some()
+    cluster.replicas_on(node).any(|replica| on_it(&replica.spec.node_id))
+        || cluster.volumes_on(node).any(is_wanted)
+        || cluster.unknown_on(node).is_some()
 }
 
 /// The operator's word that a node never comes back.
@@ -52,12 +52,12 @@ impl DeleteNode {
     /// [`RequestError`] has the obstacle.
     pub fn apply(
         &self,
-        world: &World,
+        cluster: &ClusterState,
         agents: &Agents,
         now: Timestamp,
     ) -> Result<Change<Node>, RequestError> {
         let name = || self.name.clone();
-        let node = find_node(world, &self.name)?;
+        let node = find_node(cluster, &self.name)?;
         if node.metadata.is_deleting() {
             return Ok(Change::AlreadySo(node.clone()));
         }
@@ -71,17 +71,18 @@ impl DeleteNode {
             return Err(RequestError::NodeNotCordoned(name()));
         }
         // No engine follows that of a volume that is to be deleted.
-        let is_kept = |name: &&str| !world.volumes[*name].is_deleting();
-        let engines: Vec<&str> = drain::attached_to(world, &self.name).into_iter().filter(is_kept).collect();
+        let is_kept = |name: &&str| !cluster.volumes[*name].is_deleting();
+        let engines: Vec<&str> =
+            drain::attached_to(cluster, &self.name).into_iter().filter(is_kept).collect();
         if !engines.is_empty() {
             return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(engines) });
         }
-        if let (Some(sentence), false) = (world.unknown_on(&self.name), self.force) {
+        if let (Some(sentence), false) = (cluster.unknown_on(&self.name), self.force) {
             return Err(RequestError::LeftOut(sentence));
         }
         let goes = |replica: &Replica| replica.spec.node_id.as_str() == self.name;
-        let lost = Losses::of(world, world.replicas_on(&self.name), goes);
-        if let (Some(sentence), false) = (lost.unknown(world), self.force) {
+        let lost = Losses::of(cluster, cluster.replicas_on(&self.name), goes);
+        if let (Some(sentence), false) = (lost.unknown(cluster), self.force) {
             return Err(RequestError::LeftOut(sentence));
         }
         if let (Some(volumes), false) = (lost.everything(), self.force) {

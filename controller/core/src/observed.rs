@@ -344,7 +344,7 @@ pub struct EngineView {
     /// The progress of running rebuilds.
     pub copies: BTreeMap<ReplicaId, CopyView>,
     /// Regions that are made equal after an unclean stop, while there are any.
-    pub equalising: Option<CopyView>,
+    pub resync: Option<CopyView>,
     /// The last or current scrub.
     pub scrub: Option<Box<ScrubView>>,
     /// The view that waits for the arbiter.

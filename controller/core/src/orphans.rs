@@ -6,7 +6,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use crate::objects::ReplicaSpec;
 use crate::requests::{RequestError, check_all_known};
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// A directory that an agent has found.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,16 +40,16 @@ pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
 
 /// Returns the directories that belong to no replica.
 #[must_use]
-pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
+pub fn orphans(cluster: &ClusterState, found: Vec<Directory>) -> Vec<Directory> {
     // A replica that was left out may be in its place, and an engine that was left out may use any of its
     // volume.
-    let may_be_known = |directory: &Directory| world.unknown_of(directory.volume.as_str()).is_some();
+    let may_be_known = |directory: &Directory| cluster.unknown_of(directory.volume.as_str()).is_some();
     let is_known = |directory: &Directory| {
-        world.replicas.get(&directory.name()).is_some_and(|replica| {
-            let is_place =
+        cluster.replicas.get(&directory.name()).is_some_and(|replica| {
+            let is_same_location =
                 replica.spec.node_id == directory.node && replica.spec.disk_path == directory.disk_path;
             // The disk may be mounted elsewhere now.
-            is_place || !directory.disk_uuid.is_empty() && replica.spec.disk_id == directory.disk_uuid
+            is_same_location || !directory.disk_uuid.is_empty() && replica.spec.disk_id == directory.disk_uuid
         })
     };
     let mut orphans: Vec<Directory> =
@@ -63,7 +63,7 @@ pub fn orphans(world: &World, found: Vec<Directory>) -> Vec<Directory> {
 /// # Errors
 /// [`RequestError::NoOrphan`]: there is none, or it belongs to a volume. [`RequestError::LeftOut`]: it may.
 pub fn find(
-    world: &World,
+    cluster: &ClusterState,
     found: Vec<Directory>,
     node: &str,
     disk_path: &str,
@@ -73,9 +73,9 @@ pub fn find(
         directory.node.as_str() == node && directory.disk_path == disk_path && directory.name() == name
     };
     if let Some((volume, _)) = parse(name) {
-        check_all_known(world, volume.as_str())?;
+        check_all_known(cluster, volume.as_str())?;
     }
-    orphans(world, found).into_iter().find(is_meant).ok_or_else(|| RequestError::NoOrphan {
+    orphans(cluster, found).into_iter().find(is_meant).ok_or_else(|| RequestError::NoOrphan {
         node: node.to_owned(),
         path: disk_path.to_owned(),
         name: name.to_owned(),
@@ -108,22 +108,22 @@ mod tests {
             eviction_requested: false,
         };
         let metadata = Metadata::new(known.name(), Timestamp::UNIX_EPOCH);
-        let mut world = World::default();
-        world.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
+        let mut cluster = ClusterState::default();
+        cluster.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
         // Of one replica another directory elsewhere is left over, as after a disk was copied.
         let elsewhere = directory("b", "/d", "v-00000001");
         let forgotten = directory("a", "/d", "my-volume-0000000a");
         let found = vec![known.clone(), forgotten.clone(), elsewhere.clone()];
-        assert_eq!(orphans(&world, found.clone()), [forgotten.clone(), elsewhere]);
-        let find = |name: &str| find(&world, found.clone(), "a", "/d", name);
+        assert_eq!(orphans(&cluster, found.clone()), [forgotten.clone(), elsewhere]);
+        let find = |name: &str| find(&cluster, found.clone(), "a", "/d", name);
         assert_eq!(find("my-volume-0000000a"), Ok(forgotten));
         assert!(matches!(find("v-00000001"), Err(RequestError::NoOrphan { .. })), "it is in use");
         assert!(matches!(find("w-00000001"), Err(RequestError::NoOrphan { .. })));
-        let mut replica = world.replicas["v-00000001"].clone();
+        let mut replica = cluster.replicas["v-00000001"].clone();
         replica.spec.disk_id = "u".to_owned();
-        world.insert(replica.into());
+        cluster.insert(replica.into());
         assert_eq!(
-            orphans(&world, vec![directory("b", "/e", "v-00000001")]),
+            orphans(&cluster, vec![directory("b", "/e", "v-00000001")]),
             [],
             "its disk is mounted elsewhere"
         );

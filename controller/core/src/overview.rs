@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::objects::{ConditionType, Node, Robustness, Volume, VolumeState};
 use crate::observed::{Agents, Detail};
-use crate::{NodeName, World, drain};
+use crate::{ClusterState, NodeName, drain};
 
 /// The most matters of a sort that are listed; more are counted.
 pub const MATTERS_MAX: usize = 50;
@@ -96,16 +96,16 @@ pub struct Version {
 impl Overview {
     /// Returns the current state, as a controller of that version sees it.
     #[must_use]
-    pub fn of(world: &World, agents: &Agents, version: &str) -> Overview {
+    pub fn of(cluster: &ClusterState, agents: &Agents, version: &str) -> Overview {
         let mut overview = Overview::default();
-        world.nodes.values().for_each(|node| overview.look_at_node(world, agents, node));
-        world.volumes.values().for_each(|volume| overview.look_at_volume(volume));
-        overview.look_at_moves(world, agents);
-        overview.versions = versions(world, agents, version);
+        cluster.nodes.values().for_each(|node| overview.look_at_node(cluster, agents, node));
+        cluster.volumes.values().for_each(|volume| overview.look_at_volume(volume));
+        overview.look_at_moves(cluster, agents);
+        overview.versions = versions(cluster, agents, version);
         overview
     }
 
-    fn look_at_node(&mut self, world: &World, agents: &Agents, node: &Node) {
+    fn look_at_node(&mut self, cluster: &ClusterState, agents: &Agents, node: &Node) {
         let name = node.metadata.name.as_str();
         let about = || format!("node {name}");
         self.nodes += 1;
@@ -125,10 +125,10 @@ impl Overview {
                 self.wrong.add(format!("disk {path} of node {name}"), "DiskProblem", &disk.problem);
             }
         }
-        let promised = world.replicas.promised_on(name).into_iter().flat_map(BTreeMap::values);
-        let promised: u128 = promised.map(|promised| promised.bytes).sum();
-        let promised = u64::try_from(promised).unwrap_or(u64::MAX);
-        self.space.scheduled_bytes = self.space.scheduled_bytes.saturating_add(promised);
+        let scheduled = cluster.replicas.scheduled_on(name).into_iter().flat_map(BTreeMap::values);
+        let scheduled: u128 = scheduled.map(|scheduled| scheduled.bytes).sum();
+        let scheduled = u64::try_from(scheduled).unwrap_or(u64::MAX);
+        self.space.scheduled_bytes = self.space.scheduled_bytes.saturating_add(scheduled);
     }
 
     fn look_at_volume(&mut self, volume: &Volume) {
@@ -155,13 +155,13 @@ impl Overview {
     }
 
     /// Copies that are under way, and replicas that are to leave their places.
-    fn look_at_moves(&mut self, world: &World, agents: &Agents) {
+    fn look_at_moves(&mut self, cluster: &ClusterState, agents: &Agents) {
         for (key, detail) in agents.by_node().values().flat_map(|view| &view.instances) {
             let Detail::Engine(engine) = &detail.detail else { continue };
             for (replica, copy) in &engine.copies {
                 let left = copy.left_s().map(|seconds| format!(", about {seconds} s left"));
                 let message = format!(
-                    "replica {}-{replica} is brought up: {} %{}",
+                    "replica {}-{replica} is being rebuilt: {} %{}",
                     key.name,
                     copy.percent(),
                     left.unwrap_or_default()
@@ -169,8 +169,8 @@ impl Overview {
                 self.waiting.add(format!("volume {}", key.name), "Rebuilding", &message);
             }
         }
-        for replica in world.replicas.values().filter(|replica| drain::is_evicted(world, replica)) {
-            let left = drain::of_replica(world, agents, replica);
+        for replica in cluster.replicas.values().filter(|replica| drain::is_evicted(cluster, replica)) {
+            let left = drain::of_replica(cluster, agents, replica);
             let about = format!("replica {}", replica.metadata.name);
             let (matters, reason) =
                 if left.held { (&mut self.wrong, "EvictionHeld") } else { (&mut self.waiting, "Evicting") };
@@ -189,7 +189,7 @@ impl Matters {
     }
 }
 
-fn versions(world: &World, agents: &Agents, own: &str) -> Vec<Version> {
+fn versions(cluster: &ClusterState, agents: &Agents, own: &str) -> Vec<Version> {
     let mut found: BTreeMap<(&'static str, String), Version> = BTreeMap::new();
     let mut note = |program: &'static str, version: &str, name: String| {
         let differs = !version.is_empty() && version != own;
@@ -205,7 +205,7 @@ fn versions(world: &World, agents: &Agents, own: &str) -> Vec<Version> {
             of_it.names.push(name);
         }
     };
-    for node in world.nodes.values().filter(|node| !node.status.version.is_empty()) {
+    for node in cluster.nodes.values().filter(|node| !node.status.version.is_empty()) {
         note("agent", &node.status.version, node.metadata.name.clone());
     }
     for (key, instance) in agents.by_node().values().flat_map(|view| &view.instances) {

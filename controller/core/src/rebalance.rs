@@ -12,7 +12,7 @@ use crate::objects::{Replica, Robustness, Volume, VolumeState};
 use crate::observed::Agents;
 use crate::requests::{self, Change, RequestError};
 use crate::scheduler::{self, DiskCandidate, Gain, Limits, NodeCandidate, Placement, Request};
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// A replica that would be better elsewhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Gain {
     }
 }
 
-/// The input of a plan: a copy of the necessary part of the world, because planning takes a while.
+/// The input of a plan: a copy of the necessary part of the cluster state, because planning takes a while.
 #[derive(Debug)]
 pub struct Survey {
     board: Board,
@@ -69,11 +69,11 @@ pub struct Survey {
 struct Movable {
     volume: String,
     request: Request,
-    places: Vec<Place>,
+    locations: Vec<Location>,
 }
 
 #[derive(Debug)]
-struct Place {
+struct Location {
     replica: String,
     node: NodeName,
     disk: String,
@@ -85,28 +85,28 @@ impl Survey {
     /// # Errors
     /// [`RequestError::NoVolume`] for a volume that does not exist.
     pub fn of(
-        world: &World,
+        cluster: &ClusterState,
         agents: &Agents,
         limits: Limits,
         only: &[String],
     ) -> Result<Survey, RequestError> {
         let only: BTreeSet<&str> = only.iter().map(String::as_str).collect();
         for name in &only {
-            requests::find(world, name)?;
+            requests::find(cluster, name)?;
         }
-        let board = Board::of(world, agents, limits);
+        let board = Board::of(cluster, agents, limits);
         let mut survey = Survey { board, movable: Vec::new(), plan: Plan::default() };
-        for (name, volume) in &world.volumes {
-            let replicas: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+        for (name, volume) in &cluster.volumes {
+            let replicas: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
             let movable = Movable::of(agents, limits, volume, &replicas);
-            let asked = |replica: &&Replica| drain::leaves(world, replica) == Some(Leaves::Place);
+            let asked = |replica: &&Replica| drain::leaves(cluster, replica) == Some(Leaves::Location);
             if let Some(leaving) = replicas.iter().position(asked) {
-                let left = drain::of_replica(world, agents, replicas[leaving]);
+                let left = drain::of_replica(cluster, agents, replicas[leaving]);
                 survey.plan.under_way.push(left);
                 survey.board.finish(&movable, leaving, is_replaced(volume, &replicas));
             }
             if only.is_empty() || only.contains(name.as_str()) {
-                match left_out(world, volume, &replicas) {
+                match left_out(cluster, volume, &replicas) {
                     Some(reason) => *survey.plan.left_out.entry(reason).or_default() += 1,
                     None => survey.movable.push(movable),
                 }
@@ -127,7 +127,7 @@ impl Survey {
 impl Movable {
     fn of(agents: &Agents, limits: Limits, volume: &Volume, replicas: &[&Replica]) -> Movable {
         let used_bytes = scheduler::taken_bytes(agents, replicas);
-        let place = |replica: &&Replica| Place {
+        let location = |replica: &&Replica| Location {
             replica: replica.metadata.name.clone(),
             node: replica.spec.node_id.clone(),
             disk: replica.spec.disk_path.clone(),
@@ -135,7 +135,7 @@ impl Movable {
         Movable {
             volume: volume.metadata.name.clone(),
             request: Request { used_bytes, ..Request::of(volume, limits) },
-            places: replicas.iter().map(place).collect(),
+            locations: replicas.iter().map(location).collect(),
         }
     }
 }
@@ -144,8 +144,8 @@ impl Movable {
 ///
 /// # Errors
 /// [`RequestError::NoReplica`] if it is gone.
-pub fn ask(world: &World, replica: &str, wanted: bool) -> Result<Change<Replica>, RequestError> {
-    let Some(stored) = world.replicas.get(replica) else {
+pub fn ask(cluster: &ClusterState, replica: &str, wanted: bool) -> Result<Change<Replica>, RequestError> {
+    let Some(stored) = cluster.replicas.get(replica) else {
         let name = replica.rsplit_once('-').map_or(replica, |(volume, _)| volume).to_owned();
         return Err(RequestError::NoReplica { name, replica: replica.to_owned() });
     };
@@ -155,8 +155,8 @@ pub fn ask(world: &World, replica: &str, wanted: bool) -> Result<Change<Replica>
 }
 
 /// Returns the reason why no replica of the volume can be moved now; none if one can.
-fn left_out(world: &World, volume: &Volume, replicas: &[&Replica]) -> Option<&'static str> {
-    let is_leaving = |replica: &&Replica| drain::is_evicted(world, replica);
+fn left_out(cluster: &ClusterState, volume: &Volume, replicas: &[&Replica]) -> Option<&'static str> {
+    let is_leaving = |replica: &&Replica| drain::is_evicted(cluster, replica);
     let is_whole = replicas.len() == volume.spec.number_of_replicas as usize;
     match (volume.status.state, volume.status.robustness) {
         _ if volume.is_deleting() => Some("being deleted"),
@@ -185,8 +185,8 @@ struct Board {
 }
 
 impl Board {
-    fn of(world: &World, agents: &Agents, limits: Limits) -> Board {
-        let nodes = scheduler::candidates_for_new(world, agents);
+    fn of(cluster: &ClusterState, agents: &Agents, limits: Limits) -> Board {
+        let nodes = scheduler::candidates_for_new(cluster, agents);
         let at = nodes.iter().enumerate().map(|(at, node)| (node.name.clone(), at)).collect();
         Board { nodes, at, limits }
     }
@@ -198,15 +198,16 @@ impl Board {
         let mut moved = BTreeSet::new();
         for wanted in passes {
             let all = movable.iter().enumerate();
-            let all = all.flat_map(|(at, volume)| (0..volume.places.len()).map(move |number| (at, number)));
+            let all =
+                all.flat_map(|(at, volume)| (0..volume.locations.len()).map(move |number| (at, number)));
             let keyed =
-                |(at, number): (usize, usize)| (self.room_bytes(&movable[at].places[number]), at, number);
+                |(at, number): (usize, usize)| (self.room_bytes(&movable[at].locations[number]), at, number);
             let mut fullest: BinaryHeap<_> = all.map(keyed).map(Reverse).collect();
             while let Some(Reverse((room_bytes, at, number))) = fullest.pop() {
                 if moved.contains(&at) {
                     continue;
                 }
-                let room_now_bytes = self.room_bytes(&movable[at].places[number]);
+                let room_now_bytes = self.room_bytes(&movable[at].locations[number]);
                 if room_now_bytes > room_bytes {
                     // Others have left its disk meanwhile: it has time.
                     fullest.push(Reverse((room_now_bytes, at, number)));
@@ -219,25 +220,25 @@ impl Board {
         moves
     }
 
-    fn room_bytes(&self, place: &Place) -> u64 {
-        let node = self.at.get(&place.node).map(|at| &self.nodes[*at]);
-        let disk = node.and_then(|node| node.disks.iter().find(|disk| disk.path == place.disk));
+    fn room_bytes(&self, location: &Location) -> u64 {
+        let node = self.at.get(&location.node).map(|at| &self.nodes[*at]);
+        let disk = node.and_then(|node| node.disks.iter().find(|disk| disk.path == location.disk));
         disk.map_or(0, |disk| disk.room_bytes(self.limits))
     }
 
-    fn disk(&mut self, place: &Place) -> Option<&mut DiskCandidate> {
-        let node = &mut self.nodes[*self.at.get(&place.node)?];
-        node.disks.iter_mut().find(|disk| disk.path == place.disk)
+    fn disk(&mut self, location: &Location) -> Option<&mut DiskCandidate> {
+        let node = &mut self.nodes[*self.at.get(&location.node)?];
+        node.disks.iter_mut().find(|disk| disk.path == location.disk)
     }
 
     /// Returns a better place for one of a volume's replicas, which it then has.
     fn find(&mut self, movable: &Movable, number: usize, wanted: fn(Gain) -> bool) -> Option<Move> {
-        let Movable { volume, request, places } = movable;
-        for other in places {
+        let Movable { volume, request, locations } = movable;
+        for other in locations {
             self.disk(other).into_iter().for_each(|disk| disk.same_volume += 1);
         }
-        let here = &places[number];
-        let better = scheduler::better_place(request, &mut self.nodes, (&here.node, &here.disk), wanted);
+        let here = &locations[number];
+        let better = scheduler::better_location(request, &mut self.nodes, (&here.node, &here.disk), wanted);
         let disks = self.nodes.iter_mut().flat_map(|node| &mut node.disks);
         disks.for_each(|disk| disk.same_volume = 0);
         let (gain, to) = better?;
@@ -256,7 +257,7 @@ impl Board {
         if !is_replaced {
             // Without any better place it stays.
             let _ = self.find(movable, leaving, |_| true);
-        } else if let Some(disk) = self.disk(&movable.places[leaving]) {
+        } else if let Some(disk) = self.disk(&movable.locations[leaving]) {
             disk.scheduled_bytes = disk.scheduled_bytes.saturating_sub(movable.request.size_bytes);
         }
     }

@@ -24,7 +24,7 @@ use shorthorn_types::VolumeName;
 use crate::objects::{
     ConditionType, CurrentState, Engine, Key, Kind, MemberMode, Replica, Volume, VolumeState,
 };
-use crate::{NodeName, Timestamp, World, drain, left_out};
+use crate::{ClusterState, NodeName, Timestamp, drain, left_out};
 
 /// A volume that holds a restart up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,23 +39,23 @@ pub struct Hold {
 
 /// Returns the reasons to delay a restart of `node`, by volume. If empty, it can be restarted.
 #[must_use]
-pub fn holds(world: &World, node: &str) -> Vec<Hold> {
-    let replicas = world.replicas_on(node).map(|replica| replica.spec.volume_name.as_str());
-    let engines = world.engines_on(node).map(|engine| engine.metadata.name.as_str());
-    let volumes = world.volumes_on(node).map(|volume| volume.metadata.name.as_str());
-    let names = replicas.chain(engines).chain(volumes).chain(world.left_out().volumes());
+pub fn holds(cluster: &ClusterState, node: &str) -> Vec<Hold> {
+    let replicas = cluster.replicas_on(node).map(|replica| replica.spec.volume_name.as_str());
+    let engines = cluster.engines_on(node).map(|engine| engine.metadata.name.as_str());
+    let volumes = cluster.volumes_on(node).map(|volume| volume.metadata.name.as_str());
+    let names = replicas.chain(engines).chain(volumes).chain(cluster.left_out().volumes());
     let names: BTreeSet<&str> = names.collect();
     let mut holds = Vec::new();
     for name in names {
-        let volume = world.volumes.get(name);
-        if volume.is_some_and(|volume| drain::is_attached_to(world, volume, node)) {
+        let volume = cluster.volumes.get(name);
+        if volume.is_some_and(|volume| drain::is_attached_to(cluster, volume, node)) {
             let message = format!(
                 "it is attached there: move what uses it to another node (kubectl drain), or shorthornctl \
                  volume detach {name}"
             );
             holds.push(Hold { volume: name.to_owned(), is_engine: true, message });
         }
-        if let Some(message) = all_holds(world, name).remove(node) {
+        if let Some(message) = all_holds(cluster, name).remove(node) {
             holds.push(Hold { volume: name.to_owned(), is_engine: false, message });
         }
     }
@@ -73,8 +73,8 @@ pub struct Needed {
 
 impl Needed {
     /// Looks at one volume again.
-    pub fn look_at(&mut self, world: &World, volume: &str) {
-        let holds = all_holds(world, volume);
+    pub fn look_at(&mut self, cluster: &ClusterState, volume: &str) {
+        let holds = all_holds(cluster, volume);
         if holds.is_empty() {
             self.by_volume.remove(volume);
         } else {
@@ -84,10 +84,10 @@ impl Needed {
 
     /// Looks again at the volumes for which a change of `node` counts: those with a replica there, if it was
     /// cordoned or uncordoned.
-    pub fn look_at_node(&mut self, world: &World, node: &str) {
+    pub fn look_at_node(&mut self, cluster: &ClusterState, node: &str) {
         // Of a node that has just come, nobody knows whether it is needed by what cannot be read.
-        world.left_out().volumes().into_iter().for_each(|volume| self.look_at(world, volume));
-        let since = NodeName::new(node).ok().and_then(|node| cordoned_since(world, &node));
+        cluster.left_out().volumes().into_iter().for_each(|volume| self.look_at(cluster, volume));
+        let since = NodeName::new(node).ok().and_then(|node| cordoned_since(cluster, &node));
         if self.cordoned.get(node).copied() == since {
             return;
         }
@@ -96,23 +96,23 @@ impl Needed {
             None => drop(self.cordoned.remove(node)),
         }
         let volumes: BTreeSet<&str> =
-            world.replicas_on(node).map(|replica| replica.spec.volume_name.as_str()).collect();
-        volumes.into_iter().for_each(|volume| self.look_at(world, volume));
+            cluster.replicas_on(node).map(|replica| replica.spec.volume_name.as_str()).collect();
+        volumes.into_iter().for_each(|volume| self.look_at(cluster, volume));
     }
 
     /// Looks at all of them again.
-    pub fn look_at_all(&mut self, world: &World) {
+    pub fn look_at_all(&mut self, cluster: &ClusterState) {
         self.by_volume.clear();
-        let left_out = world.left_out().iter().filter(|(key, _)| key.kind == Kind::Node);
-        let names = world.nodes.keys().chain(left_out.map(|(key, _)| &key.name));
+        let left_out = cluster.left_out().iter().filter(|(key, _)| key.kind == Kind::Node);
+        let names = cluster.nodes.keys().chain(left_out.map(|(key, _)| &key.name));
         let since = |name: &String| {
             let node = NodeName::new(name).ok()?;
-            Some((name.clone(), cordoned_since(world, &node)?))
+            Some((name.clone(), cordoned_since(cluster, &node)?))
         };
         self.cordoned = names.filter_map(since).collect();
-        let unknown = world.left_out().volumes();
-        for volume in world.volumes.keys().map(String::as_str).chain(unknown) {
-            self.look_at(world, volume);
+        let unknown = cluster.left_out().volumes();
+        for volume in cluster.volumes.keys().map(String::as_str).chain(unknown) {
+            self.look_at(cluster, volume);
         }
     }
 
@@ -144,16 +144,16 @@ impl Member<'_> {
 }
 
 /// The nodes that the volume of that name needs, each with the reason.
-fn all_holds(world: &World, name: &str) -> BTreeMap<NodeName, String> {
-    let known = world.volumes.get(name).map(|volume| replica_holds(world, volume));
+fn all_holds(cluster: &ClusterState, name: &str) -> BTreeMap<NodeName, String> {
+    let known = cluster.volumes.get(name).map(|volume| replica_holds(cluster, volume));
     let mut holds = known.unwrap_or_default();
-    for (key, left_out) in world.left_out().of_volume(name) {
+    for (key, left_out) in cluster.left_out().of_volume(name) {
         let message = left_out::refusal(key, left_out);
-        let there = world.nodes.keys().filter(|node| left_out.may_be_on(node));
+        let there = cluster.nodes.keys().filter(|node| left_out.may_be_on(node));
         let there = there.filter_map(|node| NodeName::new(node).ok());
         let volume = VolumeName::new(name).ok();
-        let replicas = volume.iter().flat_map(|volume| world.replicas_of(volume));
-        let engine = world.engines.get(name).and_then(|engine| engine.spec.node_id.clone());
+        let replicas = volume.iter().flat_map(|volume| cluster.replicas_of(volume));
+        let engine = cluster.engines.get(name).and_then(|engine| engine.spec.node_id.clone());
         let nodes = there.chain(replicas.map(|replica| replica.spec.node_id.clone())).chain(engine);
         holds.extend(nodes.map(|node| (node, format!("not safe, as an object is unknown: {message}"))));
     }
@@ -161,21 +161,21 @@ fn all_holds(world: &World, name: &str) -> BTreeMap<NodeName, String> {
 }
 
 /// The nodes whose replicas the volume needs, each with the reason.
-fn replica_holds(world: &World, volume: &Volume) -> BTreeMap<NodeName, String> {
-    let Some(members) = members(world, volume) else { return BTreeMap::new() };
+fn replica_holds(cluster: &ClusterState, volume: &Volume) -> BTreeMap<NodeName, String> {
+    let Some(members) = members(cluster, volume) else { return BTreeMap::new() };
     let nodes: BTreeSet<&NodeName> =
         members.iter().filter_map(|member| member.replica).map(|replica| &replica.spec.node_id).collect();
-    let hold = |node: &NodeName| Some((node.clone(), hold(world, volume, &members, node)?));
+    let hold = |node: &NodeName| Some((node.clone(), hold(cluster, volume, &members, node)?));
     nodes.into_iter().filter_map(hold).collect()
 }
 
 /// Returns the members of the view. None: the volume is not in use, and needs no node.
-fn members<'a>(world: &'a World, volume: &'a Volume) -> Option<Vec<Member<'a>>> {
+fn members<'a>(cluster: &'a ClusterState, volume: &'a Volume) -> Option<Vec<Member<'a>>> {
     if volume.is_deleting() {
         return None;
     }
-    let replicas: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
-    let engine = world.engines.get(&volume.metadata.name).filter(|engine| knows_view(engine));
+    let replicas: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
+    let engine = cluster.engines.get(&volume.metadata.name).filter(|engine| knows_view(engine));
     match (volume.status.state, engine) {
         (VolumeState::Creating | VolumeState::Deleting, _) => None,
         (VolumeState::Detached, _) if volume.spec.node_id.is_none() => None,
@@ -209,9 +209,9 @@ fn knows_view(engine: &Engine) -> bool {
 }
 
 /// Returns the reason why the volume needs the replicas on `node`; none if it does not.
-fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> Option<String> {
+fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> Option<String> {
     let name = &volume.metadata.name;
-    if let Some(engine) = world.engines.get(name).filter(|engine| knows_view(engine)) {
+    if let Some(engine) = cluster.engines.get(name).filter(|engine| knows_view(engine)) {
         if engine.status.current_state == CurrentState::Unknown {
             return Some(format!(
                 "its engine is unreachable and may need the replica: {}",
@@ -228,7 +228,7 @@ fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName)
         let replica = member.replica.filter(|_| member.answers);
         replica.is_some_and(|replica| {
             let other = &replica.spec.node_id;
-            other != node && !goes_before(world, other, node)
+            other != node && !goes_before(cluster, other, node)
         })
     };
     let others = members.iter().filter(elsewhere).count();
@@ -242,7 +242,7 @@ fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName)
              replica, add replicas (shorthornctl volume replicas {name} NUMBER), or detach the volume"
         ));
     }
-    let (of, waits) = (members.len(), waits(world, volume, members, node));
+    let (of, waits) = (members.len(), waits(cluster, volume, members, node));
     Some(format!(
         "{others} of the {of} replicas in its view are elsewhere and stay, and {needed} are needed; it waits for \
          {waits}"
@@ -253,15 +253,15 @@ fn hold(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName)
 fn needed(volume: &Volume, members: usize) -> usize {
     let of_view = members.div_ceil(2).max(1);
     let wanted = volume.spec.number_of_replicas as usize;
-    let has_no_place =
+    let is_unschedulable =
         volume.status.conditions.get(ConditionType::Scheduled).is_some_and(|scheduled| !scheduled.status);
-    if members < wanted && !has_no_place { of_view.max(wanted.div_ceil(2)) } else { of_view }
+    if members < wanted && !is_unschedulable { of_view.max(wanted.div_ceil(2)) } else { of_view }
 }
 
 /// Returns the condition that has to change before the restart.
-fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> String {
+fn waits(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &NodeName) -> String {
     let mut waits = Vec::new();
-    for replica in world.replicas_of(&volume.spec.volume_name) {
+    for replica in cluster.replicas_of(&volume.spec.volume_name) {
         let (id, place) = (replica.spec.replica_id, &replica.spec.node_id);
         let at = format!("replica {} on node {place}", replica.metadata.name);
         let member =
@@ -270,10 +270,10 @@ fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName
             _ if place == node => {}
             None => waits.push(format!("{at}, which does not have all data")),
             Some(member) if !member.answers => waits.push(format!("{at}, which does not answer")),
-            Some(_) if is_unknown(world, place) => {
+            Some(_) if is_unknown(cluster, place) => {
                 waits.push(format!("node {place}, whose object cannot be used: shorthornctl doctor"));
             }
-            Some(_) if goes_before(world, place, node) => {
+            Some(_) if goes_before(cluster, place, node) => {
                 waits.push(format!("node {place}, which was cordoned in Kubernetes before"));
             }
             Some(_) => {}
@@ -283,23 +283,23 @@ fn waits(world: &World, volume: &Volume, members: &[Member<'_>], node: &NodeName
 }
 
 /// Returns true if `other` is about to go, and does so before `node`.
-fn goes_before(world: &World, other: &NodeName, node: &NodeName) -> bool {
-    match (cordoned_since(world, other), cordoned_since(world, node)) {
+fn goes_before(cluster: &ClusterState, other: &NodeName, node: &NodeName) -> bool {
+    match (cordoned_since(cluster, other), cordoned_since(cluster, node)) {
         (Some(other_since), Some(since)) => (other_since, other) < (since, node),
         (other_since, _) => other_since.is_some(),
     }
 }
 
-fn is_unknown(world: &World, node: &NodeName) -> bool {
-    world.unknown(&Key::new(Kind::Node, node.as_str())).is_some()
+fn is_unknown(cluster: &ClusterState, node: &NodeName) -> bool {
+    cluster.unknown(&Key::new(Kind::Node, node.as_str())).is_some()
 }
 
 /// A node whose object cannot be used may be cordoned: it counts as the first of all.
-fn cordoned_since(world: &World, node: &NodeName) -> Option<Timestamp> {
-    if is_unknown(world, node) {
+fn cordoned_since(cluster: &ClusterState, node: &NodeName) -> Option<Timestamp> {
+    if is_unknown(cluster, node) {
         return Some(Timestamp::UNIX_EPOCH);
     }
-    world.nodes.get(node.as_str())?.spec.discovered.as_ref()?.cordoned_since
+    cluster.nodes.get(node.as_str())?.spec.discovered.as_ref()?.cordoned_since
 }
 
 #[cfg(test)]

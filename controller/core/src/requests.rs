@@ -12,13 +12,13 @@ pub use node::{SetDisk, SetNode, add_disk, check_disk, find_node};
 pub use salvage::{SalvageVolume, check_salvageable};
 pub use shorthorn_types::limits::MAX_VOLUME_BYTES;
 pub use volume::{
-    SetVolume, ask_for_deletion, attach, delete, detach, engine_place, evict, expand, expand_within,
+    SetVolume, ask_for_deletion, attach, delete, detach, engine_location, evict, expand, expand_within,
     set_rebuild, set_replicas,
 };
 
 use shorthorn_types::VolumeName;
 
-use crate::World;
+use crate::ClusterState;
 use crate::objects::{Key, Kind, Volume, VolumeSpec};
 
 /// The result of a request.
@@ -34,25 +34,25 @@ pub enum Change<T> {
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
-pub fn find<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError> {
+pub fn find<'a>(cluster: &'a ClusterState, name: &str) -> Result<&'a Volume, RequestError> {
     VolumeName::new(name)?;
-    let missing = || absent(world, Kind::Volume, name, RequestError::NoVolume(name.to_owned()));
-    world.volumes.get(name).ok_or_else(missing)
+    let missing = || absent(cluster, Kind::Volume, name, RequestError::NoVolume(name.to_owned()));
+    cluster.volumes.get(name).ok_or_else(missing)
 }
 
-/// The error about an object that is not in the world: `error`, unless it was only left out.
-pub(crate) fn absent(world: &World, kind: Kind, name: &str, error: RequestError) -> RequestError {
-    world.unknown(&Key::new(kind, name)).map_or(error, RequestError::LeftOut)
+/// The error about an object that is not in the cluster state: `error`, unless it was only left out.
+pub(crate) fn absent(cluster: &ClusterState, kind: Kind, name: &str, error: RequestError) -> RequestError {
+    cluster.unknown(&Key::new(kind, name)).map_or(error, RequestError::LeftOut)
 }
 
 /// # Errors
 /// [`RequestError::LeftOut`]: an object of the volume is stored and cannot be used.
-pub(crate) fn check_all_known(world: &World, volume: &str) -> Result<(), RequestError> {
-    world.unknown_of(volume).map_or(Ok(()), |sentence| Err(RequestError::LeftOut(sentence)))
+pub(crate) fn check_all_known(cluster: &ClusterState, volume: &str) -> Result<(), RequestError> {
+    cluster.unknown_of(volume).map_or(Ok(()), |sentence| Err(RequestError::LeftOut(sentence)))
 }
 
-fn find_living<'a>(world: &'a World, name: &str) -> Result<&'a Volume, RequestError> {
-    let volume = find(world, name)?;
+fn find_living<'a>(cluster: &'a ClusterState, name: &str) -> Result<&'a Volume, RequestError> {
+    let volume = find(cluster, name)?;
     if volume.is_deleting() { Err(RequestError::Deleting(name.to_owned())) } else { Ok(volume) }
 }
 

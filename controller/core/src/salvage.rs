@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_majority_out_of_sight_may_have_gone_on() {
+    fn a_majority_out_of_reach_may_have_gone_on() {
         let old = view(1, 1, &[1, 2, 3]);
         let found = judged(&[None, None, knows(old, &[])], None);
         assert!(found[2].0 && found[2].1.contains("may have gone on without it"), "{found:?}");

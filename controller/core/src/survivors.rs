@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use crate::objects::{DataState, Replica, Volume};
-use crate::{World, lost_disk, lost_node};
+use crate::{ClusterState, lost_disk, lost_node};
 
 /// What is left, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,24 +22,24 @@ pub enum Survivors {
 /// What is left of the volume without the replicas that `goes` names. A view that was granted and that
 /// nothing has reported yet may be the newest: whichever of it and the known view is worse off counts.
 #[must_use]
-pub fn without(world: &World, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
-    let known = without_of(world, volume, &goes, |replica| is_member(world, volume, replica));
+pub fn without(cluster: &ClusterState, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
+    let known = without_of(cluster, volume, &goes, |replica| is_member(cluster, volume, replica));
     let granted = volume.status.arbiter.granted().filter(|_| volume.status.grant_unreported);
     let Some(granted) = granted else { return known };
     let of_granted =
-        without_of(world, volume, &goes, |replica| granted.members.contains(replica.spec.replica_id));
+        without_of(cluster, volume, &goes, |replica| granted.members.contains(replica.spec.replica_id));
     known.max(of_granted)
 }
 
 fn without_of(
-    world: &World,
+    cluster: &ClusterState,
     volume: &Volume,
     goes: impl Fn(&Replica) -> bool,
     is_member: impl Fn(&Replica) -> bool,
 ) -> Survivors {
     let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
-    let is_left = |replica: &&Replica| !goes(replica) && !is_given_up(world, replica);
-    let all: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
+    let is_left = |replica: &&Replica| !goes(replica) && !is_given_up(cluster, replica);
+    let all: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
     let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
     if !members.iter().any(|replica| has_data(replica) && goes(replica)) {
         // The view does not change. The very last data is the only source of a salvage.
@@ -70,17 +70,17 @@ pub(crate) struct Losses<'a> {
 impl<'a> Losses<'a> {
     /// Returns the survivors of the volumes of `replicas`, except for volumes that are being deleted.
     pub(crate) fn of(
-        world: &'a World,
+        cluster: &'a ClusterState,
         replicas: impl Iterator<Item = &'a Replica>,
         goes: impl Fn(&Replica) -> bool,
     ) -> Losses<'a> {
         let names: BTreeSet<&str> = replicas.map(|replica| replica.spec.volume_name.as_str()).collect();
         let mut losses = Losses { all: names.clone(), ..Losses::default() };
         for name in names {
-            let Some(volume) = world.volumes.get(name).filter(|volume| !volume.is_deleting()) else {
+            let Some(volume) = cluster.volumes.get(name).filter(|volume| !volume.is_deleting()) else {
                 continue;
             };
-            match without(world, volume, &goes) {
+            match without(cluster, volume, &goes) {
                 Survivors::Enough => {}
                 Survivors::TooFew => drop(losses.too_many.insert(name)),
                 Survivors::Nobody => drop(losses.everything.insert(name)),
@@ -91,8 +91,8 @@ impl<'a> Losses<'a> {
 
     /// The sentence about an object of one of all these volumes that the controller cannot use: it may be
     /// one of the members.
-    pub(crate) fn unknown(&self, world: &World) -> Option<String> {
-        self.all.iter().find_map(|name| world.unknown_of(name))
+    pub(crate) fn unknown(&self, cluster: &ClusterState) -> Option<String> {
+        self.all.iter().find_map(|name| cluster.unknown_of(name))
     }
 
     /// The volumes of which nobody is left.
@@ -112,14 +112,14 @@ impl<'a> Losses<'a> {
 
 /// Returns true if the disk or the node of the replica is given up.
 #[must_use]
-pub fn is_given_up(world: &World, replica: &Replica) -> bool {
-    lost_disk::is_lost(world, replica) || lost_node::is_given_up(world, &replica.spec.node_id)
+pub fn is_given_up(cluster: &ClusterState, replica: &Replica) -> bool {
+    lost_disk::is_lost(cluster, replica) || lost_node::is_given_up(cluster, &replica.spec.node_id)
 }
 
 /// Returns true if the replica is in the view, as far as is known: an engine that serves says so.
-fn is_member(world: &World, volume: &Volume, replica: &Replica) -> bool {
+fn is_member(cluster: &ClusterState, volume: &Volume, replica: &Replica) -> bool {
     let id = replica.spec.replica_id;
-    let engine = world.engines.get(&volume.metadata.name);
+    let engine = cluster.engines.get(&volume.metadata.name);
     let serving = engine.filter(|engine| {
         engine.spec.attach == volume.status.attach
             && engine.status.seen_attach == engine.spec.attach
@@ -181,17 +181,17 @@ mod tests {
                 OnLostNode => example.node(node).metadata.deletion_timestamp = Some(now()),
             }
         }
-        let names = example.world.replicas.values().filter(|replica| {
+        let names = example.cluster.replicas.values().filter(|replica| {
             (replicas.len() + 1..=3).any(|number| replica.spec.replica_id == id(number as u64))
         });
         for name in names.map(|replica| replica.metadata.name.clone()).collect::<Vec<_>>() {
-            example.world.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, name));
+            example.cluster.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, name));
         }
         example
     }
 
     fn without_first(example: &Example) -> Survivors {
-        without(&example.world, &example.world.volumes["v"], |replica| replica.spec.replica_id == id(1))
+        without(&example.cluster, &example.cluster.volumes["v"], |replica| replica.spec.replica_id == id(1))
     }
 
     #[test]
@@ -246,8 +246,9 @@ mod tests {
         example.volume().status.state = VolumeState::Detached;
         example.engine().status = Default::default();
         assert_eq!(without_first(&example), Nobody);
-        let others =
-            without(&example.world, &example.world.volumes["v"], |replica| replica.spec.replica_id == id(2));
+        let others = without(&example.cluster, &example.cluster.volumes["v"], |replica| {
+            replica.spec.replica_id == id(2)
+        });
         assert_eq!(others, Enough);
     }
 
@@ -256,6 +257,6 @@ mod tests {
         let mut example = Example::new();
         assert_eq!(without_first(&example), Enough);
         (2..=3).for_each(|number| drop(example.engine().status.replica_mode_map.remove(&id(number))));
-        assert_eq!(without_first(&example), Nobody, "whatever was noted of the others");
+        assert_eq!(without_first(&example), Nobody, "whatever was recorded of the others");
     }
 }

@@ -26,7 +26,7 @@ use crate::objects::{
     SECRET_BYTES, Secret, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::requests::{RequestError, check_all_known};
-use crate::{NodeName, Timestamp, World};
+use crate::{ClusterState, NodeName, Timestamp};
 
 /// The record that is kept with the directory of a deleted replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -157,14 +157,19 @@ pub struct Undeletion {
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<Trashed>, RequestError> {
-    let life = Life::newest(world, name, trash)?;
-    life.there(world)?;
-    let waits = |trashed: &&Trashed| match world.replicas.get(&instance_name(trashed)) {
+pub fn directories(
+    cluster: &ClusterState,
+    name: &str,
+    trash: &[Trashed],
+) -> Result<Vec<Trashed>, RequestError> {
+    let life = Life::newest(cluster, name, trash)?;
+    life.there(cluster)?;
+    let waits = |trashed: &&Trashed| match cluster.replicas.get(&instance_name(trashed)) {
         Some(stored) => {
-            let is_place = stored.spec.node_id == trashed.node && stored.spec.disk_path == trashed.disk_path;
+            let is_same_location =
+                stored.spec.node_id == trashed.node && stored.spec.disk_path == trashed.disk_path;
             // A later deletion may have moved the directory of a replica that was left behind.
-            is_place && !(stored.is_left_behind() && trashed.restored)
+            is_same_location && !(stored.is_left_behind() && trashed.restored)
         }
         None => true,
     };
@@ -176,31 +181,31 @@ pub fn directories(world: &World, name: &str, trash: &[Trashed]) -> Result<Vec<T
 /// # Errors
 /// [`RequestError`] has the obstacle.
 pub fn undelete(
-    world: &World,
+    cluster: &ClusterState,
     name: &str,
     trash: &[Trashed],
     in_place: &BTreeSet<ReplicaId>,
     secret: Secret,
     now: Timestamp,
 ) -> Result<Undeletion, RequestError> {
-    let life = Life::newest(world, name, trash)?;
-    let there = life.there(world)?;
+    let life = Life::newest(cluster, name, trash)?;
+    let there = life.there(cluster)?;
     let attach = there.map_or(life.record.attach, |volume| volume.status.attach.max(life.record.attach));
     if in_place.is_empty() && life.left.is_empty() && !life.has_taken {
         return Err(RequestError::NothingToUndelete(name.to_owned()));
     }
     let is_in_place = |trashed: &Trashed| in_place.contains(&trashed.replica_id);
     let found = life.found.values().filter(|(trashed, _)| is_in_place(trashed));
-    let new = found.filter(|(trashed, _)| !world.replicas.contains_key(&instance_name(trashed)));
+    let new = found.filter(|(trashed, _)| !cluster.replicas.contains_key(&instance_name(trashed)));
     let mut replicas: Vec<Replica> =
         new.map(|(trashed, record)| life.replica(trashed, record, attach, now)).collect();
     replicas.extend(life.left.iter().map(|(replica, record)| taken_back(replica, record, attach, now)));
-    if there.is_some_and(|volume| !life.is_bare(world, volume)) {
+    if there.is_some_and(|volume| !life.is_bare(cluster, volume)) {
         return Ok(Undeletion { replicas, ..Undeletion::default() });
     }
     // No other controller has asked for a volume without data of its own to have these: they are of an
     // undeletion.
-    replicas.extend(life.half_stored(world, attach, now));
+    replicas.extend(life.half_stored(cluster, attach, now));
     let volume = match there {
         Some(volume) => Volume { status: status(&life.record), ..volume.clone() },
         None => {
@@ -213,7 +218,7 @@ pub fn undelete(
             Volume { metadata: Metadata::new(name, now), spec, status: status(&life.record) }
         }
     };
-    let engine = (!world.engines.contains_key(name)).then(|| Engine::of_new(&volume, now));
+    let engine = (!cluster.engines.contains_key(name)).then(|| Engine::of_new(&volume, now));
     Ok(Undeletion { replicas, engine, volume: Some(volume) })
 }
 
@@ -234,20 +239,20 @@ impl<'a> Life<'a> {
     /// Chooses the last stored one of several volumes of the name: the name was free only after the former
     /// one was gone. Clocks decide only between records of earlier releases. Of several directories of a
     /// replica, and of several records, the newest by content counts.
-    fn newest(world: &World, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
+    fn newest(cluster: &ClusterState, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
         let name = VolumeName::new(name)?;
-        check_all_known(world, name.as_str())?;
+        check_all_known(cluster, name.as_str())?;
         let of_it = trash.iter().filter(|trashed| trashed.volume == name);
         let usable = of_it.filter_map(|trashed| {
             Some((trashed, trashed.record.as_ref().filter(|record| record.with_volume)?))
         });
         let mut all: Vec<(&Trashed, &Record)> = usable.collect();
         let read = |text: &Option<String>| -> Option<Record> { serde_json::from_str(text.as_ref()?).ok() };
-        let left = world.left_behind(&name);
+        let left = cluster.left_behind(&name);
         let mut left: Vec<(Replica, Record)> = left
             .filter_map(|replica| Some((replica.clone(), read(&replica.status.deletion_record)?)))
             .collect();
-        let taken = world.replicas_of(&name);
+        let taken = cluster.replicas_of(&name);
         let mut taken: Vec<Record> =
             taken.filter_map(|replica| read(&replica.status.undeletion_record)).collect();
         let of_left = || left.iter().map(|(_, record)| record).chain(&taken);
@@ -280,8 +285,8 @@ impl<'a> Life<'a> {
     }
 
     /// Returns the volume, if it exists: its undeletion was interrupted, or had not reached every node.
-    fn there<'w>(&self, world: &'w World) -> Result<Option<&'w Volume>, RequestError> {
-        let Some(volume) = world.volumes.get(self.name.as_str()) else { return Ok(None) };
+    fn there<'w>(&self, cluster: &'w ClusterState) -> Result<Option<&'w Volume>, RequestError> {
+        let Some(volume) = cluster.volumes.get(self.name.as_str()) else { return Ok(None) };
         let name = volume.metadata.name.clone();
         if volume.metadata.is_deleting() {
             return Err(RequestError::Deleting(name));
@@ -289,7 +294,7 @@ impl<'a> Life<'a> {
         // No other volume of the name has had the same ids.
         let first_members = &self.record.first_members;
         let is_it = !first_members.is_empty() && volume.status.first_members == *first_members;
-        if !is_it && !self.is_bare(world, volume) {
+        if !is_it && !self.is_bare(cluster, volume) {
             return Err(RequestError::Exists { name, differs: "life: it is not the one that was deleted" });
         }
         Ok(Some(volume))
@@ -297,20 +302,21 @@ impl<'a> Life<'a> {
 
     /// Returns true if its status was not stored any more: a new volume does not have these replicas.
     /// Replicas that were left behind belong to no volume at all.
-    fn is_bare(&self, world: &World, volume: &Volume) -> bool {
+    fn is_bare(&self, cluster: &ClusterState, volume: &Volume) -> bool {
         let is_stored = |trashed: &Trashed| {
-            world.replicas.get(&instance_name(trashed)).is_some_and(|replica| !replica.is_left_behind())
+            cluster.replicas.get(&instance_name(trashed)).is_some_and(|replica| !replica.is_left_behind())
         };
         volume.status.state == VolumeState::Creating
             && volume.status.attach == 0
             && (self.found.values().any(|(trashed, _)| is_stored(trashed))
-                || world.replicas_of(&self.name).any(|replica| replica.status.data == DataState::Present))
+                || cluster.replicas_of(&self.name).any(|replica| replica.status.data == DataState::Present))
     }
 
     /// Returns the replicas of which a store has taken the spec and not the status. Also of those whose node
     /// does not answer now: their directories are in place, as their specs are stored.
-    fn half_stored(&self, world: &World, attach: u64, now: Timestamp) -> Vec<Replica> {
-        let bare = world.replicas_of(&self.name).filter(|replica| replica.status.data != DataState::Present);
+    fn half_stored(&self, cluster: &ClusterState, attach: u64, now: Timestamp) -> Vec<Replica> {
+        let bare =
+            cluster.replicas_of(&self.name).filter(|replica| replica.status.data != DataState::Present);
         let with_status = |replica: &Replica| {
             let found = self.found.get(&replica.spec.replica_id);
             let status = match found {

@@ -14,7 +14,7 @@ use crate::objects::{
 };
 use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
-use crate::{NodeName, Timestamp, World, drain};
+use crate::{ClusterState, NodeName, Timestamp, drain};
 use text::{age, bytes, duration, passed_ms};
 
 /// A disk with less free than this part of it counts as full.
@@ -34,30 +34,31 @@ pub struct Explanation {
 /// Explains the state of `volume` from the stored and observed state.
 #[must_use]
 pub fn explain(
-    world: &World,
+    cluster: &ClusterState,
     agents: &Agents,
     volume: &Volume,
     settings: Settings,
     now: Timestamp,
 ) -> Explanation {
     let name = volume.metadata.name.as_str();
-    let engine = world.engines.get(name);
+    let engine = cluster.engines.get(name);
     let place = engine.and_then(|engine| agents.get(engine.spec.node_id.as_ref()?));
     let instance = place.and_then(|view| view.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
     let shown = instance.and_then(|instance| match &instance.detail {
         Detail::Engine(view) if view.attach == volume.status.attach => Some(view.as_ref()),
         _ => None,
     });
-    let replicas = world.replicas_of(&volume.spec.volume_name).collect();
-    let told = Explanation::default();
-    let mut teller = Teller { name, world, agents, volume, engine, shown, replicas, settings, now, told };
-    teller.tell();
-    teller.told
+    let replicas = cluster.replicas_of(&volume.spec.volume_name).collect();
+    let explanation = Explanation::default();
+    let mut explainer =
+        Explainer { name, cluster, agents, volume, engine, shown, replicas, settings, now, explanation };
+    explainer.explain_all();
+    explainer.explanation
 }
 
-struct Teller<'a> {
+struct Explainer<'a> {
     name: &'a str,
-    world: &'a World,
+    cluster: &'a ClusterState,
     agents: &'a Agents,
     volume: &'a Volume,
     engine: Option<&'a Engine>,
@@ -66,25 +67,25 @@ struct Teller<'a> {
     replicas: Vec<&'a Replica>,
     settings: Settings,
     now: Timestamp,
-    told: Explanation,
+    explanation: Explanation,
 }
 
-impl Teller<'_> {
+impl Explainer<'_> {
     fn say(&mut self, sentence: impl Into<String>) {
-        self.told.sentences.push(sentence.into());
+        self.explanation.sentences.push(sentence.into());
     }
 
     fn hint(&mut self, hint: impl Into<String>) {
         let hint = hint.into();
-        if !self.told.hints.contains(&hint) {
-            self.told.hints.push(hint);
+        if !self.explanation.hints.contains(&hint) {
+            self.explanation.hints.push(hint);
         }
     }
 
-    fn tell(&mut self) {
+    fn explain_all(&mut self) {
         if let Some(salvage) = self.volume.status.pending_salvage() {
             let replica = self.replica_name(salvage.replica_id);
-            let (name, by, why) = (self.name, &salvage.by, self.settled());
+            let (name, by, why) = (self.name, &salvage.by, self.reason_of_settled());
             self.say(format!("Volume {name} is being salvaged to replica {replica}, as {by} decided{why}."));
             return;
         }
@@ -96,18 +97,18 @@ impl Teller<'_> {
             ));
         }
         match self.volume.status.state {
-            VolumeState::Creating => self.tell_creating(),
-            VolumeState::Detached => self.tell_detached(),
-            VolumeState::Attaching => self.tell_attaching(),
-            VolumeState::Attached => self.tell_attached(),
-            VolumeState::Detaching | VolumeState::Deleting => self.tell_leaving(),
+            VolumeState::Creating => self.explain_creating(),
+            VolumeState::Detached => self.explain_detached(),
+            VolumeState::Attaching => self.explain_attaching(),
+            VolumeState::Attached => self.explain_attached(),
+            VolumeState::Detaching | VolumeState::Deleting => self.explain_leaving(),
         }
-        self.tell_expansion();
-        self.tell_drained();
+        self.explain_expansion();
+        self.explain_drained();
     }
 
     /// Explains a pending expansion, and the event that it waits for.
-    fn tell_expansion(&mut self) {
+    fn explain_expansion(&mut self) {
         if !self.volume.is_expanding() {
             return;
         }
@@ -125,10 +126,10 @@ impl Teller<'_> {
     }
 
     /// Explains replicas that have to leave their nodes, and the event that they wait for.
-    fn tell_drained(&mut self) {
+    fn explain_drained(&mut self) {
         for replica in self.replicas.clone() {
-            let Some(leaves) = drain::leaves(self.world, replica) else { continue };
-            let left = drain::of_replica(self.world, self.agents, replica);
+            let Some(leaves) = drain::leaves(self.cluster, replica) else { continue };
+            let left = drain::of_replica(self.cluster, self.agents, replica);
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
             let held = if left.held { ", and cannot yet" } else { "" };
             let why = after_colon(&left.message);
@@ -145,7 +146,7 @@ impl Teller<'_> {
                     format!("disk {disk} of node {node}, which is drained"),
                     format!("disk uncordon {node} {disk}"),
                 ),
-                Leaves::Place => {
+                Leaves::Location => {
                     (format!("node {node} for a better place"), format!("rebalance --cancel {}", self.name))
                 }
             };
@@ -156,15 +157,16 @@ impl Teller<'_> {
         }
     }
 
-    fn tell_creating(&mut self) {
+    fn explain_creating(&mut self) {
         let scheduled = self.trouble(ConditionType::Scheduled);
-        let why = scheduled.map_or_else(|| self.settled(), |trouble| format!(": {}", trouble.message));
+        let why =
+            scheduled.map_or_else(|| self.reason_of_settled(), |trouble| format!(": {}", trouble.message));
         self.say(format!("Volume {} has no place for all its replicas{why}.", self.name));
         self.hint_disk();
     }
 
-    fn tell_detached(&mut self) {
-        self.told.healthy = true;
+    fn explain_detached(&mut self) {
+        self.explanation.healthy = true;
         let stopping =
             self.trouble(ConditionType::Settled).filter(|trouble| trouble.reason == REPLICAS_STOPPING);
         let runs = match stopping {
@@ -175,14 +177,14 @@ impl Teller<'_> {
         self.hint(format!("shorthornctl volume attach {} --node NODE", self.name));
     }
 
-    fn tell_leaving(&mut self) {
+    fn explain_leaving(&mut self) {
         let state = self.volume.status.state.as_str();
-        self.say(format!("Volume {} is {state}{}.", self.name, self.settled()));
-        self.tell_silence();
+        self.say(format!("Volume {} is {state}{}.", self.name, self.reason_of_settled()));
+        self.explain_silence();
         let engine = self.engine.filter(|engine| engine.status.is_serving());
         if let Some(engine) = engine.filter(|_| self.volume.status.state == VolumeState::Detaching) {
             // Requests continue until it is stopped.
-            self.tell_members(engine);
+            self.explain_members(engine);
         }
         self.hint("Release the device: unmount it, or stop the processes that have it open.");
         let node = self.volume.status.current_node_id.as_ref();
@@ -191,14 +193,14 @@ impl Teller<'_> {
         }
     }
 
-    fn tell_attaching(&mut self) {
+    fn explain_attaching(&mut self) {
         let status = &self.volume.status;
         let node = status.current_node_id.as_ref().map_or("?", NodeName::as_str);
         let since = status.attach_started_at.map(|since| format!(", since {}", age(since, self.now)));
-        let (since, why) = (since.unwrap_or_default(), self.settled());
+        let (since, why) = (since.unwrap_or_default(), self.reason_of_settled());
         self.say(format!("Volume {} is attaching to node {node}{since}{why}.", self.name));
-        self.tell_silence();
-        self.tell_frozen();
+        self.explain_silence();
+        self.explain_frozen();
         for replica in self.replicas.clone() {
             if replica.status.current_state == CurrentState::Running {
                 continue;
@@ -211,19 +213,19 @@ impl Teller<'_> {
         self.hint_salvage();
     }
 
-    fn tell_attached(&mut self) {
+    fn explain_attached(&mut self) {
         let Some(engine) = self.engine else { return };
         let status = &engine.status;
         match status.current_state {
             CurrentState::Unknown => {
-                self.tell_silence();
+                self.explain_silence();
                 self.say(format!(
                     "The state of volume {} is unknown; most likely it still serves, as it last did ({}).",
                     self.name, status.phase
                 ));
             }
-            _ if status.is_serving() => self.tell_serving(engine),
-            _ if status.phase == "frozen" => self.tell_frozen(),
+            _ if status.is_serving() => self.explain_serving(engine),
+            _ if status.phase == "frozen" => self.explain_frozen(),
             state => {
                 let why = after_colon(&status.message);
                 self.say(format!("The engine of volume {} is {}{why}.", self.name, state.as_str()));
@@ -233,18 +235,18 @@ impl Teller<'_> {
                 ));
             }
         }
-        self.tell_members(engine);
-        self.tell_copying();
-        self.tell_disks();
+        self.explain_members(engine);
+        self.explain_copying();
+        self.explain_disks();
     }
 
-    fn tell_serving(&mut self, engine: &Engine) {
+    fn explain_serving(&mut self, engine: &Engine) {
         let wanted = self.volume.spec.number_of_replicas as usize;
         let modes = engine.status.replica_mode_map.values();
         let members = modes.filter(|member| member.mode == MemberMode::Member).count();
         let node = engine.spec.node_id.as_ref().map_or("?", NodeName::as_str);
         if engine.status.lost_writes {
-            self.tell_lost_writes(node);
+            self.explain_lost_writes(node);
             return;
         }
         let is_slow = engine.status.replica_mode_map.values().any(MemberStatus::is_awaited);
@@ -254,24 +256,24 @@ impl Teller<'_> {
             true => "healthy",
             false => "degraded",
         };
-        self.told.healthy = word == "healthy";
+        self.explanation.healthy = word == "healthy";
         self.say(format!(
             "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas are \
              complete.",
             self.name
         ));
         if engine.status.damaged_ranges > 0 {
-            self.tell_damage(engine, node);
+            self.explain_damage(engine, node);
         }
-        let no_place = self.trouble(ConditionType::Scheduled).map(|trouble| trouble.message.clone());
-        if let Some(message) = no_place.filter(|_| !self.told.healthy) {
+        let unschedulable = self.trouble(ConditionType::Scheduled).map(|trouble| trouble.message.clone());
+        if let Some(message) = unschedulable.filter(|_| !self.explanation.healthy) {
             self.say(format!("No disk can take a replacement: {message}."));
             self.hint_disk();
         }
     }
 
     /// Explains damage that no replica can repair.
-    fn tell_damage(&mut self, engine: &Engine, node: &str) {
+    fn explain_damage(&mut self, engine: &Engine, node: &str) {
         self.say(format!(
             "Data of volume {} is damaged, and no replica has a sound copy: {} ranges since the engine \
              started.",
@@ -284,7 +286,7 @@ impl Teller<'_> {
     }
 
     /// Explains that the user of the device cannot rely on its data.
-    fn tell_lost_writes(&mut self, node: &str) {
+    fn explain_lost_writes(&mut self, node: &str) {
         let name = self.name;
         self.say(format!(
             "Volume {name} may have lost writes: all its replicas were without power at some time while it was in use on node \
@@ -298,7 +300,7 @@ impl Teller<'_> {
     }
 
     /// Explains a frozen engine, and the replicas that it waits for.
-    fn tell_frozen(&mut self) {
+    fn explain_frozen(&mut self) {
         let Some(shown) = self.shown else { return };
         if let Some(wanted) = &shown.grant_wanted {
             let members = self.names(&wanted.view.members);
@@ -306,7 +308,7 @@ impl Teller<'_> {
                 "Volume {} is frozen: only half of its replicas ({members}) answer, so the arbiter has to decide.",
                 self.name
             ));
-            self.tell_arbiter(
+            self.explain_arbiter(
                 &wanted.honoured.committed.members.filter(|id| !wanted.view.members.contains(id)),
             );
         } else if shown.phase == "frozen" {
@@ -319,7 +321,7 @@ impl Teller<'_> {
         }
     }
 
-    fn tell_arbiter(&mut self, missing: &Members) {
+    fn explain_arbiter(&mut self, missing: &Members) {
         let refused = self.trouble(ConditionType::Granted).filter(|trouble| trouble.reason == "NotGranted");
         let Some(message) = refused.map(|refused| refused.message.clone()) else {
             self.say(
@@ -336,7 +338,7 @@ impl Teller<'_> {
     }
 
     /// Explains that the agent of the engine's node is unreachable.
-    fn tell_silence(&mut self) {
+    fn explain_silence(&mut self) {
         let Some(node) = self.engine.and_then(|engine| engine.spec.node_id.clone()) else { return };
         if let Some(silence) = self.silence(&node) {
             self.say(format!("Node {node} is silent{silence}."));
@@ -355,7 +357,7 @@ impl Teller<'_> {
     }
 
     /// Explains every replica that is no member, and every member that is late.
-    fn tell_members(&mut self, engine: &Engine) {
+    fn explain_members(&mut self, engine: &Engine) {
         for replica in self.replicas.clone() {
             let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
             let mode = member.map(|member| member.mode);
@@ -376,12 +378,12 @@ impl Teller<'_> {
                 let copy = self.shown.and_then(|shown| shown.copies.get(&replica.spec.replica_id)).copied();
                 self.say(format!("{at} is being rebuilt{}.", copy.map(progress).unwrap_or_default()));
             } else {
-                self.tell_missing(replica, &at);
+                self.explain_missing(replica, &at);
             }
         }
     }
 
-    fn tell_missing(&mut self, replica: &Replica, at: &str) {
+    fn explain_missing(&mut self, replica: &Replica, at: &str) {
         let since = replica.status.failed_at.map(|since| format!(" since {}", age(since, self.now)));
         self.say(format!("{at} is missing{}{}.", since.unwrap_or_default(), self.reason(replica)));
         if let Some(left) = self.replaced_in(replica) {
@@ -401,7 +403,7 @@ impl Teller<'_> {
     fn replaced_in(&self, replica: &Replica) -> Option<Duration> {
         let serving = self.engine.is_some_and(|engine| engine.status.is_serving());
         let live = self.replicas.iter().filter(|replica| !replica.metadata.is_deleting()).count();
-        if self.told.healthy || !serving || live > self.volume.spec.number_of_replicas as usize {
+        if self.explanation.healthy || !serving || live > self.volume.spec.number_of_replicas as usize {
             return None;
         }
         let passed = Duration::from_millis(passed_ms(replica.status.lost_since?, self.now));
@@ -419,9 +421,9 @@ impl Teller<'_> {
         after_colon(said.into_iter().find(|text| !text.is_empty()).unwrap_or_default())
     }
 
-    fn tell_copying(&mut self) {
+    fn explain_copying(&mut self) {
         let Some(shown) = self.shown else { return };
-        if let Some(copy) = shown.equalising {
+        if let Some(copy) = shown.resync {
             let progress = progress(copy);
             self.say(format!(
                 "The replicas are being resynced after an unclean stop{progress}. Requests for dirty regions \
@@ -429,7 +431,7 @@ impl Teller<'_> {
             ));
         }
         if let Some(scrub) = shown.scrub.as_ref().filter(|scrub| scrub.found > scrub.repaired) {
-            self.told.healthy = false;
+            self.explanation.healthy = false;
             self.say(format!(
                 "The last scrub found {} places with differences, and repaired {} ({}).",
                 scrub.found, scrub.repaired, scrub.last
@@ -439,7 +441,7 @@ impl Teller<'_> {
     }
 
     /// Disks of the replicas that are full: writes fail there.
-    fn tell_disks(&mut self) {
+    fn explain_disks(&mut self) {
         for replica in self.replicas.clone() {
             let view = self.agents.get(&replica.spec.node_id);
             let path = &replica.spec.disk_path;
@@ -451,7 +453,7 @@ impl Teller<'_> {
                     "Disk {path} of node {node}, which has replica {name}, cannot be used: {problem}."
                 ));
             } else if disk.total_bytes > 0 && disk.available_bytes < disk.total_bytes / FULL_PART {
-                self.told.healthy = false;
+                self.explanation.healthy = false;
                 let (free, total) = (bytes(disk.available_bytes), bytes(disk.total_bytes));
                 self.say(format!(
                     "Disk {path} of node {node}, which has replica {name}, is full ({free} of {total} are free): writes \
@@ -484,7 +486,7 @@ impl Teller<'_> {
         self.volume.status.conditions.get(kind).filter(|condition| !condition.status)
     }
 
-    fn settled(&self) -> String {
+    fn reason_of_settled(&self) -> String {
         self.trouble(ConditionType::Settled).map(|trouble| after_colon(&trouble.message)).unwrap_or_default()
     }
 

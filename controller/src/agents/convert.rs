@@ -111,7 +111,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         }),
         members: status.members.into_iter().filter_map(member).collect(),
         copies,
-        equalising: status.equalising.as_ref().map(copy),
+        resync: status.resync.as_ref().map(copy),
         scrub: status.scrub.map(|scrub| {
             Box::new(ScrubView {
                 running: scrub.running,

@@ -83,8 +83,8 @@ impl Fleet {
 
     /// Returns the addresses of the agents; those of the configuration win.
     fn wanted(&self) -> BTreeMap<NodeName, ServerUrl> {
-        let world = self.store.world();
-        let mut wanted: BTreeMap<NodeName, ServerUrl> = world.nodes.values().filter_map(address).collect();
+        let cluster = self.store.state();
+        let mut wanted: BTreeMap<NodeName, ServerUrl> = cluster.nodes.values().filter_map(address).collect();
         wanted.extend(self.configured.clone());
         wanted
     }

@@ -174,9 +174,9 @@ fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &In
         let before = view.instances.get(key).map(|before| &before.detail);
         matches!(before, Some(Detail::Replica(before)) if before.attach == now.attach)
     });
-    let world = fleet.store.world();
-    let volume = world.replicas.get(&key.name)?.spec.volume_name.as_str();
-    let stored_bytes = world.volumes.get(volume).map(|volume| volume.status.actual_size);
+    let cluster = fleet.store.state();
+    let volume = cluster.replicas.get(&key.name)?.spec.volume_name.as_str();
+    let stored_bytes = cluster.volumes.get(volume).map(|volume| volume.status.actual_size);
     // The volume takes as much as its largest replica: a smaller one is no news.
     let has_grown = stored_bytes.is_some_and(|stored_bytes| {
         now.allocated_bytes > stored_bytes && is_noticeable(stored_bytes, now.allocated_bytes)

@@ -255,14 +255,14 @@ impl Fleet {
 
     /// Has everything on `node` looked at.
     fn wake_all(&self, node: &NodeName) {
-        let world = self.store.world();
-        let mut keys = concerned(&world, &Key::new(Kind::Node, node.as_str()));
-        keys.extend(world.engines_on(node.as_str()).flat_map(|engine| {
+        let cluster = self.store.state();
+        let mut keys = concerned(&cluster, &Key::new(Kind::Node, node.as_str()));
+        keys.extend(cluster.engines_on(node.as_str()).flat_map(|engine| {
             [Kind::Volume, Kind::Engine].map(|kind| Key::new(kind, &engine.metadata.name))
         }));
-        let replicas = world.replicas_on(node.as_str());
+        let replicas = cluster.replicas_on(node.as_str());
         keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
-        drop(world);
+        drop(cluster);
         self.queue.add(keys);
     }
 

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use shorthorn_api::v1;
-use shorthorn_metrics::{Page, Vitals};
+use shorthorn_metrics::{MetricsPage, MetricsSource};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use crate::metrics::ControllerVitals;
+use crate::metrics::ControllerMetrics;
 
 /// The maximum part of a file in one message, far below the limit of gRPC.
 const PART_MAX_BYTES: usize = 1 << 20;
@@ -16,7 +16,7 @@ const PART_MAX_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct Diagnostics {
     /// The source of the metrics.
-    pub vitals: Arc<ControllerVitals>,
+    pub source: Arc<ControllerMetrics>,
     /// The configuration of the controller, for people.
     pub configuration: String,
 }
@@ -24,8 +24,8 @@ pub struct Diagnostics {
 impl Diagnostics {
     /// Sends all parts, until the receiver is gone.
     pub(super) async fn send(self, sender: mpsc::Sender<Result<v1::DiagnosticsPart, Status>>) {
-        let mut page = Page::default();
-        self.vitals.fill(&mut page).await;
+        let mut page = MetricsPage::default();
+        self.source.fill(&mut page).await;
         let metrics =
             page.text().unwrap_or_else(|error| format!("# the metrics cannot be written: {error}\n"));
         for (file, text) in [("configuration.txt", self.configuration), ("metrics.txt", metrics)] {

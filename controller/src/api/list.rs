@@ -17,7 +17,7 @@ pub(super) const PAGE_MAX: usize = 1000;
 const TOKEN: &str = "after:";
 
 /// A page of objects of a kind, in the order of their names.
-struct Page<'a, T> {
+struct ListPage<'a, T> {
     objects: Vec<&'a T>,
     next_token: String,
 }
@@ -28,7 +28,7 @@ fn page<'a, T>(
     size: u32,
     token: &str,
     wanted: impl Fn(&T) -> bool,
-) -> Result<Page<'a, T>, Status> {
+) -> Result<ListPage<'a, T>, Status> {
     let after = token.strip_prefix(TOKEN);
     if after.is_none() && !token.is_empty() {
         let message = format!("page_token {token:?} is not of this controller: begin again without it");
@@ -47,20 +47,20 @@ fn page<'a, T>(
     }
     let last = found.last().filter(|_| is_more).map(|(name, _)| format!("{TOKEN}{name}"));
     let objects = found.into_iter().map(|(_, object)| object).collect();
-    Ok(Page { objects, next_token: last.unwrap_or_default() })
+    Ok(ListPage { objects, next_token: last.unwrap_or_default() })
 }
 
 impl Api {
     pub(super) async fn volumes(&self, request: v1::ListVolumesRequest) -> Reply<v1::ListVolumesResponse> {
         let mut answer = {
-            let world = self.store.world();
+            let cluster = self.store.state();
             let agents = self.fleet.agents();
             let namespace = |claim: &String| claim.split('/').next() == Some(request.namespace.as_str());
-            let found = page(&world.volumes, request.page_size, &request.page_token, |volume| {
+            let found = page(&cluster.volumes, request.page_size, &request.page_token, |volume| {
                 (request.namespace.is_empty() || volume.status.claim.as_ref().is_some_and(namespace))
                     && (request.name.is_empty() || volume.metadata.name == request.name)
             })?;
-            let volumes = found.objects.into_iter().map(|volume| view::volume(&world, &agents, volume));
+            let volumes = found.objects.into_iter().map(|volume| view::volume(&cluster, &agents, volume));
             let (volumes, next_page_token) = (volumes.collect(), found.next_token);
             v1::ListVolumesResponse { volumes, next_page_token, workloads_problem: String::new() }
         };
@@ -92,28 +92,28 @@ impl Api {
 
     pub(super) fn replicas(&self, request: &v1::ListReplicasRequest) -> Reply<v1::ListReplicasResponse> {
         let (volume, node) = (&request.volume, &request.node);
-        let world = self.store.world();
+        let cluster = self.store.state();
         if !volume.is_empty() {
-            requests::find(&world, volume).map_err(|error| status::of_request(&error))?;
+            requests::find(&cluster, volume).map_err(|error| status::of_request(&error))?;
         }
         if !node.is_empty() {
-            requests::find_node(&world, node).map_err(|error| status::of_request(&error))?;
+            requests::find_node(&cluster, node).map_err(|error| status::of_request(&error))?;
         }
-        let found = page(&world.replicas, request.page_size, &request.page_token, |replica| {
+        let found = page(&cluster.replicas, request.page_size, &request.page_token, |replica| {
             (volume.is_empty() || replica.spec.volume_name.as_str() == volume)
                 && (node.is_empty() || replica.spec.node_id.as_str() == node)
         })?;
         let agents = self.fleet.agents();
-        let replicas = found.objects.into_iter().map(|replica| view::replica(&world, &agents, replica));
+        let replicas = found.objects.into_iter().map(|replica| view::replica(&cluster, &agents, replica));
         let replicas = replicas.collect();
         Ok(Response::new(v1::ListReplicasResponse { replicas, next_page_token: found.next_token }))
     }
 
     pub(super) fn nodes(&self, request: &v1::ListNodesRequest) -> Reply<v1::ListNodesResponse> {
-        let world = self.store.world();
+        let cluster = self.store.state();
         let agents = self.fleet.agents();
-        let found = page(&world.nodes, request.page_size, &request.page_token, |_| true)?;
-        let nodes = found.objects.into_iter().map(|node| view::node(&world, &agents, node)).collect();
+        let found = page(&cluster.nodes, request.page_size, &request.page_token, |_| true)?;
+        let nodes = found.objects.into_iter().map(|node| view::node(&cluster, &agents, node)).collect();
         Ok(Response::new(v1::ListNodesResponse { nodes, next_page_token: found.next_token }))
     }
 }

@@ -21,7 +21,7 @@ impl Api {
     ) -> Result<v1::NodeObject, Status> {
         let v1::RemoveNodeDiskRequest { node, path, lost, force } = request;
         let wanted = RemoveDisk { node, path, lost, force };
-        let checked = wanted.apply(&self.store.world(), &self.fleet.agents());
+        let checked = wanted.apply(&self.store.state(), &self.fleet.agents());
         checked.map_err(|error| status::of_request(&error))?;
         if lost {
             tracing::warn!(node = wanted.node, disk = wanted.path, force, "a disk is given up");
@@ -29,8 +29,8 @@ impl Api {
             let node = NodeName::new(&wanted.node).map_err(|error| status::of_request(&error.into()))?;
             self.check_trash(&node, &wanted).await?;
             let was_open = AtomicBool::new(false);
-            self.change(|world| {
-                let closed = wanted.closed(world, &self.fleet.agents())?;
+            self.change(|cluster| {
+                let closed = wanted.closed(cluster, &self.fleet.agents())?;
                 was_open.store(matches!(closed, Change::Store(_)), Ordering::Relaxed);
                 Ok(closed)
             })
@@ -40,7 +40,7 @@ impl Api {
                 return Err(self.open_again(&wanted, was_open.into_inner(), refused).await);
             }
         }
-        self.change(|world| wanted.apply(world, &self.fleet.agents())).await?;
+        self.change(|cluster| wanted.apply(cluster, &self.fleet.agents())).await?;
         self.show_node(&wanted.node)
     }
 
@@ -50,7 +50,7 @@ impl Api {
         if !was_open {
             return refused;
         }
-        match self.change(|world| wanted.reopened(world)).await {
+        match self.change(|cluster| wanted.reopened(cluster)).await {
             Ok(()) => refused,
             Err(error) => {
                 let RemoveDisk { node, path, .. } = wanted;
@@ -68,7 +68,7 @@ impl Api {
     async fn check_trash(&self, node: &NodeName, wanted: &RemoveDisk) -> Result<(), Status> {
         let is_given_up = self
             .store
-            .world()
+            .state()
             .nodes
             .get(&wanted.node)
             .is_some_and(|node| node.spec.disks.get(&wanted.path).is_some_and(|disk| disk.lost));
@@ -83,7 +83,7 @@ impl Api {
 
     pub(super) async fn orphans(&self) -> v1::ListOrphansResponse {
         let (found, silent) = self.fleet.directories().await;
-        let found = orphans::orphans(&self.store.world(), found);
+        let found = orphans::orphans(&self.store.state(), found);
         let shown = found.into_iter().map(|directory| v1::Orphan {
             node: directory.node.to_string(),
             name: directory.name(),
@@ -104,14 +104,14 @@ impl Api {
     ) -> Result<v1::DeleteOrphanResponse, Status> {
         let v1::DeleteOrphanRequest { node, disk_path, name } = request;
         let (found, _) = self.fleet.directories().await;
-        let orphan = orphans::find(&self.store.world(), found, &node, &disk_path, &name)
+        let orphan = orphans::find(&self.store.state(), found, &node, &disk_path, &name)
             .map_err(|error| status::of_request(&error))?;
         tracing::warn!(node, disk_path, name, "an orphan is deleted");
         let instance = InstanceKey::replica(&orphan.volume, orphan.replica_id);
         let stop = AgentCall::StopInstance { instance, attach: 0 };
         self.fleet.call(&orphan.node, &stop).await.map_err(|error| status::of_call(&error))?;
         // The stop may have taken long: an undeletion may have stored it meanwhile.
-        let orphan = orphans::find(&self.store.world(), vec![orphan], &node, &disk_path, &name)
+        let orphan = orphans::find(&self.store.state(), vec![orphan], &node, &disk_path, &name)
             .map_err(|error| status::of_request(&error))?;
         // An agent that knows a record of it keeps that.
         let delete = AgentCall::DeleteReplica {

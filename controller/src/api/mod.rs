@@ -4,7 +4,7 @@ mod diagnostics;
 mod list;
 mod lost;
 mod overview;
-mod places;
+mod placement;
 mod rebalance;
 mod repair;
 mod server;

@@ -11,7 +11,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 impl Api {
     pub(super) fn overview(&self) -> v1::Overview {
-        let found = Overview::of(&self.store.world(), &self.fleet.agents(), VERSION);
+        let found = Overview::of(&self.store.state(), &self.fleet.agents(), VERSION);
         let version = |found: shorthorn_controller_core::overview::Version| v1::ProgramVersion {
             program: found.program.to_owned(),
             version: found.version,
@@ -45,7 +45,7 @@ impl Api {
             feature_level: shorthorn_api::level::NEWEST,
             limits: self.settings.scheduling,
         };
-        let checks = doctor::examine(&self.store.world(), &self.fleet.agents(), controller);
+        let checks = doctor::examine(&self.store.state(), &self.fleet.agents(), controller);
         v1::Examination { checks: checks.into_iter().map(check).collect() }
     }
 }

@@ -23,7 +23,7 @@ impl Api {
             let is_meant = |volume: &String| request.volumes.is_empty() || request.volumes.contains(volume);
             let replicas = under_way.iter().filter(|left| is_meant(&left.volume));
             for replica in replicas.filter_map(|left| left.replica.as_deref()) {
-                self.change(|world| rebalance::ask(world, replica, false)).await?;
+                self.change(|cluster| rebalance::ask(cluster, replica, false)).await?;
             }
         }
         let free = match mode {
@@ -31,7 +31,7 @@ impl Api {
             Mode::DryRun | Mode::Cancel => 0,
         };
         for found in moves.iter().take(free) {
-            self.change(|world| rebalance::ask(world, &found.replica, true)).await?;
+            self.change(|cluster| rebalance::ask(cluster, &found.replica, true)).await?;
         }
         let shown = |(at, found): (usize, Move)| shown(found, at < free);
         Ok(Response::new(v1::RebalanceResponse {
@@ -48,7 +48,7 @@ impl Api {
     /// others.
     async fn plan(&self, only: &[String]) -> Result<Plan, Status> {
         let limits = self.settings.scheduling;
-        let survey = Survey::of(&self.store.world(), &self.fleet.agents(), limits, only)
+        let survey = Survey::of(&self.store.state(), &self.fleet.agents(), limits, only)
             .map_err(|error| status::of_request(&error))?;
         let plan = tokio::task::spawn_blocking(|| survey.plan()).await;
         plan.map_err(|error| Status::internal(format!("planning ended early: {error}")))

@@ -20,24 +20,24 @@ const WORDS_MAX_CHARS: usize = 500;
 
 impl Api {
     pub(super) fn explain(&self, name: &str) -> Result<v1::Explanation, Status> {
-        let world = self.store.world();
-        let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
+        let cluster = self.store.state();
+        let volume = requests::find(&cluster, name).map_err(|error| status::of_request(&error))?;
         let agents = self.fleet.agents();
-        let why = why::explain(&world, &agents, volume, self.settings, Timestamp::now());
+        let why = why::explain(&cluster, &agents, volume, self.settings, Timestamp::now());
         Ok(v1::Explanation { healthy: why.healthy, sentences: why.sentences, hints: why.hints })
     }
 
     pub(super) async fn scrub(&self, request: v1::ScrubRequest) -> Reply<v1::Volume> {
         let name = request.volume.clone();
-        let place = requests::engine_place(&self.store.world(), &name);
-        let (node, _) = place.map_err(|error| status::of_request(&error))?;
+        let location = requests::engine_location(&self.store.state(), &name);
+        let (node, _) = location.map_err(|error| status::of_request(&error))?;
         self.fleet.scrub(&node, request).await.map_err(|error| status::of_call(&error))?;
         self.show(&name).map(Response::new)
     }
 
     pub(super) async fn upgrade(&self, volume: String) -> Reply<v1::UpgradeEngineResponse> {
-        let place = requests::engine_place(&self.store.world(), &volume);
-        let (node, attach) = place.map_err(|error| status::of_request(&error))?;
+        let location = requests::engine_location(&self.store.state(), &volume);
+        let (node, attach) = location.map_err(|error| status::of_request(&error))?;
         let request = v1::UpgradeEngineRequest { volume, attach };
         let upgraded = self.fleet.upgrade_engine(&node, request).await;
         upgraded.map(Response::new).map_err(|error| status::of_call(&error))
@@ -46,9 +46,9 @@ impl Api {
     /// Returns the content of every replica of a volume, and the losses with each as the only one.
     pub(super) async fn inspect(&self, name: &str) -> Result<Vec<v1::InspectedReplica>, Status> {
         let (replicas, granted) = {
-            let world = self.store.world();
-            let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
-            let replicas = world.replicas_of(&volume.spec.volume_name).cloned().collect::<Vec<Replica>>();
+            let cluster = self.store.state();
+            let volume = requests::find(&cluster, name).map_err(|error| status::of_request(&error))?;
+            let replicas = cluster.replicas_of(&volume.spec.volume_name).cloned().collect::<Vec<Replica>>();
             (replicas, volume.status.arbiter.granted())
         };
         let mut asking = JoinSet::new();
@@ -91,7 +91,7 @@ impl Api {
             losses = wanted.losses,
             "salvage requested"
         );
-        self.change_volume(&request.name, |world| wanted.apply(world, Timestamp::now())).await
+        self.change_volume(&request.name, |cluster| wanted.apply(cluster, Timestamp::now())).await
     }
 }
 

@@ -7,7 +7,7 @@ use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
-use shorthorn_controller_core::{NodeName, Timestamp, World, drain, reboot};
+use shorthorn_controller_core::{ClusterState, NodeName, Timestamp, drain, reboot};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -82,8 +82,8 @@ impl Api {
     /// Returns an error if Kubernetes uses the volume, so that a detach needs force.
     async fn check_unpublished(&self, name: &str) -> Result<(), Status> {
         let Some(attachments) = &self.attachments else { return Ok(()) };
-        let is_wanted = |world: &World| Ok(requests::find(world, name)?.spec.node_id.is_some());
-        if !is_wanted(&self.store.world()).map_err(|error| status::of_request(&error))? {
+        let is_wanted = |cluster: &ClusterState| Ok(requests::find(cluster, name)?.spec.node_id.is_some());
+        if !is_wanted(&self.store.state()).map_err(|error| status::of_request(&error))? {
             return Ok(());
         }
         let published = attachments.of(name).await.map_err(|error| {
@@ -104,7 +104,7 @@ impl Api {
 
     pub(super) async fn change<T: Into<Object>>(
         &self,
-        decide: impl Fn(&World) -> Result<Change<T>, RequestError>,
+        decide: impl Fn(&ClusterState) -> Result<Change<T>, RequestError>,
     ) -> Result<(), Status> {
         store::change(self.store.as_ref(), decide).await.map_err(|error| match error {
             ChangeError::Refused(error) => status::of_request(&error),
@@ -118,16 +118,16 @@ impl Api {
     pub(super) async fn change_volume(
         &self,
         name: &str,
-        decide: impl Fn(&World) -> Result<Change<Volume>, RequestError>,
+        decide: impl Fn(&ClusterState) -> Result<Change<Volume>, RequestError>,
     ) -> Reply<v1::Volume> {
         self.change(decide).await?;
         self.show(name).map(Response::new)
     }
 
     pub(super) fn show(&self, name: &str) -> Result<v1::Volume, Status> {
-        let world = self.store.world();
-        let volume = requests::find(&world, name).map_err(|error| status::of_request(&error))?;
-        Ok(view::volume(&world, &self.fleet.agents(), volume))
+        let cluster = self.store.state();
+        let volume = requests::find(&cluster, name).map_err(|error| status::of_request(&error))?;
+        Ok(view::volume(&cluster, &self.fleet.agents(), volume))
     }
 }
 
@@ -158,7 +158,7 @@ impl Controller for Api {
             csi_name: None,
             preferred_node: None,
         };
-        let decide = |world: &World| wanted.clone().apply(world, secret.clone(), Timestamp::now());
+        let decide = |cluster: &ClusterState| wanted.clone().apply(cluster, secret.clone(), Timestamp::now());
         self.change_volume(&request.name, decide).await
     }
 
@@ -172,7 +172,7 @@ impl Controller for Api {
 
     async fn attach_volume(&self, request: Request<v1::AttachVolumeRequest>) -> Reply<v1::Volume> {
         let v1::AttachVolumeRequest { name, node } = request.into_inner();
-        self.change_volume(&name, |world| requests::attach(world, &name, &node)).await
+        self.change_volume(&name, |cluster| requests::attach(cluster, &name, &node)).await
     }
 
     async fn detach_volume(&self, request: Request<v1::DetachVolumeRequest>) -> Reply<v1::Volume> {
@@ -182,14 +182,14 @@ impl Controller for Api {
         } else {
             self.check_unpublished(&name).await?;
         }
-        self.change_volume(&name, |world| requests::detach(world, &name)).await
+        self.change_volume(&name, |cluster| requests::detach(cluster, &name)).await
     }
 
     async fn delete_volume(&self, request: Request<v1::DeleteVolumeRequest>) -> Reply<v1::Volume> {
         let name = request.into_inner().name;
         // Shown as it was before: it may be gone by the time of the answer.
         let shown = self.show(&name)?;
-        self.change(|world| requests::delete(world, &name, Timestamp::now())).await?;
+        self.change(|cluster| requests::delete(cluster, &name, Timestamp::now())).await?;
         let state = "deleting".to_owned();
         Ok(Response::new(v1::Volume { state, node: String::new(), ..shown }))
     }
@@ -235,13 +235,13 @@ impl Controller for Api {
         request: Request<v1::SetNumberOfReplicasRequest>,
     ) -> Reply<v1::Volume> {
         let v1::SetNumberOfReplicasRequest { name, number_of_replicas } = request.into_inner();
-        self.change_volume(&name, |world| requests::set_replicas(world, &name, number_of_replicas)).await
+        self.change_volume(&name, |cluster| requests::set_replicas(cluster, &name, number_of_replicas)).await
     }
 
     async fn expand_volume(&self, request: Request<v1::ExpandVolumeRequest>) -> Reply<v1::Volume> {
         let v1::ExpandVolumeRequest { name, size_bytes } = request.into_inner();
         let limits = self.settings.scheduling;
-        self.change_volume(&name, |world| requests::expand_within(world, &name, size_bytes, limits)).await
+        self.change_volume(&name, |cluster| requests::expand_within(cluster, &name, size_bytes, limits)).await
     }
 
     async fn set_volume_rebuild_limits(
@@ -255,7 +255,7 @@ impl Controller for Api {
             percent => percent,
         };
         let limits = RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent };
-        self.change_volume(&name, |world| requests::set_rebuild(world, &name, limits)).await
+        self.change_volume(&name, |cluster| requests::set_rebuild(cluster, &name, limits)).await
     }
 
     async fn scrub_volume(&self, request: Request<v1::ScrubRequest>) -> Reply<v1::Volume> {
@@ -294,10 +294,10 @@ impl Controller for Api {
 
     async fn add_disk(&self, request: Request<v1::AddNodeDiskRequest>) -> Reply<v1::NodeObject> {
         let v1::AddNodeDiskRequest { node, path } = request.into_inner();
-        let name = requests::check_disk(&self.store.world(), &node, &path)
+        let name = requests::check_disk(&self.store.state(), &node, &path)
             .map_err(|error| status::of_request(&error))?;
         let disk = self.fleet.add_disk(&name, &path).await.map_err(|error| status::of_call(&error))?;
-        self.change(|world| requests::add_disk(world, &name, &path, &disk)).await?;
+        self.change(|cluster| requests::add_disk(cluster, &name, &path, &disk)).await?;
         self.show_node(name.as_str()).map(Response::new)
     }
 
@@ -325,7 +325,7 @@ impl Controller for Api {
         }
         let tags = tags.map(|tags| tags.tags);
         let wanted = SetNode { name, allow_scheduling, eviction_requested, tags, zone, address };
-        self.change(|world| wanted.apply(world, Timestamp::now())).await?;
+        self.change(|cluster| wanted.apply(cluster, Timestamp::now())).await?;
         self.show_node(&wanted.name).map(Response::new)
     }
 
@@ -335,7 +335,7 @@ impl Controller for Api {
         let shown = self.show_node(&name)?;
         let wanted = DeleteNode { name, confirm, force };
         tracing::warn!(node = wanted.name, force, "a node is to be given up");
-        self.change(|world| wanted.apply(world, &self.fleet.agents(), Timestamp::now())).await?;
+        self.change(|cluster| wanted.apply(cluster, &self.fleet.agents(), Timestamp::now())).await?;
         Ok(Response::new(v1::NodeObject { deleting: true, ..shown }))
     }
 
@@ -353,15 +353,15 @@ impl Controller for Api {
 
     async fn get_drain(&self, request: Request<v1::GetDrainRequest>) -> Reply<v1::Drain> {
         let v1::GetDrainRequest { node, disk } = request.into_inner();
-        let world = self.store.world();
-        let node = requests::find_node(&world, &node).map_err(|error| status::of_request(&error))?;
+        let cluster = self.store.state();
+        let node = requests::find_node(&cluster, &node).map_err(|error| status::of_request(&error))?;
         let agents = self.fleet.agents();
         let (eviction_requested, left) = if disk.is_empty() {
-            (node.spec.eviction_requested, drain::left(&world, &agents, node))
+            (node.spec.eviction_requested, drain::left(&cluster, &agents, node))
         } else {
             let missing = || RequestError::NoDisk { node: node.metadata.name.clone(), path: disk.clone() };
             let spec = node.spec.disks.get(&disk).ok_or_else(|| status::of_request(&missing()))?;
-            (spec.eviction_requested, drain::left_on_disk(&world, &agents, node, &disk))
+            (spec.eviction_requested, drain::left_on_disk(&cluster, &agents, node, &disk))
         };
         let left = left.into_iter().map(drain_left).collect();
         Ok(Response::new(v1::Drain { eviction_requested, left }))
@@ -369,11 +369,11 @@ impl Controller for Api {
 
     async fn check_reboot(&self, request: Request<v1::CheckRebootRequest>) -> Reply<v1::CheckRebootResponse> {
         let node = request.into_inner().node;
-        let world = self.store.world();
-        requests::find_node(&world, &node).map_err(|error| status::of_request(&error))?;
+        let cluster = self.store.state();
+        requests::find_node(&cluster, &node).map_err(|error| status::of_request(&error))?;
         let hold =
             |reboot::Hold { volume, is_engine, message }| v1::RebootHold { volume, message, is_engine };
-        let holds = reboot::holds(&world, &node).into_iter().map(hold).collect();
+        let holds = reboot::holds(&cluster, &node).into_iter().map(hold).collect();
         Ok(Response::new(v1::CheckRebootResponse { holds }))
     }
 
@@ -382,7 +382,7 @@ impl Controller for Api {
     }
 
     async fn set_volume(&self, request: Request<v1::SetVolumeRequest>) -> Reply<v1::Volume> {
-        self.change_places(request.into_inner()).await
+        self.change_placement(request.into_inner()).await
     }
 
     async fn evict_replica(&self, request: Request<v1::EvictReplicaRequest>) -> Reply<v1::DrainLeft> {
@@ -414,16 +414,16 @@ impl Controller for Api {
             request.into_inner();
         let tags = tags.map(|tags| tags.tags);
         let wanted = SetDisk { node, path, tags, allow_scheduling, eviction_requested, reserved_bytes };
-        self.change(|world| wanted.apply(world)).await?;
+        self.change(|cluster| wanted.apply(cluster)).await?;
         self.show_node(&wanted.node).map(Response::new)
     }
 }
 
 impl Api {
     pub(super) fn show_node(&self, name: &str) -> Result<v1::NodeObject, Status> {
-        let world = self.store.world();
-        let node = requests::find_node(&world, name).map_err(|error| status::of_request(&error))?;
-        Ok(view::node(&world, &self.fleet.agents(), node))
+        let cluster = self.store.state();
+        let node = requests::find_node(&cluster, name).map_err(|error| status::of_request(&error))?;
+        Ok(view::node(&cluster, &self.fleet.agents(), node))
     }
 
     /// Sends the volume whenever its message changes, until it is deleted or the receiver is gone.

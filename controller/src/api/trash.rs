@@ -29,11 +29,11 @@ impl Api {
         let FoundTrash { found, silent, problems } = self.fleet.trash().await;
         // A restored directory in use is no trash.
         let is_in_use = |trashed: &v1::TrashedReplica| {
-            let world = self.store.world();
+            let cluster = self.store.state();
             let name = format!("{}-{}", trashed.volume, trashed.replica_id);
             let is_stored = |kind, name: &str| {
                 let key = Key::new(kind, name);
-                world.version(&key) > 0 || world.unknown(&key).is_some()
+                cluster.version(&key) > 0 || cluster.unknown(&key).is_some()
             };
             trashed.restored && is_stored(Kind::Volume, &trashed.volume) && is_stored(Kind::Replica, &name)
         };
@@ -67,7 +67,7 @@ impl Api {
         name: &str,
         replica_id: &str,
     ) -> Result<v1::RemoveVolumeTrashResponse, Status> {
-        if let Some(sentence) = self.store.world().unknown_of(name) {
+        if let Some(sentence) = self.store.state().unknown_of(name) {
             // It may be what an undeletion needs.
             return Err(status::of_request(&RequestError::LeftOut(sentence)));
         }
@@ -106,7 +106,7 @@ impl Api {
         let trash: Vec<Trashed> =
             listed.found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
         let wanted =
-            directories(&self.store.world(), name, &trash).map_err(|error| status::of_request(&error))?;
+            directories(&self.store.state(), name, &trash).map_err(|error| status::of_request(&error))?;
         tracing::warn!(volume = name, replicas = wanted.len(), "a volume is undeleted");
         let mut problems = listed.unknown();
         let mut restored = Vec::new();
@@ -151,14 +151,14 @@ impl Api {
             }
         };
         tokio::time::timeout(DELETION_LIMIT, gone).await.map_err(|_| {
-            let waits_for = csi::waits_for(&self.store.world(), name);
+            let waits_for = csi::waits_for(&self.store.state(), name);
             Status::failed_precondition(format!("{waits_for}; it can be undeleted once it is deleted"))
         })
     }
 
     fn is_being_deleted(&self, name: &str) -> bool {
-        let (world, agents) = (self.store.world(), self.fleet.agents());
-        if world.volumes.get(name).is_some_and(Volume::is_deleting) {
+        let (cluster, agents) = (self.store.state(), self.fleet.agents());
+        if cluster.volumes.get(name).is_some_and(Volume::is_deleting) {
             return true;
         }
         let Ok(name) = VolumeName::new(name) else { return false };
@@ -166,9 +166,10 @@ impl Api {
             let key = InstanceKey::replica(&name, replica.spec.replica_id);
             // One whose disk fails may stay for as long as that.
             let view = agents.get(&replica.spec.node_id).filter(|view| view.is_synced());
-            view.is_some_and(|view| !view.failures.contains_key(&key)) && !lost_disk::is_lost(&world, replica)
+            view.is_some_and(|view| !view.failures.contains_key(&key))
+                && !lost_disk::is_lost(&cluster, replica)
         };
-        world.left_behind(&name).any(is_asked)
+        cluster.left_behind(&name).any(is_asked)
     }
 
     /// Restores directories again that a deletion may have moved since `before` was listed, if it was decided
@@ -176,12 +177,13 @@ impl Api {
     async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
         let FoundTrash { found, .. } = self.fleet.trash().await;
         let is_stored = |trashed: &Trashed| {
-            let world = self.store.world();
-            let stored = world.replicas.get(&ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id));
+            let cluster = self.store.state();
+            let stored =
+                cluster.replicas.get(&ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id));
             stored.is_some_and(|replica| {
-                let is_place =
+                let is_same_location =
                     replica.spec.node_id == trashed.node && replica.spec.disk_path == trashed.disk_path;
-                is_place && !replica.is_left_behind()
+                is_same_location && !replica.is_left_behind()
             })
         };
         let found = found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed));
@@ -218,7 +220,7 @@ impl Api {
         let mut conflicts = 0;
         loop {
             let secret = secret.clone();
-            let decided = undelete(&self.store.world(), name, trash, &in_place, secret, Timestamp::now());
+            let decided = undelete(&self.store.state(), name, trash, &in_place, secret, Timestamp::now());
             match self.put_undeleted(decided.map_err(|error| status::of_request(&error))?).await {
                 Ok(()) => return Ok(()),
                 Err(StoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,

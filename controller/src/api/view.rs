@@ -5,7 +5,7 @@ use shorthorn_controller_core::objects::{
     Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
 };
 use shorthorn_controller_core::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, ScrubView};
-use shorthorn_controller_core::{Labels, NodeName, World};
+use shorthorn_controller_core::{ClusterState, Labels, NodeName};
 
 fn text(node: Option<&NodeName>) -> String {
     node.map(ToString::to_string).unwrap_or_default()
@@ -15,12 +15,12 @@ fn texts(labels: &Labels) -> Vec<String> {
     labels.iter().map(ToString::to_string).collect()
 }
 
-pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Volume {
+pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -> v1::Volume {
     let (spec, status) = (&volume.spec, &volume.status);
-    let engine_object = world.engines.get(&volume.metadata.name);
+    let engine_object = cluster.engines.get(&volume.metadata.name);
     let attached = status.state == shorthorn_controller_core::objects::VolumeState::Attached;
     let endpoint = engine_object.filter(|_| attached).map(|engine| engine.status.endpoint.clone());
-    let replicas = world.replicas_of(&spec.volume_name).map(|object| replica(world, agents, object));
+    let replicas = cluster.replicas_of(&spec.volume_name).map(|object| replica(cluster, agents, object));
     let shown = engine_object.and_then(|engine| shown_of(agents, engine));
     v1::Volume {
         name: volume.metadata.name.clone(),
@@ -43,7 +43,7 @@ pub(super) fn volume(world: &World, agents: &Agents, volume: &Volume) -> v1::Vol
             bytes_per_s: spec.rebuild.bytes_per_s,
             share_percent: spec.rebuild.share_percent,
         }),
-        equalising: shown.and_then(|shown| shown.equalising).map(copy),
+        resync: shown.and_then(|shown| shown.resync).map(copy),
         scrub: shown.and_then(|shown| shown.scrub.as_deref()).map(scrub),
         salvage: status.salvage.as_ref().map(salvage),
         replica_zone_soft_anti_affinity: spec.replica_zone_soft_anti_affinity,
@@ -124,9 +124,9 @@ fn engine(engine: &Engine) -> v1::Engine {
     }
 }
 
-pub(super) fn replica(world: &World, agents: &Agents, replica: &Replica) -> v1::Replica {
+pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) -> v1::Replica {
     let (spec, status) = (&replica.spec, &replica.status);
-    let engine = world.engines.get(spec.volume_name.as_str());
+    let engine = cluster.engines.get(spec.volume_name.as_str());
     let member = engine.and_then(|engine| engine.status.replica_mode_map.get(&spec.replica_id));
     let said = member.map(|member| &member.message).filter(|_| status.message.is_empty());
     let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
@@ -155,13 +155,13 @@ pub(super) fn replica(world: &World, agents: &Agents, replica: &Replica) -> v1::
     }
 }
 
-pub(super) fn node(world: &World, agents: &Agents, node: &Node) -> v1::NodeObject {
+pub(super) fn node(cluster: &ClusterState, agents: &Agents, node: &Node) -> v1::NodeObject {
     let usable = node.status.frontends.iter().filter(|frontend| frontend.usable);
     v1::NodeObject {
         name: node.metadata.name.clone(),
         address: node.spec.address.clone(),
         conditions: conditions(&node.status.conditions),
-        disks: node.spec.disks.keys().map(|path| disk(world, agents, node, path)).collect(),
+        disks: node.spec.disks.keys().map(|path| disk(cluster, agents, node, path)).collect(),
         version: node.status.version.clone(),
         allow_scheduling: node.spec.allow_scheduling,
         eviction_requested: node.spec.eviction_requested,
@@ -173,13 +173,13 @@ pub(super) fn node(world: &World, agents: &Agents, node: &Node) -> v1::NodeObjec
     }
 }
 
-fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeDisk {
+fn disk(cluster: &ClusterState, agents: &Agents, node: &Node, path: &String) -> v1::NodeDisk {
     let name = &node.metadata.name;
     let spec = node.spec.disks.get(path);
     let stored = node.status.disk_status.get(path);
     let seen = NodeName::new(name).ok().and_then(|name| agents.get(&name)?.disks.get(path));
-    let promised = world.replicas.promised_on(name).and_then(|disks| disks.get(path));
-    let promised = promised.map_or(0, |promised| promised.bytes);
+    let scheduled = cluster.replicas.scheduled_on(name).and_then(|disks| disks.get(path));
+    let scheduled = scheduled.map_or(0, |scheduled| scheduled.bytes);
     let problem = match (seen, stored) {
         _ if spec.is_some_and(|spec| spec.lost) => "disk is given up (disk remove --lost)".to_owned(),
         (Some(seen), _) => seen.problem.clone(),
@@ -193,7 +193,7 @@ fn disk(world: &World, agents: &Agents, node: &Node, path: &String) -> v1::NodeD
         total_bytes: seen
             .map_or_else(|| stored.map_or(0, |stored| stored.storage_maximum), |seen| seen.total_bytes),
         available_bytes: seen.map_or(0, |seen| seen.available_bytes),
-        scheduled_bytes: u64::try_from(promised).unwrap_or(u64::MAX),
+        scheduled_bytes: u64::try_from(scheduled).unwrap_or(u64::MAX),
         tags: spec.map(|spec| texts(&spec.tags)).unwrap_or_default(),
         problem,
         reserved_bytes: spec.map_or(0, |spec| spec.storage_reserved),

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use clap::Parser;
-use shorthorn_controller::config::{Cli, Command, Config, CrdsArgs};
+use shorthorn_controller::config::{Cli, Config, ControllerCommand, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::kubernetes::guard;
 use shorthorn_controller::manual;
@@ -16,13 +16,13 @@ const QUIET: &[&str] = &["kube_client=off"];
 
 fn main() -> anyhow::Result<()> {
     let args = match Cli::parse().command {
-        Command::Serve(args) => args,
-        Command::Crds(args) => return print_crds(&args),
-        Command::DeletionGuard(args) => {
+        ControllerCommand::Serve(args) => args,
+        ControllerCommand::Crds(args) => return print_crds(&args),
+        ControllerCommand::DeletionGuard(args) => {
             return Ok(io::stdout().write_all(guard::yaml(&args.namespace)?.as_bytes())?);
         }
-        Command::Pause => return pause(),
-        Command::Man { directory } => return manual::pages(&directory),
+        ControllerCommand::Pause => return pause(),
+        ControllerCommand::Man { directory } => return manual::pages(&directory),
     };
     let config = Config::load(*args)?;
     shorthorn_logging::start(&config.log, config.log_format, QUIET);

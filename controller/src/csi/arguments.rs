@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use shorthorn_api::csi::v1;
 use shorthorn_controller_core::requests::CreateVolume;
-use shorthorn_controller_core::{World, csi};
+use shorthorn_controller_core::{ClusterState, csi};
 use shorthorn_csi::{Capability, CsiError, TOPOLOGY_NODE, TOPOLOGY_ZONE, capability};
 use shorthorn_types::VolumeName;
 
@@ -41,8 +41,8 @@ pub(super) fn node_id(id: &str) -> Result<(), CsiError> {
 }
 
 /// Returns the use of a volume, which cannot be on several nodes.
-pub(super) fn usable(wish: Option<v1::VolumeCapability>) -> Result<Capability, CsiError> {
-    let capability = capability(wish)?;
+pub(super) fn usable(wanted: Option<v1::VolumeCapability>) -> Result<Capability, CsiError> {
+    let capability = capability(wanted)?;
     if capability.is_multi_node() {
         let message =
             "a volume can be on one node at a time: use an access mode SINGLE_NODE_* (ReadWriteOnce)";
@@ -52,11 +52,11 @@ pub(super) fn usable(wish: Option<v1::VolumeCapability>) -> Result<Capability, C
 }
 
 /// Checks several ways to use a volume and returns them all. At least one must be given.
-pub(super) fn all_usable(wishes: Vec<v1::VolumeCapability>) -> Result<Vec<Capability>, CsiError> {
-    if wishes.is_empty() {
+pub(super) fn all_usable(wanted: Vec<v1::VolumeCapability>) -> Result<Vec<Capability>, CsiError> {
+    if wanted.is_empty() {
         return Err(CsiError::Invalid("volume_capabilities is missing".into()));
     }
-    wishes.into_iter().map(|wish| usable(Some(wish))).collect()
+    wanted.into_iter().map(|wanted| usable(Some(wanted))).collect()
 }
 
 /// Parses the parameters of a StorageClass. Mutable ones are not supported.
@@ -83,8 +83,8 @@ pub(super) struct Segment {
 
 impl Segment {
     /// Returns true if there is a node in it.
-    pub(super) fn has_node(&self, world: &World) -> bool {
-        csi::has_node(world, self.node.as_deref(), self.zone.as_deref())
+    pub(super) fn has_node(&self, cluster: &ClusterState) -> bool {
+        csi::has_node(cluster, self.node.as_deref(), self.zone.as_deref())
     }
 }
 

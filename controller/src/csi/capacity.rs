@@ -54,7 +54,7 @@ impl CsiController {
     /// The room for volumes like this one. If a volume may begin with fewer replicas, the largest is the largest that
     /// has a place for one: Kubernetes schedules no pod whose volume is larger than that.
     fn room(&self, volume: &Volume) -> Room {
-        let nodes = scheduler::candidates_for_new(&self.store.world(), &self.fleet.agents());
+        let nodes = scheduler::candidates_for_new(&self.store.state(), &self.fleet.agents());
         let request = Request::of(volume, self.settings.scheduling);
         let wanted = volume.spec.number_of_replicas;
         let whole = scheduler::room(&request, &nodes, wanted);
@@ -79,7 +79,7 @@ impl CsiController {
         let sketch = wanted.sketch(Secret::new([0; SECRET_BYTES]), Timestamp::now());
         let volume = sketch.map_err(IntoCsiError::into_csi_error)?;
         let segment = request.accessible_topology.as_ref().map(arguments::segment).transpose()?;
-        let is_reached = segment.is_none_or(|segment| segment.has_node(&self.store.world()));
+        let is_reached = segment.is_none_or(|segment| segment.has_node(&self.store.state()));
         let room = if is_reached {
             let parameters = request.parameters.into_iter().collect();
             self.rooms.get(parameters, Instant::now(), || self.room(&volume))

@@ -3,7 +3,7 @@
 use shorthorn_api::csi::v1;
 use shorthorn_controller_core::csi::{self, NewVolume, Placement};
 use shorthorn_controller_core::objects::{Key, Kind, Volume};
-use shorthorn_controller_core::{Event, NodeName, Timestamp, World};
+use shorthorn_controller_core::{ClusterState, Event, NodeName, Timestamp};
 use shorthorn_csi::{CsiError, size_range};
 use shorthorn_types::VolumeName;
 use tokio::time::Instant;
@@ -18,7 +18,7 @@ use crate::store::change;
 const PARAMETERS_IGNORED: &str = "ParametersIgnored";
 
 /// The requested volume.
-struct Wish {
+struct CreateRequest {
     volume: VolumeName,
     new: NewVolume,
     /// Parameters of Longhorn's StorageClass that mean nothing here; empty: none.
@@ -27,8 +27,8 @@ struct Wish {
     requisite: Vec<Segment>,
 }
 
-impl Wish {
-    fn of(request: v1::CreateVolumeRequest) -> Result<Wish, CsiError> {
+impl CreateRequest {
+    fn of(request: v1::CreateVolumeRequest) -> Result<CreateRequest, CsiError> {
         let volume = csi::volume_name(&request.name).map_err(|error| CsiError::Invalid(error.to_string()))?;
         arguments::all_usable(request.volume_capabilities)?;
         if request.volume_content_source.is_some() {
@@ -48,11 +48,11 @@ impl Wish {
         wanted.name = volume.to_string();
         wanted.csi_name = Some(request.name);
         let new = NewVolume { wanted, required_bytes: range.required_bytes, limit_bytes: range.limit_bytes };
-        Ok(Wish { volume, new, ignored, requisite })
+        Ok(CreateRequest { volume, new, ignored, requisite })
     }
 
-    fn is_reached(&self, world: &World) -> bool {
-        self.requisite.is_empty() || self.requisite.iter().any(|segment| segment.has_node(world))
+    fn is_reached(&self, cluster: &ClusterState) -> bool {
+        self.requisite.is_empty() || self.requisite.iter().any(|segment| segment.has_node(cluster))
     }
 }
 
@@ -62,41 +62,41 @@ impl CsiController {
         request: v1::CreateVolumeRequest,
         deadline: Instant,
     ) -> Result<v1::CreateVolumeResponse, CsiError> {
-        let wish = Wish::of(request)?;
-        let _pass = self.enter(&wish.volume)?;
-        if !wish.is_reached(&self.store.world()) {
+        let request = CreateRequest::of(request)?;
+        let _pass = self.enter(&request.volume)?;
+        if !request.is_reached(&self.store.state()) {
             let message = "no node in the requested topology has an agent of this controller";
             return Err(CsiError::Exhausted(message.into()));
         }
         let secret = new_secret()
             .map_err(|error| CsiError::Unavailable(format!("no random numbers for the secret: {error}")))?;
-        let name = wish.volume.as_str();
-        change(self.store.as_ref(), |world| wish.new.apply(world, secret.clone(), Timestamp::now()))
+        let name = request.volume.as_str();
+        change(self.store.as_ref(), |cluster| request.new.apply(cluster, secret.clone(), Timestamp::now()))
             .await
             .map_err(IntoCsiError::into_csi_error)?;
-        let placement = self.wait(&wish.volume, deadline, |world| match csi::placement(world, name) {
+        let placement = self.wait(&request.volume, deadline, |cluster| match csi::placement(cluster, name) {
             Placement::Pending => None,
             placement => Some(placement),
         });
         match placement.await? {
-            Placement::NoPlace(why) => self.give_up(&wish.volume, why, deadline).await,
+            Placement::Unschedulable(why) => self.give_up(&request.volume, why, deadline).await,
             _ => {
-                self.tell_ignored(&wish);
-                self.created(&wish.volume)
+                self.record_ignored(&request);
+                self.created(&request.volume)
             }
         }
     }
 
     /// Reports ignored parameters of the StorageClass as an event of the volume.
-    fn tell_ignored(&self, wish: &Wish) {
-        let name = wish.volume.as_str();
-        let uid = self.store.world().volumes.get(name).map(|volume| volume.metadata.uid.clone());
-        let (Some(uid), false) = (uid, wish.ignored.is_empty()) else { return };
-        let message = format!("these parameters of the StorageClass mean nothing here: {}", wish.ignored);
+    fn record_ignored(&self, request: &CreateRequest) {
+        let name = request.volume.as_str();
+        let uid = self.store.state().volumes.get(name).map(|volume| volume.metadata.uid.clone());
+        let (Some(uid), false) = (uid, request.ignored.is_empty()) else { return };
+        let message = format!("these parameters of the StorageClass mean nothing here: {}", request.ignored);
         tracing::info!(volume = name, "{message}");
         if let Some(events) = &self.events {
             let about = Key::new(Kind::Volume, name);
-            events.tell(&Event { about, warning: false, reason: PARAMETERS_IGNORED, message }, &uid);
+            events.record(&Event { about, warning: false, reason: PARAMETERS_IGNORED, message }, &uid);
         }
     }
 
@@ -108,20 +108,20 @@ impl CsiController {
         deadline: Instant,
     ) -> Result<v1::CreateVolumeResponse, CsiError> {
         let name = volume.as_str();
-        let undone = change(self.store.as_ref(), |world| csi::undo(world, name, Timestamp::now())).await;
+        let undone = change(self.store.as_ref(), |cluster| csi::undo(cluster, name, Timestamp::now())).await;
         undone.map_err(IntoCsiError::into_csi_error)?;
-        if csi::placement(&self.store.world(), name) == Placement::Placed {
+        if csi::placement(&self.store.state(), name) == Placement::Scheduled {
             return self.created(volume);
         }
         // Nothing was placed, so nothing has to be waited for but two removals; if that takes too long, it goes on.
-        let _ = self.wait(volume, deadline, |world| csi::is_deleted(world, name).then_some(())).await;
+        let _ = self.wait(volume, deadline, |cluster| csi::is_deleted(cluster, name).then_some(())).await;
         Err(CsiError::Exhausted(why))
     }
 
     fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
-        let world = self.store.world();
+        let cluster = self.store.state();
         self.rooms.forget();
-        let found = world.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());
+        let found = cluster.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());
         let message = || CsiError::Aborted(format!("volume {volume} was deleted meanwhile; ask again"));
         Ok(v1::CreateVolumeResponse { volume: Some(shown(found.ok_or_else(message)?)) })
     }
@@ -136,13 +136,14 @@ impl CsiController {
         };
         let _pass = self.enter(&volume)?;
         let name = volume.as_str();
-        let deleted = change(self.store.as_ref(), |world| csi::delete(world, name, Timestamp::now())).await;
+        let deleted =
+            change(self.store.as_ref(), |cluster| csi::delete(cluster, name, Timestamp::now())).await;
         match deleted.map_err(IntoCsiError::into_csi_error) {
             Ok(()) => {}
             Err(CsiError::NotFound(_)) => return Ok(v1::DeleteVolumeResponse {}),
             Err(error) => return Err(error),
         }
-        self.wait(&volume, deadline, |world| csi::is_deleted(world, name).then_some(())).await?;
+        self.wait(&volume, deadline, |cluster| csi::is_deleted(cluster, name).then_some(())).await?;
         self.rooms.forget();
         Ok(v1::DeleteVolumeResponse {})
     }

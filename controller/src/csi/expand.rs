@@ -29,9 +29,14 @@ impl CsiController {
         let name = volume.as_str();
         // The size of the last decision, which is the valid one.
         let wanted_bytes = AtomicU64::new(0);
-        change(self.store.as_ref(), |world| {
-            let (change, awaited_bytes) =
-                csi::expand(world, name, range.required_bytes, range.limit_bytes, self.settings.scheduling)?;
+        change(self.store.as_ref(), |cluster| {
+            let (change, awaited_bytes) = csi::expand(
+                cluster,
+                name,
+                range.required_bytes,
+                range.limit_bytes,
+                self.settings.scheduling,
+            )?;
             wanted_bytes.store(awaited_bytes, Ordering::Relaxed);
             Ok(change)
         })
@@ -40,12 +45,12 @@ impl CsiController {
         let wanted_bytes = wanted_bytes.into_inner();
         // The volume grows with or without a waiting caller: a waiting one does not block other calls.
         drop(pass);
-        let grown = self.wait(&volume, deadline, |world| match world.volumes.get(name) {
+        let grown = self.wait(&volume, deadline, |cluster| match cluster.volumes.get(name) {
             Some(volume) if volume.current_size_bytes() >= wanted_bytes => {
                 Some(Ok((volume.current_size_bytes(), false)))
             }
             Some(volume) => grows_later(volume).then_some(Ok((wanted_bytes, true))),
-            None if csi::is_unknown(world, name) => None,
+            None if csi::is_unknown(cluster, name) => None,
             None => Some(Err(CsiError::NotFound(format!("volume {name} was deleted meanwhile")))),
         });
         let (size_bytes, grows_later) = grown.await??;

@@ -6,7 +6,7 @@ use std::ops::Bound;
 use shorthorn_api::csi::v1;
 use shorthorn_controller_core::objects::{Frontend, Key, Kind, SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::requests::{self, CreateVolume};
-use shorthorn_controller_core::{Timestamp, World, csi};
+use shorthorn_controller_core::{ClusterState, Timestamp, csi};
 use shorthorn_csi::{CsiError, capability};
 use shorthorn_types::VolumeName;
 
@@ -27,18 +27,19 @@ impl CsiController {
         let max = if max == 0 { ENTRIES_MAX } else { max.min(ENTRIES_MAX) };
         let after = after(&request.starting_token)?;
         let start = after.as_ref().map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_str()));
-        let world = self.store.world();
+        let cluster = self.store.state();
         // Whoever lists takes a volume that is missing for one that is gone, or that is attached nowhere.
         let is_listed = |key: &Key| {
             matches!(key.kind, Kind::Volume | Kind::Engine)
                 && after.as_ref().is_none_or(|after| key.name.as_str() > after.as_str())
         };
-        let mut unknown = world.left_out().iter().map(|(key, _)| key).filter(|key| is_listed(key));
-        if let Some(sentence) = unknown.find_map(|key| world.unknown(key)) {
+        let mut unknown = cluster.left_out().iter().map(|(key, _)| key).filter(|key| is_listed(key));
+        if let Some(sentence) = unknown.find_map(|key| cluster.unknown(key)) {
             return Err(CsiError::Unavailable(sentence));
         }
-        let mut volumes = world.volumes.range::<str, _>((start, Bound::Unbounded)).map(|(_, volume)| volume);
-        let entries: Vec<_> = volumes.by_ref().take(max).map(|volume| entry(&world, volume)).collect();
+        let mut volumes =
+            cluster.volumes.range::<str, _>((start, Bound::Unbounded)).map(|(_, volume)| volume);
+        let entries: Vec<_> = volumes.by_ref().take(max).map(|volume| entry(&cluster, volume)).collect();
         let last =
             entries.last().and_then(|entry| entry.volume.as_ref()).filter(|_| volumes.next().is_some());
         let next_token = last.map(|last| format!("{TOKEN}{}", last.volume_id)).unwrap_or_default();
@@ -50,10 +51,10 @@ impl CsiController {
         request: &v1::ControllerGetVolumeRequest,
     ) -> Result<v1::ControllerGetVolumeResponse, CsiError> {
         let name = arguments::existing_volume_id(&request.volume_id)?;
-        let world = self.store.world();
-        let volume = requests::find(&world, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
+        let cluster = self.store.state();
+        let volume = requests::find(&cluster, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
         let status = v1::controller_get_volume_response::VolumeStatus {
-            published_node_ids: published(&world, volume),
+            published_node_ids: published(&cluster, volume),
             volume_condition: None,
         };
         Ok(v1::ControllerGetVolumeResponse { volume: Some(shown(volume)), status: Some(status) })
@@ -69,15 +70,15 @@ impl CsiController {
             return Err(CsiError::Invalid("volume_capabilities is missing".into()));
         }
         let name = arguments::existing_volume_id(&request.volume_id)?;
-        let world = self.store.world();
-        let volume = requests::find(&world, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
+        let cluster = self.store.state();
+        let volume = requests::find(&cluster, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
         // An incomplete capability is an error all the same.
         for wish in &request.volume_capabilities {
             if wish.access_mode.is_none() || wish.access_type.is_none() {
                 capability(Some(wish.clone()))?;
             }
         }
-        Ok(match unusable(&world, volume, &request) {
+        Ok(match unusable(&cluster, volume, &request) {
             Some(message) => v1::ValidateVolumeCapabilitiesResponse { confirmed: None, message },
             None => v1::ValidateVolumeCapabilitiesResponse {
                 confirmed: Some(v1::validate_volume_capabilities_response::Confirmed {
@@ -94,7 +95,7 @@ impl CsiController {
 
 /// Returns the reason why a volume cannot be used as requested, or is another one.
 fn unusable(
-    world: &World,
+    cluster: &ClusterState,
     volume: &Volume,
     request: &v1::ValidateVolumeCapabilitiesRequest,
 ) -> Option<String> {
@@ -108,11 +109,11 @@ fn unusable(
         return Some(error.to_string());
     }
     let parameters = (&request.parameters, &request.mutable_parameters);
-    differs(world, volume, parameters).err().map(|error| error.to_string())
+    differs(cluster, volume, parameters).err().map(|error| error.to_string())
 }
 
 fn differs(
-    world: &World,
+    cluster: &ClusterState,
     volume: &Volume,
     (parameters, mutable): (&HashMap<String, String>, &HashMap<String, String>),
 ) -> Result<(), CsiError> {
@@ -124,7 +125,7 @@ fn differs(
     let wanted = CreateVolume { name, size_bytes: volume.spec.size, ..wanted };
     // Secrets are not compared, and nothing is stored.
     let secret = Secret::new([0; SECRET_BYTES]);
-    wanted.apply(world, secret, Timestamp::now()).map(drop).map_err(IntoCsiError::into_csi_error)
+    wanted.apply(cluster, secret, Timestamp::now()).map(drop).map_err(IntoCsiError::into_csi_error)
 }
 
 /// Returns the volume that the next page comes after. It need not be there any more.
@@ -137,14 +138,14 @@ fn after(token: &str) -> Result<Option<VolumeName>, CsiError> {
     name.map(Some).ok_or_else(|| CsiError::Aborted(message.into()))
 }
 
-fn entry(world: &World, volume: &Volume) -> v1::list_volumes_response::Entry {
+fn entry(cluster: &ClusterState, volume: &Volume) -> v1::list_volumes_response::Entry {
     let status = v1::list_volumes_response::VolumeStatus {
-        published_node_ids: published(world, volume),
+        published_node_ids: published(cluster, volume),
         volume_condition: None,
     };
     v1::list_volumes_response::Entry { volume: Some(shown(volume)), status: Some(status) }
 }
 
-fn published(world: &World, volume: &Volume) -> Vec<String> {
-    csi::published_node(world, volume).into_iter().map(ToString::to_string).collect()
+fn published(cluster: &ClusterState, volume: &Volume) -> Vec<String> {
+    csi::published_node(cluster, volume).into_iter().map(ToString::to_string).collect()
 }

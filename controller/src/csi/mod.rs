@@ -12,13 +12,13 @@ mod call;
 mod capacity;
 mod create;
 mod deadline;
-mod door;
 mod expand;
+mod gate;
 mod list;
 mod publish;
 mod server;
 mod status;
 mod wait;
 
-pub use door::CsiDoor;
+pub use gate::CsiGate;
 pub use server::CsiController;

@@ -1,7 +1,7 @@
 //! Bringing volumes to nodes, and away from them.
 
 use shorthorn_api::csi::v1;
-use shorthorn_controller_core::{NodeName, World, csi};
+use shorthorn_controller_core::{ClusterState, NodeName, csi};
 use shorthorn_csi::CsiError;
 use shorthorn_types::VolumeName;
 use tokio::time::Instant;
@@ -29,14 +29,14 @@ impl CsiController {
         let (name, node) = (volume.as_str(), request.node_id.as_str());
         {
             // If volumes are counted, one comes after the other: two never take the last place.
-            let is_limited = csi::max_volumes(&self.store.world(), node).is_some();
+            let is_limited = csi::max_volumes(&self.store.state(), node).is_some();
             let _counting = if is_limited { Some(self.counting.lock().await) } else { None };
-            change(self.store.as_ref(), |world| csi::publish(world, name, node))
+            change(self.store.as_ref(), |cluster| csi::publish(cluster, name, node))
                 .await
                 .map_err(IntoCsiError::into_csi_error)?;
         }
         let node = NodeName::new(node).map_err(|error| CsiError::NotFound(error.to_string()))?;
-        self.wait(&volume, deadline, |world| has_come(world, &volume, &node)).await??;
+        self.wait(&volume, deadline, |cluster| has_come(cluster, &volume, &node)).await??;
         Ok(v1::ControllerPublishVolumeResponse::default())
     }
 
@@ -52,27 +52,27 @@ impl CsiController {
         let Some(volume) = volume else { return Ok(gone) };
         let _pass = self.enter(&volume)?;
         let name = volume.as_str();
-        let unpublished = change(self.store.as_ref(), |world| csi::unpublish(world, name, node)).await;
+        let unpublished = change(self.store.as_ref(), |cluster| csi::unpublish(cluster, name, node)).await;
         match unpublished.map_err(IntoCsiError::into_csi_error) {
             Ok(()) => {}
             Err(CsiError::NotFound(_)) => return Ok(gone),
             Err(error) => return Err(error),
         }
-        self.wait(&volume, deadline, |world| csi::is_away(world, name, node).then_some(())).await?;
+        self.wait(&volume, deadline, |cluster| csi::is_away(cluster, name, node).then_some(())).await?;
         Ok(gone)
     }
 }
 
 /// Returns the outcome once the volume is attached as wanted, or will not be.
-fn has_come(world: &World, volume: &VolumeName, node: &NodeName) -> Option<Result<(), CsiError>> {
-    if csi::is_published(world, volume.as_str(), node) {
+fn has_come(cluster: &ClusterState, volume: &VolumeName, node: &NodeName) -> Option<Result<(), CsiError>> {
+    if csi::is_published(cluster, volume.as_str(), node) {
         return Some(Ok(()));
     }
-    if csi::is_unknown(world, volume.as_str()) {
+    if csi::is_unknown(cluster, volume.as_str()) {
         // Whether it has come is not known.
         return None;
     }
-    let stored = world.volumes.get(volume.as_str()).filter(|stored| !stored.is_deleting());
+    let stored = cluster.volumes.get(volume.as_str()).filter(|stored| !stored.is_deleting());
     let wanted = stored.is_some_and(|stored| stored.spec.node_id.as_ref() == Some(node));
     let message = || format!("volume {volume} is no longer wanted on {node}: it was detached or deleted");
     (!wanted).then(|| Err(CsiError::Aborted(message())))

@@ -68,7 +68,7 @@ impl CsiController {
 
     /// Sets the recipient of events on volumes.
     #[must_use]
-    pub fn telling(self, events: Option<Events>) -> CsiController {
+    pub fn with_events(self, events: Option<Events>) -> CsiController {
         CsiController { events, ..self }
     }
 

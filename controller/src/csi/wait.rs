@@ -1,7 +1,7 @@
 //! Waiting until the reconcilers have made it so.
 
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::{World, csi};
+use shorthorn_controller_core::{ClusterState, csi};
 use shorthorn_csi::CsiError;
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
@@ -16,13 +16,13 @@ impl CsiController {
         &self,
         volume: &VolumeName,
         deadline: Instant,
-        look: impl Fn(&World) -> Option<T>,
+        look: impl Fn(&ClusterState) -> Option<T>,
     ) -> Result<T, CsiError> {
         // Before the first look: no change is missed in between.
         let mut changes = self.store.changes();
         let mut stopping = self.stopping.clone();
         loop {
-            let found = look(&self.store.world());
+            let found = look(&self.store.state());
             if let Some(found) = found {
                 return Ok(found);
             }
@@ -41,7 +41,7 @@ impl CsiController {
                 // An error means that the sender is gone, and with it the controller.
                 _ = stopping.wait_for(|stopping| *stopping) => false,
                 () = tokio::time::sleep_until(deadline) => {
-                    let state = csi::waits_for(&self.store.world(), volume.as_str());
+                    let state = csi::waits_for(&self.store.state(), volume.as_str());
                     return Err(CsiError::TooSlow(format!("still under way: {state}")));
                 }
             };

@@ -33,7 +33,7 @@ pub struct Cli {
     pub output: Format,
     /// The command.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: CtlCommand,
 }
 
 /// Format of results.
@@ -60,7 +60,7 @@ impl Format {
 
 /// Commands of shorthornctl.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum CtlCommand {
     /// Shows the cluster on one screen: problems, pending work and versions
     Status,
     /// Checks the setup of the cluster, and suggests a remedy for each problem

@@ -5,8 +5,8 @@ use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{
-    Cli, Command, CreateArgs, DiskCommand, Format, NodeCommand, OrphanCommand, RebalanceArgs, ReplicaCommand,
-    SalvageArgs, TagList, VolumeCommand, WaitArgs,
+    Cli, CreateArgs, CtlCommand, DiskCommand, Format, NodeCommand, OrphanCommand, RebalanceArgs,
+    ReplicaCommand, SalvageArgs, TagList, VolumeCommand, WaitArgs,
 };
 use super::doctor::CheckView;
 use super::error::CtlError;
@@ -16,7 +16,7 @@ use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::tls::Certificates;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{bundle, cluster_checks, confirm, doctor, manual, output, places, status};
+use super::{bundle, cluster_checks, confirm, doctor, manual, output, placement, status};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -32,8 +32,8 @@ const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 pub async fn run(cli: Cli) -> Result<(), CtlError> {
     match &cli.command {
         // These need no connection.
-        Command::Completion { shell } => return output::print(&manual::completion(*shell)),
-        Command::Man { directory } => return manual::pages(directory),
+        CtlCommand::Completion { shell } => return output::print(&manual::completion(*shell)),
+        CtlCommand::Man { directory } => return manual::pages(directory),
         _ => {}
     }
     let Reached { channel, name, cluster } = reach(&cli.reach).await?;
@@ -48,29 +48,29 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
 }
 
 impl Session {
-    async fn run(self, command: Command) -> Result<(), CtlError> {
+    async fn run(self, command: CtlCommand) -> Result<(), CtlError> {
         let mut session = self;
         let text = match command {
-            Command::Status => return session.status().await,
-            Command::SupportBundle(args) => {
+            CtlCommand::Status => return session.status().await,
+            CtlCommand::SupportBundle(args) => {
                 bundle::write(args, &session.client, session.cluster.as_ref()).await?
             }
-            Command::Completion { .. } | Command::Man { .. } => String::new(),
-            Command::Doctor => return session.doctor().await,
-            Command::Volume(command) => session.volume(command).await?,
-            Command::Replica(ReplicaCommand::List { volume, node, options }) => {
+            CtlCommand::Completion { .. } | CtlCommand::Man { .. } => String::new(),
+            CtlCommand::Doctor => return session.doctor().await,
+            CtlCommand::Volume(command) => session.volume(command).await?,
+            CtlCommand::Replica(ReplicaCommand::List { volume, node, options }) => {
                 let (volume, node) = (volume.unwrap_or_default(), node.unwrap_or_default());
                 session.list(What::Replicas { volume, node }, options).await?
             }
-            Command::Replica(ReplicaCommand::Evict { name, no_wait, timeout }) => {
-                places::evict(&mut session.client, &session.server, name, (!no_wait).then_some(timeout))
+            CtlCommand::Replica(ReplicaCommand::Evict { name, no_wait, timeout }) => {
+                placement::evict(&mut session.client, &session.server, name, (!no_wait).then_some(timeout))
                     .await?
             }
-            Command::Node(command) => session.node(command).await?,
-            Command::Disk(command) => session.disk(command).await?,
-            Command::Orphan(command) => session.orphan(command).await?,
-            Command::Rebalance(args) => session.rebalance(args).await?,
-            Command::Tls(command) => session.certificates().run(command).await?,
+            CtlCommand::Node(command) => session.node(command).await?,
+            CtlCommand::Disk(command) => session.disk(command).await?,
+            CtlCommand::Orphan(command) => session.orphan(command).await?,
+            CtlCommand::Rebalance(args) => session.rebalance(args).await?,
+            CtlCommand::Tls(command) => session.certificates().run(command).await?,
         };
         output::print(&text)
     }
@@ -155,9 +155,9 @@ impl Session {
                 })
             }
             VolumeCommand::Set(args) => {
-                let request = places::change(args);
+                let request = placement::change(args);
                 let volume = self.client.set_volume(limited(request)).await.map_err(self.error())?;
-                self.show(volume.into_inner(), places::sentence)
+                self.show(volume.into_inner(), placement::sentence)
             }
             VolumeCommand::Expand { name, size, wait, timeout } => {
                 self.expand(name, size.0, WaitArgs { no_wait: !wait, timeout }).await
@@ -186,7 +186,7 @@ impl Session {
             VolumeCommand::Detach { name, force, wait } => {
                 let request = limited(v1::DetachVolumeRequest { name: name.clone(), force });
                 let volume = self.client.detach_volume(request).await.map_err(self.error())?.into_inner();
-                let volume = self.settle(volume, &Goal::Detached, wait).await?;
+                let volume = self.wait_for(volume, &Goal::Detached, wait).await?;
                 self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.state))
             }
             VolumeCommand::Delete { name, yes, wait } => self.delete(name, yes, wait).await,
@@ -213,7 +213,7 @@ impl Session {
             verify_reads: args.verify_reads,
         });
         let volume = self.client.create_volume(request).await.map_err(self.error())?.into_inner();
-        let volume = self.settle(volume, &Goal::Created, args.wait).await?;
+        let volume = self.wait_for(volume, &Goal::Created, args.wait).await?;
         self.show(volume, |volume| {
             format!(
                 "volume {} is {}; attach it: shorthornctl volume attach {} --node NODE",
@@ -225,7 +225,7 @@ impl Session {
     async fn attach(&mut self, name: String, node: String, wait: WaitArgs) -> Result<String, CtlError> {
         let request = limited(v1::AttachVolumeRequest { name, node: node.clone() });
         let volume = self.client.attach_volume(request).await.map_err(self.error())?.into_inner();
-        let volume = self.settle(volume, &Goal::Attached(node), wait).await?;
+        let volume = self.wait_for(volume, &Goal::Attached(node), wait).await?;
         self.show(volume, |volume| {
             let at =
                 if volume.endpoint.is_empty() { String::new() } else { format!(": {}", volume.endpoint) };
@@ -236,7 +236,7 @@ impl Session {
     async fn expand(&mut self, name: String, size_bytes: u64, wait: WaitArgs) -> Result<String, CtlError> {
         let request = limited(v1::ExpandVolumeRequest { name, size_bytes });
         let volume = self.client.expand_volume(request).await.map_err(self.error())?.into_inner();
-        let volume = self.settle(volume, &Goal::Expanded(size_bytes), wait).await?;
+        let volume = self.wait_for(volume, &Goal::Expanded(size_bytes), wait).await?;
         self.show(volume, |volume| format!("volume {} has {}", volume.name, output::size(volume)))
     }
 
@@ -288,7 +288,7 @@ impl Session {
         let volume = self.client.delete_volume(request).await.map_err(self.error())?.into_inner();
         let name = volume.name.clone();
         let end = if wait.no_wait { "is being deleted" } else { "is deleted" };
-        let volume = self.settle(volume, &Goal::Deleted, wait).await?;
+        let volume = self.wait_for(volume, &Goal::Deleted, wait).await?;
         self.show(volume, |_| format!("volume {name} {end}"))
     }
 
@@ -335,7 +335,7 @@ impl Session {
     }
 
     /// Waits for the goal unless that is not wanted; returns the volume after that.
-    async fn settle(
+    async fn wait_for(
         &mut self,
         volume: v1::Volume,
         goal: &Goal,
@@ -369,7 +369,7 @@ impl Session {
             return Ok(String::new());
         }
         let list = lister.list().await?.map_err(self.error())?;
-        list.notes.iter().try_for_each(|note| output::complain(note))?;
+        list.warnings.iter().try_for_each(|warning| output::complain(warning))?;
         list.text(self.format)
     }
 
@@ -400,7 +400,7 @@ impl Session {
             NodeCommand::Inspect { name } => {
                 let request = limited(v1::InspectNodeRequest { name });
                 let found = self.client.inspect_node(request).await.map_err(self.error())?.into_inner();
-                return places::node(self.format, found);
+                return placement::node(self.format, found);
             }
             NodeCommand::Token(args) => return self.certificates().token(args).await,
             NodeCommand::Drain { name, no_wait, timeout } => return self.drain(name, no_wait, timeout).await,

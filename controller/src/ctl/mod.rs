@@ -10,7 +10,7 @@ mod error;
 mod list;
 mod manual;
 mod output;
-mod places;
+mod placement;
 mod reach;
 mod rebalance;
 mod reboot;

@@ -227,7 +227,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     for (name, value) in [
         ("Granted", Some(volume.granted).filter(|granted| !granted.is_empty())),
         ("Copying", volume.rebuild.map(limits)),
-        ("Equalising", volume.equalising.as_ref().map(progress)),
+        ("Resync", volume.resync.as_ref().map(progress)),
         ("Scrub", volume.scrub.as_ref().map(scrub)),
         ("Salvage", volume.salvage.as_ref().map(salvage)),
     ] {
@@ -329,9 +329,9 @@ pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
         (false, true) => "no, it is drained",
     };
     let sizes = [disk.total_bytes, disk.available_bytes, disk.scheduled_bytes].map(human);
-    let [size, available, promised] = sizes;
+    let [size, available, scheduled] = sizes;
     let (uuid, message) = (dash(disk.uuid.clone()), dash(disk.problem.clone()));
-    [node.to_owned(), disk.path.clone(), uuid, size, available, promised, allowed.to_owned(), message]
+    [node.to_owned(), disk.path.clone(), uuid, size, available, scheduled, allowed.to_owned(), message]
 }
 
 /// Formats the rest of a drain of a node or disk.
@@ -383,7 +383,7 @@ pub(super) fn node(format: Format, node: v1::NodeObject) -> Result<String, CtlEr
 
 pub(super) fn node_table(node: &v1::NodeObject) -> String {
     let headers =
-        ["NODE", "READY", "FRONTENDS", "DISK", "SIZE", "AVAILABLE", "RESERVED", "PROMISED", "MESSAGE"];
+        ["NODE", "READY", "FRONTENDS", "DISK", "SIZE", "AVAILABLE", "RESERVED", "SCHEDULED", "MESSAGE"];
     let mut table = table(&headers);
     for row in node_rows(node) {
         table.add_row(row);

@@ -102,7 +102,7 @@ pub(super) fn text(format: Format, overview: v1::Overview) -> Result<String, Ctl
         ),
     );
     let sizes = [overview.available_bytes, overview.total_bytes, overview.scheduled_bytes].map(human);
-    line("Space", format!("{} free of {}, {} promised", sizes[0], sizes[1], sizes[2]));
+    line("Space", format!("{} free of {}, {} scheduled", sizes[0], sizes[1], sizes[2]));
     for (number, version) in overview.versions.iter().enumerate() {
         line(if number == 0 { "Versions" } else { "" }, version_line(version));
     }

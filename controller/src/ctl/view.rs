@@ -33,7 +33,8 @@ pub(super) struct VolumeView {
     replicas: Vec<ReplicaView>,
     rebuild_bytes_per_second: u64,
     rebuild_share_percent: u32,
-    equalising: Option<CopyView>,
+    #[serde(rename = "equalising")]
+    resync: Option<CopyView>,
     scrub: Option<ScrubView>,
     salvage: Option<SalvageView>,
     granted: String,
@@ -472,7 +473,7 @@ impl From<v1::Volume> for VolumeView {
             replicas: volume.replicas.into_iter().map(Into::into).collect(),
             rebuild_bytes_per_second: volume.rebuild.map(|limits| limits.bytes_per_s).unwrap_or_default(),
             rebuild_share_percent: volume.rebuild.map(|limits| limits.share_percent).unwrap_or_default(),
-            equalising: volume.equalising.map(Into::into),
+            resync: volume.resync.map(Into::into),
             scrub: volume.scrub.map(Into::into),
             salvage: volume.salvage.map(Into::into),
             granted: volume.granted,

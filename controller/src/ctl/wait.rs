@@ -41,14 +41,14 @@ pub(super) enum Goal {
     Deleted,
 }
 
-enum Verdict {
+enum GoalState {
     Reached,
     NotYet,
     Never(String),
 }
 
 impl Goal {
-    fn words(&self) -> String {
+    fn description(&self) -> String {
         match self {
             Goal::Created => "created".to_owned(),
             Goal::Attached(node) => format!("attached to {node}"),
@@ -58,15 +58,15 @@ impl Goal {
         }
     }
 
-    fn judge(&self, volume: &v1::Volume) -> Verdict {
+    fn state(&self, volume: &v1::Volume) -> GoalState {
         let reached = match self {
             Goal::Created => volume.state != "creating",
             Goal::Attached(node) if volume.node != *node => {
-                return Verdict::Never(format!("volume {} is no longer wanted on {node}", volume.name));
+                return GoalState::Never(format!("volume {} is no longer wanted on {node}", volume.name));
             }
             Goal::Attached(node) => volume.state == "attached" && volume.current_node == *node,
             Goal::Detached if !volume.node.is_empty() => {
-                return Verdict::Never(format!("volume {} is wanted on {} now", volume.name, volume.node));
+                return GoalState::Never(format!("volume {} is wanted on {} now", volume.name, volume.node));
             }
             Goal::Detached => {
                 let settled = condition(volume, "Settled").map(|condition| condition.reason.as_str());
@@ -79,17 +79,17 @@ impl Goal {
             && let Some(condition) = condition(volume, "Expanded")
             && condition.reason == NEXT_ATTACH
         {
-            return Verdict::Never(condition.message.clone());
+            return GoalState::Never(condition.message.clone());
         }
         match trouble(volume, "Scheduled") {
-            _ if reached => Verdict::Reached,
+            _ if reached => GoalState::Reached,
             // Only more nodes or disks would help, or another volume that goes: no use to wait for that.
-            Some(message) if matches!(self, Goal::Created) => Verdict::Never(format!(
+            Some(message) if matches!(self, Goal::Created) => GoalState::Never(format!(
                 "no place for the replicas of volume {}: {message}. It is made as soon as there is place; \
                  shorthornctl volume delete {} gives it up",
                 volume.name, volume.name
             )),
-            _ => Verdict::NotYet,
+            _ => GoalState::NotYet,
         }
     }
 }
@@ -248,10 +248,10 @@ async fn follow(
             Ok(None) => return Err(Broken::Stream(Status::unavailable("the stream ended"))),
             Err(error) => return ended(error),
         };
-        match goal.judge(&volume) {
-            Verdict::Reached => return Ok(Some(volume)),
-            Verdict::Never(message) => return Err(Broken::Never(message)),
-            Verdict::NotYet => {}
+        match goal.state(&volume) {
+            GoalState::Reached => return Ok(Some(volume)),
+            GoalState::Never(message) => return Err(Broken::Never(message)),
+            GoalState::NotYet => {}
         }
         let what = trouble(&volume, "Settled").or_else(|| trouble(&volume, "Expanded")).unwrap_or_default();
         progress.say(&format!("volume {name} is {}: {what}", volume.state));
@@ -271,7 +271,7 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
     format!(
         "volume {name} was not {} within {} s; {state}. The controller continues: see shorthornctl volume \
          inspect {name}",
-        goal.words(),
+        goal.description(),
         limit.as_secs_f64()
     )
 }

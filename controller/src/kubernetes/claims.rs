@@ -13,19 +13,19 @@ use shorthorn_csi::DRIVER_NAME;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 
-use super::mirror::{Mirror, News};
+use super::reflector::{Reflector, ReflectorEvent};
 use crate::store::{ChangeError, Store, StoreError, change};
 use crate::work::backoff;
 
 /// The time for which changes are gathered before volumes are examined: many claims are made or deleted at
 /// once.
-const SETTLE: Duration = Duration::from_millis(200);
+const DEBOUNCE: Duration = Duration::from_millis(200);
 
 /// Keeps the notes on claims up to date, until it is dropped. `first` is notified after the first complete
 /// pass.
-pub async fn note_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
-    let kept = Mirror::new();
-    tokio::join!(kept.follow(Api::all(client), ours), note(&kept, store.as_ref(), first));
+pub async fn record_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
+    let kept = Reflector::new();
+    tokio::join!(kept.follow(Api::all(client), ours), record(&kept, store.as_ref(), first));
 }
 
 /// Returns the relevant part of a PersistentVolume of Shorthorn's driver.
@@ -46,24 +46,26 @@ fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
     })
 }
 
-async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
+async fn record(reflector: &Reflector<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
     let mut first = Some(first);
-    let (mut changes, mut found) = (store.changes(), mirror.changes());
-    // Nothing is noted before the first complete list of Kubernetes: an existing note stays until then.
+    let (mut changes, mut found) = (store.changes(), reflector.changes());
+    // Nothing is recorded before the first complete list of Kubernetes: an existing note stays until then.
     let mut claims: Option<Claims> = None;
     let mut pending = BTreeSet::new();
     let mut failures = 0;
     loop {
-        match mirror.news() {
+        match reflector.changes_since_last() {
             None => {}
-            Some(News::All(all)) => pending = claims.insert(Claims::new(all)).outdated(&store.world()),
-            Some(News::Some(news)) => {
+            Some(ReflectorEvent::All(all)) => {
+                pending = claims.insert(Claims::new(all)).outdated(&store.state())
+            }
+            Some(ReflectorEvent::Some(changed_names)) => {
                 let claims = claims.get_or_insert_default();
-                pending.extend(news.into_iter().flat_map(|(name, found)| claims.set(name, found)));
+                pending.extend(changed_names.into_iter().flat_map(|(name, found)| claims.set(name, found)));
             }
         }
         if let Some(claims) = &claims {
-            failures = match note_all(store, claims, &mut pending).await {
+            failures = match record_all(store, claims, &mut pending).await {
                 Ok(()) => {
                     // The waiting task may be gone: then the message is not needed any more.
                     if let Some(first) = first.take() {
@@ -72,7 +74,7 @@ async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: onesh
                     0
                 }
                 Err(error) => {
-                    tracing::warn!(?error, "the PersistentVolume of a volume is not noted");
+                    tracing::warn!(?error, "the PersistentVolume of a volume is not recorded");
                     failures + 1
                 }
             };
@@ -84,12 +86,12 @@ async fn note(mirror: &Mirror<PersistentVolume>, store: &dyn Store, first: onesh
             }
         };
         tokio::select! {
-            // An error means that the mirror is gone, and with it the controller.
+            // An error means that the reflector is gone, and with it the controller.
             changed = found.changed() => if changed.is_err() { return },
             outdated = outdated_volumes(&mut changes, store, claims.as_ref()) => pending.extend(outdated),
             () = again => {}
         }
-        tokio::time::sleep(SETTLE).await;
+        tokio::time::sleep(DEBOUNCE).await;
     }
 }
 
@@ -107,30 +109,30 @@ async fn outdated_volumes(
         }
         // Before the first list everything is looked at anyway.
         let Some(claims) = claims else { continue };
-        let world = store.world();
+        let cluster = store.state();
         match change {
             Ok(key) if key.kind == Kind::Volume => {
-                let volume = world.volumes.get(&key.name);
+                let volume = cluster.volumes.get(&key.name);
                 if volume.is_some_and(|volume| claims.is_outdated(volume)) {
                     return BTreeSet::from([key.name]);
                 }
             }
             Ok(_) => {}
-            Err(_) => return claims.outdated(&world),
+            Err(_) => return claims.outdated(&cluster),
         }
     }
 }
 
 /// Updates the notes of these volumes; `pending` keeps those that failed. A refused note does not delay the
 /// other volumes.
-async fn note_all(
+async fn record_all(
     store: &dyn Store,
     claims: &Claims,
     pending: &mut BTreeSet<String>,
 ) -> Result<(), ChangeError<RequestError>> {
     let mut refused = (BTreeSet::new(), None);
     while let Some(name) = pending.first() {
-        match change::<Volume, _>(store, |world| claimed::noted(world, claims, name)).await {
+        match change::<Volume, _>(store, |cluster| claimed::recorded(cluster, claims, name)).await {
             // It was deleted meanwhile.
             Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_))) => {}
             Err(error @ ChangeError::Store(StoreError::Unavailable { .. })) => {
@@ -180,13 +182,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_volume_is_noted_and_one_that_is_gone_is_no_error() {
+    async fn a_volume_is_recorded_and_one_that_is_gone_is_no_error() {
         use shorthorn_controller_core::Timestamp;
         use shorthorn_controller_core::objects::Secret;
         use shorthorn_controller_core::requests::{Change, CreateVolume};
         let store = MemoryStore::new();
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-        let made = wanted.apply(&store.world(), Secret::new([1; 32]), Timestamp::now()).unwrap();
+        let made = wanted.apply(&store.state(), Secret::new([1; 32]), Timestamp::now()).unwrap();
         let Change::Store(volume) = made else { panic!("{made:?}") };
         store.put(volume.into()).await.unwrap();
         let bound = |volume: &str| PersistentVolume {
@@ -197,19 +199,19 @@ mod tests {
         let kept = [("pvc-1", "v"), ("pvc-2", "w")].map(|(name, volume)| (name.to_owned(), bound(volume)));
         let claims = Claims::new(kept.into());
         let mut pending = BTreeSet::from(["v", "w"].map(str::to_owned));
-        note_all(&store, &claims, &mut pending).await.unwrap();
+        record_all(&store, &claims, &mut pending).await.unwrap();
         assert!(pending.is_empty());
-        let noted = |store: &MemoryStore| store.world().volumes["v"].status.persistent_volume.clone();
-        assert_eq!(noted(&store).as_deref(), Some("pvc-1"));
+        let recorded = |store: &MemoryStore| store.state().volumes["v"].status.persistent_volume.clone();
+        assert_eq!(recorded(&store).as_deref(), Some("pvc-1"));
         pending.insert("v".to_owned());
-        note_all(&store, &Claims::default(), &mut pending).await.unwrap();
-        assert_eq!(noted(&store), None);
-        // A task that waits for the first list is notified after the list is noted, and not before.
-        let mirror = Mirror::new();
+        record_all(&store, &Claims::default(), &mut pending).await.unwrap();
+        assert_eq!(recorded(&store), None);
+        // A task that waits for the first list is notified after the list is recorded, and not before.
+        let reflector = Reflector::new();
         let (sender, mut first) = oneshot::channel();
-        let mut noting = std::pin::pin!(note(&mirror, &store, sender));
+        let mut noting = std::pin::pin!(record(&reflector, &store, sender));
         assert!(is_pending(noting.as_mut()).await && first.try_recv().is_err());
-        mirror.replace(std::collections::BTreeMap::from([(
+        reflector.replace(std::collections::BTreeMap::from([(
             "pvc-1".to_owned(),
             read(DRIVER_NAME, "Bound").unwrap(),
         )]));
@@ -217,7 +219,7 @@ mod tests {
             () = noting => panic!("it ended"),
             told = first => told.unwrap(),
         }
-        assert_eq!(noted(&store).as_deref(), Some("pvc-1"));
+        assert_eq!(recorded(&store).as_deref(), Some("pvc-1"));
     }
 
     /// Polls it once.

@@ -6,23 +6,23 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::Node as Machine;
 use k8s_openapi::api::storage::v1::CSINode;
 use kube::{Api, Client};
-use shorthorn_controller_core::discovery::{self, Cluster, NotFound};
+use shorthorn_controller_core::discovery::{self, KubernetesCluster, NotFound};
 use shorthorn_controller_core::objects::{Kind, Node};
-use shorthorn_controller_core::{Timestamp, World};
+use shorthorn_controller_core::{ClusterState, Timestamp};
 use shorthorn_csi::DRIVER_NAME;
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::watch;
 
-use super::mirror::Mirror;
+use super::reflector::Reflector;
 use crate::store::{ChangeError, Store, change};
 use crate::work::backoff;
 
 /// The relevant state of the machines in Kubernetes, kept up to date by [`discover`].
 #[derive(Debug)]
 pub struct Machines {
-    machines: Mirror<discovery::Machine>,
-    drivers: Mirror<String>,
+    machines: Reflector<discovery::Machine>,
+    drivers: Reflector<String>,
 }
 
 /// Changes of [`Machines`].
@@ -36,13 +36,13 @@ impl Machines {
     /// Creates an empty state.
     #[must_use]
     pub fn new() -> Arc<Machines> {
-        Arc::new(Machines { machines: Mirror::new(), drivers: Mirror::new() })
+        Arc::new(Machines { machines: Reflector::new(), drivers: Reflector::new() })
     }
 
     /// Returns the whole cluster, once it is known.
     #[must_use]
-    pub fn cluster(&self) -> Option<Cluster> {
-        Some(Cluster { machines: self.machines.all()?, drivers: self.drivers.all()? })
+    pub fn kubernetes(&self) -> Option<KubernetesCluster> {
+        Some(KubernetesCluster { machines: self.machines.all()?, drivers: self.drivers.all()? })
     }
 
     /// Subscribes to later changes.
@@ -72,7 +72,7 @@ pub async fn discover(client: Client, known: Arc<Machines>, store: Arc<dyn Store
     tokio::join!(
         known.machines.follow(Api::all(client.clone()), machine),
         known.drivers.follow(Api::all(client), driver),
-        note(&known, store.as_ref(), port),
+        record(&known, store.as_ref(), port),
     );
 }
 
@@ -100,16 +100,16 @@ fn driver(node: &CSINode) -> Option<String> {
     ours.map(|driver| driver.node_id.clone())
 }
 
-async fn note(known: &Machines, store: &dyn Store, port: u16) {
+async fn record(known: &Machines, store: &dyn Store, port: u16) {
     let (mut changes, mut found) = (store.changes(), known.changes());
     let mut told = Vec::new();
     let mut failures = 0;
     loop {
-        if let Some(cluster) = known.cluster() {
-            failures = match note_all(store, &cluster, port, &mut told).await {
+        if let Some(kubernetes) = known.kubernetes() {
+            failures = match record_all(store, &kubernetes, port, &mut told).await {
                 Ok(()) => 0,
                 Err(error) => {
-                    tracing::warn!(?error, "a node that was found is not noted");
+                    tracing::warn!(?error, "a node that was found is not recorded");
                     failures + 1
                 }
             };
@@ -140,20 +140,21 @@ async fn node_changed(changes: &mut Receiver<shorthorn_controller_core::objects:
     }
 }
 
-async fn note_all(
+async fn record_all(
     store: &dyn Store,
-    cluster: &Cluster,
+    kubernetes: &KubernetesCluster,
     port: u16,
     told: &mut Vec<NotFound>,
 ) -> Result<(), ChangeError<std::convert::Infallible>> {
-    let (found, not_found) = discovery::agents(cluster, port, Timestamp::now());
+    let (found, not_found) = discovery::agents(kubernetes, port, Timestamp::now());
     for problem in not_found.iter().filter(|problem| !told.contains(problem)) {
         tracing::warn!("{problem}");
     }
     *told = not_found;
     for (name, discovered) in found {
-        let noted = |world: &World| Ok(discovery::noted(world, &name, &discovered, Timestamp::now()));
-        change::<Node, _>(store, noted).await?;
+        let recorded =
+            |cluster: &ClusterState| Ok(discovery::recorded(cluster, &name, &discovered, Timestamp::now()));
+        change::<Node, _>(store, recorded).await?;
     }
     Ok(())
 }

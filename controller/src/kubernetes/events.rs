@@ -12,9 +12,9 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::Client;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use serde_json::json;
+use shorthorn_controller_core::event_correlator::{About, Correlation, EventCorrelator};
+use shorthorn_controller_core::lost_node_pods::Namespaced;
 use shorthorn_controller_core::objects::Key;
-use shorthorn_controller_core::stranded::Namespaced;
-use shorthorn_controller_core::telling::{About, Ledger, Telling};
 use shorthorn_controller_core::{Event, Timestamp};
 use tokio::sync::mpsc;
 
@@ -33,13 +33,13 @@ const ACTION: &str = "Reconcile";
 /// The sender of events.
 #[derive(Clone, Debug)]
 pub struct Events {
-    sender: mpsc::Sender<Told>,
+    sender: mpsc::Sender<QueuedEvent>,
     dropped: Arc<AtomicU64>,
 }
 
 /// An event, and which object of that name it is about.
 #[derive(Debug)]
-enum Told {
+enum QueuedEvent {
     /// About one of our objects.
     Object(Event, String),
     /// About a pod.
@@ -47,54 +47,54 @@ enum Told {
 }
 
 /// The task that sends events to the API server.
-pub struct Teller {
+pub struct EventRecorder {
     client: Client,
     namespace: String,
     instance: String,
-    receiver: mpsc::Receiver<Told>,
-    objects: Ledger,
-    pods: Ledger<Namespaced>,
+    receiver: mpsc::Receiver<QueuedEvent>,
+    objects: EventCorrelator,
+    pods: EventCorrelator<Namespaced>,
     dropped: Arc<AtomicU64>,
     dropped_before: u64,
 }
 
-impl std::fmt::Debug for Teller {
+impl std::fmt::Debug for EventRecorder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Teller").field("instance", &self.instance).finish_non_exhaustive()
+        f.debug_struct("EventRecorder").field("instance", &self.instance).finish_non_exhaustive()
     }
 }
 
 /// Creates both ends; `instance` is the name of this controller.
 #[must_use]
-pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Teller) {
+pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, EventRecorder) {
     let (sender, receiver) = mpsc::channel(QUEUE_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
-    let teller = Teller {
+    let recorder = EventRecorder {
         client,
         namespace: namespace.to_owned(),
         instance: instance.to_owned(),
         receiver,
-        objects: Ledger::default(),
-        pods: Ledger::default(),
+        objects: EventCorrelator::default(),
+        pods: EventCorrelator::default(),
         dropped: Arc::clone(&dropped),
         dropped_before: 0,
     };
-    (Events { sender, dropped }, teller)
+    (Events { sender, dropped }, recorder)
 }
 
 impl Events {
     /// Sends the event soon, about the object with that uid; drops it if too many wait already.
-    pub fn tell(&self, event: &Event, uid: &str) {
-        self.send(Told::Object(event.clone(), uid.to_owned()));
+    pub fn record(&self, event: &Event, uid: &str) {
+        self.send(QueuedEvent::Object(event.clone(), uid.to_owned()));
     }
 
     /// Sends an event like [`Events::tell`], about a pod.
-    pub fn tell_of_pod(&self, event: Event<Namespaced>, uid: &str) {
-        self.send(Told::Pod(event, uid.to_owned()));
+    pub fn record_of_pod(&self, event: Event<Namespaced>, uid: &str) {
+        self.send(QueuedEvent::Pod(event, uid.to_owned()));
     }
 
-    fn send(&self, told: Told) {
-        if self.sender.try_send(told).is_err() {
+    fn send(&self, queued: QueuedEvent) {
+        if self.sender.try_send(queued).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -106,55 +106,55 @@ impl Events {
     }
 }
 
-impl Teller {
+impl EventRecorder {
     /// Sends the queued events, until it is dropped.
     pub async fn run(mut self) {
-        while let Some(told) = self.receiver.recv().await {
+        while let Some(queued) = self.receiver.recv().await {
             self.warn_of_dropped();
-            self.tell(told).await;
+            self.publish(queued).await;
         }
         // No event can be sent any more; the caller of this ends by itself.
         std::future::pending().await
     }
 
-    async fn tell(&mut self, told: Told) {
+    async fn publish(&mut self, queued: QueuedEvent) {
         let now = Timestamp::now();
-        match told {
-            Told::Object(event, uid) => {
-                let telling = self.objects.take(&event, now);
+        match queued {
+            QueuedEvent::Object(event, uid) => {
+                let correlation = self.objects.take(&event, now);
                 let about = self.of_object(&event.about, uid);
-                self.carry_out(telling, &event, about, now).await;
+                self.carry_out(correlation, &event, about, now).await;
             }
-            Told::Pod(event, uid) => {
-                let telling = self.pods.take(&event, now);
+            QueuedEvent::Pod(event, uid) => {
+                let correlation = self.pods.take(&event, now);
                 let about = of_pod(&event.about, uid);
-                self.carry_out(telling, &event, about, now).await;
+                self.carry_out(correlation, &event, about, now).await;
             }
         }
     }
 
     async fn carry_out<A: About>(
         &self,
-        telling: Telling,
+        correlation: Correlation,
         event: &Event<A>,
         about: ObjectReference,
         now: Timestamp,
     ) {
         let namespace = about.namespace.clone().unwrap_or_else(|| self.namespace.clone());
         let api: Api<KubernetesEvent> = Api::namespaced(self.client.clone(), &namespace);
-        let done = match telling {
-            Telling::New(name) => {
+        let done = match correlation {
+            Correlation::New(name) => {
                 let new = self.new_event(event, about, name, now);
                 bounded(api.create(&PostParams::default(), &new)).await.map(drop)
             }
-            Telling::Again(name, count) => {
+            Correlation::Repeated(name, count) => {
                 let series = json!({ "series": { "count": count, "lastObservedTime": MicroTime(now) } });
                 let parameters =
                     PatchParams { field_manager: Some(FIELD_MANAGER.to_owned()), ..PatchParams::default() };
                 bounded(api.patch(&name, &parameters, &Patch::Merge(series))).await.map(drop)
             }
-            Telling::Counted => return,
-            Telling::Withheld => {
+            Correlation::Counted => return,
+            Correlation::RateLimited => {
                 self.dropped.fetch_add(1, Ordering::Relaxed);
                 return;
             }
@@ -258,15 +258,15 @@ mod tests {
     #[tokio::test]
     async fn too_many_events_are_dropped_and_counted() {
         let client = Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
-        let (events, teller) = events(client, "n", "me");
+        let (events, recorder) = events(client, "n", "me");
         let about = Key::new(Kind::Volume, "v");
         let event = Event { about, warning: false, reason: "Attached", message: String::new() };
         for _ in 0..QUEUE_MAX + 3 {
-            events.tell(&event, "uid");
+            events.record(&event, "uid");
         }
         assert_eq!(events.dropped(), 3);
-        drop(teller);
-        events.tell(&event, "uid");
+        drop(recorder);
+        events.record(&event, "uid");
         assert_eq!(events.dropped(), 4);
     }
 }

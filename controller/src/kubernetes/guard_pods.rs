@@ -23,14 +23,14 @@ use tokio::time::Instant;
 
 use super::discover::Machines;
 use super::events::Events;
-use super::mirror::Mirror;
+use super::reflector::Reflector;
 use super::{GROUP, VERSION, kind_name};
 use crate::store::Store;
 use crate::store::kubernetes::{CallError, bounded, is_code};
 use crate::work::backoff;
 
 /// The time for which changes are gathered before they are examined.
-const SETTLE: Duration = Duration::from_secs(1);
+const DEBOUNCE: Duration = Duration::from_secs(1);
 /// The time before a pod that has ended by itself is made anew, because a kubelet may refuse each one at
 /// once.
 const AGAIN: Duration = Duration::from_secs(30);
@@ -69,8 +69,8 @@ struct There {
     pods: Api<Pod>,
     budgets: Api<DynamicObject>,
     budget: ApiResource,
-    known_pods: Mirror<GuardPod>,
-    known_budgets: Mirror<String>,
+    known_pods: Reflector<GuardPod>,
+    known_budgets: Reflector<String>,
 }
 
 impl GuardPods {
@@ -95,8 +95,8 @@ impl GuardPods {
             pods: Api::namespaced(self.client.clone(), &self.namespace),
             budgets: Api::namespaced_with(self.client.clone(), &self.namespace, &budget),
             budget,
-            known_pods: Mirror::new(),
-            known_budgets: Mirror::new(),
+            known_pods: Reflector::new(),
+            known_budgets: Reflector::new(),
         };
         tokio::join!(
             there.known_pods.follow(there.pods.clone(), guard_pod),
@@ -109,7 +109,7 @@ impl GuardPods {
         let (mut changes, mut machines) = (self.store.changes(), self.machines.changes());
         let (mut pods, mut budgets) = (there.known_pods.changes(), there.known_budgets.changes());
         let mut needed = Needed::default();
-        needed.look_at_all(&self.store.world());
+        needed.look_at_all(&self.store.state());
         // When a pod that had ended by itself was deleted, by its name.
         let mut ended = BTreeMap::new();
         let mut failures = 0;
@@ -135,7 +135,7 @@ impl GuardPods {
             tokio::select! {
                 key = changes.recv() => match key {
                     Ok(key) => keys.push(key),
-                    Err(RecvError::Lagged(_)) => needed.look_at_all(&self.store.world()),
+                    Err(RecvError::Lagged(_)) => needed.look_at_all(&self.store.state()),
                     // The store is gone, and with it the controller.
                     Err(RecvError::Closed) => return,
                 },
@@ -144,7 +144,7 @@ impl GuardPods {
                 changed = budgets.changed() => if changed.is_err() { return },
                 () = wait => {}
             }
-            tokio::time::sleep(SETTLE).await;
+            tokio::time::sleep(DEBOUNCE).await;
             self.catch_up(&mut needed, keys, &mut changes);
         }
     }
@@ -159,14 +159,14 @@ impl GuardPods {
                 Err(TryRecvError::Empty | TryRecvError::Closed) => break,
             }
         }
-        let world = self.store.world();
+        let cluster = self.store.state();
         if all {
-            return needed.look_at_all(&world);
+            return needed.look_at_all(&cluster);
         }
         let nodes = keys.iter().filter(|key| key.kind == Kind::Node);
-        nodes.for_each(|node| needed.look_at_node(&world, &node.name));
+        nodes.for_each(|node| needed.look_at_node(&cluster, &node.name));
         let volumes: BTreeSet<&str> = keys.iter().filter_map(volume_of).collect();
-        volumes.into_iter().for_each(|volume| needed.look_at(&world, volume));
+        volumes.into_iter().for_each(|volume| needed.look_at(&cluster, volume));
     }
 
     /// Makes the existing guards equal to the wanted ones; returns the time of the next round without a
@@ -177,13 +177,13 @@ impl GuardPods {
         needed: &Needed,
         ended: &mut BTreeMap<String, Instant>,
     ) -> Result<Option<Duration>, CallError> {
-        let (Some(cluster), Some(pods), Some(budgets)) =
-            (self.machines.cluster(), there.known_pods.all(), there.known_budgets.all())
+        let (Some(kubernetes), Some(pods), Some(budgets)) =
+            (self.machines.kubernetes(), there.known_pods.all(), there.known_budgets.all())
         else {
             return Ok(None);
         };
         let wanted = match self.image {
-            Some(_) => guards::wanted(&self.store.world(), &cluster, needed),
+            Some(_) => guards::wanted(&self.store.state(), &kubernetes, needed),
             None => BTreeMap::new(),
         };
         ended.retain(|_, at| at.elapsed() < AGAIN);
@@ -194,7 +194,7 @@ impl GuardPods {
         }
         for (name, guard) in &plan.make_pod {
             if self.make_pod(there, name, guard).await? {
-                self.tell(guard);
+                self.record(guard);
             }
         }
         self.clean(there, &plan).await?;
@@ -204,7 +204,7 @@ impl GuardPods {
     }
 
     async fn clean(&self, there: &There, plan: &Plan) -> Result<(), CallError> {
-        for (name, message) in &plan.tell {
+        for (name, message) in &plan.report {
             let note = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
             let (parameters, note) = (PatchParams::default(), Patch::Merge(note));
             unless_code(bounded(there.pods.patch(name, &parameters, &note)).await, 404)?;
@@ -240,10 +240,10 @@ impl GuardPods {
         }
     }
 
-    fn tell(&self, guard: &Guard) {
+    fn record(&self, guard: &Guard) {
         let about = Key::new(Kind::Node, &guard.node);
         let message = format!("kubectl drain waits for volumes that need this node: {}", guard.message);
-        self.events.tell(&Event { about, warning: false, reason: "DrainWaits", message }, &guard.uid);
+        self.events.record(&Event { about, warning: false, reason: "DrainWaits", message }, &guard.uid);
     }
 }
 

@@ -40,7 +40,7 @@ pub struct Leadership {
 
 /// The last observation of another holder's lease.
 #[derive(Debug)]
-struct Sighting {
+struct ObservedLease {
     version: Option<String>,
     since: Instant,
 }
@@ -88,7 +88,7 @@ impl Leadership {
         told: impl Fn(Option<&CallError>),
     ) -> Leadership {
         let leases: Api<Lease> = Api::namespaced(client, namespace);
-        let mut seen: Option<Sighting> = None;
+        let mut seen: Option<ObservedLease> = None;
         loop {
             match Leadership::try_acquire(&leases, identity, &mut seen).await {
                 Ok(Some((held, renewed))) => {
@@ -108,7 +108,7 @@ impl Leadership {
     async fn try_acquire(
         leases: &Api<Lease>,
         identity: &str,
-        seen: &mut Option<Sighting>,
+        seen: &mut Option<ObservedLease>,
     ) -> Result<Option<(Lease, Instant)>, CallError> {
         let start = Instant::now();
         let found = bounded(leases.get_opt(LEASE_NAME)).await?;
@@ -118,15 +118,15 @@ impl Leadership {
             return mine(bounded(leases.create(&PostParams::default(), &lease)).await, start);
         };
         let version = found.metadata.resource_version.clone();
-        let sighting = match seen.take() {
-            Some(sighting) if sighting.version == version => sighting,
+        let observed = match seen.take() {
+            Some(observed) if observed.version == version => observed,
             _ => {
                 tracing::info!(holder = holder(&found), "standing by");
-                Sighting { version, since: start }
+                ObservedLease { version, since: start }
             }
         };
-        let unchanged = sighting.since.elapsed();
-        *seen = Some(sighting);
+        let unchanged = observed.since.elapsed();
+        *seen = Some(observed);
         if !is_free(&found, unchanged) {
             return Ok(None);
         }

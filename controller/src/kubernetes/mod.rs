@@ -10,10 +10,10 @@ pub mod guard;
 pub mod guard_pods;
 pub mod lease;
 pub mod lease_thread;
+pub mod lost_node_pods;
 #[cfg(test)]
 mod manifests;
-mod mirror;
-pub mod release;
+mod reflector;
 pub mod restage;
 pub mod workloads;
 

@@ -12,13 +12,13 @@ use k8s_openapi::api::core::v1::Pod as KubePod;
 use kube::Client;
 use kube::api::{Api, ListParams};
 use shorthorn_controller_core::dead_mounts::{self, DeadMount};
+use shorthorn_controller_core::lost_node_pods::Pod;
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::stranded::Pod;
 use shorthorn_controller_core::{Event, NodeName};
 
 use super::discover::Machines;
 use super::events::Events;
-use super::release::{deleted, exactly, list, read};
+use super::lost_node_pods::{deleted, exactly, list, read};
 use crate::agents::Fleet;
 use crate::store::Store;
 use crate::store::kubernetes::{CallError, bounded};
@@ -84,9 +84,11 @@ impl Restager {
         let is_dead =
             |uid: &String| nodes.iter().any(|(_, mounts)| mounts.iter().any(|mount| mount.pod_uid == *uid));
         told.retain(is_dead);
-        let Some(cluster) = self.machines.cluster().filter(|_| !nodes.is_empty()) else { return Ok(()) };
+        let Some(kubernetes) = self.machines.kubernetes().filter(|_| !nodes.is_empty()) else {
+            return Ok(());
+        };
         for (node, mounts) in &nodes {
-            let machines = cluster.drivers.iter().filter(|(_, driver)| driver.as_str() == node.as_str());
+            let machines = kubernetes.drivers.iter().filter(|(_, driver)| driver.as_str() == node.as_str());
             for (machine, _) in machines {
                 self.look_at(machine, node, mounts, told).await?;
             }
@@ -108,10 +110,10 @@ impl Restager {
         for (pod, volumes) in plan.end {
             let api: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.name.namespace);
             if deleted(bounded(api.delete(&pod.name.name, &exactly(&pod.uid))).await)? {
-                self.tell_of_end(node, &pod, &volumes);
+                self.record_end(node, &pod, &volumes);
             }
         }
-        for (pod, volumes) in plan.tell {
+        for (pod, volumes) in plan.report {
             if told.insert(pod.uid.clone()) {
                 let message = format!(
                     "the device of volume {} is gone, and no controller would re-create the pod: delete it \
@@ -120,27 +122,27 @@ impl Restager {
                 );
                 tracing::warn!(pod = %pod.name, "{message}");
                 let event = Event { about: pod.name, warning: true, reason: NOT_ENDED, message };
-                self.events.tell_of_pod(event, &pod.uid);
+                self.events.record_of_pod(event, &pod.uid);
             }
         }
         Ok(())
     }
 
-    fn tell_of_end(&self, node: &NodeName, pod: &Pod, volumes: &[String]) {
+    fn record_end(&self, node: &NodeName, pod: &Pod, volumes: &[String]) {
         let message = format!(
             "the device of volume {} is gone: deleting the pod, so that the volume is staged again",
             volumes.join(", ")
         );
         tracing::warn!(%node, pod = %pod.name, "{message}");
         let event = Event { about: pod.name.clone(), warning: true, reason: ENDED, message };
-        self.events.tell_of_pod(event, &pod.uid);
-        let world = self.store.world();
+        self.events.record_of_pod(event, &pod.uid);
+        let cluster = self.store.state();
         for volume in volumes {
             let about = Key::new(Kind::Volume, volume);
-            let uid = world.uid(&about);
+            let uid = cluster.uid(&about);
             let message = format!("pod {} on node {node} is ended, as the device is gone under it", pod.name);
             if !uid.is_empty() {
-                self.events.tell(&Event { about, warning: true, reason: ENDED, message }, &uid);
+                self.events.record(&Event { about, warning: true, reason: ENDED, message }, &uid);
             }
         }
     }

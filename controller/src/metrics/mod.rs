@@ -12,13 +12,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use shorthorn_controller_core::objects::Kind;
-use shorthorn_metrics::{Counters, Histograms, Page, Vitals};
+use shorthorn_metrics::{Counters, Histograms, MetricsPage, MetricsSource};
 
 use crate::agents::Fleet;
 use crate::store::Store;
 use crate::work::Queue;
 
-pub use readiness::{Phase, Readiness};
+pub use readiness::{Readiness, ReadinessPhase};
 pub use store::Metered;
 
 /// The counters for the life of the controller; cheap to clone.
@@ -31,7 +31,7 @@ pub struct Metrics {
     agent_calls: Counters,
     agent_call_durations: Histograms,
     csi_calls: Counters,
-    releases: Counters,
+    force_deletions: Counters,
     csi_call_durations: Histograms,
 }
 
@@ -55,8 +55,8 @@ impl Metrics {
     }
 
     /// Counts a pod of a lost node that was released, or an attachment there, or a failure of that.
-    pub fn released(&self, object: &'static str, is_ok: bool) {
-        self.releases.count(&[("object", object), ("result", if is_ok { "ok" } else { "error" })]);
+    pub fn force_deleted(&self, object: &'static str, is_ok: bool) {
+        self.force_deletions.count(&[("object", object), ("result", if is_ok { "ok" } else { "error" })]);
     }
 
     fn wrote(&self, kind: Kind, operation: &'static str, result: &'static str, took: Duration) {
@@ -65,7 +65,7 @@ impl Metrics {
         self.store_write_durations.observe(&[], took);
     }
 
-    fn show(&self, page: &mut Page) {
+    fn show(&self, page: &mut MetricsPage) {
         let counters = [
             ("shorthorn_controller_reconciles", "Runs of reconcilers, by result", &self.reconciles),
             ("shorthorn_controller_store_writes", "Writes of objects, by result", &self.store_writes),
@@ -74,7 +74,7 @@ impl Metrics {
             (
                 "shorthorn_controller_lost_node_deletions",
                 "Deletions of pods and attachments of lost nodes, by result",
-                &self.releases,
+                &self.force_deletions,
             ),
         ];
         for (name, help, counters) in counters {
@@ -93,41 +93,41 @@ impl Metrics {
 }
 
 /// The sources of metrics once the store is open.
-struct Shown {
+struct MetricsInputs {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     queue: Arc<Queue>,
 }
 
 /// The health and the metrics of the controller.
-pub struct ControllerVitals {
+pub struct ControllerMetrics {
     metrics: Metrics,
     readiness: Arc<Readiness>,
-    shown: OnceLock<Shown>,
+    shown: OnceLock<MetricsInputs>,
 }
 
-impl std::fmt::Debug for ControllerVitals {
+impl std::fmt::Debug for ControllerMetrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ControllerVitals").field("readiness", &self.readiness).finish_non_exhaustive()
     }
 }
 
-impl ControllerVitals {
+impl ControllerMetrics {
     /// Returns the vitals of a controller that has not opened its store.
     #[must_use]
-    pub fn new(metrics: Metrics, readiness: Arc<Readiness>) -> Arc<ControllerVitals> {
-        Arc::new(ControllerVitals { metrics, readiness, shown: OnceLock::new() })
+    pub fn new(metrics: Metrics, readiness: Arc<Readiness>) -> Arc<ControllerMetrics> {
+        Arc::new(ControllerMetrics { metrics, readiness, shown: OnceLock::new() })
     }
 
     /// Sets the sources of the metrics: objects, agents and a queue.
     pub fn show(&self, store: Arc<dyn Store>, fleet: Arc<Fleet>, queue: Arc<Queue>) {
         // It is called once.
-        let _ = self.shown.set(Shown { store, fleet, queue });
+        let _ = self.shown.set(MetricsInputs { store, fleet, queue });
     }
 }
 
 #[async_trait]
-impl Vitals for ControllerVitals {
+impl MetricsSource for ControllerMetrics {
     fn program(&self) -> (&'static str, &'static str) {
         ("controller", env!("CARGO_PKG_VERSION"))
     }
@@ -136,11 +136,11 @@ impl Vitals for ControllerVitals {
         self.readiness.check()
     }
 
-    async fn fill(&self, page: &mut Page) {
+    async fn fill(&self, page: &mut MetricsPage) {
         let leader = page.gauges("shorthorn_controller_leader", "1 if this controller leads, otherwise 0");
         leader.set(&[], u64::from(self.readiness.is_leading()));
-        let Some(Shown { store, fleet, queue }) = self.shown.get() else { return };
-        objects::show(&store.world(), page);
+        let Some(MetricsInputs { store, fleet, queue }) = self.shown.get() else { return };
+        objects::show(&store.state(), page);
         objects::show_agents(&fleet.agents(), page);
         let depth = page.gauges(
             "shorthorn_controller_queue_depth",

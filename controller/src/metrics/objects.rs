@@ -1,9 +1,9 @@
 //! Counts objects by state.
 
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{ConditionType, CurrentState, Node, Robustness, VolumeState};
 use shorthorn_controller_core::observed::{AgentView, Agents};
-use shorthorn_metrics::Page;
+use shorthorn_metrics::MetricsPage;
 
 const VOLUME_STATES: [VolumeState; 6] = [
     VolumeState::Creating,
@@ -28,10 +28,10 @@ fn number(count: usize) -> u64 {
     u64::try_from(count).unwrap_or(u64::MAX)
 }
 
-/// Shows the objects of `world`; every state is shown, also with none in it.
-pub(super) fn show(world: &World, page: &mut Page) {
+/// Shows the objects of `cluster`; every state is shown, also with none in it.
+pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
     let mut volumes = [[0; ROBUSTNESSES.len()]; VOLUME_STATES.len()];
-    for volume in world.volumes.values() {
+    for volume in cluster.volumes.values() {
         volumes[volume.status.state as usize][volume.status.robustness as usize] += 1;
     }
     let gauges = page.gauges("shorthorn_volumes", "Volumes");
@@ -41,29 +41,29 @@ pub(super) fn show(world: &World, page: &mut Page) {
             gauges.set(&labels, volumes[state as usize][robustness as usize]);
         }
     }
-    let engines = world.engines.values().map(|engine| engine.status.current_state);
+    let engines = cluster.engines.values().map(|engine| engine.status.current_state);
     show_processes(page, "shorthorn_engines", "Engines, as the store has them", engines);
-    let replicas = world.replicas.values().map(|replica| replica.status.current_state);
+    let replicas = cluster.replicas.values().map(|replica| replica.status.current_state);
     show_processes(page, "shorthorn_replicas", "Replicas, as the store has them", replicas);
-    let frozen = world.engines.values().filter(|engine| engine.status.phase == "frozen").count();
+    let frozen = cluster.engines.values().filter(|engine| engine.status.phase == "frozen").count();
     page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
         .set(&[], number(frozen));
     let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are reachable");
-    let ready = world.nodes.values().filter(|node| is_ready(node)).count();
+    let ready = cluster.nodes.values().filter(|node| is_ready(node)).count();
     nodes.set(&[("ready", "true")], number(ready));
-    nodes.set(&[("ready", "false")], number(world.nodes.len() - ready));
+    nodes.set(&[("ready", "false")], number(cluster.nodes.len() - ready));
     let closed = page.gauges(
         "shorthorn_unschedulable_nodes",
         "Nodes that take no new replica, as they are cordoned or drained",
     );
-    closed.set(&[], number(world.nodes.values().filter(|node| !node.spec.allow_scheduling).count()));
+    closed.set(&[], number(cluster.nodes.values().filter(|node| !node.spec.allow_scheduling).count()));
 }
 
 fn is_ready(node: &Node) -> bool {
     node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status)
 }
 
-fn show_processes(page: &mut Page, name: &str, help: &str, all: impl Iterator<Item = CurrentState>) {
+fn show_processes(page: &mut MetricsPage, name: &str, help: &str, all: impl Iterator<Item = CurrentState>) {
     let mut counts = [0; CURRENT_STATES.len()];
     for state in all {
         counts[state as usize] += 1;
@@ -75,7 +75,7 @@ fn show_processes(page: &mut Page, name: &str, help: &str, all: impl Iterator<It
 }
 
 /// Shows the agents, as this controller sees them now.
-pub(super) fn show_agents(agents: &Agents, page: &mut Page) {
+pub(super) fn show_agents(agents: &Agents, page: &mut MetricsPage) {
     let gauges =
         page.gauges("shorthorn_controller_agents", "Agents, by whether this controller follows them now");
     let synced = agents.by_node().values().filter(|view| AgentView::is_synced(view)).count();
@@ -96,8 +96,8 @@ mod tests {
 
     #[test]
     fn every_state_is_shown() {
-        let mut page = Page::default();
-        show(&World::default(), &mut page);
+        let mut page = MetricsPage::default();
+        show(&ClusterState::default(), &mut page);
         show_agents(&Agents::default(), &mut page);
         let text = page.text().unwrap();
         for line in [

@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The phase of the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum ReadinessPhase {
     /// The controller has not opened its store, or has not requested the lease yet.
     Opening,
     /// Another one leads. Standing by is all that can be asked of it.
@@ -19,14 +19,14 @@ pub struct Readiness(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
-    phase: Phase,
+    phase: ReadinessPhase,
     /// The error of the store if its last call failed.
     away: Option<String>,
 }
 
 impl Default for Readiness {
     fn default() -> Readiness {
-        Readiness(Mutex::new(State { phase: Phase::Opening, away: None }))
+        Readiness(Mutex::new(State { phase: ReadinessPhase::Opening, away: None }))
     }
 }
 
@@ -36,7 +36,7 @@ impl Readiness {
     }
 
     /// Records that the controller has reached the phase.
-    pub fn reached(&self, phase: Phase) {
+    pub fn reached(&self, phase: ReadinessPhase) {
         *self.state() = State { phase, away: None };
     }
 
@@ -47,7 +47,7 @@ impl Readiness {
 
     /// Returns true if this controller leads.
     pub fn is_leading(&self) -> bool {
-        self.state().phase == Phase::Leading
+        self.state().phase == ReadinessPhase::Leading
     }
 
     /// Returns an error unless the controller can work.
@@ -58,8 +58,8 @@ impl Readiness {
         let state = self.state();
         match (state.phase, &state.away) {
             (_, Some(error)) => Err(format!("the store does not answer: {error}")),
-            (Phase::Opening, None) => Err("the store is not open yet".to_owned()),
-            (Phase::StandingBy | Phase::Leading, None) => Ok(()),
+            (ReadinessPhase::Opening, None) => Err("the store is not open yet".to_owned()),
+            (ReadinessPhase::StandingBy | ReadinessPhase::Leading, None) => Ok(()),
         }
     }
 }
@@ -74,9 +74,9 @@ mod tests {
         assert!(readiness.check().unwrap_err().contains("not open yet"));
         readiness.heard(Some("no route".to_owned()));
         assert!(readiness.check().unwrap_err().contains("no route"));
-        readiness.reached(Phase::StandingBy);
+        readiness.reached(ReadinessPhase::StandingBy);
         assert!(readiness.check().is_ok() && !readiness.is_leading());
-        readiness.reached(Phase::Leading);
+        readiness.reached(ReadinessPhase::Leading);
         assert!(readiness.check().is_ok() && readiness.is_leading());
         readiness.heard(Some("gone".to_owned()));
         assert!(readiness.check().unwrap_err().contains("gone"));

@@ -4,7 +4,7 @@ use std::sync::{Arc, RwLockReadGuard};
 use std::time::Instant;
 
 use async_trait::async_trait;
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
 
@@ -31,7 +31,13 @@ impl Metered {
         Metered { store, metrics, readiness }
     }
 
-    fn note<T>(&self, kind: Kind, operation: &'static str, started: Instant, result: &Result<T, StoreError>) {
+    fn observe<T>(
+        &self,
+        kind: Kind,
+        operation: &'static str,
+        started: Instant,
+        result: &Result<T, StoreError>,
+    ) {
         let word = match result {
             Ok(_) => "ok",
             Err(StoreError::Conflict { .. }) => "conflict",
@@ -49,30 +55,30 @@ impl Metered {
 
 #[async_trait]
 impl Store for Metered {
-    fn world(&self) -> RwLockReadGuard<'_, World> {
-        self.store.world()
+    fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+        self.store.state()
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
         let (kind, started) = (object.kind(), Instant::now());
         let result = self.store.put(object).await;
-        self.note(kind, "put", started, &result);
+        self.observe(kind, "put", started, &result);
         result
     }
 
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
         let started = Instant::now();
         let result = self.store.remove(key, version).await;
-        self.note(key.kind, "remove", started, &result);
+        self.observe(key.kind, "remove", started, &result);
         result
     }
 
-    fn promise(&self, replicas: Vec<Replica>) {
-        self.store.promise(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) {
+        self.store.reserve(replicas);
     }
 
-    fn forget_promises(&self, names: &[String]) {
-        self.store.forget_promises(names);
+    fn forget_reservations(&self, names: &[String]) {
+        self.store.forget_reservations(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {
@@ -90,7 +96,7 @@ mod tests {
     use shorthorn_controller_core::objects::{Metadata, Node, NodeSpec, NodeStatus};
 
     use super::*;
-    use crate::metrics::Phase;
+    use crate::metrics::ReadinessPhase;
     use crate::store::MemoryStore;
 
     /// A store that is out of reach.
@@ -98,8 +104,8 @@ mod tests {
 
     #[async_trait]
     impl Store for Away {
-        fn world(&self) -> RwLockReadGuard<'_, World> {
-            self.0.world()
+        fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+            self.0.state()
         }
 
         async fn put(&self, _: Object) -> Result<Object, StoreError> {
@@ -110,12 +116,12 @@ mod tests {
             self.0.remove(key, version).await
         }
 
-        fn promise(&self, replicas: Vec<Replica>) {
-            self.0.promise(replicas);
+        fn reserve(&self, replicas: Vec<Replica>) {
+            self.0.reserve(replicas);
         }
 
-        fn forget_promises(&self, names: &[String]) {
-            self.0.forget_promises(names);
+        fn forget_reservations(&self, names: &[String]) {
+            self.0.forget_reservations(names);
         }
 
         fn changes(&self) -> broadcast::Receiver<Key> {
@@ -135,7 +141,7 @@ mod tests {
     #[tokio::test]
     async fn writes_are_counted_and_tell_whether_the_store_answers() {
         let (metrics, readiness) = (Metrics::default(), Arc::<Readiness>::default());
-        readiness.reached(Phase::Leading);
+        readiness.reached(ReadinessPhase::Leading);
         let count = |operation, result| {
             metrics.store_writes.get(&[("kind", "node"), ("operation", operation), ("result", result)])
         };

@@ -1,6 +1,6 @@
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
@@ -9,17 +9,17 @@ use super::{CHANGES_MAX, StoreError};
 /// The stored objects in memory, and the subscribers to their changes.
 #[derive(Debug)]
 pub(super) struct Cache {
-    world: RwLock<World>,
+    state: RwLock<ClusterState>,
     changes: broadcast::Sender<Key>,
 }
 
 impl Cache {
-    pub(super) fn new(world: World) -> Cache {
-        Cache { world: RwLock::new(world), changes: broadcast::Sender::new(CHANGES_MAX) }
+    pub(super) fn new(state: ClusterState) -> Cache {
+        Cache { state: RwLock::new(state), changes: broadcast::Sender::new(CHANGES_MAX) }
     }
 
-    pub(super) fn world(&self) -> RwLockReadGuard<'_, World> {
-        self.world.read().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn changes(&self) -> broadcast::Receiver<Key> {
@@ -27,7 +27,7 @@ impl Cache {
     }
 
     pub(super) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
-        let found = self.world().version(key);
+        let found = self.state().version(key);
         if found == expected {
             return Ok(());
         }
@@ -35,32 +35,32 @@ impl Cache {
     }
 
     /// Lets `change` modify the objects; it returns the keys of the modified ones.
-    pub(super) fn change(&self, change: impl FnOnce(&mut World) -> Vec<Key>) {
-        let changed = change(&mut self.world.write().unwrap_or_else(PoisonError::into_inner));
+    pub(super) fn change(&self, change: impl FnOnce(&mut ClusterState) -> Vec<Key>) {
+        let changed = change(&mut self.state.write().unwrap_or_else(PoisonError::into_inner));
         for key in changed {
             let _ = self.changes.send(key);
         }
     }
 
-    pub(super) fn promise(&self, replicas: Vec<Replica>) {
-        let mut world = self.world.write().unwrap_or_else(PoisonError::into_inner);
-        replicas.into_iter().for_each(|replica| world.promise(replica));
+    pub(super) fn reserve(&self, replicas: Vec<Replica>) {
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        replicas.into_iter().for_each(|replica| state.reserve(replica));
     }
 
-    pub(super) fn forget_promises(&self, names: &[String]) {
-        let mut world = self.world.write().unwrap_or_else(PoisonError::into_inner);
-        names.iter().for_each(|name| world.forget_promise(name));
+    pub(super) fn forget_reservations(&self, names: &[String]) {
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        names.iter().for_each(|name| state.forget_reservation(name));
     }
 
     pub(super) fn insert(&self, object: Object) {
         let key = object.key();
-        self.world.write().unwrap_or_else(PoisonError::into_inner).insert(object);
+        self.state.write().unwrap_or_else(PoisonError::into_inner).insert(object);
         // A lack of listeners is no error.
         let _ = self.changes.send(key);
     }
 
     pub(super) fn remove(&self, key: &Key) {
-        self.world.write().unwrap_or_else(PoisonError::into_inner).remove(key);
+        self.state.write().unwrap_or_else(PoisonError::into_inner).remove(key);
         let _ = self.changes.send(key.clone());
     }
 }

@@ -1,4 +1,4 @@
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::Object;
 use shorthorn_controller_core::requests::Change;
 
@@ -23,11 +23,11 @@ pub enum ChangeError<E> {
 /// [`ChangeError`].
 pub async fn change<T: Into<Object>, E>(
     store: &dyn Store,
-    decide: impl Fn(&World) -> Result<Change<T>, E>,
+    decide: impl Fn(&ClusterState) -> Result<Change<T>, E>,
 ) -> Result<(), ChangeError<E>> {
     let mut conflicts = 0;
     loop {
-        let change = decide(&store.world()).map_err(ChangeError::Refused)?;
+        let change = decide(&store.state()).map_err(ChangeError::Refused)?;
         let object = match change {
             Change::AlreadySo(_) => return Ok(()),
             Change::Store(object) => object,

@@ -1,7 +1,7 @@
 use std::sync::{Mutex, PoisonError, RwLockReadGuard};
 
 use async_trait::async_trait;
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
@@ -19,7 +19,7 @@ impl MemoryStore {
     /// Creates an empty store.
     #[must_use]
     pub fn new() -> MemoryStore {
-        MemoryStore { cache: Cache::new(World::default()), revision: Mutex::new(0) }
+        MemoryStore { cache: Cache::new(ClusterState::default()), revision: Mutex::new(0) }
     }
 }
 
@@ -31,8 +31,8 @@ impl Default for MemoryStore {
 
 #[async_trait]
 impl Store for MemoryStore {
-    fn world(&self) -> RwLockReadGuard<'_, World> {
-        self.cache.world()
+    fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+        self.cache.state()
     }
 
     async fn put(&self, mut object: Object) -> Result<Object, StoreError> {
@@ -51,12 +51,12 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn promise(&self, replicas: Vec<Replica>) {
-        self.cache.promise(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) {
+        self.cache.reserve(replicas);
     }
 
-    fn forget_promises(&self, names: &[String]) {
-        self.cache.forget_promises(names);
+    fn forget_reservations(&self, names: &[String]) {
+        self.cache.forget_reservations(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::RwLockReadGuard;
 
 use async_trait::async_trait;
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Object, Replica};
 use thiserror::Error;
 use tokio::sync::broadcast;
@@ -29,7 +29,7 @@ pub const CHANGES_MAX: usize = 4096;
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
     /// Returns all stored objects, as of the last write. The guard must not be held across an await.
-    fn world(&self) -> RwLockReadGuard<'_, World>;
+    fn state(&self) -> RwLockReadGuard<'_, ClusterState>;
 
     /// Stores the object durably if the stored version is still its own (0 for a new one), and returns it
     /// with its new version.
@@ -39,10 +39,10 @@ pub trait Store: Send + Sync + 'static {
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
 
     /// Reserves the places of replicas that are about to be stored.
-    fn promise(&self, replicas: Vec<Replica>);
+    fn reserve(&self, replicas: Vec<Replica>);
 
     /// Drops the reservations of replicas that are stored, or will not be.
-    fn forget_promises(&self, names: &[String]);
+    fn forget_reservations(&self, names: &[String]);
 
     /// Returns the key of everything that is written from now on.
     fn changes(&self) -> broadcast::Receiver<Key>;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLockReadGuard};
 use async_trait::async_trait;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 use serde_json::Value;
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
@@ -80,11 +80,11 @@ impl RedbStore {
         let drawn = new_cluster()
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
         let (revision, cluster) = prepare(&database, &drawn).map_err(|error| error.at(path))?;
-        let (world, unreadable) = load(&database).map_err(|error| error.at(path))?;
+        let (state, unreadable) = load(&database).map_err(|error| error.at(path))?;
         let inner = Inner {
             path: path.to_owned(),
             cluster,
-            cache: Cache::new(world),
+            cache: Cache::new(state),
             unreadable,
             queue: Mutex::default(),
             committed: Condvar::new(),
@@ -117,8 +117,8 @@ impl RedbStore {
 
 #[async_trait]
 impl Store for RedbStore {
-    fn world(&self) -> RwLockReadGuard<'_, World> {
-        self.inner.cache.world()
+    fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+        self.inner.cache.state()
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
@@ -134,12 +134,12 @@ impl Store for RedbStore {
         self.blocking(move |inner| inner.write(Write::Remove(key, version))).await.map(drop)
     }
 
-    fn promise(&self, replicas: Vec<Replica>) {
-        self.inner.cache.promise(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) {
+        self.inner.cache.reserve(replicas);
     }
 
-    fn forget_promises(&self, names: &[String]) {
-        self.inner.cache.forget_promises(names);
+    fn forget_reservations(&self, names: &[String]) {
+        self.inner.cache.forget_reservations(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {
@@ -247,25 +247,25 @@ fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
 
 /// Loads the objects, and the names of unreadable ones: one bad object is reported, and does not stop the
 /// others.
-fn load(database: &Database) -> Result<(World, BTreeSet<String>), Damage> {
-    let (mut world, mut unreadable) = (World::default(), BTreeSet::new());
+fn load(database: &Database) -> Result<(ClusterState, BTreeSet<String>), Damage> {
+    let (mut state, mut unreadable) = (ClusterState::default(), BTreeSet::new());
     let objects = database.begin_read()?.open_table(OBJECTS)?;
     for entry in objects.iter()? {
         let (key, value) = entry?;
         match serde_json::from_slice::<Object>(value.value()) {
-            Ok(object) => world.insert(object),
+            Ok(object) => state.insert(object),
             Err(error) => {
                 tracing::error!(object = key.value(), %error, "this object cannot be read and is left out");
                 unreadable.insert(key.value().to_owned());
                 if let Some(key) = key_of(key.value()) {
                     let raw: Option<Value> = serde_json::from_slice(value.value()).ok();
                     let left_out = LeftOut::new(key.kind, raw.as_ref(), error.to_string(), REMEDY);
-                    world.leave_out(key, left_out);
+                    state.leave_out(key, left_out);
                 }
             }
         }
     }
-    Ok((world, unreadable))
+    Ok((state, unreadable))
 }
 
 fn name(key: &Key) -> String {

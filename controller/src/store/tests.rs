@@ -14,7 +14,7 @@ async fn keeps_the_contract(store: &dyn Store) {
     let mut changes = store.changes();
     let first = store.put(node("n", 0)).await.unwrap();
     assert_eq!(changes.recv().await.unwrap(), key);
-    assert_eq!(store.world().get(&key), Some(first.clone()));
+    assert_eq!(store.state().get(&key), Some(first.clone()));
     // A second one of that name, and a write from an old version.
     assert!(matches!(store.put(node("n", 0)).await, Err(StoreError::Conflict { .. })));
     let second = store.put(first.clone()).await.unwrap();
@@ -23,7 +23,7 @@ async fn keeps_the_contract(store: &dyn Store) {
     assert!(matches!(store.put(first).await, Err(StoreError::Conflict { .. })));
     assert!(matches!(store.remove(&key, version - 1).await, Err(StoreError::Conflict { .. })));
     store.remove(&key, version).await.unwrap();
-    assert_eq!(store.world().get(&key), None);
+    assert_eq!(store.state().get(&key), None);
     // A re-created object of the name never has a version that was used before.
     let third = store.put(node("n", 0)).await.unwrap();
     assert!(third.metadata().resource_version > version);
@@ -48,8 +48,8 @@ async fn a_file_keeps_objects_and_versions() {
     drop(store);
 
     let store = RedbStore::open(&path).unwrap();
-    assert_eq!(store.world().keys().collect::<Vec<_>>(), [kept.key()]);
-    assert_eq!(store.world().get(&kept.key()), Some(kept));
+    assert_eq!(store.state().keys().collect::<Vec<_>>(), [kept.key()]);
+    assert_eq!(store.state().get(&kept.key()), Some(kept));
     let again = store.put(node("gone", 0)).await.unwrap();
     assert!(again.metadata().resource_version > gone.metadata().resource_version);
 }
@@ -85,7 +85,7 @@ async fn what_a_later_controller_has_stored_stays() {
     };
     raw(&|node| node["status"]["levitation"] = serde_json::json!({ "height": 3 }));
     let store = RedbStore::open(&path).unwrap();
-    let known = store.world().get(&Key::new(Kind::Node, "n")).unwrap();
+    let known = store.state().get(&Key::new(Kind::Node, "n")).unwrap();
     store.put(known).await.unwrap();
     drop(store);
     raw(&|node| assert_eq!(node["status"]["levitation"]["height"], 3, "{node:#}"));
@@ -120,8 +120,8 @@ async fn one_object_that_cannot_be_read_stops_no_other_and_is_never_replaced() {
     write.commit().unwrap();
     drop(database);
     let store = RedbStore::open(&path).unwrap();
-    assert_eq!(store.world().nodes.keys().collect::<Vec<_>>(), ["good"]);
-    let sentence = store.world().unknown(&Key::new(Kind::Node, "bad")).unwrap();
+    assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["good"]);
+    let sentence = store.state().unknown(&Key::new(Kind::Node, "bad")).unwrap();
     assert!(sentence.contains("restore the store from a backup"), "{sentence}");
     let refused = store.put(node("bad", 0)).await.unwrap_err();
     assert!(matches!(&refused, StoreError::Refused { key, .. } if key.name == "bad"), "{refused}");

@@ -11,7 +11,7 @@ impl Worker {
         for action in decision.actions {
             // Calls before it may have taken long: an undeletion may want the data again.
             let deletes = matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
-            if deletes && self.store.world().version(key) != version {
+            if deletes && self.store.state().version(key) != version {
                 tracing::info!(object = %key, "changed since its deletion was decided: looking again");
                 return Outcome::Failed;
             }
@@ -45,13 +45,13 @@ impl Worker {
                 }
             }
             Action::Emit(event) => {
-                self.tell(&event);
+                self.record(&event);
                 true
             }
         }
     }
 
-    fn tell(&self, event: &Event) {
+    fn record(&self, event: &Event) {
         let Event { about, warning, reason, message } = event;
         if *warning {
             tracing::warn!(%about, reason, "{message}");
@@ -59,7 +59,7 @@ impl Worker {
             tracing::info!(%about, reason, "{message}");
         }
         if let Some(events) = &self.events {
-            events.tell(event, &self.store.world().uid(about));
+            events.record(event, &self.store.state().uid(about));
         }
     }
 

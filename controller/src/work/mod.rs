@@ -32,7 +32,7 @@ pub struct Worker {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     queue: Arc<Queue>,
-    /// Held while a decision that may give disk space away is taken, until its places are promised.
+    /// Held while a decision that may give disk space away is taken, until its space is reserved.
     placing: Mutex<()>,
     /// The channel for errors of the store that no retry can repair.
     broken: mpsc::Sender<StoreError>,
@@ -73,7 +73,7 @@ impl Worker {
             tokio::select! {
                 change = changes.recv() => match change {
                     Ok(key) => {
-                        let keys = concerned(&self.store.world(), &key);
+                        let keys = concerned(&self.store.state(), &key);
                         self.queue.add(keys);
                     }
                     Err(RecvError::Lagged(_)) => self.look_at_everything(),
@@ -88,17 +88,17 @@ impl Worker {
     }
 
     fn look_at_everything(&self) {
-        let keys: Vec<Key> = self.store.world().keys().chain(self.fleet.node_keys()).collect();
+        let keys: Vec<Key> = self.store.state().keys().chain(self.fleet.node_keys()).collect();
         self.queue.add(keys);
     }
 
     async fn one(self: Arc<Worker>, key: Key) {
         let started = Instant::now();
-        let outcome = match self.decide_and_promise(&key) {
-            Ok((decision, version, promised)) => {
+        let outcome = match self.decide_and_reserve(&key) {
+            Ok((decision, version, scheduled)) => {
                 let outcome = self.carry_out(&key, version, decision).await;
-                if !promised.is_empty() {
-                    self.store.forget_promises(&promised);
+                if !scheduled.is_empty() {
+                    self.store.forget_reservations(&scheduled);
                 }
                 outcome
             }
@@ -112,15 +112,15 @@ impl Worker {
     }
 
     /// Returns a decision, the version of the object that it is about, and the names of the new replicas
-    /// whose places are promised until it is carried out.
-    fn decide_and_promise(&self, key: &Key) -> Result<(Decision, u64, Vec<String>), getrandom::Error> {
-        let gives = gives_space_away(&self.store.world(), key);
+    /// whose space is reserved until it is carried out.
+    fn decide_and_reserve(&self, key: &Key) -> Result<(Decision, u64, Vec<String>), getrandom::Error> {
+        let gives = gives_space_away(&self.store.state(), key);
         let _placing = gives.then(|| self.placing.lock().unwrap_or_else(PoisonError::into_inner));
         let (decision, version) = self.decide(key)?;
-        let new: Vec<Replica> = decision.new_replicas(&self.store.world()).cloned().collect();
+        let new: Vec<Replica> = decision.new_replicas(&self.store.state()).cloned().collect();
         let names = new.iter().map(|replica| replica.metadata.name.clone()).collect();
         if !new.is_empty() {
-            self.store.promise(new);
+            self.store.reserve(new);
         }
         Ok((decision, version, names))
     }
@@ -130,10 +130,10 @@ impl Worker {
         for number in &mut random {
             *number = getrandom::u64()?;
         }
-        let world = self.store.world();
+        let cluster = self.store.state();
         let agents = self.fleet.agents();
         let (now, settings) = (Timestamp::now(), self.settings);
-        let context = Context { world: &world, agents: &agents, now, random, settings };
-        Ok((reconcile(&context, key), world.version(key)))
+        let context = Context { cluster: &cluster, agents: &agents, now, random, settings };
+        Ok((reconcile(&context, key), cluster.version(key)))
     }
 }

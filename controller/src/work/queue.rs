@@ -96,7 +96,7 @@ impl Queue {
 
     /// Has the objects looked at soon.
     pub fn add(&self, keys: impl IntoIterator<Item = Key>) {
-        // Before the lock is taken: the world has one of its own.
+        // Before the lock is taken: the cluster state has one of its own.
         let keys: Vec<(Key, bool)> = keys
             .into_iter()
             .map(|key| {

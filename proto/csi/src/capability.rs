@@ -23,12 +23,12 @@ pub enum Access {
     /// The volume is used as a block device.
     Block,
     /// The volume is used as a file system.
-    Mount(MountWish),
+    Mount(MountSpec),
 }
 
 /// The requested file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MountWish {
+pub struct MountSpec {
     /// The requested file system. None: the existing one, or the default on an empty device.
     pub kind: Option<FsKind>,
     /// Passed on as they are.
@@ -41,8 +41,8 @@ impl Capability {
     pub fn is_read_only(&self) -> bool {
         let flag = match &self.access {
             Access::Block => false,
-            Access::Mount(wish) => {
-                wish.flags.iter().filter_map(|flag| options(flag)).flatten().any(|one| one == "ro")
+            Access::Mount(wanted) => {
+                wanted.flags.iter().filter_map(|flag| options(flag)).flatten().any(|one| one == "ro")
             }
         };
         flag || matches!(self.mode, Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly)
@@ -79,29 +79,29 @@ pub fn capability(capability: Option<v1::VolumeCapability>) -> Result<Capability
     };
     let access = match capability.access_type.ok_or_else(|| missing(".access_type"))? {
         AccessType::Block(_) => Access::Block,
-        AccessType::Mount(wish) => Access::Mount(mount_wish(wish)?),
+        AccessType::Mount(wanted) => Access::Mount(mount_spec(wanted)?),
     };
     Ok(Capability { access, mode })
 }
 
-fn mount_wish(wish: MountVolume) -> Result<MountWish, CsiError> {
-    if !wish.volume_mount_group.is_empty() {
+fn mount_spec(wanted: MountVolume) -> Result<MountSpec, CsiError> {
+    if !wanted.volume_mount_group.is_empty() {
         // ext4 and xfs have no such mount option, and VOLUME_MOUNT_GROUP is not announced.
         return Err(CsiError::Invalid("volume_mount_group is not supported".into()));
     }
-    let kind = match wish.fs_type.as_str() {
+    let kind = match wanted.fs_type.as_str() {
         "" => None,
         name => Some(FsKind::of(name).ok_or_else(|| {
             let hint = "use ext4 or xfs";
             CsiError::Invalid(format!("file system {name:?} is not supported: {hint}"))
         })?),
     };
-    let bytes: usize = wish.mount_flags.iter().map(|flag| flag.len() + 1).sum();
-    if wish.mount_flags.len() > MOUNT_FLAGS_MAX || bytes > MOUNT_FLAGS_MAX_BYTES {
+    let bytes: usize = wanted.mount_flags.iter().map(|flag| flag.len() + 1).sum();
+    if wanted.mount_flags.len() > MOUNT_FLAGS_MAX || bytes > MOUNT_FLAGS_MAX_BYTES {
         return Err(CsiError::Invalid("there are too many mount flags".into()));
     }
-    wish.mount_flags.iter().try_for_each(|flag| mount_flag(flag))?;
-    Ok(MountWish { kind, flags: wish.mount_flags })
+    wanted.mount_flags.iter().try_for_each(|flag| mount_flag(flag))?;
+    Ok(MountSpec { kind, flags: wanted.mount_flags })
 }
 
 /// Returns an error if the flag could make mount(8), which gets it unchanged, do more than mount that device
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn file_systems_that_nobody_can_make_are_refused() {
         let kind = |name: &str| match capability(Some(mount(name, &[])))?.access {
-            Access::Mount(wish) => Ok::<_, CsiError>(wish.kind),
+            Access::Mount(wanted) => Ok::<_, CsiError>(wanted.kind),
             Access::Block => panic!("a mount"),
         };
         assert_eq!(kind("").unwrap(), None);

@@ -10,7 +10,7 @@ mod gates;
 mod identity;
 mod size;
 
-pub use capability::{Access, Capability, FsKind, MountWish, capability, options};
+pub use capability::{Access, Capability, FsKind, MountSpec, capability, options};
 pub use error::CsiError;
 pub use gates::{Gates, Pass};
 pub use identity::{Identity, NOT_READY};

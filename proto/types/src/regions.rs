@@ -23,7 +23,8 @@ pub enum RegionsOf {
     /// region before the first write to it, the engine has it cleared when every member has flushed.
     Intent,
     /// The out-of-sync set of a replica outside the view. Durable; every member adds to it before it writes.
-    Missed(ReplicaId),
+    #[serde(rename = "missed")]
+    OutOfSync(ReplicaId),
     /// Regions with data in any layer of the replica. The set is not stored but searched on demand, and read
     /// only.
     Allocated,
@@ -71,10 +72,10 @@ impl MarkRegions {
         MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 }
     }
 
-    /// Returns the mark that has a replica delete its account of the regions that `replica` has missed.
+    /// Returns the mark that has a replica delete its out-of-sync set of `replica`.
     #[must_use]
     pub const fn forget(replica: ReplicaId) -> MarkRegions {
-        let (of, action) = (RegionsOf::Missed(replica), MarkAction::Forget);
+        let (of, action) = (RegionsOf::OutOfSync(replica), MarkAction::Forget);
         MarkRegions { of, action, runs: Vec::new(), stamp: 0, size_bytes: 0 }
     }
 }

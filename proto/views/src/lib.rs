@@ -30,18 +30,18 @@
 //!   be abandoned.
 #![forbid(unsafe_code)]
 
-mod accounts;
 mod arbiter;
 mod change;
+mod out_of_sync_sets;
 mod plan;
 mod quorum;
 mod replica;
 mod start;
 
-pub use accounts::{accounts_to_forget, lacks_room};
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
-pub use plan::{Account, Combined, Kept, NoPlan, Plan, Witness, combine, plan, remembers};
+pub use out_of_sync_sets::{lacks_room, out_of_sync_sets_to_forget};
+pub use plan::{Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Plan, combine, plan, remembers};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
 pub use start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};

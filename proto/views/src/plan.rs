@@ -7,7 +7,7 @@ use crate::start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_e
 
 /// The statements of one fenced replica about itself.
 #[derive(Clone, Debug)]
-pub struct Witness {
+pub struct FencedReplica {
     /// The id of the replica.
     pub replica: ReplicaId,
     /// The views that it has stored.
@@ -49,20 +49,25 @@ pub struct Plan {
 
 impl Plan {
     /// Returns the same start without `offenders`: replicas that are fenced and have reported, but fail later
-    /// requests. `witnesses` and `granted` are those of the plan. None if the start needs an offender: as a
-    /// member, because no other replica has kept everything, or to store the view.
+    /// requests. `fenced_replicas` and `granted` are those of the plan. None if the start needs an offender:
+    /// as a member, because no other replica has kept everything, or to store the view.
     ///
     /// Only the members and the replicas that store the view become fewer, and the views to honour may become
     /// more ([`basis_without`]). The unfit and blank replicas, the possible losses, and whether writes are
     /// lost still follow from the reports of all, the offenders included.
     #[must_use]
-    pub fn without(self, offenders: &Members, witnesses: &[Witness], granted: Option<View>) -> Option<Plan> {
+    pub fn without(
+        self,
+        offenders: &Members,
+        fenced_replicas: &[FencedReplica],
+        granted: Option<View>,
+    ) -> Option<Plan> {
         let Plan { members, unfit, blank, lost_writes, .. } = self;
-        let counts = |witness: &&Witness| !blank.contains(witness.replica);
-        let reports: Vec<_> = witnesses
+        let counts = |fenced: &&FencedReplica| !blank.contains(fenced.replica);
+        let reports: Vec<_> = fenced_replicas
             .iter()
             .filter(counts)
-            .map(|witness| (witness.replica, witness.report.clone()))
+            .map(|fenced| (fenced.replica, fenced.report.clone()))
             .collect();
         let stored = Members::new(reports.iter().map(|(replica, _)| *replica)).ok()?;
         let basis = basis_without(&reports, granted, offenders, &stored).ok()?;
@@ -80,26 +85,27 @@ pub struct NoPlan {
     pub unfit: Vec<(ReplicaId, String)>,
 }
 
-/// Decides how to start after `witnesses` were fenced; `granted` is the last view that the arbiter has
+/// Decides how to start after `fenced_replicas` were fenced; `granted` is the last view that the arbiter has
 /// granted.
 ///
 /// # Errors
 /// [`NoPlan`] says which replicas are missing or unfit.
 #[allow(clippy::result_large_err)] // made once per start
-pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan> {
-    let newest = witnesses.iter().map(|witness| witness.report.committed).max_by_key(|view| view.id);
-    let has_forgotten =
-        |witness: &&Witness| newest.is_some_and(|newest| forgets(witness.replica, &witness.report, newest));
+pub fn plan(fenced_replicas: &[FencedReplica], granted: Option<View>) -> Result<Plan, NoPlan> {
+    let newest = fenced_replicas.iter().map(|fenced| fenced.report.committed).max_by_key(|view| view.id);
+    let has_forgotten = |fenced: &&FencedReplica| {
+        newest.is_some_and(|newest| forgets(fenced.replica, &fenced.report, newest))
+    };
     let mut unfit: Vec<(ReplicaId, String)> = Vec::new();
-    let forgotten = witnesses.iter().filter(has_forgotten);
-    unfit.extend(forgotten.map(|witness| (witness.replica, FORGOTTEN.to_owned())));
-    let mut reports: Vec<_> = witnesses
+    let forgotten = fenced_replicas.iter().filter(has_forgotten);
+    unfit.extend(forgotten.map(|fenced| (fenced.replica, FORGOTTEN.to_owned())));
+    let mut reports: Vec<_> = fenced_replicas
         .iter()
-        .filter(|witness| !has_forgotten(witness))
-        .map(|witness| (witness.replica, witness.report.clone()))
+        .filter(|fenced| !has_forgotten(fenced))
+        .map(|fenced| (fenced.replica, fenced.report.clone()))
         .collect();
     let mut found = basis(&reports, granted);
-    let rolled_back = found.as_ref().map_or(Members::NONE, |basis| rolled_back(witnesses, basis));
+    let rolled_back = found.as_ref().map_or(Members::NONE, |basis| rolled_back(fenced_replicas, basis));
     if !rolled_back.is_empty() {
         unfit.extend(rolled_back.iter().map(|id| (id, ROLLED_BACK.to_owned())));
         reports.retain(|(id, _)| !rolled_back.contains(*id));
@@ -110,13 +116,13 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
         Err(cannot) => return Err(NoPlan { cannot, unfit }),
     };
     let is_whole =
-        |id: ReplicaId| witnesses.iter().any(|witness| witness.replica == id && !witness.rebuilding);
+        |id: ReplicaId| fenced_replicas.iter().any(|fenced| fenced.replica == id && !fenced.rebuilding);
     let members = basis.members.filter(is_whole);
     let broken = basis.members.filter(|id| !is_whole(id));
     unfit.extend(broken.iter().map(|id| (id, BROKEN.to_owned())));
     // A replica that may have lost unflushed writes holds everything acknowledged only after the others are
     // considered: while one of those is left, it joins later.
-    let has_lost = |id| witnesses.iter().any(|witness| witness.replica == id && witness.lost_cache);
+    let has_lost = |id| fenced_replicas.iter().any(|fenced| fenced.replica == id && fenced.lost_cache);
     let intact = members.filter(|id| !has_lost(id));
     let lost_writes = intact.is_empty();
     let members = if lost_writes { members } else { intact };
@@ -126,13 +132,13 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
             unfit,
         });
     }
-    let is_blank = |witness: &&Witness| {
+    let is_blank = |fenced: &&FencedReplica| {
         let others_know = newest.is_some_and(|newest| newest.id.generation != Generation::NEVER);
-        has_forgotten(witness)
-            || rolled_back.contains(witness.replica)
-            || (others_know && knows_no_engine(&witness.report))
+        has_forgotten(fenced)
+            || rolled_back.contains(fenced.replica)
+            || (others_know && knows_no_engine(&fenced.report))
     };
-    let blank = Members::new(witnesses.iter().filter(is_blank).map(|witness| witness.replica));
+    let blank = Members::new(fenced_replicas.iter().filter(is_blank).map(|fenced| fenced.replica));
     // A set can hold all replicas.
     Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
@@ -140,8 +146,8 @@ pub fn plan(witnesses: &[Witness], granted: Option<View>) -> Result<Plan, NoPlan
 /// Returns the replicas that hold every acknowledged write by their views, but lack stamps that another one
 /// of these replicas has. The stamp of a replica that is being rebuilt does not count: it may be older than
 /// the rebuild.
-fn rolled_back(witnesses: &[Witness], basis: &Basis) -> Members {
-    let holders = || witnesses.iter().filter(|witness| basis.members.contains(witness.replica));
+fn rolled_back(fenced_replicas: &[FencedReplica], basis: &Basis) -> Members {
+    let holders = || fenced_replicas.iter().filter(|fenced| basis.members.contains(fenced.replica));
     let newest = holders().filter(|holder| !holder.rebuilding).filter_map(|holder| holder.stamp).max();
     let newest = newest.unwrap_or(0);
     basis
@@ -165,22 +171,22 @@ pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
 
 /// The sets that one member keeps beside the data.
 #[derive(Clone, Debug)]
-pub struct Kept {
+pub struct KeptSets {
     /// The write intent of the member.
     pub intent: RegionSet,
     /// The newest stamp that it was sent, if it knows.
     pub stamp: Option<u32>,
     /// For each replica of the spec: its out-of-sync set, or none if the member does not know it.
-    pub missed: Vec<Option<Account>>,
+    pub out_of_sync: Vec<Option<OutOfSyncSet>>,
 }
 
 /// The out-of-sync set of a replica as counted by another one.
 #[derive(Clone, Debug)]
-pub struct Account {
+pub struct OutOfSyncSet {
     /// Regions in which the replica lacks data.
-    pub missed: RegionSet,
+    pub out_of_sync: RegionSet,
     /// The newest stamp that was sent to it. If its disk has lost that stamp, it misses more regions than
-    /// `missed`.
+    /// `out_of_sync`.
     pub stamp: u32,
 }
 
@@ -192,7 +198,7 @@ pub struct Combined {
     /// The newest stamp that any member was sent, if one of them knows.
     pub stamp: Option<u32>,
     /// For each replica of the spec: its out-of-sync set.
-    pub missed: Vec<RegionSet>,
+    pub out_of_sync: Vec<RegionSet>,
     /// For each replica of the spec: the newest stamp that it was sent, if it has missed anything.
     pub stamps: Vec<u32>,
     /// For each replica of the spec: whether that is all that it has missed.
@@ -211,21 +217,21 @@ impl Combined {
 
 /// Combines the sets of the members. An out-of-sync set is known if every member has counted it.
 #[must_use]
-pub fn combine(kept: &[Kept], replicas: usize, regions: u32) -> Combined {
+pub fn combine(kept: &[KeptSets], replicas: usize, regions: u32) -> Combined {
     let mut all = Combined {
         dirty: RegionSet::empty(regions),
         stamp: kept.iter().filter_map(|member| member.stamp).max(),
-        missed: vec![RegionSet::empty(regions); replicas],
+        out_of_sync: vec![RegionSet::empty(regions); replicas],
         stamps: vec![0; replicas],
         is_complete: vec![!kept.is_empty(); replicas],
     };
     for member in kept {
         all.dirty.insert_all(&member.intent);
-        for (replica, account) in member.missed.iter().enumerate().take(replicas) {
-            match account {
-                Some(account) => {
-                    all.missed[replica].insert_all(&account.missed);
-                    all.stamps[replica] = all.stamps[replica].max(account.stamp);
+        for (replica, out_of_sync_set) in member.out_of_sync.iter().enumerate().take(replicas) {
+            match out_of_sync_set {
+                Some(out_of_sync_set) => {
+                    all.out_of_sync[replica].insert_all(&out_of_sync_set.out_of_sync);
+                    all.stamps[replica] = all.stamps[replica].max(out_of_sync_set.stamp);
                 }
                 None => all.is_complete[replica] = false,
             }
@@ -253,16 +259,16 @@ mod tests {
         View { id: ViewId { generation: Generation::new(attach, 0), number }, members: ids(of) }
     }
 
-    fn witness(n: u64, committed: View, proposed: &[View]) -> Witness {
+    fn fenced(n: u64, committed: View, proposed: &[View]) -> FencedReplica {
         let report = ReplicaReport { committed, proposed: proposed.to_vec() };
-        Witness { replica: id(n), report, rebuilding: false, lost_cache: false, stamp: Some(0) }
+        FencedReplica { replica: id(n), report, rebuilding: false, lost_cache: false, stamp: Some(0) }
     }
 
     #[test]
     fn whoever_has_lost_its_cache_joins_later() {
         let now = view(3, &[1, 2]);
-        let lost = |n| Witness { lost_cache: true, ..witness(n, now, &[]) };
-        let found = plan(&[witness(1, now, &[]), lost(2)], None).unwrap();
+        let lost = |n| FencedReplica { lost_cache: true, ..fenced(n, now, &[]) };
+        let found = plan(&[fenced(1, now, &[]), lost(2)], None).unwrap();
         assert_eq!(found.members, ids(&[1]));
         assert_eq!(found.basis.holders, now.members, "both are waited for");
         let all = plan(&[lost(1), lost(2)], None).unwrap();
@@ -272,25 +278,25 @@ mod tests {
     #[test]
     fn writes_are_lost_where_every_member_has_lost_its_cache() {
         let now = view(3, &[1, 2, 3]);
-        let lost = |n| Witness { lost_cache: true, ..witness(n, now, &[]) };
-        let is_told = |of: &[Witness]| plan(of, None).unwrap().lost_writes;
-        assert!(!is_told(&[witness(1, now, &[]), witness(2, now, &[]), witness(3, now, &[])]));
-        assert!(!is_told(&[lost(1), lost(2), witness(3, now, &[])]), "one has kept everything");
+        let lost = |n| FencedReplica { lost_cache: true, ..fenced(n, now, &[]) };
+        let is_told = |of: &[FencedReplica]| plan(of, None).unwrap().lost_writes;
+        assert!(!is_told(&[fenced(1, now, &[]), fenced(2, now, &[]), fenced(3, now, &[])]));
+        assert!(!is_told(&[lost(1), lost(2), fenced(3, now, &[])]), "one has kept everything");
         assert!(is_told(&[lost(1), lost(2), lost(3)]));
         assert!(is_told(&[lost(1), lost(2)]), "who is silent does not help");
-        let rebuilding = Witness { rebuilding: true, ..witness(3, now, &[]) };
+        let rebuilding = FencedReplica { rebuilding: true, ..fenced(3, now, &[]) };
         assert!(is_told(&[lost(1), lost(2), rebuilding]), "nor who lacks data");
-        let older = witness(3, view(2, &[1, 2, 3]), &[]);
+        let older = fenced(3, view(2, &[1, 2, 3]), &[]);
         let alone = view(3, &[1]);
-        let last = Witness { lost_cache: true, ..witness(1, alone, &[]) };
+        let last = FencedReplica { lost_cache: true, ..fenced(1, alone, &[]) };
         assert!(is_told(&[last, older]), "nor who had left the view");
     }
 
     #[test]
     fn whoever_is_being_rebuilt_is_no_member() {
         let now = view(3, &[1, 2]);
-        let broken = Witness { rebuilding: true, ..witness(2, now, &[]) };
-        let plan = plan(&[witness(1, now, &[]), broken], None).unwrap();
+        let broken = FencedReplica { rebuilding: true, ..fenced(2, now, &[]) };
+        let plan = plan(&[fenced(1, now, &[]), broken], None).unwrap();
         assert_eq!(plan.members, ids(&[1]));
         assert!(!plan.basis.needs_grant, "what it knows of views counts");
         assert_eq!(plan.unfit.len(), 1);
@@ -300,27 +306,27 @@ mod tests {
     #[test]
     fn nobody_is_left_where_all_are_being_rebuilt() {
         let now = view(3, &[1]);
-        let broken = Witness { rebuilding: true, ..witness(1, now, &[]) };
+        let broken = FencedReplica { rebuilding: true, ..fenced(1, now, &[]) };
         let none = plan(&[broken], None).unwrap_err();
         assert_eq!(none.cannot, CannotStart::NoMember(Members::NONE));
         assert!(none.unfit[0].1.contains("lacks data"));
     }
 
     /// Returns the plan with the reports of all, if it is possible without some of them as members.
-    fn without(witnesses: &[Witness], offenders: &[u64]) -> Option<Plan> {
-        plan(witnesses, None).ok()?.without(&ids(offenders), witnesses, None)
+    fn without(fenced_replicas: &[FencedReplica], offenders: &[u64]) -> Option<Plan> {
+        plan(fenced_replicas, None).ok()?.without(&ids(offenders), fenced_replicas, None)
     }
 
     #[test]
     fn an_offender_is_left_out_if_the_others_are_enough() {
         let now = view(5, &[1, 2, 3]);
-        let all = [1, 2, 3].map(|n| witness(n, now, &[]));
+        let all = [1, 2, 3].map(|n| fenced(n, now, &[]));
         let found = without(&all, &[3]).unwrap();
         assert_eq!((found.members, found.basis.needs_grant), (ids(&[1, 2]), false));
         assert_eq!(found.basis.holders, now.members);
         assert!(without(&all, &[2, 3]).is_none());
         let two = view(5, &[1, 2]);
-        let half = without(&[witness(1, two, &[]), witness(2, two, &[])], &[2]).unwrap();
+        let half = without(&[fenced(1, two, &[]), fenced(2, two, &[])], &[2]).unwrap();
         assert_eq!((half.members, half.basis.needs_grant), (ids(&[1]), true));
     }
 
@@ -328,7 +334,7 @@ mod tests {
     fn an_offender_that_alone_knows_the_newest_view_is_not_left_out() {
         // The others were left out of it by a grant that a restored store has forgotten.
         let (before, now) = (view(3, &[1, 2, 3]), view(5, &[3]));
-        let all = [witness(1, before, &[]), witness(2, before, &[]), witness(3, now, &[])];
+        let all = [fenced(1, before, &[]), fenced(2, before, &[]), fenced(3, now, &[])];
         assert_eq!(plan(&all[..2], None).unwrap().members, ids(&[1, 2]), "nobody else knows");
         assert!(without(&all, &[3]).is_none());
     }
@@ -336,14 +342,13 @@ mod tests {
     #[test]
     fn empty_directories_do_not_start_a_volume_whose_offender_has_data() {
         let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
-        let all = [witness(1, first, &[]), witness(2, first, &[]), witness(3, now, &[])];
+        let all = [fenced(1, first, &[]), fenced(2, first, &[]), fenced(3, now, &[])];
         assert!(plan(&all[..2], None).is_ok(), "nobody else knows that there was an engine");
         assert!(without(&all, &[3]).is_none());
         // Nor do they count beside one that has the data.
         let four = view(5, &[1, 2, 3, 4]);
         let first = view(0, &[1, 2, 3, 4]);
-        let all =
-            [witness(1, four, &[]), witness(2, first, &[]), witness(3, four, &[]), witness(4, four, &[])];
+        let all = [fenced(1, four, &[]), fenced(2, first, &[]), fenced(3, four, &[]), fenced(4, four, &[])];
         assert_eq!(plan(&all, None).unwrap().members, ids(&[1, 3, 4]));
         let found = without(&all, &[3]).unwrap();
         assert_eq!((found.members, found.blank, found.basis.needs_grant), (ids(&[1, 4]), ids(&[2]), true));
@@ -353,8 +358,8 @@ mod tests {
     #[test]
     fn an_offender_that_alone_has_kept_everything_is_not_left_out() {
         let now = view(5, &[1, 2, 3]);
-        let lost = |n| Witness { lost_cache: true, ..witness(n, now, &[]) };
-        let all = [lost(1), lost(2), witness(3, now, &[])];
+        let lost = |n| FencedReplica { lost_cache: true, ..fenced(n, now, &[]) };
+        let all = [lost(1), lost(2), fenced(3, now, &[])];
         assert_eq!(plan(&all, None).unwrap().members, ids(&[3]));
         assert!(without(&all, &[3]).is_none());
         let found = without(&all, &[2]).unwrap();
@@ -366,7 +371,7 @@ mod tests {
     #[test]
     fn the_stamp_of_an_offender_tells_which_disks_were_restored() {
         let now = view(5, &[1, 2, 3]);
-        let stamped = |n, stamp| Witness { stamp: Some(stamp), ..witness(n, now, &[]) };
+        let stamped = |n, stamp| FencedReplica { stamp: Some(stamp), ..fenced(n, now, &[]) };
         let all = [stamped(1, 9), stamped(2, 7), stamped(3, 9)];
         assert_eq!(plan(&all, None).unwrap().blank, ids(&[2]));
         assert!(without(&all, &[3]).is_none(), "1 alone is less than half");
@@ -377,13 +382,13 @@ mod tests {
     #[test]
     fn a_replica_with_an_empty_new_directory_counts_for_nothing() {
         let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
-        let empty = witness(3, first, &[]);
-        let found = plan(&[witness(1, now, &[]), witness(2, now, &[]), empty.clone()], None).unwrap();
+        let empty = fenced(3, first, &[]);
+        let found = plan(&[fenced(1, now, &[]), fenced(2, now, &[]), empty.clone()], None).unwrap();
         assert_eq!(found.members, ids(&[1, 2]));
         assert!(found.unfit[0].1.contains("rebuilt"));
         assert_eq!(found.blank, ids(&[3]));
         // Nor does it count for the quorum.
-        let alone = plan(&[witness(1, now, &[]), empty], None).unwrap_err();
+        let alone = plan(&[fenced(1, now, &[]), empty], None).unwrap_err();
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }));
     }
 
@@ -391,7 +396,7 @@ mod tests {
     #[test]
     fn a_replica_whose_disk_was_restored_to_an_older_state_counts_for_nothing() {
         let now = view(5, &[1, 2, 3]);
-        let stamped = |n, stamp| Witness { stamp: Some(stamp), ..witness(n, now, &[]) };
+        let stamped = |n, stamp| FencedReplica { stamp: Some(stamp), ..fenced(n, now, &[]) };
         let found = plan(&[stamped(1, 9), stamped(2, 8), stamped(3, 7)], None).unwrap();
         assert_eq!(
             (found.members, found.blank),
@@ -402,18 +407,18 @@ mod tests {
         let alone = plan(&[stamped(1, 9), stamped(3, 7)], None).unwrap_err();
         assert!(matches!(alone.cannot, CannotStart::NoQuorum { .. }), "nor for the quorum");
         // A replica that has left the view has its set.
-        let left = Witness { stamp: Some(3), ..witness(3, view(4, &[1, 2, 3]), &[]) };
+        let left = FencedReplica { stamp: Some(3), ..fenced(3, view(4, &[1, 2, 3]), &[]) };
         let two = view(5, &[1, 2]);
-        let members = [1, 2].map(|n| Witness { stamp: Some(9), ..witness(n, two, &[]) });
+        let members = [1, 2].map(|n| FencedReplica { stamp: Some(9), ..fenced(n, two, &[]) });
         assert_eq!(plan(&[members.to_vec(), vec![left]].concat(), None).unwrap().blank, ids(&[]));
-        let lost = Witness { stamp: None, ..witness(3, now, &[]) };
+        let lost = FencedReplica { stamp: None, ..fenced(3, now, &[]) };
         assert_eq!(
             plan(&[stamped(1, 9), lost], None).unwrap().members,
             ids(&[1, 3]),
             "nothing speaks against it"
         );
         // Nor does it matter which one counts as rebuilt.
-        let rebuilding = Witness { rebuilding: true, ..stamped(1, 90) };
+        let rebuilding = FencedReplica { rebuilding: true, ..stamped(1, 90) };
         assert_eq!(plan(&[rebuilding, stamped(2, 8), stamped(3, 8)], None).unwrap().members, ids(&[2, 3]));
     }
 
@@ -421,30 +426,30 @@ mod tests {
     #[test]
     fn a_replica_that_has_a_newer_proposal_of_the_same_members_has_not_forgotten() {
         let (old, now, again) = (view(4, &[1, 2, 3]), view(5, &[1, 2]), view(6, &[1, 2]));
-        let holder = witness(1, old, &[again]);
+        let holder = fenced(1, old, &[again]);
         assert!(remembers(&holder.report, Some(now)));
-        let found = plan(&[holder, witness(2, now, &[again])], None).unwrap();
+        let found = plan(&[holder, fenced(2, now, &[again])], None).unwrap();
         assert_eq!((found.members, found.blank), (now.members, ids(&[])));
     }
 
     #[test]
     fn a_replica_that_was_away_and_is_empty_is_blank() {
         let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2]));
-        let others = [witness(1, now, &[]), witness(2, now, &[])];
+        let others = [fenced(1, now, &[]), fenced(2, now, &[])];
         let with = |third| [others.to_vec(), vec![third]].concat();
-        let found = plan(&with(witness(3, first, &[])), None).unwrap();
+        let found = plan(&with(fenced(3, first, &[])), None).unwrap();
         assert_eq!((found.blank, found.unfit.len()), (ids(&[3]), 0));
         // A replica that knows an engine has kept its state, and none is blank before the first engine.
-        assert_eq!(plan(&with(witness(3, view(2, &[1, 2, 3]), &[])), None).unwrap().blank, ids(&[]));
-        assert_eq!(plan(&with(witness(3, first, &[view(2, &[1, 3])])), None).unwrap().blank, ids(&[]));
-        let new: Vec<Witness> = (1..=3).map(|n| witness(n, first, &[])).collect();
+        assert_eq!(plan(&with(fenced(3, view(2, &[1, 2, 3]), &[])), None).unwrap().blank, ids(&[]));
+        assert_eq!(plan(&with(fenced(3, first, &[view(2, &[1, 3])])), None).unwrap().blank, ids(&[]));
+        let new: Vec<FencedReplica> = (1..=3).map(|n| fenced(n, first, &[])).collect();
         assert_eq!(plan(&new, None).unwrap().blank, ids(&[]));
     }
 
     #[test]
     fn a_replica_that_has_stored_the_view_and_missed_the_mark_is_a_member() {
         let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
-        let found = plan(&[witness(1, now, &[]), witness(2, first, &[now]), witness(3, first, &[now])], None);
+        let found = plan(&[fenced(1, now, &[]), fenced(2, first, &[now]), fenced(3, first, &[now])], None);
         assert_eq!(found.unwrap().members, ids(&[1, 2, 3]));
     }
 
@@ -457,19 +462,23 @@ mod tests {
             }
             set
         };
-        let account = |of, stamp| Some(Account { missed: set(of), stamp });
-        let one = Kept {
+        let out_of_sync_set = |of, stamp| Some(OutOfSyncSet { out_of_sync: set(of), stamp });
+        let one = KeptSets {
             intent: set(&[1]),
             stamp: Some(7),
-            missed: vec![None, account(&[4], 3), account(&[6], 2)],
+            out_of_sync: vec![None, out_of_sync_set(&[4], 3), out_of_sync_set(&[6], 2)],
         };
-        let two = Kept { intent: set(&[2]), stamp: Some(8), missed: vec![None, account(&[5], 4), None] };
+        let two = KeptSets {
+            intent: set(&[2]),
+            stamp: Some(8),
+            out_of_sync: vec![None, out_of_sync_set(&[5], 4), None],
+        };
         let all = combine(&[one.clone(), two.clone()], 3, 10);
         assert_eq!(all.dirty, set(&[1, 2]));
-        assert_eq!(all.missed, [set(&[]), set(&[4, 5]), set(&[6])]);
+        assert_eq!(all.out_of_sync, [set(&[]), set(&[4, 5]), set(&[6])]);
         assert_eq!(all.is_complete, [false, true, false]);
         assert_eq!((all.stamp, &all.stamps[..]), (Some(8), &[0, 4, 2][..]));
-        let unknown = Kept { stamp: None, ..two.clone() };
+        let unknown = KeptSets { stamp: None, ..two.clone() };
         assert_eq!(combine(&[one, unknown.clone()], 3, 10).stamp, Some(7));
         let none = combine(&[unknown], 3, 10);
         assert_eq!(

@@ -5,7 +5,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{Plan, Quorum, Witness, plan, quorum};
+use shorthorn_views::{FencedReplica, Plan, Quorum, plan, quorum};
 
 const REPLICAS: u64 = 4;
 
@@ -27,12 +27,12 @@ fn views(members: &[u8]) -> Vec<View> {
 /// of power, and stamp.
 type Said = (usize, u8, bool, bool, Option<u32>);
 
-fn witness(number: u64, said: &Said, views: &[View]) -> Witness {
+fn fenced(number: u64, said: &Said, views: &[View]) -> FencedReplica {
     let (committed, proposed, rebuilding, lost_cache, stamp) = *said;
     let proposed = (committed + 1..views.len()).filter(|place| proposed & 1 << place != 0);
     let report =
         ReplicaReport { committed: views[committed], proposed: proposed.map(|place| views[place]).collect() };
-    Witness { replica: ReplicaId::from_random(number), report, rebuilding, lost_cache, stamp }
+    FencedReplica { replica: ReplicaId::from_random(number), report, rebuilding, lost_cache, stamp }
 }
 
 fn said() -> impl Strategy<Value = Said> {
@@ -59,14 +59,14 @@ proptest! {
         let views = views(&members);
         let granted = granted.map(|place| views[place]);
         let offenders = set(offenders);
-        let witnesses: Vec<Witness> = (0..)
+        let fenced_replicas: Vec<FencedReplica> = (0..)
             .zip(&sayings)
             .filter(|(number, _)| reached & 1 << number != 0)
-            .map(|(number, said)| witness(number, said, &views))
+            .map(|(number, said)| fenced(number, said, &views))
             .collect();
-        let Ok(all) = plan(&witnesses, granted) else { return Ok(()) };
-        let plan_of_all = plan(&witnesses, granted).unwrap();
-        let Some(found) = all.without(&offenders, &witnesses, granted) else { return Ok(()) };
+        let Ok(all) = plan(&fenced_replicas, granted) else { return Ok(()) };
+        let plan_of_all = plan(&fenced_replicas, granted).unwrap();
+        let Some(found) = all.without(&offenders, &fenced_replicas, granted) else { return Ok(()) };
 
         // It is a part of the start with all of them.
         prop_assert!(!found.members.is_empty());
@@ -79,7 +79,7 @@ proptest! {
         prop_assert!(is_part(&of_all.proposed, &honoured.proposed));
 
         // The replicas that store the view are a quorum of every view, and the members are in all of them.
-        let stores = witnesses.iter().map(|one| one.replica);
+        let stores = fenced_replicas.iter().map(|one| one.replica);
         let stores = Members::new(stores.filter(|id| !offenders.contains(*id) && !found.blank.contains(*id))).unwrap();
         prop_assert!(found.members.is_subset_of(&stores));
         for view in honoured.views() {
@@ -92,11 +92,11 @@ proptest! {
         // honour no more. A restored disk is the exception: the report of its replica is dropped, with views
         // that no other one reports. The report of an offender, which is fenced, may have ruled these out
         // before.
-        let others: Vec<Witness> =
-            witnesses.iter().filter(|one| !offenders.contains(one.replica)).cloned().collect();
+        let others: Vec<FencedReplica> =
+            fenced_replicas.iter().filter(|one| !offenders.contains(one.replica)).cloned().collect();
         let newest = others.iter().map(|one| one.report.committed).max_by_key(|view| view.id);
         let is_blank = |of: &Plan| of.blank.filter(|id| !offenders.contains(id));
-        let stamps = || witnesses.iter().filter_map(|one| one.stamp);
+        let stamps = || fenced_replicas.iter().filter_map(|one| one.stamp);
         let is_restored = stamps().max().unwrap_or(0) > stamps().min().unwrap_or(0) + 1;
         if newest == Some(honoured.committed) && !is_restored {
             match plan(&others, granted) {

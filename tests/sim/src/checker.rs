@@ -45,8 +45,8 @@ pub struct Checker {
     sectors: Vec<Vec<Write>>,
     horizon: Micros,
     /// Sectors with more than one durable write, in any order.
-    unsettled: Vec<u32>,
-    is_unsettled: Vec<bool>,
+    ambiguous: Vec<u32>,
+    is_ambiguous: Vec<bool>,
     /// By id: the sectors that the write was about.
     written: Vec<std::ops::Range<usize>>,
 }
@@ -57,8 +57,8 @@ impl Checker {
         let mut checker = Checker {
             sectors: initial.iter().map(|id| vec![Write::first(*id)]).collect(),
             horizon: 0,
-            unsettled: Vec::new(),
-            is_unsettled: vec![false; initial.len()],
+            ambiguous: Vec::new(),
+            is_ambiguous: vec![false; initial.len()],
             written: Vec::new(),
         };
         for (sector, id) in initial.iter().enumerate() {
@@ -81,7 +81,7 @@ impl Checker {
     pub fn grow(&mut self, sectors: usize) {
         let sectors = sectors.max(self.sectors.len());
         self.sectors.resize_with(sectors, || vec![Write::first(0)]);
-        self.is_unsettled.resize(sectors, false);
+        self.is_ambiguous.resize(sectors, false);
     }
 
     /// Returns the number of sectors.
@@ -102,8 +102,8 @@ impl Checker {
                 dead: None,
                 gone: false,
             });
-            if !std::mem::replace(&mut self.is_unsettled[at], true) {
-                self.unsettled.push(u32::try_from(at).unwrap_or(u32::MAX));
+            if !std::mem::replace(&mut self.is_ambiguous[at], true) {
+                self.ambiguous.push(u32::try_from(at).unwrap_or(u32::MAX));
             }
         }
     }
@@ -134,7 +134,7 @@ impl Checker {
             write.ended = Some(now);
             write.effective = None;
             sector.iter_mut().for_each(|write| write.dead = None);
-            settle(sector, self.horizon);
+            prune(sector, self.horizon);
         }
     }
 
@@ -159,15 +159,15 @@ impl Checker {
                 write.effective.get_or_insert(now);
                 write.durable |= durable;
             }
-            settle(sector, self.horizon);
+            prune(sector, self.horizon);
         }
     }
 
     /// Records the acknowledgement of a flush that the device got at `submitted`.
     pub fn flushed(&mut self, submitted: Micros) {
         let horizon = self.horizon;
-        let (sectors, is_unsettled) = (&mut self.sectors, &mut self.is_unsettled);
-        self.unsettled.retain(|at| {
+        let (sectors, is_ambiguous) = (&mut self.sectors, &mut self.is_ambiguous);
+        self.ambiguous.retain(|at| {
             let sector = &mut sectors[*at as usize];
             let mut news = false;
             for write in sector.iter_mut().filter(|write| !write.durable && write.effective.is_some()) {
@@ -175,17 +175,17 @@ impl Checker {
                 news |= write.durable;
             }
             if news {
-                settle(sector, horizon);
+                prune(sector, horizon);
             }
             let stays = sector.len() > 1 || !sector.iter().all(|write| write.durable);
-            is_unsettled[*at as usize] = stays;
+            is_ambiguous[*at as usize] = stays;
             stays
         });
     }
 
     /// Records a power loss: data without a flush may be lost in whole or in part.
     pub fn power_lost(&mut self, now: Micros) {
-        for at in &self.unsettled {
+        for at in &self.ambiguous {
             let sector = &mut self.sectors[*at as usize];
             for write in sector.iter_mut().filter(|write| !write.durable) {
                 write.effective = None;
@@ -195,7 +195,7 @@ impl Checker {
             for write in sector.iter_mut() {
                 write.dead = None;
             }
-            settle(sector, self.horizon);
+            prune(sector, self.horizon);
         }
     }
 
@@ -214,8 +214,8 @@ impl Checker {
                 *sector = vec![Write::first(*id)];
             }
         }
-        self.unsettled.clear();
-        self.is_unsettled.fill(false);
+        self.ambiguous.clear();
+        self.is_ambiguous.fill(false);
         Ok(())
     }
 
@@ -249,7 +249,7 @@ impl Checker {
             };
             if write.effective.is_none() {
                 write.effective = Some(now);
-                settle(sector, self.horizon);
+                prune(sector, self.horizon);
             }
         }
         Ok(())
@@ -258,7 +258,7 @@ impl Checker {
 
 /// Finds the writes that have surely been replaced, and forgets those that cannot come back: replaced by
 /// durable ones, before `horizon`.
-fn settle(sector: &mut Vec<Write>, horizon: Micros) {
+fn prune(sector: &mut Vec<Write>, horizon: Micros) {
     if sector.len() < 2 {
         return;
     }

@@ -83,7 +83,7 @@ impl SparseFile {
     }
 
     /// Returns true if all changes of the block are durable.
-    fn is_settled(&self, block: u64) -> bool {
+    fn is_final(&self, block: u64) -> bool {
         self.unsynced.iter().all(|(changed, _)| *changed != block && *changed != PASSED_OVER)
     }
 
@@ -176,7 +176,7 @@ impl Files {
     pub fn rot(&mut self, block: u64, vanishes: bool) -> bool {
         let is_below = self.head.get(block).is_none();
         let found = if is_below { self.snapshot.get(block) } else { self.head.get(block) };
-        let Some(was) = found.filter(|_| self.head.is_settled(block)) else {
+        let Some(was) = found.filter(|_| self.head.is_final(block)) else {
             return false;
         };
         let below = self.snapshot.get(block).filter(|_| !is_below).unwrap_or_default();

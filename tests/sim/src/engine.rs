@@ -17,7 +17,7 @@ use crate::Sabotage;
 use crate::checker::Id;
 use crate::disk::BLOCK_SECTORS;
 use crate::net::{Answer, Ask, ConnId, Message};
-use crate::world::{Occurrence, World};
+use crate::simulation::{Occurrence, Simulation};
 
 /// Slots of the frontend.
 pub const DEPTH: u16 = 16;
@@ -74,13 +74,13 @@ pub struct Peer {
     pub run: Option<u64>,
     /// The volume is not to have it any more.
     pub is_given_up: bool,
-    /// True if the courier is in an attempt.
-    pub has_courier: bool,
+    /// True if the rebuild task is in an attempt.
+    pub has_rebuild_task: bool,
 }
 
 /// The control connection to a replica.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Line {
+pub struct ControlConnection {
     pub conn: Option<ConnId>,
     /// True if the control connection is in use.
     pub is_busy: bool,
@@ -110,8 +110,8 @@ pub struct EngineProc {
     pub peers: Vec<Peer>,
     /// The connection of each for requests, by queue.
     pub links: Vec<Vec<Option<ConnId>>>,
-    /// The connection of each for the courier.
-    pub lines: Vec<Line>,
+    /// The connection of each for the rebuild task.
+    pub control_connections: Vec<ControlConnection>,
     /// The requests in the slots of all queues.
     requests: Vec<Vec<Id>>,
     /// The data of the slots for copies.
@@ -157,11 +157,11 @@ impl EngineProc {
             last_view: None,
             run: None,
             is_given_up: false,
-            has_courier: false,
+            has_rebuild_task: false,
         };
         let is_free = |at: &usize| {
             let peer = &self.peers[*at];
-            peer.is_given_up && !peer.has_courier && self.is_disconnected(*at)
+            peer.is_given_up && !peer.has_rebuild_task && self.is_disconnected(*at)
         };
         if let Some(at) = (0..self.peers.len()).find(is_free) {
             self.peers[at] = peer;
@@ -173,7 +173,7 @@ impl EngineProc {
         let queues = self.requests.len() / usize::from(DEPTH);
         self.peers.push(peer);
         self.links.push(vec![None; queues]);
-        self.lines.push(Line::default());
+        self.control_connections.push(ControlConnection::default());
         Some(self.peers.len() - 1)
     }
 
@@ -182,7 +182,7 @@ impl EngineProc {
         if self.peers.iter().map(|peer| &peer.replica).eq(replicas) {
             return;
         }
-        (self.peers, self.links, self.lines) = (Vec::new(), Vec::new(), Vec::new());
+        (self.peers, self.links, self.control_connections) = (Vec::new(), Vec::new(), Vec::new());
         for replica in replicas {
             self.add(*replica);
         }
@@ -202,7 +202,7 @@ impl EngineProc {
     }
 }
 
-impl World {
+impl Simulation {
     /// Starts an engine process on `host` with the next generation.
     pub fn start_engine(&mut self, host: usize) {
         if self.hosts[host].engine.is_some() || self.controller.host != host {
@@ -232,7 +232,7 @@ impl World {
             core: None,
             peers: Vec::new(),
             links: Vec::new(),
-            lines: Vec::new(),
+            control_connections: Vec::new(),
             requests: vec![vec![0; REQUEST_SECTORS]; slots],
             copies: vec![vec![0; BUFFER_SECTORS]; usize::from(COPY_SLOTS)],
             view: None,
@@ -249,7 +249,7 @@ impl World {
         for replica in &self.guest.replicas {
             process.add(*replica);
         }
-        self.note(|| format!("engine {id} starts on host {host} as {generation}"));
+        self.trace(|| format!("engine {id} starts on host {host} as {generation}"));
         self.engines.insert(id, process);
         self.hosts[host].engine = Some(id);
         self.new_engines.push(id);
@@ -273,7 +273,7 @@ impl World {
     /// messages may be lost.
     pub fn kill_engine(&mut self, host: usize, for_us: u64, rng: &mut Rng) {
         let Some(id) = self.hosts[host].engine.take() else { return };
-        self.note(|| format!("engine {id} is gone"));
+        self.trace(|| format!("engine {id} is gone"));
         let conns: Vec<ConnId> = self
             .conns
             .iter()
@@ -293,8 +293,8 @@ impl World {
     }
 
     /// Ends the engine after it has cleared all that it can.
-    fn settled(&mut self, engine: u64) {
-        self.count("settled");
+    fn cleared_all(&mut self, engine: u64) {
+        self.count("cleared all");
         self.end_engine(engine);
     }
 
@@ -328,7 +328,7 @@ impl World {
         self.controller.attach += 1;
         self.controller.host = (self.controller.host + 1) % self.hosts.len();
         let (attach, host) = (self.controller.attach, self.controller.host);
-        self.note(|| format!("attachment {attach} on host {host}"));
+        self.trace(|| format!("attachment {attach} on host {host}"));
         self.guest_moves();
         // An engine of an earlier attachment on that host is stopped before.
         self.kill_engine(host, 0, rng);
@@ -354,13 +354,13 @@ impl World {
         let engine = conn.engine;
         self.wake(engine);
         let Some(process) = self.engines.get_mut(&engine) else { return };
-        for line in process.lines.iter_mut().filter(|line| line.conn == Some(id)) {
+        for line in process.control_connections.iter_mut().filter(|line| line.conn == Some(id)) {
             line.conn = None;
         }
         if let Some((peer, _)) = process.link_of(id) {
             let peer = index(peer);
             self.apply(engine, Event::Lost { peer, reason: reason.to_owned() });
-            // If the core did not know it as a member or a joiner, no other step closes it.
+            // If the core did not know it as a member or a rebuilding replica, no other step closes it.
             self.close_queue(engine, id);
         }
     }
@@ -426,7 +426,7 @@ impl World {
             operation,
             Operation::Read | Operation::CheckedRead | Operation::Flush | Operation::Verify
         ) && slot.slot < DEPTH;
-        if modifies && self.is_sabotaged(Sabotage::JoinerNotTold) && self.is_joining(engine, peer) {
+        if modifies && self.is_sabotaged(Sabotage::JoinerNotTold) && self.is_rebuilding(engine, peer) {
             return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
         }
         self.ask(engine, peer, slot.queue, ID_REQUEST | u64::from(slot.slot), ask);
@@ -440,9 +440,9 @@ impl World {
         }
     }
 
-    fn is_joining(&self, engine: u64, peer: PeerIndex) -> bool {
+    fn is_rebuilding(&self, engine: u64, peer: PeerIndex) -> bool {
         let core = self.engines.get(&engine).and_then(|process| process.core.as_ref());
-        core.is_some_and(|core| core.membership().state(peer) == PeerState::Joining)
+        core.is_some_and(|core| core.membership().state(peer) == PeerState::Rebuilding)
     }
 
     /// Completes a request as far as the core knows.
@@ -525,7 +525,7 @@ impl World {
                 self.send_request(engine, peer, slot, operation, ask);
             }
             Output::Complete { slot, outcome } => self.complete(engine, slot, outcome),
-            Output::Failed(failure) => self.note(|| format!("engine {engine}: {failure:?}")),
+            Output::Failed(failure) => self.trace(|| format!("engine {engine}: {failure:?}")),
             Output::Ping { peer, queue } => self.ask(engine, peer, queue, ID_PING, Ask::Ping),
             Output::Propose { peer, view, honoured } => {
                 if let Some(process) = self.engines.get_mut(&engine) {
@@ -554,21 +554,21 @@ impl World {
                 self.ask(engine, peer, 0, ID_MARK | u64::from(mark), Ask::Mark(change));
             }
             Output::Awaited { peer, .. } => {
-                self.note(|| format!("engine {engine} waits for {peer}"));
+                self.trace(|| format!("engine {engine} waits for {peer}"));
                 self.count("waits for late members");
             }
             Output::Prompt { peer } => {
-                self.note(|| format!("engine {engine}: {peer} has answered"));
+                self.trace(|| format!("engine {engine}: {peer} has answered"));
                 self.count("late members answered");
             }
             Output::Drop { peer, reason, cause } => {
-                self.note(|| format!("engine {engine} drops {peer}: {reason}"));
+                self.trace(|| format!("engine {engine} drops {peer}: {reason}"));
                 self.count(if cause == DropCause::Late { "drops of late replicas" } else { "drops" });
-                self.note_dropped(engine, peer);
+                self.record_dropped(engine, peer);
                 self.close_links(engine, peer);
             }
             Output::ViewChanged { view } => {
-                self.note(|| format!("engine {engine}: view {view}"));
+                self.trace(|| format!("engine {engine}: view {view}"));
                 self.count("view changes");
                 if let Some(process) = self.engines.get_mut(&engine) {
                     process.view = Some(*view);
@@ -576,15 +576,15 @@ impl World {
                     process.wants = None;
                 }
             }
-            Output::Joined { peer } => {
-                self.note(|| format!("engine {engine}: {peer} has joined"));
+            Output::Rebuilt { peer } => {
+                self.trace(|| format!("engine {engine}: {peer} has joined"));
                 self.count("joins");
             }
-            Output::Equalised => self.count("equalised"),
-            Output::Settled => self.settled(engine),
+            Output::Resynced => self.count("resynced"),
+            Output::ClearedAll => self.cleared_all(engine),
             Output::ScrubFound { range, odd, .. } => self.scrub_found(engine, range, &odd),
             Output::RotFound { peer, range, is_copied } => {
-                self.note(|| {
+                self.trace(|| {
                     format!("engine {engine}: replica {peer} holds rot at {range}, copied: {is_copied}")
                 });
                 self.count("rot found by copies");
@@ -594,11 +594,11 @@ impl World {
             }
             Output::ScrubDone => {
                 self.scrubs_done += 1;
-                self.note(|| "  a scrub is done".to_owned());
+                self.trace(|| "  a scrub is done".to_owned());
                 self.count("scrubs");
             }
             Output::Expanded { size_bytes } => {
-                self.note(|| format!("engine {engine}: the volume has {size_bytes} bytes"));
+                self.trace(|| format!("engine {engine}: the volume has {size_bytes} bytes"));
                 self.count("expansions");
                 let region_bytes = |size_bytes| Regions::of(size_bytes).region_bytes();
                 if region_bytes(self.guest.size_bytes) != region_bytes(size_bytes) {
@@ -607,7 +607,7 @@ impl World {
                 self.device_grows(engine);
             }
             Output::Frozen { reason } => {
-                self.note(|| format!("engine {engine} is frozen: {reason}"));
+                self.trace(|| format!("engine {engine} is frozen: {reason}"));
                 self.count("frozen");
                 self.end_engine(engine);
             }
@@ -615,7 +615,7 @@ impl World {
     }
 
     /// Checks that members and core count all that a member misses from its failure on.
-    fn note_dropped(&mut self, engine: u64, peer: PeerIndex) {
+    fn record_dropped(&mut self, engine: u64, peer: PeerIndex) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         let Some(view) = process.view else { return };
         let peer = &mut process.peers[usize::from(peer)];
@@ -733,7 +733,7 @@ impl World {
     /// Deposes the engine: a newer one holds the volume, and this one ends for good.
     pub fn depose(&mut self, engine: u64, holder: Generation) {
         if self.engines.contains_key(&engine) {
-            self.note(|| format!("engine {engine} is deposed by {holder}"));
+            self.trace(|| format!("engine {engine} is deposed by {holder}"));
             self.count("deposed");
             self.end_engine(engine);
             self.controller_learns(holder);
@@ -778,14 +778,14 @@ impl World {
             let attach = self.controller.attach;
             match self.controller.arbiter.ask(attach, view, &honoured, &stored) {
                 Ok(recorded) => {
-                    self.note(|| format!("granted: {view}"));
+                    self.trace(|| format!("granted: {view}"));
                     self.count("granted");
                     self.controller.arbiter = recorded;
                     let delay = self.rng.u64(100..5_000);
                     self.after(delay, Occurrence::Granted { engine, view });
                 }
                 Err(refused) => {
-                    self.note(|| format!("not granted to {engine}: {refused}"));
+                    self.trace(|| format!("not granted to {engine}: {refused}"));
                     if let Some(view) = refused.granted() {
                         // It has to honour that: when it starts again.
                         self.count("told of an earlier grant");

@@ -7,12 +7,12 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use crate::net::{ConnId, Cut, Whom};
 use crate::replica::Replica;
 use crate::script::Strike;
-use crate::world::{Occurrence, World};
+use crate::simulation::{Occurrence, Simulation};
 
 /// The volume is not made larger than that.
 const EXPANDED_BYTES_MAX: u64 = 4 << 20;
-/// The engine that hands over settles for so long at most.
-const SETTLE_LIMIT_US: u64 = 100_000;
+/// The engine that hands over clears for so long at most.
+const CLEAR_LIMIT_US: u64 = 100_000;
 
 /// A fault, with all of its choices. A `victim` is the number of a replica, modulo how many there are by
 /// then; a `pick` likewise of the open connections.
@@ -24,7 +24,8 @@ pub enum Fault {
     KillReplica { victim: usize, power: bool, for_us: u64 },
     /// The engine process is killed. Its sent messages arrive up to `lingers_us` later.
     KillEngine { lingers_us: u64, for_us: u64 },
-    /// The engine process is asked to leave the device to the next one: it settles before it ends.
+    /// The engine process is asked to leave the device to the next one: it clears the write intents before it
+    /// ends.
     HandOver { for_us: u64 },
     /// The volume is attached to another host, without a message to the old one.
     AttachElsewhere,
@@ -238,14 +239,14 @@ impl Fault {
     }
 }
 
-impl World {
+impl Simulation {
     /// Begins a fault.
     pub fn trouble(&mut self, strike: Strike) {
         if self.calm {
             return;
         }
         let Strike { salt, fault, .. } = strike;
-        self.note(|| format!("fault: {fault:?}"));
+        self.trace(|| format!("fault: {fault:?}"));
         if self.strike(&fault, &mut Rng::with_seed(salt)) {
             self.count_fault(&fault);
         }
@@ -410,8 +411,8 @@ impl World {
             return false;
         };
         process.restarts_after = for_us;
-        self.after(SETTLE_LIMIT_US, Occurrence::EndEngine { engine });
-        self.apply(engine, shorthorn_core::Event::Settle);
+        self.after(CLEAR_LIMIT_US, Occurrence::EndEngine { engine });
+        self.apply(engine, shorthorn_core::Event::ClearAll);
         true
     }
 
@@ -443,12 +444,13 @@ impl World {
         if shown <= saved.attach {
             return false;
         }
-        self.note(|| format!("the controller knows attachment {} of {before} again", saved.attach));
+        self.trace(|| format!("the controller knows attachment {} of {before} again", saved.attach));
         // Numbers are also drawn above those of engines that agents report.
         let used = self.hosts.iter().map(|host| host.generation.attach).fold(shown, u64::max);
         let arbiter = saved.arbiter.stale(used + 1);
         let size_bytes = self.controller.size_bytes;
-        self.controller = crate::world::Controller { up: true, size_bytes, attach: used, arbiter, ..saved };
+        self.controller =
+            crate::simulation::Controller { up: true, size_bytes, attach: used, arbiter, ..saved };
         self.attach_elsewhere(rng)
     }
 
@@ -506,7 +508,7 @@ impl World {
         self.cuts.clear();
         self.release_held();
         self.controller.up = true;
-        self.note(|| "calm".to_owned());
+        self.trace(|| "calm".to_owned());
         let dead: Vec<ConnId> =
             self.conns.iter().filter(|(_, conn)| conn.is_dead).map(|(id, _)| *id).collect();
         dead.into_iter().for_each(|conn| self.end_half_open(conn));
@@ -519,7 +521,7 @@ impl World {
             replica.slow_by_us = 0;
             replica.broken.clear();
             // A replica that has seen an error of its disk serves nothing until it is started again. If that
-            // is not noted, its host is.
+            // is not recorded, its host is.
             if replica.failed {
                 let power = !replica.may_end();
                 let mut rng = self.rng.fork();

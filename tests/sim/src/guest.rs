@@ -7,7 +7,7 @@ use shorthorn_types::{ByteRange, Errno, ReplicaId};
 use crate::checker::{Id, Micros};
 use crate::engine::DEPTH;
 use crate::replica::ROT;
-use crate::world::{Occurrence, World};
+use crate::simulation::{Occurrence, Simulation};
 
 /// A request that is not done.
 #[derive(Clone, Debug)]
@@ -76,7 +76,7 @@ pub fn sectors(range: ByteRange) -> std::ops::Range<usize> {
     sector(range.offset())..sector(range.end())
 }
 
-impl World {
+impl Simulation {
     /// Lets the guest send a request.
     pub fn guest_turn(&mut self) {
         let rng = &mut self.guest.rng;
@@ -130,7 +130,7 @@ impl World {
         ) {
             self.checker.submit(sectors_of(&request), request.id, request.submitted);
         }
-        self.note(|| format!("  asked: {request:?}"));
+        self.trace(|| format!("  asked: {request:?}"));
         self.guest.slots[slot] = Some(request);
         self.pass_on(slot);
     }
@@ -194,7 +194,7 @@ impl World {
     }
 
     /// Settles the requests of an old attachment when a new engine serves: they have happened or never will.
-    pub fn settle_forgotten(&mut self) {
+    pub fn mark_forgotten_undecided(&mut self) {
         for request in std::mem::take(&mut self.guest_forgot) {
             self.checker.undecided(sectors_of(&request), request.id, request.submitted, self.now);
         }
@@ -213,7 +213,7 @@ impl World {
         if outcome.is_ok() && host.is_some_and(|host| self.hosts[host].lost_writes) {
             return self.violate(format!("writes may be gone, and the guest is not told: {request:?}"));
         }
-        self.note(|| format!("  done: {request:?} {outcome:?}"));
+        self.trace(|| format!("  done: {request:?} {outcome:?}"));
         let (range, now) = (sectors_of(&request), self.now);
         match (request.operation, outcome) {
             (Operation::Read, Ok(())) => {

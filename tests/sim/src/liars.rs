@@ -6,12 +6,12 @@ use shorthorn_types::{Members, ReplicaId, View};
 use crate::checker::Micros;
 use crate::faults::LieAt;
 use crate::replica::{Judgement, Replica};
-use crate::world::World;
+use crate::simulation::Simulation;
 
 /// An engine that has begun so long ago has made several attempts to open the volume.
 const ATTEMPTS_US: Micros = 15_000_000;
 
-impl World {
+impl Simulation {
     /// Returns true if a replica lies.
     pub fn has_liars(&self) -> bool {
         self.replicas.iter().any(|replica| !replica.lies.is_empty() && !replica.gone)
@@ -32,7 +32,7 @@ impl World {
         self.serving().is_some() && self.absent().is_none()
     }
 
-    /// Handles the end of the liars' time, if [`World::goes_on_with_liars`] did not hold. Is that their
+    /// Handles the end of the liars' time, if [`Simulation::goes_on_with_liars`] did not hold. Is that their
     /// doing?
     pub fn judge_liars(&mut self) {
         match self.serving() {

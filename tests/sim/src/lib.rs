@@ -1,7 +1,7 @@
 //! A deterministic simulation of one volume: the real engine core, view rules, region keeping and layer
 //! plans, over simulated disks, connections, hosts, a controller and a guest.
 //!
-//! A run follows from its [`Script`] alone, and a script from a seed. For a while the world has trouble.
+//! A run follows from its [`Script`] alone, and a script from a seed. For a while the simulation has trouble.
 //! Processes are killed or stopped, hosts lose power, connections break, stall or fall silent. Disks are
 //! full, slow or report errors, the volume is attached elsewhere, replicas are replaced or lost. Then the
 //! trouble ends, and the volume has to come back by itself. If the last holder of some data is gone for good,
@@ -27,8 +27,8 @@ mod opening;
 mod replica;
 mod script;
 mod shrink;
+mod simulation;
 mod tasks;
-mod world;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -46,8 +46,8 @@ use crate::guest::Guest;
 use crate::replica::{Judgement, Replica};
 pub use crate::script::{Layout, Script, Strike};
 pub use crate::shrink::{Shrunk, shrink};
+use crate::simulation::{Occurrence, Simulation};
 use crate::tasks::Tasks;
-use crate::world::{Occurrence, World};
 
 /// A part of the rules that is left out, to see that the simulation notices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -92,7 +92,7 @@ pub enum Sabotage {
     /// Blocks are read for their sums before the record of later modifications begins.
     SumsBeforeLook,
     /// A replica that has failed ends although its disk does not say that data may be gone.
-    EndUnnoted,
+    EndUnrecorded,
     /// A start never leaves a replica out that it has reached.
     NoOffenders,
     /// A copy is always made of the first member.
@@ -134,7 +134,7 @@ pub const COVERED: &[&str] = &[
     "salvages needed",
     "salvages run",
     "salvages that may lose",
-    "settled",
+    "cleared all",
     "expansions",
     "expansions cut off",
     "scrubs",
@@ -216,75 +216,75 @@ const PATIENCE_US: u64 = 8_000_000;
 /// Runs a script.
 #[must_use]
 pub fn run(script: &Script, options: Options) -> Outcome {
-    let world = Rc::new(RefCell::new(make_world(script, options)));
+    let sim = Rc::new(RefCell::new(make_simulation(script, options)));
     let mut tasks = Tasks::default();
-    world.borrow_mut().schedule(script);
-    advance(&world, &mut tasks, script.trouble_us, |_| false);
-    world.borrow_mut().calm_down();
-    outlast_lies(&world, &mut tasks, script.trouble_us + LIES_US);
-    let mut end = world.borrow().now + RECOVERY_US;
+    sim.borrow_mut().schedule(script);
+    advance(&sim, &mut tasks, script.trouble_us, |_| false);
+    sim.borrow_mut().calm_down();
+    outlast_lies(&sim, &mut tasks, script.trouble_us + LIES_US);
+    let mut end = sim.borrow().now + RECOVERY_US;
     // While a replica that is gone for good is needed, only the operator can help.
-    let is_stuck = |world: &World| is_recovered(world) || needs_what_is_gone(world);
-    let mut recovered = advance(&world, &mut tasks, end, is_stuck);
-    if recovered && !is_recovered(&world.borrow()) {
-        world.borrow_mut().salvage();
-        end = world.borrow().now + RECOVERY_US;
-        recovered = advance(&world, &mut tasks, end, is_recovered);
+    let is_stuck = |sim: &Simulation| is_recovered(sim) || needs_what_is_gone(sim);
+    let mut recovered = advance(&sim, &mut tasks, end, is_stuck);
+    if recovered && !is_recovered(&sim.borrow()) {
+        sim.borrow_mut().salvage();
+        end = sim.borrow().now + RECOVERY_US;
+        recovered = advance(&sim, &mut tasks, end, is_recovered);
     }
     for _ in 0..LAST_SCRUBS_MAX {
-        if !recovered || !order_scrub(&world) {
+        if !recovered || !order_scrub(&sim) {
             break;
         }
-        let (done, views) = (world.borrow().scrubs_done, world.borrow().counted("view changes"));
-        end = world.borrow().now + RECOVERY_US;
-        recovered = advance(&world, &mut tasks, end, |world| world.scrubs_done > done && is_recovered(world));
+        let (done, views) = (sim.borrow().scrubs_done, sim.borrow().counted("view changes"));
+        end = sim.borrow().now + RECOVERY_US;
+        recovered = advance(&sim, &mut tasks, end, |sim| sim.scrubs_done > done && is_recovered(sim));
         // It has not seen a replica that has left meanwhile and is back.
-        if world.borrow().counted("view changes") == views {
+        if sim.borrow().counted("view changes") == views {
             break;
         }
     }
-    let mut world = world.borrow_mut();
-    if !recovered && world.violation.is_none() {
-        let state = describe(&world);
-        world.violate(format!("the volume has not come back: {state}"));
+    let mut sim = sim.borrow_mut();
+    if !recovered && sim.violation.is_none() {
+        let state = describe(&sim);
+        sim.violate(format!("the volume has not come back: {state}"));
     }
-    if world.violation.is_none() {
-        compare_replicas(&mut world);
+    if sim.violation.is_none() {
+        compare_replicas(&mut sim);
     }
-    let done = world.guest.done;
-    world.counts.insert("requests", done);
+    let done = sim.guest.done;
+    sim.counts.insert("requests", done);
     Outcome {
-        violation: world.violation.take(),
-        counts: std::mem::take(&mut world.counts),
-        log: std::mem::take(&mut world.log),
+        violation: sim.violation.take(),
+        counts: std::mem::take(&mut sim.counts),
+        log: std::mem::take(&mut sim.log),
     }
 }
 
 /// Continues some lies after all other trouble is over. As far as the others are enough the volume has to
 /// start and to come back without them.
-fn outlast_lies(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64) {
-    if !world.borrow().has_liars() {
+fn outlast_lies(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks, end: u64) {
+    if !sim.borrow().has_liars() {
         return;
     }
-    let goes_on = advance(world, tasks, end, World::goes_on_with_liars);
-    let mut world = world.borrow_mut();
-    if !goes_on && world.violation.is_none() {
-        world.judge_liars();
+    let goes_on = advance(sim, tasks, end, Simulation::goes_on_with_liars);
+    let mut sim = sim.borrow_mut();
+    if !goes_on && sim.violation.is_none() {
+        sim.judge_liars();
     }
-    world.end_lies();
+    sim.end_lies();
 }
 
 /// Orders a scrub with repairs. False if it has one replica.
-fn order_scrub(world: &Rc<RefCell<World>>) -> bool {
-    let mut world = world.borrow_mut();
-    let Some(engine) = world.guest.engine.filter(|_| world.guest.replicas.len() > 1) else { return false };
+fn order_scrub(sim: &Rc<RefCell<Simulation>>) -> bool {
+    let mut sim = sim.borrow_mut();
+    let Some(engine) = sim.guest.engine.filter(|_| sim.guest.replicas.len() > 1) else { return false };
     let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
-    world.note(|| "the volume is scrubbed".to_owned());
-    world.apply(engine, Event::Scrub(Some(scrub)));
+    sim.trace(|| "the volume is scrubbed".to_owned());
+    sim.apply(engine, Event::Scrub(Some(scrub)));
     true
 }
 
-fn make_world(script: &Script, options: Options) -> World {
+fn make_simulation(script: &Script, options: Options) -> Simulation {
     let mut rng = Rng::with_seed(script.seed ^ 0x6461_7461);
     let size_bytes = Regions::of(1 << 20).region_bytes() * REGIONS + 4096 * script.odd_blocks;
     let ids: Vec<ReplicaId> = (1..=script.replicas.max(1)).map(|n| ReplicaId::from_random(n * 7)).collect();
@@ -307,47 +307,52 @@ fn make_world(script: &Script, options: Options) -> World {
     };
     let replicas = ids.iter().enumerate().map(replica).collect();
     let guest = Guest::new(ids, size_bytes, next_id, script);
-    let mut world = World::new(options, script, replicas, guest, Checker::new(&initial));
-    world.layouts.clone_from(&script.layouts);
-    world
+    let mut sim = Simulation::new(options, script, replicas, guest, Checker::new(&initial));
+    sim.layouts.clone_from(&script.layouts);
+    sim
 }
 
 /// Lets things happen until `until` holds, or the time is over.
-fn advance(world: &Rc<RefCell<World>>, tasks: &mut Tasks, end: u64, until: impl Fn(&World) -> bool) -> bool {
+fn advance(
+    sim: &Rc<RefCell<Simulation>>,
+    tasks: &mut Tasks,
+    end: u64,
+    until: impl Fn(&Simulation) -> bool,
+) -> bool {
     loop {
         {
-            let mut world = world.borrow_mut();
-            if world.violation.is_some() || world.now >= end {
+            let mut sim = sim.borrow_mut();
+            if sim.violation.is_some() || sim.now >= end {
                 return false;
             }
-            let Some(what) = world.next() else { return false };
+            let Some(what) = sim.next() else { return false };
             let may_be_over = matches!(what, Occurrence::Guest | Occurrence::Control);
-            if let Some(what) = world.is_postponed(what) {
-                world.happen(what);
+            if let Some(what) = sim.is_postponed(what) {
+                sim.happen(what);
             }
-            if may_be_over && until(&world) {
+            if may_be_over && until(&sim) {
                 return true;
             }
         }
-        run_tasks(world, tasks);
+        run_tasks(sim, tasks);
     }
 }
 
 /// Gives the tasks of the processes that were woken their turns.
-fn run_tasks(world: &Rc<RefCell<World>>, tasks: &mut Tasks) {
+fn run_tasks(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks) {
     loop {
         let (new, woken) = {
-            let mut world = world.borrow_mut();
-            if world.woken.is_empty() {
+            let mut sim = sim.borrow_mut();
+            if sim.woken.is_empty() {
                 return;
             }
-            (std::mem::take(&mut world.new_engines), std::mem::take(&mut world.woken))
+            (std::mem::take(&mut sim.new_engines), std::mem::take(&mut sim.woken))
         };
         for engine in new {
-            tasks.spawn(engine, opening::live(Rc::clone(world), engine));
+            tasks.spawn(engine, opening::live(Rc::clone(sim), engine));
         }
         for engine in woken {
-            let runs = world.borrow().engines.get(&engine).map(|process| !process.paused);
+            let runs = sim.borrow().engines.get(&engine).map(|process| !process.paused);
             match runs {
                 Some(true) => tasks.poll(engine),
                 Some(false) => {}
@@ -357,7 +362,7 @@ fn run_tasks(world: &Rc<RefCell<World>>, tasks: &mut Tasks) {
     }
 }
 
-impl World {
+impl Simulation {
     /// Handles an occurrence.
     pub fn happen(&mut self, what: Occurrence) {
         match what {
@@ -390,84 +395,84 @@ impl World {
 }
 
 /// Returns true if the guest has no request left and every replica is a member.
-fn is_recovered(world: &World) -> bool {
-    let Some(engine) = world.guest.engine.and_then(|engine| world.engines.get(&engine)) else { return false };
+fn is_recovered(sim: &Simulation) -> bool {
+    let Some(engine) = sim.guest.engine.and_then(|engine| sim.engines.get(&engine)) else { return false };
     let Some(core) = &engine.core else { return false };
     let members = core.membership().view().members;
-    world.calm
-        && !world.hosts[engine.host].lost_writes
-        && world.guest.budget == 0
-        && world.guest.size_bytes == world.controller.size_bytes
-        && world.guest.slots.iter().all(Option::is_none)
+    sim.calm
+        && !sim.hosts[engine.host].lost_writes
+        && sim.guest.budget == 0
+        && sim.guest.size_bytes == sim.controller.size_bytes
+        && sim.guest.slots.iter().all(Option::is_none)
         && !core.membership().is_changing()
-        && core.copy_progress().equalise_left_bytes == 0
-        && world.guest.replicas.iter().all(|replica| members.contains(*replica))
-        && engine.links.iter().flatten().flatten().all(|conn| world.is_alive(*conn))
+        && core.copy_progress().resync_left_bytes == 0
+        && sim.guest.replicas.iter().all(|replica| members.contains(*replica))
+        && engine.links.iter().flatten().flatten().all(|conn| sim.is_alive(*conn))
 }
 
 /// Returns true if no engine serves, and the attached one cannot start without a replica that is gone.
-fn needs_what_is_gone(world: &World) -> bool {
+fn needs_what_is_gone(sim: &Simulation) -> bool {
     let is_gone = |id| {
-        let replica = world.replica_index(id).map(|at| &world.replicas[at]);
+        let replica = sim.replica_index(id).map(|at| &sim.replicas[at]);
         replica.is_some_and(|replica| replica.gone || replica.is_rolled_back)
     };
-    let engine = world.hosts[world.controller.host].engine.and_then(|engine| world.engines.get(&engine));
-    world.calm
-        && engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + PATIENCE_US < world.now)
-        && (world.needed.iter().any(is_gone) || is_torn(world) || waits_in_vain(world))
+    let engine = sim.hosts[sim.controller.host].engine.and_then(|engine| sim.engines.get(&engine));
+    sim.calm
+        && engine.is_some_and(|engine| engine.core.is_none() && engine.begun_us + PATIENCE_US < sim.now)
+        && (sim.needed.iter().any(is_gone) || is_torn(sim) || waits_in_vain(sim))
 }
 
 /// Returns true if replicas have stored views without a common member, and the record of the dead one was
 /// lost with a replica.
-fn is_torn(world: &World) -> bool {
-    world.is_torn && world.replicas.iter().any(|replica| replica.gone)
+fn is_torn(sim: &Simulation) -> bool {
+    sim.is_torn && sim.replicas.iter().any(|replica| replica.gone)
 }
 
 /// Returns true if half of the volume is left, and the arbiter of a restored store cannot grant that it
 /// continues: the missing replicas may have continued alone. Or each half has stored a view of its own, and
 /// the record of the granted one is lost.
-fn waits_in_vain(world: &World) -> bool {
+fn waits_in_vain(sim: &Simulation) -> bool {
     let is_gone = |replica: &Replica| replica.gone || replica.is_rolled_back;
-    let is_half_gone = world.replicas.iter().any(is_gone) || world.is_torn;
-    world.controller.arbiter.stale_since().is_some() && is_half_gone
+    let is_half_gone = sim.replicas.iter().any(is_gone) || sim.is_torn;
+    sim.controller.arbiter.stale_since().is_some() && is_half_gone
 }
 
-fn describe(world: &World) -> String {
-    let engine = world.guest.engine.and_then(|engine| world.engines.get(&engine));
+fn describe(sim: &Simulation) -> String {
+    let engine = sim.guest.engine.and_then(|engine| sim.engines.get(&engine));
     let core = engine.and_then(|engine| engine.core.as_ref());
     let states = core.map(|core| {
         let peers = 0..engine.map_or(0, |engine| engine.peers.len());
         let states: Vec<PeerState> = peers.map(|peer| core.membership().state(engine::index(peer))).collect();
         (core.membership().view(), states, core.copy_progress(), core.unfinished())
     });
-    let waiting = world.guest.slots.iter().flatten().count();
-    if world.options.trace {
+    let waiting = sim.guest.slots.iter().flatten().count();
+    if sim.options.trace {
         return format!("{waiting} requests wait; {core:#?}");
     }
-    format!("{waiting} requests wait, {} are to come; {states:?}", world.guest.budget)
+    format!("{waiting} requests wait, {} are to come; {states:?}", sim.guest.budget)
 }
 
 /// Heals blocks that all members have lost, and know to be lost: no repair is possible.
-fn heal_lost(world: &mut World) {
-    let wanted = world.guest.replicas.clone();
-    let all: Vec<usize> = wanted.iter().filter_map(|id| world.replica_index(*id)).collect();
-    let blocks = all.iter().map(|at| world.replicas[*at].size_bytes / 4096).min().unwrap_or(0);
+fn heal_lost(sim: &mut Simulation) {
+    let wanted = sim.guest.replicas.clone();
+    let all: Vec<usize> = wanted.iter().filter_map(|id| sim.replica_index(*id)).collect();
+    let blocks = all.iter().map(|at| sim.replicas[*at].size_bytes / 4096).min().unwrap_or(0);
     for block in 0..blocks {
-        if all.iter().all(|at| world.replicas[*at].is_known_rotten(block)) {
-            all.iter().for_each(|at| world.replicas[*at].files.heal(block));
-            world.count("blocks that all have lost");
+        if all.iter().all(|at| sim.replicas[*at].is_known_rotten(block)) {
+            all.iter().for_each(|at| sim.replicas[*at].files.heal(block));
+            sim.count("blocks that all have lost");
         }
     }
 }
 
 /// All members read the same.
-fn compare_replicas(world: &mut World) {
-    heal_lost(world);
-    let wanted = world.guest.replicas.clone();
+fn compare_replicas(sim: &mut Simulation) {
+    heal_lost(sim);
+    let wanted = sim.guest.replicas.clone();
     let contents: Vec<(ReplicaId, Vec<disk::Block>)> = wanted
         .iter()
-        .filter_map(|id| world.replica_index(*id))
-        .map(|at| (world.replicas[at].id, world.replicas[at].content()))
+        .filter_map(|id| sim.replica_index(*id))
+        .map(|at| (sim.replicas[at].id, sim.replicas[at].content()))
         .collect();
     for pair in contents.windows(2) {
         if let Some(block) = (0..pair[0].1.len()).find(|block| pair[0].1[*block] != pair[1].1[*block]) {
@@ -476,20 +481,20 @@ fn compare_replicas(world: &mut World) {
                 "block {block} is {:?} in replica {} and {:?} in replica {}",
                 one.1[block], one.0, other.1[block], other.0
             );
-            return world.violate(what);
+            return sim.violate(what);
         }
     }
     let flat: Vec<Id> = contents[0].1.iter().flatten().copied().collect();
     if flat.contains(&replica::ROT) {
-        return world.violate("rot is left after a scrub".to_owned());
+        return sim.violate("rot is left after a scrub".to_owned());
     }
-    let now = world.now;
-    if let Err(wrong) = world.checker.read(0, &flat, now, now) {
-        world.violate(format!("at the end: {wrong}"));
+    let now = sim.now;
+    if let Err(wrong) = sim.checker.read(0, &flat, now, now) {
+        sim.violate(format!("at the end: {wrong}"));
     }
 }
 
-impl World {
+impl Simulation {
     /// Returns true if both ends have the connection. The engine learns later that a replica has ended and
     /// may have lost data.
     fn is_alive(&self, conn: net::ConnId) -> bool {
@@ -507,7 +512,7 @@ impl World {
         if !self.is_one_left_without(at) {
             return false;
         }
-        self.note(|| format!("replica {at} is given up"));
+        self.trace(|| format!("replica {at} is given up"));
         let mut rng = self.rng.fork();
         self.lose_replica(at, &mut rng);
         self.put_in_place(place);
@@ -539,7 +544,7 @@ impl World {
     }
 
     fn lose_replica(&mut self, at: usize, rng: &mut Rng) {
-        self.note(|| format!("replica {at} is lost"));
+        self.trace(|| format!("replica {at} is lost"));
         self.replicas[at].gone = true;
         self.kill_replica(at, true, 0, rng);
     }
@@ -549,7 +554,7 @@ impl World {
         let lost = self.guest.replicas[place];
         let number = self.replicas.len() as u64;
         let id = ReplicaId::from_random(1000 + number);
-        self.note(|| format!("{id} takes the place of {lost}"));
+        self.trace(|| format!("{id} takes the place of {lost}"));
         let first = View {
             id: ViewId { generation: Generation::NEVER, number: 0 },
             members: Members::new([lost]).unwrap_or_default(),
@@ -605,7 +610,7 @@ impl World {
         let view = core.membership().view();
         let renewed = self.controller.arbiter.renewed(view);
         if let Some(arbiter) = renewed.filter(|_| view.id.generation.attach == self.controller.attach) {
-            self.note(|| format!("the arbiter grants again, from {view} on"));
+            self.trace(|| format!("the arbiter grants again, from {view} on"));
             self.count("records renewed");
             self.controller.arbiter = arbiter;
         }
@@ -620,7 +625,7 @@ impl World {
             self.kill_engine(host, 0, &mut rng);
         }
         self.guest_moves();
-        self.settle_forgotten();
+        self.mark_forgotten_undecided();
         let Some((at, lacks_nothing)) = self.best_choice() else {
             return self.violate("nobody is left to be the volume".to_owned());
         };
@@ -628,7 +633,7 @@ impl World {
         let id = self.replicas[at].id;
         self.controller.attach += 1;
         let attach = self.controller.attach;
-        self.note(|| format!("replica {at} ({id}) is salvaged as attachment {attach}"));
+        self.trace(|| format!("replica {at} ({id}) is salvaged as attachment {attach}"));
         self.kill_replica(at, false, 1000, &mut rng);
         self.replicas[at].salvage(attach);
         self.controller.arbiter = salvaged_arbiter(attach, id);

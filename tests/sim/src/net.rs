@@ -127,7 +127,7 @@ pub struct Conn {
     pub engine: u64,
     /// The host of that process.
     pub host: usize,
-    /// Index of the replica in the world.
+    /// Index of the replica in the simulation.
     pub replica: usize,
     /// Start of the replica process that took it.
     pub boot: u64,

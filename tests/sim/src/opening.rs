@@ -1,8 +1,8 @@
 //! The tasks of an engine process beside serving: open the volume, then bring replicas back, expand them and
 //! give them up. The steps are those of [`shorthorn_recovery`], over simulated connections.
 
-mod courier;
 mod link;
+mod rebuild_task;
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -18,31 +18,31 @@ use shorthorn_recovery::{
     grow_replicas, open, propose_to,
 };
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
-use shorthorn_views::{CannotStart, Change, Kept, NoPlan, Plan, Witness};
+use shorthorn_views::{CannotStart, Change, FencedReplica, KeptSets, NoPlan, Plan};
 use shorthorn_wire::Welcome;
 
 use crate::Sabotage;
 use crate::engine::{COPY_SLOTS, DEPTH, FLIGHT_LIMITS, ID_CALL, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index};
 use crate::net::{Answer, Ask, ConnId, Message};
+use crate::simulation::{Occurrence, Simulation};
 use crate::tasks::{all, until};
-use crate::world::{Occurrence, World};
 use link::{CallError, Via, Wire};
 
-/// The world, for tasks.
-pub type Sim = Rc<RefCell<World>>;
+/// The simulation, for tasks.
+pub type Sim = Rc<RefCell<Simulation>>;
 
 const CALL_TIMEOUT_US: u64 = 1_000_000;
 /// The time limit of a replica for an answer over a control connection.
 const LINE_LIMIT_US: u64 = 10_000_000;
 const RETRY_US: u64 = 100_000;
-/// The pause of a courier before its first attempt.
+/// The pause of a rebuild task before its first attempt.
 const FIRST_PAUSE_US: u64 = 20_000;
-/// The maximum pause of a courier between two attempts.
+/// The maximum pause of a rebuild task between two attempts.
 const LONGEST_PAUSE_US: u64 = 800_000;
 /// The time limit for members that do not answer, if the others are enough.
 const MISSING_LIMIT_MS: u64 = 1500;
 /// The same if the others have lost writes that the guest counts on.
-const KEEPER_LIMIT_MS: u64 = 3000;
+const MEMBER_LIMIT_MS: u64 = 3000;
 
 /// An engine process, for its tasks.
 #[derive(Clone)]
@@ -57,7 +57,7 @@ pub async fn live(sim: Sim, engine: u64) {
     process.open_patiently().await;
     let mut tasks: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = vec![Box::pin(process.follow())];
     for peer in 0..shorthorn_types::limits::MAX_MEMBERS {
-        tasks.push(Box::pin(process.courier(peer)));
+        tasks.push(Box::pin(process.rebuild_task(peer)));
     }
     all(tasks).await;
 }
@@ -65,9 +65,9 @@ pub async fn live(sim: Sim, engine: u64) {
 impl Process {
     async fn sleep(&self, us: u64) {
         let end = {
-            let mut world = self.sim.borrow_mut();
-            world.after(us, Occurrence::Wake { engine: self.engine });
-            world.now + us
+            let mut sim = self.sim.borrow_mut();
+            sim.after(us, Occurrence::Wake { engine: self.engine });
+            sim.now + us
         };
         until(|| (self.sim.borrow().now >= end).then_some(())).await;
     }
@@ -75,20 +75,20 @@ impl Process {
     /// Asks a replica, and waits for the answer until the connection breaks or the time is over.
     async fn call(&self, conn: ConnId, ask: Ask, limit_us: u64) -> Result<Answer, CallError> {
         let (key, end) = {
-            let mut world = self.sim.borrow_mut();
-            let number = ID_CALL | world.fresh();
-            world.calls.insert((conn, number), None);
-            world.send(conn, true, Message::Ask(number, Box::new(ask)));
-            world.after(limit_us, Occurrence::Wake { engine: self.engine });
-            ((conn, number), world.now + limit_us)
+            let mut sim = self.sim.borrow_mut();
+            let number = ID_CALL | sim.fresh();
+            sim.calls.insert((conn, number), None);
+            sim.send(conn, true, Message::Ask(number, Box::new(ask)));
+            sim.after(limit_us, Occurrence::Wake { engine: self.engine });
+            ((conn, number), sim.now + limit_us)
         };
         let answer = until(|| {
-            let mut world = self.sim.borrow_mut();
-            if let Some(answer) = world.calls.get_mut(&key).and_then(Option::take) {
+            let mut sim = self.sim.borrow_mut();
+            if let Some(answer) = sim.calls.get_mut(&key).and_then(Option::take) {
                 return Some(Some(answer));
             }
-            let open = world.conns.get(&conn).is_some_and(|conn| conn.engine_open);
-            (!open || world.now >= end).then_some(None)
+            let open = sim.conns.get(&conn).is_some_and(|conn| conn.engine_open);
+            (!open || sim.now >= end).then_some(None)
         })
         .await;
         self.sim.borrow_mut().calls.remove(&key);
@@ -102,20 +102,20 @@ impl Process {
 
     fn close(&self, conn: ConnId) {
         // It cannot be borrowed when the simulation ends: then nothing is left to close.
-        let Ok(mut world) = self.sim.try_borrow_mut() else { return };
-        if world.conns.get(&conn).is_some_and(|conn| conn.engine_open) {
-            world.send(conn, true, Message::Close);
-            world.close_at_engine(conn, "it is not needed");
+        let Ok(mut sim) = self.sim.try_borrow_mut() else { return };
+        if sim.conns.get(&conn).is_some_and(|conn| conn.engine_open) {
+            sim.send(conn, true, Message::Close);
+            sim.close_at_engine(conn, "it is not needed");
         }
     }
 
     /// Opens a connection to a replica, fences it, and gives it the size of the volume.
-    async fn greet(&self, replica: ReplicaId, queue: u16) -> Result<(Via<Wire>, Welcome), CallError> {
+    async fn handshake(&self, replica: ReplicaId, queue: u16) -> Result<(Via<Wire>, Welcome), CallError> {
         let (conn, generation) = {
-            let mut world = self.sim.borrow_mut();
-            let at = world.replica_index(replica).ok_or(CallError::Broken)?;
-            let generation = world.engines.get(&self.engine).ok_or(CallError::Broken)?.generation;
-            (world.connect(self.engine, at), generation)
+            let mut sim = self.sim.borrow_mut();
+            let at = sim.replica_index(replica).ok_or(CallError::Broken)?;
+            let generation = sim.engines.get(&self.engine).ok_or(CallError::Broken)?.generation;
+            (sim.connect(self.engine, at), generation)
         };
         let mut link = Via(Wire { process: self.clone(), conn });
         let answer = self.call(conn, Ask::Hello(generation, queue), CALL_TIMEOUT_US).await?;
@@ -135,10 +135,10 @@ impl Process {
     /// Follows a larger size from the controller: grows the replicas, then the core. Failures are retried.
     async fn follow_size(&self) {
         {
-            let mut world = self.sim.borrow_mut();
-            let wanted = world.controller.size_bytes;
-            let is_up = world.controller.up;
-            let Some(process) = world.engines.get_mut(&self.engine) else { return };
+            let mut sim = self.sim.borrow_mut();
+            let wanted = sim.controller.size_bytes;
+            let is_up = sim.controller.up;
+            let Some(process) = sim.engines.get_mut(&self.engine) else { return };
             if is_up {
                 process.size_bytes = process.size_bytes.max(wanted);
             }
@@ -178,12 +178,12 @@ impl Process {
 
     /// Takes orders before an attempt: the controller may want a larger volume by now, or other replicas.
     fn take_orders(&self) {
-        let mut world = self.sim.borrow_mut();
-        if !world.controller.up {
+        let mut sim = self.sim.borrow_mut();
+        if !sim.controller.up {
             return;
         }
-        let (size_bytes, replicas) = (world.controller.size_bytes, world.guest.replicas.clone());
-        if let Some(engine) = world.engines.get_mut(&self.engine) {
+        let (size_bytes, replicas) = (sim.controller.size_bytes, sim.guest.replicas.clone());
+        if let Some(engine) = sim.engines.get_mut(&self.engine) {
             engine.size_bytes = engine.size_bytes.max(size_bytes);
             engine.set_replicas(&replicas);
         }
@@ -192,13 +192,13 @@ impl Process {
     /// Takes the next generation after a view was proposed or asked for: the next attempt must not use its
     /// number again.
     fn take_next_generation(&self) {
-        let mut world = self.sim.borrow_mut();
-        let Some(engine) = world.engines.get(&self.engine) else { return };
+        let mut sim = self.sim.borrow_mut();
+        let Some(engine) = sim.engines.get(&self.engine) else { return };
         let host = engine.host;
-        let Generation { attach, restart, .. } = world.hosts[host].generation;
-        let generation = world.drawn(Generation::new(attach, restart + 1));
-        world.hosts[host].generation = generation;
-        if let Some(engine) = world.engines.get_mut(&self.engine) {
+        let Generation { attach, restart, .. } = sim.hosts[host].generation;
+        let generation = sim.drawn(Generation::new(attach, restart + 1));
+        sim.hosts[host].generation = generation;
+        if let Some(engine) = sim.engines.get_mut(&self.engine) {
             engine.generation = generation;
             engine.was_granted = None;
         }
@@ -210,16 +210,16 @@ impl Process {
         offenders: &mut Offenders,
     ) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
         let volume = {
-            let world = self.sim.borrow();
-            let engine = world.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
-            let host = &world.hosts[engine.host];
+            let sim = self.sim.borrow();
+            let engine = sim.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
+            let host = &sim.hosts[engine.host];
             Volume {
                 generation: engine.generation,
                 replicas: engine.peers.iter().map(|peer| peer.replica).collect(),
                 size_bytes: engine.size_bytes,
                 granted: [host.granted, host.granted_before].into_iter().flatten().max_by_key(|view| view.id),
                 missing_limit_ms: MISSING_LIMIT_MS,
-                keeper_limit_ms: KEEPER_LIMIT_MS,
+                member_limit_ms: MEMBER_LIMIT_MS,
             }
         };
         let mut attempt = Attempt {
@@ -239,36 +239,36 @@ impl Process {
     /// Checks that a replica is judged as restored from an older disk only if it was. The reports of an
     /// engine of an earlier attachment may be old.
     fn judge_unfit(&self, unfit: &[(ReplicaId, String)]) {
-        let mut world = self.sim.borrow_mut();
-        let attach = world.engines.get(&self.engine).map(|process| process.generation.attach);
-        if attach != Some(world.controller.attach) {
+        let mut sim = self.sim.borrow_mut();
+        let attach = sim.engines.get(&self.engine).map(|process| process.generation.attach);
+        if attach != Some(sim.controller.attach) {
             return;
         }
         for (replica, why) in unfit.iter().filter(|(_, why)| why.contains("restored to an older state")) {
-            let at = world.replica_index(*replica);
-            if !at.is_some_and(|at| world.replicas[at].is_rolled_back) {
-                world.violate(format!("{replica} has kept everything: {why}"));
+            let at = sim.replica_index(*replica);
+            if !at.is_some_and(|at| sim.replicas[at].is_rolled_back) {
+                sim.violate(format!("{replica} has kept everything: {why}"));
             }
         }
     }
 
     /// Records that every member has lost power since a write. The user of the device since then learns of
     /// it.
-    fn note_losses(&self) {
-        let mut world = self.sim.borrow_mut();
-        world.count("starts from lost caches");
-        let Some(host) = world.engines.get(&self.engine).map(|process| process.host) else { return };
-        let host = &mut world.hosts[host];
+    fn record_losses(&self) {
+        let mut sim = self.sim.borrow_mut();
+        sim.count("starts from lost caches");
+        let Some(host) = sim.engines.get(&self.engine).map(|process| process.host) else { return };
+        let host = &mut sim.hosts[host];
         host.lost_writes |= host.was_live;
     }
 
     fn config(&self, opened: &Opened<Connections>, volume: &Volume) -> CoreConfig {
-        let world = self.sim.borrow();
-        let host = world.engines.get(&self.engine).map(|process| process.host);
-        let is_sabotaged = world.options.sabotage == Some(Sabotage::NoResync);
+        let sim = self.sim.borrow();
+        let host = sim.engines.get(&self.engine).map(|process| process.host);
+        let is_sabotaged = sim.options.sabotage == Some(Sabotage::NoResync);
         let peer = |(at, id): (usize, &ReplicaId)| PeerConfig { replica: *id, local: at == 0 };
         CoreConfig {
-            queues: world.queues,
+            queues: sim.queues,
             depth: DEPTH,
             peers: volume.replicas.iter().enumerate().map(peer).collect(),
             view: opened.view,
@@ -280,34 +280,34 @@ impl Process {
                 true => RegionSet::empty(shorthorn_types::Regions::of(volume.size_bytes).count()),
                 false => opened.dirty.clone(),
             },
-            missed: opened.missed.clone(),
+            out_of_sync: opened.out_of_sync.clone(),
             stamp: opened.stamp,
-            missed_stamps: opened.missed_stamps.clone(),
+            out_of_sync_stamps: opened.out_of_sync_stamps.clone(),
             copy_slots: COPY_SLOTS,
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
             verify_reads: self.engine % 2 == 1,
-            refuses_requests: host.is_some_and(|host| world.hosts[host].lost_writes),
+            refuses_requests: host.is_some_and(|host| sim.hosts[host].lost_writes),
         }
     }
 
     /// Serves the volume. `lost_writes`: the members had lost writes when the volume was opened.
     fn serve(&self, opened: Opened<Connections>, volume: &Volume, lost_writes: bool) {
         let config = self.config(&opened, volume);
-        let Opened { last_view, connections: links, is_missed_complete: is_complete, runs, .. } = opened;
-        let mut world = self.sim.borrow_mut();
+        let Opened { last_view, connections: links, is_out_of_sync_complete: is_complete, runs, .. } = opened;
+        let mut sim = self.sim.borrow_mut();
         let engine = self.engine;
-        let now_ms = world.clock_ms(engine);
+        let now_ms = sim.clock_ms(engine);
         let (view, dirty) = (config.view, config.dirty.len());
-        world.note(|| format!("engine {engine} serves {view}; {dirty} regions are dirty"));
+        sim.trace(|| format!("engine {engine} serves {view}; {dirty} regions are dirty"));
         if dirty > 0 && view.members.len() > 1 {
-            world.count("resyncs after an unclean stop");
+            sim.count("resyncs after an unclean stop");
         }
         let mut core = EngineCore::new(&config);
         let unknown = (0..).zip(&is_complete).filter(|(_, is_complete)| !**is_complete);
         unknown.for_each(|(peer, _)| core.distrust(peer));
-        let Some(process) = world.engines.get_mut(&engine) else { return };
+        let Some(process) = sim.engines.get_mut(&engine) else { return };
         process.core = Some(core);
         process.view = Some(view);
         for (peer, is_complete) in process.peers.iter_mut().zip(&is_complete) {
@@ -326,33 +326,33 @@ impl Process {
         }
         process.wants = None;
         let (attach, host) = (process.generation.attach, process.host);
-        world.count("opened");
-        world.apply(engine, Event::Tick { now_ms });
+        sim.count("opened");
+        sim.apply(engine, Event::Tick { now_ms });
         // A connection that broke unnoticed fails at its next use.
-        broken.retain(|(_, conn)| world.conns.get(conn).is_none_or(|conn| !conn.engine_open));
+        broken.retain(|(_, conn)| sim.conns.get(conn).is_none_or(|conn| !conn.engine_open));
         for (peer, _) in broken {
             let reason = "it has closed the connection".to_owned();
-            world.apply(engine, Event::Lost { peer: index(peer), reason });
-            world.close_links(engine, index(peer));
+            sim.apply(engine, Event::Lost { peer: index(peer), reason });
+            sim.close_links(engine, index(peer));
         }
-        let is_current = attach == world.controller.attach && host == world.controller.host;
+        let is_current = attach == sim.controller.attach && host == sim.controller.host;
         let refuses = config.refuses_requests;
         // Once a guest has begun with a newer engine, this one has changed nothing that it does not know.
-        world.lost_untold |= (lost_writes || refuses) && (is_current || world.guest.engine.is_none());
+        sim.lost_untold |= (lost_writes || refuses) && (is_current || sim.guest.engine.is_none());
         if is_current {
-            world.settle_forgotten();
-            world.hosts[host].was_live = true;
+            sim.mark_forgotten_undecided();
+            sim.hosts[host].was_live = true;
             if refuses {
-                world.count("guests told of lost writes");
-                let delay = world.rng.u64(100_000..1_000_000);
-                world.after(delay, Occurrence::AttachAnew { attach });
-            } else if std::mem::take(&mut world.lost_untold) {
-                let now = world.now;
-                world.checker.power_lost(now);
+                sim.count("guests told of lost writes");
+                let delay = sim.rng.u64(100_000..1_000_000);
+                sim.after(delay, Occurrence::AttachAnew { attach });
+            } else if std::mem::take(&mut sim.lost_untold) {
+                let now = sim.now;
+                sim.checker.power_lost(now);
             }
-            world.device_is_served(engine);
+            sim.device_is_served(engine);
         }
-        world.after(1000, Occurrence::Tick { engine });
+        sim.after(1000, Occurrence::Tick { engine });
     }
 
     /// Follows changes while the engine serves: the wanted replicas, and the size.
@@ -361,10 +361,10 @@ impl Process {
             self.sleep(RETRY_US).await;
             self.follow_replicas().await;
             self.follow_size().await;
-            let mut world = self.sim.borrow_mut();
-            if world.rng.u8(..) < 3 {
+            let mut sim = self.sim.borrow_mut();
+            if sim.rng.u8(..) < 3 {
                 let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
-                world.apply(self.engine, Event::Scrub(Some(scrub)));
+                sim.apply(self.engine, Event::Scrub(Some(scrub)));
             }
         }
     }
@@ -372,7 +372,7 @@ impl Process {
     /// Follows the replicas that the controller has given the volume.
     async fn follow_replicas(&self) {
         if self.exchange_replicas() {
-            // A member that does not forget keeps the account in vain.
+            // A member that does not forget keeps the out-of-sync set in vain.
             shorthorn_recovery::give_up(self).await;
         }
     }
@@ -380,10 +380,10 @@ impl Process {
     /// Adds new replicas, and gives up unwanted ones as soon as they are not in the view. Returns whether any
     /// was given up.
     fn exchange_replicas(&self) -> bool {
-        let mut world = self.sim.borrow_mut();
-        let wanted = world.guest.replicas.clone();
-        let is_up = world.controller.up;
-        let Some(process) = world.engines.get_mut(&self.engine).filter(|_| is_up) else { return false };
+        let mut sim = self.sim.borrow_mut();
+        let wanted = sim.guest.replicas.clone();
+        let is_up = sim.controller.up;
+        let Some(process) = sim.engines.get_mut(&self.engine).filter(|_| is_up) else { return false };
         let unwanted: Vec<usize> = (0..process.peers.len())
             .filter(|peer| {
                 let peer = &process.peers[*peer];
@@ -392,7 +392,7 @@ impl Process {
             .collect();
         let mut has_given_up = false;
         for peer in unwanted {
-            let Some(process) = world.engines.get_mut(&self.engine) else { break };
+            let Some(process) = sim.engines.get_mut(&self.engine) else { break };
             let replica = process.peers[peer].replica;
             let Some(core) = &process.core else { break };
             let is_member = core.membership().view().members.contains(replica)
@@ -400,10 +400,10 @@ impl Process {
             if !is_member {
                 process.peers[peer].is_given_up = true;
                 has_given_up = true;
-                world.apply(self.engine, Event::Forget { peer: index(peer) });
+                sim.apply(self.engine, Event::Forget { peer: index(peer) });
             }
         }
-        let Some(process) = world.engines.get_mut(&self.engine) else { return has_given_up };
+        let Some(process) = sim.engines.get_mut(&self.engine) else { return has_given_up };
         let mut tracked = Vec::new();
         for replica in &wanted {
             if process.index_of(*replica).is_none() {
@@ -411,8 +411,8 @@ impl Process {
             }
         }
         for peer in tracked {
-            let Some(config) = world.peer_config(self.engine, peer) else { continue };
-            world.apply(self.engine, Event::Track { peer: index(peer), config });
+            let Some(config) = sim.peer_config(self.engine, peer) else { continue };
+            sim.apply(self.engine, Event::Track { peer: index(peer), config });
         }
         has_given_up
     }
@@ -441,8 +441,8 @@ impl OpeningEngine for Attempt {
 
     async fn reach(&mut self) -> Result<Vec<Reached<Via<Wire>>>, NotOpen<()>> {
         let process = &self.process;
-        let greet = |replica| async move { process.greet(replica, 0).await };
-        let answers = all(self.replicas.iter().map(|replica| Box::pin(greet(*replica))).collect()).await;
+        let handshake = |replica| async move { process.handshake(replica, 0).await };
+        let answers = all(self.replicas.iter().map(|replica| Box::pin(handshake(*replica))).collect()).await;
         let mut reached = Vec::new();
         for (replica, answer) in self.replicas.iter().zip(answers) {
             match answer {
@@ -454,7 +454,7 @@ impl OpeningEngine for Attempt {
         Ok(reached)
     }
 
-    fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>) {
+    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&Plan, &NoPlan>) {
         match plan {
             Ok(plan) => {
                 self.process.judge_unfit(&plan.unfit);
@@ -463,43 +463,43 @@ impl OpeningEngine for Attempt {
             }
             Err(none) => {
                 self.process.judge_unfit(&none.unfit);
-                self.process.cannot_start(witnesses, none);
+                self.process.cannot_start(fenced_replicas, none);
             }
         }
     }
 
     fn offended(&mut self, replica: ReplicaId, reason: &str) {
         let engine = self.process.engine;
-        let mut world = self.process.sim.borrow_mut();
-        world.note(|| format!("engine {engine}: {replica} makes an attempt fail: {reason}"));
+        let mut sim = self.process.sim.borrow_mut();
+        sim.trace(|| format!("engine {engine}: {replica} makes an attempt fail: {reason}"));
     }
 
     fn leaves_out(&mut self, replica: ReplicaId, _: &str) {
         self.leaves_out = true;
         let engine = self.process.engine;
-        let mut world = self.process.sim.borrow_mut();
-        world.note(|| format!("engine {engine} leaves {replica} out"));
-        world.count("attempts without an offender");
+        let mut sim = self.process.sim.borrow_mut();
+        sim.trace(|| format!("engine {engine} leaves {replica} out"));
+        sim.count("attempts without an offender");
     }
 
     fn waited_ms(&self) -> u64 {
-        let world = self.process.sim.borrow();
-        let begun_us = world.engines.get(&self.process.engine).map_or(world.now, |engine| engine.begun_us);
-        (world.now - begun_us) / 1000
+        let sim = self.process.sim.borrow();
+        let begun_us = sim.engines.get(&self.process.engine).map_or(sim.now, |engine| engine.begun_us);
+        (sim.now - begun_us) / 1000
     }
 
     fn has_user(&self) -> bool {
-        let world = self.process.sim.borrow();
-        let host = world.engines.get(&self.process.engine).map(|process| process.host);
-        host.is_some_and(|host| world.hosts[host].was_live && !world.hosts[host].lost_writes)
+        let sim = self.process.sim.borrow();
+        let host = sim.engines.get(&self.process.engine).map(|process| process.host);
+        host.is_some_and(|host| sim.hosts[host].was_live && !sim.hosts[host].lost_writes)
     }
 
     fn ask_arbiter(&mut self, change: &Change, stored: Members) {
         let engine = self.process.engine;
-        let mut world = self.process.sim.borrow_mut();
-        world.count("grants asked");
-        world.after(100, Occurrence::AskArbiter { engine });
-        if let Some(process) = world.engines.get_mut(&engine) {
+        let mut sim = self.process.sim.borrow_mut();
+        sim.count("grants asked");
+        sim.after(100, Occurrence::AskArbiter { engine });
+        if let Some(process) = sim.engines.get_mut(&engine) {
             process.wants = Some((change.target, change.honoured.clone(), stored));
         }
     }
@@ -510,27 +510,27 @@ impl OpeningEngine for Attempt {
             let is_reached = |replica| reached.iter().any(|one| one.replica == replica);
             for replica in self.replicas.iter().copied().filter(|replica| !is_reached(*replica)) {
                 let process = self.process.clone();
-                let greeting = async move { process.greet(replica, 0).await.is_ok() };
+                let greeting = async move { process.handshake(replica, 0).await.is_ok() };
                 self.search.push((replica, Box::pin(greeting)));
             }
         }
         let (process, search, replicas) = (&self.process, &mut self.search, &self.replicas);
         std::future::poll_fn(|context| {
             {
-                let mut world = process.sim.borrow_mut();
-                let has_others = world.controller.up && world.guest.replicas != *replicas;
-                let (is_up, wanted_bytes) = (world.controller.up, world.controller.size_bytes);
-                let Some(engine) = world.engines.get_mut(&process.engine) else { return Poll::Pending };
+                let mut sim = process.sim.borrow_mut();
+                let has_others = sim.controller.up && sim.guest.replicas != *replicas;
+                let (is_up, wanted_bytes) = (sim.controller.up, sim.controller.size_bytes);
+                let Some(engine) = sim.engines.get_mut(&process.engine) else { return Poll::Pending };
                 let is_larger = is_up && wanted_bytes > engine.size_bytes;
                 if let Some(view) = engine.was_granted.take() {
-                    return Poll::Ready(Ok(Grant::Told(view)));
+                    return Poll::Ready(Ok(Grant::Answered(view)));
                 }
                 if has_others {
-                    world.count("starts with another list of replicas");
+                    sim.count("starts with another list of replicas");
                     return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
                 }
                 if is_larger {
-                    world.count("starts with another size");
+                    sim.count("starts with another size");
                     return Poll::Ready(Err(NotOpen::torn("the volume is to be larger now")));
                 }
             }
@@ -561,8 +561,8 @@ impl OpeningEngine for Attempt {
         self.search.clear();
     }
 
-    fn note_lost_writes(&mut self) -> Result<(), ()> {
-        self.process.note_losses();
+    fn record_lost_writes(&mut self) -> Result<(), ()> {
+        self.process.record_losses();
         Ok(())
     }
 
@@ -570,7 +570,7 @@ impl OpeningEngine for Attempt {
         &mut self,
         to: Vec<Reached<Via<Wire>>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Via<Wire>>, Result<Option<Kept>, CallError>)> {
+    ) -> Vec<(Reached<Via<Wire>>, Result<Option<KeptSets>, CallError>)> {
         let propose = |mut one| async move {
             let answer = propose_to(&mut one, proposal).await;
             (one, answer)
@@ -613,7 +613,7 @@ impl Process {
         }
         let mut links = vec![link];
         for queue in 1..queues {
-            let (link, greeting) = self.greet(replica, queue).await.map_err(|_| replica)?;
+            let (link, greeting) = self.handshake(replica, queue).await.map_err(|_| replica)?;
             if greeting.run != welcome.run {
                 self.close(link.0.into_conn());
                 return Err(replica);
@@ -623,17 +623,17 @@ impl Process {
         Ok((peer, links))
     }
 
-    fn cannot_start(&self, witnesses: &[Witness], none: &NoPlan) {
+    fn cannot_start(&self, fenced_replicas: &[FencedReplica], none: &NoPlan) {
         let NoPlan { cannot, unfit } = none;
-        let mut world = self.sim.borrow_mut();
-        world.needed = match cannot {
+        let mut sim = self.sim.borrow_mut();
+        sim.needed = match cannot {
             CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
             CannotStart::Nobody => Members::NONE,
         };
         let is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
-        world.is_torn = is_torn && unfit.is_empty();
-        world.note(|| {
-            let known = witnesses.iter().map(|one| format!("{} knows {:?}", one.replica, one.report));
+        sim.is_torn = is_torn && unfit.is_empty();
+        sim.trace(|| {
+            let known = fenced_replicas.iter().map(|one| format!("{} knows {:?}", one.replica, one.report));
             let known: Vec<String> = known.collect();
             format!("engine {} cannot start: {cannot}; {}", self.engine, known.join("; "))
         });

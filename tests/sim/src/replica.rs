@@ -9,9 +9,9 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
-use shorthorn_regions::{PAGE_BYTES, RegionKeeper, SetKey};
+use shorthorn_regions::{PAGE_BYTES, SetKey, WriteIntentLog};
 use shorthorn_replica_core::{
-    Admission, Displaced, KnownRot, PageEnd, Place, Ready, ReplicaState, Waiter, Waiting, Why,
+    Admission, KnownRot, PageEnd, QueueId, Ready, ReplicaState, Superseded, Waiter, Waiting, Why,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
@@ -29,7 +29,7 @@ use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::{Broken, LieAt, Mend};
 use crate::net::{Answer, Ask, ConnId, Greeting, Message};
 use crate::script::Layout;
-use crate::world::{Occurrence, World};
+use crate::simulation::{Occurrence, Simulation};
 
 /// A copy of a disk.
 #[derive(Clone, Debug)]
@@ -251,7 +251,7 @@ impl Replica {
     /// Copies the current disk.
     pub fn save_disk(&mut self) {
         let (files, durable) = (self.files.clone(), self.durable.clone());
-        let (size_bytes, stamp) = (self.size_bytes, self.state.keeper().stamp());
+        let (size_bytes, stamp) = (self.size_bytes, self.state.intent_log().stamp());
         self.saved = Some(Saved { files, durable, size_bytes, stamp });
     }
 
@@ -261,7 +261,7 @@ impl Replica {
         let is_member = view.members.contains(self.id) && view.members.len() >= MEMBERS_THAT_TELL;
         self.saved.as_ref().is_some_and(|saved| {
             let is_same_view = saved.durable.views.report().committed == view && !saved.durable.rebuilding;
-            let (then, now) = (saved.stamp, self.state.keeper().stamp());
+            let (then, now) = (saved.stamp, self.state.intent_log().stamp());
             let is_old = then.zip(now).is_some_and(|(then, now)| now >= then + STAMPS_THAT_TELL);
             is_member && is_same_view && is_old
         })
@@ -284,7 +284,7 @@ impl Replica {
             rebuilding: self.durable.rebuilding,
             lost_cache: self.durable.power_was_lost,
             report: self.durable.views.report().clone(),
-            stamp: intent.and_then(|file| RegionKeeper::load(regions, 1, file).0.stamp()),
+            stamp: intent.and_then(|file| WriteIntentLog::load(regions, 1, file).0.stamp()),
         }
     }
 
@@ -346,8 +346,8 @@ impl Replica {
     }
 
     /// Tries the note of a failure once more.
-    pub fn note_again(&mut self) {
-        self.change(|state, disk| state.note_again(disk));
+    pub fn retry_record(&mut self) {
+        self.change(|state, disk| state.retry_record(disk));
     }
 
     /// Returns true if something is being done that was sent on this connection.
@@ -361,11 +361,11 @@ impl Replica {
         Greeting {
             run: self.boot,
             report: self.state.views().report().clone(),
-            lost_cache: self.state.keeper().has_lost_cache(),
+            lost_cache: self.state.intent_log().has_lost_cache(),
             rebuilding: self.durable.rebuilding,
             size_bytes: self.size_bytes,
-            tracks: self.state.keeper().tracks(),
-            stamp: self.state.keeper().stamp(),
+            tracks: self.state.intent_log().tracks(),
+            stamp: self.state.intent_log().stamp(),
         }
     }
 
@@ -651,11 +651,11 @@ impl Replica {
     fn regions(&self, query: &RegionsQuery, sabotage: Option<crate::Sabotage>) -> RegionsPage {
         let is_unseen = sabotage == Some(crate::Sabotage::HolesUnseen);
         let regions = match query.size_bytes {
-            0 => self.state.keeper().regions(),
+            0 => self.state.intent_log().regions(),
             size_bytes => Regions::of(size_bytes),
         };
         let kept = |key| {
-            let page = self.state.keeper().page_for(key, query.from, regions);
+            let page = self.state.intent_log().page_for(key, query.from, regions);
             page.map_or(RegionsPage::NONE, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,
@@ -665,12 +665,12 @@ impl Replica {
         };
         match query.of {
             RegionsOf::Intent => kept(SetKey::Intent),
-            RegionsOf::Missed(replica) => kept(SetKey::Missed(replica)),
+            RegionsOf::OutOfSync(replica) => kept(SetKey::OutOfSync(replica)),
             RegionsOf::Allocated => {
                 let mut set = RegionSet::empty(regions.count());
                 if !is_unseen {
-                    let keeper = self.state.keeper();
-                    set.insert_all(&keeper.summed().converted(keeper.regions(), regions));
+                    let intent_log = self.state.intent_log();
+                    set.insert_all(&intent_log.summed().converted(intent_log.regions(), regions));
                 }
                 for (block, content) in (0u64..).zip(self.content()) {
                     let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);

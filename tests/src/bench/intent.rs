@@ -30,7 +30,7 @@ const USED_BYTES: u64 = 1 << 30;
 /// The feature that only one of the volumes has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cost {
-    /// Regions are cleared and noted again; on the other they all stay noted.
+    /// Regions are cleared and recorded again; on the other they all stay recorded.
     Noting,
     /// Sums of blocks are kept.
     Sums,
@@ -109,8 +109,8 @@ impl Subject {
         options.size = "10GiB".into();
         options.extra = cost.arguments(is_with).iter().map(|argument| (*argument).to_owned()).collect();
         let volume = LocalVolume::start(&options)?;
-        // First writes cost more. And all regions are noted now: they stay so, or are cleared when the loads
-        // leave them alone.
+        // First writes cost more. And all regions are recorded now: they stay so, or are cleared when the
+        // loads leave them alone.
         for _ in 0..2 {
             load(&volume, &WRITE, USED, 0)?;
         }

@@ -100,7 +100,7 @@ fn miss_everything(volume: &LocalVolume, then: impl FnOnce() -> Result<()>) -> R
     signal(pid, Signal::SIGCONT)?;
     written?;
     ensure!(left?, "a replica that hangs is a member");
-    until("replica that is brought up", LIMIT, || {
+    until("replica that is being rebuilt", LIMIT, || {
         let status = engine_status(&control)?;
         Ok(status.members.iter().any(|member| member.copy.is_some()).then_some(()))
     })

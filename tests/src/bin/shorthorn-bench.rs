@@ -65,7 +65,7 @@ fn main() -> Result<()> {
         what_costs(
             &arguments,
             Cost::Noting,
-            "regions cleared and noted again, against regions that stay noted",
+            "regions cleared and marked dirty again, against regions that stay dirty",
         )?;
     }
     if is_all || arguments.only_sums {

@@ -83,7 +83,7 @@ pub struct Episode {
 
 /// A step of a fault and its time, counted from the beginning of the episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Step {
+pub struct FaultStep {
     /// The time of the step.
     pub at: Duration,
     /// True if it ends then; else it begins.
@@ -95,7 +95,7 @@ pub struct Step {
 impl Episode {
     /// Returns all steps, in order.
     #[must_use]
-    pub fn steps(&self) -> Vec<Step> {
+    pub fn steps(&self) -> Vec<FaultStep> {
         let (mut steps, mut before) = (Vec::new(), None::<(&Hit, Duration)>);
         for (at, hit) in self.hits.iter().enumerate() {
             let begin = hit.after
@@ -104,8 +104,8 @@ impl Episode {
                     Some((_, begin)) => begin,
                     None => Duration::ZERO,
                 };
-            steps.push(Step { at: begin, is_end: false, hit: at });
-            steps.push(Step { at: begin + hit.hold, is_end: true, hit: at });
+            steps.push(FaultStep { at: begin, is_end: false, hit: at });
+            steps.push(FaultStep { at: begin + hit.hold, is_end: true, hit: at });
             before = Some((hit, begin));
         }
         steps.sort_unstable();

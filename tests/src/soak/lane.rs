@@ -20,7 +20,7 @@ use crate::{is_whole, until};
 
 /// The time limit until all replicas are members again, longer than any of their pauses.
 const WHOLE_LIMIT: Duration = Duration::from_secs(240);
-const SETTLE_LIMIT: Duration = Duration::from_secs(60);
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 /// The time limit for a fault to hit: a process that was just started comes soon, and damage needs data.
 const HIT_LIMIT: Duration = Duration::from_secs(20);
 const SLOW_DISK_REQUESTS_PER_S: u32 = 10;
@@ -80,10 +80,10 @@ impl<'a> Lane<'a> {
 
     /// Compares the writes of the guest with its reads, then the replicas with each other.
     fn finish(mut self, report: &mut Report) -> Result<()> {
-        report.note_ends(self.volume.processes().ends());
+        report.record_ends(self.volume.processes().ends());
         let compared = self.watch.finish().and_then(|mut guest| {
             guest.compare_everything()?;
-            report.note_load(&mut guest);
+            report.record_load(&mut guest);
             Ok(())
         });
         if let Err(error) = compared {
@@ -108,7 +108,7 @@ impl<'a> Lane<'a> {
         inflicted?;
         let times = Times { faults: begin.elapsed(), engine: engine.total() };
         let healed = Instant::now();
-        let settled = self.until_settled();
+        let answered = self.until_answered();
         let whole_after = healed.elapsed();
         let has_ended = self.watch.has_ended();
         let outcome = Outcome {
@@ -125,18 +125,18 @@ impl<'a> Lane<'a> {
         ));
         self.report.add(episode, self.number, outcome);
         ensure!(!has_ended, "the load has ended");
-        settled
+        answered
     }
 
     /// Waits until all replicas are members and have been so for a while: the engine may not have noticed yet
     /// that one is lost. Of the requests that are sent after the faults some need every member. When they are
     /// answered, it has.
-    fn until_settled(&self) -> Result<()> {
+    fn until_answered(&self) -> Result<()> {
         loop {
             self.volume.until_whole(WHOLE_LIMIT)?;
             // Twice: the requests that are in flight then were all sent after the faults.
             for _ in 0..2 {
-                self.watch.settle(Instant::now(), SETTLE_LIMIT)?;
+                self.watch.wait_for_answers(Instant::now(), ANSWER_LIMIT)?;
             }
             if is_whole(&self.volume.status()?) {
                 return Ok(());
@@ -162,7 +162,7 @@ impl<'a> Lane<'a> {
                 }
             }
             if matches!(hit.kind, Kind::EngineKilled | Kind::EnginePaused) {
-                engine.note();
+                engine.record();
             }
         }
         Ok(())
@@ -248,7 +248,7 @@ struct EngineTime {
 }
 
 impl EngineTime {
-    fn note(&mut self) {
+    fn record(&mut self) {
         let now = Instant::now();
         self.first.get_or_insert(now);
         self.last = Some(now);

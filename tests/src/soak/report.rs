@@ -140,14 +140,14 @@ impl Report {
         self.volumes_that_differ += 1;
     }
 
-    pub(super) fn note_ends(&mut self, ends: BTreeMap<String, u32>) {
+    pub(super) fn record_ends(&mut self, ends: BTreeMap<String, u32>) {
         for (end, count) in ends {
             *self.ends.entry(end).or_default() += count;
         }
     }
 
     /// Adds the counters of a load without a violation.
-    pub(super) fn note_load(&mut self, guest: &mut Load) {
+    pub(super) fn record_load(&mut self, guest: &mut Load) {
         self.answered += guest.counts().answered;
         self.reconnections += guest.reconnections();
         let errors = guest.take_errors();
@@ -158,7 +158,7 @@ impl Report {
         for (row, figures) in other.rows {
             self.rows.entry(row).or_default().add(figures);
         }
-        self.note_ends(other.ends);
+        self.record_ends(other.ends);
         self.volumes_that_differ += other.volumes_that_differ;
         self.problems.extend(other.problems);
         self.honest.extend(other.honest);

@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
-    Client, Command as Order, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubOrder, Secret, Unknown, store_spec,
+    Client, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand, RebuildLimits,
+    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, Secret, Unknown, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -136,9 +136,9 @@ impl Volume {
 
     /// Lets late replicas come back at once, like an operator who repairs the volume.
     pub fn forgive(&self) -> Result<()> {
-        let order = ScrubOrder { bytes_per_s: 1 << 20, repair: false };
+        let order = ScrubCommand { bytes_per_s: 1 << 20, repair: false };
         for scrub in [Some(order), None] {
-            Client::connect(&self.engine_control())?.order(&Order::Scrub { scrub })?;
+            Client::connect(&self.engine_control())?.request(&ProcessCommand::Scrub { scrub })?;
         }
         Ok(())
     }
@@ -182,7 +182,7 @@ impl Volume {
         self.processes.let_end();
         if self.frontend != FrontendChoice::Socket {
             // SIGTERM alone leaves the device to the next engine.
-            Client::connect(&self.engine_control())?.order(&Order::Stop)?;
+            Client::connect(&self.engine_control())?.request(&ProcessCommand::Stop)?;
         }
         self.processes.stop()
     }

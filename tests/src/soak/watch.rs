@@ -41,7 +41,7 @@ struct State {
     seen: Seen,
     has_ended: bool,
     /// All requests from before have been answered.
-    settled: Option<Instant>,
+    answered: Option<Instant>,
 }
 
 impl Watch {
@@ -50,7 +50,7 @@ impl Watch {
         let watched = Arc::clone(&shared);
         let thread = thread::spawn(move || {
             let outcome = watched.run(&mut guest);
-            watched.note(&mut guest);
+            watched.record(&mut guest);
             watched.lock().has_ended = true;
             watched.changed.notify_all();
             outcome.map(|()| guest)
@@ -62,9 +62,9 @@ impl Watch {
     ///
     /// # Errors
     /// They are not within `limit`, or the load has ended; [`Watch::finish`] has the reason.
-    pub fn settle(&self, since: Instant, limit: Duration) -> Result<()> {
+    pub fn wait_for_answers(&self, since: Instant, limit: Duration) -> Result<()> {
         let waits =
-            |state: &mut State| !state.has_ended && state.settled.is_none_or(|settled| settled < since);
+            |state: &mut State| !state.has_ended && state.answered.is_none_or(|answered| answered < since);
         let state = self.shared.changed.wait_timeout_while(self.shared.lock(), limit, waits);
         let (state, timeout) = state.unwrap_or_else(PoisonError::into_inner);
         ensure!(!state.has_ended, "the load has ended");
@@ -102,13 +102,13 @@ impl Shared {
     fn run(&self, guest: &mut Load) -> Result<()> {
         while !self.stop.load(Ordering::Relaxed) {
             guest.step()?;
-            self.note(guest);
+            self.record(guest);
             thread::sleep(PACE);
         }
         Ok(())
     }
 
-    fn note(&self, guest: &mut Load) {
+    fn record(&self, guest: &mut Load) {
         let (longest, errors) = (guest.take_longest_wait(), guest.take_errors());
         let oldest = guest.oldest_in_flight().unwrap_or_default();
         let mut state = self.lock();
@@ -116,7 +116,7 @@ impl Shared {
             state.seen.longest = longest;
         }
         state.seen.errors.extend(errors);
-        state.settled = Instant::now().checked_sub(oldest);
+        state.answered = Instant::now().checked_sub(oldest);
         drop(state);
         self.changed.notify_all();
     }

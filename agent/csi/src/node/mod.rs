@@ -189,11 +189,11 @@ impl Node for NodeService {
             return Err(CsiError::Precondition("staging_target_path is missing".into()).into());
         }
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
-        let wish = publish::Wish { target, staging, capability, read_only: request.readonly };
+        let wanted = publish::PublishRequest { target, staging, capability, read_only: request.readonly };
         let dead_mounts = Arc::clone(&self.dead_mounts);
         self.work(&self.gates, volume.clone(), move |options, found| {
-            publish::publish(options, &found?, &wish)?;
-            dead_mounts.forget(&volume, &wish.target);
+            publish::publish(options, &found?, &wanted)?;
+            dead_mounts.forget(&volume, &wanted.target);
             Ok(v1::NodePublishVolumeResponse {})
         })
         .await
@@ -226,7 +226,7 @@ impl Node for NodeService {
         self.work(&self.stats_gates, volume.clone(), move |options, found| {
             let stats = stats::stats(options, found, path.as_deref());
             if let Some(path) = &path {
-                dead_mounts.note(path, &volume, stats.as_ref().is_ok_and(|stats| stats.is_dead));
+                dead_mounts.record(path, &volume, stats.as_ref().is_ok_and(|stats| stats.is_dead));
             }
             stats.map(|stats| stats.answer)
         })
@@ -240,7 +240,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let path = arguments::volume_path(&request.volume_path)?;
-        let capability = request.volume_capability.map(|wish| capability(Some(wish))).transpose()?;
+        let capability = request.volume_capability.map(|wanted| capability(Some(wanted))).transpose()?;
         let required_bytes = size_range(request.capacity_range)?.required_bytes;
         self.work(&self.gates, volume, move |_, found| {
             let capacity_bytes =

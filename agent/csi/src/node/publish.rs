@@ -2,15 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
-use shorthorn_csi::{Access, Capability, CsiError, MountWish};
+use shorthorn_csi::{Access, Capability, CsiError, MountSpec};
 
-use crate::mounting::{self, Place};
+use crate::mounting::{self, TargetKind};
 use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look, stage};
 use crate::volumes::{Device, Volume};
 
 /// The requested publication.
-pub(super) struct Wish {
+pub(super) struct PublishRequest {
     pub target: PathBuf,
     pub staging: PathBuf,
     pub capability: Capability,
@@ -19,31 +19,35 @@ pub(super) struct Wish {
 
 /// Publishes a volume. Stages it first if it is not staged any more, because no other call does that after a
 /// reboot.
-pub(super) fn publish(options: &NodeOptions, volume: &Volume, wish: &Wish) -> Result<(), CsiError> {
+pub(super) fn publish(
+    options: &NodeOptions,
+    volume: &Volume,
+    wanted: &PublishRequest,
+) -> Result<(), CsiError> {
     let device = look::device(volume)?;
-    let read_only = wish.read_only || wish.capability.is_read_only();
+    let read_only = wanted.read_only || wanted.capability.is_read_only();
     if volume.read_only && !read_only {
         let message = "the volume is attached to this node for reading only";
         return Err(CsiError::Precondition(message.into()));
     }
     let missing =
-        || CsiError::Precondition(format!("{}: its directory does not exist", wish.target.display()));
-    let target = mounting::resolve(&wish.target)?.ok_or_else(missing)?;
-    let staging = mounting::resolve(&wish.staging)?.unwrap_or_else(|| wish.staging.clone());
+        || CsiError::Precondition(format!("{}: its directory does not exist", wanted.target.display()));
+    let target = mounting::resolve(&wanted.target)?.ok_or_else(missing)?;
+    let staging = mounting::resolve(&wanted.staging)?.unwrap_or_else(|| wanted.staging.clone());
     let table = mounting::read_table()?;
     if let Some(mount) = table.at(&target) {
-        if is_published(options, volume, device, mount, &wish.capability, read_only)? {
+        if is_published(options, volume, device, mount, &wanted.capability, read_only)? {
             return Ok(());
         }
         mounting::unmount_all(&target, |mount| {
             if look::is_stale(mount) { Ok(()) } else { Err(stage::taken(mount)) }
         })?;
     }
-    if wish.capability.has_one_target() {
+    if wanted.capability.has_one_target() {
         only_here(options, &table, device, &target, &staging)?;
     }
-    match &wish.capability.access {
-        Access::Mount(mount) => publish_mount(options, volume, wish, mount, &target, read_only),
+    match &wanted.capability.access {
+        Access::Mount(mount) => publish_mount(options, volume, wanted, mount, &target, read_only),
         Access::Block => publish_block(options, volume, device, &table, &target, read_only),
     }
 }
@@ -59,8 +63,8 @@ fn is_published(
 ) -> Result<bool, CsiError> {
     let (file_system, node) = (mount.is_whole(device.number), look::is_node_at(&mount.point, device.number));
     match &capability.access {
-        Access::Mount(wish) if file_system => {
-            stage::is_as_wished(mount, wish, read_only)?;
+        Access::Mount(wanted) if file_system => {
+            stage::is_as_wanted(mount, wanted, read_only)?;
             Ok(true)
         }
         Access::Block if node => {
@@ -98,14 +102,15 @@ fn only_here(
 fn publish_mount(
     options: &NodeOptions,
     volume: &Volume,
-    wish: &Wish,
-    mount: &MountWish,
+    wanted: &PublishRequest,
+    mount: &MountSpec,
     target: &Path,
     read_only: bool,
 ) -> Result<(), CsiError> {
-    let staging = stage::stage_mount(options, volume, &wish.staging, mount, wish.capability.is_read_only())?;
+    let staging =
+        stage::stage_mount(options, volume, &wanted.staging, mount, wanted.capability.is_read_only())?;
     let device = look::device(volume)?;
-    let made = mounting::make_place(target, Place::Directory)?;
+    let made = mounting::create_target(target, TargetKind::Directory)?;
     let bound = mounting::bind(&staging, target, read_only).and_then(|()| {
         let table = mounting::read_table()?;
         match table.at(target) {
@@ -143,7 +148,7 @@ fn publish_block(
         }
         look::set_read_only(device, read_only)?;
     }
-    let published = mounting::make_place(target, Place::File).and_then(|made| {
+    let published = mounting::create_target(target, TargetKind::File).and_then(|made| {
         let bound = mounting::bind(&device.path, target, false).and_then(|()| {
             match look::is_node_at(target, device.number) {
                 true => Ok(()),
@@ -160,7 +165,7 @@ fn publish_block(
 
 fn undo(target: &Path, made: bool, error: CsiError) -> CsiError {
     let unmounted = mounting::unmount_all(target, |_| Ok(()));
-    match unmounted.and_then(|()| if made { mounting::remove_place(target) } else { Ok(()) }) {
+    match unmounted.and_then(|()| if made { mounting::remove_target(target) } else { Ok(()) }) {
         Ok(()) => error,
         Err(undo) => error.not_undone(&undo),
     }
@@ -174,7 +179,7 @@ pub(super) fn unpublish(
 ) -> Result<(), CsiError> {
     let Some(target) = mounting::resolve(target)? else { return Ok(()) };
     mounting::unmount_all(&target, |mount| stage::may_go(options, volume, mount))?;
-    mounting::remove_place(&target)?;
+    mounting::remove_target(&target)?;
     match volume {
         Some(volume) => release(volume),
         None => Ok(()),

@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use shorthorn_csi::{Access, Capability, CsiError, FsKind, MountWish};
+use shorthorn_csi::{Access, Capability, CsiError, FsKind, MountSpec};
 
 use crate::device;
 use crate::filesystem::{self, Content};
-use crate::mounting::{self, Place};
+use crate::mounting::{self, TargetKind};
 use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look};
 use crate::volumes::{Device, Volume};
@@ -21,8 +21,8 @@ pub(super) fn stage(
 ) -> Result<(), CsiError> {
     let device = look::device(volume)?;
     match &capability.access {
-        Access::Mount(wish) => {
-            stage_mount(options, volume, staging, wish, capability.is_read_only()).map(drop)
+        Access::Mount(wanted) => {
+            stage_mount(options, volume, staging, wanted, capability.is_read_only()).map(drop)
         }
         Access::Block => match mounting::resolve(staging)? {
             Some(point) => not_mounted_at(&mounting::read_table()?, device, &point),
@@ -46,7 +46,7 @@ pub(super) fn stage_mount(
     options: &NodeOptions,
     volume: &Volume,
     staging: &Path,
-    wish: &MountWish,
+    wanted: &MountSpec,
     read_only: bool,
 ) -> Result<std::path::PathBuf, CsiError> {
     let device = look::device(volume)?;
@@ -55,7 +55,7 @@ pub(super) fn stage_mount(
     let read_only = read_only || volume.read_only;
     let table = mounting::read_table()?;
     if let Some(mount) = table.at(&point) {
-        if is_staged(options, &table, device, mount, wish, read_only)? {
+        if is_staged(options, &table, device, mount, wanted, read_only)? {
             return Ok(point);
         }
         mounting::unmount_all(&point, |mount| {
@@ -68,9 +68,9 @@ pub(super) fn stage_mount(
         let message = format!("the volume is in use as a device at {}", look::show(&used));
         return Err(CsiError::Precondition(message));
     }
-    let made = mounting::make_place(&point, Place::Directory)?;
-    let mounted = mount_at(volume, device, &point, wish, read_only);
-    mounted.inspect_err(|_| drop(made.then(|| mounting::remove_place(&point))))?;
+    let made = mounting::create_target(&point, TargetKind::Directory)?;
+    let mounted = mount_at(volume, device, &point, wanted, read_only);
+    mounted.inspect_err(|_| drop(made.then(|| mounting::remove_target(&point))))?;
     Ok(point)
 }
 
@@ -80,7 +80,7 @@ fn is_staged(
     table: &MountTable,
     device: &Device,
     mount: &Mount,
-    wish: &MountWish,
+    wanted: &MountSpec,
     read_only: bool,
 ) -> Result<bool, CsiError> {
     if !mount.is_whole(device.number) {
@@ -91,7 +91,7 @@ fn is_staged(
         }
         return Err(taken(mount));
     }
-    is_as_wished(mount, wish, read_only)?;
+    is_as_wanted(mount, wanted, read_only)?;
     let Some(trouble) = look::trouble(mount) else { return Ok(true) };
     // A new mount helps, but only when the old one has no user any more.
     let others = look::of_caller(options, look::mounted(table, device), &[&mount.point]);
@@ -100,17 +100,17 @@ fn is_staged(
 }
 
 /// Returns an error unless a mount of the volume fits the request.
-pub(super) fn is_as_wished(mount: &Mount, wish: &MountWish, read_only: bool) -> Result<(), CsiError> {
+pub(super) fn is_as_wanted(mount: &Mount, wanted: &MountSpec, read_only: bool) -> Result<(), CsiError> {
     let differs = |what: &str| {
         Err(CsiError::Exists(format!("{} is the volume already, with another {what}", mount.point.display())))
     };
-    if wish.kind.is_some_and(|kind| kind.name() != mount.fs_type) {
+    if wanted.kind.is_some_and(|kind| kind.name() != mount.fs_type) {
         return differs("file system");
     }
     if mount.is_read_only() != read_only {
         return differs("answer to whether it is read-only");
     }
-    if !mounting::has_context(mount, &wish.flags) {
+    if !mounting::has_context(mount, &wanted.flags) {
         return differs("SELinux context");
     }
     Ok(())
@@ -126,15 +126,15 @@ fn mount_at(
     volume: &Volume,
     device: &Device,
     point: &Path,
-    wish: &MountWish,
+    wanted: &MountSpec,
     read_only: bool,
 ) -> Result<(), CsiError> {
     if !volume.read_only && look::is_read_only(device)? {
         // A read-only device keeps that flag if the agent was killed before it could reset it.
         look::set_read_only(device, false)?;
     }
-    let kind = file_system(volume, device, wish, read_only)?;
-    let mounted = mounting::mount(&device.path, point, kind, read_only, &wish.flags);
+    let kind = file_system(volume, device, wanted, read_only)?;
+    let mounted = mounting::mount(&device.path, point, kind, read_only, &wanted.flags);
     mounted.and_then(|()| is_there(device, point)).map_err(|error| undo(device, point, error))?;
     if !read_only && let Err(error) = filesystem::grow(&device.path, point, kind) {
         // The file system is smaller than the device, and works: a caller that expands it gets the reason.
@@ -163,7 +163,7 @@ fn undo(device: &Device, point: &Path, error: CsiError) -> CsiError {
 fn file_system(
     volume: &Volume,
     device: &Device,
-    wish: &MountWish,
+    wanted: &MountSpec,
     read_only: bool,
 ) -> Result<FsKind, CsiError> {
     let path = device.path.display();
@@ -180,13 +180,13 @@ fn file_system(
             return Err(CsiError::Precondition(format!("{path} has no file system, and {why}")));
         }
         Content::Empty | Content::Unfinished => {
-            let kind = wish.kind.unwrap_or(FsKind::Ext4);
+            let kind = wanted.kind.unwrap_or(FsKind::Ext4);
             tracing::info!(device = %path, kind = kind.name(), "making a file system");
             filesystem::format(device, kind)?;
             return Ok(kind);
         }
     };
-    if wish.kind.is_some_and(|wished| wished != kind) {
+    if wanted.kind.is_some_and(|wanted| wanted != kind) {
         let message = format!("{path} has {}, and another file system is asked for", kind.name());
         return Err(CsiError::Precondition(message));
     }

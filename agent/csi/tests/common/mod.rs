@@ -358,23 +358,23 @@ pub fn capability(access_type: AccessType, mode: Mode) -> v1::VolumeCapability {
 }
 
 pub fn file_system(fs_type: &str) -> v1::VolumeCapability {
-    let wish = MountVolume { fs_type: fs_type.into(), ..MountVolume::default() };
-    capability(AccessType::Mount(wish), Mode::SingleNodeWriter)
+    let wanted = MountVolume { fs_type: fs_type.into(), ..MountVolume::default() };
+    capability(AccessType::Mount(wanted), Mode::SingleNodeWriter)
 }
 
 pub fn block() -> v1::VolumeCapability {
     capability(AccessType::Block(BlockVolume {}), Mode::SingleNodeWriter)
 }
 
-pub fn with_mode(wish: v1::VolumeCapability, mode: Mode) -> v1::VolumeCapability {
-    v1::VolumeCapability { access_mode: Some(AccessMode { mode: mode.into() }), ..wish }
+pub fn with_mode(wanted: v1::VolumeCapability, mode: Mode) -> v1::VolumeCapability {
+    v1::VolumeCapability { access_mode: Some(AccessMode { mode: mode.into() }), ..wanted }
 }
 
-pub fn stage(volume: &str, staging: &Path, wish: v1::VolumeCapability) -> v1::NodeStageVolumeRequest {
+pub fn stage(volume: &str, staging: &Path, wanted: v1::VolumeCapability) -> v1::NodeStageVolumeRequest {
     v1::NodeStageVolumeRequest {
         volume_id: volume.into(),
         staging_target_path: staging.display().to_string(),
-        volume_capability: Some(wish),
+        volume_capability: Some(wanted),
         ..v1::NodeStageVolumeRequest::default()
     }
 }
@@ -383,13 +383,13 @@ pub fn publish(
     volume: &str,
     staging: &Path,
     target: &Path,
-    wish: v1::VolumeCapability,
+    wanted: v1::VolumeCapability,
 ) -> v1::NodePublishVolumeRequest {
     v1::NodePublishVolumeRequest {
         volume_id: volume.into(),
         staging_target_path: staging.display().to_string(),
         target_path: target.display().to_string(),
-        volume_capability: Some(wish),
+        volume_capability: Some(wanted),
         ..v1::NodePublishVolumeRequest::default()
     }
 }

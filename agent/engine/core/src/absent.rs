@@ -4,7 +4,7 @@ use shorthorn_types::{RegionSet, Regions};
 #[derive(Debug)]
 pub(crate) struct Absent {
     /// Regions that the replica lacks. A modification that is not sent to it adds its regions.
-    pub missed: RegionSet,
+    pub out_of_sync: RegionSet,
     /// Regions that were copied to the replica but are still in the members' durable out-of-sync set.
     pub copied: RegionSet,
     /// The part of `copied` that the last internal flush covers: it can be cleared from those sets.
@@ -12,21 +12,21 @@ pub(crate) struct Absent {
     /// The region from which the search for the next region to copy continues.
     pub cursor: u32,
     /// The newest stamp that the engine sent to it. If its disk has lost that stamp, it misses more regions
-    /// than `missed`.
+    /// than `out_of_sync`.
     pub stamp: u32,
 }
 
 impl Absent {
-    pub fn new(missed: RegionSet, stamp: u32) -> Absent {
-        let regions = missed.limit();
+    pub fn new(out_of_sync: RegionSet, stamp: u32) -> Absent {
+        let regions = out_of_sync.limit();
         let empty = || RegionSet::empty(regions);
-        Absent { missed, copied: empty(), covered: empty(), cursor: 0, stamp }
+        Absent { out_of_sync, copied: empty(), covered: empty(), cursor: 0, stamp }
     }
 
     /// Grows the sets with the volume. If its regions become larger, one may be copied in part: it does not
     /// count as copied.
     pub fn grow(&mut self, from: Regions, to: Regions) {
-        for set in [&mut self.missed, &mut self.copied, &mut self.covered] {
+        for set in [&mut self.out_of_sync, &mut self.copied, &mut self.covered] {
             *set = set.converted(from, to);
         }
         if from.region_bytes() != to.region_bytes() {

@@ -1,6 +1,7 @@
 //! Clears regions from the durable sets after every member has flushed. Write intent is cleared when a region
 //! was not written for a while. Out-of-sync regions are cleared once they are copied to their replica. Before
-//! its end the engine settles: it clears all that it can once, without waiting for regions to cool.
+//! its end the engine runs a final clearing: it clears all that it can once, without waiting for regions to
+//! cool.
 //!
 //! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`].
 //! If a disk is restored to a state before the flush, the engine sees that by the stamp. The intent sets do
@@ -14,14 +15,14 @@ use crate::marks::Marks;
 use crate::membership::{PeerIndex, PeerMask};
 
 /// While no more than [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are so many times
-/// rarer: a region that is in use now and then is not noted again and again.
+/// rarer: a region that is in use now and then is not marked dirty again and again.
 const CALM_INTERVALS: u64 = 12;
 
 /// The state of clearing.
 #[derive(Debug)]
 pub(crate) struct Clearing {
-    phase: Phase,
-    settling: Settling,
+    phase: ClearingPhase,
+    final_clearing: FinalClearing,
     /// The interval in milliseconds; 0 disables clearing.
     interval_ms: u64,
     keep_bytes: u64,
@@ -43,7 +44,7 @@ pub(crate) struct Clearing {
 const STAMPS_PER_TURN: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum ClearingPhase {
     Resting,
     WantsFlush,
     Flushing,
@@ -54,7 +55,7 @@ enum Phase {
 
 /// The state of the turn that clears all that it can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Settling {
+enum FinalClearing {
     No,
     /// A turn is wanted and begins when the one before has ended.
     Wanted,
@@ -66,8 +67,8 @@ impl Clearing {
         Clearing {
             // All members store the newest stamp at once, so that a member that has lost its own stamp has
             // one again.
-            phase: Phase::Stamping(0),
-            settling: Settling::No,
+            phase: ClearingPhase::Stamping(0),
+            final_clearing: FinalClearing::No,
             interval_ms,
             keep_bytes,
             turned_at_ms: 0,
@@ -90,21 +91,22 @@ impl Clearing {
 
     /// Returns true if a flush has to be sent; it counts as sent then.
     pub fn takes_flush(&mut self) -> bool {
-        let wants = self.phase == Phase::WantsFlush;
+        let wants = self.phase == ClearingPhase::WantsFlush;
         if wants {
-            self.phase = Phase::Flushing;
+            self.phase = ClearingPhase::Flushing;
         }
         wants
     }
 
     pub fn flush_answered(&mut self, is_durable: bool) {
-        self.phase = if is_durable { Phase::Stamping(STAMPS_PER_TURN) } else { Phase::Resting };
+        self.phase =
+            if is_durable { ClearingPhase::Stamping(STAMPS_PER_TURN) } else { ClearingPhase::Resting };
     }
 
     /// Returns true if it is time for a turn.
-    fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_joining: bool) -> bool {
-        // The progress of a joiner is recorded with a turn too.
-        let is_calm = dirty_bytes <= self.keep_bytes && !is_joining;
+    fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_rebuilding: bool) -> bool {
+        // The progress of a rebuilding replica is recorded with a turn too.
+        let is_calm = dirty_bytes <= self.keep_bytes && !is_rebuilding;
         let interval_ms = self.interval_ms * if is_calm { CALM_INTERVALS } else { 1 };
         self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms
     }
@@ -115,37 +117,37 @@ impl Clearing {
         self.flushed = self.flushed.without(PeerMask::one(peer));
         if is_member {
             self.is_level = false;
-            if matches!(self.phase, Phase::Stamping(_)) {
+            if matches!(self.phase, ClearingPhase::Stamping(_)) {
                 self.marks.abandon();
-                self.phase = Phase::Resting;
+                self.phase = ClearingPhase::Resting;
             }
         }
     }
 }
 
 impl EngineCore {
-    /// Clears all that can be cleared once, as soon as possible; requests continue. Then [`Output::Settled`]
-    /// follows.
-    pub(crate) fn settle(&mut self) {
-        self.clearing.settling = Settling::Wanted;
+    /// Clears all that can be cleared once, as soon as possible; requests continue. Then
+    /// [`Output::ClearedAll`] follows.
+    pub(crate) fn clear_all(&mut self) {
+        self.clearing.final_clearing = FinalClearing::Wanted;
         self.wake = true;
     }
 
     /// Takes a turn when it is time and the last one has led to its end.
     pub(crate) fn turn_intent(&mut self) {
-        let is_last = self.clearing.settling == Settling::Wanted;
-        if self.clearing.phase != Phase::Resting || self.is_paused() {
+        let is_last = self.clearing.final_clearing == FinalClearing::Wanted;
+        if self.clearing.phase != ClearingPhase::Resting || self.is_paused() {
             return;
         }
         let dirty_bytes = self.regions.region_bytes() * u64::from(self.intent.kept());
-        let is_joining = !self.membership.joining().is_empty();
+        let is_rebuilding = !self.membership.rebuilding().is_empty();
         let copies_wait = self.has_copies_without_stamps();
-        if !is_last && !copies_wait && !self.clearing.is_due(self.now_ms, dirty_bytes, is_joining) {
+        if !is_last && !copies_wait && !self.clearing.is_due(self.now_ms, dirty_bytes, is_rebuilding) {
             return;
         }
         self.clearing.turned_at_ms = self.now_ms;
         if is_last {
-            self.clearing.settling = Settling::UnderWay;
+            self.clearing.final_clearing = FinalClearing::UnderWay;
             self.intent.cool_down();
             self.wake = true;
         }
@@ -156,7 +158,7 @@ impl EngineCore {
         // The engine sends stamps even if it can clear nothing.
         let is_in_use = self.intent.is_in_use();
         let mut is_worth_it = self.intent.turn(in_flight) || is_in_use || copies_wait;
-        for peer in self.membership.joining().iter() {
+        for peer in self.membership.rebuilding().iter() {
             let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
             absent.covered.clear();
             absent.covered.insert_all(&absent.copied);
@@ -167,51 +169,51 @@ impl EngineCore {
             is_worth_it |= !absent.covered.is_empty();
         }
         if is_worth_it {
-            self.clearing.phase = Phase::WantsFlush;
+            self.clearing.phase = ClearingPhase::WantsFlush;
             self.wake = true;
         }
     }
 
-    /// Returns true if a joiner was made anew, and would be again if it were lost now: see
+    /// Returns true if a rebuilding replica was made anew, and would be again if it were lost now: see
     /// [`EngineCore::is_in_copy`].
     fn has_copies_without_stamps(&self) -> bool {
         self.clearing.interval_ms > 0
-            && self.membership.joining().iter().any(|peer| self.stamp_of(peer) > self.clearing.stamp)
+            && self.membership.rebuilding().iter().any(|peer| self.stamp_of(peer) > self.clearing.stamp)
     }
 
     /// Sends the next stamp after every member has stored the one before.
     pub(crate) fn stamp_next(&mut self, out: &mut Outputs) {
-        let Phase::Stamping(left) = self.clearing.phase else { return };
+        let ClearingPhase::Stamping(left) = self.clearing.phase else { return };
         if self.clearing.marks.is_outstanding() {
             return;
         }
-        let to = self.membership.answering().with(self.membership.joining());
+        let to = self.membership.answering().with(self.membership.rebuilding());
         self.clearing.phase = match left {
-            _ if to.is_empty() => Phase::Resting,
+            _ if to.is_empty() => ClearingPhase::Resting,
             left if !self.clearing.is_level => {
                 self.clearing.is_level = true;
-                Phase::Stamping(left)
+                ClearingPhase::Stamping(left)
             }
             0 => {
-                self.note_stamp_of_joiners();
-                Phase::Marking
+                self.record_stamp_of_rebuilding();
+                ClearingPhase::Marking
             }
             left => {
                 self.clearing.stamp = self.clearing.stamp.saturating_add(1);
-                Phase::Stamping(left - 1)
+                ClearingPhase::Stamping(left - 1)
             }
         };
-        if matches!(self.clearing.phase, Phase::Stamping(_)) {
+        if matches!(self.clearing.phase, ClearingPhase::Stamping(_)) {
             let (number, change) = (self.next_mark(), self.stamp_mark());
             self.clearing.marks.send(number, to, &change, self.now_ms, out);
         }
     }
 
-    /// Records the stamp of the joiners when the members are about to clear regions that joiners do not miss.
-    /// Joiners were sent the writes there, and no account counts them: if a joiner comes back without this
-    /// stamp, it lacks those writes.
-    fn note_stamp_of_joiners(&mut self) {
-        for peer in self.membership.joining().and(self.clearing.flushed).iter() {
+    /// Records the stamp of the rebuilding replicas when the members are about to clear regions that
+    /// rebuilding replicas do not miss. Rebuilding replicas were sent the writes there, and no out-of-sync
+    /// set counts them: if a rebuilding replica comes back without this stamp, it lacks those writes.
+    fn record_stamp_of_rebuilding(&mut self) {
+        for peer in self.membership.rebuilding().and(self.clearing.flushed).iter() {
             if let Some(absent) = &mut self.absent[usize::from(peer)] {
                 absent.stamp = absent.stamp.max(self.clearing.stamp);
             }
@@ -225,7 +227,7 @@ impl EngineCore {
 
     /// Sends the next mark when the one before is answered.
     pub(crate) fn clear_next(&mut self, out: &mut Outputs) {
-        let is_ready = self.clearing.phase == Phase::Marking && !self.clearing.marks.is_outstanding();
+        let is_ready = self.clearing.phase == ClearingPhase::Marking && !self.clearing.marks.is_outstanding();
         if !is_ready || self.is_changing_regions() {
             return;
         }
@@ -235,38 +237,38 @@ impl EngineCore {
             self.clearing.of = None;
             return self.send_clear(RegionsOf::Intent, runs, to, out);
         }
-        for peer in self.membership.joining().and(self.clearing.flushed).iter() {
+        for peer in self.membership.rebuilding().and(self.clearing.flushed).iter() {
             let Some(replica) = self.membership.replica(peer) else { continue };
             let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
-            absent.covered.remove_all(&absent.missed);
+            absent.covered.remove_all(&absent.out_of_sync);
             let runs = self.intent.clear_some_of(&mut absent.covered, RUNS_PER_MARK_MAX);
             if !runs.is_empty() {
                 let to = self.clearing.flushed.and(self.membership.answering());
                 self.clearing.of = Some(peer);
-                return self.send_clear(RegionsOf::Missed(replica), runs, to, out);
+                return self.send_clear(RegionsOf::OutOfSync(replica), runs, to, out);
             }
         }
-        self.clearing.phase = Phase::Resting;
+        self.clearing.phase = ClearingPhase::Resting;
     }
 
     /// Returns some regions that can be cleared, and the replicas that clear them. These are the members and
-    /// the joiners that do not miss the regions. If a joiner misses a region, only the joiner has noted
-    /// durably that it may differ there. The joiner keeps that note until the region is copied to it, which
-    /// makes the region hot again.
+    /// the rebuilding replicas that do not miss the regions. If a rebuilding replica misses a region, only
+    /// the rebuilding replica has recorded durably that it may differ there. The rebuilding replica keeps
+    /// that note until the region is copied to it, which makes the region hot again.
     fn clear_intent(&mut self) -> (Vec<(u32, u32)>, PeerMask) {
         let mut to = self.membership.answering();
-        let joining = self.membership.joining();
-        let Some(first) = self.intent.first_covered().filter(|_| !joining.is_empty()) else {
-            return (self.intent.clear_some(RUNS_PER_MARK_MAX), to.with(joining));
+        let rebuilding = self.membership.rebuilding();
+        let Some(first) = self.intent.first_covered().filter(|_| !rebuilding.is_empty()) else {
+            return (self.intent.clear_some(RUNS_PER_MARK_MAX), to.with(rebuilding));
         };
         let mut alike = RegionSet::empty(self.regions.count());
         alike.insert_run(0..self.regions.count());
-        for peer in joining.iter() {
+        for peer in rebuilding.iter() {
             let Some(absent) = &self.absent[usize::from(peer)] else { continue };
-            if absent.missed.contains(first) {
-                alike.keep_all(&absent.missed);
+            if absent.out_of_sync.contains(first) {
+                alike.keep_all(&absent.out_of_sync);
             } else {
-                alike.remove_all(&absent.missed);
+                alike.remove_all(&absent.out_of_sync);
                 to = to.with(PeerMask::one(peer));
             }
         }
@@ -274,10 +276,12 @@ impl EngineCore {
     }
 
     /// Reports the end of the turn that clears all it can, or its failure.
-    pub(crate) fn tell_settled(&mut self, out: &mut Outputs) {
-        if self.clearing.settling == Settling::UnderWay && self.clearing.phase == Phase::Resting {
-            self.clearing.settling = Settling::No;
-            out.push(Output::Settled);
+    pub(crate) fn report_cleared_all(&mut self, out: &mut Outputs) {
+        if self.clearing.final_clearing == FinalClearing::UnderWay
+            && self.clearing.phase == ClearingPhase::Resting
+        {
+            self.clearing.final_clearing = FinalClearing::No;
+            out.push(Output::ClearedAll);
         }
     }
 
@@ -285,7 +289,7 @@ impl EngineCore {
         if to.is_empty() {
             // All that were flushed have left: there will be another turn.
             self.intent.keep();
-            self.clearing.phase = Phase::Resting;
+            self.clearing.phase = ClearingPhase::Resting;
             (self.wake_held, self.wake) = (true, true);
             return;
         }
@@ -298,7 +302,7 @@ impl EngineCore {
 
     /// Ends the mark, which every replica has answered: modifications of its regions continue.
     pub(crate) fn cleared(&mut self) {
-        if self.clearing.phase != Phase::Marking {
+        if self.clearing.phase != ClearingPhase::Marking {
             self.wake = true;
             return;
         }

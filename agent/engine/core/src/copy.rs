@@ -7,7 +7,7 @@ use crate::event::{Output, Outputs, ZeroBlocks};
 use crate::job::{Copy, CopyStep, FlushFor, Job, Why};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
-use crate::slot::{Phase, Slot, SlotId};
+use crate::slot::{Slot, SlotId, SlotPhase};
 
 impl EngineCore {
     /// Gives work to the copy slots that are free, most urgent first.
@@ -26,13 +26,13 @@ impl EngineCore {
         if self.clearing.takes_flush() {
             self.clearing.flushed = self.membership.connected();
             self.start_flush(id, FlushFor::Clearing, out);
-        } else if self.joins.takes_flush(id) {
-            self.start_flush(id, FlushFor::Joining, out);
-        } else if self.is_equalising {
+        } else if self.rebuilds.takes_flush(id) {
+            self.start_flush(id, FlushFor::Rebuilding, out);
+        } else if self.is_resyncing {
             // Until that is done, the contents of the members are not known.
-            return self.start_equalising(id, out);
-        } else if self.is_bringing_up() {
-            return !self.is_changing_regions() && self.start_join_copy(id, out);
+            return self.start_region_resync(id, out);
+        } else if self.has_regions_to_rebuild() {
+            return !self.is_changing_regions() && self.start_rebuild_copy(id, out);
         } else {
             return self.start_check(id, out);
         }
@@ -43,13 +43,13 @@ impl EngineCore {
     pub(crate) fn take_slot(&mut self, id: SlotId, job: Job) {
         let Some(place) = self.job(id) else { return };
         *place = job;
-        *self.slots.at_mut(id) = Slot { phase: Phase::Waiting, ..Slot::FREE };
+        *self.slots.at_mut(id) = Slot { phase: SlotPhase::Waiting, ..Slot::FREE };
     }
 
     /// Ends the job in the slot and wakes the requests that waited for its range.
     pub(crate) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
         self.take_slot(id, Job::Idle);
-        self.slots.at_mut(id).phase = Phase::Free;
+        self.slots.at_mut(id).phase = SlotPhase::Free;
         self.wake = true;
         self.leave_range(id, out);
     }
@@ -61,7 +61,7 @@ impl EngineCore {
 
     /// Continues the job when its turn has come, or when all awaited replicas have answered.
     pub(crate) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
-        let was_sent = self.slots.at(id).phase == Phase::Active;
+        let was_sent = self.slots.at(id).phase == SlotPhase::Active;
         match self.job(id) {
             Some(Job::Copy(_)) => self.advance_copy(id, out),
             Some(Job::Check(_)) if was_sent => self.compare(id, out),
@@ -72,7 +72,7 @@ impl EngineCore {
                 self.free_slot(id, out);
                 match why {
                     FlushFor::Clearing => self.clearing.flush_answered(is_durable),
-                    FlushFor::Joining => self.join_flushed(id, is_durable, out),
+                    FlushFor::Rebuilding => self.rebuild_flushed(id, is_durable, out),
                 }
             }
             Some(Job::Idle) | None => {}
@@ -125,9 +125,9 @@ impl EngineCore {
         let Some(Job::Copy(copy)) = self.job(id) else { return };
         // Of the piece before, another one may have been the source.
         match why {
-            Why::Equalise { .. } => copy.targets = members,
+            Why::Resync { .. } => copy.targets = members,
             Why::Failed { .. } => copy.targets = copy.all,
-            Why::Join { .. } | Why::Repair { .. } => {}
+            Why::Rebuild { .. } | Why::Repair { .. } => {}
         }
         copy.targets = copy.targets.without(source);
         if source.is_empty() || copy.targets.is_empty() {
@@ -144,8 +144,8 @@ impl EngineCore {
     fn source_of(&mut self, why: Why, rotten: PeerMask) -> Option<PeerIndex> {
         let sound = self.membership.answering().without(rotten);
         let preferred = match why {
-            Why::Equalise { .. } => self.membership.nearest(),
-            Why::Join { .. } => self.membership.reader(self.patience.slow(), rotten),
+            Why::Resync { .. } => self.membership.nearest(),
+            Why::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
             Why::Repair { sources, .. } => return sources.and(sound).first(),
             Why::Failed { sources, .. } => sources.and(sound).first(),
         };
@@ -206,8 +206,8 @@ impl EngineCore {
             self.copied_bytes += range.length();
         }
         match why {
-            Why::Equalise { region } => self.region_is_equal(region),
-            Why::Join { region } => self.region_is_brought(region, range, targets),
+            Why::Resync { region } => self.region_is_resynced(region),
+            Why::Rebuild { region } => self.region_is_rebuilt(region, range, targets),
             Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
             Why::Failed { request, .. } => self.is_resynced(request, out),
         }
@@ -300,7 +300,7 @@ impl EngineCore {
         if let Some(Job::Copy(copy)) = self.job(id) {
             let (why, piece, targets) = (copy.why, copy.piece, copy.targets);
             copy.targets = PeerMask::NONE;
-            if matches!(why, Why::Join { .. } | Why::Failed { .. }) {
+            if matches!(why, Why::Rebuild { .. } | Why::Failed { .. }) {
                 for target in targets.iter() {
                     self.lose(target, format!("the last member cannot read {piece}: {errno}"), out);
                 }

@@ -8,12 +8,12 @@ use crate::failed::Space;
 use crate::flight::Flight;
 use crate::intent::Intent;
 use crate::job::{Job, Jobs};
-use crate::join::Joins;
-use crate::membership::{Membership, PeerIndex, PeerMask, PeerState, Step};
-use crate::patience::Patience;
+use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerState};
 use crate::ranges::RangeTable;
+use crate::rebuild::Rebuilds;
+use crate::replica_timeouts::ReplicaTimeouts;
 use crate::scrub::{Scrub, Suspects};
-use crate::slot::{Phase, SlotId, Slots};
+use crate::slot::{SlotId, SlotPhase, Slots};
 
 /// The maximum by which one tick advances the core's clock. A longer time between two ticks is a pause of
 /// this process or of the machine. The core takes in the answers that arrived meanwhile between the next
@@ -23,8 +23,8 @@ const TICK_STEP_MS_MAX: u64 = 1000;
 /// The core of the engine of one attached volume. See the crate's description.
 ///
 /// This file handles events, losses, views and time. The module `serve` handles requests of the frontend,
-/// `copy` and `equalise` copies and resyncs, and `failed` requests without space. `clearing` handles write
-/// intent, `patience` late replicas, `join` rebuilds, `scrub` the comparison of the members, and `expand`
+/// `copy` and `resync` copies and resyncs, and `failed` requests without space. `clearing` handles write
+/// intent, `timeouts` late replicas, `join` rebuilds, `scrub` the comparison of the members, and `expand`
 /// another size.
 #[derive(Debug)]
 pub struct EngineCore {
@@ -47,8 +47,8 @@ pub struct EngineCore {
     pub(crate) wake: bool,
     /// Per queue: replicas whose connection is closed.
     pub(crate) closed: Vec<PeerMask>,
-    pub(crate) patience: Patience,
-    /// Too few members have been heard of lately: see [`crate::patience`].
+    pub(crate) timeouts: ReplicaTimeouts,
+    /// Too few members have been heard of lately: see [`crate::replica_timeouts`].
     pub(crate) is_out_of_touch: bool,
     /// The time at which the pending change of the view was proposed.
     pub(crate) proposed_at_ms: u64,
@@ -67,15 +67,15 @@ pub struct EngineCore {
     /// The core's own clock, which leaves pauses out.
     pub(crate) now_ms: u64,
     /// The time of the last tick.
-    told_ms: u64,
+    last_tick_ms: u64,
 
     pub(crate) jobs: Jobs,
     pub(crate) bucket: Bucket,
     pub(crate) copied_bytes: u64,
     /// Regions in which the members may differ. They are not read or changed before they are copied.
-    pub(crate) equalise: RegionSet,
-    pub(crate) equalise_cursor: u32,
-    pub(crate) is_equalising: bool,
+    pub(crate) resync: RegionSet,
+    pub(crate) resync_cursor: u32,
+    pub(crate) is_resyncing: bool,
     pub(crate) intent: Intent,
     pub(crate) clearing: Clearing,
     /// Per replica: its state if it is not in the view and the core counts the regions that it misses.
@@ -84,8 +84,9 @@ pub struct EngineCore {
     pub(crate) counted: PeerMask,
     /// Absent replicas whose out-of-sync set is complete, and does not start only at some time.
     pub(crate) trusted: PeerMask,
-    pub(crate) joins: Joins,
-    /// Joiners that count as being rebuilt until [`Event::CopyEnded`]: no engine could start from them.
+    pub(crate) rebuilds: Rebuilds,
+    /// Rebuilding replicas that count as being rebuilt until [`Event::CopyEnded`]: no engine could start from
+    /// them.
     pub(crate) in_copy: PeerMask,
     pub(crate) scrub: Option<Scrub>,
     pub(crate) suspects: Suspects,
@@ -113,7 +114,7 @@ impl EngineCore {
             wake_held: false,
             wake: true,
             closed: vec![PeerMask::NONE; usize::from(config.queues)],
-            patience: Patience::new(config),
+            timeouts: ReplicaTimeouts::new(config),
             is_out_of_touch: false,
             proposed_at_ms: 0,
             unfinished: 0,
@@ -124,20 +125,20 @@ impl EngineCore {
             verify_reads: config.verify_reads,
             refuses_requests: config.refuses_requests,
             now_ms: 0,
-            told_ms: 0,
+            last_tick_ms: 0,
             jobs: Jobs::new(slots.copies()),
             slots,
             bucket: Bucket::new(config.copy_limits),
             copied_bytes: 0,
-            equalise: RegionSet::empty(regions.count()),
-            equalise_cursor: 0,
-            is_equalising: false,
+            resync: RegionSet::empty(regions.count()),
+            resync_cursor: 0,
+            is_resyncing: false,
             intent: Intent::new(regions.count()),
             clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes, config.stamp),
             absent: config.peers.iter().map(|_| None).collect(),
             counted: PeerMask::NONE,
             trusted: PeerMask::NONE,
-            joins: Joins::default(),
+            rebuilds: Rebuilds::default(),
             in_copy: PeerMask::NONE,
             scrub: None,
             suspects: Suspects::default(),
@@ -150,19 +151,19 @@ impl EngineCore {
 
     /// Takes over the members' records of an earlier engine's end.
     fn begin(&mut self, config: &CoreConfig) {
-        self.equalise.insert_all(&config.dirty);
-        self.is_equalising = !self.equalise.is_empty();
+        self.resync.insert_all(&config.dirty);
+        self.is_resyncing = !self.resync.is_empty();
         for peer in (0..).take(config.peers.len()) {
             if self.membership.state(peer) != PeerState::Member {
                 self.count(peer);
-                let known = config.missed.get(usize::from(peer));
-                if let (Some(absent), Some(missed)) = (&mut self.absent[usize::from(peer)], known) {
-                    absent.missed.insert_all(missed);
-                    absent.stamp = config.missed_stamps.get(usize::from(peer)).copied().unwrap_or(0);
+                let known = config.out_of_sync.get(usize::from(peer));
+                if let (Some(absent), Some(out_of_sync)) = (&mut self.absent[usize::from(peer)], known) {
+                    absent.out_of_sync.insert_all(out_of_sync);
+                    absent.stamp = config.out_of_sync_stamps.get(usize::from(peer)).copied().unwrap_or(0);
                 }
             }
         }
-        self.settle_alone();
+        self.skip_resync_if_alone();
     }
 
     /// Returns the members and their states.
@@ -174,15 +175,15 @@ impl EngineCore {
     /// Returns the progress of copies and comparisons.
     #[must_use]
     pub fn copy_progress(&self) -> CopyProgress {
-        let mut dirty = self.equalise.clone();
+        let mut dirty = self.resync.clone();
         self.intent.add_dirty_to(&mut dirty);
         let left = |peer| {
             let absent = self.absent.get(usize::from(peer))?.as_ref()?;
-            Some((peer, self.bytes_of(&absent.missed)))
+            Some((peer, self.bytes_of(&absent.out_of_sync)))
         };
         CopyProgress {
-            equalise_left_bytes: self.bytes_of(&self.equalise),
-            joins: self.membership.joining().iter().filter_map(left).collect(),
+            resync_left_bytes: self.bytes_of(&self.resync),
+            rebuilds: self.membership.rebuilding().iter().filter_map(left).collect(),
             copied_bytes: self.copied_bytes,
             scrub_at_bytes: self.scrub.as_ref().map(Scrub::at_bytes),
             dirty_bytes: self.bytes_of(&dirty),
@@ -206,7 +207,7 @@ impl EngineCore {
     /// Handles an event and appends the resulting outputs to `out`.
     pub fn apply(&mut self, event: Event, out: &mut Outputs) {
         if let Some((peer, queue)) = event.answered_by() {
-            self.patience.heard(peer, queue, self.now_ms);
+            self.timeouts.heard(peer, queue, self.now_ms);
         }
         match event {
             Event::Submit { queue, request } => self.submit(queue, request, out),
@@ -215,7 +216,7 @@ impl EngineCore {
             Event::Verified { peer, slot, outcome } => self.verified(peer, slot, outcome, out),
             Event::Marked { peer, mark } => self.marked(peer, mark),
             Event::Pong { peer, queue, free_mib } => {
-                let pinged_at_ms = self.patience.ponged(peer, queue);
+                let pinged_at_ms = self.timeouts.ponged(peer, queue);
                 self.has_space(peer, pinged_at_ms, free_mib);
             }
             Event::PingFailed { peer, queue, errno } => self.ping_failed(peer, queue, errno, out),
@@ -228,7 +229,7 @@ impl EngineCore {
                 self.follow(step, out);
             }
             Event::Track { peer, config } => self.track(peer, config),
-            Event::Join { peer, missing } => self.join(peer, &missing, out),
+            Event::Rebuild { peer, missing } => self.rebuild(peer, &missing, out),
             Event::CopyEnded { peer } => {
                 self.in_copy = self.in_copy.without(PeerMask::one(peer));
                 self.wake = true;
@@ -239,11 +240,11 @@ impl EngineCore {
                 if let Some(closed) = self.closed.get_mut(usize::from(queue)) {
                     *closed = closed.with(PeerMask::one(peer));
                 }
-                self.release(out);
+                self.drop_waits(out);
             }
             Event::Scrub(config) => self.set_scrub(config),
             Event::SetCopyLimits(limits) => self.bucket.set_limits(limits),
-            Event::Settle => self.settle(),
+            Event::ClearAll => self.clear_all(),
             Event::Expand { size_bytes } => self.expand(size_bytes),
             Event::Tick { now_ms } => self.tick(now_ms, out),
         }
@@ -262,12 +263,12 @@ impl EngineCore {
         if self.is_paused() {
             return;
         }
-        self.tell_equalised(out);
+        self.report_resynced(out);
         self.stamp_next(out);
         self.clear_next(out);
         self.turn_intent();
-        self.tell_settled(out);
-        self.finish_join(out);
+        self.report_cleared_all(out);
+        self.finish_rebuild(out);
         if !self.is_paused() {
             self.start_jobs(out);
         }
@@ -288,7 +289,7 @@ impl EngineCore {
     }
 
     pub(crate) fn hold(&mut self, id: SlotId) {
-        self.slots.at_mut(id).phase = Phase::Held;
+        self.slots.at_mut(id).phase = SlotPhase::Held;
         self.held.push(id);
     }
 
@@ -322,7 +323,7 @@ impl EngineCore {
         }
         let is_asked = self.slots.has(id) && {
             let slot = self.slots.at(id);
-            slot.phase == Phase::Active && slot.pending.has(peer)
+            slot.phase == SlotPhase::Active && slot.pending.has(peer)
         };
         if !is_asked {
             self.lose(peer, format!("it answered what it was not asked: {id:?}"), out);
@@ -337,7 +338,7 @@ impl EngineCore {
         slot.pending.is_empty()
     }
 
-    /// Handles the failure of a member or joiner.
+    /// Handles the failure of a member or rebuilding replica.
     pub(crate) fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Broken, out);
     }
@@ -357,7 +358,7 @@ impl EngineCore {
         if self.membership.state(peer) == PeerState::Failed {
             return;
         }
-        self.patience.forgive(peer, self.now_ms);
+        self.timeouts.forgive(peer, self.now_ms);
         let step = self.membership.lose(peer);
         self.count(peer);
         self.jobs.forget(PeerMask::one(peer));
@@ -367,10 +368,10 @@ impl EngineCore {
         self.follow(step, out);
     }
 
-    pub(crate) fn follow(&mut self, step: Step, out: &mut Outputs) {
+    pub(crate) fn follow(&mut self, step: MembershipStep, out: &mut Outputs) {
         match step {
-            Step::Wait => {}
-            Step::Propose(view, honoured) => {
+            MembershipStep::Wait => {}
+            MembershipStep::Propose(view, honoured) => {
                 self.proposed_at_ms = self.now_ms;
                 let propose = |peer| Output::Propose {
                     peer,
@@ -379,33 +380,33 @@ impl EngineCore {
                 };
                 out.extend(self.membership.proposed_to().iter().map(propose));
             }
-            Step::AskGrant(view, honoured, stored) => out.push(Output::AskGrant {
+            MembershipStep::AskGrant(view, honoured, stored) => out.push(Output::AskGrant {
                 view: Box::new(view),
                 honoured: Box::new(honoured),
                 stored: Box::new(stored),
             }),
-            Step::Frozen(reason) => {
+            MembershipStep::Frozen(reason) => {
                 self.frozen = true;
                 out.push(Output::Frozen { reason });
             }
-            Step::Installed(view, joined) => {
+            MembershipStep::Installed(view, rebuilt) => {
                 let commit = |peer| Output::Commit { peer, view: Box::new(view) };
                 out.extend(self.membership.answering().iter().map(commit));
                 out.push(Output::ViewChanged { view: Box::new(view) });
-                for peer in joined.iter() {
+                for peer in rebuilt.iter() {
                     self.absent[usize::from(peer)] = None;
                     self.counted = self.counted.without(PeerMask::one(peer));
-                    out.push(Output::Joined { peer });
+                    out.push(Output::Rebuilt { peer });
                 }
-                self.settle_alone();
-                self.release(out);
+                self.skip_resync_if_alone();
+                self.drop_waits(out);
                 (self.wake_held, self.wake) = (true, true);
             }
         }
     }
 
     /// Requests no longer wait for replicas that have left the view and whose connection is closed.
-    fn release(&mut self, out: &mut Outputs) {
+    fn drop_waits(&mut self, out: &mut Outputs) {
         let in_view = self.membership.in_view();
         for queue in (0..).take(self.closed.len()) {
             let gone = self.closed[usize::from(queue)].without(in_view);
@@ -413,15 +414,15 @@ impl EngineCore {
                 continue;
             }
             for id in self.slots.of_queue(queue) {
-                self.release_slot(id, gone, out);
+                self.drop_waits_of_slot(id, gone, out);
             }
         }
     }
 
-    fn release_slot(&mut self, id: SlotId, gone: PeerMask, out: &mut Outputs) {
+    fn drop_waits_of_slot(&mut self, id: SlotId, gone: PeerMask, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
         let left = slot.pending.without(gone);
-        if slot.phase != Phase::Active || left == slot.pending {
+        if slot.phase != SlotPhase::Active || left == slot.pending {
             return;
         }
         slot.pending = left;
@@ -431,17 +432,17 @@ impl EngineCore {
         if self.slots.copy_index(id).is_some() {
             self.advance(id, out);
         } else {
-            self.released(id, out);
+            self.slot_answered(id, out);
         }
     }
 
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
-        let told_ms = std::mem::replace(&mut self.told_ms, now_ms);
-        let step_ms = now_ms.saturating_sub(told_ms);
-        let step_ms = step_ms.min(TICK_STEP_MS_MAX).min(self.patience.step_ms_max());
+        let last_tick_ms = std::mem::replace(&mut self.last_tick_ms, now_ms);
+        let step_ms = now_ms.saturating_sub(last_tick_ms);
+        let step_ms = step_ms.min(TICK_STEP_MS_MAX).min(self.timeouts.step_ms_max());
         self.now_ms += step_ms;
-        self.charge_joiners(step_ms);
-        self.judge(out);
+        self.charge_rebuilding(step_ms);
+        self.check_timeouts(out);
         self.ping(out);
         self.bucket.refill(self.now_ms);
         if let Some(scrub) = &mut self.scrub {
@@ -450,7 +451,7 @@ impl EngineCore {
         self.turn_intent();
         // A member without space may leave as soon as the others are prompt.
         self.wake |= !self.resyncs.is_empty();
-        self.wake |= self.is_equalising || self.scrub.is_some() || !self.membership.joining().is_empty();
+        self.wake |= self.is_resyncing || self.scrub.is_some() || !self.membership.rebuilding().is_empty();
     }
 
     /// Starts to count the regions that `peer` misses. The replica lacks at most the regions that may differ
@@ -463,16 +464,16 @@ impl EngineCore {
         let (count, stamp) = (self.regions.count(), self.clearing.stamp());
         let absent = self.absent[at].get_or_insert_with(|| Absent::new(RegionSet::empty(count), stamp));
         absent.disconnected();
-        absent.missed.insert_all(&self.equalise);
-        self.intent.add_dirty_to(&mut absent.missed);
+        absent.out_of_sync.insert_all(&self.resync);
+        self.intent.add_dirty_to(&mut absent.out_of_sync);
         self.counted = self.counted.with(PeerMask::one(peer));
         self.trusted = self.trusted.with(PeerMask::one(peer));
     }
 
     /// Returns the regions that `peer`, which is outside the view, is known to miss.
     #[must_use]
-    pub fn missed(&self, peer: PeerIndex) -> Option<&RegionSet> {
-        self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.missed)
+    pub fn out_of_sync(&self, peer: PeerIndex) -> Option<&RegionSet> {
+        self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.out_of_sync)
     }
 
     /// Returns the newest stamp that any replica was sent.
@@ -500,7 +501,8 @@ impl EngineCore {
     }
 
     /// Marks the out-of-sync set of `peer` as incomplete, because the members do not know more or the peer
-    /// has lost more. Joiners keep no such set for `peer` until it joins itself and reports what it lacks.
+    /// has lost more. Rebuilding replicas keep no such set for `peer` until it joins itself and reports what
+    /// it lacks.
     pub fn distrust(&mut self, peer: PeerIndex) {
         self.trusted = self.trusted.without(PeerMask::one(peer));
     }
@@ -514,7 +516,7 @@ impl EngineCore {
         if self.clearing.marks.answered(peer, mark) {
             self.cleared();
         }
-        self.wake |= self.joins.marks.answered(peer, mark);
+        self.wake |= self.rebuilds.marks.answered(peer, mark);
     }
 
     /// Stops waiting for the answers of `peer` to marks.
@@ -525,7 +527,7 @@ impl EngineCore {
         }
         // The out-of-sync sets of the others have grown: a replica that is about to join has to get them
         // again.
-        self.joins.start_over();
+        self.rebuilds.start_over();
     }
 
     /// Returns the job of a copy slot.

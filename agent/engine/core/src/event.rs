@@ -19,7 +19,7 @@ pub struct CoreConfig {
     /// The engine's first view, through already.
     pub view: View,
     /// The time without an answer after which a replica is dropped if the others can continue without it: the
-    /// table in the description of `patience` has all limits.
+    /// table in the description of `replica_timeouts` has all limits.
     pub replica_timeout_ms: u64,
     /// The time without an answer after which a replica is dropped, unless it answers PING and the others
     /// cannot continue without it.
@@ -32,11 +32,11 @@ pub struct CoreConfig {
     /// all members hold every acknowledged write.
     pub dirty: RegionSet,
     /// The out-of-sync set of each of `peers`, as far as known. Empty for members.
-    pub missed: Vec<RegionSet>,
+    pub out_of_sync: Vec<RegionSet>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
     /// For each of `peers`: the newest stamp that it was sent before it left. Of members it does not count.
-    pub missed_stamps: Vec<u32>,
+    pub out_of_sync_stamps: Vec<u32>,
     /// The number of slots that queue 0 has beyond `depth`, for copies and checks, with a buffer of
     /// [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES) each. At least two; the last one is reserved
     /// for copies that failed requests wait for.
@@ -44,7 +44,8 @@ pub struct CoreConfig {
     /// The limits of the speed of copies.
     pub copy_limits: CopyLimits,
     /// The minimum time for which a region stays dirty after its last write. 0: regions stay dirty until
-    /// [`Event::Settle`], and regions copied to joiners stay in the members' out-of-sync sets as well.
+    /// [`Event::ClearAll`], and regions copied to rebuilding replicas stay in the members' out-of-sync sets
+    /// as well.
     pub intent_interval_ms: u64,
     /// The limit up to which regions that are written now and then stay dirty for longer. It bounds the bytes
     /// that may differ after a crash.
@@ -150,7 +151,7 @@ pub enum Event {
     },
     /// A tracked replica is connected on every queue. It has the data of the members except for `missing` and
     /// the regions counted meanwhile. The core rebuilds it and makes it a member.
-    Join {
+    Rebuild {
         /// The index of the replica.
         peer: PeerIndex,
         /// Regions that the replica lacks besides the counted ones.
@@ -195,9 +196,9 @@ pub enum Event {
     /// Start to compare all members from the beginning, or stop that.
     Scrub(Option<ScrubConfig>),
     /// The engine is about to end: it flushes, and clears the write intent once as far as possible, however
-    /// new it is. [`Output::Settled`] follows, unless the view stays unsettled. Requests continue, and their
-    /// modifications meanwhile stay dirty.
-    Settle,
+    /// new it is. [`Output::ClearedAll`] follows, unless the view keeps changing. Requests continue, and
+    /// their modifications meanwhile stay dirty.
+    ClearAll,
     /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A
     /// replica that joins from here on has grown too.
     Expand {
@@ -257,7 +258,7 @@ pub enum DropCause {
     Broken,
     /// The replica's disk has no space.
     Full,
-    /// The replica was neither a member nor a joiner, so no request waited for it.
+    /// The replica was neither a member nor a rebuilding replica, so no request waited for it.
     Unused,
 }
 
@@ -328,16 +329,16 @@ pub enum Output {
         change: MarkRegions,
     },
     /// The members are equal everywhere: nothing waits for that any more.
-    Equalised,
-    /// All is cleared that could be after [`Event::Settle`].
-    Settled,
+    Resynced,
+    /// All is cleared that could be after [`Event::ClearAll`].
+    ClearedAll,
     /// The volume has this size: requests may come for all of it.
     Expanded {
         /// The new size of the volume in bytes.
         size_bytes: u64,
     },
     /// A rebuilt replica is in the view.
-    Joined {
+    Rebuilt {
         /// The index of the replica.
         peer: PeerIndex,
     },
@@ -402,9 +403,9 @@ pub enum Output {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CopyProgress {
     /// Left to make equal after an unclean stop.
-    pub equalise_left_bytes: u64,
+    pub resync_left_bytes: u64,
     /// Replicas that are being rebuilt, with the number of bytes left.
-    pub joins: Vec<(PeerIndex, u64)>,
+    pub rebuilds: Vec<(PeerIndex, u64)>,
     /// The bytes copied since the engine has started, for any reason.
     pub copied_bytes: u64,
     /// The position of the running scrub, or none.

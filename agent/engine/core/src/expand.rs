@@ -49,23 +49,23 @@ impl EngineCore {
     }
 
     fn is_naming_regions(&self) -> bool {
-        let names = |why| matches!(why, Why::Equalise { .. } | Why::Join { .. });
-        self.is_equalising
+        let names = |why| matches!(why, Why::Resync { .. } | Why::Rebuild { .. });
+        self.is_resyncing
             || self.clearing.marks.is_outstanding()
             || self.jobs.copies().any(|copy| names(copy.why))
     }
 
     fn follow_size(&mut self, regions: Regions) {
         let before = std::mem::replace(&mut self.regions, regions);
-        self.equalise = self.equalise.converted(before, regions);
+        self.resync = self.resync.converted(before, regions);
         self.intent.grow(before, regions);
         for absent in self.absent.iter_mut().flatten() {
             absent.grow(before, regions);
         }
         if before.region_bytes() != regions.region_bytes() {
-            self.equalise_cursor = 0;
+            self.resync_cursor = 0;
         }
         // A replica that is about to join gets the out-of-sync sets of the others again.
-        self.joins.start_over();
+        self.rebuilds.start_over();
     }
 }

@@ -20,7 +20,7 @@ use crate::event::Outputs;
 use crate::job::{Copy, Job, Why};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
-use crate::slot::{Phase, SlotId};
+use crate::slot::{SlotId, SlotPhase};
 
 /// A disk with so much space has room for a change of the view.
 const ROOM_MIB: u32 = 16;
@@ -75,9 +75,9 @@ impl EngineCore {
         }
         if self.resyncs.is_empty() {
             self.space = Space { since_ms: self.now_ms, ..Space::default() };
-            self.patience.ping_soon();
+            self.timeouts.ping_soon();
         }
-        self.slots.at_mut(id).phase = Phase::Resync;
+        self.slots.at_mut(id).phase = SlotPhase::Resync;
         self.resyncs.push(id);
         self.wake = true;
     }
@@ -92,7 +92,7 @@ impl EngineCore {
             self.wake = true;
         } else {
             // An older PING: the disk may have become full since.
-            self.patience.ping_soon();
+            self.timeouts.ping_soon();
         }
     }
 
@@ -112,7 +112,7 @@ impl EngineCore {
                 WayOut::Leave => {
                     self.resyncs.remove(at);
                     let slot = self.slots.at_mut(id);
-                    (slot.phase, slot.pending) = (Phase::Active, full);
+                    (slot.phase, slot.pending) = (SlotPhase::Active, full);
                     let reason = format!("no space left for {:?} of {}", slot.operation, slot.range);
                     for peer in full.iter() {
                         self.lose_full(peer, reason.clone(), out);
@@ -131,12 +131,12 @@ impl EngineCore {
             return WayOut::Leave;
         }
         let Space { known, has_room, since_ms } = self.space;
-        let is_over = self.now_ms.saturating_sub(since_ms) > self.patience.wait_for_space_ms();
+        let is_over = self.now_ms.saturating_sub(since_ms) > self.timeouts.wait_for_space_ms();
         let is_most = |peers: PeerMask| self.membership.quorum_of(peers) == Quorum::More;
         if slot.operation == Operation::Discard || is_over || !is_most(rest.without(known.without(has_room)))
         {
             WayOut::Fail
-        } else if is_most(rest.and(has_room).without(self.patience.slow())) {
+        } else if is_most(rest.and(has_room).without(self.timeouts.slow())) {
             WayOut::Leave
         } else {
             WayOut::Wait

@@ -20,16 +20,16 @@ pub(crate) enum FlushFor {
     /// Regions are to be cleared.
     Clearing,
     /// A replica is to become a member.
-    Joining,
+    Rebuilding,
 }
 
 /// The reason of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.
-    Equalise { region: u32 },
+    Resync { region: u32 },
     /// Replicas that are being rebuilt miss the region. The copy has its range in the range table.
-    Join { region: u32 },
+    Rebuild { region: u32 },
     /// A scrub has found these to differ. The copy has its range in the range table.
     Repair { odd: PeerMask, sources: PeerMask },
     /// A request has found no space on `sources`. It keeps its range in the range table meanwhile.
@@ -192,10 +192,10 @@ impl Jobs {
         self.jobs.last().filter(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
     }
 
-    /// Returns the copies to replicas that join, and their slots.
+    /// Returns the copies to replicas that are rebuilt, and their slots.
     pub fn rebuilds(&mut self) -> impl Iterator<Item = (SlotId, &mut Copy)> {
         self.jobs.iter_mut().filter_map(|(slot, job)| match job {
-            Job::Copy(copy) if matches!(copy.why, Why::Join { .. }) => Some((*slot, copy)),
+            Job::Copy(copy) if matches!(copy.why, Why::Rebuild { .. }) => Some((*slot, copy)),
             _ => None,
         })
     }
@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     fn copy(length: u64, zeroes: ZeroBlocks) -> Copy {
-        let mut copy = Copy::new(Why::Join { region: 0 }, part(8 << 20, length), PeerMask::one(1));
+        let mut copy = Copy::new(Why::Rebuild { region: 0 }, part(8 << 20, length), PeerMask::one(1));
         copy.zeroes = zeroes;
         copy
     }

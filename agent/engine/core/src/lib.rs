@@ -6,7 +6,7 @@
 //!
 //! The core promises:
 //! - A write, discard or write-zeroes is completed when every member of the current view has answered it, and
-//!   so is a flush. A joiner that was sent the request has to answer too, or be dropped.
+//!   so is a flush. A rebuilding replica that was sent the request has to answer too, or be dropped.
 //! - Of two overlapping requests (rounded to whole blocks) of which one modifies data, the later is sent when
 //!   the earlier is completed. Reads that overlap no modification never wait.
 //! - A replica that fails leaves by a view change. Until the change is committed, the core acknowledges
@@ -38,23 +38,23 @@ mod cause;
 mod clearing;
 mod copy;
 mod engine;
-mod equalise;
 mod event;
 mod expand;
 mod failed;
 mod flight;
 mod intent;
 mod job;
-mod join;
 mod marks;
 mod membership;
-mod patience;
 mod ranges;
+mod rebuild;
+mod replica_timeouts;
 mod request;
+mod resync;
 mod scrub;
+mod scrub_result;
 mod serve;
 mod slot;
-mod verdict;
 
 pub use cause::{Blamed, Cause, Failure};
 pub use engine::EngineCore;
@@ -64,5 +64,5 @@ pub use event::{
 };
 pub use membership::{Membership, PeerConfig, PeerIndex, PeerState};
 pub use request::{Operation, Request};
+pub use scrub_result::{MemberChecksums, ReplicaChecksums, ScrubResult, compare_checksums, sum_to_keep};
 pub use slot::SlotId;
-pub use verdict::{Evidence, Verdict, Witness, judge, sum_to_keep};

@@ -70,7 +70,7 @@ pub enum PeerState {
     /// The replica is in the view and answers.
     Member,
     /// The replica is not in the view and is being rebuilt.
-    Joining,
+    Rebuilding,
     /// The replica was never in the view of this engine, or has left it, or is about to leave.
     Failed,
 }
@@ -96,15 +96,15 @@ pub struct Membership {
     next_number: u32,
     next_read: u8,
     /// Replicas in state [`PeerState::Member`], those of them on this host, and replicas in state
-    /// [`PeerState::Joining`]: every request asks for them.
+    /// [`PeerState::Rebuilding`]: every request asks for them.
     answering: PeerMask,
     local: PeerMask,
-    joining: PeerMask,
+    rebuilding: PeerMask,
 }
 
 /// The consequence of a loss, of a proposal, or of an answer to one.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum MembershipStep {
     /// The caller has to wait for answers.
     Wait,
     /// Propose this view to [`Membership::proposed_to`].
@@ -139,7 +139,7 @@ impl Membership {
             next_read: 0,
             answering: PeerMask::NONE,
             local: PeerMask::NONE,
-            joining: PeerMask::NONE,
+            rebuilding: PeerMask::NONE,
         };
         membership.refresh();
         membership
@@ -188,13 +188,13 @@ impl Membership {
     }
 
     /// Returns the replicas that are being rebuilt.
-    pub(crate) fn joining(&self) -> PeerMask {
-        self.joining
+    pub(crate) fn rebuilding(&self) -> PeerMask {
+        self.rebuilding
     }
 
-    /// Returns the replicas that answer: members and joiners.
+    /// Returns the replicas that answer: members and rebuilding replicas.
     pub(crate) fn connected(&self) -> PeerMask {
-        self.answering.with(self.joining)
+        self.answering.with(self.rebuilding)
     }
 
     /// Returns the rest of the view if only the members in `peers` stay. While the arbiter is asked for a
@@ -226,7 +226,7 @@ impl Membership {
     fn refresh(&mut self) {
         self.answering = self.mask(|peer| peer.state == PeerState::Member);
         self.local = self.mask(|peer| peer.state == PeerState::Member && peer.config.local);
-        self.joining = self.mask(|peer| peer.state == PeerState::Joining);
+        self.rebuilding = self.mask(|peer| peer.state == PeerState::Rebuilding);
     }
 
     /// Returns the member that serves the next read: members on this host take turns, or else all do. Members
@@ -259,51 +259,51 @@ impl Membership {
     }
 
     /// Records that `peer` is connected and is being rebuilt.
-    pub(crate) fn bring_up(&mut self, peer: PeerIndex) {
+    pub(crate) fn start_rebuild(&mut self, peer: PeerIndex) {
         if let Some(peer) = self.peers.get_mut(usize::from(peer)) {
-            peer.state = PeerState::Joining;
+            peer.state = PeerState::Rebuilding;
         }
         self.refresh();
     }
 
     /// Proposes the view with `peer`, which holds everything.
-    pub(crate) fn admit(&mut self, peer: PeerIndex) -> Step {
-        let Some(replica) = self.replica(peer) else { return Step::Wait };
+    pub(crate) fn admit(&mut self, peer: PeerIndex) -> MembershipStep {
+        let Some(replica) = self.replica(peer) else { return MembershipStep::Wait };
         match self.view.members.with(replica) {
             Ok(members) => self.propose(members),
-            Err(_) => Step::Wait, // as many indices as members: there is always room
+            Err(_) => MembershipStep::Wait, // as many indices as members: there is always room
         }
     }
 
     /// Handles the failure of `peer`: proposes the view without it if that differs from the agreed one.
-    pub(crate) fn lose(&mut self, peer: PeerIndex) -> Step {
-        let Some(lost) = self.peers.get_mut(usize::from(peer)) else { return Step::Wait };
+    pub(crate) fn lose(&mut self, peer: PeerIndex) -> MembershipStep {
+        let Some(lost) = self.peers.get_mut(usize::from(peer)) else { return MembershipStep::Wait };
         let replica = lost.config.replica;
         let was = std::mem::replace(&mut lost.state, PeerState::Failed);
         lost.losses += 1;
         self.refresh();
         match was {
-            PeerState::Failed => Step::Wait,
+            PeerState::Failed => MembershipStep::Wait,
             PeerState::Member => self.shrink(),
-            PeerState::Joining => {
+            PeerState::Rebuilding => {
                 let is_proposed =
                     self.change.as_ref().is_some_and(|change| change.target.members.contains(replica));
-                if is_proposed { self.shrink() } else { Step::Wait }
+                if is_proposed { self.shrink() } else { MembershipStep::Wait }
             }
         }
     }
 
     /// Proposes the members that are left.
-    fn shrink(&mut self) -> Step {
+    fn shrink(&mut self) -> MembershipStep {
         let answering = self.answering;
         let is_left = |id: ReplicaId| answering.iter().any(|left| self.replica(left) == Some(id));
         let members = self.view.members.filter(is_left);
         if members.is_empty() {
             self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
-            return Step::Frozen(format!("the last of its members {} is lost", self.view.members));
+            return MembershipStep::Frozen(format!("the last of its members {} is lost", self.view.members));
         }
         if let Some(change) = self.change.as_ref().filter(|_| self.is_asked) {
-            return Step::Frozen(format!(
+            return MembershipStep::Frozen(format!(
                 "a member of {} is lost while the arbiter is asked for that view",
                 change.target
             ));
@@ -312,19 +312,19 @@ impl Membership {
             // It could never go through, and once stored it would only stand in the way of others.
             let old = self.view.members;
             self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
-            return Step::Frozen(format!("{members} is less than half of {old}: no quorum"));
+            return MembershipStep::Frozen(format!("{members} is less than half of {old}: no quorum"));
         }
         self.propose(members)
     }
 
-    fn propose(&mut self, members: Members) -> Step {
+    fn propose(&mut self, members: Members) -> MembershipStep {
         let id = ViewId { generation: self.view.id.generation, number: self.next_number };
         self.next_number += 1;
         let target = View { id, members };
         let honoured = self.honoured();
         self.change = Some(Change::new(honoured.clone(), target));
         self.stored = PeerMask::NONE;
-        Step::Propose(target, honoured)
+        MembershipStep::Propose(target, honoured)
     }
 
     fn honoured(&self) -> ReplicaReport {
@@ -332,10 +332,10 @@ impl Membership {
     }
 
     /// Records that `peer` has stored the proposed view `id`.
-    pub(crate) fn stored(&mut self, peer: PeerIndex, id: ViewId) -> Step {
-        let Some(replica) = self.replica(peer) else { return Step::Wait };
+    pub(crate) fn stored(&mut self, peer: PeerIndex, id: ViewId) -> MembershipStep {
+        let Some(replica) = self.replica(peer) else { return MembershipStep::Wait };
         let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
-            return Step::Wait;
+            return MembershipStep::Wait;
         };
         change.stored(replica);
         self.stored = self.stored.with(PeerMask::one(peer));
@@ -343,40 +343,40 @@ impl Membership {
     }
 
     /// Handles the grant of the proposed view `id`.
-    pub(crate) fn granted(&mut self, id: ViewId) -> Step {
+    pub(crate) fn granted(&mut self, id: ViewId) -> MembershipStep {
         let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
-            return Step::Wait;
+            return MembershipStep::Wait;
         };
         change.granted();
         self.progress()
     }
 
-    fn progress(&mut self) -> Step {
-        let Some(change) = &self.change else { return Step::Wait };
+    fn progress(&mut self) -> MembershipStep {
+        let Some(change) = &self.change else { return MembershipStep::Wait };
         let (target, old) = (change.target, self.view.members);
         match change.progress() {
-            Progress::Storing => Step::Wait,
+            Progress::Storing => MembershipStep::Wait,
             Progress::Through => self.install(target),
-            Progress::NeedsGrant if self.is_asked => Step::Wait,
+            Progress::NeedsGrant if self.is_asked => MembershipStep::Wait,
             Progress::NeedsGrant => {
                 self.is_asked = true;
-                Step::AskGrant(target, change.honoured.clone(), *change.who_stored())
+                MembershipStep::AskGrant(target, change.honoured.clone(), *change.who_stored())
             }
             Progress::NoQuorum => {
-                Step::Frozen(format!("{} is less than half of {old}: no quorum", target.members))
+                MembershipStep::Frozen(format!("{} is less than half of {old}: no quorum", target.members))
             }
         }
     }
 
-    fn install(&mut self, view: View) -> Step {
+    fn install(&mut self, view: View) -> MembershipStep {
         (self.view, self.change, self.is_asked) = (view, None, false);
-        let joined =
-            self.mask(|peer| peer.state == PeerState::Joining && view.members.contains(peer.config.replica));
-        for peer in joined.iter() {
+        let rebuilt = self
+            .mask(|peer| peer.state == PeerState::Rebuilding && view.members.contains(peer.config.replica));
+        for peer in rebuilt.iter() {
             self.peers[usize::from(peer)].state = PeerState::Member;
         }
         self.refresh();
-        Step::Installed(view, joined)
+        MembershipStep::Installed(view, rebuilt)
     }
 
     /// Returns the generation of the engine.

@@ -10,8 +10,8 @@ use crate::job::{Check, Copy, Job, Why, piece_at};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::Access;
 use crate::request::Operation;
+use crate::scrub_result::{ReplicaChecksums, ScrubResult, compare_checksums};
 use crate::slot::SlotId;
-use crate::verdict::{Evidence, Verdict, judge};
 
 /// A scrub that is under way. One piece is looked at at a time.
 #[derive(Debug)]
@@ -39,14 +39,14 @@ impl Scrub {
     }
 }
 
-/// Returns the verdict on the checks of one range: the majority of the members not in `rotten` decides. A
+/// Returns the result on the checks of one range: the majority of the members not in `rotten` decides. A
 /// member that knows of its rot counts like one that cannot read.
-fn verdict_of(sums: &[Option<u32>; MAX_MEMBERS], rotten: PeerMask, members: PeerMask) -> Verdict {
-    let witness = |peer: PeerIndex| match sums[usize::from(peer)] {
-        _ if rotten.has(peer) => Some((peer, Evidence::default())),
-        sum => Some((peer, Evidence::of_volume(sum?))),
+fn scrub_result_of(sums: &[Option<u32>; MAX_MEMBERS], rotten: PeerMask, members: PeerMask) -> ScrubResult {
+    let member = |peer: PeerIndex| match sums[usize::from(peer)] {
+        _ if rotten.has(peer) => Some((peer, ReplicaChecksums::default())),
+        sum => Some((peer, ReplicaChecksums::of_volume(sum?))),
     };
-    judge(&members.iter().filter_map(witness).collect::<Vec<_>>())
+    compare_checksums(&members.iter().filter_map(member).collect::<Vec<_>>())
 }
 
 fn mask(peers: &[PeerIndex]) -> PeerMask {
@@ -194,25 +194,25 @@ impl EngineCore {
         let suspect = self.suspects.current.take();
         let Some(Job::Check(check)) = self.job(id) else { return };
         let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
-        let verdict = match is_unreadable {
-            true => Verdict::Torn(members.iter().collect()),
-            false => verdict_of(&check.sums, rotten, members),
+        let scrub_result = match is_unreadable {
+            true => ScrubResult::Torn(members.iter().collect()),
+            false => scrub_result_of(&check.sums, rotten, members),
         };
         // In other blocks the sound one may be wrong.
         if !rotten.is_empty() && range.length() > BLOCK_BYTES && self.looks_closer(range) {
             return self.free_slot(id, out);
         }
-        match verdict {
-            Verdict::Odd { odd, sources } if wants_repair => {
+        match scrub_result {
+            ScrubResult::Odd { odd, sources } if wants_repair => {
                 self.suspects.current = suspect;
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
-            Verdict::Odd { odd, .. } | Verdict::Torn(odd) => {
+            ScrubResult::Odd { odd, .. } | ScrubResult::Torn(odd) => {
                 suspect.into_iter().for_each(|block| self.suspects.give_up(block));
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
             // The comparison covers only the data that a reader sees.
-            Verdict::Equal | Verdict::LookFurther => {}
+            ScrubResult::Equal | ScrubResult::LookFurther => {}
         }
         self.free_slot(id, out);
     }
@@ -231,9 +231,9 @@ impl EngineCore {
     fn repair(&mut self, id: SlotId, range: ByteRange, odd: PeerMask, sources: PeerMask, out: &mut Outputs) {
         let touched = self.regions.touched(range);
         for absent in self.absent.iter_mut().flatten() {
-            absent.missed.insert_run(touched.clone());
+            absent.out_of_sync.insert_run(touched.clone());
         }
-        self.joins.start_over();
+        self.rebuilds.start_over();
         self.take_slot(id, Job::Copy(Copy::new(Why::Repair { odd, sources }, range, odd)));
         self.advance(id, out);
     }
@@ -265,19 +265,19 @@ mod tests {
         let mut sums = [None; MAX_MEMBERS];
         (sums[1], sums[2], sums[3]) = (Some(1), Some(2), Some(1));
         let members = mask(&[0, 1, 2, 3]);
-        let verdict = |members| verdict_of(&sums, PeerMask::NONE, members);
-        assert_eq!(verdict(members), Verdict::Odd { odd: vec![2], sources: vec![1, 3] });
-        assert_eq!(verdict(mask(&[0, 1])), Verdict::Equal);
-        assert_eq!(verdict(mask(&[0, 1, 2])), Verdict::Torn(vec![1, 2]), "the third has left");
+        let scrub_result = |members| scrub_result_of(&sums, PeerMask::NONE, members);
+        assert_eq!(scrub_result(members), ScrubResult::Odd { odd: vec![2], sources: vec![1, 3] });
+        assert_eq!(scrub_result(mask(&[0, 1])), ScrubResult::Equal);
+        assert_eq!(scrub_result(mask(&[0, 1, 2])), ScrubResult::Torn(vec![1, 2]), "the third has left");
     }
 
     #[test]
     fn of_two_the_one_that_holds_rot_is_wrong() {
         let mut sums = [None; MAX_MEMBERS];
         sums[1] = Some(1);
-        let verdict = |rotten, members| verdict_of(&sums, mask(rotten), mask(members));
-        assert_eq!(verdict(&[0], &[0, 1]), Verdict::Odd { odd: vec![0], sources: vec![1] });
-        assert_eq!(verdict(&[0, 2], &[0, 1, 2]), Verdict::Odd { odd: vec![0, 2], sources: vec![1] });
-        assert_eq!(verdict(&[0, 2], &[0, 2]), Verdict::Torn(vec![0, 2]), "there is no sound one");
+        let scrub_result = |rotten, members| scrub_result_of(&sums, mask(rotten), mask(members));
+        assert_eq!(scrub_result(&[0], &[0, 1]), ScrubResult::Odd { odd: vec![0], sources: vec![1] });
+        assert_eq!(scrub_result(&[0, 2], &[0, 1, 2]), ScrubResult::Odd { odd: vec![0, 2], sources: vec![1] });
+        assert_eq!(scrub_result(&[0, 2], &[0, 2]), ScrubResult::Torn(vec![0, 2]), "there is no sound one");
     }
 }

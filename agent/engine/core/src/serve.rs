@@ -9,7 +9,7 @@ use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::Access;
 use crate::request::{Operation, Request};
-use crate::slot::{Phase, Slot, SlotId};
+use crate::slot::{Slot, SlotId, SlotPhase};
 
 /// The maximum bytes that are discarded or zeroed at a time; a single request may be larger.
 const ZEROING_BYTES_MAX: u64 = 64 << 20;
@@ -38,7 +38,7 @@ impl EngineCore {
         let is_request = self.slots.has(id) && self.slots.copy_index(id).is_none();
         assert!(is_request, "there is no slot {id:?} for requests");
         let slot = self.slots.at_mut(id);
-        assert!(slot.phase == Phase::Free, "slot {id:?} is submitted twice");
+        assert!(slot.phase == SlotPhase::Free, "slot {id:?} is submitted twice");
         if self.refuses_requests {
             // Before anything is counted, ordered or held: so nothing can keep it waiting.
             let Request { operation, range, .. } = request;
@@ -82,7 +82,7 @@ impl EngineCore {
 
     /// Sends a read, or its next block, to a member that is not in `rotten`.
     fn send_read(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
-        let Some(peer) = self.membership.reader(self.patience.slow(), rotten) else {
+        let Some(peer) = self.membership.reader(self.timeouts.slow(), rotten) else {
             return self.has_no_sound_reader(id, rotten, out);
         };
         let to = PeerMask::one(peer);
@@ -147,7 +147,7 @@ impl EngineCore {
     /// Returns true if the members may differ in `range`, or are clearing their mark of that.
     fn has_to_wait(&mut self, operation: Operation, range: ByteRange) -> bool {
         let touched = self.regions.touched(range);
-        if !self.equalise.is_empty() && self.equalise.contains_any(touched.clone()) {
+        if !self.resync.is_empty() && self.resync.contains_any(touched.clone()) {
             self.wake = true; // it is copied next
             return true;
         }
@@ -166,13 +166,13 @@ impl EngineCore {
         if self.counted.is_empty() {
             return to;
         }
-        let joining = self.membership.joining();
+        let rebuilding = self.membership.rebuilding();
         for peer in self.counted.iter() {
             let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
-            if joining.has(peer) && !absent.missed.contains_all(touched.clone()) {
+            if rebuilding.has(peer) && !absent.out_of_sync.contains_all(touched.clone()) {
                 to = to.with(PeerMask::one(peer));
             } else {
-                absent.missed.insert_run(touched.clone());
+                absent.out_of_sync.insert_run(touched.clone());
             }
         }
         to
@@ -190,7 +190,7 @@ impl EngineCore {
     ) {
         let now_ms = self.now_ms;
         let slot = self.slots.at_mut(id);
-        (slot.phase, slot.pending, slot.sent_at_ms) = (Phase::Active, to, now_ms);
+        (slot.phase, slot.pending, slot.sent_at_ms) = (SlotPhase::Active, to, now_ms);
         out.extend(to.iter().map(|peer| Output::Send { peer, slot: id, operation, range, buffer_offset }));
     }
 
@@ -260,14 +260,14 @@ impl EngineCore {
     /// would freeze the volume.
     pub(crate) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
-            self.patience.ponged(peer, queue);
+            self.timeouts.ponged(peer, queue);
             return;
         }
         self.lose(peer, format!("Ping: {errno}"), out);
     }
 
     /// Ends the wait of a slot after the last replica that had to answer is gone.
-    pub(crate) fn released(&mut self, id: SlotId, out: &mut Outputs) {
+    pub(crate) fn slot_answered(&mut self, id: SlotId, out: &mut Outputs) {
         match self.slots.at(id).operation {
             Operation::Read => self.issue_request(id, out),
             _ => self.finish(id, out),
@@ -309,7 +309,7 @@ impl EngineCore {
     fn fail(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
         let slot = *self.slots.at(id);
         if slot.operation.modifies() {
-            for peer in slot.sent.and(self.membership.joining()).iter() {
+            for peer in slot.sent.and(self.membership.rebuilding()).iter() {
                 self.lose(peer, format!("the last member cannot do what it did: {errno}"), out);
             }
         }
@@ -318,7 +318,7 @@ impl EngineCore {
 
     pub(crate) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
-        slot.phase = Phase::Free;
+        slot.phase = SlotPhase::Free;
         let Slot { operation, range, is_in_flight, .. } = *slot;
         self.unfinished -= 1;
         if let Err(errno) = outcome {

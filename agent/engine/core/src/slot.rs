@@ -14,7 +14,7 @@ pub struct SlotId {
 
 /// The stage of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum SlotPhase {
     /// The slot has no request.
     Free,
     /// The request waits for an overlapping one.
@@ -30,7 +30,7 @@ pub(crate) enum Phase {
 /// The request in one slot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    pub phase: Phase,
+    pub phase: SlotPhase,
     pub operation: Operation,
     pub range: ByteRange,
     /// Replicas that it was sent to when its turn came.
@@ -55,7 +55,7 @@ pub(crate) struct Slot {
 
 impl Slot {
     pub const FREE: Slot = Slot {
-        phase: Phase::Free,
+        phase: SlotPhase::Free,
         operation: Operation::Flush,
         range: ByteRange::EMPTY,
         sent: PeerMask::NONE,
@@ -70,7 +70,7 @@ impl Slot {
     };
 
     pub fn of(request: Request) -> Slot {
-        Slot { phase: Phase::Waiting, operation: request.operation, range: request.range, ..Slot::FREE }
+        Slot { phase: SlotPhase::Waiting, operation: request.operation, range: request.range, ..Slot::FREE }
     }
 }
 
@@ -129,13 +129,15 @@ impl Slots {
 
     /// Returns the slots that were sent and are not answered by every replica.
     pub fn active(&self) -> impl Iterator<Item = &Slot> {
-        self.slots.iter().filter(|slot| slot.phase == Phase::Active)
+        self.slots.iter().filter(|slot| slot.phase == SlotPhase::Active)
     }
 
     /// Returns the slots of the frontend that were sent and are not completed.
     pub fn active_requests(&self) -> impl Iterator<Item = &Slot> {
         let requests = usize::from(self.queues) * usize::from(self.depth);
-        self.slots[..requests].iter().filter(|slot| matches!(slot.phase, Phase::Active | Phase::Resync))
+        self.slots[..requests]
+            .iter()
+            .filter(|slot| matches!(slot.phase, SlotPhase::Active | SlotPhase::Resync))
     }
 }
 

@@ -29,7 +29,7 @@ pub async fn grow_replicas<E: ServingEngine>(engine: &E) -> Result<(), NotGrown<
     loop {
         let left = engine.decide(|core, outputs| {
             let is_connected = |index: PeerIndex| {
-                matches!(core.membership().state(index), PeerState::Member | PeerState::Joining)
+                matches!(core.membership().state(index), PeerState::Member | PeerState::Rebuilding)
             };
             let connected = engine.peers().into_iter().filter(|(index, _)| is_connected(*index));
             let connected = connected.map(|(index, peer)| Address { peer: index, replica: peer.replica });
@@ -41,7 +41,7 @@ pub async fn grow_replicas<E: ServingEngine>(engine: &E) -> Result<(), NotGrown<
         });
         let Some(left) = left.filter(|left| !left.is_empty()) else { return Ok(()) };
         for to in left {
-            let grows = engine.line(to).expand(size_bytes).await;
+            let grows = engine.control(to).expand(size_bytes).await;
             grows.map_err(|error| NotGrown { replica: to.replica, error })?;
             grown.push(to);
         }

@@ -9,29 +9,29 @@
 //! - [`Link`]: a connection to one replica that has taken this engine.
 //! - [`OpeningEngine`]: the process while it opens the volume.
 //! - [`ServingEngine`]: the process while it serves.
-//! - [`Courier`]: the task that brings one replica back.
+//! - [`RebuildTask`]: the task that brings one replica back.
 //!
 //! [`Offenders`] are the replicas that an attempt to open the volume leaves out. [`BadSources`] are the
 //! members that the next copy does not read. [`Standing`] decides how soon a dropped replica may come back.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 
-mod accounts;
 mod grow;
 mod link;
 mod offenders;
 mod open;
+mod out_of_sync_sets;
 mod rebuild;
 mod serving;
 mod standing;
 
-pub use accounts::{forget_in_vain, give_up};
 pub use grow::{NotGrown, grow_replicas};
 pub use link::{Link, LinkError, Misfit, fit, regions};
 pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
 };
-pub use rebuild::{Courier, OTHER_RUN, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
+pub use out_of_sync_sets::{forget_in_vain, give_up};
+pub use rebuild::{OTHER_RUN, RebuildTask, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
 pub use serving::{Address, Peer, PendingView, ServingEngine, members};
-pub use standing::{Standing, Stay};
+pub use standing::{RejoinDelay, Standing};

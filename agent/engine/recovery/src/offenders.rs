@@ -30,7 +30,7 @@ pub(crate) enum Part {
 
 /// A replica that was greeted in the last attempt that has reached it.
 #[derive(Clone, Debug)]
-struct Greeted {
+struct ReachedReplica {
     replica: ReplicaId,
     /// The run of its process.
     run: u64,
@@ -46,7 +46,7 @@ struct Greeted {
 #[derive(Debug, Default)]
 pub struct Offenders {
     /// No more than the volume has replicas.
-    greeted: Vec<Greeted>,
+    reached: Vec<ReachedReplica>,
     /// The last attempt that could leave offenders out did.
     was_without: bool,
 }
@@ -55,22 +55,22 @@ impl Offenders {
     /// Records that an attempt has reached these replicas, with their runs, out of all that the volume is to
     /// have. A replica that was restarted since is no offender any more.
     pub(crate) fn reached(&mut self, reached: impl IntoIterator<Item = (ReplicaId, u64)>, of: &[ReplicaId]) {
-        self.greeted.retain(|known| of.contains(&known.replica));
+        self.reached.retain(|known| of.contains(&known.replica));
         for (replica, run) in reached.into_iter().filter(|(replica, _)| of.contains(replica)) {
-            let is_same = |known: &Greeted| known.replica == replica && known.run == run;
-            if self.greeted.iter().any(is_same) {
+            let is_same = |known: &ReachedReplica| known.replica == replica && known.run == run;
+            if self.reached.iter().any(is_same) {
                 continue;
             }
-            self.greeted.retain(|known| known.replica != replica);
+            self.reached.retain(|known| known.replica != replica);
             let (failures, part, reason) = (0, Part::Storing, String::new());
-            self.greeted.push(Greeted { replica, run, failures, part, reason });
+            self.reached.push(ReachedReplica { replica, run, failures, part, reason });
         }
     }
 
     /// Returns the replicas that this attempt leaves out if it can do without them. Every second attempt has
     /// all: an offender may be well again, and the others may need it.
     pub(crate) fn next_left_out(&mut self) -> Members {
-        let offenders = self.greeted.iter().filter(|known| known.failures >= FAILURES_MAX);
+        let offenders = self.reached.iter().filter(|known| known.failures >= FAILURES_MAX);
         // A set can hold all replicas.
         let offenders = Members::new(offenders.map(|known| known.replica)).unwrap_or_default();
         self.was_without = !self.was_without && !offenders.is_empty();
@@ -79,7 +79,7 @@ impl Offenders {
 
     /// Records that a replica has failed a request.
     pub(crate) fn failed(&mut self, replica: ReplicaId, part: Part, reason: String) {
-        if let Some(known) = self.greeted.iter_mut().find(|known| known.replica == replica) {
+        if let Some(known) = self.reached.iter_mut().find(|known| known.replica == replica) {
             known.failures = known.failures.saturating_add(1);
             (known.part, known.reason) = (part, reason);
         }
@@ -88,7 +88,7 @@ impl Offenders {
     /// Records that a replica has done all requests in a part of an attempt.
     pub(crate) fn did(&mut self, replica: ReplicaId, part: Part) {
         if let Some(known) =
-            self.greeted.iter_mut().find(|known| known.replica == replica && known.part <= part)
+            self.reached.iter_mut().find(|known| known.replica == replica && known.part <= part)
         {
             known.failures = 0;
         }
@@ -96,14 +96,14 @@ impl Offenders {
 
     /// Returns the last failure of a replica, in words.
     pub(crate) fn reason(&self, replica: ReplicaId) -> &str {
-        let known = self.greeted.iter().find(|known| known.replica == replica);
+        let known = self.reached.iter().find(|known| known.replica == replica);
         known.map_or("", |known| &known.reason)
     }
 
     /// Returns the minimum pause before the next attempt.
     #[must_use]
     pub fn pause(&self) -> Duration {
-        let failures = self.greeted.iter().map(|known| known.failures).max().unwrap_or(0);
+        let failures = self.reached.iter().map(|known| known.failures).max().unwrap_or(0);
         match failures.checked_sub(FREE_FAILURES + 1) {
             Some(doublings) => FIRST_PAUSE.saturating_mul(1 << doublings.min(16)).min(LONGEST_PAUSE),
             None => Duration::ZERO,
@@ -224,9 +224,9 @@ mod tests {
             attempt(&mut offenders, [7; 3], &[2]);
         }
         offenders.reached([(id(1), 7), (id(2), 7)], &[id(1), id(3)]);
-        assert_eq!(offenders.greeted.len(), 2);
+        assert_eq!(offenders.reached.len(), 2);
         offenders.failed(id(2), Part::Storing, String::new());
-        assert!(offenders.greeted.iter().all(|known| known.failures == 0));
+        assert!(offenders.reached.iter().all(|known| known.failures == 0));
     }
 
     #[test]

@@ -5,13 +5,14 @@ use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{
-    Account, Change, Combined, Kept, NoPlan, Plan, Progress, Witness, accounts_to_forget, combine, plan,
+    Change, Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Plan, Progress, combine,
+    out_of_sync_sets_to_forget, plan,
 };
 use shorthorn_wire::Welcome;
 
-use crate::accounts::{forget, make_room};
 use crate::link::{Link, LinkError, regions, regions_or_all};
 use crate::offenders::{Offenders, Part};
+use crate::out_of_sync_sets::{forget, make_room};
 
 /// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out: one
 /// of them may be well again, and then no grant is needed. The engine waits for a quarter of a second in
@@ -32,7 +33,7 @@ pub struct Volume {
     /// The time limit for members that do not answer properly, if the others are enough, in milliseconds.
     pub missing_limit_ms: u64,
     /// The same if the others have lost writes that a user counts on: one of the missing may have kept them.
-    pub keeper_limit_ms: u64,
+    pub member_limit_ms: u64,
 }
 
 /// A replica that answers, fenced.
@@ -79,13 +80,13 @@ pub struct Opened<C> {
     /// The regions in which the members may differ.
     pub dirty: RegionSet,
     /// For every replica: the regions that it has missed, as far as the members know.
-    pub missed: Vec<RegionSet>,
+    pub out_of_sync: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
-    pub is_missed_complete: Vec<bool>,
+    pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
     /// For every replica that is no member: the newest stamp that it was sent.
-    pub missed_stamps: Vec<u32>,
+    pub out_of_sync_stamps: Vec<u32>,
     /// For every replica that was reached: the run of its process.
     pub runs: Vec<Option<u64>>,
 }
@@ -100,7 +101,7 @@ pub enum NotOpen<S> {
     Torn {
         /// The reason, in words.
         reason: String,
-        /// The replica that has not done as it was asked, if it was one and that is not noted yet.
+        /// The replica that has not done as it was asked, if it was one and that is not recorded yet.
         by: Option<ReplicaId>,
     },
     /// A newer engine holds a replica.
@@ -125,7 +126,7 @@ impl<S> NotOpen<S> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grant {
     /// The arbiter says that it has granted this view.
-    Told(View),
+    Answered(View),
     /// A replica that had not answered does.
     Back(ReplicaId),
     /// The arbiter has not answered yet.
@@ -146,7 +147,7 @@ pub trait OpeningEngine {
     async fn reach(&mut self) -> Result<Vec<Reached<Self::Link>>, NotOpen<Self::Stop>>;
 
     /// Learns the outcome of the planning and shows it.
-    fn planned(&mut self, witnesses: &[Witness], plan: Result<&Plan, &NoPlan>);
+    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&Plan, &NoPlan>);
 
     /// Records that a replica that has welcomed the engine has failed a request since. Shows and logs that.
     fn offended(&mut self, replica: ReplicaId, reason: &str);
@@ -172,15 +173,15 @@ pub trait OpeningEngine {
     /// Asks the arbiter no more.
     fn ask_no_more(&mut self);
 
-    /// Notes durably that writes may be gone, if [`OpeningEngine::has_user`].
-    fn note_lost_writes(&mut self) -> Result<(), Self::Stop>;
+    /// Records durably that writes may be gone, if [`OpeningEngine::has_user`].
+    fn record_lost_writes(&mut self) -> Result<(), Self::Stop>;
 
     /// Calls [`propose_to`] for every replica.
     async fn propose(
         &mut self,
         to: Vec<Reached<Self::Link>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Self::Link>, Result<Option<Kept>, <Self::Link as Link>::Error>)>;
+    ) -> Vec<(Reached<Self::Link>, Result<Option<KeptSets>, <Self::Link as Link>::Error>)>;
 
     /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with
     /// [`NotOpen::torn_by`] if a member is to blame.
@@ -220,7 +221,7 @@ pub async fn open<E: OpeningEngine>(
     }
     if plan.lost_writes {
         // Before anything is proposed: the proposal makes the members look as if nothing had happened.
-        engine.note_lost_writes().map_err(NotOpen::Stopped)?;
+        engine.record_lost_writes().map_err(NotOpen::Stopped)?;
     }
     let stamps: Vec<Option<u32>> = reached.iter().map(|one| one.welcome.stamp).collect();
     // A blank replica would learn the views by the proposal, and look like one that has kept its data.
@@ -237,14 +238,14 @@ fn plan_view<E: OpeningEngine>(
     reached: &[Reached<E::Link>],
     offenders: &mut Offenders,
 ) -> Result<(Plan, Members), NotOpen<E::Stop>> {
-    let witnesses: Vec<Witness> = reached.iter().map(witness).collect();
-    let plan = plan(&witnesses, volume.granted);
-    engine.planned(&witnesses, plan.as_ref());
+    let fenced_replicas: Vec<FencedReplica> = reached.iter().map(fenced).collect();
+    let plan = plan(&fenced_replicas, volume.granted);
+    engine.planned(&fenced_replicas, plan.as_ref());
     let plan = plan.map_err(|none| NotOpen::Waiting(with_unfit(&none)))?;
     let answers = |id| reached.iter().any(|one| one.replica == id);
     let silent = plan.basis.holders.filter(|id| !answers(id));
     let loses = plan.lost_writes && engine.has_user();
-    let limit_ms = if loses { volume.keeper_limit_ms } else { volume.missing_limit_ms };
+    let limit_ms = if loses { volume.member_limit_ms } else { volume.missing_limit_ms };
     let has_waited = engine.waited_ms() > limit_ms;
     if !silent.is_empty() && !has_waited {
         let why = if loses { ", and the others have lost what was not flushed" } else { "" };
@@ -255,15 +256,15 @@ fn plan_view<E: OpeningEngine>(
     if left_out.is_empty() {
         return Ok((plan, Members::NONE));
     }
-    let Some(fewer) = plan.clone().without(&left_out, &witnesses, volume.granted) else {
+    let Some(fewer) = plan.clone().without(&left_out, &fenced_replicas, volume.granted) else {
         return Ok((plan, Members::NONE));
     };
     left_out.iter().for_each(|replica| engine.leaves_out(replica, offenders.reason(replica)));
     Ok((fewer, left_out))
 }
 
-fn witness<L>(one: &Reached<L>) -> Witness {
-    Witness {
+fn fenced<L>(one: &Reached<L>) -> FencedReplica {
+    FencedReplica {
         replica: one.replica,
         report: one.welcome.report.clone(),
         rebuilding: one.welcome.rebuilding,
@@ -295,14 +296,14 @@ async fn await_grant<E: OpeningEngine>(
         }
         waits = waits.saturating_add(1);
         match engine.next_grant(reached).await? {
-            Grant::Told(view) if view == change.target => return Ok(()),
-            Grant::Told(view) if view.id > change.honoured.committed.id => {
+            Grant::Answered(view) if view == change.target => return Ok(()),
+            Grant::Answered(view) if view.id > change.honoured.committed.id => {
                 return Err(NotOpen::torn(format!(
                     "the arbiter has granted view {view}, which this start does not honour"
                 )));
             }
             Grant::Back(replica) => return Err(NotOpen::torn(format!("{replica} is back"))),
-            Grant::Told(_) | Grant::Nothing => {}
+            Grant::Answered(_) | Grant::Nothing => {}
         }
     }
 }
@@ -347,7 +348,7 @@ async fn bring_through<E: OpeningEngine>(
     }
     let combined = combine(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
     let stamp = combined.first_stamp(stamps);
-    let Combined { dirty, missed, stamps, is_complete, .. } = combined;
+    let Combined { dirty, out_of_sync, stamps, is_complete, .. } = combined;
     let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
     let runs = volume.replicas.iter().map(run).collect();
     let connected = engine.connect(stored, &proposal).await;
@@ -358,15 +359,15 @@ async fn bring_through<E: OpeningEngine>(
         last_view,
         connections,
         dirty,
-        missed,
-        is_missed_complete: is_complete,
+        out_of_sync,
+        is_out_of_sync_complete: is_complete,
         stamp,
-        missed_stamps: stamps,
+        out_of_sync_stamps: stamps,
         runs,
     })
 }
 
-/// Notes which replica has torn an attempt.
+/// Records which replica has torn an attempt.
 fn blamed<E: OpeningEngine>(
     engine: &mut E,
     offenders: &mut Offenders,
@@ -392,7 +393,7 @@ fn blamed<E: OpeningEngine>(
 pub async fn propose_to<L: Link>(
     one: &mut Reached<L>,
     proposal: &Proposal,
-) -> Result<Option<Kept>, L::Error> {
+) -> Result<Option<KeptSets>, L::Error> {
     let Reached { replica, link, welcome } = one;
     let Proposal { view, honoured, .. } = proposal;
     make_room(link, (*replica, welcome), &proposal.wanted(), view, honoured).await?;
@@ -402,28 +403,28 @@ pub async fn propose_to<L: Link>(
     }
     let divided = Regions::of(proposal.size_bytes);
     let intent = regions_or_all(link, RegionsOf::Intent, divided).await?;
-    let mut missed = Vec::with_capacity(proposal.replicas.len());
+    let mut out_of_sync = Vec::with_capacity(proposal.replicas.len());
     for other in &proposal.replicas {
-        missed.push(if view.members.contains(*other) {
+        out_of_sync.push(if view.members.contains(*other) {
             None
         } else {
-            let account = regions(link, RegionsOf::Missed(*other), divided).await?;
-            account.map(|(missed, stamp)| Account { missed, stamp })
+            let out_of_sync_set = regions(link, RegionsOf::OutOfSync(*other), divided).await?;
+            out_of_sync_set.map(|(out_of_sync, stamp)| OutOfSyncSet { out_of_sync, stamp })
         });
     }
-    Ok(Some(Kept { intent, stamp: welcome.stamp, missed }))
+    Ok(Some(KeptSets { intent, stamp: welcome.stamp, out_of_sync }))
 }
 
 /// Makes one replica that has stored the committed view mark it as committed, and forget the out-of-sync sets
 /// that it keeps in vain.
 ///
 /// # Errors
-/// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and accounts stay until
-/// then.
+/// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and out-of-sync sets stay
+/// until then.
 pub async fn conclude<L: Link>(one: &mut Reached<L>, proposal: &Proposal) -> Result<(), L::Error> {
     let Reached { link, welcome, .. } = one;
     link.commit(proposal.view, &proposal.honoured).await?;
     // It knows no other view now.
-    let gone = accounts_to_forget(&welcome.tracks, &proposal.wanted(), [&proposal.view]);
+    let gone = out_of_sync_sets_to_forget(&welcome.tracks, &proposal.wanted(), [&proposal.view]);
     forget(link, &gone).await
 }

@@ -24,7 +24,7 @@ const STAMP_TRIES: u32 = 5;
 pub enum Trouble<E> {
     /// The replica was given up, or the process ends.
     Ended,
-    /// Another event has to happen first. The courier tries again soon.
+    /// Another event has to happen first. The rebuild task tries again soon.
     NotYet(&'static str),
     /// A request has failed.
     Failed {
@@ -80,7 +80,7 @@ impl Source {
 }
 
 /// The task that brings one replica back. Each replica has only one.
-pub trait Courier {
+pub trait RebuildTask {
     /// The engine that it belongs to.
     type Engine: ServingEngine;
 
@@ -118,10 +118,10 @@ pub trait Courier {
     fn is_restored(&self, kept: Option<u32>, sent: u32);
 
     /// Learns that the core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
-    fn is_joining(&self, missing_bytes: u64, is_copy: bool);
+    fn is_rebuilding(&self, missing_bytes: u64, is_copy: bool);
 }
 
-type Error<C> = <<C as Courier>::Engine as ServingEngine>::Error;
+type Error<C> = <<C as RebuildTask>::Engine as ServingEngine>::Error;
 
 /// The regions that a replica lacks that is about to join.
 struct Lack {
@@ -137,10 +137,13 @@ struct Lack {
 ///
 /// # Errors
 /// [`Trouble`]; the replica is not in the view, and the attempt can be made again.
-pub async fn rebuild<C: Courier>(courier: &C, bad_sources: &mut BadSources) -> Result<(), Trouble<Error<C>>> {
-    let (engine, me) = (courier.engine(), courier.peer());
+pub async fn rebuild<C: RebuildTask>(
+    rebuild_task: &C,
+    bad_sources: &mut BadSources,
+) -> Result<(), Trouble<Error<C>>> {
+    let (engine, me) = (rebuild_task.engine(), rebuild_task.peer());
     let peer = engine.peer(me).ok_or(Trouble::Ended)?;
-    let attempt = Attempt { courier, engine, me, replica: peer.replica, bad_sources };
+    let attempt = Attempt { rebuild_task, engine, me, replica: peer.replica, bad_sources };
     let rebuilt = attempt.run(&peer).await;
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
@@ -154,20 +157,20 @@ pub async fn rebuild<C: Courier>(courier: &C, bad_sources: &mut BadSources) -> R
 }
 
 /// The state of one attempt. The replica may be given up at any time, and come back under another number.
-struct Attempt<'a, C: Courier> {
-    courier: &'a C,
+struct Attempt<'a, C: RebuildTask> {
+    rebuild_task: &'a C,
     engine: &'a C::Engine,
     me: PeerIndex,
     replica: ReplicaId,
     bad_sources: &'a BadSources,
 }
 
-impl<C: Courier> Attempt<'_, C> {
+impl<C: RebuildTask> Attempt<'_, C> {
     async fn run(&self, peer: &Peer) -> Result<(), Trouble<Error<C>>> {
         if !self.engine.is_disconnected(self.me) {
             return Err(Trouble::NotYet("its previous connections are being closed"));
         }
-        let opened = self.engine.open_line(self.address()).await;
+        let opened = self.engine.open_control(self.address()).await;
         let welcome = opened.map_err(Trouble::while_doing("connecting"))?;
         let remembers = remembers(&welcome.report, peer.last_view) && !self.was_restored(peer, &welcome)?;
         if remembers {
@@ -177,8 +180,8 @@ impl<C: Courier> Attempt<'_, C> {
             return Err(Trouble::NotYet("the view is being changed"));
         }
         let lack = self.find_lack(peer, &welcome, remembers).await?;
-        self.keep_accounts(&welcome, lack.is_copy).await?;
-        let size_bytes = match self.courier.connect_queues(self.replica, welcome.run).await {
+        self.keep_out_of_sync_sets(&welcome, lack.is_copy).await?;
+        let size_bytes = match self.rebuild_task.connect_queues(self.replica, welcome.run).await {
             Ok(size_bytes) => size_bytes,
             Err(trouble) => {
                 self.drop_queues("not every queue is connected to it");
@@ -207,8 +210,8 @@ impl<C: Courier> Attempt<'_, C> {
         core.membership().replica(self.me) == Some(self.replica)
     }
 
-    fn line(&self) -> <C::Engine as ServingEngine>::Line<'_> {
-        self.engine.line(self.address())
+    fn control(&self) -> <C::Engine as ServingEngine>::Control<'_> {
+        self.engine.control(self.address())
     }
 
     fn address(&self) -> Address {
@@ -221,7 +224,7 @@ impl<C: Courier> Attempt<'_, C> {
         let sent = self.look(|core| core.stamp_of(self.me))?;
         let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
         if is_restored {
-            self.courier.is_restored(welcome.stamp, sent);
+            self.rebuild_task.is_restored(welcome.stamp, sent);
         }
         Ok(is_restored)
     }
@@ -231,10 +234,10 @@ impl<C: Courier> Attempt<'_, C> {
     async fn bring_views(&self, report: &ReplicaReport) -> Result<(), Trouble<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         if report.committed.id < view.id {
-            self.tell_view().await?;
+            self.send_view().await?;
         }
         if let Some(pending) = self.engine.pending_view() {
-            let proposed = self.line().propose(pending.view, &pending.honoured).await;
+            let proposed = self.control().propose(pending.view, &pending.honoured).await;
             proposed.map_err(Trouble::while_doing("proposing a view"))?;
             let stored = Event::ViewStored { peer: self.me, view: pending.view.id };
             self.decide(|core, outputs| core.apply(stored, outputs))?;
@@ -243,11 +246,11 @@ impl<C: Courier> Attempt<'_, C> {
     }
 
     /// Has it learn the current view.
-    async fn tell_view(&self) -> Result<(), Trouble<Error<C>>> {
+    async fn send_view(&self) -> Result<(), Trouble<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         let committed = ReplicaReport { committed: view, proposed: Vec::new() };
-        let told = self.line().commit(view, &committed).await;
-        told.map_err(Trouble::while_doing("telling it the view"))
+        let sent = self.control().commit(view, &committed).await;
+        sent.map_err(Trouble::while_doing("telling it the view"))
     }
 
     /// Deposes the replica, because its former data does not count. From now on its views say that it is no
@@ -255,11 +258,11 @@ impl<C: Courier> Attempt<'_, C> {
     async fn depose(&self) -> Result<(), Trouble<Error<C>>> {
         self.engine.set_complete(self.address(), false);
         self.decide(|core, _| core.distrust(self.me))?;
-        for keeper in self.accountants()? {
-            let forgotten = self.engine.line(keeper).mark(&MarkRegions::forget(self.replica)).await;
+        for tracker in self.trackers()? {
+            let forgotten = self.engine.control(tracker).mark(&MarkRegions::forget(self.replica)).await;
             forgotten.map_err(Trouble::while_doing("having a member forget what a replica missed"))?;
         }
-        self.tell_view().await
+        self.send_view().await
     }
 
     /// Finds the regions that the replica lacks besides those counted by the core. Makes it a copy of a
@@ -271,9 +274,9 @@ impl<C: Courier> Attempt<'_, C> {
         remembers: bool,
     ) -> Result<Lack, Trouble<Error<C>>> {
         let source = self.source()?;
-        let theirs = self.engine.line(source.address).layers().await;
+        let theirs = self.engine.control(source.address).layers().await;
         let theirs = theirs.map_err(Trouble::while_reading(source, "asking a member for its layers"))?;
-        let mine = self.line().layers().await;
+        let mine = self.control().layers().await;
         let mine = mine.map_err(Trouble::while_doing("asking for its layers"))?;
         let is_what_it_was =
             peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
@@ -317,8 +320,8 @@ impl<C: Courier> Attempt<'_, C> {
         regions: Regions,
         failed: impl FnOnce(Error<C>) -> Trouble<Error<C>>,
     ) -> Result<RegionSet, Trouble<Error<C>>> {
-        let has_to_end = || self.courier.has_to_end();
-        let set = regions_unless(&mut self.engine.line(of_replica), of, regions, &has_to_end).await;
+        let has_to_end = || self.rebuild_task.has_to_end();
+        let set = regions_unless(&mut self.engine.control(of_replica), of, regions, &has_to_end).await;
         let set = set.map_err(failed)?.ok_or(Trouble::Ended)?;
         Ok(set.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set))
     }
@@ -335,23 +338,23 @@ impl<C: Courier> Attempt<'_, C> {
         remembers: bool,
         regions: Regions,
     ) -> Result<RegionSet, Trouble<Error<C>>> {
-        let begun = match self.line().copy_begin(layers).await {
+        let begun = match self.control().copy_begin(layers).await {
             // It remembers a view that it was in, although not the last one: it holds old data.
             Err(error) if error.is_refusal() && !remembers => {
                 self.depose().await?;
-                self.line().copy_begin(layers).await
+                self.control().copy_begin(layers).await
             }
             begun => begun,
         };
         let state = begun.map_err(Trouble::while_doing("beginning a copy"))?;
-        self.tell_view().await?;
+        self.send_view().await?;
         let others: Vec<Source> = self.sources()?.into_iter().filter(|other| *other != source).collect();
-        self.courier.copy_snapshots(self.address(), source, &others, layers, &state).await?;
+        self.rebuild_task.copy_snapshots(self.address(), source, &others, layers, &state).await?;
         // First they begin to count, then the source is looked at: a change meanwhile is in one or the other.
-        let accountants = self.accountants()?;
-        self.keep_missed(&accountants, self.replica, &RegionSet::empty(regions.count()), regions).await?;
+        let trackers = self.trackers()?;
+        self.add_out_of_sync(&trackers, self.replica, &RegionSet::empty(regions.count()), regions).await?;
         let missing = self.find_data(source, layers, regions).await?;
-        self.keep_missed(&accountants, self.replica, &missing, regions).await?;
+        self.add_out_of_sync(&trackers, self.replica, &missing, regions).await?;
         match self.look(|core| source.has_stayed(core))? {
             true => Ok(missing),
             false => Err(Trouble::NotYet(SOURCE_HAS_LEFT)),
@@ -370,15 +373,15 @@ impl<C: Courier> Attempt<'_, C> {
             let failed = Trouble::while_reading(source, "reading the extents of a member");
             return self.regions_or_all(source.address, RegionsOf::Allocated, regions, failed).await;
         };
-        let mut line = self.engine.line(source.address);
+        let mut control = self.engine.control(source.address);
         let layer = u32::try_from(head).unwrap_or(u32::MAX);
         let mut data = RegionSet::empty(regions.count());
         let mut from = Some(0);
         while let Some(from_bytes) = from {
-            if self.courier.has_to_end() {
+            if self.rebuild_task.has_to_end() {
                 return Err(Trouble::Ended);
             }
-            let page = line.extents(ExtentsQuery { layer, from_bytes }).await;
+            let page = control.extents(ExtentsQuery { layer, from_bytes }).await;
             let page =
                 page.map_err(Trouble::while_reading(source, "reading the extents of a member's layer"))?;
             for Extent { offset_bytes, length_bytes } in page.extents {
@@ -394,24 +397,24 @@ impl<C: Courier> Attempt<'_, C> {
     /// Makes it count the regions that the other absent ones miss, as the members do. If the members do not
     /// know all of these, it keeps no set. A set from before its absence lacks the regions missed meanwhile.
     /// If it alone is left at the next start, such a set would pass for all.
-    async fn keep_accounts(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble<Error<C>>> {
+    async fn keep_out_of_sync_sets(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble<Error<C>>> {
         let (engine, regions) = (self.engine, self.engine.regions());
         let nothing = RegionSet::empty(regions.count());
         for other in self.others(welcome)? {
             let is_complete = engine.find(other).is_some_and(|(_, peer)| peer.is_complete);
-            // An account of a replica that was made anew says nothing of this volume.
+            // An out-of-sync set of a replica that was made anew says nothing of this volume.
             if is_copy || !is_complete {
-                let forgotten = self.line().mark(&MarkRegions::forget(other)).await;
+                let forgotten = self.control().mark(&MarkRegions::forget(other)).await;
                 forgotten.map_err(Trouble::while_doing("having it forget what others have missed"))?;
             }
             if is_complete {
-                self.keep_missed(&[self.address()], other, &nothing, regions).await?;
+                self.add_out_of_sync(&[self.address()], other, &nothing, regions).await?;
             }
         }
         Ok(())
     }
 
-    /// Returns the replicas outside the view that it may keep an account of.
+    /// Returns the replicas outside the view that it may keep an out-of-sync set of.
     fn others(&self, welcome: &Welcome) -> Result<Vec<ReplicaId>, Trouble<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
@@ -445,11 +448,11 @@ impl<C: Courier> Attempt<'_, C> {
             if is_copy {
                 core.is_in_copy(self.me);
             }
-            core.apply(Event::Join { peer: self.me, missing }, outputs);
+            core.apply(Event::Rebuild { peer: self.me, missing }, outputs);
             // The number includes the regions counted while it was absent. It is reported here, before the
             // end of even the shortest copy.
-            let left = core.copy_progress().joins.into_iter().find(|(peer, _)| *peer == self.me);
-            self.courier.is_joining(left.map_or(0, |(_, bytes)| bytes), is_copy);
+            let left = core.copy_progress().rebuilds.into_iter().find(|(peer, _)| *peer == self.me);
+            self.rebuild_task.is_rebuilding(left.map_or(0, |(_, bytes)| bytes), is_copy);
             Some(self.counting(core))
         });
         let count_now = match joined {
@@ -480,21 +483,22 @@ impl<C: Courier> Attempt<'_, C> {
         ended
     }
 
-    async fn complete_copy(&self, keepers: &[Address]) -> Result<(), Trouble<Error<C>>> {
-        self.complete_accounts(keepers).await?;
+    async fn complete_copy(&self, trackers: &[Address]) -> Result<(), Trouble<Error<C>>> {
+        self.complete_out_of_sync_sets(trackers).await?;
         self.stamp().await?;
         self.end_copy().await
     }
 
-    /// Has `keepers` keep all that this one misses, which the core knows by now. Some of them may have begun
+    /// Has `trackers` keep all that this one misses, which the core knows by now. Some of them may have begun
     /// to count later than the source was looked at, or anew: so first they count, then the core is asked.
-    async fn complete_accounts(&self, keepers: &[Address]) -> Result<(), Trouble<Error<C>>> {
+    async fn complete_out_of_sync_sets(&self, trackers: &[Address]) -> Result<(), Trouble<Error<C>>> {
         let (replica, regions) = (self.replica, self.engine.regions());
-        self.keep_missed(keepers, replica, &RegionSet::empty(regions.count()), regions).await?;
-        let (missed, regions) = self.look(|core| (core.missed(self.me).cloned(), core.regions()))?;
+        self.add_out_of_sync(trackers, replica, &RegionSet::empty(regions.count()), regions).await?;
+        let (out_of_sync, regions) =
+            self.look(|core| (core.out_of_sync(self.me).cloned(), core.regions()))?;
         // If the core has none any more, the replica is a member.
-        match missed {
-            Some(missed) => self.keep_missed(keepers, replica, &missed, regions).await,
+        match out_of_sync {
+            Some(out_of_sync) => self.add_out_of_sync(trackers, replica, &out_of_sync, regions).await,
             None => Ok(()),
         }
     }
@@ -504,7 +508,7 @@ impl<C: Courier> Attempt<'_, C> {
     async fn stamp(&self) -> Result<(), Trouble<Error<C>>> {
         for _ in 0..STAMP_TRIES {
             let stamp = self.look(EngineCore::stamp)?;
-            let sent = self.line().mark(&MarkRegions::stamp(stamp)).await;
+            let sent = self.control().mark(&MarkRegions::stamp(stamp)).await;
             sent.map_err(Trouble::while_doing("sending it a stamp"))?;
             if self.look(EngineCore::stamp)? == stamp {
                 return Ok(());
@@ -518,7 +522,7 @@ impl<C: Courier> Attempt<'_, C> {
     async fn end_copy(&self) -> Result<(), Trouble<Error<C>>> {
         let mut tries = 0;
         loop {
-            match self.line().copy_end().await {
+            match self.control().copy_end().await {
                 Ok(()) => return Ok(()),
                 Err(error) if tries >= COPY_END_TRIES || self.engine.is_disconnected(self.me) => {
                     return Err(Trouble::Failed { doing: "ending a copy", error });
@@ -530,35 +534,35 @@ impl<C: Courier> Attempt<'_, C> {
 
     /// Returns the replicas that have to count the regions that this one misses: the members and the future
     /// members.
-    fn accountants(&self) -> Result<Vec<Address>, Trouble<Error<C>>> {
+    fn trackers(&self) -> Result<Vec<Address>, Trouble<Error<C>>> {
         self.look(|core| self.counting(core))
     }
 
     fn counting(&self, core: &EngineCore) -> Vec<Address> {
         let membership = core.membership();
         let counts = |index: PeerIndex| {
-            index != self.me && matches!(membership.state(index), PeerState::Member | PeerState::Joining)
+            index != self.me && matches!(membership.state(index), PeerState::Member | PeerState::Rebuilding)
         };
         let peers = self.engine.peers().into_iter().filter(|(index, _)| counts(*index));
         peers.map(|(index, peer)| Address { peer: index, replica: peer.replica }).collect()
     }
 
-    /// Has `keepers` count the regions that `replica` misses, and `missed`, which counts in `regions`, as a
-    /// part of them.
-    async fn keep_missed(
+    /// Has `trackers` count the regions that `replica` misses, and `out_of_sync`, which counts in `regions`,
+    /// as a part of them.
+    async fn add_out_of_sync(
         &self,
-        keepers: &[Address],
+        trackers: &[Address],
         replica: ReplicaId,
-        missed: &RegionSet,
+        out_of_sync: &RegionSet,
         regions: Regions,
     ) -> Result<(), Trouble<Error<C>>> {
         let found = self.engine.find(replica);
         let stamp = found.map_or(Ok(0), |(index, _)| self.look(|core| core.stamp_of(index)))?;
-        for keeper in keepers {
-            for runs in pages(missed) {
-                let (of, size_bytes) = (RegionsOf::Missed(replica), regions.size_bytes());
+        for tracker in trackers {
+            for runs in pages(out_of_sync) {
+                let (of, size_bytes) = (RegionsOf::OutOfSync(replica), regions.size_bytes());
                 let change = MarkRegions { of, action: MarkAction::Add, runs, stamp, size_bytes };
-                let marked = self.engine.line(*keeper).mark(&change).await;
+                let marked = self.engine.control(*tracker).mark(&change).await;
                 marked.map_err(Trouble::while_doing("starting an out-of-sync set on a replica"))?;
             }
         }

@@ -39,19 +39,19 @@ pub struct PendingView {
 }
 
 /// The process while it serves. The number of a replica that was given up goes to another one only after its
-/// courier has ended, and no queue has a connection to it.
+/// rebuild task has ended, and no queue has a connection to it.
 pub trait ServingEngine {
     /// The reason why a replica has not done a request.
     type Error: LinkError;
-    /// See [`ServingEngine::line`].
-    type Line<'a>: Link<Error = Self::Error>
+    /// See [`ServingEngine::control`].
+    type Control<'a>: Link<Error = Self::Error>
     where
         Self: 'a;
 
     /// Returns all replicas that the volume is to have, with their numbers.
     fn peers(&self) -> Vec<(PeerIndex, Peer)>;
 
-    /// Notes whether members and core know all that a replica has missed, if the volume still has it.
+    /// Records whether members and core know all that a replica has missed, if the volume still has it.
     fn set_complete(&self, of: Address, is_complete: bool);
 
     /// Returns the size of the volume: every replica that is greeted from now on grows to it first.
@@ -72,11 +72,11 @@ pub trait ServingEngine {
 
     /// Returns the control connection to a replica, which is made when it is used first, and closed when a
     /// request over it fails. After the volume has given the replica up every request fails.
-    fn line(&self, to: Address) -> Self::Line<'_>;
+    fn control(&self, to: Address) -> Self::Control<'_>;
 
     /// Makes a new control connection to a replica, which closes the last one. It calls
     /// [`crate::forget_in_vain`].
-    async fn open_line(&self, to: Address) -> Result<Welcome, Self::Error>;
+    async fn open_control(&self, to: Address) -> Result<Welcome, Self::Error>;
 
     /// Returns replica number `peer`, unless it was given up.
     fn peer(&self, peer: PeerIndex) -> Option<Peer> {

@@ -3,8 +3,8 @@
 //! Each time that a late replica leaves, the requests of the volume have waited for the whole time-out. If a
 //! replica that is late now and then came back at once, it would cost that time again and again. So its
 //! pauses grow, and after some rounds it stays out. A replica whose connections break has cost no time, but
-//! each of its returns makes the other joiners begin their last steps anew. So does a replica whose disk is
-//! full, and it holds up the requests that need the data copied to it.
+//! each of its returns makes the other rebuilding replicas begin their last steps anew. So does a replica
+//! whose disk is full, and it holds up the requests that need the data copied to it.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
 
 /// The time for which a replica stays out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stay {
+pub enum RejoinDelay {
     /// For so long.
     For(Duration),
     /// The replica stays out until an operator clears that.
@@ -85,31 +85,31 @@ impl Strikes {
 impl Standing {
     /// Records that the replica is dropped, and returns its stay. `now` counts from any fixed point;
     /// `is_needed`: without it so few are left that it may not stay out.
-    pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> Stay {
+    pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> RejoinDelay {
         match cause {
             DropCause::Late => {
                 let times = self.late.add(now, LATE_FORGIVEN);
                 match LATE_PAUSES.get(times.saturating_sub(1) as usize) {
-                    Some(pause) if is_needed => Stay::For((*pause).min(LONGEST_PAUSE_OF_NEEDED)),
-                    Some(pause) => Stay::For(*pause),
-                    None if is_needed => Stay::For(LONGEST_PAUSE_OF_NEEDED),
-                    None => Stay::Out,
+                    Some(pause) if is_needed => RejoinDelay::For((*pause).min(LONGEST_PAUSE_OF_NEEDED)),
+                    Some(pause) => RejoinDelay::For(*pause),
+                    None if is_needed => RejoinDelay::For(LONGEST_PAUSE_OF_NEEDED),
+                    None => RejoinDelay::Out,
                 }
             }
             DropCause::Full => {
                 let times = self.full.add(now, LATE_FORGIVEN);
                 let pause = FULL_PAUSES.get(times.saturating_sub(1) as usize).copied();
                 let longest = if is_needed { LONGEST_PAUSE_OF_NEEDED } else { LONGEST_FULL_PAUSE };
-                Stay::For(pause.unwrap_or(LONGEST_FULL_PAUSE).min(longest))
+                RejoinDelay::For(pause.unwrap_or(LONGEST_FULL_PAUSE).min(longest))
             }
-            DropCause::Unused => Stay::For(Duration::ZERO),
+            DropCause::Unused => RejoinDelay::For(Duration::ZERO),
             DropCause::Broken => {
                 let times = self.broken.add(now, BREAKS_FORGIVEN);
                 let Some(doublings) = times.checked_sub(FREE_BREAKS + 1) else {
-                    return Stay::For(Duration::ZERO);
+                    return RejoinDelay::For(Duration::ZERO);
                 };
                 let pause = FIRST_BREAK_PAUSE.saturating_mul(1 << doublings.min(16));
-                Stay::For(pause.min(LONGEST_BREAK_PAUSE))
+                RejoinDelay::For(pause.min(LONGEST_BREAK_PAUSE))
             }
         }
     }
@@ -125,10 +125,10 @@ impl Standing {
 mod tests {
     use super::*;
 
-    fn seconds(stay: Stay) -> f64 {
+    fn seconds(stay: RejoinDelay) -> f64 {
         match stay {
-            Stay::For(pause) => pause.as_secs_f64(),
-            Stay::Out => f64::INFINITY,
+            RejoinDelay::For(pause) => pause.as_secs_f64(),
+            RejoinDelay::Out => f64::INFINITY,
         }
     }
 
@@ -182,7 +182,7 @@ mod tests {
         }
         assert_eq!(
             standing.dropped(DropCause::Late, Duration::from_secs(2), false),
-            Stay::For(Duration::ZERO)
+            RejoinDelay::For(Duration::ZERO)
         );
         assert_eq!(standing.times_late(), 1);
     }

@@ -15,7 +15,7 @@ use shorthorn_recovery::{
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{Change, Kept, NoPlan, Plan, Witness};
+use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, Plan};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
 
 const SIZE_BYTES: u64 = 16 << 20;
@@ -142,7 +142,7 @@ impl OpeningEngine for Engine {
         Ok(std::mem::take(&mut self.reached))
     }
 
-    fn planned(&mut self, _: &[Witness], _: Result<&Plan, &NoPlan>) {}
+    fn planned(&mut self, _: &[FencedReplica], _: Result<&Plan, &NoPlan>) {}
 
     fn offended(&mut self, replica: ReplicaId, _: &str) {
         self.called(&format!("{replica} offends"));
@@ -177,7 +177,7 @@ impl OpeningEngine for Engine {
         self.called("ask no more");
     }
 
-    fn note_lost_writes(&mut self) -> Result<(), &'static str> {
+    fn record_lost_writes(&mut self) -> Result<(), &'static str> {
         self.called("note lost writes");
         Ok(())
     }
@@ -186,7 +186,7 @@ impl OpeningEngine for Engine {
         &mut self,
         to: Vec<Reached<Replica>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Replica>, Result<Option<Kept>, Broken>)> {
+    ) -> Vec<(Reached<Replica>, Result<Option<KeptSets>, Broken>)> {
         let mut answers = Vec::new();
         for mut one in to {
             let answer = propose_to(&mut one, proposal).await;
@@ -229,7 +229,7 @@ fn volume(count: u64) -> Volume {
         size_bytes: SIZE_BYTES,
         granted: None,
         missing_limit_ms: 1000,
-        keeper_limit_ms: 5000,
+        member_limit_ms: 5000,
     }
 }
 
@@ -284,7 +284,7 @@ fn half_of_a_view_proposes_nothing_before_the_grant() {
         id: ViewId { generation: Generation::new(2, 0), number: 1 },
         members: Members::new([id(1)]).unwrap(),
     };
-    engine.grants = [Grant::Nothing, Grant::Told(last_view(2)), Grant::Told(granted)].into();
+    engine.grants = [Grant::Nothing, Grant::Answered(last_view(2)), Grant::Answered(granted)].into();
     assert_eq!(open(&mut engine, &volume(2)).unwrap().view, granted);
     assert_eq!(calls(&engine)[..5], ["ask", "wait", "wait", "wait", "ask no more"]);
     assert!(calls(&engine)[5].ends_with("propose"));
@@ -296,7 +296,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
         id: ViewId { generation: Generation::new(1, 7), number: 1 },
         members: Members::new([id(2)]).unwrap(),
     };
-    for grant in [Grant::Told(other), Grant::Back(id(2))] {
+    for grant in [Grant::Answered(other), Grant::Back(id(2))] {
         let mut engine = engine(2, &[1], false);
         engine.grants = [grant].into();
         let error = open(&mut engine, &volume(2)).unwrap_err();
@@ -306,7 +306,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
 }
 
 #[test]
-fn lost_writes_are_noted_before_the_proposal() {
+fn lost_writes_are_recorded_before_the_proposal() {
     let mut engine = engine(2, &[1, 2], true);
     open(&mut engine, &volume(2)).unwrap();
     assert_eq!(calls(&engine)[0], "note lost writes");
@@ -421,7 +421,7 @@ fn half_of_a_view_goes_on_without_an_offender_only_with_a_grant() {
         id: ViewId { generation: Generation::new(2, 0), number: 1 },
         members: Members::new([id(1)]).unwrap(),
     };
-    let grant = |engine: &mut Engine| engine.grants = [Grant::Nothing, Grant::Told(granted)].into();
+    let grant = |engine: &mut Engine| engine.grants = [Grant::Nothing, Grant::Answered(granted)].into();
     let (opened, calls) = attempt_with_a_liar(&mut offenders, 2, grant);
     assert_eq!(opened.unwrap().view, granted);
     assert_eq!(calls[1..5], ["ask", "wait", "wait", "ask no more"]);

@@ -11,7 +11,7 @@ use shorthorn_core::{
     PeerState,
 };
 use shorthorn_recovery::{
-    Address, BadSources, Courier, Link, LinkError, Peer, PendingView, ServingEngine, Source, Trouble,
+    Address, BadSources, Link, LinkError, Peer, PendingView, RebuildTask, ServingEngine, Source, Trouble,
 };
 use shorthorn_types::{
     Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -82,7 +82,7 @@ struct Engine {
     peers: RefCell<Vec<Peer>>,
     outputs: RefCell<Outputs>,
     moment: Moment,
-    /// The courier has to end, and sets of regions have two pages.
+    /// The rebuild task has to end, and sets of regions have two pages.
     ends_between_pages: bool,
     /// Members that do not list their extents.
     rotten: Vec<ReplicaId>,
@@ -112,9 +112,9 @@ impl Engine {
             flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
             size_bytes: SIZE_BYTES,
             dirty: nothing.clone(),
-            missed: vec![nothing.clone(), nothing.clone(), nothing],
+            out_of_sync: vec![nothing.clone(), nothing.clone(), nothing],
             stamp: 0,
-            missed_stamps: Vec::new(),
+            out_of_sync_stamps: Vec::new(),
             copy_slots: 4,
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 0,
@@ -155,7 +155,7 @@ impl Engine {
 
 impl ServingEngine for Engine {
     type Error = Gone;
-    type Line<'a> = Line<'a>;
+    type Control<'a> = Control<'a>;
 
     fn peers(&self) -> Vec<(PeerIndex, Peer)> {
         (0..).zip(self.peers.borrow().iter().copied()).collect()
@@ -187,11 +187,11 @@ impl ServingEngine for Engine {
         Some(act(&mut self.core.borrow_mut(), &mut self.outputs.borrow_mut()))
     }
 
-    fn line(&self, to: Address) -> Line<'_> {
-        Line { engine: self, to }
+    fn control(&self, to: Address) -> Control<'_> {
+        Control { engine: self, to }
     }
 
-    async fn open_line(&self, to: Address) -> Result<Welcome, Gone> {
+    async fn open_control(&self, to: Address) -> Result<Welcome, Gone> {
         assert_eq!(to, Address { peer: AWAY, replica: id(2) });
         self.reaches(Moment::Greeting);
         Ok(Welcome {
@@ -207,19 +207,19 @@ impl ServingEngine for Engine {
 }
 
 /// A line to a well-behaved replica that keeps nothing, while the volume has it.
-struct Line<'a> {
+struct Control<'a> {
     engine: &'a Engine,
     to: Address,
 }
 
-impl Line<'_> {
+impl Control<'_> {
     fn reach(&self) -> Result<(), Gone> {
         let known = self.engine.peer(self.to.peer).filter(|peer| peer.replica == self.to.replica);
         known.map(drop).ok_or(Gone)
     }
 }
 
-impl Link for Line<'_> {
+impl Link for Control<'_> {
     type Error = Gone;
 
     async fn propose(&mut self, _: View, _: &ReplicaReport) -> Result<(), Gone> {
@@ -277,7 +277,7 @@ impl Link for Line<'_> {
     }
 }
 
-impl Courier for &Engine {
+impl RebuildTask for &Engine {
     type Engine = Engine;
 
     fn engine(&self) -> &Engine {
@@ -311,7 +311,7 @@ impl Courier for &Engine {
 
     fn is_restored(&self, _: Option<u32>, _: u32) {}
 
-    fn is_joining(&self, _: u64, _: bool) {}
+    fn is_rebuilding(&self, _: u64, _: bool) {}
 }
 
 fn state_of_the_absent(engine: &Engine) -> PeerState {
@@ -323,7 +323,7 @@ fn a_replica_that_was_away_joins() {
     for is_complete in [true, false] {
         let engine = Engine::new(Moment::Never, is_complete);
         rebuild(&engine).unwrap();
-        assert_eq!(state_of_the_absent(&engine), PeerState::Joining);
+        assert_eq!(state_of_the_absent(&engine), PeerState::Rebuilding);
         assert!(
             engine.peers.borrow()[usize::from(AWAY)].is_complete,
             "a copy is known too when it has ended"
@@ -364,7 +364,7 @@ fn another_member_is_read_after_one_that_does_not_answer() {
     assert!(matches!(trouble, Trouble::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
     finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap();
     assert_eq!(*engine.read.borrow(), [id(1), id(4)]);
-    assert_eq!(state_of_the_absent(&engine), PeerState::Joining);
+    assert_eq!(state_of_the_absent(&engine), PeerState::Rebuilding);
 }
 
 #[test]
@@ -378,7 +378,7 @@ fn members_that_do_not_answer_are_read_in_turn() {
 }
 
 #[test]
-fn a_courier_that_has_to_end_asks_for_no_further_page() {
+fn a_rebuild_task_that_has_to_end_asks_for_no_further_page() {
     let engine = Engine { ends_between_pages: true, ..Engine::new(Moment::Never, true) };
     let trouble = rebuild(&engine).unwrap_err();
     assert!(matches!(trouble, Trouble::Ended), "{trouble:?}");

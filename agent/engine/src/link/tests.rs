@@ -21,9 +21,9 @@ fn claim() -> Claim {
     Claim { volume, replica, generation: GENERATION, queue: 0 }
 }
 
-fn greeted(socket: UnixStream) -> Greeted {
+fn ready(socket: UnixStream) -> ReadyConnection {
     let session = Session::of_engine(&SECRET, NONCES[0], NONCES[1], &claim());
-    Greeted { socket: socket.into(), session }
+    ReadyConnection { socket: socket.into(), session }
 }
 
 /// Returns the replica's end.
@@ -54,7 +54,7 @@ impl Bench {
             events: Vec::new(),
             notice: None,
         };
-        assert!(bench.link.connect(greeted(ours)));
+        assert!(bench.link.connect(ready(ours)));
         bench.link.start(&mut bench.ring);
         bench
     }
@@ -166,11 +166,11 @@ fn a_ping_that_is_answered_with_an_error_is_no_pong() {
         let request = bench.request();
         let said = bench.frame(&Header { data_check: 77, ..request.response(outcome) }, &[]);
         bench.say(&said);
-        let told = match outcome {
+        let reported = match outcome {
             Ok(()) => Event::Pong { peer: 1, queue: 0, free_mib: 77 },
             Err(errno) => Event::PingFailed { peer: 1, queue: 0, errno },
         };
-        assert_eq!(bench.events, [told]);
+        assert_eq!(bench.events, [reported]);
     }
 }
 
@@ -365,12 +365,12 @@ fn a_mark_is_told_by_its_number() {
 fn another_connection_takes_the_place_of_one_that_is_gone() {
     let mut bench = Bench::new();
     let (ours, theirs) = UnixStream::pair().unwrap();
-    assert!(!bench.link.connect(greeted(ours.try_clone().unwrap())), "the place is taken");
+    assert!(!bench.link.connect(ready(ours.try_clone().unwrap())), "the place is taken");
     bench.link.close();
     while bench.link.take_closed().is_none() {
         bench.turn();
     }
-    assert!(bench.link.connect(greeted(ours)));
+    assert!(bench.link.connect(ready(ours)));
     (bench.replica, bench.session, bench.events) = (theirs, session(), Vec::new());
     bench.link.start(&mut bench.ring);
     let request = bench.ask_read(1, 4096);

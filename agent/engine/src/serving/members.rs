@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use shorthorn_control::MemberMode;
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
-use shorthorn_recovery::Stay;
+use shorthorn_recovery::RejoinDelay;
 use shorthorn_types::ByteRange;
 
-use super::{NO_STAY, Serving};
+use super::{NO_DELAY, Serving};
 use crate::error::EngineError;
 use crate::status;
 
@@ -25,27 +25,27 @@ impl Serving<'_> {
         let view = self.view;
         if view.members.contains(replica) {
             // Members and core count all that it misses from here on.
-            self.desk().update(peer, |peer| {
+            self.context().update(peer, |peer| {
                 peer.is_complete = true;
                 peer.last_view = Some(view);
             });
         }
-        let (stay, told) = self.stay_of(peer, cause);
-        if stay != NO_STAY {
-            tracing::warn!(volume = %self.spec.volume, %replica, "a replica is left out for a while: {told}");
+        let (delay, message) = self.delay_of(peer, cause);
+        if delay != NO_DELAY {
+            tracing::warn!(volume = %self.spec.volume, %replica, "a replica is left out for a while: {message}");
         }
         self.publish_member(replica, |member| {
             member.mode = MemberMode::Failed;
-            member.message = format!("{reason}{told}");
+            member.message = format!("{reason}{message}");
             member.copy = None;
             member.away_since_ms.get_or_insert_with(status::now_ms);
         });
-        self.couriers.attend(peer, stay)
+        self.rebuild_tasks.start(peer, delay)
     }
 
     /// Returns the time for which the dropped replica stays out, and a description of it.
-    fn stay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (Stay, String) {
-        let peers = self.desk().known_peers();
+    fn delay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (RejoinDelay, String) {
+        let peers = self.context().known_peers();
         let members = self.shared().look(|core| {
             let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
             peers.iter().filter(|(index, _)| is_member(*index)).count()
@@ -54,25 +54,25 @@ impl Serving<'_> {
         let standing = &mut self.standings[usize::from(peer)];
         // From long before the start on: else the first drop would seem to follow another one.
         let now = self.begun.elapsed() + Duration::from_secs(1 << 20);
-        let stay = standing.dropped(cause, now, is_needed);
+        let delay = standing.dropped(cause, now, is_needed);
         let times = standing.times_late();
-        let told = match stay {
-            NO_STAY => String::new(),
-            Stay::For(pause) if cause == DropCause::Late => {
+        let message = match delay {
+            NO_DELAY => String::new(),
+            RejoinDelay::For(pause) if cause == DropCause::Late => {
                 format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
             }
-            Stay::For(pause) if cause == DropCause::Full => {
+            RejoinDelay::For(pause) if cause == DropCause::Full => {
                 format!("; its disk is full: it stays out for {} s", pause.as_secs())
             }
-            Stay::For(pause) => {
+            RejoinDelay::For(pause) => {
                 format!("; its connections break often: it stays out for {} ms", pause.as_millis())
             }
-            Stay::Out => format!(
+            RejoinDelay::Out => format!(
                 "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
                  volume is attached anew"
             ),
         };
-        (stay, told)
+        (delay, message)
     }
 
     /// Reports a late member without which the others cannot continue.

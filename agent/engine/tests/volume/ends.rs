@@ -7,8 +7,8 @@ use shorthorn_control::EnginePhase;
 use crate::load::Load;
 use crate::volume::Volume;
 
-const SETTLED: &str = "every member has flushed all writes";
-const NOT_SETTLED: &str = "not every member has flushed in time";
+const ALL_FLUSHED: &str = "every member has flushed all writes";
+const NOT_ALL_FLUSHED: &str = "not every member has flushed in time";
 const UNEQUAL: &str = "resyncing the members in dirty regions";
 /// The limit of an end that waits for an unresponsive replica. It must be far below the time that callers of
 /// the end wait.
@@ -18,7 +18,7 @@ const END_LIMIT: Duration = Duration::from_secs(20);
 fn start_equal(volume: &mut Volume) {
     volume.start_engine();
     let engine = volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving);
-    assert_eq!(engine.equalising, None);
+    assert_eq!(engine.resync, None);
     assert!(!volume.log_of_engine().contains(UNEQUAL), "{}", volume.log_of_engine());
 }
 
@@ -29,7 +29,7 @@ fn after_a_stop_there_is_nothing_to_make_equal() {
     load.wait_for_writes(500);
     load.stop_and_verify(&volume);
     volume.stop_engine();
-    assert!(volume.log_of_engine().contains(SETTLED), "{}", volume.log_of_engine());
+    assert!(volume.log_of_engine().contains(ALL_FLUSHED), "{}", volume.log_of_engine());
     start_equal(&mut volume);
     volume.stop();
     assert_eq!([0, 1, 2].map(|number| volume.dirty_regions(number)), [0; 3]);
@@ -57,8 +57,12 @@ fn a_handover_settles_before_requests_have_to_wait() {
     volume.hand_over();
     load.abandon();
     let log = volume.log_of_engine();
-    assert_eq!(log.matches(SETTLED).count(), 2, "while requests go on, and when the frontend is gone: {log}");
-    assert!(log.rfind(SETTLED) < log.find("ended="), "{log}");
+    assert_eq!(
+        log.matches(ALL_FLUSHED).count(),
+        2,
+        "while requests go on, and when the frontend is gone: {log}"
+    );
+    assert!(log.rfind(ALL_FLUSHED) < log.find("ended="), "{log}");
     start_equal(&mut volume);
     volume.stop();
     volume.assert_equal();
@@ -75,12 +79,12 @@ fn a_stop_does_not_wait_long_for_a_replica_that_hangs() {
     volume.stop_engine();
     assert!(begin.elapsed() < END_LIMIT, "{:?}", begin.elapsed());
     println!("stopped after {:?}", begin.elapsed());
-    assert!(volume.log_of_engine().contains(NOT_SETTLED), "{}", volume.log_of_engine());
+    assert!(volume.log_of_engine().contains(NOT_ALL_FLUSHED), "{}", volume.log_of_engine());
     volume.resume(2);
     volume.start_engine();
     volume.wait("all are members and equal", |engine| {
         engine.phase == EnginePhase::Serving
-            && engine.equalising.is_none()
+            && engine.resync.is_none()
             && engine.view.unwrap().members.len() == 3
     });
     volume.stop();
@@ -95,7 +99,7 @@ fn a_stop_settles_without_a_replica_that_is_dead() {
     load.stop_and_verify(&volume);
     volume.kill(2);
     volume.stop_engine();
-    assert!(volume.log_of_engine().contains(SETTLED), "{}", volume.log_of_engine());
+    assert!(volume.log_of_engine().contains(ALL_FLUSHED), "{}", volume.log_of_engine());
     start_equal(&mut volume);
     volume.stop();
     assert_eq!([0, 1].map(|number| volume.dirty_regions(number)), [0; 2]);
@@ -111,5 +115,9 @@ fn a_stop_does_not_wait_for_the_arbiter() {
     volume.stop_engine();
     assert!(begin.elapsed() < END_LIMIT, "{:?}", begin.elapsed());
     println!("stopped after {:?}", begin.elapsed());
-    assert!(!volume.log_of_engine().contains(NOT_SETTLED), "it did not even try: {}", volume.log_of_engine());
+    assert!(
+        !volume.log_of_engine().contains(NOT_ALL_FLUSHED),
+        "it did not even try: {}",
+        volume.log_of_engine()
+    );
 }

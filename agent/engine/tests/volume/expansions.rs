@@ -1,6 +1,6 @@
 //! Volumes that grow while they are used.
 
-use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode};
+use shorthorn_control::{EnginePhase, EngineStatus, MemberMode, ProcessCommand};
 use shorthorn_testkit::nbd::Nbd;
 
 use crate::load::Load;
@@ -46,7 +46,7 @@ fn a_volume_grows_again_and_again_under_load() {
     old.write(0, &[9; 4096]).unwrap();
     assert_eq!(old.read(0, 4096).unwrap(), [9; 4096]);
     // It never shrinks.
-    volume.order(&Command::Expand { size_bytes: SIZE });
+    volume.request(&ProcessCommand::Expand { size_bytes: SIZE });
     let more = Load::start(&volume, 32);
     more.wait_for_writes(100);
     more.stop_and_verify(&volume);
@@ -95,7 +95,7 @@ fn the_next_engine_ends_an_expansion_that_was_cut_off() {
     volume.resume(1);
     assert!(!volume.log_of_replica(2).contains("the volume has grown"), "it came before the one that hangs");
     volume.start_engine();
-    volume.wait("it serves", |engine| has(engine, LARGER) && engine.equalising.is_none());
+    volume.wait("it serves", |engine| has(engine, LARGER) && engine.resync.is_none());
     use_what_is_new(&volume, SIZE);
     Load::start(&volume, 35).stop_and_verify(&volume);
     volume.stop();
@@ -128,7 +128,7 @@ fn a_replica_that_is_too_large_is_taken_once_the_engine_knows() {
     load.wait_for_writes(100);
     volume.size_bytes = LARGER;
     volume.add_replica();
-    volume.order(&Command::Replicas { replicas: volume.endpoints() });
+    volume.request(&ProcessCommand::Replicas { replicas: volume.endpoints() });
     volume.wait("it is not taken", |engine| {
         engine
             .members

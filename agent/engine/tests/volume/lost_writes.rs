@@ -50,7 +50,7 @@ fn a_flush_does_not_succeed_after_all_members_have_lost_power() {
     assert!(engine.lost_writes && engine.message.contains("detach"), "{engine:?}");
 
     // The members are equal again, and nothing that they say shows the loss any more: it is remembered.
-    volume.wait("they are equal", |engine| engine.equalising.is_none());
+    volume.wait("they are equal", |engine| engine.resync.is_none());
     volume.hand_over();
     assert!(next_engine(&mut volume).lost_writes);
     assert_refuses(&volume, "of a later process");

@@ -1,13 +1,13 @@
 //! Tests whole volumes: the processes of an engine and its replicas are killed, restarted, added and removed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod accounts;
 mod ends;
 mod errors;
 mod expansions;
 mod late;
 mod load;
 mod lost_writes;
+mod out_of_sync_sets;
 mod rolled_back;
 mod slow_clients;
 mod volume;
@@ -15,7 +15,7 @@ mod volume;
 use std::time::Duration;
 
 use load::Load;
-use shorthorn_control::{Command, EnginePhase, EngineStatus, MemberMode, RebuildLimits};
+use shorthorn_control::{EnginePhase, EngineStatus, MemberMode, ProcessCommand, RebuildLimits};
 use shorthorn_testkit::nbd::Nbd;
 use shorthorn_types::Regions;
 use volume::Volume;
@@ -59,7 +59,7 @@ fn a_short_copy_tells_all_that_it_brings() {
     volume.start_replica(1);
     volume.wait("it is back", |engine| engine.members.iter().all(|member| member.mode == MemberMode::Member));
     let bytes = REGIONS * region_bytes;
-    for what in ["bringing a replica up", "a replica is a member again"] {
+    for what in ["rebuilding a replica", "a replica is a member again"] {
         let log = volume.log_of_engine();
         let line = log.lines().find(|line| line.contains(what)).unwrap();
         assert!(line.contains(&format!("bytes={bytes} ")), "{line}");
@@ -74,9 +74,9 @@ fn a_new_replica_becomes_a_member() {
     let load = Load::start(&volume, 2);
     load.wait_for_writes(500);
     let limits = RebuildLimits { bytes_per_s: 0, share_percent: 90 };
-    volume.order(&Command::Limits { limits });
+    volume.request(&ProcessCommand::Limits { limits });
     volume.add_replica();
-    volume.order(&Command::Replicas { replicas: volume.endpoints() });
+    volume.request(&ProcessCommand::Replicas { replicas: volume.endpoints() });
     volume.wait("the new one is a member", |engine| engine.view.unwrap().members.len() == 3);
     let log = volume.log_of_engine();
     assert!(log.contains("is_copy=true"), "{log}");
@@ -100,9 +100,8 @@ fn after_the_death_of_the_engine_the_members_are_made_equal() {
         volume.kill_engine();
         load.abandon();
         volume.start_engine();
-        volume.wait("they are equal", |engine| {
-            engine.phase == EnginePhase::Serving && engine.equalising.is_none()
-        });
+        volume
+            .wait("they are equal", |engine| engine.phase == EnginePhase::Serving && engine.resync.is_none());
     }
     assert!(volume.log_of_engine().contains("the members are equal"));
     volume.stop();
@@ -119,7 +118,7 @@ fn one_of_two_goes_on_with_the_arbiters_grant() {
     assert_eq!(frozen.phase, EnginePhase::Frozen);
     let wanted = frozen.grant_wanted.unwrap();
     assert_eq!((wanted.view.members.len(), wanted.stored), (1, wanted.view.members));
-    volume.order(&Command::Grant { view: wanted.view });
+    volume.request(&ProcessCommand::Grant { view: wanted.view });
     volume.wait("it goes on", move |engine| {
         engine.phase == EnginePhase::Serving
             && engine.view == Some(wanted.view)
@@ -157,7 +156,7 @@ fn a_start_with_one_of_two_waits_for_the_arbiter() {
     volume.start_engine();
     let frozen = volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
     let view = frozen.grant_wanted.unwrap().view;
-    volume.order(&Command::Grant { view });
+    volume.request(&ProcessCommand::Grant { view });
     volume.wait("it serves", move |engine| {
         engine.phase == EnginePhase::Serving && engine.view == Some(view) && engine.grant_wanted.is_none()
     });
@@ -196,7 +195,7 @@ fn a_start_that_waits_for_the_arbiter_begins_again_with_another_list_of_replicas
     let first = volume.wait("it asks the arbiter", |engine| engine.grant_wanted.is_some());
     let first = first.grant_wanted.unwrap().view;
     let replicas = volume.endpoints().into_iter().rev().collect();
-    volume.order(&Command::Replicas { replicas });
+    volume.request(&ProcessCommand::Replicas { replicas });
     let asks_for_another =
         move |wanted: &shorthorn_control::GrantWanted| wanted.view.id.generation > first.id.generation;
     let again = volume.wait("it asks for another view", move |engine| {
@@ -204,7 +203,7 @@ fn a_start_that_waits_for_the_arbiter_begins_again_with_another_list_of_replicas
     });
     let view = again.grant_wanted.unwrap().view;
     assert_eq!(view.members, first.members);
-    volume.order(&Command::Grant { view });
+    volume.request(&ProcessCommand::Grant { view });
     volume.wait("it serves", move |engine| engine.phase == EnginePhase::Serving && engine.view == Some(view));
     let load = Load::start(&volume, 9);
     volume.start_replica(0);
@@ -218,7 +217,7 @@ fn a_start_that_waits_for_the_arbiter_begins_again_with_another_list_of_replicas
 fn a_replica_is_given_up_when_it_is_not_in_the_view() {
     let mut volume = Volume::start(3, 16 << 20);
     let without_the_last: Vec<_> = volume.endpoints().into_iter().take(2).collect();
-    volume.order(&Command::Replicas { replicas: without_the_last });
+    volume.request(&ProcessCommand::Replicas { replicas: without_the_last });
     volume.kill(2);
     let engine = volume.wait("it is forgotten", |engine| engine.members.len() == 2);
     assert_eq!(engine.view.unwrap().members.len(), 2);
@@ -232,9 +231,9 @@ fn a_copy_that_was_interrupted_goes_on() {
     let load = Load::start(&volume, 11);
     load.wait_for_writes(1000);
     let slow = RebuildLimits { bytes_per_s: 4 << 20, share_percent: 50 };
-    volume.order(&Command::Limits { limits: slow });
+    volume.request(&ProcessCommand::Limits { limits: slow });
     volume.add_replica();
-    volume.order(&Command::Replicas { replicas: volume.endpoints() });
+    volume.request(&ProcessCommand::Replicas { replicas: volume.endpoints() });
     volume.wait("some of it is there", |engine| {
         engine.members.iter().any(|member| member.copy.is_some_and(|copy| copy.left_bytes < copy.total_bytes))
     });
@@ -318,7 +317,7 @@ fn a_question_to_the_arbiter_that_nobody_answers_is_asked_until_somebody_does() 
     let next = volume.wait("the next engine asks", asks).grant_wanted.unwrap().view;
     assert!(next.id > first.id, "{next} after {first}");
     // The answer to the one before comes late. The arbiter has granted it, so it has to be honoured.
-    volume.order(&Command::Grant { view: first });
+    volume.request(&ProcessCommand::Grant { view: first });
     let honours = move |engine: &EngineStatus| {
         engine.grant_wanted.as_ref().is_some_and(|wanted| {
             wanted.view.id > next.id && wanted.honoured.views().any(|view| view.id >= first.id)
@@ -326,7 +325,7 @@ fn a_question_to_the_arbiter_that_nobody_answers_is_asked_until_somebody_does() 
     };
     let last = volume.wait("it asks for one that honours the grant, or needs no other", honours);
     if let Some(wanted) = last.grant_wanted {
-        volume.order(&Command::Grant { view: wanted.view });
+        volume.request(&ProcessCommand::Grant { view: wanted.view });
     }
     volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving && engine.grant_wanted.is_none());
     let load = Load::start(&volume, 27);

@@ -85,7 +85,7 @@ fn with_an_older_state() -> (Volume, State) {
 fn assert_rebuilt(mut volume: Volume) {
     volume.wait("all are members", |engine| {
         engine.phase == EnginePhase::Serving
-            && engine.equalising.is_none()
+            && engine.resync.is_none()
             && engine.view.is_some_and(|view| view.members.len() == 3)
     });
     let log = volume.log_of_engine();

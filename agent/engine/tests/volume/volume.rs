@@ -15,11 +15,11 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
-    Client, Command as Order, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS,
-    IoCounters, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, Unknown,
+    Client, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, IoCounters,
+    ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, Unknown,
     store_spec,
 };
-use shorthorn_regions::{Marked, RegionKeeper, SetKey};
+use shorthorn_regions::{Marked, SetKey, WriteIntentLog};
 use shorthorn_store::{OpenOptions, Store};
 use shorthorn_types::{MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId};
 
@@ -262,8 +262,8 @@ impl Volume {
         child.wait().unwrap();
     }
 
-    pub fn order(&self, order: &Order) {
-        Client::connect(&self.file("engine.control")).unwrap().order(order).unwrap();
+    pub fn request(&self, order: &ProcessCommand) {
+        Client::connect(&self.file("engine.control")).unwrap().request(order).unwrap();
     }
 
     /// Returns the counters of the engine.
@@ -304,7 +304,7 @@ impl Volume {
     /// Orders a larger size, which the next engine and new replicas are started with too.
     pub fn expand(&mut self, size_bytes: u64) {
         self.size_bytes = size_bytes;
-        self.order(&Order::Expand { size_bytes });
+        self.request(&ProcessCommand::Expand { size_bytes });
     }
 
     /// Returns the log of a replica.
@@ -326,7 +326,7 @@ impl Volume {
     }
 
     pub fn stop_engine(&mut self) {
-        self.order(&Order::Stop);
+        self.request(&ProcessCommand::Stop);
         let status = self.engine.take().unwrap().wait().unwrap();
         assert_eq!(status.code(), Some(12), "{}", self.log_of_engine());
     }
@@ -348,30 +348,30 @@ impl Volume {
         let store = Store::open(directory, options).unwrap();
         let bytes = store.read_regions(SetKey::Intent).unwrap().unwrap();
         let regions = Regions::of(self.size_bytes);
-        let (keeper, damages) = RegionKeeper::load(regions, store.info().epoch, &bytes);
+        let (intent_log, damages) = WriteIntentLog::load(regions, store.info().epoch, &bytes);
         assert!(damages.is_empty(), "{damages:?}");
-        keeper.content(SetKey::Intent).unwrap().len()
+        intent_log.content(SetKey::Intent).unwrap().len()
     }
 
     /// Returns the replicas whose out-of-sync sets a stopped replica keeps.
-    pub fn accounts(&self, number: usize) -> Vec<ReplicaId> {
+    pub fn out_of_sync_sets(&self, number: usize) -> Vec<ReplicaId> {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        Store::open(self.place(number), options).unwrap().missed_files().unwrap()
+        Store::open(self.place(number), options).unwrap().out_of_sync_files().unwrap()
     }
 
     /// Gives a stopped replica the out-of-sync sets of `count` replicas that the volume does not have.
-    pub fn keep_accounts_in_vain(&self, number: usize, count: u64) {
+    pub fn keep_unneeded_out_of_sync_sets(&self, number: usize, count: u64) {
         let directory = self.place(number);
         let store = Store::open(directory, OpenOptions::default()).unwrap();
         let regions = Regions::of(self.size_bytes);
         let nothing = RegionSet::empty(regions.count());
-        let mut keeper = RegionKeeper::new(regions, store.info().epoch, &nothing);
+        let mut intent_log = WriteIntentLog::new(regions, store.info().epoch, &nothing);
         for gone in 0..count {
             let replica = ReplicaId::from_random(1000 + gone);
-            let (of, runs) = (RegionsOf::Missed(replica), Vec::new());
+            let (of, runs) = (RegionsOf::OutOfSync(replica), Vec::new());
             let mark = MarkRegions { of, action: MarkAction::Add, runs, stamp: 0, size_bytes: 0 };
-            let Marked::Begin(new) = keeper.mark(&mark).unwrap() else { panic!("it begins") };
-            store.make_regions(SetKey::Missed(replica), &new.file()).unwrap();
+            let Marked::Begin(new) = intent_log.mark(&mark).unwrap() else { panic!("it begins") };
+            store.make_regions(SetKey::OutOfSync(replica), &new.file()).unwrap();
         }
         store.close().unwrap();
     }

@@ -9,7 +9,7 @@ const NONE: u16 = u16::MAX;
 
 /// A client's request. It is cut into parts of at most a slot's data each.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Command {
+pub(super) struct NbdCommand {
     pub(super) connection: u16,
     pub(super) kind: CommandKind,
     pub(super) fua: bool,
@@ -29,9 +29,9 @@ pub(super) struct Command {
     last_slot: u16,
 }
 
-impl Command {
-    pub(super) fn new(connection: u16, kind: CommandKind, fua: bool, cookie: u64) -> Command {
-        Command {
+impl NbdCommand {
+    pub(super) fn new(connection: u16, kind: CommandKind, fua: bool, cookie: u64) -> NbdCommand {
+        NbdCommand {
             connection,
             kind,
             fua,
@@ -82,7 +82,7 @@ impl Part {
 /// All commands and parts of one queue, in tables of fixed size.
 #[derive(Debug)]
 pub(super) struct Commands {
-    commands: Box<[Command]>,
+    commands: Box<[NbdCommand]>,
     free: Vec<u16>,
     parts: Box<[Part]>,
 }
@@ -93,20 +93,20 @@ impl Commands {
     pub(super) fn new(slots: u16, connections: u16) -> Commands {
         let count = slots + connections;
         Commands {
-            commands: vec![Command::new(0, CommandKind::Flush, false, 0); count.into()].into(),
+            commands: vec![NbdCommand::new(0, CommandKind::Flush, false, 0); count.into()].into(),
             free: (0..count).rev().collect(),
             parts: vec![Part::new(0, 0, 0); slots.into()].into(),
         }
     }
 
     /// Keeps `command`; `None` where the table is full, which the number of slots and connections excludes.
-    pub(super) fn insert(&mut self, command: Command) -> Option<u16> {
+    pub(super) fn insert(&mut self, command: NbdCommand) -> Option<u16> {
         let id = self.free.pop()?;
         self.commands[usize::from(id)] = command;
         Some(id)
     }
 
-    pub(super) fn get(&mut self, id: u16) -> &mut Command {
+    pub(super) fn get(&mut self, id: u16) -> &mut NbdCommand {
         &mut self.commands[usize::from(id)]
     }
 
@@ -157,8 +157,8 @@ mod tests {
     #[test]
     fn chains_keep_their_order() {
         let mut commands = Commands::new(8, 1);
-        let first = commands.insert(Command::new(0, CommandKind::Read, false, 1)).unwrap();
-        let second = commands.insert(Command::new(0, CommandKind::Read, false, 2)).unwrap();
+        let first = commands.insert(NbdCommand::new(0, CommandKind::Read, false, 1)).unwrap();
+        let second = commands.insert(NbdCommand::new(0, CommandKind::Read, false, 2)).unwrap();
         for (slot, command) in [(7, first), (0, second), (3, first), (5, first), (1, second)] {
             commands.set_part(slot, Part::new(command, 0, 512));
             commands.chain(slot);
@@ -173,26 +173,27 @@ mod tests {
     fn parts_of_a_trim_end_with_a_block() {
         let (offset_bytes, rest_bytes) = (4096 + 512, 3 * MAX_ZERO_BYTES);
         for kind in [CommandKind::Trim, CommandKind::WriteZeroes] {
-            let command = Command { offset_bytes, rest_bytes, ..Command::new(0, kind, false, 1) };
+            let command = NbdCommand { offset_bytes, rest_bytes, ..NbdCommand::new(0, kind, false, 1) };
             assert_eq!(command.next_part_bytes(), MAX_ZERO_BYTES - 512);
-            assert_eq!(Command { offset_bytes: 8192, ..command }.next_part_bytes(), MAX_ZERO_BYTES);
-            assert_eq!(Command { rest_bytes: 1024, ..command }.next_part_bytes(), 1024);
+            assert_eq!(NbdCommand { offset_bytes: 8192, ..command }.next_part_bytes(), MAX_ZERO_BYTES);
+            assert_eq!(NbdCommand { rest_bytes: 1024, ..command }.next_part_bytes(), 1024);
         }
-        let data = Command {
+        let data = NbdCommand {
             offset_bytes,
             rest_bytes,
             no_hole: true,
-            ..Command::new(0, CommandKind::WriteZeroes, false, 1)
+            ..NbdCommand::new(0, CommandKind::WriteZeroes, false, 1)
         };
         assert_eq!(data.next_part_bytes(), MAX_IO_BYTES - 512, "as much as a slot has");
-        let write = Command { offset_bytes, rest_bytes, ..Command::new(0, CommandKind::Write, false, 1) };
+        let write =
+            NbdCommand { offset_bytes, rest_bytes, ..NbdCommand::new(0, CommandKind::Write, false, 1) };
         assert_eq!(write.next_part_bytes(), MAX_IO_BYTES);
     }
 
     #[test]
     fn the_table_is_bounded() {
         let mut commands = Commands::new(2, 1);
-        let command = Command::new(0, CommandKind::Read, false, 1);
+        let command = NbdCommand::new(0, CommandKind::Read, false, 1);
         let ids: Vec<u16> = std::iter::from_fn(|| commands.insert(command)).collect();
         assert_eq!(ids.len(), 3);
         commands.remove(ids[1]);

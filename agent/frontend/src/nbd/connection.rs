@@ -10,7 +10,7 @@ use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
 use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
 use shorthorn_types::{ByteRange, VolumeName};
 
-use super::command::{Command, Commands, Part};
+use super::command::{Commands, NbdCommand, Part};
 use super::handshake::{Handshake, Next, Offer, greeting};
 use super::protocol::{
     CommandKind, MAX_REQUEST_BYTES, NbdError, RequestHeader, data_chunk, error_chunk, simple_reply,
@@ -85,7 +85,7 @@ impl Shared {
 }
 
 #[derive(Debug)]
-enum Phase {
+enum ConnectionPhase {
     Handshake(Handshake),
     Serving,
     /// The requests in progress are answered, and then the connection ends.
@@ -110,7 +110,7 @@ pub(super) struct Connection {
     incarnation: u32,
     opened: Instant,
     stream: Stream,
-    phase: Phase,
+    phase: ConnectionPhase,
     structured: bool,
     /// The request that is being cut into parts.
     current: Option<u16>,
@@ -144,8 +144,8 @@ impl Connection {
             opened: Instant::now(),
             stream: Stream::new(fd, token(SENT), token(RECEIVED), limits),
             phase: match opening {
-                Opening::Negotiate => Phase::Handshake(Handshake::new()),
-                Opening::Transmission => Phase::Serving,
+                Opening::Negotiate => ConnectionPhase::Handshake(Handshake::new()),
+                Opening::Transmission => ConnectionPhase::Serving,
             },
             structured: false,
             current: None,
@@ -165,12 +165,14 @@ impl Connection {
 
     /// Returns the time since which the client negotiates, unless it has chosen an export.
     pub(super) fn negotiates_since(&self) -> Option<Instant> {
-        matches!(self.phase, Phase::Handshake(_)).then_some(self.opened)
+        matches!(self.phase, ConnectionPhase::Handshake(_)).then_some(self.opened)
     }
 
     /// Sends the first message, if it is the server's, and begins to receive.
     pub(super) fn start(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
-        if matches!(self.phase, Phase::Handshake(_)) && self.stream.send_owned(&[], greeting()).is_err() {
+        if matches!(self.phase, ConnectionPhase::Handshake(_))
+            && self.stream.send_owned(&[], greeting()).is_err()
+        {
             self.lose();
         }
         self.stream.arm(io.ring);
@@ -181,15 +183,15 @@ impl Connection {
     pub(super) fn leave(&mut self) {
         self.left = true;
         match self.phase {
-            Phase::Handshake(_) => self.lose(),
-            Phase::Serving => self.phase = Phase::Leaving,
-            Phase::Leaving | Phase::Dead => {}
+            ConnectionPhase::Handshake(_) => self.lose(),
+            ConnectionPhase::Serving => self.phase = ConnectionPhase::Leaving,
+            ConnectionPhase::Leaving | ConnectionPhase::Dead => {}
         }
     }
 
     /// Reads only the requests that have arrived, and the rest of one that has arrived in part. The remaining
     /// bytes in the socket are for another process.
-    pub(super) fn park(&mut self, io: &mut QueueIo<'_>) {
+    pub(super) fn quiesce(&mut self, io: &mut QueueIo<'_>) {
         self.parking = true;
         // A receive for data asks for no more than belongs to its request.
         if self.receiving.is_none() {
@@ -199,19 +201,19 @@ impl Connection {
     }
 
     /// Returns true if every request that was read is answered, and the answers are sent.
-    pub(super) fn is_parked(&self) -> bool {
+    pub(super) fn is_quiesced(&self) -> bool {
         let is_quiet = self.commands == 0 && !self.stream.is_sending();
         match self.phase {
-            Phase::Serving => {
+            ConnectionPhase::Serving => {
                 self.parking && is_quiet && self.stream.is_idle() && self.stream.bytes().is_empty()
             }
-            Phase::Handshake(_) | Phase::Leaving | Phase::Dead => is_quiet,
+            ConnectionPhase::Handshake(_) | ConnectionPhase::Leaving | ConnectionPhase::Dead => is_quiet,
         }
     }
 
     /// Returns the socket for another process, if it is at the start of a request.
     pub(super) fn share(&self) -> Option<OwnedFd> {
-        if !matches!(self.phase, Phase::Serving) || !self.is_parked() {
+        if !matches!(self.phase, ConnectionPhase::Serving) || !self.is_quiesced() {
             return None;
         }
         let shared = self.stream.share();
@@ -233,8 +235,8 @@ impl Connection {
     fn end(&mut self) {
         self.ended = true;
         match self.phase {
-            Phase::Serving if self.receiving.is_none() && self.current.is_none() => {
-                self.phase = Phase::Leaving;
+            ConnectionPhase::Serving if self.receiving.is_none() && self.current.is_none() => {
+                self.phase = ConnectionPhase::Leaving;
             }
             _ => self.lose(),
         }
@@ -243,22 +245,22 @@ impl Connection {
     fn lose(&mut self) {
         if !self.is_dead() {
             self.stream.shutdown();
-            self.phase = Phase::Dead;
+            self.phase = ConnectionPhase::Dead;
         }
     }
 
     fn is_dead(&self) -> bool {
-        matches!(self.phase, Phase::Dead)
+        matches!(self.phase, ConnectionPhase::Dead)
     }
 
     /// Advances as far as the available bytes and slots allow.
     pub(super) fn advance(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
         while self.receiving.is_none() {
             let more = match (&self.phase, self.current) {
-                (Phase::Handshake(_), _) => self.negotiate(shared, io),
-                (Phase::Serving | Phase::Leaving, Some(id)) => self.go_on(id, shared, io),
-                (Phase::Serving, None) => self.next_request(shared, io),
-                (Phase::Leaving, None) | (Phase::Dead, _) => false,
+                (ConnectionPhase::Handshake(_), _) => self.negotiate(shared, io),
+                (ConnectionPhase::Serving | ConnectionPhase::Leaving, Some(id)) => self.go_on(id, shared, io),
+                (ConnectionPhase::Serving, None) => self.next_request(shared, io),
+                (ConnectionPhase::Leaving, None) | (ConnectionPhase::Dead, _) => false,
             };
             if !more {
                 return;
@@ -269,7 +271,7 @@ impl Connection {
     /// Handles a message of the handshake. Returns false if it has to wait for more bytes.
     fn negotiate(&mut self, shared: &Shared, io: &mut QueueIo<'_>) -> bool {
         // One answer at a time: a client that sends without reading gets no further memory.
-        let Phase::Handshake(handshake) = &mut self.phase else { return false };
+        let ConnectionPhase::Handshake(handshake) = &mut self.phase else { return false };
         if self.stream.is_sending() {
             return false;
         }
@@ -292,10 +294,10 @@ impl Connection {
             Next::Go => return true,
             Next::Close => {
                 self.left = true;
-                self.phase = Phase::Leaving;
+                self.phase = ConnectionPhase::Leaving;
             }
             Next::Transmission => {
-                self.phase = Phase::Serving;
+                self.phase = ConnectionPhase::Serving;
                 return true;
             }
         }
@@ -322,7 +324,7 @@ impl Connection {
         self.stream.consume(RequestHeader::BYTES);
         if header.kind == CommandKind::Disconnect {
             self.left = true;
-            self.phase = Phase::Leaving;
+            self.phase = ConnectionPhase::Leaving;
             return false;
         }
         self.take_on(&header, shared, io);
@@ -330,7 +332,7 @@ impl Connection {
     }
 
     fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared, io: &mut QueueIo<'_>) {
-        let mut command = Command::new(self.id, header.kind, header.fua(), header.cookie);
+        let mut command = NbdCommand::new(self.id, header.kind, header.fua(), header.cookie);
         // Of a longer range the zeroes are made without taking space. All requests behind it on this
         // connection wait until its last part is under way, and as data it may be 4 GiB.
         command.no_hole = header.no_hole() && header.length_bytes <= MAX_ZERO_BYTES;
@@ -355,7 +357,7 @@ impl Connection {
 
     /// Returns true if the command needs all of its data before the reply begins: a READ with a simple reply
     /// does, because the header reports errors.
-    fn waits_for_all(&self, command: &Command) -> bool {
+    fn waits_for_all(&self, command: &NbdCommand) -> bool {
         command.kind == CommandKind::Read && !self.structured
     }
 
@@ -532,8 +534,8 @@ impl Connection {
     }
 
     /// Ends the connection if it is over. Returns true if nothing of it is left in the ring or in the volume.
-    pub(super) fn settle(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
-        if matches!(self.phase, Phase::Leaving) && self.commands == 0 && !self.stream.is_sending() {
+    pub(super) fn finish_if_over(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+        if matches!(self.phase, ConnectionPhase::Leaving) && self.commands == 0 && !self.stream.is_sending() {
             self.lose();
         }
         if !self.is_dead() || !self.stream.is_idle() {

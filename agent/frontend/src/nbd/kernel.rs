@@ -22,8 +22,8 @@ use super::sysfs;
 use crate::leftovers::remove_node_first;
 use crate::node::{self, DeviceNumber, UdevBefore};
 use crate::{
-    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Parked, Prepared, QueueFrontend,
-    QueueIo, QueueSocket, probe, wait,
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
+    QueueSocket, Quiesced, probe, wait,
 };
 
 /// The time-out for devices with several queues. After this many seconds without an answer the kernel gives
@@ -52,7 +52,7 @@ const DEAD_CONNECTION_TIMEOUT_S: u64 = 7 * 24 * 3600;
 /// Such requests remain if the volume has stopped for longer than the kernel waits.
 const CONNECTIONS: u16 = 4;
 /// The time limit for kernel and udev to show a new device.
-const SETTLE_LIMIT: Duration = Duration::from_secs(10);
+const UDEV_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit for a recovered device to answer a first read. It is longer than the longer time-out, so
 /// that a connection that broke meanwhile is replaced before.
 const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
@@ -108,7 +108,7 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
             service,
             first,
             broken: false,
-            is_parked: false,
+            is_quiesced: false,
             sender,
             closed,
         }));
@@ -212,7 +212,7 @@ struct KernelQueue {
     /// True if the connection broke and no new one was offered.
     broken: bool,
     /// True if another process is to serve the device.
-    is_parked: bool,
+    is_quiesced: bool,
     /// Takes the kernel's ends of new pairs to the keeper.
     sender: Sender<OwnedFd>,
     closed: Arc<AtomicBool>,
@@ -223,7 +223,7 @@ impl KernelQueue {
     /// failure only.
     fn mend(&mut self, io: &mut QueueIo<'_>) {
         self.broken |= self.service.take_lost();
-        let is_closed = self.is_parked || self.closed.load(Ordering::Acquire);
+        let is_closed = self.is_quiesced || self.closed.load(Ordering::Acquire);
         if !self.broken || !self.service.has_room() || is_closed {
             return;
         }
@@ -267,13 +267,13 @@ impl QueueFrontend for KernelQueue {
         self.service.flush(io);
     }
 
-    fn park(&mut self, io: &mut QueueIo<'_>) {
-        self.is_parked = true;
-        self.service.park(io);
+    fn quiesce(&mut self, io: &mut QueueIo<'_>) {
+        self.is_quiesced = true;
+        self.service.quiesce(io);
     }
 
-    fn parked(&self) -> Parked {
-        self.service.parked()
+    fn quiesced(&self) -> Quiesced {
+        self.service.quiesced()
     }
 
     fn is_idle(&self) -> bool {
@@ -302,7 +302,7 @@ struct NbdDevice {
 
 impl Device for NbdDevice {
     /// Returns the record. The number of a new device is known after [`Device::go_live`] only. An engine that
-    /// dies before it has noted it finds the device by its identifier.
+    /// dies before it has recorded it finds the device by its identifier.
     fn record(&self) -> DeviceRecord {
         self.record.clone()
     }
@@ -410,7 +410,7 @@ impl NbdDevice {
         if !new {
             self.catch_up(index, &name)?;
         }
-        let number = node::settle(&name, self.export.size_bytes(), before, SETTLE_LIMIT)?;
+        let number = node::wait_for_udev(&name, self.export.size_bytes(), before, UDEV_LIMIT)?;
         // Of the size of a slot. Others work as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
         if self.record.queues == 1 {

@@ -38,7 +38,7 @@ impl Process {
         let first = service.add(ours, Opening::Transmission);
         let (sender, closed) = (mpsc::channel().0, Arc::default());
         let mut process = Process {
-            queue: KernelQueue { service, first, broken: false, is_parked: false, sender, closed },
+            queue: KernelQueue { service, first, broken: false, is_quiesced: false, sender, closed },
             ring: Ring::new(64).unwrap(),
             arena: Arena::new(DEPTH.into(), MAX_IO_BYTES as usize).unwrap(),
             requests: Vec::new(),
@@ -85,17 +85,17 @@ impl Process {
         }
     }
 
-    fn park(&mut self) {
-        self.with_queue(KernelQueue::park);
+    fn quiesce(&mut self) {
+        self.with_queue(KernelQueue::quiesce);
     }
 
     /// Returns the socket once it is handed over.
     fn hand_over(mut self) -> OwnedFd {
-        self.park();
+        self.quiesce();
         let deadline = Instant::now() + LIMIT;
         loop {
             self.turn(LEFT_UNDONE);
-            if let Parked::At(socket) = self.queue.parked() {
+            if let Quiesced::At(socket) = self.queue.quiesced() {
                 return socket;
             }
             assert!(Instant::now() < deadline, "it never comes to the start of a request");
@@ -144,11 +144,11 @@ fn a_request_that_has_begun_is_finished_and_the_next_one_left_in_the_socket() {
         let mut process = Process::start(ours, &volume);
         kernel.write_all(&first[..cut]).unwrap();
         process.turn(0);
-        process.park();
+        process.quiesce();
         for _ in 0..5 {
             process.turn(0);
-            let is_parked = matches!(process.queue.parked(), Parked::At(_));
-            assert!(!is_parked || cut == 0, "parked {cut} bytes into a request");
+            let is_quiesced = matches!(process.queue.quiesced(), Quiesced::At(_));
+            assert!(!is_quiesced || cut == 0, "parked {cut} bytes into a request");
         }
         if cut > 0 {
             kernel.write_all(&first[cut..]).unwrap();

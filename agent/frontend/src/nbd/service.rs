@@ -7,7 +7,7 @@ use shorthorn_ring::Completion;
 use shorthorn_types::Errno;
 
 use super::connection::{Connection, Opening, RECEIVED, SENT, Shared};
-use crate::{Parked, QueueIo};
+use crate::{QueueIo, Quiesced};
 
 /// All connections of one queue, and their shared state.
 #[derive(Debug)]
@@ -122,22 +122,22 @@ impl Service {
         }
     }
 
-    /// Reads no more requests than have begun, on any connection: see [`Connection::park`].
-    pub(super) fn park(&mut self, io: &mut QueueIo<'_>) {
+    /// Reads no more requests than have begun, on any connection: see [`Connection::quiesce`].
+    pub(super) fn quiesce(&mut self, io: &mut QueueIo<'_>) {
         for id in 0..u16::try_from(self.connections.len()).unwrap_or(u16::MAX) {
-            self.with(id, io, |connection, _, io| connection.park(io));
+            self.with(id, io, |connection, _, io| connection.quiesce(io));
         }
     }
 
     /// Returns the progress of parking. Of several connections none is handed over: all but one are broken.
-    pub(super) fn parked(&self) -> Parked {
+    pub(super) fn quiesced(&self) -> Quiesced {
         let mut connections = self.connections.iter().flatten();
-        if !connections.clone().all(Connection::is_parked) {
-            return Parked::NotYet;
+        if !connections.clone().all(Connection::is_quiesced) {
+            return Quiesced::NotYet;
         }
         match (connections.next(), connections.next()) {
-            (Some(only), None) => only.share().map_or(Parked::Done, Parked::At),
-            _ => Parked::Done,
+            (Some(only), None) => only.share().map_or(Quiesced::Done, Quiesced::At),
+            _ => Quiesced::Done,
         }
     }
 
@@ -152,7 +152,7 @@ impl Service {
         let Some(connection) = place else { return };
         let before = connection.is_lost();
         work(connection, &mut self.shared, io);
-        let over = connection.settle(&mut self.shared, io);
+        let over = connection.finish_if_over(&mut self.shared, io);
         self.lost |= connection.is_lost() && !before;
         if over {
             *place = None;

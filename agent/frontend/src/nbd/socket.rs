@@ -21,8 +21,8 @@ use shorthorn_types::Errno;
 use super::connection::{Export, Opening, Shared};
 use super::service::Service;
 use crate::{
-    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Parked, Prepared, QueueFrontend,
-    QueueIo, SOURCE,
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
+    Quiesced, SOURCE,
 };
 
 /// The maximum number of clients of one queue. Each takes 64 KiB of buffer, and a slot that no other one can
@@ -255,15 +255,15 @@ impl QueueFrontend for SocketQueue {
         self.service.flush(io);
     }
 
-    fn park(&mut self, io: &mut QueueIo<'_>) {
+    fn quiesce(&mut self, io: &mut QueueIo<'_>) {
         // Clients of a socket connect again: their connections end with the process.
-        self.service.park(io);
+        self.service.quiesce(io);
     }
 
-    fn parked(&self) -> Parked {
-        match self.service.parked() {
-            Parked::NotYet => Parked::NotYet,
-            Parked::Done | Parked::At(_) => Parked::Done,
+    fn quiesced(&self) -> Quiesced {
+        match self.service.quiesced() {
+            Quiesced::NotYet => Quiesced::NotYet,
+            Quiesced::Done | Quiesced::At(_) => Quiesced::Done,
         }
     }
 

@@ -14,7 +14,7 @@ pub(super) struct Fetching {
 
 impl Fetching {
     /// Records that another queue has asked for requests with all of its tags, or has failed to.
-    pub(super) fn note(&self, started: &io::Result<()>) {
+    pub(super) fn record(&self, started: &io::Result<()>) {
         match started {
             Ok(()) => {
                 self.queues.fetch_add(1, Ordering::Release);
@@ -60,9 +60,9 @@ mod tests {
     #[test]
     fn the_first_failure_counts() {
         let fetching = Fetching::default();
-        fetching.note(&Ok(()));
+        fetching.record(&Ok(()));
         assert_eq!((fetching.queues(), fetching.failure()), (1, None));
-        fetching.note(&Err(io::Error::other("first")));
+        fetching.record(&Err(io::Error::other("first")));
         fetching.fail(&io::Error::other("second"));
         assert_eq!((fetching.queues(), fetching.failure()), (1, Some("first")));
     }

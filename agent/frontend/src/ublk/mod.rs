@@ -56,7 +56,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 /// STOP_DEV waits for the requests in flight, which end by the time-outs of the replicas.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// sysfs and udev follow within milliseconds; a busy udev takes longer.
-const SETTLE_LIMIT: Duration = Duration::from_secs(10);
+const UDEV_LIMIT: Duration = Duration::from_secs(10);
 /// devtmpfs makes the node of the character device before ADD_DEV ends; udev alone needs a moment.
 const NODE_LIMIT: Duration = Duration::from_secs(2);
 
@@ -355,7 +355,7 @@ impl Device for UblkDevice {
         self.start()?;
         recovery::notice_deaths_soon(&self.kernel_name());
         let size_bytes = self.catch_up()?;
-        let number = node::settle(&self.kernel_name(), size_bytes, before.as_ref(), SETTLE_LIMIT)?;
+        let number = node::wait_for_udev(&self.kernel_name(), size_bytes, before.as_ref(), UDEV_LIMIT)?;
         self.number = Some(number);
         node::publish(&self.device_dir, &self.volume, number)
     }
@@ -388,7 +388,7 @@ impl Device for UblkDevice {
         self.control
             .run(abi::CMD_UPDATE_SIZE, self.info.id, size_bytes / SECTOR_BYTES, COMMAND_LIMIT)
             .map_err(during(action))?;
-        node::settle(&self.kernel_name(), size_bytes, None, SETTLE_LIMIT).map(drop)
+        node::wait_for_udev(&self.kernel_name(), size_bytes, None, UDEV_LIMIT).map(drop)
     }
 
     fn in_use(&self) -> Option<String> {

@@ -17,7 +17,7 @@ use shorthorn_types::{ByteRange, Errno};
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::fetching::{Fetching, cannot_map};
 use super::privilege;
-use crate::{Parked, QueueFrontend, QueueIo, Refusal, SOURCE, probe};
+use crate::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE, probe};
 
 /// A queue: tag N of the driver is slot N.
 ///
@@ -37,7 +37,7 @@ pub(super) struct UblkQueue {
     /// For the ring of its thread.
     task_work: TaskWork,
     /// True if requests are left to the next process.
-    is_parked: bool,
+    is_quiesced: bool,
     /// Tags that the driver will give no more requests for.
     ended: usize,
     /// Reports the progress of this queue to the control half.
@@ -68,7 +68,7 @@ impl UblkQueue {
                 true => TaskWork::Deferred,
                 false => TaskWork::Cooperative,
             },
-            is_parked: false,
+            is_quiesced: false,
             ended: 0,
             fetching,
             device: Some(device),
@@ -125,7 +125,7 @@ impl UblkQueue {
 
     /// Handles a request: the driver has given `tag` to this process, with a request in its descriptor.
     fn accept(&mut self, io: &mut QueueIo<'_>, tag: u16) {
-        if self.is_parked {
+        if self.is_quiesced {
             return; // the driver gives it to the next process: it was never answered
         }
         let Some(descriptors) = &self.descriptors else { return };
@@ -157,7 +157,7 @@ impl QueueFrontend for UblkQueue {
 
     fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
         let started = self.fetch_all(io);
-        self.fetching.note(&started);
+        self.fetching.record(&started);
         started
     }
 
@@ -200,12 +200,12 @@ impl QueueFrontend for UblkQueue {
         // Answers are in the ring already; it holds them until the thread waits.
     }
 
-    fn park(&mut self, _io: &mut QueueIo<'_>) {
-        self.is_parked = true;
+    fn quiesce(&mut self, _io: &mut QueueIo<'_>) {
+        self.is_quiesced = true;
     }
 
-    fn parked(&self) -> Parked {
-        Parked::Done
+    fn quiesced(&self) -> Quiesced {
+        Quiesced::Done
     }
 
     fn is_idle(&self) -> bool {

@@ -7,7 +7,7 @@ use crate::error::ChainError;
 use crate::limits::MAX_LAYERS;
 use crate::names::{DirectoryEntry, INTENT_FILE, ImageName, VOLUME_META, classify};
 use crate::operation::create_image;
-use crate::step::{Step, document_steps};
+use crate::step::{FileStep, document_steps};
 
 /// A layer as another replica has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl CopyList {
     /// them without data but those that are `done`. They can stop anywhere and be repeated from the start,
     /// with the files that exist then. Until they are complete, the directory has no valid layout.
     #[must_use]
-    pub fn steps(&self, volume: &VolumeMeta, names: &[String], done: &[bool]) -> Vec<Step> {
+    pub fn steps(&self, volume: &VolumeMeta, names: &[String], done: &[bool]) -> Vec<FileStep> {
         let done = |number: usize| done.get(number).copied().unwrap_or(false);
         let kept: BTreeSet<&ImageName> =
             (0..).zip(&self.0).filter(|(number, _)| done(*number)).map(|(_, layer)| &layer.image).collect();
@@ -88,19 +88,19 @@ impl CopyList {
                 .strip_suffix(crate::CHECKSUM_SUFFIX)
                 .is_some_and(|image| ImageName::parse(image).is_some()),
         };
-        let mut steps: Vec<Step> =
-            names.iter().filter(goes).map(|name| Step::Unlink { name: name.clone() }).collect();
-        steps.push(Step::Unlink { name: INTENT_FILE.to_owned() });
-        steps.push(Step::SyncDirectory);
+        let mut steps: Vec<FileStep> =
+            names.iter().filter(goes).map(|name| FileStep::Unlink { name: name.clone() }).collect();
+        steps.push(FileStep::Unlink { name: INTENT_FILE.to_owned() });
+        steps.push(FileStep::SyncDirectory);
         for layer in &self.0 {
             if !kept.contains(&layer.image) {
                 steps.extend(create_image(&layer.image, layer.size_bytes));
             }
             steps.extend(document_steps(&layer.image.meta_name(), layer.meta.clone()));
         }
-        steps.push(Step::SyncDirectory);
+        steps.push(FileStep::SyncDirectory);
         steps.extend(document_steps(VOLUME_META, self.volume(volume).to_bytes()));
-        steps.push(Step::SyncDirectory);
+        steps.push(FileStep::SyncDirectory);
         steps
     }
 
@@ -175,8 +175,8 @@ mod tests {
         ];
         let steps = list.steps(&VolumeMeta::default(), &names.map(str::to_owned), &[true, false, false]);
         let named =
-            |wanted: fn(&Step) -> Option<&String>| steps.iter().filter_map(wanted).collect::<Vec<_>>();
-        let gone = named(|step| if let Step::Unlink { name } = step { Some(name) } else { None });
+            |wanted: fn(&FileStep) -> Option<&String>| steps.iter().filter_map(wanted).collect::<Vec<_>>();
+        let gone = named(|step| if let FileStep::Unlink { name } = step { Some(name) } else { None });
         assert_eq!(
             gone,
             [
@@ -188,7 +188,8 @@ mod tests {
                 "shorthorn.operation"
             ]
         );
-        let made = named(|step| if let Step::CreateSparse { name, .. } = step { Some(name) } else { None });
+        let made =
+            named(|step| if let FileStep::CreateSparse { name, .. } = step { Some(name) } else { None });
         assert_eq!(made, ["volume-snap-b.img", "volume-head-002.img"]);
     }
 }

@@ -123,8 +123,8 @@ impl DiskMeta {
         self.labels.as_ref()?.get(BELOW_LABEL)?.parse().ok()
     }
 
-    /// Notes the size of the layer below, if it is smaller than this one.
-    pub(crate) fn note_below(&mut self, size_bytes: u64, below_bytes: Option<u64>) {
+    /// Records the size of the layer below, if it is smaller than this one.
+    pub(crate) fn set_bytes_below(&mut self, size_bytes: u64, below_bytes: Option<u64>) {
         let mut labels = self.labels.take().unwrap_or_default();
         match below_bytes.filter(|below_bytes| *below_bytes < size_bytes) {
             Some(below_bytes) => drop(labels.insert(BELOW_LABEL.to_owned(), below_bytes.to_string())),

@@ -37,6 +37,6 @@ pub struct DirectoryFacts {
     pub temps: Vec<String>,
     /// Names of files that end in `.meta` and belong to no image.
     pub foreign_metas: Vec<String>,
-    /// The content of our note of the operation in progress.
+    /// The content of our intent file of the operation in progress.
     pub intent: Option<Vec<u8>>,
 }

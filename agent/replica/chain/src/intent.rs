@@ -58,7 +58,7 @@ pub enum Intent {
 }
 
 impl Intent {
-    /// Reads the note.
+    /// Reads the intent file.
     ///
     /// # Errors
     /// [`ChainError::Document`].

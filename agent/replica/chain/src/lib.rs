@@ -6,7 +6,7 @@
 //!
 //! - [`ImageName`], [`SnapshotName`], [`VolumeMeta`], [`DiskMeta`]: names and documents;
 //! - [`DirectoryFacts`] and [`recover`]: derive the [`Layout`] of a directory from its files, with the
-//!   [`Step`]s that complete or revert interrupted operations;
+//!   [`FileStep`]s that complete or revert interrupted operations;
 //! - `Layout::plan_*`: every operation on the directory as a list of small steps;
 //! - [`CopyList`]: how a directory becomes a copy of another one;
 //! - [`BlockMap`]: which layer holds each 4 KiB block, in bounded memory, filled on demand from
@@ -51,4 +51,4 @@ pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps};
 pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};
 pub use recovery::{Checks, Recovery, recover};
 pub use shorthorn_types::{ByteRange, RangeError};
-pub use step::{Step, document_steps};
+pub use step::{FileStep, document_steps};

@@ -16,7 +16,7 @@ pub const CHECKSUM_SUFFIX: &str = ".checksum";
 /// The prefix of every file of Shorthorn. Longhorn ignores such files: they neither end in `.meta` nor
 /// contain `volume-head`.
 pub const OWN_PREFIX: &str = "shorthorn.";
-/// Our note of the operation in progress, there only while it runs.
+/// Our intent file of the operation in progress, there only while it runs.
 pub const INTENT_FILE: &str = "shorthorn.operation";
 
 /// Longhorn's count of revisions of a replica.

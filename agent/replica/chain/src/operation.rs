@@ -12,13 +12,13 @@ use crate::intent::{FileRef, Intent};
 use crate::layout::{Disk, Layout, check_size};
 use crate::limits::MAX_LAYERS;
 use crate::names::{INTENT_FILE, ImageName, SnapshotName, VOLUME_META};
-use crate::step::{Step, document_steps};
+use crate::step::{FileStep, document_steps};
 
 /// An operation and the layout of the directory after it.
 #[derive(Clone, Debug)]
 pub struct Operation {
     /// The steps to execute, in order.
-    pub steps: Vec<Step>,
+    pub steps: Vec<FileStep>,
     /// The layout when all is done. Images made on the way have inode 0 in it.
     pub after: Layout,
 }
@@ -36,7 +36,7 @@ pub enum FoldPlan {
         /// The removed snapshot, which receives the data.
         parent: ImageName,
         /// Copies the data. Repeatable, and invisible to all readers.
-        copy: Vec<Step>,
+        copy: Vec<FileStep>,
         /// Takes over, after the copy.
         finish: Operation,
     },
@@ -66,9 +66,9 @@ pub fn create_steps(size_bytes: u64, created: &str) -> Result<Operation, ChainEr
     let volume = VolumeMeta { size, head: head.to_string(), sector_size: 512, ..VolumeMeta::default() };
     let mut steps = create_image(&head, size_bytes);
     steps.extend(document_steps(&head.meta_name(), meta.to_bytes()));
-    steps.push(Step::SyncDirectory);
+    steps.push(FileStep::SyncDirectory);
     steps.extend(document_steps(VOLUME_META, volume.to_bytes()));
-    steps.push(Step::SyncDirectory);
+    steps.push(FileStep::SyncDirectory);
     let disks = BTreeMap::from([(head.clone(), Disk { meta, size_bytes, inode: 0 })]);
     Ok(Operation { steps, after: Layout { volume, disks, chain: vec![head], size_bytes } })
 }
@@ -76,9 +76,9 @@ pub fn create_steps(size_bytes: u64, created: &str) -> Result<Operation, ChainEr
 impl Layout {
     /// Rewrites `volume.meta`, durably.
     #[must_use]
-    pub fn volume_steps(&self) -> Vec<Step> {
+    pub fn volume_steps(&self) -> Vec<FileStep> {
         let mut steps = document_steps(VOLUME_META, self.volume.to_bytes());
-        steps.push(Step::SyncDirectory);
+        steps.push(FileStep::SyncDirectory);
         steps
     }
 
@@ -108,12 +108,12 @@ impl Layout {
         (after.volume.size, after.size_bytes) = (size, size_bytes);
         let disk = after.disks.get_mut(&head).ok_or_else(|| missing(&head))?;
         disk.size_bytes = size_bytes;
-        disk.meta.note_below(size_bytes, below_bytes);
+        disk.meta.set_bytes_below(size_bytes, below_bytes);
         let head_ref = FileRef { name: head.to_string(), inode: disk.inode };
-        let mut steps = note(&Intent::Expand { head: head_ref, size_bytes });
+        let mut steps = record_intent(&Intent::Expand { head: head_ref, size_bytes });
         steps.extend(expand_steps(&head, size_bytes, disk.meta.to_bytes()));
         steps.extend(after.volume_steps());
-        steps.extend(strike_note());
+        steps.extend(remove_intent());
         Ok(Operation { steps, after })
     }
 
@@ -134,7 +134,7 @@ impl Layout {
         disk.meta.created.clone_from(&new.created);
         let below_bytes = disk.meta.below_bytes();
         disk.meta.labels = Some(new.labels);
-        disk.meta.note_below(size_bytes, below_bytes);
+        disk.meta.set_bytes_below(size_bytes, below_bytes);
         snapshot.as_str().clone_into(&mut disk.meta.name);
 
         let intent = Intent::ReplaceHead {
@@ -142,23 +142,23 @@ impl Layout {
             new_head: head.to_string(),
             snapshot: Some(snapshot.to_string()),
         };
-        let mut steps = vec![Step::SyncFile { name: old.to_string() }];
-        steps.extend(note(&intent));
+        let mut steps = vec![FileStep::SyncFile { name: old.to_string() }];
+        steps.extend(record_intent(&intent));
         let new_meta = after.add_head(&head, snapshot.as_str(), &new.created, size_bytes)?;
         steps.extend(create_image(&head, size_bytes));
         steps.extend(document_steps(&head.meta_name(), new_meta));
         // An integrity record of an earlier snapshot of this name would not fit.
-        steps.push(Step::Unlink { name: snapshot.checksum_name() });
-        steps.push(Step::Link { from: old.to_string(), to: snapshot.to_string() });
+        steps.push(FileStep::Unlink { name: snapshot.checksum_name() });
+        steps.push(FileStep::Link { from: old.to_string(), to: snapshot.to_string() });
         steps.extend(document_steps(&snapshot.meta_name(), disk.meta.to_bytes()));
-        steps.push(Step::SyncDirectory);
+        steps.push(FileStep::SyncDirectory);
 
         after.chain[0] = snapshot.clone();
         after.chain.insert(0, head);
         after.disks.insert(snapshot, disk);
         steps.extend(after.volume_steps());
         steps.extend(unlink_image(&old));
-        steps.extend(strike_note());
+        steps.extend(remove_intent());
         Ok(Operation { steps, after })
     }
 
@@ -181,16 +181,16 @@ impl Layout {
             new_head: head.to_string(),
             snapshot: None,
         };
-        let mut steps = note(&intent);
+        let mut steps = record_intent(&intent);
         let new_meta = after.add_head(&head, target.as_str(), created, self.size_bytes)?;
         steps.extend(create_image(&head, self.size_bytes));
         steps.extend(document_steps(&head.meta_name(), new_meta));
-        steps.push(Step::SyncDirectory);
+        steps.push(FileStep::SyncDirectory);
         chain.insert(0, head);
         after.chain = chain;
         steps.extend(after.volume_steps());
         steps.extend(unlink_image(&old));
-        steps.extend(strike_note());
+        steps.extend(remove_intent());
         Ok(Operation { steps, after })
     }
 
@@ -204,7 +204,7 @@ impl Layout {
         let disk = after.disks.get_mut(&image).ok_or_else(|| missing(&image))?;
         disk.meta.removed = true;
         let mut steps = document_steps(&image.meta_name(), disk.meta.to_bytes());
-        steps.push(Step::SyncDirectory);
+        steps.push(FileStep::SyncDirectory);
         Ok(Operation { steps, after })
     }
 
@@ -227,10 +227,10 @@ impl Layout {
 
     fn delete(&self, image: &ImageName, disk: &Disk) -> Operation {
         let intent = Intent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
-        let mut steps = note(&intent);
+        let mut steps = record_intent(&intent);
         steps.extend(unlink_image(image));
-        steps.push(Step::Unlink { name: image.checksum_name() });
-        steps.extend(strike_note());
+        steps.push(FileStep::Unlink { name: image.checksum_name() });
+        steps.extend(remove_intent());
         let mut after = self.clone();
         after.disks.remove(image);
         Operation { steps, after }
@@ -240,9 +240,9 @@ impl Layout {
         let upper = self.disks.get(child).ok_or_else(|| missing(child))?;
         let size_bytes = upper.size_bytes.max(disk.size_bytes);
         let copy = vec![
-            Step::Grow { name: parent.to_string(), size_bytes },
-            Step::Fold { from: child.clone(), into: parent.clone() },
-            Step::SyncFile { name: parent.to_string() },
+            FileStep::Grow { name: parent.to_string(), size_bytes },
+            FileStep::Fold { from: child.clone(), into: parent.clone() },
+            FileStep::SyncFile { name: parent.to_string() },
         ];
         let intent = Intent::Fold {
             parent: FileRef { name: parent.to_string(), inode: disk.inode },
@@ -254,22 +254,22 @@ impl Layout {
         let grandparent = ImageName::parse(&disk.meta.parent);
         let below_bytes = grandparent.and_then(|below| self.disks.get(&below)).map(|disk| disk.size_bytes);
         folded.meta.parent.clone_from(&disk.meta.parent);
-        folded.meta.note_below(size_bytes, below_bytes);
+        folded.meta.set_bytes_below(size_bytes, below_bytes);
         folded.size_bytes = size_bytes;
         folded.inode = disk.inode;
-        let mut steps = note(&intent);
-        steps.push(Step::Rename { from: parent.to_string(), to: child.to_string() });
-        steps.push(Step::SyncDirectory);
+        let mut steps = record_intent(&intent);
+        steps.push(FileStep::Rename { from: parent.to_string(), to: child.to_string() });
+        steps.push(FileStep::SyncDirectory);
         steps.extend(document_steps(&child.meta_name(), folded.meta.to_bytes()));
         if child == self.head() {
             after.volume.parent.clone_from(&disk.meta.parent);
             steps.extend(document_steps(VOLUME_META, after.volume.to_bytes()));
         }
-        steps.push(Step::SyncDirectory);
-        steps.push(Step::Unlink { name: parent.meta_name() });
-        steps.push(Step::Unlink { name: parent.checksum_name() });
-        steps.push(Step::Unlink { name: child.checksum_name() });
-        steps.extend(strike_note());
+        steps.push(FileStep::SyncDirectory);
+        steps.push(FileStep::Unlink { name: parent.meta_name() });
+        steps.push(FileStep::Unlink { name: parent.checksum_name() });
+        steps.push(FileStep::Unlink { name: child.checksum_name() });
+        steps.extend(remove_intent());
         after.disks.insert(child.clone(), folded);
         after.disks.remove(parent);
         after.chain.retain(|image| image != parent);
@@ -300,7 +300,7 @@ impl Layout {
             ..DiskMeta::default()
         };
         let below = ImageName::parse(parent).and_then(|below| self.disks.get(&below));
-        meta.note_below(size_bytes, below.map(|disk| disk.size_bytes));
+        meta.set_bytes_below(size_bytes, below.map(|disk| disk.size_bytes));
         let bytes = meta.to_bytes();
         self.disks.insert(head.clone(), Disk { meta, size_bytes, inode: 0 });
         self.volume.head = head.to_string();
@@ -311,33 +311,33 @@ impl Layout {
     }
 }
 
-pub(crate) fn create_image(image: &ImageName, size_bytes: u64) -> Vec<Step> {
+pub(crate) fn create_image(image: &ImageName, size_bytes: u64) -> Vec<FileStep> {
     let name = image.to_string();
-    vec![Step::CreateSparse { name: name.clone(), size_bytes }, Step::SyncFile { name }]
+    vec![FileStep::CreateSparse { name: name.clone(), size_bytes }, FileStep::SyncFile { name }]
 }
 
 /// Makes the head longer and its document say so. Repeatable.
-pub(crate) fn expand_steps(head: &ImageName, size_bytes: u64, meta: Vec<u8>) -> Vec<Step> {
+pub(crate) fn expand_steps(head: &ImageName, size_bytes: u64, meta: Vec<u8>) -> Vec<FileStep> {
     let name = head.to_string();
-    let mut steps = vec![Step::Grow { name: name.clone(), size_bytes }, Step::SyncFile { name }];
+    let mut steps = vec![FileStep::Grow { name: name.clone(), size_bytes }, FileStep::SyncFile { name }];
     steps.extend(document_steps(&head.meta_name(), meta));
-    steps.push(Step::SyncDirectory);
+    steps.push(FileStep::SyncDirectory);
     steps
 }
 
-fn unlink_image(image: &ImageName) -> [Step; 2] {
-    [Step::Unlink { name: image.to_string() }, Step::Unlink { name: image.meta_name() }]
+fn unlink_image(image: &ImageName) -> [FileStep; 2] {
+    [FileStep::Unlink { name: image.to_string() }, FileStep::Unlink { name: image.meta_name() }]
 }
 
-fn note(intent: &Intent) -> Vec<Step> {
+fn record_intent(intent: &Intent) -> Vec<FileStep> {
     let mut steps = document_steps(INTENT_FILE, intent.to_bytes());
-    steps.push(Step::SyncDirectory);
+    steps.push(FileStep::SyncDirectory);
     steps
 }
 
 /// Removes the note, after its repair is durable.
-fn strike_note() -> [Step; 3] {
-    [Step::SyncDirectory, Step::Unlink { name: INTENT_FILE.to_owned() }, Step::SyncDirectory]
+fn remove_intent() -> [FileStep; 3] {
+    [FileStep::SyncDirectory, FileStep::Unlink { name: INTENT_FILE.to_owned() }, FileStep::SyncDirectory]
 }
 
 fn missing(image: &ImageName) -> ChainError {

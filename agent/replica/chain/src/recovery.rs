@@ -1,7 +1,7 @@
 //! Derives the layout of a directory from its files, and finishes or reverts interrupted operations.
 //!
-//! Shorthorn's own operations leave a note ([`Intent`]), so that recovery does not guess. Longhorn leaves
-//! none. Its remains are repaired if only one reading is possible, left alone if data would have to be
+//! Shorthorn's own operations leave an intent file ([`Intent`]), so that recovery does not guess. Longhorn
+//! leaves none. Its remains are repaired if only one reading is possible, left alone if data would have to be
 //! discarded, and refused if the chain depends on a guess.
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use crate::intent::{FileRef, Intent};
 use crate::layout::{Layout, head_of};
 use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
 use crate::operation::expand_steps;
-use crate::step::{Step, document_steps};
+use crate::step::{FileStep, document_steps};
 
 /// The checks that may be skipped.
 #[derive(Clone, Debug, Default)]
@@ -38,9 +38,9 @@ pub struct Recovery {
     /// The layout once the steps are done. Every file that it names exists already.
     pub layout: Layout,
     /// The steps that repair the directory; empty after a clean close.
-    pub steps: Vec<Step>,
+    pub steps: Vec<FileStep>,
     /// Messages about the findings and the repairs, for people.
-    pub notes: Vec<String>,
+    pub messages: Vec<String>,
 }
 
 /// Derives the layout of a directory.
@@ -54,22 +54,28 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
     let volume = VolumeMeta::parse(facts.volume_meta.as_deref().ok_or(ChainError::NoVolumeMeta)?)?;
     let head = head_of(&volume)?;
     let intent = facts.intent.as_deref().map(Intent::parse).transpose()?;
-    let mut work =
-        Work { head, volume, images: facts.images, metas: facts.metas, steps: Vec::new(), notes: Vec::new() };
+    let mut work = Work {
+        head,
+        volume,
+        images: facts.images,
+        metas: facts.metas,
+        steps: Vec::new(),
+        messages: Vec::new(),
+    };
     for temp in facts.temps {
-        work.steps.push(Step::Unlink { name: temp });
+        work.steps.push(FileStep::Unlink { name: temp });
     }
     if let Some(intent) = &intent {
-        work.settle(intent)?;
+        work.recover(intent)?;
     }
-    work.settle_stray_heads()?;
-    work.settle_links_to_head();
+    work.recover_stray_heads()?;
+    work.recover_links_to_head();
     if intent.is_some() {
         // The note is removed last: until then any repair could be lost again.
-        work.steps.extend([Step::SyncDirectory, Step::Unlink { name: INTENT_FILE.to_owned() }]);
+        work.steps.extend([FileStep::SyncDirectory, FileStep::Unlink { name: INTENT_FILE.to_owned() }]);
     }
     if !work.steps.is_empty() {
-        work.steps.push(Step::SyncDirectory);
+        work.steps.push(FileStep::SyncDirectory);
     }
     work.finish(checks)
 }
@@ -80,8 +86,8 @@ struct Work {
     head: ImageName,
     images: BTreeMap<ImageName, ImageFacts>,
     metas: BTreeMap<ImageName, MetaFacts>,
-    steps: Vec<Step>,
-    notes: Vec<String>,
+    steps: Vec<FileStep>,
+    messages: Vec<String>,
 }
 
 impl Work {
@@ -91,42 +97,43 @@ impl Work {
             metas.insert(image.clone(), DiskMeta::parse(&image.meta_name(), &meta.bytes)?);
         }
         for image in self.images.keys().filter(|image| !metas.contains_key(*image)) {
-            self.notes.push(format!("{image} has no document {}; it is left alone", image.meta_name()));
+            self.messages.push(format!("{image} has no document {}; it is left alone", image.meta_name()));
         }
         for image in metas.keys().filter(|image| !self.images.contains_key(*image)) {
-            self.notes.push(format!("{} belongs to no image {image}; it is left alone", image.meta_name()));
+            self.messages
+                .push(format!("{} belongs to no image {image}; it is left alone", image.meta_name()));
         }
         let layout = Layout::new(self.volume, &self.images, metas, checks)?;
-        Ok(Recovery { layout, steps: self.steps, notes: self.notes })
+        Ok(Recovery { layout, steps: self.steps, messages: self.messages })
     }
 
-    fn settle(&mut self, intent: &Intent) -> Result<(), ChainError> {
+    fn recover(&mut self, intent: &Intent) -> Result<(), ChainError> {
         match intent {
             Intent::ReplaceHead { old_head, new_head, snapshot } => {
                 let snapshot = snapshot.as_deref().and_then(ImageName::parse);
-                self.settle_head_change(old_head, new_head, snapshot);
+                self.recover_head_change(old_head, new_head, snapshot);
                 Ok(())
             }
-            Intent::Expand { head, size_bytes } => self.settle_expansion(head, *size_bytes),
-            Intent::Fold { parent, child, grandparent } => self.settle_fold(parent, child, grandparent),
+            Intent::Expand { head, size_bytes } => self.recover_expansion(head, *size_bytes),
+            Intent::Fold { parent, child, grandparent } => self.recover_fold(parent, child, grandparent),
             Intent::Delete { image } => {
-                self.settle_delete(image);
+                self.recover_delete(image);
                 Ok(())
             }
         }
     }
 
-    fn settle_head_change(&mut self, old_head: &FileRef, new_head: &str, snapshot: Option<ImageName>) {
+    fn recover_head_change(&mut self, old_head: &FileRef, new_head: &str, snapshot: Option<ImageName>) {
         let (Some(old), Some(new)) = (ImageName::parse(&old_head.name), ImageName::parse(new_head)) else {
             return;
         };
         if self.head == new {
-            self.notes.push(format!("finished the change of the head from {old} to {new}"));
+            self.messages.push(format!("finished the change of the head from {old} to {new}"));
             if self.is(&old, old_head.inode) || !self.images.contains_key(&old) {
                 self.remove(&old);
             }
         } else if self.head == old {
-            self.notes.push(format!("took back the unfinished change of the head from {old} to {new}"));
+            self.messages.push(format!("took back the unfinished change of the head from {old} to {new}"));
             if self.images.get(&new).is_none_or(|image| !image.holds_data) {
                 self.remove(&new);
             }
@@ -139,19 +146,19 @@ impl Work {
     }
 
     /// Completes an expansion, because its caller may already know that it has succeeded.
-    fn settle_expansion(&mut self, head: &FileRef, size_bytes: u64) -> Result<(), ChainError> {
+    fn recover_expansion(&mut self, head: &FileRef, size_bytes: u64) -> Result<(), ChainError> {
         let Ok(size) = i64::try_from(size_bytes) else { return Ok(()) };
         if self.head.as_str() != head.name || !self.is(&self.head, head.inode) || self.volume.size >= size {
             return Ok(());
         }
-        self.notes.push(format!("finished the expansion to {size_bytes} bytes"));
+        self.messages.push(format!("finished the expansion to {size_bytes} bytes"));
         let (name, head_meta) = (self.head.clone(), self.head.meta_name());
         let Some(meta) = self.metas.get(&name) else {
             return Err(ChainError::MissingMeta { meta: head_meta, needed_by: VOLUME_META.to_owned() });
         };
         let mut document = DiskMeta::parse(&head_meta, &meta.bytes)?;
         let below = ImageName::parse(&document.parent).and_then(|below| self.images.get(&below));
-        document.note_below(size_bytes, below.map(|image| image.size_bytes));
+        document.set_bytes_below(size_bytes, below.map(|image| image.size_bytes));
         let bytes = document.to_bytes();
         self.steps.extend(expand_steps(&name, size_bytes, bytes.clone()));
         self.volume.size = size;
@@ -163,7 +170,7 @@ impl Work {
         Ok(())
     }
 
-    fn settle_fold(
+    fn recover_fold(
         &mut self,
         parent: &FileRef,
         child: &FileRef,
@@ -177,14 +184,14 @@ impl Work {
             // Not renamed yet: the copy can be made again, and does no harm until then.
             return Ok(());
         }
-        self.notes.push(format!("finished folding {folded} and {name} together"));
+        self.messages.push(format!("finished folding {folded} and {name} together"));
         if let Some(meta) = self.metas.get_mut(&name) {
             let mut document = DiskMeta::parse(&name.meta_name(), &meta.bytes)?;
             if document.parent == parent.name {
                 grandparent.clone_into(&mut document.parent);
                 let below = ImageName::parse(grandparent).and_then(|below| self.images.get(&below));
                 let size_bytes = self.images.get(&name).map_or(0, |image| image.size_bytes);
-                document.note_below(size_bytes, below.map(|image| image.size_bytes));
+                document.set_bytes_below(size_bytes, below.map(|image| image.size_bytes));
                 meta.bytes = document.to_bytes();
                 self.steps.extend(document_steps(&name.meta_name(), meta.bytes.clone()));
             }
@@ -193,33 +200,33 @@ impl Work {
             grandparent.clone_into(&mut self.volume.parent);
             self.steps.extend(document_steps(VOLUME_META, self.volume.to_bytes()));
         }
-        self.steps.extend([Step::SyncDirectory, Step::Unlink { name: name.checksum_name() }]);
+        self.steps.extend([FileStep::SyncDirectory, FileStep::Unlink { name: name.checksum_name() }]);
         self.remove(&folded);
         Ok(())
     }
 
-    fn settle_delete(&mut self, image: &FileRef) {
+    fn recover_delete(&mut self, image: &FileRef) {
         let Some(name) = ImageName::parse(&image.name) else { return };
         if self.is(&name, image.inode) || !self.images.contains_key(&name) {
-            self.notes.push(format!("finished deleting {name}"));
+            self.messages.push(format!("finished deleting {name}"));
             self.remove(&name);
         }
     }
 
     /// Removes heads other than the one that `volume.meta` names. An interrupted snapshot or revert leaves
     /// them.
-    fn settle_stray_heads(&mut self) -> Result<(), ChainError> {
+    fn recover_stray_heads(&mut self) -> Result<(), ChainError> {
         let strays: Vec<_> =
             self.images.keys().filter(|name| name.is_head() && **name != self.head).cloned().collect();
         for stray in strays {
             let ImageFacts { inode, holds_data, .. } = self.images[&stray];
             let twin = self.images.iter().find(|(name, image)| !name.is_head() && image.inode == inode);
             if let Some(twin) = twin.map(|(name, _)| name.clone()) {
-                self.settle_old_head(&stray, &twin)?;
+                self.recover_old_head(&stray, &twin)?;
             } else if holds_data {
-                self.notes.push(format!("{stray} is not the head and holds data; it is left alone"));
+                self.messages.push(format!("{stray} is not the head and holds data; it is left alone"));
             } else {
-                self.notes.push(format!("removed {stray}, an empty head that never came into use"));
+                self.messages.push(format!("removed {stray}, an empty head that never came into use"));
                 self.remove(&stray);
             }
         }
@@ -234,8 +241,8 @@ impl Work {
     /// Completes the rename of the old head `stray`, which became the snapshot `twin` and has both names
     /// still. Longhorn writes the snapshot's document last. Until then it is the head's, and says that no
     /// user took it, so that the next purge would delete it.
-    fn settle_old_head(&mut self, stray: &ImageName, twin: &ImageName) -> Result<(), ChainError> {
-        self.notes.push(format!("finished the snapshot {twin}, whose old name {stray} was still there"));
+    fn recover_old_head(&mut self, stray: &ImageName, twin: &ImageName) -> Result<(), ChainError> {
+        self.messages.push(format!("finished the snapshot {twin}, whose old name {stray} was still there"));
         if let Some(old) = self.metas.get(stray).cloned()
             && self.metas.get(twin).is_none_or(|meta| meta.inode == old.inode)
         {
@@ -243,7 +250,7 @@ impl Work {
             document.user_created = true;
             let bytes = document.to_bytes();
             self.steps.extend(document_steps(&twin.meta_name(), bytes.clone()));
-            self.steps.push(Step::SyncDirectory);
+            self.steps.push(FileStep::SyncDirectory);
             self.metas.insert(twin.clone(), MetaFacts { inode: 0, bytes });
         }
         self.remove(stray);
@@ -252,7 +259,7 @@ impl Work {
 
     /// Removes snapshots that are the head itself: links that an unfinished snapshot made. Applies only if no
     /// layer builds on them; else the layout is refused.
-    fn settle_links_to_head(&mut self) {
+    fn recover_links_to_head(&mut self) {
         let Some(head) = self.images.get(&self.head).copied() else { return };
         let parents: Vec<String> = self
             .metas
@@ -268,7 +275,8 @@ impl Work {
         let links =
             self.images.iter().filter(|(name, image)| is_link(name, image)).map(|(name, _)| name.clone());
         for link in links.collect::<Vec<_>>() {
-            self.notes.push(format!("took back the unfinished snapshot {link}, a second name of the head"));
+            self.messages
+                .push(format!("took back the unfinished snapshot {link}, a second name of the head"));
             self.remove(&link);
         }
     }
@@ -281,13 +289,13 @@ impl Work {
     /// to recognise than a document without an image.
     fn remove(&mut self, image: &ImageName) {
         if self.images.remove(image).is_some() {
-            self.steps.push(Step::Unlink { name: image.to_string() });
+            self.steps.push(FileStep::Unlink { name: image.to_string() });
         }
         if self.metas.remove(image).is_some() {
-            self.steps.push(Step::Unlink { name: image.meta_name() });
+            self.steps.push(FileStep::Unlink { name: image.meta_name() });
         }
         if !image.is_head() {
-            self.steps.push(Step::Unlink { name: image.checksum_name() });
+            self.steps.push(FileStep::Unlink { name: image.checksum_name() });
         }
     }
 }

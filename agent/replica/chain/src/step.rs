@@ -5,7 +5,7 @@ use crate::names::{ImageName, VOLUME_META, temp_name};
 /// A step of an operation. Each is atomic or repeatable, so that an operation can stop between any two of
 /// them, or inside one, and be finished or undone later.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum FileStep {
     /// Creates or truncates the file and writes `bytes`.
     Write {
         /// The file.
@@ -68,15 +68,16 @@ pub enum Step {
 }
 
 /// Replaces the document `name` so that a crash leaves the old or the new content, never a mixture: temporary
-/// file, sync, rename. The caller appends [`Step::SyncDirectory`] if the new content must be durable before
-/// the next step.
+/// file, sync, rename. The caller appends [`FileStep::SyncDirectory`] if the new content must be durable
+/// before the next step.
 #[must_use]
-pub fn document_steps(name: &str, bytes: Vec<u8>) -> Vec<Step> {
+pub fn document_steps(name: &str, bytes: Vec<u8>) -> Vec<FileStep> {
     let temp = temp_name(name);
-    let mut steps = vec![Step::Write { name: temp.clone(), bytes }, Step::SyncFile { name: temp.clone() }];
+    let mut steps =
+        vec![FileStep::Write { name: temp.clone(), bytes }, FileStep::SyncFile { name: temp.clone() }];
     if name == VOLUME_META {
-        steps.push(Step::Vouch { name: temp.clone() });
+        steps.push(FileStep::Vouch { name: temp.clone() });
     }
-    steps.push(Step::Rename { from: temp, to: name.to_owned() });
+    steps.push(FileStep::Rename { from: temp, to: name.to_owned() });
     steps
 }

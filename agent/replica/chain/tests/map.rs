@@ -51,7 +51,7 @@ impl ExtentSource for Layers {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum FileStep {
     Write(u64, u64),
     Discard(u64, u64),
     WriteZeroes(u64, u64),
@@ -61,7 +61,7 @@ enum Step {
     Fold(usize),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = FileStep> {
     let range = || {
         let length = prop_oneof![4 => 1..40u64, 1 => 1..5000u64 * 8, 1 => Just(4096 * 8)];
         (0..BLOCKS * 8, length, any::<bool>()).prop_map(|(start, length, aligned)| {
@@ -70,13 +70,13 @@ fn step() -> impl Strategy<Value = Step> {
         })
     };
     prop_oneof![
-        8 => range().prop_map(|(start, length)| Step::Write(start, length)),
-        3 => range().prop_map(|(start, length)| Step::Discard(start, length)),
-        3 => range().prop_map(|(start, length)| Step::WriteZeroes(start, length)),
-        1 => range().prop_map(|(start, length)| Step::Forget(start, length)),
-        4 => range().prop_map(|(start, length)| Step::Read(start, length)),
-        2 => Just(Step::Snapshot),
-        1 => (0..8usize).prop_map(Step::Fold),
+        8 => range().prop_map(|(start, length)| FileStep::Write(start, length)),
+        3 => range().prop_map(|(start, length)| FileStep::Discard(start, length)),
+        3 => range().prop_map(|(start, length)| FileStep::WriteZeroes(start, length)),
+        1 => range().prop_map(|(start, length)| FileStep::Forget(start, length)),
+        4 => range().prop_map(|(start, length)| FileStep::Read(start, length)),
+        2 => Just(FileStep::Snapshot),
+        1 => (0..8usize).prop_map(FileStep::Fold),
     ]
 }
 
@@ -116,21 +116,21 @@ impl Run {
         }
     }
 
-    fn perform(&mut self, step: Step) {
+    fn perform(&mut self, step: FileStep) {
         let bytes = |start: u64, length: u64| ByteRange::new(start * 512, length * 512).unwrap();
         match step {
-            Step::Write(start, length) => self.write(bytes(start, length)),
-            Step::Discard(start, length) => self.discard(bytes(start, length)),
-            Step::WriteZeroes(start, length) => self.write_zeroes(bytes(start, length)),
-            Step::Forget(start, length) => self.map.forget(bytes(start, length)),
-            Step::Read(start, length) => self.read(bytes(start, length)),
-            Step::Snapshot if self.chain.len() < 8 => {
+            FileStep::Write(start, length) => self.write(bytes(start, length)),
+            FileStep::Discard(start, length) => self.discard(bytes(start, length)),
+            FileStep::WriteZeroes(start, length) => self.write_zeroes(bytes(start, length)),
+            FileStep::Forget(start, length) => self.map.forget(bytes(start, length)),
+            FileStep::Read(start, length) => self.read(bytes(start, length)),
+            FileStep::Snapshot if self.chain.len() < 8 => {
                 let head = FileIndex::new(u8::try_from(self.layers.slots.len()).unwrap()).unwrap();
                 self.layers.slots.push(vec![None; BLOCKS as usize]);
                 self.chain.insert(0, head);
                 self.map.push_head(head);
             }
-            Step::Fold(at) if self.chain.len() > 2 => {
+            FileStep::Fold(at) if self.chain.len() > 2 => {
                 let at = 1 + at % (self.chain.len() - 2);
                 let (child, parent) = (self.chain[at], self.chain[at + 1]);
                 for block in 0..BLOCKS as usize {
@@ -141,7 +141,7 @@ impl Run {
                 self.chain.remove(at);
                 self.map.fold(child, parent);
             }
-            Step::Snapshot | Step::Fold(_) => {}
+            FileStep::Snapshot | FileStep::Fold(_) => {}
         }
         let usage = self.map.usage();
         // The window in use may be kept beyond the limit.
@@ -306,7 +306,7 @@ impl Layout {
 fn member(drawn: &[Drawn], number: usize, layers: usize, can_punch: bool) -> Run {
     let mut run = Run::new(can_punch, usize::MAX);
     while run.chain.len() < layers {
-        run.perform(Step::Snapshot);
+        run.perform(FileStep::Snapshot);
     }
     for (block, Drawn { value, layouts }) in (FIRST_DRAWN..).zip(drawn) {
         for (file, content) in run.chain.iter().zip(layouts[number].layers(*value, layers)) {

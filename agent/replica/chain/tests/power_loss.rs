@@ -9,8 +9,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_chain::{
-    ChainError, Checks, CopyLayer, CopyList, DirectoryEntry, DirectoryFacts, DiskMeta, FoldPlan, ImageFacts,
-    ImageName, Layout, MetaFacts, NewSnapshot, SnapshotName, Step, VolumeMeta, classify, create_steps,
+    ChainError, Checks, CopyLayer, CopyList, DirectoryEntry, DirectoryFacts, DiskMeta, FileStep, FoldPlan,
+    ImageFacts, ImageName, Layout, MetaFacts, NewSnapshot, SnapshotName, VolumeMeta, classify, create_steps,
     recover,
 };
 
@@ -71,41 +71,41 @@ impl Disk {
         }
     }
 
-    fn execute(&mut self, step: &Step) {
+    fn execute(&mut self, step: &FileStep) {
         match step {
-            Step::Write { name, bytes } => self.create(name, Content::Document(bytes.clone())),
-            Step::SyncFile { name } => {
+            FileStep::Write { name, bytes } => self.create(name, Content::Document(bytes.clone())),
+            FileStep::SyncFile { name } => {
                 let inode = self.inode(name);
                 inode.synced = Some(inode.current.clone());
             }
-            Step::Vouch { .. } => {}
-            Step::Rename { from, to } => {
+            FileStep::Vouch { .. } => {}
+            FileStep::Rename { from, to } => {
                 let inode = self.names[from];
                 self.change(NameChange::Rename { from: from.clone(), to: to.clone(), inode });
             }
-            Step::Link { from, to } => {
+            FileStep::Link { from, to } => {
                 assert!(!self.names.contains_key(to), "{to} is there already");
                 self.change(NameChange::Set { name: to.clone(), inode: self.names[from] });
             }
-            Step::Unlink { name } => {
+            FileStep::Unlink { name } => {
                 if self.names.contains_key(name) {
                     self.change(NameChange::Clear { name: name.clone() });
                 }
             }
-            Step::SyncDirectory => {
+            FileStep::SyncDirectory => {
                 self.synced_names.clone_from(&self.names);
                 self.pending.clear();
             }
-            Step::CreateSparse { name, size_bytes } => {
+            FileStep::CreateSparse { name, size_bytes } => {
                 assert!(!self.names.contains_key(name), "{name} is there already");
                 self.create(name, Content::Image(vec![None; usize::try_from(size_bytes / BLOCK).unwrap()]));
             }
-            Step::Grow { name, size_bytes } => {
+            FileStep::Grow { name, size_bytes } => {
                 let blocks = usize::try_from(size_bytes / BLOCK).unwrap();
                 let image = self.image(name);
                 image.resize(blocks.max(image.len()), None);
             }
-            Step::Fold { from, into } => {
+            FileStep::Fold { from, into } => {
                 let upper = self.image(from.as_str()).clone();
                 for (lower, upper) in self.image(into.as_str()).iter_mut().zip(upper) {
                     *lower = upper.or(*lower);
@@ -114,11 +114,11 @@ impl Disk {
         }
     }
 
-    fn settle(&mut self) {
+    fn recover(&mut self) {
         for inode in self.inodes.values_mut() {
             inode.synced = Some(inode.current.clone());
         }
-        self.execute(&Step::SyncDirectory);
+        self.execute(&FileStep::SyncDirectory);
     }
 
     /// Returns the disk after a power loss. `kept` selects the pending changes of names that survive, and
@@ -226,7 +226,7 @@ fn open(disk: &mut Disk) -> Result<Layout, ChainError> {
     Ok(recovery.layout)
 }
 
-fn perform(disk: &mut Disk, steps: &[Step]) {
+fn perform(disk: &mut Disk, steps: &[FileStep]) {
     steps.iter().for_each(|step| disk.execute(step));
 }
 
@@ -262,12 +262,12 @@ fn prepare() -> Disk {
     write(&mut disk, 3, 4);
     let remove = open(&mut disk).unwrap().plan_remove("b").unwrap();
     perform(&mut disk, &remove.steps);
-    disk.settle();
+    disk.recover();
     disk
 }
 
 /// Loses power after every step of an operation in every way, and after every step of the repair too.
-fn survives(plan: impl Fn(&Layout) -> Vec<Step>) {
+fn survives(plan: impl Fn(&Layout) -> Vec<FileStep>) {
     let mut old_disk = prepare();
     let old_layout = open(&mut old_disk).unwrap();
     let old = view(&old_disk, &old_layout);
@@ -322,7 +322,7 @@ fn judge(disk: &Disk, old: &View, new: &View, when: &str) -> bool {
     let found = view(&disk, &layout);
     assert!(found == *old || found == *new, "{when}: {found:?}\n{:?}", disk.names);
     let again = recover(disk.facts(), &Checks::default()).unwrap();
-    assert!(again.steps.is_empty() && again.notes.is_empty(), "{when}: {again:?}");
+    assert!(again.steps.is_empty() && again.messages.is_empty(), "{when}: {again:?}");
     assert_eq!(again.layout, layout, "{when}");
     found == *new
 }

@@ -16,7 +16,7 @@ pub const CANDIDATES_MAX: usize = ENGINE_CONNECTIONS_MAX * 2;
 
 /// The engine and queue of a connection, open or about to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct QueueId {
     /// The generation of the engine.
     pub generation: Generation,
     /// The index of the engine's queue.
@@ -32,17 +32,17 @@ pub struct Place {
 /// [ready](Admission::next_ready), and [opens](Admission::open) its connection.
 #[derive(Debug)]
 pub struct Admission<C, W> {
-    connections: Vec<(C, Place)>,
-    waiting: VecDeque<(Place, W)>,
+    connections: Vec<(C, QueueId)>,
+    waiting: VecDeque<(QueueId, W)>,
 }
 
 /// A connection or candidate that has to be closed.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Displaced<C, W> {
+pub struct Superseded<C, W> {
     /// Connections to close; some may be closed already, and not gone.
     pub close: Vec<C>,
     /// Candidates to refuse.
-    pub refuse: Vec<(Place, W, Why)>,
+    pub refuse: Vec<(QueueId, W, Why)>,
 }
 
 /// The reason why a candidate is refused.
@@ -60,9 +60,9 @@ pub enum Why {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Ready<W> {
     /// The candidate is admitted: [`Admission::open`] its connection.
-    Welcome(Place, W),
+    Welcome(QueueId, W),
     /// The replica has failed while it waited: it is refused.
-    Refuse(Place, W),
+    Refuse(QueueId, W),
 }
 
 impl<C, W> Default for Admission<C, W> {
@@ -77,29 +77,35 @@ impl<C, W> Default for Admission<C, W> {
 impl<C: Copy + PartialEq, W> Admission<C, W> {
     /// Adds a candidate, whose generation is stored and not lower than any that was stored before. Displaces
     /// everything of lower generations, and the connection of the same queue, which the engine has given up.
-    pub fn arrive(&mut self, place: Place, candidate: W) -> Displaced<C, W> {
-        let mut displaced = self.fence(place.generation);
-        displaced.close.extend(self.connections.iter().filter(|(_, other)| *other == place).map(|(c, _)| *c));
-        displaced.refuse.extend(self.take_waiting(Why::QueueAgain, |waiting| waiting == place));
+    pub fn arrive(&mut self, queue_id: QueueId, candidate: W) -> Superseded<C, W> {
+        let mut superseded = self.fence(queue_id.generation);
+        superseded
+            .close
+            .extend(self.connections.iter().filter(|(_, other)| *other == queue_id).map(|(c, _)| *c));
+        superseded.refuse.extend(self.take_waiting(Why::QueueAgain, |waiting| waiting == queue_id));
         if self.waiting.len() >= CANDIDATES_MAX {
-            displaced.refuse.push((place, candidate, Why::TooMany));
+            superseded.refuse.push((queue_id, candidate, Why::TooMany));
         } else {
-            self.waiting.push_back((place, candidate));
+            self.waiting.push_back((queue_id, candidate));
         }
-        displaced
+        superseded
     }
 
     /// Displaces everything of a lower generation than `generation`, which is stored.
-    pub fn fence(&mut self, generation: Generation) -> Displaced<C, W> {
-        let older = self.connections.iter().filter(|(_, place)| place.generation < generation);
+    pub fn fence(&mut self, generation: Generation) -> Superseded<C, W> {
+        let older = self.connections.iter().filter(|(_, queue_id)| queue_id.generation < generation);
         let close = older.map(|(connection, _)| *connection).collect();
-        Displaced { close, refuse: self.take_waiting(Why::Fenced, |place| place.generation < generation) }
+        Superseded {
+            close,
+            refuse: self.take_waiting(Why::Fenced, |queue_id| queue_id.generation < generation),
+        }
     }
 
-    fn take_waiting(&mut self, why: Why, which: impl Fn(Place) -> bool) -> Vec<(Place, W, Why)> {
-        let (taken, kept): (Vec<_>, Vec<_>) = self.waiting.drain(..).partition(|(place, _)| which(*place));
+    fn take_waiting(&mut self, why: Why, which: impl Fn(QueueId) -> bool) -> Vec<(QueueId, W, Why)> {
+        let (taken, kept): (Vec<_>, Vec<_>) =
+            self.waiting.drain(..).partition(|(queue_id, _)| which(*queue_id));
         self.waiting.extend(kept);
-        taken.into_iter().map(|(place, candidate)| (place, candidate, why)).collect()
+        taken.into_iter().map(|(queue_id, candidate)| (queue_id, candidate, why)).collect()
     }
 
     /// Returns the first candidate that can be admitted, if another connection is possible. An engine waits
@@ -110,18 +116,23 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
     /// The replica may have failed while a candidate waited: then it is not admitted.
     pub fn next_ready(&mut self, has_failed: bool) -> Option<Ready<W>> {
         let connections = &self.connections;
-        let is_free = |place: &Place| {
-            let is_apart = |other: &Place| other.generation == place.generation && other.queue != place.queue;
+        let is_free = |queue_id: &QueueId| {
+            let is_apart =
+                |other: &QueueId| other.generation == queue_id.generation && other.queue != queue_id.queue;
             connections.len() < CONNECTIONS_MAX && connections.iter().all(|(_, other)| is_apart(other))
         };
-        let at = self.waiting.iter().position(|(place, _)| is_free(place))?;
-        let (place, candidate) = self.waiting.remove(at)?;
-        Some(if has_failed { Ready::Refuse(place, candidate) } else { Ready::Welcome(place, candidate) })
+        let at = self.waiting.iter().position(|(queue_id, _)| is_free(queue_id))?;
+        let (queue_id, candidate) = self.waiting.remove(at)?;
+        Some(if has_failed {
+            Ready::Refuse(queue_id, candidate)
+        } else {
+            Ready::Welcome(queue_id, candidate)
+        })
     }
 
     /// Records the connection of an admitted candidate.
-    pub fn open(&mut self, connection: C, place: Place) {
-        self.connections.push((connection, place));
+    pub fn open(&mut self, connection: C, queue_id: QueueId) {
+        self.connections.push((connection, queue_id));
     }
 
     /// Removes a closed connection, none of whose requests is in execution any more.
@@ -130,8 +141,8 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
     }
 
     /// Returns the place of a connection, until the connection is removed.
-    pub fn place(&self, connection: C) -> Option<Place> {
-        self.connections.iter().find(|(other, _)| *other == connection).map(|(_, place)| *place)
+    pub fn queue_id(&self, connection: C) -> Option<QueueId> {
+        self.connections.iter().find(|(other, _)| *other == connection).map(|(_, queue_id)| *queue_id)
     }
 
     /// Returns the admitted connections that are not removed yet.
@@ -145,7 +156,7 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
     }
 
     /// Takes all candidates, because no engine is admitted any more.
-    pub fn take_candidates(&mut self) -> impl Iterator<Item = (Place, W)> + '_ {
+    pub fn take_candidates(&mut self) -> impl Iterator<Item = (QueueId, W)> + '_ {
         self.waiting.drain(..)
     }
 }
@@ -154,17 +165,17 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
 mod tests {
     use super::*;
 
-    fn place(attach: u64, queue: u16) -> Place {
-        Place { generation: Generation::new(attach, 0), queue }
+    fn queue_id(attach: u64, queue: u16) -> QueueId {
+        QueueId { generation: Generation::new(attach, 0), queue }
     }
 
     fn admission(open: &[(u64, u16)], waiting: &[(u64, u16, char)]) -> Admission<usize, char> {
         let mut admission = Admission::default();
         for (number, (attach, queue)) in open.iter().enumerate() {
-            admission.open(number, place(*attach, *queue));
+            admission.open(number, queue_id(*attach, *queue));
         }
         for (attach, queue, name) in waiting {
-            admission.arrive(place(*attach, *queue), *name);
+            admission.arrive(queue_id(*attach, *queue), *name);
         }
         admission
     }
@@ -179,15 +190,15 @@ mod tests {
     #[test]
     fn a_new_engine_waits_for_the_old_one_to_be_gone() {
         let mut admission = admission(&[(1, 5), (1, 6)], &[]);
-        let displaced = admission.arrive(place(2, 0), 'a');
-        assert_eq!(displaced, Displaced { close: vec![0, 1], refuse: vec![] });
-        assert_eq!(admission.arrive(place(2, 1), 'b').close, [0, 1], "they are not gone yet");
+        let superseded = admission.arrive(queue_id(2, 0), 'a');
+        assert_eq!(superseded, Superseded { close: vec![0, 1], refuse: vec![] });
+        assert_eq!(admission.arrive(queue_id(2, 1), 'b').close, [0, 1], "they are not gone yet");
         assert_eq!(next(&mut admission), None);
         admission.gone(0);
         assert_eq!(next(&mut admission), None);
         admission.gone(1);
         assert_eq!(next(&mut admission), Some('a'));
-        admission.open(2, place(2, 0));
+        admission.open(2, queue_id(2, 0));
         assert_eq!(next(&mut admission), Some('b'));
         assert_eq!(next(&mut admission), None);
     }
@@ -195,10 +206,10 @@ mod tests {
     #[test]
     fn older_engines_do_not_wait_any_more() {
         let mut admission = admission(&[(1, 0)], &[(1, 1, 'a'), (2, 0, 'b'), (2, 1, 'c')]);
-        let displaced = admission.fence(Generation::new(2, 0));
-        assert_eq!(displaced, Displaced { close: vec![0], refuse: vec![] }, "'a' has gone when 'b' came");
-        let refused = |attach, queue, name| (place(attach, queue), name, Why::Fenced);
-        let newer = admission.arrive(place(3, 0), 'd');
+        let superseded = admission.fence(Generation::new(2, 0));
+        assert_eq!(superseded, Superseded { close: vec![0], refuse: vec![] }, "'a' has gone when 'b' came");
+        let refused = |attach, queue, name| (queue_id(attach, queue), name, Why::Fenced);
+        let newer = admission.arrive(queue_id(3, 0), 'd');
         assert_eq!(newer.refuse, [refused(2, 0, 'b'), refused(2, 1, 'c')]);
         admission.gone(0);
         assert_eq!(next(&mut admission), Some('d'));
@@ -207,8 +218,8 @@ mod tests {
     #[test]
     fn a_queue_waits_for_its_last_connection_only() {
         let mut admission = admission(&[(2, 0), (2, 1)], &[(2, 2, 'c')]);
-        let displaced = admission.arrive(place(2, 0), 'a');
-        assert_eq!(displaced, Displaced { close: vec![0], refuse: vec![] });
+        let superseded = admission.arrive(queue_id(2, 0), 'a');
+        assert_eq!(superseded, Superseded { close: vec![0], refuse: vec![] });
         assert_eq!(next(&mut admission), Some('c'), "another queue");
         assert_eq!(next(&mut admission), None);
         admission.gone(1);
@@ -220,8 +231,8 @@ mod tests {
     #[test]
     fn the_newest_candidate_of_a_queue_counts() {
         let mut admission = admission(&[(2, 0)], &[(2, 0, 'a')]);
-        let displaced = admission.arrive(place(2, 0), 'b');
-        assert_eq!(displaced.refuse, [(place(2, 0), 'a', Why::QueueAgain)]);
+        let superseded = admission.arrive(queue_id(2, 0), 'b');
+        assert_eq!(superseded.refuse, [(queue_id(2, 0), 'a', Why::QueueAgain)]);
         admission.gone(0);
         assert_eq!(next(&mut admission), Some('b'));
         assert_eq!(next(&mut admission), None);
@@ -231,7 +242,7 @@ mod tests {
     fn nobody_is_let_in_by_what_has_failed_meanwhile() {
         let mut admission = admission(&[(1, 0)], &[(2, 0, 'a')]);
         admission.gone(0);
-        assert_eq!(admission.next_ready(true), Some(Ready::Refuse(place(2, 0), 'a')));
+        assert_eq!(admission.next_ready(true), Some(Ready::Refuse(queue_id(2, 0), 'a')));
         assert_eq!(admission.next_ready(true), None);
     }
 
@@ -239,11 +250,11 @@ mod tests {
     fn candidates_have_a_bound() {
         let mut admission = admission(&[(1, 0)], &[]);
         for queue in 0..18 {
-            assert_eq!(admission.arrive(place(2, queue), 'w').refuse, []);
+            assert_eq!(admission.arrive(queue_id(2, queue), 'w').refuse, []);
         }
-        assert_eq!(admission.arrive(place(2, 18), 'x').refuse, [(place(2, 18), 'x', Why::TooMany)]);
-        let again = admission.arrive(place(2, 15), 'y');
-        assert_eq!(again.refuse, [(place(2, 15), 'w', Why::QueueAgain)], "it takes the place of another");
+        assert_eq!(admission.arrive(queue_id(2, 18), 'x').refuse, [(queue_id(2, 18), 'x', Why::TooMany)]);
+        let again = admission.arrive(queue_id(2, 15), 'y');
+        assert_eq!(again.refuse, [(queue_id(2, 15), 'w', Why::QueueAgain)], "it takes the place of another");
         assert_eq!(admission.take_candidates().count(), 18);
     }
 

@@ -22,7 +22,7 @@ pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 
 /// The state of the note on the disk after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Noted {
+pub enum RecordOutcome {
     /// Durable: data may be gone, and how often in a row the replica has failed.
     Counted,
     /// Data may be gone: durable, or for as long as the boot of the host. The count could not be kept.
@@ -40,7 +40,7 @@ pub struct Failure {
     /// The number of failures in a row, this one included.
     pub in_a_row: u32,
     /// The state of the note on the disk.
-    pub noted: Noted,
+    pub recorded: RecordOutcome,
     /// True if an engine that came later has asked for the replica.
     pub is_asked_for: bool,
 }
@@ -51,10 +51,10 @@ impl Failure {
     #[must_use]
     pub fn pause_before_end(&self) -> Option<Duration> {
         let at = usize::try_from(self.in_a_row.saturating_sub(1)).unwrap_or(usize::MAX);
-        let pause = match self.noted {
-            Noted::Counted => PAUSES[at.min(PAUSES.len() - 1)],
-            Noted::Uncounted => UNCOUNTED_PAUSE,
-            Noted::Not => return None,
+        let pause = match self.recorded {
+            RecordOutcome::Counted => PAUSES[at.min(PAUSES.len() - 1)],
+            RecordOutcome::Uncounted => UNCOUNTED_PAUSE,
+            RecordOutcome::Not => return None,
         };
         Some(if self.is_asked_for { pause.min(ASKED_PAUSE) } else { pause })
     }
@@ -73,7 +73,7 @@ impl Failure {
                 pause.as_secs()
             ),
             None => format!(
-                "{message}{times}; that data may be gone could not be noted, so the process stays and answers with errors until \
+                "{message}{times}; that data may be gone could not be recorded, so the process stays and answers with errors until \
                  that is possible; if it is restarted before that and before the host is, rebuild the replica"
             ),
         }
@@ -84,8 +84,8 @@ impl Failure {
 mod tests {
     use super::*;
 
-    fn pause_s(in_a_row: u32, noted: Noted) -> Option<u64> {
-        pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, noted, is_asked_for: false })
+    fn pause_s(in_a_row: u32, recorded: RecordOutcome) -> Option<u64> {
+        pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: false })
     }
 
     fn pause_s_of(failure: &Failure) -> Option<u64> {
@@ -94,25 +94,31 @@ mod tests {
 
     #[test]
     fn pauses_grow_up_to_an_hour() {
-        let pauses = [1, 2, 3, 4, 5, u32::MAX].map(|times| pause_s(times, Noted::Counted));
+        let pauses = [1, 2, 3, 4, 5, u32::MAX].map(|times| pause_s(times, RecordOutcome::Counted));
         assert_eq!(pauses, [0, 60, 600, 3600, 3600, 3600].map(Some));
     }
 
     #[test]
     fn without_a_count_no_end_is_at_once() {
-        assert_eq!([1, 9].map(|times| pause_s(times, Noted::Uncounted)), [Some(600), Some(600)]);
+        assert_eq!([1, 9].map(|times| pause_s(times, RecordOutcome::Uncounted)), [Some(600), Some(600)]);
     }
 
     #[test]
-    fn a_loss_that_is_not_noted_keeps_the_process() {
-        assert_eq!([1, 2, 9].map(|times| pause_s(times, Noted::Not)), [None; 3]);
+    fn a_loss_that_is_not_recorded_keeps_the_process() {
+        assert_eq!([1, 2, 9].map(|times| pause_s(times, RecordOutcome::Not)), [None; 3]);
     }
     #[test]
     fn an_engine_that_comes_later_does_not_wait_for_long() {
-        let asked = |in_a_row, noted| {
-            pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, noted, is_asked_for: true })
+        let asked = |in_a_row, recorded| {
+            pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: true })
         };
-        assert_eq!([1, 2, 9].map(|times| asked(times, Noted::Counted)), [Some(0), Some(10), Some(10)]);
-        assert_eq!([Noted::Uncounted, Noted::Not].map(|noted| asked(1, noted)), [Some(10), None]);
+        assert_eq!(
+            [1, 2, 9].map(|times| asked(times, RecordOutcome::Counted)),
+            [Some(0), Some(10), Some(10)]
+        );
+        assert_eq!(
+            [RecordOutcome::Uncounted, RecordOutcome::Not].map(|recorded| asked(1, recorded)),
+            [Some(10), None]
+        );
     }
 }

@@ -1,12 +1,13 @@
 //! The rules of a replica process, as pure logic: the process and the simulation run the same.
 //!
 //! - [`Admission`]: which engine is let in, and when.
-//! - [`ReplicaState`]: the state that a replica keeps beside the data. The [steps](Step) by which it becomes
-//!   durable have an order, and a failed one has consequences. The shell performs each step ([`Disk`]).
+//! - [`ReplicaState`]: the state that a replica keeps beside the data. The [steps](DurableStep) by which it
+//!   becomes durable have an order, and a failed one has consequences. The shell performs each step
+//!   ([`Disk`]).
 //! - [`KnownRot`]: which blocks hold rot, while and after requests modify them.
 //! - [`Failure`]: when the process of a replica that has failed ends.
 //! - [`revision_counter`]: the number by which Longhorn sees how new a replica is.
-//! - [`Waiting`]: requests that wait until regions are noted.
+//! - [`Waiting`]: requests that wait until regions are recorded.
 #![forbid(unsafe_code)]
 
 mod admission;
@@ -18,11 +19,11 @@ mod state;
 mod steps;
 mod waiting;
 
-pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, Displaced, Place, Ready, Why};
-pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
+pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, Superseded, Why};
+pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
 pub use known_rot::KnownRot;
 pub use revision::revision_counter;
 pub use start::{Found, Started, SumsFound};
 pub use state::ReplicaState;
-pub use steps::{Denied, Disk, Fault, Step, is_final};
+pub use steps::{Denied, Disk, DurableStep, Fault, is_final};
 pub use waiting::{PageEnd, Waiter, Waiting};

@@ -1,11 +1,11 @@
 //! Start of a replica from the files on its disk.
 
-use shorthorn_regions::{PageDamage, RegionKeeper, SetKey};
+use shorthorn_regions::{PageDamage, SetKey, WriteIntentLog};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use shorthorn_views::{ReplicaViews, remembers};
 
 use crate::state::ReplicaState;
-use crate::steps::{Disk, Fault, Step, is_final};
+use crate::steps::{Disk, DurableStep, Fault, is_final};
 
 /// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]
@@ -21,7 +21,7 @@ pub struct Found {
     /// The file of the intent set, if any.
     pub intent: Option<Vec<u8>>,
     /// The files of the sets of missed regions.
-    pub missed: Vec<(ReplicaId, Vec<u8>)>,
+    pub out_of_sync: Vec<(ReplicaId, Vec<u8>)>,
     /// The setting for sums of blocks, and then the file of the set of unsummed regions, if any.
     pub sums: SumsFound,
     /// True if anything was ever written to the volume.
@@ -29,7 +29,7 @@ pub struct Found {
     /// Data may be gone that was written here.
     pub lost_cache: bool,
     /// The disk says to Longhorn that the replica has left a view.
-    pub is_left_noted: bool,
+    pub is_left_recorded: bool,
     /// The number of failures in a row.
     pub failures: u32,
 }
@@ -65,8 +65,8 @@ impl ReplicaState {
     /// - Sets of replicas that all views have again are removed.
     /// - Without a set of unsummed regions no sum counts. If it has no space, neither it nor sums are kept.
     /// - If data may be gone, views and sets are stored again.
-    /// - The note that data may be gone is taken back if no region was written lately.
-    /// - If a view that may count lacks the replica, that is noted for Longhorn.
+    /// - The record that data may be gone is taken back if no region was written lately.
+    /// - If a view that may count lacks the replica, that is recorded for Longhorn.
     ///
     /// # Errors
     /// A step has failed: the replica does not start.
@@ -77,62 +77,62 @@ impl ReplicaState {
             regions,
             epoch,
             intent,
-            missed,
+            out_of_sync,
             sums,
             holds_data,
             lost_cache,
-            is_left_noted,
+            is_left_recorded,
             failures,
         } = found;
         let mut damages = Vec::new();
-        let (keeper, is_whole) = match intent {
+        let (intent_log, is_whole) = match intent {
             Some(file) => {
-                let (keeper, damage) = RegionKeeper::load(regions, epoch, &file);
+                let (intent_log, damage) = WriteIntentLog::load(regions, epoch, &file);
                 let is_whole = damage.is_empty();
                 damages.push((SetKey::Intent, damage));
-                (keeper, is_whole)
+                (intent_log, is_whole)
             }
             None => (without_intent(regions, epoch, holds_data, &views), false),
         };
-        let noted = views.clone();
-        let is_loss_noted = lost_cache;
+        let recorded = views.clone();
+        let is_loss_recorded = lost_cache;
         let mut state = ReplicaState {
             me,
             views,
-            keeper,
-            is_loss_noted,
-            is_left_noted,
-            may_be_left_noted: false,
+            intent_log,
+            is_loss_recorded,
+            is_left_recorded,
+            may_be_left_recorded: false,
             failures,
             failure: None,
         };
-        state.note_left(disk, &noted)?;
+        state.record_left(disk, &recorded)?;
         if lost_cache {
             // As with the sets, the data that was read may be in the page cache alone, and engines rely on a
             // stored view.
-            state.perform(disk, Step::SaveViews(&noted))?;
+            state.perform(disk, DurableStep::SaveViews(&recorded))?;
         }
         state.renew(disk, SetKey::Intent, is_whole)?;
-        for (replica, file) in missed {
-            let key = SetKey::Missed(replica);
-            match state.keeper.load_missed(replica, &file) {
+        for (replica, file) in out_of_sync {
+            let key = SetKey::OutOfSync(replica);
+            match state.intent_log.load_out_of_sync(replica, &file) {
                 Ok((is_kept, damage)) => {
                     let is_whole = damage.is_empty();
                     damages.push((key, damage));
                     if is_kept {
                         state.renew(disk, key, is_whole)?;
                     } else {
-                        state.perform(disk, Step::RemoveSet(key))?;
+                        state.perform(disk, DurableStep::RemoveSet(key))?;
                     }
                 }
-                Err(_) => state.perform(disk, Step::RemoveSet(key))?,
+                Err(_) => state.perform(disk, DurableStep::RemoveSet(key))?,
             }
         }
         damages.extend(state.start_sums(disk, sums)?);
         state.end_sets_of_members(disk)?;
         if lost_cache {
-            state.keeper.lost_cache();
-            state.note_made_up_for(disk)?;
+            state.intent_log.lost_cache();
+            state.record_made_up_for(disk)?;
         }
         damages.retain(|(_, damage)| !damage.is_empty());
         Ok(Started { state, damages })
@@ -149,17 +149,17 @@ impl ReplicaState {
             SumsFound::Wanted(file) => file,
             SumsFound::Unwanted { has_file: false } => return Ok(None),
             SumsFound::Unwanted { has_file: true } => {
-                self.perform(disk, Step::RemoveSet(key))?;
+                self.perform(disk, DurableStep::RemoveSet(key))?;
                 return Ok(None);
             }
         };
-        let damage = self.keeper.keep_unsummed(file.as_deref());
+        let damage = self.intent_log.keep_unsummed(file.as_deref());
         match self.renew(disk, key, damage.is_empty()) {
             Err(error) if is_final(error.errno()) => return Err(error),
             Err(_) => {
-                self.keeper.forget_unsummed();
+                self.intent_log.forget_unsummed();
                 if file.is_some() {
-                    self.perform(disk, Step::RemoveSet(key))?;
+                    self.perform(disk, DurableStep::RemoveSet(key))?;
                 }
             }
             Ok(()) => {}
@@ -171,22 +171,22 @@ impl ReplicaState {
     /// Rewrites the file of a set, unless it is complete, has this size of the volume, and is surely on the
     /// disk. After a loss, data read from the file may be in the page cache alone.
     fn renew<D: Disk>(&mut self, disk: &mut D, key: SetKey, is_whole: bool) -> Result<(), D::Error> {
-        if is_whole && !self.keeper.is_outgrown(key) && !self.is_loss_noted {
+        if is_whole && !self.intent_log.is_outgrown(key) && !self.is_loss_recorded {
             return Ok(());
         }
-        let file = self.keeper.file(key).unwrap_or_default();
-        self.perform(disk, Step::MakeSet(key, &file))
+        let file = self.intent_log.file(key).unwrap_or_default();
+        self.perform(disk, DurableStep::MakeSet(key, &file))
     }
 }
 
-fn without_intent(regions: Regions, epoch: u64, holds_data: bool, views: &ReplicaViews) -> RegionKeeper {
+fn without_intent(regions: Regions, epoch: u64, holds_data: bool, views: &ReplicaViews) -> WriteIntentLog {
     let count = regions.count();
     let intent = if holds_data { RegionSet::full(count) } else { RegionSet::empty(count) };
-    let mut keeper = RegionKeeper::new(regions, epoch, &intent);
+    let mut intent_log = WriteIntentLog::new(regions, epoch, &intent);
     if remembers(views.report(), None) {
-        keeper.forget_stamp();
+        intent_log.forget_stamp();
     }
-    keeper
+    intent_log
 }
 
 #[cfg(test)]
@@ -196,7 +196,7 @@ mod tests {
     use shorthorn_types::{Errno, Generation, MarkAction, MarkRegions, Members, RegionsOf, View, ViewId};
 
     use super::*;
-    use crate::failure::Noted;
+    use crate::failure::RecordOutcome;
 
     const SIZE_BYTES: u64 = 64 << 20;
 
@@ -216,16 +216,16 @@ mod tests {
 
     /// Returns the file of an intent set without regions.
     fn intent(regions: Regions, epoch: u64) -> Vec<u8> {
-        let keeper = RegionKeeper::new(regions, epoch, &RegionSet::empty(regions.count()));
-        keeper.file(SetKey::Intent).unwrap()
+        let intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
+        intent_log.file(SetKey::Intent).unwrap()
     }
 
     /// Returns the file of a set of missed regions.
-    fn missed(replica: u64, epoch: u64) -> Vec<u8> {
-        let mut keeper = RegionKeeper::new(regions(), epoch, &RegionSet::empty(regions().count()));
-        let (of, action) = (RegionsOf::Missed(id(replica)), MarkAction::Add);
+    fn out_of_sync(replica: u64, epoch: u64) -> Vec<u8> {
+        let mut intent_log = WriteIntentLog::new(regions(), epoch, &RegionSet::empty(regions().count()));
+        let (of, action) = (RegionsOf::OutOfSync(id(replica)), MarkAction::Add);
         let mark = MarkRegions { of, action, runs: vec![(1, 2)], stamp: 0, size_bytes: 0 };
-        let Ok(Marked::Begin(set)) = keeper.mark(&mark) else { panic!("it begins") };
+        let Ok(Marked::Begin(set)) = intent_log.mark(&mark) else { panic!("it begins") };
         set.file()
     }
 
@@ -237,55 +237,56 @@ mod tests {
             regions: regions(),
             epoch: 1,
             intent: Some(intent(regions(), 1)),
-            missed: vec![(id(3), missed(3, 1))],
+            out_of_sync: vec![(id(3), out_of_sync(3, 1))],
             sums: SumsFound::Unwanted { has_file: false },
             holds_data: true,
             lost_cache: false,
-            is_left_noted: false,
+            is_left_recorded: false,
             failures: 0,
         }
     }
 
     /// Returns the file of a set of unsummed regions, of a replica that has sums of all but one region.
     fn unsummed(epoch: u64) -> Vec<u8> {
-        let mut keeper = RegionKeeper::new(regions(), epoch, &RegionSet::empty(regions().count()));
-        keeper.keep_unsummed(None);
+        let mut intent_log = WriteIntentLog::new(regions(), epoch, &RegionSet::empty(regions().count()));
+        intent_log.keep_unsummed(None);
         for first in (1..regions().count()).step_by(64) {
             let run = first..(first + 64).min(regions().count());
-            keeper.want_sums(run.clone());
-            assert!(keeper.begin_sums(run));
-            keeper.end_sums(true);
+            intent_log.want_sums(run.clone());
+            assert!(intent_log.begin_sums(run));
+            intent_log.end_sums(true);
         }
-        keeper.file(SetKey::Unsummed).unwrap()
+        intent_log.file(SetKey::Unsummed).unwrap()
     }
 
-    /// Notes the names of the steps.
+    /// Records the names of the steps.
     #[derive(Default)]
     struct Steps(Vec<String>);
 
     impl Disk for Steps {
         type Error = Errno;
 
-        fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
-            if matches!(step, Step::MakeSet(SetKey::Unsummed, _)) && self.0.iter().any(|step| step == "full")
+        fn perform(&mut self, step: DurableStep<'_>) -> Result<(), Errno> {
+            if matches!(step, DurableStep::MakeSet(SetKey::Unsummed, _))
+                && self.0.iter().any(|step| step == "full")
             {
                 return Err(Errno::NO_SPACE);
             }
             self.0.push(match step {
-                Step::SaveViews(_) => "views".to_owned(),
-                Step::MakeSet(key, file) => {
+                DurableStep::SaveViews(_) => "views".to_owned(),
+                DurableStep::MakeSet(key, file) => {
                     assert!(!file.is_empty());
                     format!("make {key}")
                 }
-                Step::RemoveSet(key) => format!("remove {key}"),
-                Step::NoteMadeUpFor => "made up for".to_owned(),
-                Step::NoteLeft => "left".to_owned(),
-                Step::NoteJoined => "joined".to_owned(),
+                DurableStep::RemoveSet(key) => format!("remove {key}"),
+                DurableStep::RecordMadeUpFor => "made up for".to_owned(),
+                DurableStep::RecordLeft => "left".to_owned(),
+                DurableStep::RecordRejoined => "joined".to_owned(),
             });
             Ok(())
         }
 
-        fn note_failure(&mut self, _: u32) -> Noted {
+        fn record_failure(&mut self, _: u32) -> RecordOutcome {
             unreachable!("no step fails")
         }
     }
@@ -297,14 +298,14 @@ mod tests {
     }
 
     fn intent_of(state: &ReplicaState) -> RegionSet {
-        state.keeper().content(SetKey::Intent).unwrap()
+        state.intent_log().content(SetKey::Intent).unwrap()
     }
 
     #[test]
     fn what_is_whole_stays_as_it_is() {
         let (state, damages, steps) = start(found());
         assert_eq!((damages, steps), (vec![], vec![]));
-        assert_eq!(state.keeper().tracks(), Members::new([id(3)]).unwrap());
+        assert_eq!(state.intent_log().tracks(), Members::new([id(3)]).unwrap());
         assert!(intent_of(&state).is_empty());
     }
 
@@ -312,7 +313,7 @@ mod tests {
     fn without_an_intent_set_everything_was_written_lately_unless_there_is_nothing() {
         let lacking = |holds_data, attach| Found {
             intent: None,
-            missed: vec![],
+            out_of_sync: vec![],
             holds_data,
             views: views(attach, &[1, 2]),
             ..found()
@@ -322,12 +323,12 @@ mod tests {
             (intent_of(&state), steps),
             (RegionSet::full(regions().count()), vec!["make intent".into()])
         );
-        assert_eq!(state.keeper().stamp(), None);
+        assert_eq!(state.intent_log().stamp(), None);
         let (state, ..) = start(lacking(false, 1));
         assert!(intent_of(&state).is_empty());
-        assert_eq!(state.keeper().stamp(), None, "it may have been sent one");
+        assert_eq!(state.intent_log().stamp(), None, "it may have been sent one");
         let (state, ..) = start(lacking(false, 0));
-        assert_eq!(state.keeper().stamp(), Some(0), "it is new");
+        assert_eq!(state.intent_log().stamp(), Some(0), "it is new");
     }
 
     #[test]
@@ -336,12 +337,12 @@ mod tests {
             file[100] ^= 1;
             file
         };
-        let missed = vec![(id(3), damaged(missed(3, 1)))];
+        let out_of_sync = vec![(id(3), damaged(out_of_sync(3, 1)))];
         let (state, damages, steps) =
-            start(Found { intent: Some(damaged(intent(regions(), 1))), missed, ..found() });
-        assert_eq!(damages, [SetKey::Intent, SetKey::Missed(id(3))]);
+            start(Found { intent: Some(damaged(intent(regions(), 1))), out_of_sync, ..found() });
+        assert_eq!(damages, [SetKey::Intent, SetKey::OutOfSync(id(3))]);
         assert_eq!(steps, ["make intent".to_owned(), format!("make missed-{}", id(3))]);
-        assert!(!intent_of(&state).is_empty() && state.keeper().tracks().contains(id(3)));
+        assert!(!intent_of(&state).is_empty() && state.intent_log().tracks().contains(id(3)));
     }
 
     #[test]
@@ -352,18 +353,18 @@ mod tests {
 
     #[test]
     fn sets_of_another_epoch_are_worth_nothing() {
-        let (state, _, steps) = start(Found { missed: vec![(id(3), missed(3, 2))], ..found() });
+        let (state, _, steps) = start(Found { out_of_sync: vec![(id(3), out_of_sync(3, 2))], ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(3))]);
-        assert!(state.keeper().tracks().is_empty());
+        assert!(state.intent_log().tracks().is_empty());
     }
 
     #[test]
     fn a_set_too_many_is_removed_and_the_replica_starts() {
         let all: Vec<u64> = (3..=MAX_MEMBERS as u64 + 3).collect();
-        let sets = all.iter().map(|n| (id(*n), missed(*n, 1))).collect();
-        let (state, _, steps) = start(Found { missed: sets, ..found() });
+        let sets = all.iter().map(|n| (id(*n), out_of_sync(*n, 1))).collect();
+        let (state, _, steps) = start(Found { out_of_sync: sets, ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(MAX_MEMBERS as u64 + 3))]);
-        assert_eq!(state.keeper().tracks().len(), MAX_MEMBERS);
+        assert_eq!(state.intent_log().tracks().len(), MAX_MEMBERS);
     }
 
     #[test]
@@ -371,14 +372,14 @@ mod tests {
         let with = |file| start(Found { sums: SumsFound::Wanted(file), ..found() });
         let (state, damages, steps) = with(Some(unsummed(1)));
         assert_eq!((damages, steps), (vec![], vec![]));
-        assert_eq!([0, 1, 2].map(|region| state.keeper().is_summed(region)), [false, true, true]);
+        assert_eq!([0, 1, 2].map(|region| state.intent_log().is_summed(region)), [false, true, true]);
         for (file, is_damaged) in [(None, false), (Some(unsummed(2)), true), (Some(vec![]), true)] {
             let (state, damages, steps) = with(file);
             assert_eq!((damages.len(), steps), (usize::from(is_damaged), vec!["make unsummed".to_owned()]));
-            assert!((0..regions().count()).all(|region| !state.keeper().is_summed(region)));
+            assert!((0..regions().count()).all(|region| !state.intent_log().is_summed(region)));
         }
         let (state, _, steps) = start(Found { sums: SumsFound::Unwanted { has_file: true }, ..found() });
-        assert_eq!((state.keeper().keeps_sums(), steps), (false, vec!["remove unsummed".to_owned()]));
+        assert_eq!((state.intent_log().keeps_sums(), steps), (false, vec!["remove unsummed".to_owned()]));
     }
 
     #[test]
@@ -386,24 +387,24 @@ mod tests {
         let mut steps = Steps(vec!["full".to_owned()]);
         let sums = SumsFound::Wanted(Some(unsummed(2)));
         let Started { state, .. } = ReplicaState::start(&mut steps, Found { sums, ..found() }).unwrap();
-        assert!(!state.keeper().keeps_sums() && state.failure().is_none());
+        assert!(!state.intent_log().keeps_sums() && state.failure().is_none());
         assert_eq!(steps.0, ["full", "remove unsummed"]);
     }
 
     #[test]
     fn sets_of_members_end() {
-        let (state, _, steps) = start(Found { missed: vec![(id(2), missed(2, 1))], ..found() });
+        let (state, _, steps) = start(Found { out_of_sync: vec![(id(2), out_of_sync(2, 1))], ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(2))]);
-        assert!(state.keeper().tracks().is_empty());
+        assert!(state.intent_log().tracks().is_empty());
     }
 
     #[test]
     fn a_start_notes_that_a_view_lacks_the_replica_and_never_takes_that_back() {
-        let lacking = || Found { views: views(1, &[2]), missed: vec![], ..found() };
+        let lacking = || Found { views: views(1, &[2]), out_of_sync: vec![], ..found() };
         assert_eq!(start(lacking()).2, ["left"]);
-        assert!(start(Found { is_left_noted: true, ..lacking() }).2.is_empty());
+        assert!(start(Found { is_left_recorded: true, ..lacking() }).2.is_empty());
         // The process may have ended before it stored the view that lacks it.
-        assert!(start(Found { is_left_noted: true, ..found() }).2.is_empty());
+        assert!(start(Found { is_left_recorded: true, ..found() }).2.is_empty());
     }
 
     #[test]
@@ -412,11 +413,11 @@ mod tests {
         let made =
             ["views", "make intent", &format!("make missed-{}", id(3)), "made up for"].map(str::to_owned);
         assert_eq!((damages, steps), (vec![], made.to_vec()));
-        assert!(!state.keeper().has_lost_cache(), "nothing was written lately");
-        let full = Found { intent: None, lost_cache: true, missed: vec![], ..found() };
+        assert!(!state.intent_log().has_lost_cache(), "nothing was written lately");
+        let full = Found { intent: None, lost_cache: true, out_of_sync: vec![], ..found() };
         let (state, _, steps) = start(full);
         assert_eq!(
-            (state.keeper().has_lost_cache(), steps),
+            (state.intent_log().has_lost_cache(), steps),
             (true, vec!["views".to_owned(), "make intent".to_owned()])
         );
     }

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use shorthorn_regions::{Marked, NewSet, RegionKeeper, SetKey, Ticket};
+use shorthorn_regions::{Marked, NewSet, SetKey, Ticket, WriteIntentLog};
 use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Fence, ReplicaViews};
 
-use crate::failure::{FAILURES_FORGIVEN_AFTER, Failure, Noted};
-use crate::steps::{Denied, Disk, Fault, Step, is_final};
+use crate::failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
+use crate::steps::{Denied, Disk, DurableStep, Fault, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///
@@ -18,13 +18,13 @@ use crate::steps::{Denied, Disk, Fault, Step, is_final};
 pub struct ReplicaState {
     pub(crate) me: ReplicaId,
     pub(crate) views: ReplicaViews,
-    pub(crate) keeper: RegionKeeper,
+    pub(crate) intent_log: WriteIntentLog,
     /// The disk says that data may be gone.
-    pub(crate) is_loss_noted: bool,
+    pub(crate) is_loss_recorded: bool,
     /// The disk says to Longhorn that the replica has left a view.
-    pub(crate) is_left_noted: bool,
-    /// Taking that note back has failed, perhaps only at its end: the note may be there or not.
-    pub(crate) may_be_left_noted: bool,
+    pub(crate) is_left_recorded: bool,
+    /// Taking that record back has failed, perhaps only at its end: the record may be there or not.
+    pub(crate) may_be_left_recorded: bool,
     /// The number of earlier failures in a row.
     pub(crate) failures: u32,
     pub(crate) failure: Option<Failure>,
@@ -45,13 +45,13 @@ impl ReplicaState {
 
     /// Returns the sets of regions.
     #[must_use]
-    pub fn keeper(&self) -> &RegionKeeper {
-        &self.keeper
+    pub fn intent_log(&self) -> &WriteIntentLog {
+        &self.intent_log
     }
 
     /// Returns the sets of regions, for requests, pages and an expansion.
-    pub fn keeper_mut(&mut self) -> &mut RegionKeeper {
-        &mut self.keeper
+    pub fn intent_log_mut(&mut self) -> &mut WriteIntentLog {
+        &mut self.intent_log
     }
 
     /// Returns the failure after which the replica serves nothing, if any.
@@ -76,24 +76,25 @@ impl ReplicaState {
     /// reports a loss only once, to the first caller, and the affected data is unknown. A false alarm costs a
     /// copy of the regions written lately.
     ///
-    /// If even the note fails, the process must not end ([`Failure::pause_before_end`]).
+    /// If even the record fails, the process must not end ([`Failure::pause_before_end`]).
     pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {
         if self.failure.is_none() {
             let in_a_row = self.failures.saturating_add(1);
-            let noted = disk.note_failure(in_a_row);
-            self.is_loss_noted = true;
-            self.failure = Some(Failure { message, in_a_row, noted, is_asked_for: false });
+            let recorded = disk.record_failure(in_a_row);
+            self.is_loss_recorded = true;
+            self.failure = Some(Failure { message, in_a_row, recorded, is_asked_for: false });
         }
     }
 
-    /// Tries the note of a failure once more that could not be made durable. Whether it is durable now and
+    /// Tries the record of a failure once more that could not be made durable. Whether it is durable now and
     /// was not before.
-    pub fn note_again<D: Disk>(&mut self, disk: &mut D) -> bool {
-        let Some(failure) = self.failure.as_mut().filter(|failure| failure.noted == Noted::Not) else {
+    pub fn retry_record<D: Disk>(&mut self, disk: &mut D) -> bool {
+        let Some(failure) = self.failure.as_mut().filter(|failure| failure.recorded == RecordOutcome::Not)
+        else {
             return false;
         };
-        failure.noted = disk.note_failure(failure.in_a_row);
-        failure.noted != Noted::Not
+        failure.recorded = disk.record_failure(failure.in_a_row);
+        failure.recorded != RecordOutcome::Not
     }
 
     /// Handles the request of an engine of `generation` to a failed replica. The engine that has used it may
@@ -136,8 +137,9 @@ impl ReplicaState {
     ) -> Result<(), D::Error> {
         let mut next = self.views.clone();
         next.propose(generation, view, basis).map_err(Denied::from)?;
-        let new = self.keeper.on_propose(self.me, self.views.report(), basis, &view).map_err(Denied::from)?;
-        self.note_left(disk, &next)?;
+        let new =
+            self.intent_log.on_propose(self.me, self.views.report(), basis, &view).map_err(Denied::from)?;
+        self.record_left(disk, &next)?;
         for set in new {
             self.begin_set(disk, set)?;
         }
@@ -159,10 +161,10 @@ impl ReplicaState {
     ) -> Result<(), D::Error> {
         let mut next = self.views.clone();
         next.commit(generation, view).map_err(Denied::from)?;
-        self.note_left(disk, &next)?;
+        self.record_left(disk, &next)?;
         self.save_views(disk, next)?;
         let ended = self.end_sets_of_members(disk);
-        let ended = ended.and_then(|()| self.note_joined(disk));
+        let ended = ended.and_then(|()| self.record_rejoined(disk));
         match ended {
             Err(error) if is_final(error.errno()) => Err(error),
             _ => Ok(()),
@@ -174,13 +176,13 @@ impl ReplicaState {
     /// # Errors
     /// It is refused, or a step has failed; the set is as before.
     pub fn mark<D: Disk>(&mut self, disk: &mut D, mark: &MarkRegions) -> Result<Option<Ticket>, D::Error> {
-        match self.keeper.mark(mark).map_err(Denied::from)? {
+        match self.intent_log.mark(mark).map_err(Denied::from)? {
             Marked::Wait(ticket) => return Ok(Some(ticket)),
             Marked::Done => {}
             Marked::Begin(set) => self.begin_set(disk, set)?,
             Marked::Remove(replica) => self.end_set(disk, replica)?,
         }
-        self.note_made_up_for(disk)?;
+        self.record_made_up_for(disk)?;
         Ok(None)
     }
 
@@ -205,7 +207,7 @@ impl ReplicaState {
     }
 
     /// Performs a step; an error that is final fails the replica.
-    pub(crate) fn perform<D: Disk>(&mut self, disk: &mut D, step: Step<'_>) -> Result<(), D::Error> {
+    pub(crate) fn perform<D: Disk>(&mut self, disk: &mut D, step: DurableStep<'_>) -> Result<(), D::Error> {
         let done = disk.perform(step);
         if let Err(error) = &done
             && is_final(error.errno())
@@ -218,7 +220,7 @@ impl ReplicaState {
     /// Stores the views if they are different; until then they stay as they are.
     fn save_views<D: Disk>(&mut self, disk: &mut D, next: ReplicaViews) -> Result<(), D::Error> {
         if next != self.views {
-            self.perform(disk, Step::SaveViews(&next))?;
+            self.perform(disk, DurableStep::SaveViews(&next))?;
             self.views = next;
         }
         Ok(())
@@ -226,55 +228,59 @@ impl ReplicaState {
 
     /// Begins a set. Its file is made first: a set that counts is on the disk.
     fn begin_set<D: Disk>(&mut self, disk: &mut D, set: NewSet) -> Result<(), D::Error> {
-        self.perform(disk, Step::MakeSet(SetKey::Missed(set.replica()), &set.file()))?;
-        self.keeper.keep(set);
+        self.perform(disk, DurableStep::MakeSet(SetKey::OutOfSync(set.replica()), &set.file()))?;
+        self.intent_log.keep(set);
         Ok(())
     }
 
     /// Ends a set. Its file is removed first: a file that is found later must not lack writes of the
     /// meantime.
     fn end_set<D: Disk>(&mut self, disk: &mut D, replica: ReplicaId) -> Result<(), D::Error> {
-        self.perform(disk, Step::RemoveSet(SetKey::Missed(replica)))?;
-        self.keeper.forget(replica);
+        self.perform(disk, DurableStep::RemoveSet(SetKey::OutOfSync(replica)))?;
+        self.intent_log.forget(replica);
         Ok(())
     }
 
     /// Ends the sets of replicas that are members in all views that may count.
     pub(crate) fn end_sets_of_members<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
-        let ended = self.keeper.on_commit(self.views.report());
+        let ended = self.intent_log.on_commit(self.views.report());
         ended.iter().try_for_each(|replica| self.end_set(disk, replica))
     }
 
-    /// Notes for Longhorn that a view in `views` lacks the replica. Any will do: which of them counts is not
-    /// for Longhorn to find out.
-    pub(crate) fn note_left<D: Disk>(&mut self, disk: &mut D, views: &ReplicaViews) -> Result<(), D::Error> {
-        if !self.is_left_noted && !is_in_all(self.me, views) {
-            self.perform(disk, Step::NoteLeft)?;
-            self.is_left_noted = true;
+    /// Records for Longhorn that a view in `views` lacks the replica. Any will do: which of them counts is
+    /// not for Longhorn to find out.
+    pub(crate) fn record_left<D: Disk>(
+        &mut self,
+        disk: &mut D,
+        views: &ReplicaViews,
+    ) -> Result<(), D::Error> {
+        if !self.is_left_recorded && !is_in_all(self.me, views) {
+            self.perform(disk, DurableStep::RecordLeft)?;
+            self.is_left_recorded = true;
         }
         Ok(())
     }
 
     /// Takes that back if all views that may count have the replica.
-    fn note_joined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
-        if (self.is_left_noted || self.may_be_left_noted) && is_in_all(self.me, &self.views) {
-            // If only the end of the step fails, the note is gone: the next view without the replica has it
+    fn record_rejoined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
+        if (self.is_left_recorded || self.may_be_left_recorded) && is_in_all(self.me, &self.views) {
+            // If only the end of the step fails, the record is gone: the next view without the replica has it
             // made once more.
-            (self.is_left_noted, self.may_be_left_noted) = (false, true);
-            self.perform(disk, Step::NoteJoined)?;
-            self.may_be_left_noted = false;
+            (self.is_left_recorded, self.may_be_left_recorded) = (false, true);
+            self.perform(disk, DurableStep::RecordRejoined)?;
+            self.may_be_left_recorded = false;
         }
         Ok(())
     }
 
     /// Removes the note when no data is missing any more. Without space for that, the removal is repeated
     /// after the next mark.
-    pub(crate) fn note_made_up_for<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
-        if !self.is_loss_noted || self.keeper.has_lost_cache() {
+    pub(crate) fn record_made_up_for<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
+        if !self.is_loss_recorded || self.intent_log.has_lost_cache() {
             return Ok(());
         }
-        match self.perform(disk, Step::NoteMadeUpFor) {
-            Ok(()) => self.is_loss_noted = false,
+        match self.perform(disk, DurableStep::RecordMadeUpFor) {
+            Ok(()) => self.is_loss_recorded = false,
             Err(error) if is_final(error.errno()) => return Err(error),
             Err(_) => {}
         }
@@ -287,14 +293,16 @@ fn is_in_all(me: ReplicaId, views: &ReplicaViews) -> bool {
     views.report().views().all(|view| view.members.contains(me))
 }
 
-fn describe(step: Step<'_>, error: &impl Fault) -> String {
+fn describe(step: DurableStep<'_>, error: &impl Fault) -> String {
     match step {
-        Step::SaveViews(_) => format!("the state of the replica could not be saved: {error}"),
-        Step::MakeSet(key, _) => format!("the set of regions '{key}' could not be begun: {error}"),
-        Step::RemoveSet(key) => format!("the set of regions '{key}' could not be removed: {error}"),
-        Step::NoteMadeUpFor => format!("that lost data is made up for could not be noted: {error}"),
-        Step::NoteLeft | Step::NoteJoined => {
-            format!("whether the replica has left its view could not be noted in volume.meta: {error}")
+        DurableStep::SaveViews(_) => format!("the state of the replica could not be saved: {error}"),
+        DurableStep::MakeSet(key, _) => format!("the set of regions '{key}' could not be begun: {error}"),
+        DurableStep::RemoveSet(key) => format!("the set of regions '{key}' could not be removed: {error}"),
+        DurableStep::RecordMadeUpFor => {
+            format!("that lost data is made up for could not be recorded: {error}")
+        }
+        DurableStep::RecordLeft | DurableStep::RecordRejoined => {
+            format!("whether the replica has left its view could not be recorded in volume.meta: {error}")
         }
     }
 }

@@ -2,12 +2,12 @@
 
 use std::fmt;
 
-use shorthorn_regions::{KeepError, SetKey};
+use shorthorn_regions::{IntentLogError, SetKey};
 use shorthorn_types::{Errno, ReplicaId};
 use shorthorn_views::{Refused, ReplicaViews};
 use thiserror::Error;
 
-use crate::failure::Noted;
+use crate::failure::RecordOutcome;
 
 /// Resource busy (EBUSY).
 const BUSY: Errno = Errno::new(16);
@@ -18,19 +18,19 @@ const QUOTA: Errno = Errno::new(122);
 
 /// A step that makes a change durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step<'a> {
+pub enum DurableStep<'a> {
     /// Stores the views, in place of those from before.
     SaveViews(&'a ReplicaViews),
     /// Creates or replaces the file of a set. A crash leaves either the new file or the former state.
     MakeSet(SetKey, &'a [u8]),
     /// Removes the file of a set, if it exists.
     RemoveSet(SetKey),
-    /// Notes that data that may be gone is made up for.
-    NoteMadeUpFor,
-    /// Notes for Longhorn, which has no views, that the replica has left one and may lack data.
-    NoteLeft,
-    /// Notes for Longhorn that the replica is a member again.
-    NoteJoined,
+    /// Records that data that may be gone is made up for.
+    RecordMadeUpFor,
+    /// Records for Longhorn, which has no views, that the replica has left one and may lack data.
+    RecordLeft,
+    /// Records for Longhorn that the replica is a member again.
+    RecordRejoined,
 }
 
 /// Performs steps.
@@ -42,11 +42,11 @@ pub trait Disk {
     ///
     /// # Errors
     /// The step may or may not be done.
-    fn perform(&mut self, step: Step<'_>) -> Result<(), Self::Error>;
+    fn perform(&mut self, step: DurableStep<'_>) -> Result<(), Self::Error>;
 
-    /// Notes durably that data may be gone that was written here, and that the replica has failed `in_a_row`
-    /// times.
-    fn note_failure(&mut self, in_a_row: u32) -> Noted;
+    /// Records durably that data may be gone that was written here, and that the replica has failed
+    /// `in_a_row` times.
+    fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome;
 }
 
 /// The error of a step.
@@ -63,7 +63,7 @@ pub enum Denied {
     Views(#[from] Refused),
     /// A set of regions cannot be changed so.
     #[error(transparent)]
-    Regions(#[from] KeepError),
+    Regions(#[from] IntentLogError),
     /// A member of the volume would be thrown away.
     #[error(
         "replica {0} holds data and is a member by the views that it knows: if it is not one any more, tell it the view that is \
@@ -80,7 +80,7 @@ impl Denied {
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            Denied::Views(Refused::TooManyProposed) | Denied::Regions(KeepError::TooManySets(_)) => {
+            Denied::Views(Refused::TooManyProposed) | Denied::Regions(IntentLogError::TooManySets(_)) => {
                 Errno::NO_SPACE
             }
             Denied::Views(_) => Errno::NOT_PERMITTED,

@@ -1,6 +1,6 @@
 //! Requests that wait for pages of region sets.
 
-use shorthorn_regions::{Admit, PageWrite, RegionKeeper, Ticket};
+use shorthorn_regions::{Admit, PageWrite, Ticket, WriteIntentLog};
 use shorthorn_types::{ByteRange, Errno};
 
 use crate::state::ReplicaState;
@@ -54,7 +54,7 @@ impl<M, T> Waiting<M, T> {
     /// Returns the modification of `range` if it may be executed. Else it waits until its regions are durably
     /// in the sets, because a crash would otherwise leave unknown differences between the replicas.
     pub fn admit(&mut self, state: &mut ReplicaState, range: ByteRange, modification: M) -> Option<M> {
-        if state.keeper_mut().admit(range) == Admit::Go {
+        if state.intent_log_mut().admit(range) == Admit::Go {
             return Some(modification);
         }
         self.is_stalled = false;
@@ -76,12 +76,12 @@ impl<M, T> Waiting<M, T> {
     /// Returns the next page to write. With `lazy`, this may be a page that no request waits for.
     pub fn next_write<'a>(&self, state: &'a mut ReplicaState, lazy: bool) -> Option<PageWrite<'a>> {
         let may_write = !self.is_stalled && state.failure().is_none();
-        if may_write { state.keeper_mut().begin_write(lazy) } else { None }
+        if may_write { state.intent_log_mut().begin_write(lazy) } else { None }
     }
 
     /// Ends the write of a page. Without space nothing that waits can be executed, and it can be tried again.
     pub fn page_ended(&mut self, state: &mut ReplicaState, slot: u8, outcome: Result<(), Errno>) -> PageEnd {
-        state.keeper_mut().end_write(slot, outcome.is_ok());
+        state.intent_log_mut().end_write(slot, outcome.is_ok());
         match outcome {
             Ok(()) => PageEnd::Written,
             Err(INTERRUPTED | AGAIN) => PageEnd::Again,
@@ -100,8 +100,8 @@ impl<M, T> Waiting<M, T> {
     }
 
     /// Takes a durable mark, if any.
-    pub fn next_durable_mark(&mut self, keeper: &RegionKeeper) -> Option<T> {
-        let at = self.marks.iter().position(|(_, ticket)| keeper.is_durable(ticket))?;
+    pub fn next_durable_mark(&mut self, intent_log: &WriteIntentLog) -> Option<T> {
+        let at = self.marks.iter().position(|(_, ticket)| intent_log.is_durable(ticket))?;
         Some(self.marks.remove(at).0)
     }
 
@@ -158,13 +158,13 @@ mod tests {
     #[test]
     fn when_the_page_is_written_all_go_on() {
         let (_, mut state, mut waiting, slot) = waiting();
-        assert_eq!(waiting.next_durable_mark(state.keeper()), None);
+        assert_eq!(waiting.next_durable_mark(state.intent_log()), None);
         assert_eq!(waiting.page_ended(&mut state, slot, Ok(())), PageEnd::Written);
         let mut again = Vec::new();
         waiting.take_modifications(&mut again);
         assert_eq!(again, ['m']);
         assert_eq!(waiting.admit(&mut state, range(), 'm'), Some('m'));
-        assert_eq!(waiting.next_durable_mark(state.keeper()), Some('t'));
+        assert_eq!(waiting.next_durable_mark(state.intent_log()), Some('t'));
         assert_eq!(waiting.give_up(), None);
     }
 
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(waiting.give_up(), Some(Waiter::Mark('t')));
         assert_eq!(waiting.give_up(), None);
         assert!(waiting.next_write(&mut state, true).is_none());
-        assert_eq!(waiting.admit(&mut state, range(), 'n'), None, "it is not noted yet");
+        assert_eq!(waiting.admit(&mut state, range(), 'n'), None, "it is not recorded yet");
         assert!(waiting.next_write(&mut state, false).is_some());
     }
 

@@ -8,9 +8,9 @@
 //!   durably, before a modification of the region is executed. It leaves only after the sums of its content
 //!   are durable. The set is for the replica alone.
 //!
-//! A [`RegionKeeper`] has them in memory and knows their durable part. The shell around it asks
-//! [`RegionKeeper::admit`] before every modification. If the answer is to wait, it writes the pages that
-//! [`RegionKeeper::begin_write`] returns, reports each with [`RegionKeeper::end_write`], and asks again.
+//! A [`WriteIntentLog`] has them in memory and knows their durable part. The shell around it asks
+//! [`WriteIntentLog::admit`] before every modification. If the answer is to wait, it writes the pages that
+//! [`WriteIntentLog::begin_write`] returns, reports each with [`WriteIntentLog::end_write`], and asks again.
 //!
 //! On the disk a set is a file of pages of [`PAGE_BYTES`], each with its own check. While a page is written
 //! its place on the disk holds the page from before, the new one, or neither. A page that is neither reads as
@@ -20,14 +20,14 @@
 //! the disk before it is forgotten. So a file that is found has never missed a modification.
 #![forbid(unsafe_code)]
 
-mod keeper;
 mod page;
 mod set;
 mod unsummed;
+mod write_intent_log;
 
-pub use keeper::{
-    Admit, GrownSets, KeepError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RegionKeeper, RunsPage, SetKey,
-    Ticket,
-};
 pub use page::{PAGE_BYTES, PageDamage, REGIONS_PER_PAGE};
 pub use unsummed::SUMMED_AT_ONCE_MAX;
+pub use write_intent_log::{
+    Admit, GrownSets, IntentLogError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RunsPage, SetKey, Ticket,
+    WriteIntentLog,
+};

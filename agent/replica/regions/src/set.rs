@@ -17,12 +17,12 @@ const _: () =
 
 /// A page in memory.
 #[derive(Clone, Debug)]
-struct Page {
+struct SetPage {
     /// The set as it is.
     wanted: Bits,
     /// Regions that are surely on the disk after a crash, whatever the result of a running write.
     durable: Bits,
-    /// Number of the newest write that has ended well; see [`KeptSet::begin_write`].
+    /// Number of the newest write that has ended well; see [`PagedSet::begin_write`].
     written: u64,
 }
 
@@ -31,14 +31,14 @@ struct Page {
 /// What always holds: a region that is wanted and not durable is in a page that is due, or in the image of
 /// that page that is being written.
 #[derive(Clone, Debug)]
-pub(crate) struct KeptSet {
+pub(crate) struct PagedSet {
     pub name: [u8; 8],
     /// A number that differs from that of an earlier set of the same name.
     pub serial: u64,
     regions: Regions,
     epoch: u64,
     /// The pages of the regions, followed by the page of the stamp.
-    pages: Box<[Page]>,
+    pages: Box<[SetPage]>,
     /// The stamp; none if it is unknown.
     stamp: Option<u32>,
     /// True if the file that it was read from has a whole page for the stamp.
@@ -62,15 +62,15 @@ pub(crate) struct Identity {
     pub epoch: u64,
 }
 
-impl KeptSet {
-    /// Returns the empty set, which is not on the disk yet but counts as if: its keeper has put it there
-    /// before.
-    pub fn empty(identity: Identity) -> KeptSet {
+impl PagedSet {
+    /// Returns the empty set, which is not on the disk yet but counts as if: its write-intent log has put it
+    /// there before.
+    pub fn empty(identity: Identity) -> PagedSet {
         let Identity { name, regions, epoch } = identity;
-        let page = Page { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
+        let page = SetPage { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
         let region_pages = regions.count().div_ceil(REGIONS_PER_PAGE).max(1) as usize;
         let pages = vec![page; region_pages + STAMP_PAGES].into();
-        KeptSet {
+        PagedSet {
             name,
             serial: 0,
             regions,
@@ -91,32 +91,32 @@ impl KeptSet {
     ///
     /// A file that was made for the volume before it has grown is taken as such: the process has ended after
     /// the volume had grown, and before the file was made anew.
-    pub fn load(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
+    pub fn load(identity: Identity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
         match made_for(file).filter(|size_bytes| *size_bytes < identity.regions.size_bytes()) {
-            None => KeptSet::load_as(identity, file),
+            None => PagedSet::load_as(identity, file),
             Some(size_bytes) => {
                 let before = Identity { regions: Regions::of(size_bytes), ..identity };
-                let (set, damages) = KeptSet::load_as(before, file);
+                let (set, damages) = PagedSet::load_as(before, file);
                 let has_stamp_page = set.has_stamp_page;
-                (KeptSet { is_outgrown: true, has_stamp_page, ..set.grown(identity.regions) }, damages)
+                (PagedSet { is_outgrown: true, has_stamp_page, ..set.grown(identity.regions) }, damages)
             }
         }
     }
 
-    /// Returns the set for the volume after it has grown. As with [`KeptSet::empty`], whoever keeps it puts
+    /// Returns the set for the volume after it has grown. As with [`PagedSet::empty`], whoever keeps it puts
     /// it on the disk before.
-    pub fn grown(&self, regions: Regions) -> KeptSet {
-        let KeptSet { name, epoch, version, .. } = *self;
+    pub fn grown(&self, regions: Regions) -> PagedSet {
+        let PagedSet { name, epoch, version, .. } = *self;
         let mut grown =
-            KeptSet { version, stamp: self.stamp, ..KeptSet::empty(Identity { name, regions, epoch }) };
+            PagedSet { version, stamp: self.stamp, ..PagedSet::empty(Identity { name, regions, epoch }) };
         for run in self.content().converted(self.regions, regions).runs(0) {
             grown.add_durable(run);
         }
         grown
     }
 
-    fn load_as(identity: Identity, file: &[u8]) -> (KeptSet, Vec<PageDamage>) {
-        let mut set = KeptSet { stamp: None, ..KeptSet::empty(identity) };
+    fn load_as(identity: Identity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
+        let mut set = PagedSet { stamp: None, ..PagedSet::empty(identity) };
         let mut damages = Vec::new();
         for number in 0..set.pages.len() {
             let from = (number * PAGE_BYTES).min(file.len());
@@ -195,8 +195,8 @@ impl KeptSet {
         }
     }
 
-    /// Adds the content of `other`, a set of the same volume, like [`KeptSet::add_durable`].
-    pub fn add_all_durable(&mut self, other: &KeptSet) {
+    /// Adds the content of `other`, a set of the same volume, like [`PagedSet::add_durable`].
+    pub fn add_all_durable(&mut self, other: &PagedSet) {
         for (mine, theirs) in self.pages.iter_mut().zip(&other.pages) {
             for (word, more) in theirs.wanted.iter().enumerate() {
                 mine.wanted[word] |= more;

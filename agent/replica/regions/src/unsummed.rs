@@ -9,7 +9,7 @@ use std::ops::Range;
 use shorthorn_types::{RegionSet, Regions};
 
 use crate::page::{PageDamage, made_for};
-use crate::set::{Identity, KeptSet};
+use crate::set::{Identity, PagedSet};
 
 /// Regions that are summed at once: a mask of them fits a word.
 pub const SUMMED_AT_ONCE_MAX: u32 = 64;
@@ -17,7 +17,7 @@ pub const SUMMED_AT_ONCE_MAX: u32 = 64;
 /// See the module.
 #[derive(Clone, Debug)]
 pub(crate) struct Unsummed {
-    pub set: KeptSet,
+    pub set: PagedSet,
     /// Regions of the set that have to be summed, because they hold data as far as is known.
     todo: RegionSet,
     summing: Option<Summing>,
@@ -38,8 +38,8 @@ impl Unsummed {
     pub fn load(identity: Identity, file: Option<&[u8]>) -> (Unsummed, Vec<PageDamage>) {
         let count = identity.regions.count();
         let (mut set, damages) = match file {
-            Some(file) => KeptSet::load(identity, file),
-            None => (KeptSet::empty(identity), vec![PageDamage::Short]),
+            Some(file) => PagedSet::load(identity, file),
+            None => (PagedSet::empty(identity), vec![PageDamage::Short]),
         };
         match file.and_then(made_for) {
             _ if file.is_none() => set.add_durable(0..count),
@@ -55,14 +55,14 @@ impl Unsummed {
     }
 
     /// Returns the set for the volume after it has grown: the new part has no sums.
-    pub fn grown(&self, from: Regions, to: Regions) -> KeptSet {
+    pub fn grown(&self, from: Regions, to: Regions) -> PagedSet {
         let mut set = self.set.grown(to);
         set.add_durable(news(from.size_bytes(), to));
         set
     }
 
     /// Grows the set with the volume. Running sums are dropped, because the numbers of their regions change.
-    pub fn grow(&mut self, set: KeptSet, from: Regions, to: Regions) {
+    pub fn grow(&mut self, set: PagedSet, from: Regions, to: Regions) {
         self.set = set;
         self.todo = self.todo.converted(from, to);
         self.summing = None;
@@ -100,12 +100,12 @@ impl Unsummed {
         self.todo.remove_run(run);
     }
 
-    pub fn next_to_sum(&self, from: u32, intent: &KeptSet) -> Option<u32> {
+    pub fn next_to_sum(&self, from: u32, intent: &PagedSet) -> Option<u32> {
         let todo = std::iter::successors(self.todo.next(from), |region| self.todo.next(region + 1));
         todo.into_iter().find(|region| !intent.contains(*region))
     }
 
-    pub fn begin(&mut self, run: Range<u32>, intent: &KeptSet) -> bool {
+    pub fn begin(&mut self, run: Range<u32>, intent: &PagedSet) -> bool {
         let first = run.start;
         let mut begun = 0;
         for region in run.take(SUMMED_AT_ONCE_MAX as usize) {

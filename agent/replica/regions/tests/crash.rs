@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use shorthorn_regions::{Admit, Marked, PAGE_BYTES, PageWrite, RegionKeeper, SetKey};
+use shorthorn_regions::{Admit, Marked, PAGE_BYTES, PageWrite, SetKey, WriteIntentLog};
 use shorthorn_types::{ByteRange, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf, ReplicaId};
 
 const REGION_BYTES: u64 = 64 << 10;
@@ -26,7 +26,7 @@ enum Event {
     /// The waiting modifications ask again.
     Retry,
     Clear {
-        missed: bool,
+        out_of_sync: bool,
         first: u32,
         count: u32,
     },
@@ -68,7 +68,7 @@ fn event() -> impl Strategy<Value = Event> {
         6 => run().prop_map(|(first, count)| Event::Modify { first, count }),
         4 => Just(Event::Retry),
         3 => (any::<bool>(), run())
-            .prop_map(|(missed, (first, count))| Event::Clear { missed, first, count }),
+            .prop_map(|(out_of_sync, (first, count))| Event::Clear { out_of_sync, first, count }),
         5 => any::<bool>().prop_map(|lazy| Event::Begin { lazy }),
         5 => (any::<prop::sample::Index>(), prop::bool::weighted(0.9))
             .prop_map(|(which, well)| Event::End { which, well }),
@@ -91,9 +91,9 @@ struct Write {
     bytes: Box<[u8; PAGE_BYTES]>,
 }
 
-/// A keeper, the disk under it, and the required content of its sets.
-struct World {
-    keeper: RegionKeeper,
+/// A write-intent log, the disk under it, and the required content of its sets.
+struct Simulation {
+    intent_log: WriteIntentLog,
     disk: BTreeMap<SetKey, (u64, Vec<u8>)>,
     files: u64,
     writes: Vec<Write>,
@@ -109,21 +109,21 @@ struct World {
     read: BTreeMap<u32, u64>,
 }
 
-fn missed() -> ReplicaId {
+fn out_of_sync() -> ReplicaId {
     ReplicaId::from_random(77)
 }
 
-impl World {
-    fn new() -> World {
+impl Simulation {
+    fn new() -> Simulation {
         let regions = Regions::of(u64::from(COUNT) * REGION_BYTES);
-        let mut keeper = RegionKeeper::new(regions, 3, &RegionSet::empty(COUNT));
-        keeper.keep_unsummed(None);
-        keeper.want_sums(FIRST..COUNT);
-        let file = |key| (key, (0, keeper.file(key).unwrap()));
+        let mut intent_log = WriteIntentLog::new(regions, 3, &RegionSet::empty(COUNT));
+        intent_log.keep_unsummed(None);
+        intent_log.want_sums(FIRST..COUNT);
+        let file = |key| (key, (0, intent_log.file(key).unwrap()));
         let disk = BTreeMap::from([file(SetKey::Intent), file(SetKey::Unsummed)]);
         let must = BTreeMap::from([(SetKey::Intent, BTreeSet::new())]);
-        World {
-            keeper,
+        Simulation {
+            intent_log,
             disk,
             files: 1,
             writes: vec![],
@@ -138,7 +138,7 @@ impl World {
 
     fn admit(&mut self, first: u32, count: u32) -> bool {
         let range = ByteRange::new(u64::from(first) * REGION_BYTES, u64::from(count) * REGION_BYTES).unwrap();
-        let go = self.keeper.admit(range) == Admit::Go;
+        let go = self.intent_log.admit(range) == Admit::Go;
         if go {
             for must in self.must.values_mut() {
                 must.extend((first..first + count).filter(|region| *region < COUNT));
@@ -165,9 +165,9 @@ impl World {
                     }
                 }
             }
-            Event::Clear { missed: of_missed, first, count } => {
-                let (of, key) = if of_missed {
-                    (RegionsOf::Missed(missed()), SetKey::Missed(missed()))
+            Event::Clear { out_of_sync: of_out_of_sync, first, count } => {
+                let (of, key) = if of_out_of_sync {
+                    (RegionsOf::OutOfSync(out_of_sync()), SetKey::OutOfSync(out_of_sync()))
                 } else {
                     (RegionsOf::Intent, SetKey::Intent)
                 };
@@ -179,13 +179,13 @@ impl World {
                     stamp: 0,
                     size_bytes: SIZE_BYTES,
                 };
-                self.keeper.mark(&clear).unwrap();
+                self.intent_log.mark(&clear).unwrap();
                 if let Some(must) = self.must.get_mut(&key) {
                     must.retain(|region| !(first..first + count).contains(region));
                 }
             }
             Event::Begin { lazy } => {
-                if let Some(PageWrite { slot, key, page, bytes }) = self.keeper.begin_write(lazy) {
+                if let Some(PageWrite { slot, key, page, bytes }) = self.intent_log.begin_write(lazy) {
                     let (file, at) = (self.disk[&key].0, page as usize * PAGE_BYTES);
                     self.writes.push(Write { slot, key, file, at, bytes: Box::new(*bytes) });
                 }
@@ -194,22 +194,22 @@ impl World {
                 if !self.writes.is_empty() {
                     let write = self.writes.swap_remove(which.index(self.writes.len()));
                     self.land(&write, if well { 1 } else { 2 });
-                    self.keeper.end_write(write.slot, well);
+                    self.intent_log.end_write(write.slot, well);
                 }
             }
             Event::Keep => self.keep(),
             Event::Forget => {
                 let forget = MarkRegions {
-                    of: RegionsOf::Missed(missed()),
+                    of: RegionsOf::OutOfSync(out_of_sync()),
                     action: MarkAction::Forget,
                     runs: vec![],
                     stamp: 0,
                     size_bytes: SIZE_BYTES,
                 };
-                if let Ok(Marked::Remove(replica)) = self.keeper.mark(&forget) {
-                    self.disk.remove(&SetKey::Missed(replica));
-                    self.must.remove(&SetKey::Missed(replica));
-                    self.keeper.forget(replica);
+                if let Ok(Marked::Remove(replica)) = self.intent_log.mark(&forget) {
+                    self.disk.remove(&SetKey::OutOfSync(replica));
+                    self.must.remove(&SetKey::OutOfSync(replica));
+                    self.intent_log.forget(replica);
                 }
             }
             Event::BeginSums { first, count } => self.begin_sums(FIRST + first..FIRST + first + count),
@@ -218,7 +218,7 @@ impl World {
                     self.sums.append(&mut self.read);
                 }
                 self.read.clear();
-                self.keeper.end_sums(well);
+                self.intent_log.end_sums(well);
             }
             Event::Expand { by, files, fates } => self.expand(SIZES[by], files, &fates),
             Event::Crash { fates } => self.crash(&fates),
@@ -227,16 +227,16 @@ impl World {
 
     /// Returns the current regions that contain these regions of the original volume.
     fn now(&self, regions: std::ops::Range<u32>) -> std::ops::Range<u32> {
-        self.keeper.regions().touched(Regions::of(SIZE_BYTES).bytes(regions))
+        self.intent_log.regions().touched(Regions::of(SIZE_BYTES).bytes(regions))
     }
 
     fn begin_sums(&mut self, run: std::ops::Range<u32>) {
         self.read.clear();
-        if !self.keeper.begin_sums(self.now(run)) {
+        if !self.intent_log.begin_sums(self.now(run)) {
             return;
         }
         for region in FIRST..COUNT {
-            if self.now(region..region + 1).all(|now| self.keeper.is_being_summed(now)) {
+            if self.now(region..region + 1).all(|now| self.intent_log.is_being_summed(now)) {
                 self.read.insert(region, self.content.get(&region).copied().unwrap_or(0));
             }
         }
@@ -247,7 +247,7 @@ impl World {
             return;
         }
         self.size_bytes = size_bytes;
-        let grown = self.keeper.grown(Regions::of(size_bytes));
+        let grown = self.intent_log.grown(Regions::of(size_bytes));
         let all: Vec<_> = grown.files().collect();
         for (key, bytes) in all.iter().take(files).cloned() {
             self.files += 1;
@@ -256,23 +256,23 @@ impl World {
         if files < all.len() {
             return self.crash(fates);
         }
-        self.keeper.grow(grown);
+        self.intent_log.grow(grown);
         self.read.clear();
     }
 
     fn keep(&mut self) {
         let add = MarkRegions {
-            of: RegionsOf::Missed(missed()),
+            of: RegionsOf::OutOfSync(out_of_sync()),
             action: MarkAction::Add,
             runs: vec![(FIRST, 2)],
             stamp: 0,
             size_bytes: SIZE_BYTES,
         };
-        let key = SetKey::Missed(missed());
-        if let Marked::Begin(new) = self.keeper.mark(&add).unwrap() {
+        let key = SetKey::OutOfSync(out_of_sync());
+        if let Marked::Begin(new) = self.intent_log.mark(&add).unwrap() {
             self.files += 1;
             self.disk.insert(key, (self.files, new.file()));
-            self.keeper.keep(new);
+            self.intent_log.keep(new);
             self.must.insert(key, BTreeSet::from([FIRST, FIRST + 1]));
         }
     }
@@ -293,18 +293,18 @@ impl World {
         }
         self.waiting.clear();
         let (regions, epoch) = (Regions::of(self.size_bytes), 3);
-        let (mut keeper, _) = RegionKeeper::load(regions, epoch, &self.disk[&SetKey::Intent].1);
-        if let Some((_, file)) = self.disk.get(&SetKey::Missed(missed())) {
-            assert!(keeper.load_missed(missed(), file).unwrap().0);
+        let (mut intent_log, _) = WriteIntentLog::load(regions, epoch, &self.disk[&SetKey::Intent].1);
+        if let Some((_, file)) = self.disk.get(&SetKey::OutOfSync(out_of_sync())) {
+            assert!(intent_log.load_out_of_sync(out_of_sync(), file).unwrap().0);
         }
-        keeper.keep_unsummed(Some(&self.disk[&SetKey::Unsummed].1));
+        intent_log.keep_unsummed(Some(&self.disk[&SetKey::Unsummed].1));
         self.read.clear();
-        self.keeper = keeper;
-        self.keeper.want_sums(self.now(FIRST..COUNT));
+        self.intent_log = intent_log;
+        self.intent_log.want_sums(self.now(FIRST..COUNT));
         for (key, (file, bytes)) in &mut self.disk {
-            if self.keeper.is_outgrown(*key) {
+            if self.intent_log.is_outgrown(*key) {
                 self.files += 1;
-                (*file, *bytes) = (self.files, self.keeper.file(*key).unwrap());
+                (*file, *bytes) = (self.files, self.intent_log.file(*key).unwrap());
             }
         }
         self.check();
@@ -312,7 +312,7 @@ impl World {
 
     fn check(&mut self) {
         for region in FIRST..COUNT {
-            if self.now(region..region + 1).all(|now| self.keeper.is_summed(now)) {
+            if self.now(region..region + 1).all(|now| self.intent_log.is_summed(now)) {
                 let content = self.content.get(&region).copied().unwrap_or(0);
                 assert_eq!(
                     self.sums.get(&region),
@@ -322,10 +322,10 @@ impl World {
             }
         }
         for (key, must) in &self.must {
-            let content = self.keeper.content(*key).unwrap();
+            let content = self.intent_log.content(*key).unwrap();
             for region in must {
                 let bytes = Regions::of(SIZE_BYTES).range(*region);
-                let is_in = content.contains_all(self.keeper.regions().touched(bytes));
+                let is_in = content.contains_all(self.intent_log.regions().touched(bytes));
                 assert!(is_in, "{key} has lost region {region}");
             }
         }
@@ -337,42 +337,42 @@ proptest! {
 
     #[test]
     fn nothing_admitted_is_ever_missing(events in prop::collection::vec(event(), 1..120)) {
-        let mut world = World::new();
+        let mut sim = Simulation::new();
         for event in events {
-            world.happen(event);
-            world.check();
+            sim.happen(event);
+            sim.check();
         }
         // Without more failures everything that waits gets through, in a bounded number of rounds.
-        world.crash(&[0, 1, 2, 0, 1, 2, 0, 1]);
-        world.happen(Event::Modify { first: 0, count: 40 });
+        sim.crash(&[0, 1, 2, 0, 1, 2, 0, 1]);
+        sim.happen(Event::Modify { first: 0, count: 40 });
         for _ in 0..4 {
-            while let Some(PageWrite { slot, .. }) = world.keeper.begin_write(false) {
-                world.keeper.end_write(slot, true);
+            while let Some(PageWrite { slot, .. }) = sim.intent_log.begin_write(false) {
+                sim.intent_log.end_write(slot, true);
             }
-            world.happen(Event::Retry);
+            sim.happen(Event::Retry);
         }
-        prop_assert!(world.waiting.is_empty());
+        prop_assert!(sim.waiting.is_empty());
     }
 }
 
 #[test]
 fn regions_are_summed_when_they_are_clean_and_only_then() {
-    let mut world = World::new();
-    world.happen(Event::Modify { first: 0, count: 2 });
-    assert_eq!(world.keeper.next_to_sum(FIRST), Some(FIRST + 2), "the first two wait for their pages");
-    while let Some(PageWrite { slot, .. }) = world.keeper.begin_write(false) {
-        world.keeper.end_write(slot, true);
+    let mut sim = Simulation::new();
+    sim.happen(Event::Modify { first: 0, count: 2 });
+    assert_eq!(sim.intent_log.next_to_sum(FIRST), Some(FIRST + 2), "the first two wait for their pages");
+    while let Some(PageWrite { slot, .. }) = sim.intent_log.begin_write(false) {
+        sim.intent_log.end_write(slot, true);
     }
-    world.happen(Event::Retry);
-    world.happen(Event::Clear { missed: false, first: 0, count: 1 });
-    assert_eq!(world.keeper.next_to_sum(FIRST), Some(FIRST), "the engine says that it is clean");
-    world.happen(Event::BeginSums { first: 0, count: 4 });
-    assert!(!world.keeper.is_being_summed(FIRST + 1), "it is not clean");
-    world.happen(Event::Modify { first: 2, count: 1 });
-    world.happen(Event::EndSums { well: true });
-    let summed = [0, 1, 2, 3].map(|at| world.keeper.is_summed(FIRST + at));
+    sim.happen(Event::Retry);
+    sim.happen(Event::Clear { out_of_sync: false, first: 0, count: 1 });
+    assert_eq!(sim.intent_log.next_to_sum(FIRST), Some(FIRST), "the engine says that it is clean");
+    sim.happen(Event::BeginSums { first: 0, count: 4 });
+    assert!(!sim.intent_log.is_being_summed(FIRST + 1), "it is not clean");
+    sim.happen(Event::Modify { first: 2, count: 1 });
+    sim.happen(Event::EndSums { well: true });
+    let summed = [0, 1, 2, 3].map(|at| sim.intent_log.is_summed(FIRST + at));
     assert_eq!(summed, [true, false, false, true], "the third was modified meanwhile");
-    world.check();
-    world.keeper.forget_unsummed();
-    assert!(!world.keeper.is_summed(FIRST), "without the set no sum counts");
+    sim.check();
+    sim.intent_log.forget_unsummed();
+    assert!(!sim.intent_log.is_summed(FIRST), "without the set no sum counts");
 }

@@ -1,10 +1,10 @@
-//! Tests files of sets that are damaged or come from other programs. No content makes the keeper panic, and
-//! unreadable pages count as full: a set never loses a region by that.
+//! Tests files of sets that are damaged or come from other programs. No content makes the write-intent log
+//! panic, and unreadable pages count as full: a set never loses a region by that.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use shorthorn_regions::{PAGE_BYTES, PageWrite, RegionKeeper, SetKey};
+use shorthorn_regions::{PAGE_BYTES, PageWrite, SetKey, WriteIntentLog};
 use shorthorn_types::{ByteRange, MarkRegions, RegionSet, Regions, ReplicaId};
 
 const SIZE_BYTES: u64 = 1 << 30;
@@ -24,7 +24,7 @@ fn file() -> Vec<u8> {
     [3, 4, 77].into_iter().for_each(|region| {
         set.insert(region);
     });
-    RegionKeeper::new(regions(), EPOCH, &set).file(SetKey::Intent).unwrap()
+    WriteIntentLog::new(regions(), EPOCH, &set).file(SetKey::Intent).unwrap()
 }
 
 /// Makes the check of a page fit, as an attacker does.
@@ -36,32 +36,32 @@ fn mend(file: &mut [u8]) {
     }
 }
 
-/// Loads a file as both kinds of sets, and uses the keeper like a replica does.
-fn use_file(file: &[u8], size_bytes: u64) -> RegionKeeper {
+/// Loads a file as both kinds of sets, and uses the write-intent log like a replica does.
+fn use_file(file: &[u8], size_bytes: u64) -> WriteIntentLog {
     let divided = Regions::of(size_bytes);
-    let (mut keeper, _) = RegionKeeper::load(divided, EPOCH, file);
-    let _ = keeper.load_missed(ReplicaId::from_random(7), file);
-    let _ = (keeper.stamp(), keeper.is_outgrown(SetKey::Intent), keeper.file(SetKey::Intent));
-    let grown = keeper.grown(Regions::of(size_bytes * 2));
+    let (mut intent_log, _) = WriteIntentLog::load(divided, EPOCH, file);
+    let _ = intent_log.load_out_of_sync(ReplicaId::from_random(7), file);
+    let _ = (intent_log.stamp(), intent_log.is_outgrown(SetKey::Intent), intent_log.file(SetKey::Intent));
+    let grown = intent_log.grown(Regions::of(size_bytes * 2));
     assert!(grown.files().count() > 0);
-    let content = keeper.content(SetKey::Intent).unwrap();
-    let _ = keeper.admit(ByteRange::new(0, size_bytes.min(1 << 20)).unwrap());
-    let _ = keeper.mark(&MarkRegions::stamp(u32::MAX));
+    let content = intent_log.content(SetKey::Intent).unwrap();
+    let _ = intent_log.admit(ByteRange::new(0, size_bytes.min(1 << 20)).unwrap());
+    let _ = intent_log.mark(&MarkRegions::stamp(u32::MAX));
     for _ in 0..PAGES {
-        while let Some(PageWrite { slot, .. }) = keeper.begin_write(false) {
-            keeper.end_write(slot, true);
+        while let Some(PageWrite { slot, .. }) = intent_log.begin_write(false) {
+            intent_log.end_write(slot, true);
         }
     }
-    let now = keeper.content(SetKey::Intent).unwrap();
+    let now = intent_log.content(SetKey::Intent).unwrap();
     assert!(content.runs(0).all(|run| now.contains_all(run)), "nothing was cleared");
-    keeper
+    intent_log
 }
 
 #[test]
 fn a_file_reads_as_it_was_written() {
-    let (keeper, damages) = RegionKeeper::load(regions(), EPOCH, &file());
+    let (intent_log, damages) = WriteIntentLog::load(regions(), EPOCH, &file());
     assert_eq!(damages, []);
-    assert_eq!(keeper.content(SetKey::Intent).unwrap().len(), 3);
+    assert_eq!(intent_log.content(SetKey::Intent).unwrap().len(), 3);
 }
 
 proptest! {
@@ -74,8 +74,8 @@ proptest! {
         if mends {
             mend(&mut bytes);
         }
-        let keeper = use_file(&bytes, SIZE_BYTES);
-        prop_assert!(keeper.content(SetKey::Intent).unwrap().contains_all(0..regions().count()), "all is in it");
+        let intent_log = use_file(&bytes, SIZE_BYTES);
+        prop_assert!(intent_log.content(SetKey::Intent).unwrap().contains_all(0..regions().count()), "all is in it");
     }
 
     #[test]
@@ -95,9 +95,9 @@ proptest! {
         if mends {
             mend(&mut bytes);
         }
-        let keeper = use_file(&bytes, size_bytes);
+        let intent_log = use_file(&bytes, size_bytes);
         if !mends && size_bytes == SIZE_BYTES {
-            let content = keeper.content(SetKey::Intent).unwrap();
+            let content = intent_log.content(SetKey::Intent).unwrap();
             prop_assert!([3, 4, 77].into_iter().all(|region| content.contains(region)));
         }
     }

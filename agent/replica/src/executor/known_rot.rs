@@ -34,19 +34,19 @@ impl KnownRot {
             self.pages.len() - 1
         });
         let kept = &mut self.pages[at].1;
-        for place in 0..BLOCKS_PER_SUM_PAGE {
-            let offset_bytes = number * SUM_PAGE_SPAN_BYTES + place as u64 * BLOCK_BYTES;
+        for index in 0..BLOCKS_PER_SUM_PAGE {
+            let offset_bytes = number * SUM_PAGE_SPAN_BYTES + index as u64 * BLOCK_BYTES;
             let Ok(block) = ByteRange::new(offset_bytes, BLOCK_BYTES) else { continue };
-            if kept.sum(place) == SUM_UNKNOWN && sums.sum(place) != SUM_UNKNOWN && counts(block) {
-                kept.set(place, sums.sum(place));
+            if kept.sum(index) == SUM_UNKNOWN && sums.sum(index) != SUM_UNKNOWN && counts(block) {
+                kept.set(index, sums.sum(index));
             }
         }
     }
 
     /// Returns the sum of a block, by the number of its page and its place there.
-    pub fn sum(&self, number: u64, place: usize) -> u32 {
+    pub fn sum(&self, number: u64, index: usize) -> u32 {
         let page = self.pages.iter().find(|(of, _)| *of == number);
-        page.map_or(SUM_UNKNOWN, |(_, sums)| sums.sum(place))
+        page.map_or(SUM_UNKNOWN, |(_, sums)| sums.sum(index))
     }
 
     /// Handles the modification of `blocks`, which is about to begin. `sum_after` is the sum of the data that
@@ -57,10 +57,10 @@ impl KnownRot {
         }
         for block in block_ranges(blocks) {
             let number = block.offset() / SUM_PAGE_SPAN_BYTES;
-            let place = number_in_page(block);
+            let index = number_in_page(block);
             for (_, sums) in self.pages.iter_mut().filter(|(of, _)| *of == number) {
-                if sums.sum(place) != SUM_UNKNOWN && Some(sums.sum(place)) != sum_after(block) {
-                    sums.set(place, SUM_UNKNOWN);
+                if sums.sum(index) != SUM_UNKNOWN && Some(sums.sum(index)) != sum_after(block) {
+                    sums.set(index, SUM_UNKNOWN);
                 }
             }
         }
@@ -84,17 +84,17 @@ mod tests {
     fn a_sum_is_known_until_its_block_is_modified() {
         let mut known = KnownRot::default();
         let mut sums = SumPage::unknown();
-        (3..7).for_each(|place| sums.set(place, 70));
+        (3..7).for_each(|index| sums.set(index, 70));
         let first_block = BLOCKS_PER_SUM_PAGE as u64 * 2;
         known.keep(2, &sums, |block| block != blocks(first_block + 6, 1));
-        assert_eq!([3, 5, 6, 8].map(|place| known.sum(2, place)), [70, 70, SUM_UNKNOWN, SUM_UNKNOWN]);
+        assert_eq!([3, 5, 6, 8].map(|index| known.sum(2, index)), [70, 70, SUM_UNKNOWN, SUM_UNKNOWN]);
         assert_eq!(known.sum(1, 3), SUM_UNKNOWN);
         known.modified(blocks(first_block + 3, 2), |_| None);
-        assert_eq!([3, 4, 5].map(|place| known.sum(2, place)), [SUM_UNKNOWN, SUM_UNKNOWN, 70]);
+        assert_eq!([3, 4, 5].map(|index| known.sum(2, index)), [SUM_UNKNOWN, SUM_UNKNOWN, 70]);
         // A block that was modified since has no sum in a region that counts.
         sums.set(5, 71);
         known.keep(2, &sums, |_| true);
-        assert_eq!([4, 5].map(|place| known.sum(2, place)), [70, 70], "what was known stays");
+        assert_eq!([4, 5].map(|index| known.sum(2, index)), [70, 70], "what was known stays");
         known.forget();
         assert_eq!(known.sum(2, 5), SUM_UNKNOWN);
     }
@@ -104,10 +104,10 @@ mod tests {
     fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {
         let mut known = KnownRot::default();
         let mut sums = SumPage::unknown();
-        (3..7).for_each(|place| sums.set(place, 70));
+        (3..7).for_each(|index| sums.set(index, 70));
         known.keep(0, &sums, |_| true);
         known.modified(blocks(3, 3), |block| Some(if block == blocks(4, 1) { 71 } else { 70 }));
-        assert_eq!([3, 4, 5, 6].map(|place| known.sum(0, place)), [70, SUM_UNKNOWN, 70, 70]);
+        assert_eq!([3, 4, 5, 6].map(|index| known.sum(0, index)), [70, SUM_UNKNOWN, 70, 70]);
     }
 
     #[test]

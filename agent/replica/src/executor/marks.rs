@@ -1,8 +1,8 @@
 //! The sets of regions that the replica keeps, on the disk: see `shorthorn-regions`.
 //!
-//! A modification that has to be noted first waits in its slot. The pages that it needs are written when all
-//! requests that came together have been taken up, so that one write serves all of them. Requests that arrive
-//! during the write of a page share its next write.
+//! A modification that has to be recorded first waits in its slot. The pages that it needs are written when
+//! all requests that came together have been taken up, so that one write serves all of them. Requests that
+//! arrive during the write of a page share its next write.
 
 use std::io;
 
@@ -66,7 +66,7 @@ impl Marks {
         let mut shelf = Shelf { store, files: &mut files, owner };
         let Started { mut state, damages } = ReplicaState::start(&mut shelf, found)?;
         // Without it the number is too small, or one of Longhorn's: then Longhorn rebuilds the replica.
-        if let Err(error) = shelf.tell_revision(state.views()) {
+        if let Err(error) = shelf.store_revision(state.views()) {
             tracing::warn!(%error, "the revision counter for Longhorn could not be stored");
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
@@ -74,14 +74,14 @@ impl Marks {
         let mut summer = Summer::new(sums_file, sum_bytes_per_s)
             .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
         summer.load_lost(store)?;
-        let unsummed = state.keeper().keeps_sums().then_some(SetKey::Unsummed);
-        let missed = state.keeper().tracks();
-        for key in missed.iter().map(SetKey::Missed).chain([SetKey::Intent]).chain(unsummed) {
+        let unsummed = state.intent_log().keeps_sums().then_some(SetKey::Unsummed);
+        let out_of_sync = state.intent_log().tracks();
+        for key in out_of_sync.iter().map(SetKey::OutOfSync).chain([SetKey::Intent]).chain(unsummed) {
             if files.find(key).is_none() {
                 files.put(key, store.open_regions(key)?);
             }
         }
-        if state.keeper().has_lost_cache() {
+        if state.intent_log().has_lost_cache() {
             tracing::warn!(
                 "the host was restarted while this replica was open, or its disk has failed: until all regions that were \
                  written lately have been copied from another replica, or are known to be equal, others are preferred to it"
@@ -101,12 +101,12 @@ impl Marks {
 /// sum counts from now on. So it is if the file cannot be had: sums are worth less than a replica that
 /// starts.
 fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<BlockSumsFile>, ReplicaError> {
-    if state.keeper().keeps_sums() {
+    if state.intent_log().keeps_sums() {
         match store.open_block_sums() {
             Ok(file) => return Ok(Some(file)),
             Err(error) => {
                 tracing::warn!(%error, "sums of blocks are not kept: nothing guards data at rest");
-                state.keeper_mut().forget_unsummed();
+                state.intent_log_mut().forget_unsummed();
             }
         }
     }
@@ -126,9 +126,9 @@ fn look_at(
         true => SumsFound::Wanted(unsummed),
         false => SumsFound::Unwanted { has_file: unsummed.is_some() },
     };
-    let mut missed = Vec::new();
-    for replica in store.missed_files()? {
-        missed.push((replica, store.read_regions(SetKey::Missed(replica))?.unwrap_or_default()));
+    let mut out_of_sync = Vec::new();
+    for replica in store.out_of_sync_files()? {
+        out_of_sync.push((replica, store.read_regions(SetKey::OutOfSync(replica))?.unwrap_or_default()));
     }
     let info = store.info();
     Ok(Found {
@@ -137,11 +137,11 @@ fn look_at(
         regions: Regions::of(store.size_bytes()),
         epoch: info.epoch,
         intent: store.read_regions(SetKey::Intent)?,
-        missed,
+        out_of_sync,
         sums,
         holds_data: holds_data(store)?,
         lost_cache: info.lost_cache,
-        is_left_noted: info.has_left,
+        is_left_recorded: info.has_left,
         failures: info.failures,
     })
 }
@@ -149,7 +149,7 @@ fn look_at(
 impl Executor {
     /// Writes the files that the sets need once the volume has grown.
     pub(super) fn stage_grown(&self, regions: Regions) -> Result<Grown, StoreError> {
-        let sets = self.state.keeper().grown(regions);
+        let sets = self.state.intent_log().grown(regions);
         let grown = Grown { files: sets.files().collect(), sets };
         let staged = grown.files.iter().try_for_each(|(key, bytes)| self.store.stage_regions(*key, bytes));
         match staged {
@@ -169,7 +169,7 @@ impl Executor {
             let file = adopted.or_else(|_| self.store.make_regions(*key, bytes))?;
             self.marks.files.put(*key, file);
         }
-        self.state.keeper_mut().grow(grown.sets);
+        self.state.intent_log_mut().grow(grown.sets);
         self.marks.waiting.grown();
         Ok(())
     }
@@ -235,7 +235,7 @@ impl Executor {
             self.start(slot, ring);
         }
         self.marks.retried = retried;
-        while let Some(slot) = self.marks.waiting.next_durable_mark(self.state.keeper()) {
+        while let Some(slot) = self.marks.waiting.next_durable_mark(self.state.intent_log()) {
             self.finish(slot, Ok(()));
         }
     }
@@ -267,12 +267,12 @@ impl Executor {
 
     /// Writes all pages that have changed. Blocks; nothing is under way.
     pub(super) fn write_all_pages(&mut self) -> io::Result<()> {
-        let (keeper, files) = (self.state.keeper_mut(), &self.marks.files);
-        while let Some(write) = keeper.begin_write(true) {
+        let (intent_log, files) = (self.state.intent_log_mut(), &self.marks.files);
+        while let Some(write) = intent_log.begin_write(true) {
             let slot = write.slot;
             let written =
                 files.find(write.key).map_or(Ok(()), |file| file.write_page(write.page, write.bytes));
-            keeper.end_write(slot, written.is_ok());
+            intent_log.end_write(slot, written.is_ok());
             written?;
         }
         Ok(())

@@ -218,8 +218,8 @@ impl Executor {
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
-                // The regions are noted first: otherwise a crash would leave unknown differences between the
-                // replicas.
+                // The regions are recorded first: otherwise a crash would leave unknown differences between
+                // the replicas.
                 if self.admit(slot, range) {
                     // Not before: a request that is not admitted modifies nothing.
                     self.sums_follow(slot, range);
@@ -317,8 +317,8 @@ impl Executor {
     /// Returns the regions in which any layer has data, or had it when they were summed: a copy finds a
     /// vanished block only by its sum. See [`Store::allocated`], which bounds the time.
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
-        let keeper = self.state.keeper();
-        let summed = keeper.summed().converted(keeper.regions(), regions);
+        let intent_log = self.state.intent_log();
+        let summed = intent_log.summed().converted(intent_log.regions(), regions);
         self.store.allocated(regions, from, &summed)
     }
 
@@ -423,10 +423,10 @@ impl Executor {
         self.since.elapsed() >= FAILURES_FORGIVEN_AFTER
     }
 
-    /// Repeats writing the note of a failure that could not be stored: see [`ReplicaState::note_again`].
+    /// Repeats writing the record of a failure that could not be stored: see [`ReplicaState::retry_record`].
     /// Waits for the disk.
-    pub fn note_failure_again(&mut self) -> bool {
-        self.change(|state, disk| state.note_again(disk))
+    pub fn retry_record_of_failure(&mut self) -> bool {
+        self.change(|state, disk| state.retry_record(disk))
     }
 
     /// Returns the size of the volume.
@@ -441,7 +441,7 @@ impl Executor {
     pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
         if self.state.failure().is_some() {
-            self.note_failure_again();
+            self.retry_record_of_failure();
             return Ok(());
         }
         self.close_marks();

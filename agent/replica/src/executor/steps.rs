@@ -3,8 +3,8 @@
 use std::os::fd::RawFd;
 
 use shorthorn_regions::SetKey;
-use shorthorn_replica_core::{Disk, Fault, Noted, Step, is_final, revision_counter};
-use shorthorn_store::{LossNote, RegionFile, Store};
+use shorthorn_replica_core::{Disk, DurableStep, Fault, RecordOutcome, is_final, revision_counter};
+use shorthorn_store::{LossRecord, RegionFile, Store};
 use shorthorn_types::Errno;
 use shorthorn_views::ReplicaViews;
 
@@ -66,14 +66,14 @@ pub(crate) struct Shelf<'a> {
 impl Disk for Shelf<'_> {
     type Error = ReplicaError;
 
-    fn perform(&mut self, step: Step<'_>) -> Result<(), ReplicaError> {
+    fn perform(&mut self, step: DurableStep<'_>) -> Result<(), ReplicaError> {
         match step {
-            Step::SaveViews(views) => {
+            DurableStep::SaveViews(views) => {
                 // The counter comes first: a number that is ahead does no harm, because the replica is in all
                 // of these views. A number that is behind makes Longhorn rebuild the replica, which costs
                 // less than a view that is not stored. Any other error of the disk is reported once, and may
                 // be about other data.
-                if let Err(error) = self.tell_revision(views) {
+                if let Err(error) = self.store_revision(views) {
                     if is_final(error.errno()) {
                         return Err(error);
                     }
@@ -81,12 +81,12 @@ impl Disk for Shelf<'_> {
                 }
                 self.store.save_state(&self.owner.with_views(views)?)?;
             }
-            Step::MakeSet(key, bytes) => {
+            DurableStep::MakeSet(key, bytes) => {
                 let file = self.store.make_regions(key, bytes)?;
                 tracing::info!("the set of regions '{key}' is kept from now on");
                 self.files.put(key, file);
             }
-            Step::RemoveSet(key) => match self.store.remove_regions(key) {
+            DurableStep::RemoveSet(key) => match self.store.remove_regions(key) {
                 Ok(()) => {
                     tracing::info!("the set of regions '{key}' is no longer kept");
                     self.files.remove(key);
@@ -96,20 +96,20 @@ impl Disk for Shelf<'_> {
                     return Err(error.into());
                 }
             },
-            Step::NoteMadeUpFor => match self.store.cache_made_up_for() {
+            DurableStep::RecordMadeUpFor => match self.store.cache_made_up_for() {
                 Ok(()) => tracing::info!("the data that the page cache lost has been restored"),
                 Err(error) => {
                     tracing::warn!(%error, "cannot record that lost data has been restored");
                     return Err(error.into());
                 }
             },
-            Step::NoteLeft => {
+            DurableStep::RecordLeft => {
                 self.store.set_left(true)?;
                 tracing::info!(
                     "the replica is not in the view of its volume: volume.meta tells Longhorn that it lacks data"
                 );
             }
-            Step::NoteJoined => {
+            DurableStep::RecordRejoined => {
                 self.store.set_left(false)?;
                 tracing::info!(
                     "the replica is in the view of its volume: volume.meta tells Longhorn that it is whole"
@@ -119,18 +119,18 @@ impl Disk for Shelf<'_> {
         Ok(())
     }
 
-    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+    fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome {
         let is_first = !self.store.has_lost_cache_now();
-        match self.store.note_lost_cache(in_a_row) {
-            Ok(LossNote::Written) => Noted::Counted,
-            Ok(LossNote::FileRemoved | LossNote::Elsewhere) => Noted::Uncounted,
+        match self.store.record_lost_cache(in_a_row) {
+            Ok(LossRecord::Written) => RecordOutcome::Counted,
+            Ok(LossRecord::FileRemoved | LossRecord::Elsewhere) => RecordOutcome::Uncounted,
             Err(error) if is_first => {
-                tracing::error!(%error, "that data may be gone could not be noted");
-                Noted::Not
+                tracing::error!(%error, "that data may be gone could not be recorded");
+                RecordOutcome::Not
             }
             Err(error) => {
-                tracing::debug!(%error, "that data may be gone could not be noted");
-                Noted::Not
+                tracing::debug!(%error, "that data may be gone could not be recorded");
+                RecordOutcome::Not
             }
         }
     }
@@ -138,7 +138,7 @@ impl Disk for Shelf<'_> {
 
 impl Shelf<'_> {
     /// Reports to Longhorn how new the replica is.
-    pub(super) fn tell_revision(&mut self, views: &ReplicaViews) -> Result<(), ReplicaError> {
+    pub(super) fn store_revision(&mut self, views: &ReplicaViews) -> Result<(), ReplicaError> {
         match revision_counter(self.owner.replica, views) {
             Some(counter) => Ok(self.store.set_revision_counter(counter)?),
             None => Ok(()),

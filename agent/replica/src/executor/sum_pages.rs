@@ -39,7 +39,7 @@ pub(super) enum Found {
     /// The page has to be read into this place.
     Load(usize),
     /// No place is free before something ends that is under way.
-    NoPlace,
+    Full,
 }
 
 /// See the module.
@@ -65,7 +65,7 @@ impl SumPages {
             return if self.entries[at].state == State::Loading { Found::Loading } else { Found::Here(at) };
         }
         let free = self.entries.iter().enumerate().filter(|(_, entry)| entry.state == State::Ready);
-        let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return Found::NoPlace };
+        let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return Found::Full };
         let entry = &mut self.entries[at];
         (entry.number, entry.state, entry.used) = (Some(number), State::Loading, self.clock);
         entry.sums.clear();
@@ -166,7 +166,7 @@ mod tests {
         for number in 1..SUM_PAGES as u64 {
             assert!(matches!(pages.find(number), Found::Load(_)));
         }
-        assert_eq!(pages.find(100), Found::NoPlace);
+        assert_eq!(pages.find(100), Found::Full);
         assert_eq!(pages.find(0), Found::Here(at), "it can be used while it is written");
         assert!(pages.written(at, true));
         assert_eq!(pages.find(100), Found::Load(at));

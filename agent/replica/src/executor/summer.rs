@@ -68,7 +68,7 @@ pub(crate) struct Summer {
     checks: usize,
     /// Times that a request has met blocks that are not as they were stored.
     rotten: u64,
-    are_pages_told: bool,
+    are_pages_reported: bool,
     /// Regions were summed since the set was written last.
     has_news: bool,
 }
@@ -81,13 +81,13 @@ struct Job {
     end_bytes: u64,
     /// The number of bytes read.
     read_bytes: u64,
-    step: Step,
+    step: SummingStep,
     /// True if the result is not needed any more.
     is_void: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
+enum SummingStep {
     /// The next piece is to be read.
     Next,
     /// A piece is being read.
@@ -122,7 +122,7 @@ impl Summer {
             retried: Vec::with_capacity(SLOTS),
             checks: 0,
             rotten: 0,
-            are_pages_told: false,
+            are_pages_reported: false,
             has_news: false,
         })
     }
@@ -169,15 +169,15 @@ impl Executor {
             return self.drop_job();
         }
         while let Some(job) = self.summer.job {
-            if job.is_void && !matches!(job.step, Step::Reading | Step::Writing) {
+            if job.is_void && !matches!(job.step, SummingStep::Reading | SummingStep::Writing) {
                 self.end_job(job);
                 return;
             }
             let goes_on = match job.step {
-                Step::Next => self.read_next(job, ring),
-                Step::Read(outcome) => self.take_piece(job, outcome),
-                Step::Page { number } => self.write_sums(number, ring),
-                Step::Reading | Step::Writing => false,
+                SummingStep::Next => self.read_next(job, ring),
+                SummingStep::Read(outcome) => self.take_piece(job, outcome),
+                SummingStep::Page { number } => self.write_sums(number, ring),
+                SummingStep::Reading | SummingStep::Writing => false,
             };
             if !goes_on {
                 return;
@@ -193,7 +193,8 @@ impl Executor {
 
     /// Drops the job, because the replica has failed, or sums are not kept any more.
     fn drop_job(&mut self) {
-        if self.summer.job.is_some_and(|job| !matches!(job.step, Step::Reading | Step::Writing)) {
+        if self.summer.job.is_some_and(|job| !matches!(job.step, SummingStep::Reading | SummingStep::Writing))
+        {
             self.summer.job = None;
         }
         self.summer.next_at = None;
@@ -207,10 +208,10 @@ impl Executor {
         if let Some(from) = self.summer.search_from {
             return self.search(from);
         }
-        let keeper = self.state.keeper();
-        let next = keeper.next_to_sum(self.summer.cursor).or_else(|| keeper.next_to_sum(0));
+        let intent_log = self.state.intent_log();
+        let next = intent_log.next_to_sum(self.summer.cursor).or_else(|| intent_log.next_to_sum(0));
         let Some(region) = next else {
-            self.summer.next_at = keeper.wants_sums().then(|| Instant::now() + SUM_LOOK_INTERVAL);
+            self.summer.next_at = intent_log.wants_sums().then(|| Instant::now() + SUM_LOOK_INTERVAL);
             if std::mem::take(&mut self.summer.has_news) {
                 // Sums made before count after the end of the process too.
                 self.write_stale_pages(ring);
@@ -221,7 +222,7 @@ impl Executor {
         if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
             return self.summer.next_at = Some(Instant::now() + SUM_SPACE_INTERVAL);
         }
-        let regions = self.state.keeper().regions();
+        let regions = self.state.intent_log().regions();
         let bytes = regions.range(region);
         // The run has as many regions as share a page, or one that has several pages.
         let page_end = (bytes.offset() / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES;
@@ -232,21 +233,22 @@ impl Executor {
         // The engine has said that nothing is in flight there; it costs little to look.
         let is_modified =
             self.works.iter().any(|work| is_modification(work.header.opcode) && work.blocks.overlaps(unit));
-        if is_modified || !self.state.keeper_mut().begin_sums(run) {
+        if is_modified || !self.state.intent_log_mut().begin_sums(run) {
             return self.summer.pause(unit.length(), true);
         }
         self.summer.fresh.clear();
         let (at_bytes, end_bytes) = (unit.offset(), unit.end());
-        self.summer.job = Some(Job { at_bytes, end_bytes, read_bytes: 0, step: Step::Next, is_void: false });
+        self.summer.job =
+            Some(Job { at_bytes, end_bytes, read_bytes: 0, step: SummingStep::Next, is_void: false });
     }
 
     /// Searches the regions that hold data, which are unknown at the start.
     fn search(&mut self, from: u32) {
-        let regions = self.state.keeper().regions();
+        let regions = self.state.intent_log().regions();
         match self.store.allocated(regions, from, &RegionSet::empty(regions.count())) {
             Ok((runs, next)) => {
                 for (first, count) in runs {
-                    self.state.keeper_mut().want_sums(first..first + count);
+                    self.state.intent_log_mut().want_sums(first..first + count);
                 }
                 self.summer.search_from = next;
                 self.summer.next_at = Some(Instant::now() + SUM_SEARCH_PAUSE);
@@ -262,7 +264,7 @@ impl Executor {
         self.in_flight > self.summer.in_flight
     }
 
-    fn set_step(&mut self, step: Step) {
+    fn set_step(&mut self, step: SummingStep) {
         if let Some(job) = &mut self.summer.job {
             job.step = step;
         }
@@ -276,14 +278,14 @@ impl Executor {
             if let Some(job) = &mut self.summer.job {
                 job.at_bytes = page_end;
             }
-            self.set_step(Step::Page { number });
+            self.set_step(SummingStep::Page { number });
             return true;
         };
         if let Some(job) = &mut self.summer.job {
             job.at_bytes = piece.end();
             job.read_bytes += piece.length();
         }
-        self.set_step(Step::Reading);
+        self.set_step(SummingStep::Reading);
         let length_bytes = u32::try_from(piece.length()).unwrap_or(0);
         self.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
         if let Err(errno) = self.start_read(SUM_SLOT, piece, ring) {
@@ -295,19 +297,19 @@ impl Executor {
     /// Returns the next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has
     /// anything need none.
     fn next_sum_piece(&mut self, from_bytes: u64, end_bytes: u64) -> Option<ByteRange> {
-        let regions = self.state.keeper().regions();
+        let regions = self.state.intent_log().regions();
         let mut at = from_bytes;
         while at < end_bytes {
             let range = ByteRange::new(at, end_bytes - at).ok()?;
             let region = regions.touched(range).start;
             let part_end = regions.range(region).end().min(end_bytes).min(at + SUM_PIECE_BYTES);
             let part = ByteRange::new(at, part_end - at).ok()?;
-            if self.state.keeper().is_being_summed(region) {
+            if self.state.intent_log().is_being_summed(region) {
                 let is_whole = part == regions.range(region);
                 if !is_whole || self.holds_anything(part) {
                     return Some(part);
                 }
-                self.state.keeper_mut().need_no_sums(region..region + 1);
+                self.state.intent_log_mut().need_no_sums(region..region + 1);
             }
             at = part_end;
         }
@@ -325,14 +327,14 @@ impl Executor {
 
     /// Handles the end of the read of a piece.
     pub(super) fn sum_read(&mut self, outcome: Outcome) {
-        self.set_step(Step::Read(outcome));
+        self.set_step(SummingStep::Read(outcome));
     }
 
     /// Makes the sums of a piece that was read.
     fn take_piece(&mut self, job: Job, outcome: Outcome) -> bool {
         if job.is_void || outcome.is_err() {
             // Unreadable blocks have no sums; a scrub finds them.
-            self.state.keeper_mut().end_sums(false);
+            self.state.intent_log_mut().end_sums(false);
             self.end_job(job);
             return false;
         }
@@ -341,7 +343,7 @@ impl Executor {
             let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
             self.summer.fresh.set(number_in_page(block), sum);
         }
-        self.set_step(Step::Next);
+        self.set_step(SummingStep::Next);
         true
     }
 
@@ -366,7 +368,7 @@ impl Executor {
         ring.write(fd, pages.buf(at), number * SUM_PAGE_BYTES as u64, true, token);
         self.summer.in_flight += 1;
         self.in_flight += 1;
-        self.set_step(Step::Writing);
+        self.set_step(SummingStep::Writing);
         false
     }
 
@@ -382,17 +384,17 @@ impl Executor {
             // The page was to be durable: the reported error may be about other data.
             self.fail(&format!("sums of blocks could not be stored: {errno}"));
         }
-        if let Some(job) = self.summer.job.filter(|job| job.step == Step::Writing) {
+        if let Some(job) = self.summer.job.filter(|job| job.step == SummingStep::Writing) {
             if !well || !is_wanted || job.is_void {
-                self.state.keeper_mut().end_sums(false);
+                self.state.intent_log_mut().end_sums(false);
                 self.end_job(job);
                 if !well {
                     self.summer.next_at = Some(Instant::now() + SUM_SPACE_INTERVAL);
                 }
             } else if job.at_bytes < job.end_bytes {
-                self.set_step(Step::Next);
+                self.set_step(SummingStep::Next);
             } else {
-                self.state.keeper_mut().end_sums(true);
+                self.state.intent_log_mut().end_sums(true);
                 self.summer.has_news = true;
                 self.end_job(job);
             }
@@ -411,7 +413,7 @@ impl Executor {
         let fd = self.summer.fd()?;
         match self.summer.pages.find(number) {
             Found::Here(at) => Some(at),
-            Found::Loading | Found::NoPlace => None,
+            Found::Loading | Found::Full => None,
             Found::Load(at) => {
                 let token = sums_token(kind::SUMS_READ, at);
                 ring.read(fd, self.summer.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
@@ -435,20 +437,20 @@ impl Executor {
     /// Handles a page without valid sums: a crash has torn it, it is damaged, or it was never written. Its
     /// regions are summed again.
     fn sums_are_unknown(&mut self, number: u64) {
-        let regions = self.state.keeper().regions();
+        let regions = self.state.intent_log().regions();
         let start = number * SUM_PAGE_SPAN_BYTES;
         let length = SUM_PAGE_SPAN_BYTES.min(regions.size_bytes().saturating_sub(start));
         let Ok(span) = ByteRange::new(start, length) else { return };
         let mut count = 0;
         for region in regions.touched(span) {
-            if self.state.keeper().is_summed(region) {
-                self.state.keeper_mut().unsum(region..region + 1);
+            if self.state.intent_log().is_summed(region) {
+                self.state.intent_log_mut().unsum(region..region + 1);
                 count += 1;
             }
         }
         if count > 0 {
             self.summer.next_at.get_or_insert_with(Instant::now);
-            if !std::mem::replace(&mut self.summer.are_pages_told, true) {
+            if !std::mem::replace(&mut self.summer.are_pages_reported, true) {
                 tracing::warn!(regions = count, %span, "block checksums are damaged or torn by a crash, and \
                  are recomputed; further ones are not logged");
             }
@@ -467,8 +469,8 @@ impl Executor {
         self.summer.pages.forget();
         self.summer.known.forget();
         self.void_job();
-        let regions = self.state.keeper().regions();
-        self.state.keeper_mut().unsum(0..regions.count());
+        let regions = self.state.intent_log().regions();
+        self.state.intent_log_mut().unsum(0..regions.count());
         match self.store.open_block_sums() {
             Ok(file) => {
                 self.summer.file = Some(file);
@@ -478,7 +480,7 @@ impl Executor {
             Err(error) => {
                 tracing::warn!(%error, "block checksums are off: rot on the disk is not detected until the \
                  replica restarts");
-                self.state.keeper_mut().forget_unsummed();
+                self.state.intent_log_mut().forget_unsummed();
                 let forgotten = self.store.forget_block_sums();
                 if let Err(error) = &forgotten {
                     self.fail(&format!("sums of blocks that do not count could not be forgotten: {error}"));
@@ -500,7 +502,7 @@ impl Executor {
 
     /// Drops the running sum, because its data has changed.
     pub(super) fn void_job(&mut self) {
-        self.state.keeper_mut().end_sums(false);
+        self.state.intent_log_mut().end_sums(false);
         if let Some(job) = &mut self.summer.job {
             job.is_void = true;
         }
@@ -629,13 +631,13 @@ impl Executor {
     /// Returns the pages with the sums of the blocks in the slot.
     fn pages_for(&self, slot: u16) -> impl Iterator<Item = u64> + use<'_> {
         let blocks = self.work(slot).blocks;
-        let keeper = self.state.keeper();
+        let intent_log = self.state.intent_log();
         let pages = blocks.offset() / SUM_PAGE_SPAN_BYTES..blocks.end().div_ceil(SUM_PAGE_SPAN_BYTES);
         pages.filter(move |page| {
             let start = (page * SUM_PAGE_SPAN_BYTES).max(blocks.offset());
             let end = ((page + 1) * SUM_PAGE_SPAN_BYTES).min(blocks.end());
             let part = ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY);
-            keeper.regions().touched(part).any(|region| keeper.is_summed(region))
+            intent_log.regions().touched(part).any(|region| intent_log.is_summed(region))
         })
     }
 
@@ -709,9 +711,9 @@ impl Executor {
 
     /// Returns true if the sum of the block counts.
     fn is_summed(&self, block: ByteRange) -> bool {
-        let keeper = self.state.keeper();
-        let mut regions = keeper.regions().touched(block);
-        !regions.is_empty() && regions.all(|region| keeper.is_summed(region))
+        let intent_log = self.state.intent_log();
+        let mut regions = intent_log.regions().touched(block);
+        !regions.is_empty() && regions.all(|region| intent_log.is_summed(region))
     }
 
     /// Remembers the rot that the sums of a region show. The repair of a block removes all sums of its

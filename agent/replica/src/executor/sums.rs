@@ -25,7 +25,7 @@ pub(super) struct Sums {
     /// The sums that are kept.
     kept: Option<(String, Option<LayerSums>)>,
     /// The sums to keep, as far as received; none if the layer is too large for that.
-    told: Option<(String, Option<LayerSums>)>,
+    received: Option<(String, Option<LayerSums>)>,
 }
 
 impl Sums {
@@ -148,13 +148,14 @@ impl Executor {
         let KeepSums { image, is_first, is_last, first_piece, sums } = message;
         let layer_bytes = self.store.snapshot_layer_bytes(image).ok_or_else(|| no_layer(image))?;
         if *is_first {
-            self.sums.told = Some((image.clone(), LayerSums::new(layer_bytes, PIECE_BYTES, EMPTY_SUM)));
+            self.sums.received = Some((image.clone(), LayerSums::new(layer_bytes, PIECE_BYTES, EMPTY_SUM)));
         }
-        let Some((_, told)) = self.sums.told.as_mut().filter(|(told, _)| told == image) else {
+        let Some((_, received)) = self.sums.received.as_mut().filter(|(received, _)| received == image)
+        else {
             return Err(no_layer(image));
         };
-        let Some(told) = told else { return Ok(()) };
-        let places = told.sums.iter_mut().skip(*first_piece as usize);
+        let Some(received) = received else { return Ok(()) };
+        let places = received.sums.iter_mut().skip(*first_piece as usize);
         if sums.len() > KeepSums::SUMS_MAX || places.len() < sums.len() {
             return Err(ReplicaError::Sums {
                 image: image.clone(),
@@ -163,17 +164,17 @@ impl Executor {
             });
         }
         places.zip(sums).for_each(|(place, sum)| *place = *sum);
-        if *is_last { self.save_told(image) } else { Ok(()) }
+        if *is_last { self.save_received(image) } else { Ok(()) }
     }
 
-    fn save_told(&mut self, image: &str) -> Result<(), ReplicaError> {
-        let told = self.sums.told.take().and_then(|(_, told)| told);
-        let Some(told) = told else { return Ok(()) };
-        let is_known = self.kept_sums(image)?.is_some_and(|kept| *kept == told);
+    fn save_received(&mut self, image: &str) -> Result<(), ReplicaError> {
+        let received = self.sums.received.take().and_then(|(_, received)| received);
+        let Some(received) = received else { return Ok(()) };
+        let is_known = self.kept_sums(image)?.is_some_and(|kept| *kept == received);
         self.sums.forget();
         if !is_known {
-            self.store.save_sums(image, &told)?;
-            tracing::info!(image, pieces = told.sums.len(), "the sums of a snapshot are kept");
+            self.store.save_sums(image, &received)?;
+            tracing::info!(image, pieces = received.sums.len(), "the sums of a snapshot are kept");
         }
         Ok(())
     }
@@ -215,9 +216,9 @@ impl Executor {
     /// The sums of the regions of `range` do not count any more, durably. False if that could not be done:
     /// then all sums have to be forgotten. Waits for the disk.
     fn end_sums_in(&mut self, range: ByteRange) -> bool {
-        let keeper = self.state.keeper_mut();
-        let regions = keeper.regions().touched(range);
-        keeper.unsum(regions);
+        let intent_log = self.state.intent_log_mut();
+        let regions = intent_log.regions().touched(range);
+        intent_log.unsum(regions);
         self.sum_soon();
         // A page that the ring still writes could overtake those that are written here.
         self.marks.is_idle() && self.write_all_pages().is_ok()

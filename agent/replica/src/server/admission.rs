@@ -4,7 +4,7 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 
 use shorthorn_control::Status;
-use shorthorn_replica_core::{Displaced, Place, Ready, Why};
+use shorthorn_replica_core::{QueueId, Ready, Superseded, Why};
 use shorthorn_types::{Errno, Generation};
 use shorthorn_views::{Fence, Refused};
 use shorthorn_wire::{Refusal, Welcome, encode_text};
@@ -18,23 +18,28 @@ impl Server {
     /// Handles an engine that has proven its identity. A lower generation is refused. A higher one is stored
     /// first, and older connections are closed. The engine is admitted after the requests of these have
     /// ended: see [`Admission`](shorthorn_replica_core::Admission).
-    pub(super) fn admit(&mut self, place: Place, candidate: Candidate) {
+    pub(super) fn admit(&mut self, queue_id: QueueId, candidate: Candidate) {
         if self.stopping {
-            return self.refuse(place, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
+            return self.refuse(
+                queue_id,
+                candidate,
+                Errno::SHUTDOWN,
+                "the replica is being stopped".to_owned(),
+            );
         }
-        if self.executor.asked_by(place.generation) {
+        if self.executor.asked_by(queue_id.generation) {
             self.publish_failure();
         }
         if let Some(message) = self.failed() {
-            return self.refuse(place, candidate, Errno::IO, message);
+            return self.refuse(queue_id, candidate, Errno::IO, message);
         }
-        if let Err(error) = self.executor.change(|state, disk| state.fence(disk, place.generation)) {
+        if let Err(error) = self.executor.change(|state, disk| state.fence(disk, queue_id.generation)) {
             tracing::warn!(peer = candidate.peer, %error, "engine refused");
-            return self.refuse(place, candidate, error.errno(), error.to_string());
+            return self.refuse(queue_id, candidate, error.errno(), error.to_string());
         }
         self.publish_views();
-        let displaced = self.admission.arrive(place, candidate);
-        self.displace(displaced, "a newer connection has come");
+        let superseded = self.admission.arrive(queue_id, candidate);
+        self.close_superseded(superseded, "a newer connection has come");
         self.welcome_ready();
     }
 
@@ -46,24 +51,24 @@ impl Server {
             Ok(Fence::Same) => return,
             Err(error) => return tracing::warn!(%generation, %error, "older engines could not be fenced"),
         }
-        let displaced = self.admission.fence(generation);
-        self.displace(displaced, "older engines are fenced");
+        let superseded = self.admission.fence(generation);
+        self.close_superseded(superseded, "older engines are fenced");
         self.publish_views();
     }
 
-    fn displace(&mut self, displaced: Displaced<u16, Candidate>, reason: &str) {
-        for index in displaced.close {
+    fn close_superseded(&mut self, superseded: Superseded<u16, Candidate>, reason: &str) {
+        for index in superseded.close {
             self.end(index, reason);
         }
-        for (place, candidate, why) in displaced.refuse {
+        for (queue_id, candidate, why) in superseded.refuse {
             let (errno, message) = match why {
-                Why::Fenced => (Errno::NOT_PERMITTED, self.fenced(place).to_string()),
+                Why::Fenced => (Errno::NOT_PERMITTED, self.fenced(queue_id).to_string()),
                 Why::QueueAgain => {
                     (Errno::NOT_PERMITTED, "its queue has opened a newer connection".to_owned())
                 }
                 Why::TooMany => (Errno::new(libc::EAGAIN), "too many connections are waiting".to_owned()),
             };
-            self.refuse(place, candidate, errno, message);
+            self.refuse(queue_id, candidate, errno, message);
         }
     }
 
@@ -72,8 +77,8 @@ impl Server {
         self.executor.failure().map(|failure| format!("the replica has failed: {}", failure.outlook()))
     }
 
-    fn fenced(&self, place: Place) -> Refused {
-        Refused::Fenced { asked: place.generation, holder: self.executor.state().views().generation() }
+    fn fenced(&self, queue_id: QueueId) -> Refused {
+        Refused::Fenced { asked: queue_id.generation, holder: self.executor.state().views().generation() }
     }
 
     /// Admits all candidates that no older connection blocks.
@@ -83,34 +88,34 @@ impl Server {
             && let Some(ready) = self.admission.next_ready(failed.is_some())
         {
             match ready {
-                Ready::Welcome(place, candidate) => self.welcome(free, place, candidate),
-                Ready::Refuse(place, candidate) => {
-                    self.refuse(place, candidate, Errno::IO, failed.clone().unwrap_or_default());
+                Ready::Welcome(queue_id, candidate) => self.welcome(free, queue_id, candidate),
+                Ready::Refuse(queue_id, candidate) => {
+                    self.refuse(queue_id, candidate, Errno::IO, failed.clone().unwrap_or_default());
                 }
             }
         }
     }
 
-    fn welcome(&mut self, index: usize, place: Place, candidate: Candidate) {
+    fn welcome(&mut self, index: usize, queue_id: QueueId, candidate: Candidate) {
         let Candidate { socket, hello, session, peer } = candidate;
         let welcome = Welcome {
             run: self.run,
             size_bytes: self.executor.size_bytes(),
             report: self.executor.state().views().report().clone(),
-            lost_cache: self.executor.state().keeper().has_lost_cache(),
+            lost_cache: self.executor.state().intent_log().has_lost_cache(),
             rebuilding: self.executor.is_rebuilding(),
-            tracks: self.executor.state().keeper().tracks(),
-            stamp: self.executor.state().keeper().stamp(),
+            tracks: self.executor.state().intent_log().tracks(),
+            stamp: self.executor.state().intent_log().stamp(),
         };
         let (header, text) = encode_text(hello.response(Ok(())), &session.prove_welcome(&welcome));
-        tracing::info!(generation = %place.generation, queue = place.queue, peer, "connection opened");
+        tracing::info!(generation = %queue_id.generation, queue = queue_id.queue, peer, "connection opened");
         let number = u16::try_from(index).unwrap_or(u16::MAX);
         let mut connection = Connection::new(socket, session, peer, number);
         // The stream is empty: it has room for one frame.
         let sent = connection.stream.send_owned(&header.encode(), text);
         connection.stream.arm(&mut self.ring);
         self.connections[index] = Some(connection);
-        self.admission.open(number, place);
+        self.admission.open(number, queue_id);
         if let Err(error) = sent {
             self.end(number, error);
         }
@@ -118,9 +123,9 @@ impl Server {
 
     /// Answers the hello with a refusal. The socket is new and its buffer empty, so the refusal fits, and the
     /// call does not wait; otherwise the engine sees only the end of the connection.
-    pub(super) fn refuse(&self, place: Place, candidate: Candidate, errno: Errno, message: String) {
+    pub(super) fn refuse(&self, queue_id: QueueId, candidate: Candidate, errno: Errno, message: String) {
         let generation = self.executor.state().views().generation();
-        let holder = (place.generation < generation).then(|| candidate.session.prove_holder(generation));
+        let holder = (queue_id.generation < generation).then(|| candidate.session.prove_holder(generation));
         let frame = refusal_frame(&candidate.hello, errno, &Refusal { message, holder });
         let mut socket = UnixStream::from(candidate.socket);
         let written = socket.set_nonblocking(true).and_then(|()| socket.write_all(&frame));

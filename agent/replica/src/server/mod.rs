@@ -112,7 +112,7 @@ impl Server {
             if !self.stopping {
                 self.executor.sum(&mut self.ring);
             }
-            self.settle();
+            self.advance_connections();
             if ticks && last_tick.elapsed() >= TICK {
                 last_tick = Instant::now();
                 self.tick();
@@ -153,7 +153,7 @@ impl Server {
         self.inbox.arm(&mut self.ring, WAKE_TOKEN);
         while let Some(message) = self.inbox.next() {
             match message {
-                Message::Candidate(place, candidate) => self.admit(place, *candidate),
+                Message::Candidate(queue_id, candidate) => self.admit(queue_id, *candidate),
                 Message::Fence(generation) => self.fence(generation),
                 Message::Stop => self.stop(),
             }
@@ -165,8 +165,8 @@ impl Server {
     fn stop(&mut self) {
         tracing::info!("stopping");
         self.stopping = true;
-        for (place, candidate) in self.admission.take_candidates().collect::<Vec<_>>() {
-            self.refuse(place, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
+        for (queue_id, candidate) in self.admission.take_candidates().collect::<Vec<_>>() {
+            self.refuse(queue_id, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
         }
         for index in self.connection_indices() {
             self.end(index, "the replica is being stopped");
@@ -181,20 +181,21 @@ impl Server {
         self.connections.get_mut(usize::from(index))?.as_mut()
     }
 
-    /// Gives the connection up. It is removed when all of its operations have ended; see [`Server::settle`].
+    /// Gives the connection up. It is removed when all of its operations have ended; see
+    /// [`Server::advance_connections`].
     fn end(&mut self, index: u16, why: impl std::fmt::Display) {
-        let place = self.admission.place(index);
+        let queue_id = self.admission.queue_id(index);
         let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else { return };
         connection.ending = true;
         connection.stream.shutdown();
-        let (generation, queue) = place.map(|place| (place.generation, place.queue)).unzip();
+        let (generation, queue) = queue_id.map(|queue_id| (queue_id.generation, queue_id.queue)).unzip();
         let generation = generation.map(tracing::field::display);
         tracing::info!(generation, queue, peer = connection.peer, "connection closed: {why}");
         self.slots.forget(index);
     }
 
     /// Removes ended connections, admits the candidates that waited for them, and starts the sends.
-    fn settle(&mut self) {
+    fn advance_connections(&mut self) {
         let mut removed = false;
         for index in self.connection_indices() {
             removed |= self.remove_ended(index);
@@ -255,7 +256,7 @@ impl Server {
         self.look_at_failure();
     }
 
-    /// Notes a failure that could not be noted, and reports when earlier ones do not count any more.
+    /// Records a failure that could not be recorded, and reports when earlier ones do not count any more.
     fn look_at_failure(&mut self) {
         if self.failed_at.is_none() && !self.is_forgiven && self.executor.has_served_long() {
             self.is_forgiven = true;
@@ -266,7 +267,7 @@ impl Server {
             });
         }
         // The disk may hang: an engine that is connected is answered all the same.
-        if self.failed_at.is_some() && self.is_quiet() && self.executor.note_failure_again() {
+        if self.failed_at.is_some() && self.is_quiet() && self.executor.retry_record_of_failure() {
             tracing::warn!("recorded that data may be gone");
             self.failed_at = Some(Instant::now());
             self.publish_failure();

@@ -154,7 +154,7 @@ impl Server {
     /// Returns the generation of the engine at the other end of a connection.
     pub(super) fn generation_of(&self, index: u16) -> Generation {
         // A connection that is gone has none, and all of its requests are refused.
-        self.admission.place(index).map_or(Generation::NEVER, |place| place.generation)
+        self.admission.queue_id(index).map_or(Generation::NEVER, |queue_id| queue_id.generation)
     }
 
     /// Answers a control frame with a text.

@@ -60,11 +60,11 @@ impl Server {
     pub(super) fn take_regions(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
         let regions = match query.size_bytes {
-            0 => self.executor.state().keeper().regions(),
+            0 => self.executor.state().intent_log().regions(),
             size_bytes => Regions::of(size_bytes),
         };
         let kept = |key| {
-            let page = self.executor.state().keeper().page_for(key, query.from, regions);
+            let page = self.executor.state().intent_log().page_for(key, query.from, regions);
             page.map_or(RegionsPage::NONE, |page| RegionsPage {
                 kept: true,
                 runs: page.runs,
@@ -74,7 +74,7 @@ impl Server {
         };
         let page = match query.of {
             RegionsOf::Intent => Ok(kept(SetKey::Intent)),
-            RegionsOf::Missed(replica) => Ok(kept(SetKey::Missed(replica))),
+            RegionsOf::OutOfSync(replica) => Ok(kept(SetKey::OutOfSync(replica))),
             RegionsOf::Allocated => self
                 .executor
                 .allocated(regions, query.from)

@@ -97,8 +97,8 @@ impl SumPage {
 
     /// Sets the sum of a block.
     pub fn set(&mut self, block: usize, sum: u32) {
-        if let Some(place) = self.0.get_mut(block) {
-            *place = sum;
+        if let Some(entry) = self.0.get_mut(block) {
+            *entry = sum;
         }
     }
 
@@ -121,8 +121,8 @@ impl SumPage {
         out[12..16].copy_from_slice(&BLOCKS_FIELD.to_le_bytes());
         out[16..24].copy_from_slice(&number.to_le_bytes());
         out[24..32].copy_from_slice(&series.to_le_bytes());
-        for (place, sum) in out[SUMS_AT..].chunks_exact_mut(SUM_BYTES).zip(self.0.iter()) {
-            place.copy_from_slice(&sum.to_le_bytes());
+        for (entry, sum) in out[SUMS_AT..].chunks_exact_mut(SUM_BYTES).zip(self.0.iter()) {
+            entry.copy_from_slice(&sum.to_le_bytes());
         }
         let check = crc32c::crc32c(out);
         out[CHECK_AT..CHECK_AT + 4].copy_from_slice(&check.to_le_bytes());
@@ -142,8 +142,8 @@ impl SumPage {
         if !is_this || head(CHECK_AT, 4) != check_of(bytes).to_le_bytes() {
             return false;
         }
-        for (sum, place) in self.0.iter_mut().zip(bytes[SUMS_AT..].chunks_exact(SUM_BYTES)) {
-            *sum = u32::from_le_bytes([place[0], place[1], place[2], place[3]]);
+        for (sum, entry) in self.0.iter_mut().zip(bytes[SUMS_AT..].chunks_exact(SUM_BYTES)) {
+            *sum = u32::from_le_bytes([entry[0], entry[1], entry[2], entry[3]]);
         }
         true
     }

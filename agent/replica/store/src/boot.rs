@@ -6,8 +6,8 @@
 //!
 //! A file that is damaged may have said that data is gone: then it counts as if it had.
 //!
-//! The kernel discards data that it could not write, and reports that once. So a failure is noted here when
-//! it is reported: the next process, in the same boot, would not notice. The note includes the number of
+//! The kernel discards data that it could not write, and reports that once. So a failure is recorded here
+//! when it is reported: the next process, in the same boot, would not notice. The note includes the number of
 //! failures in a row, by which the caller decides how soon the next process is started. A file system that
 //! has given up takes no note: then it is made outside of the directory, and needs to last only as long as
 //! the boot of the host.
@@ -37,20 +37,20 @@ pub(crate) struct Boot {
     /// True if the loss happened in this process: nothing here makes up for it.
     #[serde(skip)]
     is_lost_now: bool,
-    /// See [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
+    /// See [`OpenOptions::loss_record`](crate::OpenOptions::loss_record).
     #[serde(skip)]
     elsewhere: Option<PathBuf>,
 }
 
-/// The state of the note that data may be lost.
+/// The state of the record that data may be lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LossNote {
+pub enum LossRecord {
     /// The note is written, with the count of failures.
     Written,
     /// The note could not be written. The file is removed instead, which means the same but loses the count.
     FileRemoved,
     /// The directory cannot be changed. The note is in
-    /// [`OpenOptions::loss_note`](crate::OpenOptions::loss_note).
+    /// [`OpenOptions::loss_record`](crate::OpenOptions::loss_record).
     Elsewhere,
 }
 
@@ -84,21 +84,21 @@ impl Boot {
             return Ok((judge(&Found::Nothing, boot_id, was_dirty), None));
         };
         let Some(found) = parse(&bytes) else {
-            let note = format!("{BOOT_FILE} is damaged: the replica counts as one that may have lost data");
-            return Ok((judge(&Found::Damaged, boot_id, was_dirty), Some(note)));
+            let record = format!("{BOOT_FILE} is damaged: the replica counts as one that may have lost data");
+            return Ok((judge(&Found::Damaged, boot_id, was_dirty), Some(record)));
         };
         Ok((judge(&Found::Boot(found), boot_id, was_dirty), None))
     }
 
-    /// Writes it down. A note elsewhere is not needed any more then.
+    /// Writes it down. A record elsewhere is not needed any more then.
     ///
     /// # Errors
-    /// An I/O error; a note elsewhere stays.
+    /// An I/O error; a record elsewhere stays.
     pub fn take_over(&self, directory: &Directory) -> Result<(), StoreError> {
         self.save(directory)?;
-        if let Some(note) = &self.elsewhere {
+        if let Some(record) = &self.elsewhere {
             // If it stays, the next opening counts as one after a loss: that does no harm.
-            drop(fs::remove_file(note));
+            drop(fs::remove_file(record));
         }
         Ok(())
     }
@@ -136,38 +136,38 @@ impl Boot {
     /// counts as one that has lost data too. If that is not possible either, the note is made elsewhere.
     ///
     /// # Errors
-    /// Nothing of that is durable: the error of the note.
-    pub fn lose(&mut self, directory: &Directory, failures: u32) -> Result<LossNote, StoreError> {
+    /// Nothing of that is durable: the error of that record.
+    pub fn lose(&mut self, directory: &Directory, failures: u32) -> Result<LossRecord, StoreError> {
         (self.lost_cache, self.is_lost_now, self.failures) = (true, true, failures);
         match self.save(directory) {
-            Ok(()) => Ok(LossNote::Written),
+            Ok(()) => Ok(LossRecord::Written),
             Err(error) => {
                 let removed = directory.unlink(BOOT_FILE).and_then(|()| directory.sync());
                 if removed.is_ok() {
-                    return Ok(LossNote::FileRemoved);
+                    return Ok(LossRecord::FileRemoved);
                 }
-                let noted = self.elsewhere.as_deref().is_some_and(|note| leave_note(note).is_ok());
-                if noted { Ok(LossNote::Elsewhere) } else { Err(error) }
+                let recorded = self.elsewhere.as_deref().is_some_and(|record| write_record(record).is_ok());
+                if recorded { Ok(LossRecord::Elsewhere) } else { Err(error) }
             }
         }
     }
 
-    /// Notes the loss that the result of a write of an opening means. A failure is noted as a loss, because
-    /// the kernel may have reported one by it: the next opening would not notice. A lack of space or memory
-    /// is no loss.
-    pub fn noting(
+    /// Records the loss that the result of a write of an opening means. A failure is recorded as a loss,
+    /// because the kernel may have reported one by it: the next opening would not notice. A lack of space or
+    /// memory is no loss.
+    pub fn recording(
         &mut self,
         directory: &Directory,
         mut result: Result<(), StoreError>,
     ) -> Result<(), StoreError> {
         let tells = match &result {
             Err(error @ StoreError::Io { .. }) => !is_full(error.errno()) && error.errno().raw() != ENOMEM,
-            Err(StoreError::NotDurable { noted, .. }) => !noted,
+            Err(StoreError::NotDurable { recorded, .. }) => !recorded,
             _ => false,
         };
-        let is_noted = tells && self.lose(directory, self.failures).is_ok();
-        if let Err(StoreError::NotDurable { noted, .. }) = &mut result {
-            *noted |= is_noted;
+        let is_recorded = tells && self.lose(directory, self.failures).is_ok();
+        if let Err(StoreError::NotDurable { recorded, .. }) = &mut result {
+            *recorded |= is_recorded;
         }
         result
     }
@@ -180,7 +180,7 @@ fn may_exist(file: &Path) -> bool {
 
 /// Makes the file. It may lie on the disk that has failed: it counts only if the disk says that it is
 /// durable.
-fn leave_note(file: &Path) -> io::Result<()> {
+fn write_record(file: &Path) -> io::Result<()> {
     File::create(file)?.sync_all()?;
     File::open(file.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
 }

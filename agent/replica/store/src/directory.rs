@@ -26,8 +26,8 @@ const DOCUMENT_MAX_BYTES: u64 = 64 << 20;
 /// Written out, so that its blocks can be had back by removing it.
 pub(crate) const RESERVE_FILE: &str = "shorthorn.reserve";
 /// Room for every document of a replica twice, for three files of regions (33 pages at most), and for the
-/// journal of the file system to be content. A member on a full disk has to begin an account for each other
-/// replica that leaves.
+/// journal of the file system to be content. A member on a full disk has to begin an out-of-sync set for each
+/// other replica that leaves.
 const RESERVE_BYTES: usize = 512 << 10;
 const RESERVE_PIECE_BYTES: usize = 4096;
 

@@ -26,7 +26,7 @@ pub enum StoreError {
     /// succeed without meaning.
     #[error(
         "the data of {} could not be made durable: {source}; the replica counts as one that has lost data{}",
-        path.display(), if *noted { "" } else { ", but that could not be noted for its next start" }
+        path.display(), if *recorded { "" } else { ", but that could not be recorded for its next start" }
     )]
     NotDurable {
         /// The layer.
@@ -34,7 +34,7 @@ pub enum StoreError {
         /// The error of the system.
         source: io::Error,
         /// True if the next opening knows.
-        noted: bool,
+        recorded: bool,
     },
     /// The directory makes no sense, or the operation does not.
     #[error("{}: {source}", directory.display())]
@@ -197,7 +197,7 @@ impl StoreError {
     /// notes it.
     pub(crate) fn not_durable(self) -> StoreError {
         match self {
-            StoreError::Io { path, source, .. } => StoreError::NotDurable { path, source, noted: false },
+            StoreError::Io { path, source, .. } => StoreError::NotDurable { path, source, recorded: false },
             other => other,
         }
     }

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use shorthorn_chain::{ChainError, FoldPlan, ImageName, Step};
+use shorthorn_chain::{ChainError, FileStep, FoldPlan, ImageName};
 
 use crate::directory::Directory;
 use crate::error::StoreError;
@@ -24,7 +24,7 @@ pub struct FoldJob {
     fault: Option<FaultHook>,
     direct_io: bool,
     snapshot: String,
-    copy: Vec<Step>,
+    copy: Vec<FileStep>,
 }
 
 /// A copy that is complete.
@@ -45,7 +45,7 @@ impl FoldJob {
             Executor { directory: &self.directory, fault: self.fault.as_ref(), direct_io: self.direct_io };
         executor.copy(&self.copy, &mut progress)?;
         let child = self.copy.iter().find_map(|step| match step {
-            Step::Fold { from, .. } => Some(from.clone()),
+            FileStep::Fold { from, .. } => Some(from.clone()),
             _ => None,
         });
         Ok(FoldedJob { snapshot: self.snapshot, child })

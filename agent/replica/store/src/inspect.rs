@@ -141,8 +141,8 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     let checks = Checks { accept_rebuilding: true, known_sizes, ..Checks::default() };
     let recovered = recover(facts.clone(), &checks);
     let (usable, layers) = match &recovered {
-        Ok(Recovery { layout, notes, .. }) => {
-            problems.extend(notes.iter().map(|note| problem(Severity::Repair, future(note))));
+        Ok(Recovery { layout, messages, .. }) => {
+            problems.extend(messages.iter().map(|message| problem(Severity::Repair, future(message))));
             (true, layers_of(layout))
         }
         Err(error) => {
@@ -170,8 +170,8 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
 }
 
 /// Puts a repair's note into the future tense: an open would do it, and nothing has been done yet.
-fn future(note: &str) -> String {
-    format!("the next open mends this: {note}")
+fn future(message: &str) -> String {
+    format!("the next open mends this: {message}")
 }
 
 fn problem(severity: Severity, message: impl Into<String>) -> Problem {

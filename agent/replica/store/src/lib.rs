@@ -57,7 +57,7 @@ pub use block_sums::{
     BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum,
     sum_of_data, sum_of_zeroes,
 };
-pub use boot::LossNote;
+pub use boot::LossRecord;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_chain::{NewSnapshot, Operation, Recovery, SnapshotName, Step, temp_name};
+use shorthorn_chain::{FileStep, NewSnapshot, Operation, Recovery, SnapshotName, temp_name};
 
 use crate::error::StoreError;
 use crate::files::Writable;
@@ -52,14 +52,14 @@ impl Store {
         match self.run(&operation.steps) {
             Ok(()) => self.layout = operation.after,
             Err(StoreError::Stopped) => return Err(StoreError::Stopped),
-            Err(error) => self.settle_expansion(new_size_bytes, error)?,
+            Err(error) => self.recover_expansion(new_size_bytes, error)?,
         }
         self.map.grow(new_size_bytes);
         Ok(())
     }
 
-    /// Settles like [`Store::settle`], without opening the files anew, because they are in use.
-    fn settle_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
+    /// Settles like [`Store::recover`], without opening the files anew, because they are in use.
+    fn recover_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
         self.broken = true;
         let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
             return Err(error);
@@ -124,13 +124,13 @@ impl Store {
                 self.learn_inode()
             }
             Err(StoreError::Stopped) => Err(StoreError::Stopped),
-            Err(error) => self.settle(&operation, error),
+            Err(error) => self.recover(&operation, error),
         }
     }
 
     /// Recovers from an operation that failed in the middle, as the next open would. If only the tidying
     /// failed, the operation counts as done.
-    fn settle(&mut self, operation: &Operation, error: StoreError) -> Result<()> {
+    fn recover(&mut self, operation: &Operation, error: StoreError) -> Result<()> {
         self.broken = true;
         let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
             return Err(error);
@@ -151,7 +151,7 @@ impl Store {
         self.perform(operation)?;
         let chain = self.layout.chain();
         if self.files.find(&old_image).is_none() || chain.len() < 2 {
-            return Ok(()); // Settled after a failure, and opened anew.
+            return Ok(()); // Recovered after a failure, and opened anew.
         }
         let (image, snapshot) = (chain[0].clone(), chain[1].clone());
         let opened = self.files.open(&self.directory, &image, self.host.direct_io, true);
@@ -182,7 +182,7 @@ impl Store {
 }
 
 /// Removes the step that deletes the temporary state file, because another thread may be writing it.
-fn without_state_temp(steps: Vec<Step>) -> Vec<Step> {
-    let state_temp = Step::Unlink { name: temp_name(STATE_FILE) };
+fn without_state_temp(steps: Vec<FileStep>) -> Vec<FileStep> {
+    let state_temp = FileStep::Unlink { name: temp_name(STATE_FILE) };
     steps.into_iter().filter(|step| *step != state_temp).collect()
 }

@@ -1,5 +1,5 @@
 //! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent`,
-//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. `shorthorn-regions` has their contents.
+//! `shorthorn.out_of_sync-<replica>` and `shorthorn.unsummed`. `shorthorn-regions` has their contents.
 //!
 //! A file has all its blocks from the start and keeps its length, so that its pages can be written over when
 //! the disk is full. It gets its name when it is whole and durable.
@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use shorthorn_chain::{OWN_PREFIX, temp_name};
-use shorthorn_regions::{RegionKeeper, SetKey};
+use shorthorn_regions::{SetKey, WriteIntentLog};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};
 
 use crate::buffer::AlignedBuffer;
@@ -21,7 +21,7 @@ use crate::store::Store;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-const MISSED_PREFIX: &str = "shorthorn.missed-";
+const OUT_OF_SYNC_PREFIX: &str = "shorthorn.missed-";
 
 /// An open file of a set of regions. Pages are written to it as to the head: with direct I/O where the store
 /// has that.
@@ -61,9 +61,9 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error.
-    pub fn missed_files(&self) -> Result<Vec<ReplicaId>> {
+    pub fn out_of_sync_files(&self) -> Result<Vec<ReplicaId>> {
         let names = self.directory.list()?;
-        Ok(names.iter().filter_map(|name| name.strip_prefix(MISSED_PREFIX)?.parse().ok()).collect())
+        Ok(names.iter().filter_map(|name| name.strip_prefix(OUT_OF_SYNC_PREFIX)?.parse().ok()).collect())
     }
 
     /// Reads the file of a set, if it exists.
@@ -141,8 +141,8 @@ impl Store {
     /// An I/O error; some may be gone then.
     pub fn remove_all_regions(&self) -> Result<()> {
         self.check_writable()?;
-        let missed = self.missed_files()?.into_iter().map(SetKey::Missed);
-        for key in missed.chain([SetKey::Intent, SetKey::Unsummed]) {
+        let out_of_sync = self.out_of_sync_files()?.into_iter().map(SetKey::OutOfSync);
+        for key in out_of_sync.chain([SetKey::Intent, SetKey::Unsummed]) {
             self.directory.unlink(&name_of(key))?;
         }
         self.directory.sync()
@@ -166,8 +166,8 @@ pub(crate) fn written_lately(
     epoch: u64,
 ) -> Result<Option<RegionSet>> {
     let Some(bytes) = directory.read(&name_of(SetKey::Intent))? else { return Ok(None) };
-    let (keeper, _) = RegionKeeper::load(regions, epoch, &bytes);
-    Ok(keeper.content(SetKey::Intent))
+    let (intent_log, _) = WriteIntentLog::load(regions, epoch, &bytes);
+    Ok(intent_log.content(SetKey::Intent))
 }
 
 fn name_of(key: SetKey) -> String {

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use shorthorn_chain::{ImageName, Step, WINDOW_BYTES};
+use shorthorn_chain::{FileStep, ImageName, WINDOW_BYTES};
 use shorthorn_types::ByteRange;
 
 use crate::buffer::AlignedBuffer;
@@ -27,22 +27,22 @@ pub(crate) struct Executor<'a> {
 
 impl Executor<'_> {
     /// Executes `steps`, which may replace `volume.meta`.
-    pub fn run(&self, steps: &[Step], guard: &mut Guard) -> Result<()> {
+    pub fn run(&self, steps: &[FileStep], guard: &mut Guard) -> Result<()> {
         let mut made = None;
         let mut before = None;
         for step in steps {
             match step {
-                Step::SyncFile { name } if let Some(bytes) = written(before, name) => {
+                FileStep::SyncFile { name } if let Some(bytes) = written(before, name) => {
                     self.directory.sync_document(name, bytes)?;
                 }
-                Step::Vouch { name } => guard.vouch(self.directory, name)?,
+                FileStep::Vouch { name } => guard.vouch(self.directory, name)?,
                 // A new file has nothing to lose.
-                Step::SyncFile { name } if ImageName::parse(name).is_some() && made != Some(name) => {
+                FileStep::SyncFile { name } if ImageName::parse(name).is_some() && made != Some(name) => {
                     self.sync_data(name)?;
                 }
                 step => self.execute(step, &mut |_| {})?,
             }
-            if let Step::CreateSparse { name, .. } = step {
+            if let FileStep::CreateSparse { name, .. } = step {
                 made = Some(name);
             }
             before = Some(step);
@@ -53,7 +53,7 @@ impl Executor<'_> {
 
     /// Executes the copy steps of a fold. Data that cannot be made durable is still in the layer above, and
     /// is copied again. `progress` gets the number of further bytes copied.
-    pub fn copy(&self, steps: &[Step], progress: &mut dyn FnMut(u64)) -> Result<()> {
+    pub fn copy(&self, steps: &[FileStep], progress: &mut dyn FnMut(u64)) -> Result<()> {
         for step in steps {
             self.execute(step, progress)?;
             self.pass(|| format!("{step:?}"))?;
@@ -72,20 +72,20 @@ impl Executor<'_> {
         }
     }
 
-    fn execute(&self, step: &Step, progress: &mut dyn FnMut(u64)) -> Result<()> {
+    fn execute(&self, step: &FileStep, progress: &mut dyn FnMut(u64)) -> Result<()> {
         let directory = self.directory;
         match step {
-            Step::Write { name, bytes } => directory.write(name, bytes),
-            Step::SyncFile { name } => directory.sync_file(name),
-            Step::Rename { from, to } => directory.rename(from, to),
-            Step::Link { from, to } => directory.link(from, to),
-            Step::Unlink { name } => directory.unlink(name),
-            Step::SyncDirectory => directory.sync(),
-            Step::CreateSparse { name, size_bytes } => directory.create_sparse(name, *size_bytes),
-            Step::Grow { name, size_bytes } => directory.grow(name, *size_bytes),
-            Step::Fold { from, into } => self.fold(from, into, progress),
+            FileStep::Write { name, bytes } => directory.write(name, bytes),
+            FileStep::SyncFile { name } => directory.sync_file(name),
+            FileStep::Rename { from, to } => directory.rename(from, to),
+            FileStep::Link { from, to } => directory.link(from, to),
+            FileStep::Unlink { name } => directory.unlink(name),
+            FileStep::SyncDirectory => directory.sync(),
+            FileStep::CreateSparse { name, size_bytes } => directory.create_sparse(name, *size_bytes),
+            FileStep::Grow { name, size_bytes } => directory.grow(name, *size_bytes),
+            FileStep::Fold { from, into } => self.fold(from, into, progress),
             // Only changes of the head come with this step, and they run with a guard.
-            Step::Vouch { .. } => Ok(()),
+            FileStep::Vouch { .. } => Ok(()),
         }
     }
 
@@ -155,9 +155,9 @@ impl Executor<'_> {
 }
 
 /// Returns the content that the step before has written to the file, if it has.
-fn written<'a>(before: Option<&'a Step>, file: &str) -> Option<&'a [u8]> {
+fn written<'a>(before: Option<&'a FileStep>, file: &str) -> Option<&'a [u8]> {
     match before {
-        Some(Step::Write { name, bytes }) if name == file => Some(bytes),
+        Some(FileStep::Write { name, bytes }) if name == file => Some(bytes),
         _ => None,
     }
 }

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use nix::sys::statvfs::fstatvfs;
 use shorthorn_chain::{
-    BlockMap, Checks, DirectoryEntry, FileIndex, ImageName, Layout, Recovery, Step, VOLUME_META, VolumeMeta,
-    classify, create_steps, recover,
+    BlockMap, Checks, DirectoryEntry, FileIndex, FileStep, ImageName, Layout, Recovery, VOLUME_META,
+    VolumeMeta, classify, create_steps, recover,
 };
 use shorthorn_types::ByteRange;
 
-use crate::boot::{Boot, LossNote};
+use crate::boot::{Boot, LossRecord};
 use crate::buffer::AlignedBuffer;
 use crate::copy::Copy;
 use crate::directory::{Directory, RESERVE_FILE};
@@ -86,8 +86,8 @@ impl Store {
             Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
         let mut guard = Guard::new();
         executor.run(&operation.steps, &mut guard)?;
-        let CreateOptions { fault, loss_note, .. } = options;
-        let options = OpenOptions { fault, loss_note, ..OpenOptions::default() };
+        let CreateOptions { fault, loss_record, .. } = options;
+        let options = OpenOptions { fault, loss_record, ..OpenOptions::default() };
         Store::open_locked(directory, lock, host, options)
     }
 
@@ -125,22 +125,22 @@ impl Store {
             accept_short_layers: options.accept_short_layers || copy.is_some(),
             known_sizes,
         };
-        let Recovery { layout, steps, notes } = recover_directory(&directory, &checks)?;
+        let Recovery { layout, steps, messages } = recover_directory(&directory, &checks)?;
         if checks.accept_short_layers {
             guard.known_sizes = layout.short_layers();
         }
         let was_dirty = layout.volume().dirty;
-        let (mut boot, damage) = Boot::judge(&directory, was_dirty, options.loss_note.clone())?;
+        let (mut boot, damage) = Boot::judge(&directory, was_dirty, options.loss_record.clone())?;
         let (layout, files, map) = if options.read_only {
             open_chain(&directory, layout, host, Writable::None)?
         } else {
-            boot.noting(&directory, executor.run(&steps, &mut guard))?;
+            boot.recording(&directory, executor.run(&steps, &mut guard))?;
             let writable = if copy.is_some() { Writable::All } else { Writable::Head };
             let (mut layout, files, map) = open_chain(&directory, layout, host, writable)?;
             let saved = boot.take_over(&directory);
-            boot.noting(&directory, saved)?;
+            boot.recording(&directory, saved)?;
             layout.volume_mut().dirty = true;
-            boot.noting(&directory, executor.run(&layout.volume_steps(), &mut guard))?;
+            boot.recording(&directory, executor.run(&layout.volume_steps(), &mut guard))?;
             sweep_sums(&directory, |image| layout.disks().contains_key(image))?;
             directory.keep_reserve();
             (layout, files, map)
@@ -161,7 +161,7 @@ impl Store {
             copy,
             keeps_sums: false,
             unwritten: None,
-            repairs: notes.into_iter().chain(damage).collect(),
+            repairs: messages.into_iter().chain(damage).collect(),
             boot,
             was_dirty,
             provenance,
@@ -169,7 +169,7 @@ impl Store {
         };
         if was_dirty && !options.read_only {
             let mended = store.mend_head();
-            store.boot.noting(&store.directory, mended)?;
+            store.boot.recording(&store.directory, mended)?;
         }
         Ok(store)
     }
@@ -190,7 +190,7 @@ impl Store {
         self.punch_unwritten()?;
         let head = self.layout.head().clone();
         // Not only the data: the time of change, which the guard records, must be durable too.
-        self.run(&[Step::SyncFile { name: head.to_string() }])?;
+        self.run(&[FileStep::SyncFile { name: head.to_string() }])?;
         self.guard.seal(&self.directory, head.as_str())?;
         self.layout.volume_mut().dirty = false;
         self.run(&self.layout.volume_steps())
@@ -354,32 +354,32 @@ impl Store {
     }
 
     /// Records that data that is not durable may be lost, because the disk has failed. Durable on return, so
-    /// that the next opening reports it, in this boot of the host too, with [`OpenOptions::loss_note`] if
+    /// that the next opening reports it, in this boot of the host too, with [`OpenOptions::loss_record`] if
     /// nothing in the directory can be changed. Whatever the result, it holds for this store, and nothing
     /// here makes up for it. The caller calls this before it reports the failure. `failures` is the number of
     /// failures in a row.
     ///
     /// # Errors
     /// An I/O error: the next process may not know of it.
-    pub fn note_lost_cache(&mut self, failures: u32) -> Result<LossNote> {
+    pub fn record_lost_cache(&mut self, failures: u32) -> Result<LossRecord> {
         if self.read_only {
             return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
         }
         self.boot.lose(&self.directory, failures)
     }
 
-    /// Returns true if a loss was noted since the store was opened, by [`Store::note_lost_cache`] or by an
-    /// operation that could not make data durable ([`StoreError::NotDurable`]).
+    /// Returns true if a loss was recorded since the store was opened, by [`Store::record_lost_cache`] or by
+    /// an operation that could not make data durable ([`StoreError::NotDurable`]).
     #[must_use]
     pub fn has_lost_cache_now(&self) -> bool {
         self.boot.is_lost_now()
     }
 
-    /// Notes that data may be lost if the result of an operation says so.
+    /// Records that data may be lost if the result of an operation says so.
     pub(crate) fn noting_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
-        if let Err(StoreError::NotDurable { noted, .. }) = &mut result {
+        if let Err(StoreError::NotDurable { recorded, .. }) = &mut result {
             // Whether it fails by that, and how often it has, is for the caller to say.
-            *noted = self.note_lost_cache(self.boot.failures()).is_ok();
+            *recorded = self.record_lost_cache(self.boot.failures()).is_ok();
         }
         result
     }
@@ -407,7 +407,7 @@ impl Store {
     }
 
     /// Executes steps; a stop by the test hook leaves the store broken.
-    pub(crate) fn run(&mut self, steps: &[Step]) -> Result<()> {
+    pub(crate) fn run(&mut self, steps: &[FileStep]) -> Result<()> {
         let executor = Executor {
             directory: &self.directory,
             fault: self.fault.as_ref(),

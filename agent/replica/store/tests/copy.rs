@@ -49,7 +49,7 @@ fn open(path: &Path, fault: Option<FaultHook>) -> Result<Store, StoreError> {
     Store::open(path, OpenOptions { accept_rebuilding: true, fault, ..OpenOptions::default() })
 }
 
-/// Copies like the courier of an engine.
+/// Copies like the rebuild task of an engine.
 fn copy(source: &Store, target: &mut Store, count: &AtomicUsize) -> Result<(), StoreError> {
     let layers = source.copy_layers()?;
     let done = target.begin_copy(layers.clone())?;
@@ -230,17 +230,17 @@ fn files_of_regions_are_whole_and_allocated() {
     let base = scratch();
     let path = base.path().join("replica");
     let store = target(&path);
-    let missed = SetKey::Missed(ReplicaId::from_random(5));
+    let out_of_sync = SetKey::OutOfSync(ReplicaId::from_random(5));
     assert_eq!(store.read_regions(SetKey::Intent).unwrap(), None);
     store.make_regions(SetKey::Intent, &[7; 8192]).unwrap();
-    let first = store.make_regions(missed, &[8; 4096]).unwrap().inode();
-    assert_ne!(store.make_regions(missed, &[9; 4096]).unwrap().inode(), first);
-    assert_eq!(store.missed_files().unwrap(), [ReplicaId::from_random(5)]);
-    assert_eq!(store.read_regions(missed).unwrap(), Some(vec![9; 4096]));
+    let first = store.make_regions(out_of_sync, &[8; 4096]).unwrap().inode();
+    assert_ne!(store.make_regions(out_of_sync, &[9; 4096]).unwrap().inode(), first);
+    assert_eq!(store.out_of_sync_files().unwrap(), [ReplicaId::from_random(5)]);
+    assert_eq!(store.read_regions(out_of_sync).unwrap(), Some(vec![9; 4096]));
     let file = std::fs::metadata(path.join("shorthorn.intent")).unwrap();
     assert_eq!((file.len(), file.blocks()), (8192, 16));
-    store.remove_regions(missed).unwrap();
-    assert!(store.missed_files().unwrap().is_empty());
+    store.remove_regions(out_of_sync).unwrap();
+    assert!(store.out_of_sync_files().unwrap().is_empty());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use common::scratch;
-use shorthorn_store::{CreateOptions, Fault, FaultHook, LossNote, OpenOptions, Store, StoreError};
+use shorthorn_store::{CreateOptions, Fault, FaultHook, LossRecord, OpenOptions, Store, StoreError};
 
 const EIO: i32 = 5;
 const CREATED: &str = "2026-01-01T00:00:00Z";
@@ -41,7 +41,7 @@ fn a_close_that_cannot_make_the_data_durable_is_remembered() {
     let mut store = with_a_failing_disk(&path);
     store.write_at(&[1; 4096], 0, false).unwrap();
     let error = store.close().unwrap_err();
-    assert!(matches!(error, StoreError::NotDurable { noted: true, .. }), "{error}");
+    assert!(matches!(error, StoreError::NotDurable { recorded: true, .. }), "{error}");
     assert!(error.to_string().contains("lost data"), "{error}");
     assert_eq!(error.errno().raw(), EIO);
     let store = open(&path);
@@ -98,17 +98,17 @@ fn so_is_an_opening() {
 }
 
 /// Blocks the path of the note, so that it cannot be written.
-fn block_the_note(path: &Path) {
+fn block_the_record(path: &Path) {
     std::fs::create_dir(path.join("shorthorn.boot.tmp")).unwrap();
 }
 
 #[test]
-fn where_it_cannot_be_noted_the_directory_counts_as_one_that_nobody_knows() {
+fn where_it_cannot_be_recorded_the_directory_counts_as_one_that_nobody_knows() {
     let base = scratch();
     let path = prepared(base.path());
     let mut store = open(&path);
-    block_the_note(&path);
-    assert_eq!(store.note_lost_cache(2).unwrap(), LossNote::FileRemoved);
+    block_the_record(&path);
+    assert_eq!(store.record_lost_cache(2).unwrap(), LossRecord::FileRemoved);
     assert!(!path.join("shorthorn.boot").exists());
     assert!(store.info().lost_cache);
     assert!(matches!(store.close(), Err(StoreError::Broken(_))), "that it is dirty tells of it");
@@ -122,7 +122,7 @@ fn failures_are_counted_until_the_next_note() {
     let path = prepared(base.path());
     for failures in [1, 2, 1] {
         let mut store = open(&path);
-        assert_eq!(store.note_lost_cache(failures).unwrap(), LossNote::Written);
+        assert_eq!(store.record_lost_cache(failures).unwrap(), LossRecord::Written);
         drop(store);
         let mut store = open(&path);
         assert_eq!(store.info().failures, failures);
@@ -138,10 +138,10 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
     let base = scratch();
     let path = prepared(base.path());
     let mut store = open(&path);
-    block_the_note(&path);
+    block_the_record(&path);
     std::fs::remove_file(path.join("shorthorn.boot")).unwrap();
     std::fs::create_dir(path.join("shorthorn.boot")).unwrap();
-    let error = store.note_lost_cache(1).unwrap_err();
+    let error = store.record_lost_cache(1).unwrap_err();
     assert!(error.to_string().contains("shorthorn.boot.tmp"), "{error}");
     assert!(store.has_lost_cache_now() && store.info().lost_cache);
     std::fs::remove_dir(path.join("shorthorn.boot")).unwrap();
@@ -154,12 +154,12 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
 
 /// Simulates a file system that has given up: nothing in the directory can be changed.
 #[test]
-fn where_nothing_can_be_changed_it_is_noted_elsewhere() {
+fn where_nothing_can_be_changed_it_is_recorded_elsewhere() {
     let base = scratch();
     let path = prepared(base.path());
     let note = base.path().join("lost");
     let open = || {
-        let options = OpenOptions { loss_note: Some(note.clone()), ..OpenOptions::default() };
+        let options = OpenOptions { loss_record: Some(note.clone()), ..OpenOptions::default() };
         Store::open(&path, options).unwrap()
     };
     let mut store = open();
@@ -167,7 +167,7 @@ fn where_nothing_can_be_changed_it_is_noted_elsewhere() {
     let boot = std::fs::read(&blocked[1]).unwrap();
     std::fs::remove_file(&blocked[1]).unwrap();
     blocked.iter().for_each(|path| std::fs::create_dir(path).unwrap());
-    assert_eq!(store.note_lost_cache(1).unwrap(), LossNote::Elsewhere);
+    assert_eq!(store.record_lost_cache(1).unwrap(), LossRecord::Elsewhere);
     drop(store);
     blocked.iter().for_each(|path| std::fs::remove_dir(path).unwrap());
     std::fs::write(&blocked[1], boot).unwrap();

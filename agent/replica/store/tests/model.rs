@@ -19,7 +19,7 @@ const TIME: &str = "2026-01-01T00:00:00Z";
 const START_BYTES: usize = 256 << 10;
 
 #[derive(Clone, Debug)]
-enum Step {
+enum FileStep {
     Write { sectors: Range<usize>, fua: bool },
     Discard { sectors: Range<usize> },
     WriteZeroes { sectors: Range<usize>, fua: bool },
@@ -40,19 +40,19 @@ fn sectors() -> impl Strategy<Value = Range<usize>> {
     })
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = FileStep> {
     let index = || 0..1000usize;
     prop_oneof![
-        10 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| Step::Write { sectors, fua }),
-        4 => sectors().prop_map(|sectors| Step::Discard { sectors }),
-        4 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| Step::WriteZeroes { sectors, fua }),
-        4 => Just(Step::Snapshot),
-        2 => index().prop_map(Step::Remove),
-        2 => index().prop_map(Step::Coalesce),
-        1 => (index(), sectors()).prop_map(|(index, sectors)| Step::CoalesceBesideWrites(index, sectors)),
-        1 => index().prop_map(Step::Revert),
-        2 => (1..20usize).prop_map(Step::Expand),
-        2 => any::<bool>().prop_map(|clean| Step::Reopen { clean }),
+        10 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| FileStep::Write { sectors, fua }),
+        4 => sectors().prop_map(|sectors| FileStep::Discard { sectors }),
+        4 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| FileStep::WriteZeroes { sectors, fua }),
+        4 => Just(FileStep::Snapshot),
+        2 => index().prop_map(FileStep::Remove),
+        2 => index().prop_map(FileStep::Coalesce),
+        1 => (index(), sectors()).prop_map(|(index, sectors)| FileStep::CoalesceBesideWrites(index, sectors)),
+        1 => index().prop_map(FileStep::Revert),
+        2 => (1..20usize).prop_map(FileStep::Expand),
+        2 => any::<bool>().prop_map(|clean| FileStep::Reopen { clean }),
     ]
 }
 
@@ -97,36 +97,36 @@ impl Run {
         (sectors.start * 512).min(end - 512)..end
     }
 
-    fn perform(&mut self, step: Step) {
+    fn perform(&mut self, step: FileStep) {
         match step {
-            Step::Write { sectors, fua } => self.write(&sectors, fua),
-            Step::Discard { sectors } => self.discard(&sectors),
-            Step::WriteZeroes { sectors, fua } => {
+            FileStep::Write { sectors, fua } => self.write(&sectors, fua),
+            FileStep::Discard { sectors } => self.discard(&sectors),
+            FileStep::WriteZeroes { sectors, fua } => {
                 let bytes = self.bytes(&sectors);
                 self.store().write_zeroes(bytes.start as u64, bytes.len() as u64, fua).unwrap();
                 self.model.volume[bytes].fill(0);
             }
-            Step::Snapshot => self.snapshot(),
-            Step::Remove(index) => {
+            FileStep::Snapshot => self.snapshot(),
+            FileStep::Remove(index) => {
                 let Some(name) = self.pick(index, |_| true) else { return };
                 self.store().remove(&name).unwrap();
                 self.model.snapshots.get_mut(&name).unwrap().removed = true;
             }
-            Step::Coalesce(index) => self.coalesce(index),
-            Step::CoalesceBesideWrites(index, sectors) => self.coalesce_beside_writes(index, &sectors),
-            Step::Revert(index) => {
+            FileStep::Coalesce(index) => self.coalesce(index),
+            FileStep::CoalesceBesideWrites(index, sectors) => self.coalesce_beside_writes(index, &sectors),
+            FileStep::Revert(index) => {
                 let Some(name) = self.pick(index, |snapshot| !snapshot.removed) else { return };
                 self.store().revert(&name, TIME).unwrap();
                 let size = self.model.volume.len();
                 self.model.volume.clone_from(&self.model.snapshots[&name].content);
                 self.model.volume.resize(size, 0);
             }
-            Step::Expand(blocks) => {
+            FileStep::Expand(blocks) => {
                 let size = self.model.volume.len() + blocks * 4096;
                 self.store().expand(size as u64).unwrap();
                 self.model.volume.resize(size, 0);
             }
-            Step::Reopen { clean } => {
+            FileStep::Reopen { clean } => {
                 let store = self.store.take().unwrap();
                 if clean {
                     store.close().unwrap()
@@ -278,21 +278,21 @@ proptest! {
 fn a_disk_behaves_the_same() {
     let directory = tempfile::tempdir().unwrap();
     let mut run = Run::new(directory.path());
-    let write = |start: usize, end: usize| Step::Write { sectors: start..end, fua: false };
+    let write = |start: usize, end: usize| FileStep::Write { sectors: start..end, fua: false };
     let steps = [
         write(0, 64),
-        Step::Snapshot,
+        FileStep::Snapshot,
         write(3, 17),
-        Step::Discard { sectors: 0..64 },
-        Step::WriteZeroes { sectors: 20..45, fua: true },
-        Step::Snapshot,
-        Step::Expand(3),
+        FileStep::Discard { sectors: 0..64 },
+        FileStep::WriteZeroes { sectors: 20..45, fua: true },
+        FileStep::Snapshot,
+        FileStep::Expand(3),
         write(500, 540),
-        Step::Reopen { clean: false },
-        Step::Remove(0),
-        Step::Coalesce(0),
+        FileStep::Reopen { clean: false },
+        FileStep::Remove(0),
+        FileStep::Coalesce(0),
         write(0, 1),
-        Step::Reopen { clean: true },
+        FileStep::Reopen { clean: true },
     ];
     for step in steps {
         run.perform(step);
@@ -307,8 +307,15 @@ fn a_volume_that_was_expanded_and_reverted_opens() {
     for record_is_lost in [false, true] {
         let directory = scratch();
         let mut run = Run::new(directory.path());
-        let write = Step::Write { sectors: 0..64, fua: false };
-        for step in [Step::Snapshot, write.clone(), Step::Expand(1), write.clone(), Step::Expand(2), write] {
+        let write = FileStep::Write { sectors: 0..64, fua: false };
+        for step in [
+            FileStep::Snapshot,
+            write.clone(),
+            FileStep::Expand(1),
+            write.clone(),
+            FileStep::Expand(2),
+            write,
+        ] {
             run.perform(step);
         }
         run.store().revert("s1", TIME).unwrap();

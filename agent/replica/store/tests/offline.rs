@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use common::{Fixture, scratch, sha256};
-use shorthorn_regions::{RegionKeeper, SetKey};
+use shorthorn_regions::{SetKey, WriteIntentLog};
 use shorthorn_store::{CreateOptions, ExportTarget, OpenOptions, Severity, Store, export, inspect};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};
 
@@ -169,14 +169,14 @@ fn a_restart_of_the_host_under_an_open_replica_shows() {
         for region in runs {
             set.insert(*region);
         }
-        RegionKeeper::new(regions, epoch, &set).file(SetKey::Intent).unwrap()
+        WriteIntentLog::new(regions, epoch, &set).file(SetKey::Intent).unwrap()
     };
     store.make_regions(SetKey::Intent, &set(&[])).unwrap();
     assert!(!inspect(&path).unwrap().own_state.lost_cache);
     store.make_regions(SetKey::Intent, &set(&[1])).unwrap();
     assert!(inspect(&path).unwrap().own_state.lost_cache, "beside the process that has it open too");
-    store.make_regions(SetKey::Missed(ReplicaId::from_random(1)), &set(&[1])).unwrap();
+    store.make_regions(SetKey::OutOfSync(ReplicaId::from_random(1)), &set(&[1])).unwrap();
     store.remove_all_regions().unwrap();
-    assert_eq!(store.missed_files().unwrap(), []);
+    assert_eq!(store.out_of_sync_files().unwrap(), []);
     assert_eq!(store.read_regions(SetKey::Intent).unwrap(), None);
 }

@@ -282,7 +282,7 @@ impl Client {
     }
 
     /// Sends a control frame and waits for its response.
-    pub fn tell<T: serde::Serialize>(&mut self, opcode: Opcode, text: &T) -> Result<(), (i32, Refusal)> {
+    pub fn send_text<T: serde::Serialize>(&mut self, opcode: Opcode, text: &T) -> Result<(), (i32, Refusal)> {
         self.next_id += 1;
         let (header, text) = encode_text(Header::request(opcode, self.next_id, 0, 0), text);
         self.socket.write_all(&[&self.encode(&header)[..], &text].concat()).unwrap();

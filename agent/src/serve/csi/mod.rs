@@ -37,7 +37,7 @@ use watch::Watch;
 /// started with a directory of its own: this is the interval of looking for one.
 const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 /// The pause after a change or failure, in which related changes may follow.
-const SETTLE: Duration = Duration::from_millis(200);
+const DEBOUNCE: Duration = Duration::from_millis(200);
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The driver.
@@ -237,7 +237,7 @@ impl Change {
             }
         };
         if tokio::time::timeout(LOOK_INTERVAL, changed).await.is_ok() {
-            tokio::time::sleep(SETTLE).await;
+            tokio::time::sleep(DEBOUNCE).await;
         }
     }
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shorthorn_api::v1::InstanceKind;
-use shorthorn_control::Command as Order;
+use shorthorn_control::ProcessCommand;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -25,12 +25,14 @@ use crate::descriptor_store::DescriptorStore;
 use crate::pid_file::Holder;
 use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, order_end};
-use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
+use crate::serve::instance::{
+    Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table,
+};
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
-const SETTLED: Duration = Duration::from_secs(10);
+const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// The time limit for a process to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
 /// And so long once it was killed.
@@ -41,7 +43,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// The backend.
 #[derive(Debug)]
 pub struct Children {
-    places: Places,
+    paths: InstancePaths,
     table: Arc<Table>,
     runners: Mutex<HashMap<InstanceId, Runner>>,
 }
@@ -60,9 +62,9 @@ impl Children {
     ///
     /// # Errors
     /// The pid files of an earlier boot cannot be told from those of this one.
-    pub fn new(places: Places, table: Arc<Table>) -> io::Result<Children> {
-        forget_earlier_boots(&places)?;
-        Ok(Children { places, table, runners: Mutex::default() })
+    pub fn new(paths: InstancePaths, table: Arc<Table>) -> io::Result<Children> {
+        forget_earlier_boots(&paths)?;
+        Ok(Children { paths, table, runners: Mutex::default() })
     }
 
     fn run(&self, id: &InstanceId) {
@@ -74,7 +76,7 @@ impl Children {
         let restart = Arc::new(Notify::new());
         let instance = Instance {
             id: id.clone(),
-            places: self.places.clone(),
+            paths: self.paths.clone(),
             table: Arc::clone(&self.table),
             stopping,
             restart: Arc::clone(&restart),
@@ -90,10 +92,10 @@ impl Backend for Children {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
             // A pid file says that it was to run, in this boot of the host.
-            if self.places.pid(id).exists() {
+            if self.paths.pid(id).exists() {
                 self.run(id);
             } else {
-                self.table.set_process(id, Process::only(Phase::Stopped));
+                self.table.set_process(id, Process::only(ProcessPhase::Stopped));
             }
             Ok(())
         })
@@ -136,24 +138,24 @@ impl Backend for Children {
 }
 
 /// Removes the pid files of an earlier boot, whose processes are not restarted by themselves.
-fn forget_earlier_boots(places: &Places) -> io::Result<()> {
+fn forget_earlier_boots(paths: &InstancePaths) -> io::Result<()> {
     let at = |path: &Path| {
         let path = path.display().to_string();
         move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
     };
     let current = fs::read(BOOT_ID).map_err(at(Path::new(BOOT_ID)))?;
-    let marker = places.boot_id();
+    let marker = paths.boot_id();
     if fs::read(&marker).is_ok_and(|marked| marked == current) {
         return Ok(());
     }
-    places.remove_pid_files()?;
+    paths.remove_pid_files()?;
     fs::write(&marker, current).map_err(at(&marker))
 }
 
 /// An instance that is to run.
 struct Instance {
     id: InstanceId,
-    places: Places,
+    paths: InstancePaths,
     table: Arc<Table>,
     stopping: watch::Receiver<bool>,
     restart: Arc<Notify>,
@@ -174,7 +176,7 @@ impl Instance {
     /// Keeps it running until it is to stop.
     async fn run(mut self) -> Result<(), BackendError> {
         if self.id.kind() == InstanceKind::Engine {
-            let store = DescriptorStore::open(&self.places.notify(&self.id));
+            let store = DescriptorStore::open(&self.paths.notify(&self.id));
             let refused = |error: &io::Error| tracing::warn!(instance = %self.id, "no sockets can be handed over: {error}");
             self.store = store.inspect_err(refused).ok();
         }
@@ -182,17 +184,17 @@ impl Instance {
             let started = Instant::now();
             let ended = match self.find_or_spawn() {
                 Ok(mut living) => {
-                    self.report(Process::with_pid(Phase::Running, living.pid));
+                    self.report(Process::with_pid(ProcessPhase::Running, living.pid));
                     tokio::select! {
                         biased;
                         () = told(&mut self.stopping) => {
-                            self.report(Process::with_pid(Phase::Stopping, living.pid));
-                            self.end(&mut living, &Order::Stop).await?;
+                            self.report(Process::with_pid(ProcessPhase::Stopping, living.pid));
+                            self.end(&mut living, &ProcessCommand::Stop).await?;
                             break;
                         }
                         () = self.restart.notified() => {
-                            self.end(&mut living, &Order::Handover).await?;
-                            self.report(Process::only(Phase::Starting));
+                            self.end(&mut living, &ProcessCommand::Handover).await?;
+                            self.report(Process::only(ProcessPhase::Starting));
                             continue;
                         }
                         ended = living.ended() => ended,
@@ -203,18 +205,18 @@ impl Instance {
             self.pause(started, ended).await;
         }
         // From here on the next agent leaves it alone.
-        self.places.remove_runtime_files(&self.id);
+        self.paths.remove_runtime_files(&self.id);
         Ok(())
     }
 
     /// Says how the process ended, and waits a little before the next one.
     async fn pause(&mut self, started: Instant, ended: Ended) {
-        self.failures = if started.elapsed() >= SETTLED { 1 } else { self.failures.saturating_add(1) };
+        self.failures = if started.elapsed() >= STABLE_AFTER { 1 } else { self.failures.saturating_add(1) };
         let backoff = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_BACKOFF);
         match ended {
             Ended::Well => {
                 tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
-                self.report(Process::only(Phase::Starting));
+                self.report(Process::only(ProcessPhase::Starting));
             }
             Ended::Badly(how) => {
                 let words = self.last_words(&how);
@@ -236,7 +238,7 @@ impl Instance {
     /// Returns the process that runs already, else a new one. If both happen at once, the new one finds the
     /// pid file held and ends, and the next call finds the other.
     fn find_or_spawn(&self) -> io::Result<Living> {
-        let pid_file = self.places.pid(&self.id);
+        let pid_file = self.paths.pid(&self.id);
         if let Some(holder) = Holder::find(&pid_file)? {
             tracing::info!(instance = %self.id, pid = holder.pid(), "found running");
             let fd = end_of(holder.fd()?)?;
@@ -262,9 +264,9 @@ impl Instance {
             InstanceId::Engine(_) => command.arg("engine"),
             InstanceId::Replica(..) => command.args(["replica", "serve"]),
         };
-        command.arg("--spec").arg(self.places.spec(&self.id));
+        command.arg("--spec").arg(self.paths.spec(&self.id));
         command.arg("--pid-file").arg(pid_file);
-        command.arg("--error-file").arg(self.places.error(&self.id));
+        command.arg("--error-file").arg(self.paths.error(&self.id));
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
         for variable in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"] {
             command.env_remove(variable);
@@ -276,7 +278,7 @@ impl Instance {
     }
 
     fn last_words(&self, ended: &str) -> String {
-        match fs::read_to_string(self.places.error(&self.id)) {
+        match fs::read_to_string(self.paths.error(&self.id)) {
             Ok(words) if !words.trim().is_empty() => format!("{} ({ended})", words.trim()),
             _ => ended.to_owned(),
         }
@@ -284,9 +286,9 @@ impl Instance {
 
     /// Ends the process: an engine by order, if it takes one; with SIGTERM; and with SIGKILL if that does not
     /// help.
-    async fn end(&self, living: &mut Living, order: &Order) -> Result<(), BackendError> {
+    async fn end(&self, living: &mut Living, order: &ProcessCommand) -> Result<(), BackendError> {
         if self.id.kind() == InstanceKind::Engine
-            && order_end(&self.id, &self.places, order).await
+            && order_end(&self.id, &self.paths, order).await
             && timeout(ORDERLY_LIMIT, living.ended()).await.is_ok()
         {
             return Ok(());

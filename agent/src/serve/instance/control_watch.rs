@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use shorthorn_control::{Command, IoCounters, Status};
+use shorthorn_control::{IoCounters, ProcessCommand, Status};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
@@ -20,7 +20,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// No process listens there, or it does not take the order.
-pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
+pub async fn request(control: &Path, command: &ProcessCommand) -> io::Result<()> {
     let mut line = serde_json::to_vec(command)?;
     line.push(b'\n');
     let sent = async {
@@ -36,7 +36,7 @@ pub async fn order(control: &Path, command: &Command) -> io::Result<()> {
 /// No process listens there, or the engine is older than the counters.
 pub async fn io_counters(control: &Path) -> io::Result<IoCounters> {
     let mut stream = UnixStream::connect(control).await?;
-    let mut line = serde_json::to_vec(&Command::Io)?;
+    let mut line = serde_json::to_vec(&ProcessCommand::Io)?;
     line.push(b'\n');
     stream.write_all(&line).await?;
     line.clear();
@@ -65,7 +65,7 @@ pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
 
 async fn once(control: &Path, told: &mut bool, take: &mut impl FnMut(Option<Status>)) -> io::Result<()> {
     let mut stream = UnixStream::connect(control).await?;
-    let mut line = serde_json::to_vec(&Command::Watch)?;
+    let mut line = serde_json::to_vec(&ProcessCommand::Watch)?;
     line.push(b'\n');
     stream.write_all(&line).await?;
     let mut lines = BufReader::new(stream);

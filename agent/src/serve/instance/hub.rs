@@ -19,14 +19,14 @@ use tokio::task::JoinHandle;
 
 use crate::serve::config::Config;
 use crate::serve::error::NodeError;
-use crate::serve::instance::{Backend, InstanceId, Phase, Places, Process, Spec, Table};
+use crate::serve::instance::{Backend, InstanceId, InstancePaths, Process, ProcessPhase, Spec, Table};
 use crate::serve::{blocking, ports};
 
 /// The instances of this node.
 pub struct Hub {
     table: Arc<Table>,
     backend: Box<dyn Backend>,
-    places: Places,
+    paths: InstancePaths,
     config: Config,
     /// Locks that allow one operation at a time on each instance.
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
@@ -53,22 +53,22 @@ impl Hub {
     /// The directory of spec files cannot be read, or the backend does not answer.
     pub async fn start(
         config: Config,
-        places: Places,
+        paths: InstancePaths,
         table: Arc<Table>,
         backend: Box<dyn Backend>,
     ) -> Result<Arc<Hub>, NodeError> {
         let (gates, revisions) = Default::default();
-        let hub = Hub { table, backend, places, config, gates, revisions };
+        let hub = Hub { table, backend, paths, config, gates, revisions };
         hub.adopt_all().await?;
         Ok(Arc::new(hub))
     }
 
     async fn adopt_all(&self) -> Result<(), NodeError> {
         for kind in [v1::InstanceKind::Engine, v1::InstanceKind::Replica] {
-            for id in spec_files(&self.places.specs(kind), kind)? {
-                match Spec::load(&id, &self.places) {
+            for id in spec_files(&self.paths.specs(kind), kind)? {
+                match Spec::load(&id, &self.paths) {
                     Ok(spec) => {
-                        self.table.insert(spec, Process::only(Phase::Stopped));
+                        self.table.insert(spec, Process::only(ProcessPhase::Stopped));
                         self.backend.adopt(&id).await?;
                     }
                     // Its process, if any, continues; a new start writes the file again.
@@ -80,8 +80,8 @@ impl Hub {
     }
 
     /// Returns the places of the files of instances.
-    pub fn places(&self) -> &Places {
-        &self.places
+    pub fn paths(&self) -> &InstancePaths {
+        &self.paths
     }
 
     /// Returns the table of instances.
@@ -120,13 +120,14 @@ impl Hub {
         if let Some((known, process)) = self.table.known(&id) {
             refuse_older(&spec, &known)?;
             let same = spec.is_same_request(&known);
-            if same && process.phase != Phase::Stopped {
+            if same && process.phase != ProcessPhase::Stopped {
                 self.backend.start(&id).await?;
                 self.catch_up(&spec, &known, options).await?;
                 return self.published(&id);
             }
-            takes_over = !same && process.phase != Phase::Stopped && may_take_over(&spec, &known, options);
-            if !same && process.phase != Phase::Stopped && !takes_over {
+            takes_over =
+                !same && process.phase != ProcessPhase::Stopped && may_take_over(&spec, &known, options);
+            if !same && process.phase != ProcessPhase::Stopped && !takes_over {
                 let hint = "stop it first";
                 return Err(NodeError::Exists(format!("the {id} runs with other arguments: {hint}")));
             }
@@ -139,14 +140,14 @@ impl Hub {
             blocking(move || bind(&directory, &fingerprint, options.rebind)).await?;
             ports::choose(replica, &self.config, &self.table.ports_of_others(&id))?;
         }
-        let stored = (spec.clone(), self.places.clone());
+        let stored = (spec.clone(), self.paths.clone());
         blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
         self.set_revision(&id, spec.attach().unwrap_or_default(), options.revision);
         let started = if takes_over {
             self.table.set_spec(spec);
             self.backend.restart(&id).await
         } else {
-            self.table.insert(spec, Process::only(Phase::Starting));
+            self.table.insert(spec, Process::only(ProcessPhase::Starting));
             self.backend.start(&id).await
         };
         if let Err(error) = started {
@@ -197,11 +198,11 @@ impl Hub {
         if attach != 0 && spec.attach().is_some_and(|running| running > attach) {
             return Ok(());
         }
-        if let (Spec::Engine(engine), false) = (&spec, process.phase == Phase::Stopped) {
+        if let (Spec::Engine(engine), false) = (&spec, process.phase == ProcessPhase::Stopped) {
             self.refuse_in_use(engine).await?;
         }
-        if process.phase != Phase::Stopped {
-            self.table.set_process(id, Process { phase: Phase::Stopping, ..process });
+        if process.phase != ProcessPhase::Stopped {
+            self.table.set_process(id, Process { phase: ProcessPhase::Stopping, ..process });
         }
         self.backend.stop(id).await?;
         if let Spec::Engine(engine) = spec {
@@ -227,7 +228,7 @@ impl Hub {
 
     /// Forgets a stopped instance: removes its spec file, then notifies the watchers.
     async fn forget(&self, id: &InstanceId) -> Result<(), NodeError> {
-        let path = self.places.spec(id);
+        let path = self.paths.spec(id);
         blocking(move || remove_durably(&path).map_err(NodeError::at(&path))).await?;
         self.table.remove(id);
         self.revisions.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
@@ -246,7 +247,7 @@ impl Hub {
         let gate = self.gate(id);
         let _open = gate.lock().await;
         if let Some((_, process)) = self.table.known(id) {
-            if process.phase != Phase::Stopped {
+            if process.phase != ProcessPhase::Stopped {
                 return Err(NodeError::Precondition(format!("the {id} runs: stop it first")));
             }
             self.forget(id).await?;
@@ -266,7 +267,7 @@ impl Hub {
     ) -> Result<T, NodeError> {
         let gate = self.gate(id);
         let _open = gate.lock().await;
-        let runs = self.table.known(id).is_some_and(|(_, process)| process.phase != Phase::Stopped);
+        let runs = self.table.known(id).is_some_and(|(_, process)| process.phase != ProcessPhase::Stopped);
         blocking(move || work(runs)).await
     }
 
@@ -283,14 +284,14 @@ impl Hub {
     /// [`NodeError`] names the file.
     pub async fn remove_old_engine_states(&self) -> Result<(), NodeError> {
         let failed = |error: io::Error| NodeError::Unavailable(error.to_string());
-        let places = self.places.clone();
-        let old = blocking(move || places.old_engine_states(SystemTime::now()).map_err(failed)).await?;
+        let paths = self.paths.clone();
+        let old = blocking(move || paths.old_engine_states(SystemTime::now()).map_err(failed)).await?;
         for volume in old {
             // A start of an engine of the volume waits, or has stored its spec.
             let gate = self.gate(&InstanceId::Engine(volume.clone()));
             let _open = gate.lock().await;
-            let places = self.places.clone();
-            let remove = move || places.remove_old_engine_state(&volume, SystemTime::now()).map_err(failed);
+            let paths = self.paths.clone();
+            let remove = move || paths.remove_old_engine_state(&volume, SystemTime::now()).map_err(failed);
             blocking(remove).await?;
         }
         Ok(())

@@ -2,10 +2,10 @@
 
 mod backend;
 mod children;
+mod commands;
 mod control_watch;
 mod hub;
-mod orders;
-mod places;
+mod paths;
 mod process;
 mod spec;
 mod systemd;
@@ -21,8 +21,8 @@ pub use backend::{Backend, BackendError};
 pub use children::Children;
 pub use control_watch::io_counters;
 pub use hub::{Hub, StartOptions};
-pub use places::Places;
-pub use process::{Phase, Process};
+pub use paths::InstancePaths;
+pub use process::{Process, ProcessPhase};
 pub use spec::{Spec, endpoints, rebuild_limits, volume_size};
 pub use systemd::Systemd;
 pub use table::{Table, Watch};

@@ -3,19 +3,19 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use shorthorn_control::Command;
+use shorthorn_control::ProcessCommand;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
 
-use crate::serve::instance::{InstanceId, Places, control_watch};
+use crate::serve::instance::{InstanceId, InstancePaths, control_watch};
 
 /// An engine that was asked to end takes its device away, or leaves it to the next one, within this.
 pub const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
 
 /// The phase of an instance's process, according to its manager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum ProcessPhase {
     /// The process does not exist and is not wanted.
     Stopped,
     /// The process is being started.
@@ -32,7 +32,7 @@ pub enum Phase {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     /// The phase of the process.
-    pub phase: Phase,
+    pub phase: ProcessPhase,
     /// The process id of the living process.
     pub pid: Option<i32>,
     /// The reason of the failure; empty otherwise.
@@ -41,18 +41,18 @@ pub struct Process {
 
 impl Process {
     /// Returns a state in `phase`, with no id and no message.
-    pub fn only(phase: Phase) -> Process {
+    pub fn only(phase: ProcessPhase) -> Process {
         Process { phase, pid: None, message: String::new() }
     }
 
     /// Returns a state in `phase` as process `pid`.
-    pub fn with_pid(phase: Phase, pid: i32) -> Process {
+    pub fn with_pid(phase: ProcessPhase, pid: i32) -> Process {
         Process { phase, pid: Some(pid), message: String::new() }
     }
 
     /// Returns a failed process.
     pub fn failed(message: impl Into<String>) -> Process {
-        Process { phase: Phase::Failed, pid: None, message: message.into() }
+        Process { phase: ProcessPhase::Failed, pid: None, message: message.into() }
     }
 }
 
@@ -80,9 +80,9 @@ pub async fn ends_within(pid: i32, limit: Duration) -> bool {
 
 /// Orders the process of an instance to end, if it has a control socket that answers. Returns false if it has
 /// none.
-pub async fn order_end(id: &InstanceId, places: &Places, command: &Command) -> bool {
-    let Ok(control) = places.control(id) else { return false };
-    match control_watch::order(&control, command).await {
+pub async fn order_end(id: &InstanceId, paths: &InstancePaths, command: &ProcessCommand) -> bool {
+    let Ok(control) = paths.control(id) else { return false };
+    match control_watch::request(&control, command).await {
         Ok(()) => true,
         Err(error) => {
             tracing::info!(instance = %id, ?command, "cannot be asked: {}: {error}", control.display());

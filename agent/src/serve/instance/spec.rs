@@ -13,8 +13,8 @@ use shorthorn_types::{Members, ReplicaId, VolumeName};
 
 use crate::serve::config::{Config, absolute};
 use crate::serve::error::NodeError;
-use crate::serve::instance::{InstanceId, Places};
-use crate::serve::words;
+use crate::serve::instance::{InstanceId, InstancePaths};
+use crate::serve::messages;
 
 /// The most addresses of one replica that an engine is given.
 const ADDRESSES_MAX: usize = 8;
@@ -36,7 +36,7 @@ impl Spec {
     pub fn engine(
         request: v1::StartEngineRequest,
         config: &Config,
-        places: &Places,
+        paths: &InstancePaths,
     ) -> Result<Spec, NodeError> {
         let volume = VolumeName::new(&request.volume)?;
         let id = InstanceId::Engine(volume.clone());
@@ -45,20 +45,20 @@ impl Spec {
         }
         let secret = secret(&request.secret)?;
         Ok(Spec::Engine(EngineSpec {
-            state_file: places.engine_state(&volume, &secret),
+            state_file: paths.engine_state(&volume, &secret),
             volume,
             size_bytes: volume_size(request.size_bytes)?,
             attach: request.attach,
             replicas: endpoints(request.replicas)?,
             frontend: frontend(&request.frontend)?,
             secret,
-            control_socket: places.control(&id)?,
-            frontend_socket: places.data(&id)?,
+            control_socket: paths.control(&id)?,
+            frontend_socket: paths.data(&id)?,
             device_dir: config.device_dir.clone(),
             queues: config.queues,
             depth: config.queue_depth,
             replica_timeout_ms: config.replica_timeout_ms,
-            granted: request.granted.map(words::view).transpose()?,
+            granted: request.granted.map(messages::view).transpose()?,
             rebuild: rebuild_limits(request.rebuild)?,
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: request.verify_reads,
@@ -74,7 +74,7 @@ impl Spec {
     pub fn replica(
         request: v1::StartReplicaRequest,
         config: &Config,
-        places: &Places,
+        paths: &InstancePaths,
     ) -> Result<Spec, NodeError> {
         let volume = VolumeName::new(&request.volume)?;
         let replica: ReplicaId = request.replica_id.parse()?;
@@ -91,9 +91,9 @@ impl Spec {
             create: request.create,
             first_members: Members::new(members)?,
             secret: secret(&request.secret)?,
-            data_socket: places.data(&id)?,
+            data_socket: paths.data(&id)?,
             data_address: None,
-            control_socket: places.control(&id)?,
+            control_socket: paths.control(&id)?,
             sum_bytes_per_s: u64::from(config.sum_mib_per_s) << 20,
             unknown: Unknown::default(),
         }))
@@ -103,8 +103,8 @@ impl Spec {
     ///
     /// # Errors
     /// [`SpecError`].
-    pub fn load(id: &InstanceId, places: &Places) -> Result<Spec, SpecError> {
-        let path = places.spec(id);
+    pub fn load(id: &InstanceId, paths: &InstancePaths) -> Result<Spec, SpecError> {
+        let path = paths.spec(id);
         match id {
             InstanceId::Engine(_) => load_spec(&path).map(Spec::Engine),
             InstanceId::Replica(..) => load_spec(&path).map(Spec::Replica),
@@ -115,8 +115,8 @@ impl Spec {
     ///
     /// # Errors
     /// [`SpecError`].
-    pub fn store(&self, places: &Places) -> Result<(), SpecError> {
-        let path = places.spec(&self.id());
+    pub fn store(&self, paths: &InstancePaths) -> Result<(), SpecError> {
+        let path = paths.spec(&self.id());
         match self {
             Spec::Engine(spec) => store_spec(&path, spec),
             Spec::Replica(spec) => store_spec(&path, spec),

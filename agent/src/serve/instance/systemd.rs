@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shorthorn_api::v1::InstanceKind;
-use shorthorn_control::Command;
+use shorthorn_control::ProcessCommand;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_stream::StreamExt;
@@ -19,7 +19,9 @@ use zbus::{Connection, OwnedObjectPath};
 use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, ends_within, order_end};
 use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy, UnitProxy, unit_of};
-use crate::serve::instance::{Backend, BackendError, InstanceId, Phase, Places, Process, Table};
+use crate::serve::instance::{
+    Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table,
+};
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
 /// The time limit of a stop. It is longer than the `TimeoutStopSec=` of the units: systemd kills the process
@@ -41,7 +43,7 @@ pub struct Systemd {
 struct Bus {
     connection: Connection,
     manager: ManagerProxy<'static>,
-    places: Places,
+    paths: InstancePaths,
     table: Arc<Table>,
 }
 
@@ -50,11 +52,11 @@ impl Systemd {
     ///
     /// # Errors
     /// [`BackendError::Bus`].
-    pub async fn connect(places: Places, table: Arc<Table>) -> Result<Systemd, BackendError> {
+    pub async fn connect(paths: InstancePaths, table: Arc<Table>) -> Result<Systemd, BackendError> {
         let connection = Connection::system().await?;
         let manager = ManagerProxy::new(&connection).await?;
         manager.subscribe().await?;
-        let bus = Bus { connection, manager, places, table };
+        let bus = Bus { connection, manager, paths, table };
         Ok(Systemd { bus, followers: Mutex::default() })
     }
 
@@ -84,7 +86,7 @@ impl Backend for Systemd {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
             // A caller before the first look must not see it as stopped for good: it may well run.
-            self.bus.table.set_process(id, Process::only(Phase::Starting));
+            self.bus.table.set_process(id, Process::only(ProcessPhase::Starting));
             self.follow(id).await
         })
     }
@@ -109,7 +111,7 @@ impl Backend for Systemd {
                 self.follow(id).await?;
                 return Err(error);
             }
-            self.bus.places.remove_runtime_files(id);
+            self.bus.paths.remove_runtime_files(id);
             Ok(())
         })
     }
@@ -157,7 +159,7 @@ impl Bus {
         let service = ServiceProxy::new(&self.connection, path).await?;
         for _ in 0..ORDERLY_ROUNDS {
             let pid = i32::try_from(service.main_pid().await?).unwrap_or_default();
-            if pid == 0 || !order_end(id, &self.places, &Command::Stop).await {
+            if pid == 0 || !order_end(id, &self.paths, &ProcessCommand::Stop).await {
                 return Ok(());
             }
             if !ends_within(pid, ORDERLY_LIMIT).await {
@@ -191,8 +193,8 @@ impl Bus {
         let mut words = None;
         loop {
             let process = self.look(id, &unit, &service, &mut words).await?;
-            let given_up = process.phase == Phase::Failed && unit.active_state().await? == "failed";
-            if process.phase == Phase::Running {
+            let given_up = process.phase == ProcessPhase::Failed && unit.active_state().await? == "failed";
+            if process.phase == ProcessPhase::Running {
                 retry = FIRST_RETRY;
             }
             self.table.set_process(id, process);
@@ -221,19 +223,19 @@ impl Bus {
         let (active, sub) = (unit.active_state().await?, unit.sub_state().await?);
         let pid = service.main_pid().await?;
         let phase = match (active.as_str(), sub.as_str()) {
-            ("active" | "reloading", _) => Phase::Running,
-            ("activating", "auto-restart" | "auto-restart-queued") | ("failed", _) => Phase::Failed,
-            ("activating", _) => Phase::Starting,
-            ("deactivating", _) => Phase::Stopping,
+            ("active" | "reloading", _) => ProcessPhase::Running,
+            ("activating", "auto-restart" | "auto-restart-queued") | ("failed", _) => ProcessPhase::Failed,
+            ("activating", _) => ProcessPhase::Starting,
+            ("deactivating", _) => ProcessPhase::Stopping,
             // A restart passes through here between the end of one process and the start of the next.
-            _ if unit.job().await?.0 != 0 => Phase::Starting,
-            _ => Phase::Stopped,
+            _ if unit.job().await?.0 != 0 => ProcessPhase::Starting,
+            _ => ProcessPhase::Stopped,
         };
-        if phase == Phase::Failed {
+        if phase == ProcessPhase::Failed {
             let result = service.result().await?;
             if active == "activating" && result == "success" {
                 // It has left its device to the next process, which is about to be started.
-                return Ok(Process::only(Phase::Starting));
+                return Ok(Process::only(ProcessPhase::Starting));
             }
             // The next process may have removed them already: then those of the one before do as well.
             *words = self.last_words(id).or_else(|| words.take());
@@ -241,7 +243,7 @@ impl Bus {
                 words.as_ref().map_or_else(|| result.clone(), |words| format!("{words} ({result})"));
             return Ok(Process::failed(message));
         }
-        if phase == Phase::Running {
+        if phase == ProcessPhase::Running {
             *words = None;
         }
         let pid = i32::try_from(pid).ok().filter(|pid| *pid != 0);
@@ -250,7 +252,7 @@ impl Bus {
 
     /// Returns the error message that the last process has left, if any.
     fn last_words(&self, id: &InstanceId) -> Option<String> {
-        let words = fs::read_to_string(self.places.error(id)).ok()?;
+        let words = fs::read_to_string(self.paths.error(id)).ok()?;
         Some(words.trim().to_owned()).filter(|words| !words.is_empty())
     }
 }

@@ -12,7 +12,7 @@ use tokio::sync::broadcast;
 use tokio::task::JoinHandle;
 
 use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
-use crate::serve::{ports, show};
+use crate::serve::{instance_message, ports};
 
 /// The number of events that a watcher may be behind before it is disconnected.
 const WATCH_LAG_MAX: usize = 1024;
@@ -112,11 +112,11 @@ impl Table {
     /// Adds an instance, in place of one of the same name.
     pub fn insert(&self, spec: Spec, process: Process) {
         let id = spec.id();
-        let published = show::instance(&spec, &process, None);
+        let published = instance_message::instance(&spec, &process, None);
         let entry = Entry { spec, process, status: None, published: published.clone(), follower: None };
         let mut inner = self.lock();
         inner.entries.insert(id, entry);
-        inner.tell(Type::Set, published);
+        inner.broadcast(Type::Set, published);
     }
 
     /// Sets the stored spec; the process continues with the former one.
@@ -133,7 +133,7 @@ impl Table {
     pub fn remove(&self, id: &InstanceId) {
         let mut inner = self.lock();
         if let Some(entry) = inner.entries.remove(id) {
-            inner.tell(Type::Gone, entry.published.clone());
+            inner.broadcast(Type::Gone, entry.published.clone());
         }
     }
 
@@ -170,14 +170,14 @@ impl Table {
 impl Inner {
     fn publish(&mut self, id: &InstanceId) {
         let Some(entry) = self.entries.get_mut(id) else { return };
-        let shown = show::instance(&entry.spec, &entry.process, entry.status.as_ref());
+        let shown = instance_message::instance(&entry.spec, &entry.process, entry.status.as_ref());
         if shown != entry.published {
             entry.published = shown.clone();
-            self.tell(Type::Set, shown);
+            self.broadcast(Type::Set, shown);
         }
     }
 
-    fn tell(&self, r#type: Type, instance: v1::Instance) {
+    fn broadcast(&self, r#type: Type, instance: v1::Instance) {
         // It fails only without watchers.
         let _ = self.changes.send(v1::InstanceEvent { r#type: r#type.into(), instance: Some(instance) });
     }

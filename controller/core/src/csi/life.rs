@@ -8,7 +8,7 @@ use crate::objects::{
 };
 use crate::requests::{self, Change, CreateVolume, RequestError};
 use crate::scheduler::Limits;
-use crate::{NodeName, Timestamp, World};
+use crate::{ClusterState, NodeName, Timestamp};
 
 /// A volume that a caller wants.
 #[derive(Clone, Debug)]
@@ -37,14 +37,19 @@ impl NewVolume {
     ///
     /// # Errors
     /// [`SizedError`] has the remedy.
-    pub fn apply(&self, world: &World, secret: Secret, now: Timestamp) -> Result<Change<Volume>, SizedError> {
+    pub fn apply(
+        &self,
+        cluster: &ClusterState,
+        secret: Secret,
+        now: Timestamp,
+    ) -> Result<Change<Volume>, SizedError> {
         let (required, limit) = (self.required_bytes, self.limit_bytes);
-        let there = world.volumes.get(&self.wanted.name).map(|volume| volume.spec.size);
+        let there = cluster.volumes.get(&self.wanted.name).map(|volume| volume.spec.size);
         let size_bytes = match there.filter(|has| size::fits(*has, required, limit)) {
             Some(has) => has,
             None => size::size_of_new(required, limit)?,
         };
-        Ok(CreateVolume { size_bytes, ..self.wanted.clone() }.apply(world, secret, now)?)
+        Ok(CreateVolume { size_bytes, ..self.wanted.clone() }.apply(cluster, secret, now)?)
     }
 }
 
@@ -53,44 +58,44 @@ impl NewVolume {
 /// # Errors
 /// [`SizedError`] has the remedy.
 pub fn expand(
-    world: &World,
+    cluster: &ClusterState,
     name: &str,
     required_bytes: u64,
     limit_bytes: u64,
     limits: Limits,
 ) -> Result<(Change<Volume>, u64), SizedError> {
-    let has_bytes = requests::find(world, name)?.spec.size;
+    let has_bytes = requests::find(cluster, name)?.spec.size;
     let size_bytes = size::size_of_grown(has_bytes, required_bytes, limit_bytes)?;
     // Another caller may want it larger still: this call does not wait for that.
     let awaited_bytes = if required_bytes > has_bytes { size_bytes } else { required_bytes };
-    Ok((requests::expand_within(world, name, size_bytes, limits)?, awaited_bytes))
+    Ok((requests::expand_within(cluster, name, size_bytes, limits)?, awaited_bytes))
 }
 
 /// The progress of a new volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// Every replica has a place.
-    Placed,
+    Scheduled,
     /// The result is not known yet.
     Pending,
     /// The cluster has no place for all replicas; the text has the reason.
-    NoPlace(String),
+    Unschedulable(String),
     /// The volume was deleted meanwhile.
     Gone,
 }
 
 /// Returns the progress of the volume.
 #[must_use]
-pub fn placement(world: &World, name: &str) -> Placement {
-    let living = world.volumes.get(name).filter(|volume| !volume.is_deleting());
+pub fn placement(cluster: &ClusterState, name: &str) -> Placement {
+    let living = cluster.volumes.get(name).filter(|volume| !volume.is_deleting());
     let Some(volume) = living else {
-        return if is_unknown(world, name) { Placement::Pending } else { Placement::Gone };
+        return if is_unknown(cluster, name) { Placement::Pending } else { Placement::Gone };
     };
     if volume.status.state != VolumeState::Creating {
-        return Placement::Placed;
+        return Placement::Scheduled;
     }
     match volume.status.conditions.get(ConditionType::Scheduled) {
-        Some(scheduled) if !scheduled.status => Placement::NoPlace(scheduled.message.clone()),
+        Some(scheduled) if !scheduled.status => Placement::Unschedulable(scheduled.message.clone()),
         _ => Placement::Pending,
     }
 }
@@ -100,11 +105,11 @@ pub fn placement(world: &World, name: &str) -> Placement {
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].
-pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
-    let volume = requests::find(world, name)?;
-    let is_without = matches!(placement(world, name), Placement::NoPlace(_));
+pub fn undo(cluster: &ClusterState, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(cluster, name)?;
+    let is_without = matches!(placement(cluster, name), Placement::Unschedulable(_));
     if is_without && volume.spec.csi_name.is_some() {
-        return requests::ask_for_deletion(world, name, now);
+        return requests::ask_for_deletion(cluster, name, now);
     }
     Ok(Change::AlreadySo(volume.clone()))
 }
@@ -113,23 +118,23 @@ pub fn undo(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>,
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
-    let volume = requests::find(world, name)?;
+pub fn delete(cluster: &ClusterState, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(cluster, name)?;
     let deleting = volume.is_deleting();
     if let Some(node) =
-        volume.spec.node_id.as_ref().or_else(|| published_node(world, volume)).filter(|_| !deleting)
+        volume.spec.node_id.as_ref().or_else(|| published_node(cluster, volume)).filter(|_| !deleting)
     {
         return Err(elsewhere(volume, node));
     }
-    requests::ask_for_deletion(world, name, now)
+    requests::ask_for_deletion(cluster, name, now)
 }
 
 /// Returns the volume wanted on `node`, if no other one has it.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
-    let volume = requests::find(world, name)?;
+pub fn publish(cluster: &ClusterState, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(cluster, name)?;
     if volume.spec.frontend == Frontend::Socket {
         return Err(RequestError::NoDevice(name.to_owned()));
     }
@@ -137,9 +142,9 @@ pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, 
     match holder(volume).filter(|holder| holder.as_str() != node && !volume.is_deleting()) {
         Some(holder) => Err(elsewhere(volume, holder)),
         None => {
-            let change = requests::attach(world, name, node)?;
+            let change = requests::attach(cluster, name, node)?;
             match &change {
-                Change::Store(_) => check_room(world, name, node).map(|()| change),
+                Change::Store(_) => check_room(cluster, name, node).map(|()| change),
                 Change::AlreadySo(_) => Ok(change),
             }
         }
@@ -147,9 +152,9 @@ pub fn publish(world: &World, name: &str, node: &str) -> Result<Change<Volume>, 
 }
 
 /// Returns an error unless the agent of the node allows one more attached volume.
-fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError> {
-    let Some(max_volumes) = max_volumes(world, node) else { return Ok(()) };
-    let others = world.volumes_on(node).filter(|volume| volume.metadata.name != name);
+fn check_room(cluster: &ClusterState, name: &str, node: &str) -> Result<(), RequestError> {
+    let Some(max_volumes) = max_volumes(cluster, node) else { return Ok(()) };
+    let others = cluster.volumes_on(node).filter(|volume| volume.metadata.name != name);
     let is_there = |volume: &&Volume| {
         let wanted = volume.spec.node_id.as_ref().filter(|_| !volume.is_deleting());
         wanted.or_else(|| holder(volume)).is_some_and(|place| place.as_str() == node)
@@ -162,8 +167,8 @@ fn check_room(world: &World, name: &str, node: &str) -> Result<(), RequestError>
 
 /// Returns the most volumes that may be attached to the node; none: any number.
 #[must_use]
-pub fn max_volumes(world: &World, node: &str) -> Option<u32> {
-    world.nodes.get(node).map(|node| node.status.max_volumes).filter(|max_volumes| *max_volumes > 0)
+pub fn max_volumes(cluster: &ClusterState, node: &str) -> Option<u32> {
+    cluster.nodes.get(node).map(|node| node.status.max_volumes).filter(|max_volumes| *max_volumes > 0)
 }
 
 fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {
@@ -172,8 +177,8 @@ fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {
 
 /// Returns true if the volume can be used on `node`.
 #[must_use]
-pub fn is_published(world: &World, name: &str, node: &NodeName) -> bool {
-    let Some(volume) = world.volumes.get(name) else { return false };
+pub fn is_published(cluster: &ClusterState, name: &str, node: &NodeName) -> bool {
+    let Some(volume) = cluster.volumes.get(name) else { return false };
     let here = volume.status.current_node_id.as_ref() == Some(node);
     let wanted = volume.spec.node_id.as_ref() == Some(node) && !volume.is_deleting();
     here && wanted && volume.status.state == VolumeState::Attached
@@ -183,36 +188,40 @@ pub fn is_published(world: &World, name: &str, node: &NodeName) -> bool {
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
-pub fn unpublish(world: &World, name: &str, node: Option<&str>) -> Result<Change<Volume>, RequestError> {
-    let volume = requests::find(world, name)?;
+pub fn unpublish(
+    cluster: &ClusterState,
+    name: &str,
+    node: Option<&str>,
+) -> Result<Change<Volume>, RequestError> {
+    let volume = requests::find(cluster, name)?;
     match (&volume.spec.node_id, node) {
         (Some(wanted), Some(node)) if wanted.as_str() != node => Ok(Change::AlreadySo(volume.clone())),
-        _ => requests::detach(world, name),
+        _ => requests::detach(cluster, name),
     }
 }
 
 /// Returns true if the volume has left `node`, or all nodes, so that it may be used elsewhere.
 #[must_use]
-pub fn is_away(world: &World, name: &str, node: Option<&str>) -> bool {
-    let Some(volume) = world.volumes.get(name) else { return !is_unknown(world, name) };
+pub fn is_away(cluster: &ClusterState, name: &str, node: Option<&str>) -> bool {
+    let Some(volume) = cluster.volumes.get(name) else { return !is_unknown(cluster, name) };
     let is_meant = |holder: &NodeName| node.is_none_or(|node| holder.as_str() == node);
-    let at = if volume.is_deleting() { published_node(world, volume) } else { holder(volume) };
+    let at = if volume.is_deleting() { published_node(cluster, volume) } else { holder(volume) };
     !at.is_some_and(is_meant)
 }
 
 /// Whether the volume is stored, and the controller cannot use it.
 #[must_use]
-pub fn is_unknown(world: &World, name: &str) -> bool {
-    world.unknown(&Key::new(Kind::Volume, name)).is_some()
+pub fn is_unknown(cluster: &ClusterState, name: &str) -> bool {
+    cluster.unknown(&Key::new(Kind::Volume, name)).is_some()
 }
 
 /// Whether the volume is gone; another one may have its name already.
 #[must_use]
-pub fn is_deleted(world: &World, name: &str) -> bool {
-    match world.volumes.get(name) {
+pub fn is_deleted(cluster: &ClusterState, name: &str) -> bool {
+    match cluster.volumes.get(name) {
         // One that Kubernetes still holds is not gone, though it lives for now.
         Some(volume) => !volume.metadata.is_deleting(),
-        None => !is_unknown(world, name),
+        None => !is_unknown(cluster, name),
     }
 }
 
@@ -225,10 +234,10 @@ fn holder(volume: &Volume) -> Option<&NodeName> {
 
 /// Returns the node on which an engine of the volume runs, or may run.
 #[must_use]
-pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeName> {
+pub fn published_node<'a>(cluster: &ClusterState, volume: &'a Volume) -> Option<&'a NodeName> {
     let name = &volume.metadata.name;
-    let Some(engine) = world.engines.get(name) else {
-        let may_run = world.unknown(&Key::new(Kind::Engine, name)).is_some();
+    let Some(engine) = cluster.engines.get(name) else {
+        let may_run = cluster.unknown(&Key::new(Kind::Engine, name)).is_some();
         return holder(volume).filter(|_| may_run);
     };
     // A stored `stopped` is a promise that no start is under way.
@@ -240,9 +249,9 @@ pub fn published_node<'a>(world: &World, volume: &'a Volume) -> Option<&'a NodeN
 
 /// Returns the current transition of the volume, and the event that it waits for.
 #[must_use]
-pub fn waits_for(world: &World, name: &str) -> String {
-    let Some(volume) = world.volumes.get(name) else {
-        let unknown = world.unknown(&Key::new(Kind::Volume, name));
+pub fn waits_for(cluster: &ClusterState, name: &str) -> String {
+    let Some(volume) = cluster.volumes.get(name) else {
+        let unknown = cluster.unknown(&Key::new(Kind::Volume, name));
         return unknown.unwrap_or_else(|| format!("volume {name} is gone"));
     };
     let mut text = format!("volume {name} is {}", volume.status.state.as_str());
@@ -251,7 +260,7 @@ pub fn waits_for(world: &World, name: &str) -> String {
     }
     for about in [ConditionType::Settled, ConditionType::Expanded] {
         match volume.status.conditions.get(about) {
-            Some(noted) if !noted.status => text.push_str(&format!(": {}", noted.message)),
+            Some(recorded) if !recorded.status => text.push_str(&format!(": {}", recorded.message)),
             _ => {}
         }
     }

@@ -2,7 +2,7 @@
 //! volume.
 //!
 //! The shell has the wire, the waiting and the codes. The changes of calls are decided here, on one state of
-//! the world, and stored by compare-and-swap, so that no other change comes in between.
+//! the cluster state, and stored by compare-and-swap, so that no other change comes in between.
 
 mod life;
 mod name;
@@ -17,13 +17,13 @@ pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
 pub use parameters::{ParameterError, ignored, parameters};
 pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
 
-use crate::World;
+use crate::ClusterState;
 
 /// Returns true if there is a node with that name, and in that zone, where these are given. Every volume can
 /// be reached from it.
 #[must_use]
-pub fn has_node(world: &World, node: Option<&str>, zone: Option<&str>) -> bool {
-    world.nodes.values().any(|candidate| {
+pub fn has_node(cluster: &ClusterState, node: Option<&str>, zone: Option<&str>) -> bool {
+    cluster.nodes.values().any(|candidate| {
         // kubelet knows the zone in the agent's configuration, even if an administrator has set another one
         // here.
         let zones = [candidate.spec.zone.as_ref(), candidate.status.zone.as_ref()];

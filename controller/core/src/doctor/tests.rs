@@ -4,7 +4,7 @@ use crate::objects;
 
 fn examine_it(example: &Example) -> Vec<Check> {
     let controller = Controller { version: VERSION, feature_level: 1, limits: Limits::default() };
-    examine(&example.world, &example.agents, controller)
+    examine(&example.cluster, &example.agents, controller)
 }
 
 /// Returns the only check that has not passed, and its finding.

@@ -42,12 +42,12 @@ fn replica(n: u64, node: &str) -> Replica {
     }
 }
 
-fn world() -> World {
-    let mut world = World::default();
+fn cluster() -> ClusterState {
+    let mut cluster = ClusterState::default();
     for name in ["a", "b", "c"] {
         let spec = NodeSpec { eviction_requested: name == "a", ..NodeSpec::default() };
         let metadata = Metadata::new(name, now());
-        world.insert(Node { metadata, spec, status: NodeStatus::default() }.into());
+        cluster.insert(Node { metadata, spec, status: NodeStatus::default() }.into());
     }
     let wanted = CreateVolume {
         name: "v".to_owned(),
@@ -55,14 +55,14 @@ fn world() -> World {
         number_of_replicas: 2,
         ..CreateVolume::default()
     };
-    let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+    let Ok(Change::Store(mut volume)) = wanted.apply(&cluster, Secret::new([1; 32]), now()) else {
         panic!("the volume is refused");
     };
     volume.spec.node_id = Some(NodeName::new("c").unwrap());
     volume.status.current_node_id = volume.spec.node_id.clone();
     volume.status.state = VolumeState::Attached;
     let node_id = volume.spec.node_id.clone();
-    world.insert(volume.into());
+    cluster.insert(volume.into());
     let members = (1..=2).map(|n| (id(n), MemberStatus::of(MemberMode::Member)));
     let engine = Engine {
         metadata: Metadata::new("v", now()),
@@ -83,41 +83,41 @@ fn world() -> World {
             ..EngineStatus::default()
         },
     };
-    world.insert(engine.into());
-    world.insert(replica(1, "a").into());
-    world.insert(replica(2, "b").into());
-    world
+    cluster.insert(engine.into());
+    cluster.insert(replica(1, "a").into());
+    cluster.insert(replica(2, "b").into());
+    cluster
 }
 
 /// Returns the rest of the drain of a: (held, message) of each.
-fn left_on_a(world: &World) -> Vec<(bool, String)> {
-    let left = left(world, &Agents::default(), &world.nodes["a"]);
+fn left_on_a(cluster: &ClusterState) -> Vec<(bool, String)> {
+    let left = left(cluster, &Agents::default(), &cluster.nodes["a"]);
     left.into_iter().map(|left| (left.held, left.message)).collect()
 }
 
-fn only(world: &World) -> (bool, String) {
-    let left = left_on_a(world);
+fn only(cluster: &ClusterState) -> (bool, String) {
+    let left = left_on_a(cluster);
     assert_eq!(left.len(), 1, "{left:?}");
     left.into_iter().next().unwrap()
 }
 
 #[test]
 fn a_replica_that_is_being_replaced_says_by_whom() {
-    let mut world = world();
-    assert_eq!(only(&world), (false, "it is being replaced".to_owned()));
-    world.insert(replica(3, "c").into());
-    let (held, message) = only(&world);
-    assert!(!held && message.starts_with("replica v-00000003 on node c is being brought up"), "{message}");
+    let mut cluster = cluster();
+    assert_eq!(only(&cluster), (false, "it is being replaced".to_owned()));
+    cluster.insert(replica(3, "c").into());
+    let (held, message) = only(&cluster);
+    assert!(!held && message.starts_with("replica v-00000003 on node c is being rebuilt"), "{message}");
 }
 
 #[test]
 fn what_cannot_be_moved_is_held_and_says_why() {
     let full = || {
-        let mut world = world();
-        let volume = world.volumes.get_mut("v").unwrap();
+        let mut cluster = cluster();
+        let volume = cluster.volumes.get_mut("v").unwrap();
         let finding = Finding::wrong("NoPlace", "2 of 3 replicas have a place; b: full");
         volume.status.conditions.set(ConditionType::Scheduled, finding, now());
-        world
+        cluster
     };
     let (held, message) = only(&full());
     assert!(
@@ -125,69 +125,69 @@ fn what_cannot_be_moved_is_held_and_says_why() {
         "{message}"
     );
 
-    let mut frozen = world();
+    let mut frozen = cluster();
     frozen.engines.get_mut("v").unwrap().status.phase = "frozen".to_owned();
     assert_eq!(only(&frozen), (true, "volume v is not served: shorthornctl volume why v".to_owned()));
 }
 
 #[test]
 fn a_detached_volume_holds_and_says_when_nobody_else_has_its_data() {
-    let mut world = world();
-    let volume = world.volumes.get_mut("v").unwrap();
+    let mut cluster = cluster();
+    let volume = cluster.volumes.get_mut("v").unwrap();
     volume.status.state = VolumeState::Detached;
     volume.status.current_node_id = None;
     volume.spec.node_id = None;
-    let (held, message) = only(&world);
+    let (held, message) = only(&cluster);
     assert!(held && message.contains("volume attach v --node NODE"), "{message}");
     assert!(!message.contains("no other replica"), "{message}");
     let mut behind = replica(2, "b");
     behind.status.failed_at = Some(now());
-    world.insert(behind.into());
-    assert!(only(&world).1.contains("no other replica has its data"));
+    cluster.insert(behind.into());
+    assert!(only(&cluster).1.contains("no other replica has its data"));
     let mut behind = replica(1, "a");
     behind.status.failed_at = Some(now());
-    world.insert(behind.into());
-    world.insert(replica(2, "b").into());
-    assert!(!only(&world).1.contains("no other replica"));
+    cluster.insert(behind.into());
+    cluster.insert(replica(2, "b").into());
+    assert!(!only(&cluster).1.contains("no other replica"));
 }
 
 #[test]
 fn a_disk_is_drained_without_its_node() {
-    let mut world = world();
-    let mut node = world.nodes["a"].clone();
+    let mut cluster = cluster();
+    let mut node = cluster.nodes["a"].clone();
     node.spec.eviction_requested = false;
     let drained = DiskSpec { eviction_requested: true, ..DiskSpec::of_new(1 << 40) };
     node.spec.disks =
         [("/disk".to_owned(), drained), ("/other".to_owned(), DiskSpec::of_new(1 << 40))].into();
-    world.insert(node.clone().into());
+    cluster.insert(node.clone().into());
     let mut other = replica(3, "a");
     other.spec.disk_path = "/other".to_owned();
-    world.insert(other.clone().into());
-    assert_eq!(leaves(&world, &replica(1, "a")), Some(Leaves::Disk));
-    assert_eq!(leaves(&world, &other), None);
-    assert_eq!(leaves(&world, &replica(2, "b")), None);
-    let left = |path: &str| left_on_disk(&world, &Agents::default(), &node, path);
+    cluster.insert(other.clone().into());
+    assert_eq!(leaves(&cluster, &replica(1, "a")), Some(Leaves::Disk));
+    assert_eq!(leaves(&cluster, &other), None);
+    assert_eq!(leaves(&cluster, &replica(2, "b")), None);
+    let left = |path: &str| left_on_disk(&cluster, &Agents::default(), &node, path);
     assert_eq!(left("/disk").len(), 1);
     assert!(
-        left("/disk")[0].message.contains("v-00000003 on node a is being brought up"),
+        left("/disk")[0].message.contains("v-00000003 on node a is being rebuilt"),
         "{:?}",
         left("/disk")
     );
     node.spec.eviction_requested = true;
-    world.insert(node.into());
-    assert_eq!(leaves(&world, &other), Some(Leaves::Node));
+    cluster.insert(node.into());
+    assert_eq!(leaves(&cluster, &other), Some(Leaves::Node));
 }
 
 #[test]
 fn an_engine_holds_its_node() {
-    let mut world = world();
+    let mut cluster = cluster();
     let here = NodeName::new("a").unwrap();
-    let (mut volume, mut engine) = (world.volumes["v"].clone(), world.engines["v"].clone());
+    let (mut volume, mut engine) = (cluster.volumes["v"].clone(), cluster.engines["v"].clone());
     volume.spec.node_id = Some(here.clone());
     engine.spec.node_id = Some(here);
-    world.insert(volume.into());
-    world.insert(engine.into());
-    let left = left_on_a(&world);
+    cluster.insert(volume.into());
+    cluster.insert(engine.into());
+    let left = left_on_a(&cluster);
     assert_eq!(left.len(), 2, "{left:?}");
     assert!(left[0].0 && left[0].1.contains("shorthornctl volume detach v"), "{left:?}");
 }

@@ -16,7 +16,7 @@ use crate::reboot::Needed;
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{self, CreateVolume, RequestError};
 use crate::undelete::Record;
-use crate::{Action, AgentCall, Decision, NodeName, Timestamp, World, csi, drain, reboot, undelete};
+use crate::{Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, reboot, undelete};
 
 fn key_of(kind: Kind, number: u64) -> Key {
     match kind {
@@ -27,28 +27,28 @@ fn key_of(kind: Kind, number: u64) -> Key {
 }
 
 /// The object cannot be used any more, and the controller has started since.
-fn leave_out(world: &mut World, kind: Kind, number: u64) {
+fn leave_out(cluster: &mut ClusterState, kind: Kind, number: u64) {
     let key = key_of(kind, number);
-    let raw = match world.get(&key) {
+    let raw = match cluster.get(&key) {
         Some(Object::Replica(replica)) => {
             json!({ "spec": { "nodeID": replica.spec.node_id, "diskPath": replica.spec.disk_path } })
         }
         _ => json!({ "spec": { "nodeID": "a" } }),
     };
-    world.remove(&key);
-    world.leave_out(key, LeftOut::new(kind, Some(&raw), "it is damaged", "mend it"));
+    cluster.remove(&key);
+    cluster.leave_out(key, LeftOut::new(kind, Some(&raw), "it is damaged", "mend it"));
 }
 
 /// The same, and its text says nothing.
-fn damage(world: &mut World, kind: Kind, number: u64) {
+fn damage(cluster: &mut ClusterState, kind: Kind, number: u64) {
     let key = key_of(kind, number);
-    world.remove(&key);
-    world.leave_out(key, LeftOut::new(kind, None, "it is damaged", "mend it"));
+    cluster.remove(&key);
+    cluster.leave_out(key, LeftOut::new(kind, None, "it is damaged", "mend it"));
 }
 
 fn without(kind: Kind) -> Example {
     let mut example = Example::new();
-    leave_out(&mut example.world, kind, 3);
+    leave_out(&mut example.cluster, kind, 3);
     example
 }
 
@@ -66,9 +66,9 @@ fn is_left_out<T: std::fmt::Debug>(result: Result<T, RequestError>, kind: Kind) 
 }
 
 fn decide(example: &Example, key: &Key) -> Decision {
-    let (world, agents) = (&example.world, &example.agents);
+    let (cluster, agents) = (&example.cluster, &example.agents);
     let context = Context {
-        world,
+        cluster,
         agents,
         now: now(),
         random: [0; shorthorn_types::limits::MAX_MEMBERS],
@@ -79,49 +79,49 @@ fn decide(example: &Example, key: &Key) -> Decision {
 
 #[test]
 fn an_object_that_was_left_out_is_not_taken_for_one_that_is_not_there() {
-    let mut world = without(Kind::Volume).world;
-    is_left_out(requests::find(&world, "v"), Kind::Volume);
-    is_left_out(requests::detach(&world, "v"), Kind::Volume);
+    let mut cluster = without(Kind::Volume).cluster;
+    is_left_out(requests::find(&cluster, "v"), Kind::Volume);
+    is_left_out(requests::detach(&cluster, "v"), Kind::Volume);
     is_left_out(
-        requests::evict(&without(Kind::Replica).world, &key_of(Kind::Replica, 3).name, now()),
+        requests::evict(&without(Kind::Replica).cluster, &key_of(Kind::Replica, 3).name, now()),
         Kind::Replica,
     );
-    world = without(Kind::Node).world;
-    is_left_out(requests::find_node(&world, "a"), Kind::Node);
-    assert!(!lost_node::is_given_up(&world, &NodeName::new("a").unwrap()));
-    assert!(lost_node::is_given_up(&world, &NodeName::new("z").unwrap()));
+    cluster = without(Kind::Node).cluster;
+    is_left_out(requests::find_node(&cluster, "a"), Kind::Node);
+    assert!(!lost_node::is_given_up(&cluster, &NodeName::new("a").unwrap()));
+    assert!(lost_node::is_given_up(&cluster, &NodeName::new("z").unwrap()));
 }
 
 #[test]
 fn no_volume_is_made_or_undeleted_beside_what_was_left_out_of_it() {
     for kind in OF_VOLUME {
-        let mut world = World::default();
-        damage(&mut world, kind, 3);
+        let mut cluster = ClusterState::default();
+        damage(&mut cluster, kind, 3);
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
-        is_left_out(wanted.apply(&world, Secret::new([1; 32]), now()), kind);
-        is_left_out(undelete::directories(&world, "v", &[]), kind);
-        let undeleted = undelete::undelete(&world, "v", &[], &BTreeSet::new(), Secret::new([1; 32]), now());
+        is_left_out(wanted.apply(&cluster, Secret::new([1; 32]), now()), kind);
+        is_left_out(undelete::directories(&cluster, "v", &[]), kind);
+        let undeleted = undelete::undelete(&cluster, "v", &[], &BTreeSet::new(), Secret::new([1; 32]), now());
         is_left_out(undeleted, kind);
     }
 }
 
 #[test]
 fn calls_of_csi_wait_for_a_volume_that_was_left_out() {
-    let world = without(Kind::Volume).world;
-    is_left_out(csi::delete(&world, "v", now()), Kind::Volume);
-    is_left_out(csi::publish(&world, "v", "a"), Kind::Volume);
-    is_left_out(csi::unpublish(&world, "v", Some("a")), Kind::Volume);
-    assert!(!csi::is_deleted(&world, "v") && !csi::is_away(&world, "v", Some("a")));
-    assert_eq!(csi::placement(&world, "v"), csi::Placement::Pending);
-    assert!(csi::waits_for(&world, "v").contains("mend it"));
-    assert!(csi::is_deleted(&world, "w") && csi::is_away(&world, "w", None));
+    let cluster = without(Kind::Volume).cluster;
+    is_left_out(csi::delete(&cluster, "v", now()), Kind::Volume);
+    is_left_out(csi::publish(&cluster, "v", "a"), Kind::Volume);
+    is_left_out(csi::unpublish(&cluster, "v", Some("a")), Kind::Volume);
+    assert!(!csi::is_deleted(&cluster, "v") && !csi::is_away(&cluster, "v", Some("a")));
+    assert_eq!(csi::placement(&cluster, "v"), csi::Placement::Pending);
+    assert!(csi::waits_for(&cluster, "v").contains("mend it"));
+    assert!(csi::is_deleted(&cluster, "w") && csi::is_away(&cluster, "w", None));
     // Its engine may write, wherever it was.
     let mut example = without(Kind::Engine);
     let volume = example.volume();
     (volume.spec.node_id, volume.status.state) = (None, VolumeState::Deleting);
     volume.metadata.deletion_timestamp = Some(now());
-    assert!(!csi::is_away(&example.world, "v", Some("a")));
-    assert_eq!(csi::published_node(&example.world, &example.world.volumes["v"]).unwrap().as_str(), "a");
+    assert!(!csi::is_away(&example.cluster, "v", Some("a")));
+    assert_eq!(csi::published_node(&example.cluster, &example.cluster.volumes["v"]).unwrap().as_str(), "a");
 }
 
 #[test]
@@ -134,11 +134,11 @@ fn a_directory_is_no_orphan_if_something_of_its_volume_was_left_out() {
         replica_id: id(3),
     };
     for kind in OF_VOLUME {
-        let mut world = World::default();
-        assert_eq!(orphans::orphans(&world, vec![directory.clone()]), [directory.clone()]);
-        damage(&mut world, kind, 3);
-        assert_eq!(orphans::orphans(&world, vec![directory.clone()]), []);
-        is_left_out(orphans::find(&world, vec![directory.clone()], "c", DISK, &directory.name()), kind);
+        let mut cluster = ClusterState::default();
+        assert_eq!(orphans::orphans(&cluster, vec![directory.clone()]), [directory.clone()]);
+        damage(&mut cluster, kind, 3);
+        assert_eq!(orphans::orphans(&cluster, vec![directory.clone()]), []);
+        is_left_out(orphans::find(&cluster, vec![directory.clone()], "c", DISK, &directory.name()), kind);
     }
 }
 
@@ -147,28 +147,28 @@ fn a_disk_or_node_stays_if_a_replica_may_be_on_it_that_was_left_out() {
     let mut example = without(Kind::Replica);
     let remove =
         |node: &str, lost, force| RemoveDisk { node: node.to_owned(), path: DISK.to_owned(), lost, force };
-    let removed = remove("c", false, false).apply(&example.world, &example.agents);
+    let removed = remove("c", false, false).apply(&example.cluster, &example.agents);
     is_left_out(removed, Kind::Replica);
-    is_left_out(remove("c", true, false).apply(&example.world, &Agents::default()), Kind::Replica);
+    is_left_out(remove("c", true, false).apply(&example.cluster, &Agents::default()), Kind::Replica);
     // One of the members may be the one that cannot be used.
-    is_left_out(remove("b", true, false).apply(&example.world, &Agents::default()), Kind::Replica);
-    assert!(remove("c", true, true).apply(&example.world, &Agents::default()).is_ok(), "by force");
+    is_left_out(remove("b", true, false).apply(&example.cluster, &Agents::default()), Kind::Replica);
+    assert!(remove("c", true, true).apply(&example.cluster, &Agents::default()).is_ok(), "by force");
     let conditions = &mut example.node("c").status.conditions;
     *conditions = Default::default();
-    let give_up = |world: &World, force| {
+    let give_up = |cluster: &ClusterState, force| {
         let name = "c".to_owned();
-        DeleteNode { name: name.clone(), confirm: name, force }.apply(world, &Agents::default(), now())
+        DeleteNode { name: name.clone(), confirm: name, force }.apply(cluster, &Agents::default(), now())
     };
     example.node("c").spec.allow_scheduling = false;
-    is_left_out(give_up(&example.world, false), Kind::Replica);
-    assert!(give_up(&example.world, true).is_ok(), "by force");
+    is_left_out(give_up(&example.cluster, false), Kind::Replica);
+    assert!(give_up(&example.cluster, true).is_ok(), "by force");
     // Its object stays until the replica is known again.
     example.node("c").metadata.deletion_timestamp = Some(now());
     example.agent("c").from_object = true;
     example.agent("c").link = Link::Down { since: Timestamp::MIN, reason: "down".to_owned() };
     let decision = decide(&example, &Key::new(Kind::Node, "c"));
     assert!(!decision.actions.iter().any(|action| matches!(action, Action::Remove(..))), "{decision:#?}");
-    example.world.forget_left_out(&key_of(Kind::Replica, 3));
+    example.cluster.forget_left_out(&key_of(Kind::Replica, 3));
     let decision = decide(&example, &Key::new(Kind::Node, "c"));
     assert!(decision.actions.iter().any(|action| matches!(action, Action::Remove(..))), "{decision:#?}");
 }
@@ -176,11 +176,11 @@ fn a_disk_or_node_stays_if_a_replica_may_be_on_it_that_was_left_out() {
 #[test]
 fn a_drain_is_not_over_while_a_replica_may_be_there_that_was_left_out() {
     let example = without(Kind::Replica);
-    let left = drain::left(&example.world, &example.agents, &example.world.nodes["c"]);
+    let left = drain::left(&example.cluster, &example.agents, &example.cluster.nodes["c"]);
     assert!(left.len() == 1 && left[0].held && left[0].message.contains("mend it"), "{left:?}");
-    let of_disk = drain::left_on_disk(&example.world, &example.agents, &example.world.nodes["c"], DISK);
+    let of_disk = drain::left_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["c"], DISK);
     assert_eq!(of_disk, left);
-    let on_b = drain::left_on_disk(&example.world, &example.agents, &example.world.nodes["b"], DISK);
+    let on_b = drain::left_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["b"], DISK);
     assert!(on_b.iter().all(|left| !left.message.contains("mend it")), "{on_b:?}");
 }
 
@@ -242,7 +242,7 @@ fn a_replica_that_was_left_out_is_neither_replaced_nor_forgotten_nor_outlived() 
     (engine.spec.desire_state, engine.status.current_state) = (DesireState::Stopped, CurrentState::Stopped);
     let (reason, others) = settled(decide(&example, &key_of(Kind::Volume, 0)));
     assert_eq!((reason.as_deref(), others.len()), (Some("ObjectUnknown"), 0), "{others:#?}");
-    example.world.forget_left_out(&key_of(Kind::Replica, 3));
+    example.cluster.forget_left_out(&key_of(Kind::Replica, 3));
     let (reason, others) = settled(decide(&example, &key_of(Kind::Volume, 0)));
     assert_eq!((reason.as_deref(), others.len()), (Some("Deleting"), 2), "both replicas go: {others:#?}");
 }
@@ -250,8 +250,8 @@ fn a_replica_that_was_left_out_is_neither_replaced_nor_forgotten_nor_outlived() 
 #[test]
 fn nothing_of_a_volume_that_was_left_out_goes() {
     let mut example = Example::new();
-    let record = Record::of(&example.world.volumes["v"], &example.world.replicas["v-00000001"], true);
-    leave_out(&mut example.world, Kind::Volume, 0);
+    let record = Record::of(&example.cluster.volumes["v"], &example.cluster.replicas["v-00000001"], true);
+    leave_out(&mut example.cluster, Kind::Volume, 0);
     example.replica(1, |replica| {
         replica.metadata.deletion_timestamp = Some(now());
         replica.status.deletion_record = Some(record);
@@ -267,19 +267,19 @@ fn nothing_of_a_volume_that_was_left_out_goes() {
     let decision = decide(&example, &key_of(Kind::Engine, 0));
     assert!(!decision.actions.iter().any(|action| matches!(action, Action::Remove(..))), "{decision:#?}");
     // And the node of its process does not stop that.
-    example.world.remove(&key_of(Kind::Engine, 0));
+    example.cluster.remove(&key_of(Kind::Engine, 0));
     let decision = decide(&example, &Key::new(Kind::Node, "a"));
     assert!(!decision.actions.iter().any(|action| matches!(action, Action::Call(..))), "{decision:#?}");
 }
 
-fn held(world: &World) -> Vec<&'static str> {
+fn held(cluster: &ClusterState) -> Vec<&'static str> {
     let mut needed = Needed::default();
-    needed.look_at_all(world);
+    needed.look_at_all(cluster);
     let by_node = needed.by_node();
     let guarded =
         ["a", "b", "c", "d"].into_iter().filter(|node| by_node.contains_key(&NodeName::new(node).unwrap()));
     let guarded: Vec<&str> = guarded.collect();
-    let holds = |node: &&&str| reboot::holds(world, node).iter().any(|hold| !hold.is_engine);
+    let holds = |node: &&&str| reboot::holds(cluster, node).iter().any(|hold| !hold.is_engine);
     let held: Vec<&str> = ["a", "b", "c", "d"].iter().filter(holds).copied().collect();
     assert_eq!(held, guarded, "guard pods follow the same rule");
     held
@@ -289,19 +289,19 @@ fn held(world: &World) -> Vec<&'static str> {
 fn no_node_is_safe_to_restart_that_an_unknown_object_may_need() {
     let mut example = Example::new();
     example.add_node("d");
-    assert!(held(&example.world).is_empty());
+    assert!(held(&example.cluster).is_empty());
     for (kind, number) in [(Kind::Volume, 0), (Kind::Engine, 0), (Kind::Replica, 3)] {
-        let mut known = example.world.clone();
+        let mut known = example.cluster.clone();
         leave_out(&mut known, kind, number);
         assert_eq!(held(&known), ["a", "b", "c"], "{kind:?}");
         let hold = reboot::holds(&known, "b").remove(0);
         assert!(hold.message.contains("not safe") && hold.message.contains("mend it"), "{hold:?}");
-        let mut damaged = example.world.clone();
+        let mut damaged = example.cluster.clone();
         damage(&mut damaged, kind, number);
         assert_eq!(held(&damaged), ["a", "b", "c", "d"], "{kind:?}, whose node is not known");
     }
     // A volume that was refused before it had anything holds nothing up.
-    let mut refused = example.world.clone();
+    let mut refused = example.cluster.clone();
     let raw = json!({ "spec": { "size": "7" } });
     refused.leave_out(
         Key::new(Kind::Volume, "new"),
@@ -313,14 +313,14 @@ fn no_node_is_safe_to_restart_that_an_unknown_object_may_need() {
 /// Two of three members are needed elsewhere; of the node of one of these it is not known whether it stays.
 #[test]
 fn a_node_that_was_left_out_may_go_before_all_others() {
-    let mut world = Example::new().world;
-    leave_out(&mut world, Kind::Node, 0);
-    assert_eq!(held(&world), ["b", "c"]);
-    assert!(reboot::holds(&world, "b")[0].message.contains("node a, whose object cannot be used"));
+    let mut cluster = Example::new().cluster;
+    leave_out(&mut cluster, Kind::Node, 0);
+    assert_eq!(held(&cluster), ["b", "c"]);
+    assert!(reboot::holds(&cluster, "b")[0].message.contains("node a, whose object cannot be used"));
     let mut needed = Needed::default();
-    needed.look_at_all(&Example::new().world);
-    needed.look_at_node(&world, "a");
+    needed.look_at_all(&Example::new().cluster);
+    needed.look_at_node(&cluster, "a");
     let mut anew = Needed::default();
-    anew.look_at_all(&world);
+    anew.look_at_all(&cluster);
     assert_eq!(needed, anew);
 }

@@ -16,22 +16,22 @@ fn now() -> Timestamp {
 }
 
 /// Returns node n with a disk that has the only replica of a volume, if `occupied`.
-fn world(occupied: bool) -> World {
-    let mut world = World::default();
+fn cluster(occupied: bool) -> ClusterState {
+    let mut cluster = ClusterState::default();
     let mut node = Node::new("n", now());
     node.spec.disks.insert(DISK.to_owned(), DiskSpec::of_new(1 << 40));
-    world.insert(node.into());
+    cluster.insert(node.into());
     if !occupied {
-        return world;
+        return cluster;
     }
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-    let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+    let Ok(Change::Store(mut volume)) = wanted.apply(&cluster, Secret::new([1; 32]), now()) else {
         panic!("the volume is refused")
     };
     let replica_id = ReplicaId::from_random(1);
     volume.status.state = VolumeState::Detached;
     volume.status.first_members = vec![replica_id];
-    world.insert(volume.into());
+    cluster.insert(volume.into());
     let volume_name = VolumeName::new("v").unwrap();
     let metadata = Metadata::new(ReplicaSpec::instance_name(&volume_name, replica_id), now());
     let spec = ReplicaSpec {
@@ -45,8 +45,8 @@ fn world(occupied: bool) -> World {
         eviction_requested: false,
     };
     let status = ReplicaStatus { data: DataState::Present, ..ReplicaStatus::default() };
-    world.insert(Replica { metadata, spec, status }.into());
-    world
+    cluster.insert(Replica { metadata, spec, status }.into());
+    cluster
 }
 
 fn agents(problem: &str) -> Agents {
@@ -61,51 +61,54 @@ fn remove(lost: bool, force: bool) -> RemoveDisk {
 
 #[test]
 fn only_an_empty_disk_is_taken_out_of_use() {
-    let refused = remove(false, false).apply(&world(true), &agents("")).unwrap_err();
+    let refused = remove(false, false).apply(&cluster(true), &agents("")).unwrap_err();
     assert!(matches!(refused, RequestError::DiskHasReplicas { .. }) && refused.to_string().contains("drain"));
-    let Ok(Change::Store(node)) = remove(false, false).apply(&world(false), &agents("")) else {
+    let Ok(Change::Store(node)) = remove(false, false).apply(&cluster(false), &agents("")) else {
         panic!("it stays")
     };
     assert!(node.spec.disks.is_empty());
-    let Ok(Change::Store(closed)) = remove(false, false).closed(&world(false), &agents("")) else {
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster(false), &agents("")) else {
         panic!("a replica could still be placed there")
     };
     assert!(!closed.spec.disks[DISK].allow_scheduling);
-    let mut world_closed = world(false);
-    world_closed.insert(closed.into());
-    let again = remove(false, false).closed(&world_closed, &agents(""));
+    let mut cluster_closed = cluster(false);
+    cluster_closed.insert(closed.into());
+    let again = remove(false, false).closed(&cluster_closed, &agents(""));
     assert!(matches!(again, Ok(Change::AlreadySo(_))));
-    assert!(remove(false, false).closed(&world(true), &agents("")).is_err(), "replicas are on it");
+    assert!(remove(false, false).closed(&cluster(true), &agents("")).is_err(), "replicas are on it");
     let refused = remove(false, false).leave_trash(2).unwrap_err().to_string();
     assert!(refused.contains("2 directories") && refused.contains("--force"), "{refused}");
     assert!(remove(false, false).leave_trash(0).is_ok() && remove(false, true).leave_trash(2).is_ok());
     let other = RemoveDisk { path: "/other".to_owned(), ..remove(false, false) };
-    assert!(matches!(other.apply(&world(false), &agents("")), Err(RequestError::NoDisk { .. })));
+    assert!(matches!(other.apply(&cluster(false), &agents("")), Err(RequestError::NoDisk { .. })));
 }
 
 #[test]
 fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force() {
-    let refused = |world: &World, problem| remove(true, false).apply(world, &agents(problem)).unwrap_err();
-    assert!(matches!(refused(&world(false), ""), RequestError::DiskIsUsable { .. }));
-    let last = refused(&world(true), "it is read-only");
+    let refused =
+        |cluster: &ClusterState, problem| remove(true, false).apply(cluster, &agents(problem)).unwrap_err();
+    assert!(matches!(refused(&cluster(false), ""), RequestError::DiskIsUsable { .. }));
+    let last = refused(&cluster(true), "it is read-only");
     assert!(matches!(&last, RequestError::DiskHasLast { volumes, .. } if volumes == "v"), "{last}");
     for change in [
-        remove(true, false).apply(&world(false), &agents("it is read-only")),
-        remove(true, false).apply(&world(false), &Agents::default()),
-        remove(true, true).apply(&world(true), &agents("")),
+        remove(true, false).apply(&cluster(false), &agents("it is read-only")),
+        remove(true, false).apply(&cluster(false), &Agents::default()),
+        remove(true, true).apply(&cluster(true), &agents("")),
     ] {
         let Ok(Change::Store(node)) = change else { panic!("{change:?}") };
         let disk = &node.spec.disks[DISK];
         assert!(disk.lost && disk.eviction_requested && !disk.allow_scheduling, "{disk:?}");
     }
-    let mut world = world(true);
-    let Ok(Change::Store(node)) = remove(true, true).apply(&world, &agents("")) else { panic!("it is kept") };
-    world.insert(node.into());
-    assert!(world.replicas.values().all(|replica| is_lost(&world, replica)));
-    assert!(matches!(remove(true, false).apply(&world, &agents("")), Ok(Change::AlreadySo(_))));
+    let mut cluster = cluster(true);
+    let Ok(Change::Store(node)) = remove(true, true).apply(&cluster, &agents("")) else {
+        panic!("it is kept")
+    };
+    cluster.insert(node.into());
+    assert!(cluster.replicas.values().all(|replica| is_lost(&cluster, replica)));
+    assert!(matches!(remove(true, false).apply(&cluster, &agents("")), Ok(Change::AlreadySo(_))));
     // It is well again.
     let (node, path, allow) = ("n".to_owned(), DISK.to_owned(), Some(true));
-    let back = SetDisk { node, path, allow_scheduling: allow, ..SetDisk::default() }.apply(&world);
+    let back = SetDisk { node, path, allow_scheduling: allow, ..SetDisk::default() }.apply(&cluster);
     let Ok(Change::Store(node)) = back else { panic!("{back:?}") };
     assert!(!node.spec.disks[DISK].lost && !node.spec.disks[DISK].eviction_requested);
 }
@@ -119,7 +122,7 @@ fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
     example.node("b").spec.disks.get_mut(example::DISK).unwrap().lost = true;
     let give_up = |example: &Example| {
         let (node, path) = ("a".to_owned(), example::DISK.to_owned());
-        RemoveDisk { node, path, lost: true, force: false }.apply(&example.world, &Agents::default())
+        RemoveDisk { node, path, lost: true, force: false }.apply(&example.cluster, &Agents::default())
     };
     let refused = give_up(&example).unwrap_err();
     assert!(matches!(&refused, RequestError::DiskHasMajority { volumes, .. } if volumes == "v"), "{refused}");
@@ -134,31 +137,34 @@ fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
 /// A decision has given a replica a place on the disk, and the store is about to write it.
 #[test]
 fn a_disk_stays_on_which_a_replica_has_a_place() {
-    let mut world = world(false);
-    let replica = self::world(true).replicas.values().next().unwrap().clone();
-    world.promise(replica.clone());
-    for change in
-        [remove(false, false).apply(&world, &agents("")), remove(false, false).closed(&world, &agents(""))]
-    {
+    let mut cluster = cluster(false);
+    let replica = self::cluster(true).replicas.values().next().unwrap().clone();
+    cluster.reserve(replica.clone());
+    for change in [
+        remove(false, false).apply(&cluster, &agents("")),
+        remove(false, false).closed(&cluster, &agents("")),
+    ] {
         assert!(matches!(change, Err(RequestError::DiskHasReplicas { .. })), "{change:?}");
     }
-    world.forget_promise(&replica.metadata.name);
-    assert!(remove(false, false).apply(&world, &agents("")).is_ok());
+    cluster.forget_reservation(&replica.metadata.name);
+    assert!(remove(false, false).apply(&cluster, &agents("")).is_ok());
 }
 
 #[test]
 fn a_disk_that_its_agent_keeps_is_opened_again() {
-    let mut world = world(false);
-    let Ok(Change::Store(closed)) = remove(false, false).closed(&world, &agents("")) else {
+    let mut cluster = cluster(false);
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster, &agents("")) else {
         panic!("it is open")
     };
-    world.insert(closed.into());
-    let Ok(Change::Store(open)) = remove(false, false).reopened(&world) else { panic!("it stays cordoned") };
+    cluster.insert(closed.into());
+    let Ok(Change::Store(open)) = remove(false, false).reopened(&cluster) else {
+        panic!("it stays cordoned")
+    };
     assert!(open.spec.disks[DISK].allow_scheduling);
     // Somebody drains it meanwhile.
     let mut drained = open.clone();
     let disk = drained.spec.disks.get_mut(DISK).unwrap();
     (disk.eviction_requested, disk.allow_scheduling) = (true, false);
-    world.insert(drained.into());
-    assert!(matches!(remove(false, false).reopened(&world), Ok(Change::AlreadySo(_))));
+    cluster.insert(drained.into());
+    assert!(matches!(remove(false, false).reopened(&cluster), Ok(Change::AlreadySo(_))));
 }

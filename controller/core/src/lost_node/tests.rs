@@ -42,20 +42,20 @@ fn replica(n: u64, on: &str) -> Replica {
 }
 
 struct Cluster {
-    world: World,
+    state: ClusterState,
     agents: Agents,
 }
 
 impl Cluster {
     fn new() -> Cluster {
-        let (mut world, mut agents) = (World::default(), Agents::default());
+        let (mut state, mut agents) = (ClusterState::default(), Agents::default());
         for name in ["a", "b", "c"] {
             let mut status = NodeStatus::default();
             let finding =
                 if name == "a" { Finding::wrong("AgentUnreachable", "no answer") } else { Finding::Well };
             status.conditions.set(ConditionType::Ready, finding, now());
             let spec = NodeSpec { allow_scheduling: name != "a", ..NodeSpec::default() };
-            world.insert(Node { metadata: Metadata::new(name, now()), spec, status }.into());
+            state.insert(Node { metadata: Metadata::new(name, now()), spec, status }.into());
             let mut view = AgentView::new("http://agent", now());
             if name != "a" {
                 view.link = Link::Synced;
@@ -63,50 +63,50 @@ impl Cluster {
             agents.insert(node(name), view);
         }
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
-        let Ok(Change::Store(mut volume)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+        let Ok(Change::Store(mut volume)) = wanted.apply(&state, Secret::new([1; 32]), now()) else {
             panic!("the volume is refused");
         };
         volume.spec.node_id = Some(node("c"));
         volume.status.state = VolumeState::Attached;
-        world.insert(volume.into());
-        world.insert(replica(1, "a").into());
-        world.insert(replica(2, "b").into());
-        Cluster { world, agents }
+        state.insert(volume.into());
+        state.insert(replica(1, "a").into());
+        state.insert(replica(2, "b").into());
+        Cluster { state, agents }
     }
 
     fn change_node(&mut self, change: impl FnOnce(&mut Node)) {
-        let mut node = self.world.nodes["a"].clone();
+        let mut node = self.state.nodes["a"].clone();
         change(&mut node);
-        self.world.insert(node.into());
+        self.state.insert(node.into());
     }
 
     fn change_replica(&mut self, n: u64, change: impl FnOnce(&mut Replica)) {
         let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(n));
-        let mut replica = self.world.replicas.get(&name).unwrap().clone();
+        let mut replica = self.state.replicas.get(&name).unwrap().clone();
         change(&mut replica);
-        self.world.insert(replica.into());
+        self.state.insert(replica.into());
     }
 
     fn delete(&self, force: bool) -> Result<Change<Node>, RequestError> {
         let wanted = DeleteNode { name: "a".to_owned(), confirm: "a".to_owned(), force };
-        wanted.apply(&self.world, &self.agents, now())
+        wanted.apply(&self.state, &self.agents, now())
     }
 }
 
 #[test]
 fn a_node_that_never_comes_back_is_given_up() {
     let mut cluster = Cluster::new();
-    assert!(!is_given_up(&cluster.world, &node("a")) && is_given_up(&cluster.world, &node("z")));
+    assert!(!is_given_up(&cluster.state, &node("a")) && is_given_up(&cluster.state, &node("z")));
     let Change::Store(deleted) = cluster.delete(false).unwrap() else { panic!("it is so already") };
-    assert_eq!(deleted.spec, cluster.world.nodes["a"].spec, "a deletion changes nothing else");
-    cluster.world.insert(deleted.clone().into());
-    assert!(is_given_up(&cluster.world, &node("a")) && is_named(&cluster.world, "a"));
+    assert_eq!(deleted.spec, cluster.state.nodes["a"].spec, "a deletion changes nothing else");
+    cluster.state.insert(deleted.clone().into());
+    assert!(is_given_up(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
     assert_eq!(cluster.delete(false), Ok(Change::AlreadySo(deleted)));
     let unconfirmed = DeleteNode { name: "b".to_owned(), confirm: "a".to_owned(), force: true };
-    let refused = unconfirmed.apply(&cluster.world, &cluster.agents, now());
+    let refused = unconfirmed.apply(&cluster.state, &cluster.agents, now());
     assert_eq!(refused, Err(RequestError::NodeNotConfirmed("b".to_owned())));
     let unknown = DeleteNode { name: "z".to_owned(), ..DeleteNode::default() };
-    assert!(matches!(unknown.apply(&cluster.world, &cluster.agents, now()), Err(RequestError::NoNode(_))));
+    assert!(matches!(unknown.apply(&cluster.state, &cluster.agents, now()), Err(RequestError::NoNode(_))));
 }
 
 #[test]
@@ -123,9 +123,9 @@ fn a_node_that_answers_is_never_given_up() {
 #[test]
 fn engines_are_fenced_first_whoever_asks() {
     let mut cluster = Cluster::new();
-    let mut volume = cluster.world.volumes["v"].clone();
+    let mut volume = cluster.state.volumes["v"].clone();
     volume.spec.node_id = Some(node("a"));
-    cluster.world.insert(volume.into());
+    cluster.state.insert(volume.into());
     for force in [false, true] {
         let error = cluster.delete(force).unwrap_err().to_string();
         assert!(error.contains("attached to node a: v") && error.contains("volume detach"), "{error}");

@@ -10,50 +10,50 @@ use super::{
 };
 
 /// A set of words that later versions may add to.
-pub(super) trait Words: DeserializeOwned {
+pub(super) trait OpenEnum: DeserializeOwned {
     /// The meaning of an unknown word.
     const UNKNOWN: Self;
 }
 
-impl Words for VolumeState {
+impl OpenEnum for VolumeState {
     /// The state for unknown words: an engine may exist, so actions that need its absence are not taken.
     const UNKNOWN: VolumeState = VolumeState::Attaching;
 }
 
-impl Words for Robustness {
+impl OpenEnum for Robustness {
     const UNKNOWN: Robustness = Robustness::Unknown;
 }
 
-impl Words for Frontend {
+impl OpenEnum for Frontend {
     /// No engine is started with another one than its owner has chosen.
     const UNKNOWN: Frontend = Frontend::Unknown;
 }
 
-impl Words for DataLocality {
+impl OpenEnum for DataLocality {
     const UNKNOWN: DataLocality = DataLocality::Disabled;
 }
 
-impl Words for DataState {
+impl OpenEnum for DataState {
     /// A replica that may have data is never made anew.
     const UNKNOWN: DataState = DataState::Present;
 }
 
-impl Words for DesireState {
+impl OpenEnum for DesireState {
     /// A process may be there.
     const UNKNOWN: DesireState = DesireState::Running;
 }
 
-impl Words for CurrentState {
+impl OpenEnum for CurrentState {
     const UNKNOWN: CurrentState = CurrentState::Unknown;
 }
 
-impl Words for MemberMode {
+impl OpenEnum for MemberMode {
     /// The mode for unknown words: the replica does not count as a member.
     const UNKNOWN: MemberMode = MemberMode::Connecting;
 }
 
 /// Deserialises one word of the set, or one of a later version; for `deserialize_with`.
-pub(super) fn word<'de, D: Deserializer<'de>, T: Words>(deserializer: D) -> Result<T, D::Error> {
+pub(super) fn word<'de, D: Deserializer<'de>, T: OpenEnum>(deserializer: D) -> Result<T, D::Error> {
     match Value::deserialize(deserializer)? {
         Value::String(word) => Ok(T::deserialize(Value::String(word)).unwrap_or(T::UNKNOWN)),
         other => Err(D::Error::custom(format!("{other} is no word"))),

@@ -4,7 +4,7 @@ use crate::objects::Finding;
 use crate::observed::{CopyView, EngineView};
 
 fn overview(example: &Example) -> Overview {
-    Overview::of(&example.world, &example.agents, VERSION)
+    Overview::of(&example.cluster, &example.agents, VERSION)
 }
 
 #[test]
@@ -55,10 +55,10 @@ fn the_health_of_a_detached_volume_is_no_news_and_lists_are_bounded() {
     volume.status.conditions.set(ConditionType::Healthy, Finding::wrong("NotAttached", "x"), now());
     assert_eq!(overview(&example).wrong, Matters::default());
     for number in 0..60 {
-        let mut volume = example.world.volumes["v"].clone();
+        let mut volume = example.cluster.volumes["v"].clone();
         volume.metadata.name = format!("w{number}");
         volume.status.robustness = Robustness::Faulted;
-        example.world.insert(volume.into());
+        example.cluster.insert(volume.into());
     }
     let wrong = overview(&example).wrong;
     assert_eq!((wrong.listed.len(), wrong.more), (MATTERS_MAX, 10));

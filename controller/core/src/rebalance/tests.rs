@@ -1,4 +1,4 @@
-//! Nodes n0, n1, …, each with one disk of 100 GiB of which 90 can be promised, and volumes of 1 GiB that are
+//! Nodes n0, n1, …, each with one disk of 100 GiB of which 90 can be scheduled, and volumes of 1 GiB that are
 //! attached and healthy.
 
 use proptest::prelude::*;
@@ -26,14 +26,14 @@ fn name(node: usize) -> NodeName {
 }
 
 struct Cluster {
-    world: World,
+    state: ClusterState,
     agents: Agents,
     next: u64,
 }
 
 impl Cluster {
     fn of(nodes: usize) -> Cluster {
-        let mut cluster = Cluster { world: World::default(), agents: Agents::default(), next: 1 };
+        let mut cluster = Cluster { state: ClusterState::default(), agents: Agents::default(), next: 1 };
         for at in 0..nodes {
             cluster.add_node(at, None);
         }
@@ -51,7 +51,7 @@ impl Cluster {
             disks: [(DISK.to_owned(), DiskSpec::of_new(DISK_BYTES))].into(),
             ..NodeSpec::default()
         };
-        self.world.insert(Node { metadata: Metadata::new(name(at).as_str(), now()), spec, status }.into());
+        self.state.insert(Node { metadata: Metadata::new(name(at).as_str(), now()), spec, status }.into());
         let seen = DiskView { available_bytes: DISK_BYTES, ..DiskView::default() };
         let disks = [(DISK.to_owned(), seen)].into();
         let view = AgentView { link: Link::Synced, disks, ..AgentView::new("http://agent", now()) };
@@ -67,7 +67,7 @@ impl Cluster {
             replica_soft_anti_affinity: true,
             ..CreateVolume::default()
         };
-        let Ok(Change::Store(mut stored)) = wanted.apply(&self.world, Secret::new([1; 32]), now()) else {
+        let Ok(Change::Store(mut stored)) = wanted.apply(&self.state, Secret::new([1; 32]), now()) else {
             panic!("{volume} is refused");
         };
         stored.spec.node_id = nodes.first().map(|node| name(*node));
@@ -75,7 +75,7 @@ impl Cluster {
         stored.status.state = VolumeState::Attached;
         stored.status.robustness = Robustness::Healthy;
         change(&mut stored);
-        self.world.insert(stored.into());
+        self.state.insert(stored.into());
         for node in nodes {
             self.add_replica(volume, &name(*node), DISK);
         }
@@ -96,30 +96,30 @@ impl Cluster {
             eviction_requested: false,
         };
         let metadata = Metadata::new(&replica, now());
-        self.world.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
+        self.state.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
         replica
     }
 
     fn plan(&self) -> Plan {
-        Survey::of(&self.world, &self.agents, Limits::default(), &[]).unwrap().plan()
+        Survey::of(&self.state, &self.agents, Limits::default(), &[]).unwrap().plan()
     }
 
     fn ask(&mut self, replica: &str) {
-        let Ok(Change::Store(replica)) = super::ask(&self.world, replica, true) else {
+        let Ok(Change::Store(replica)) = super::ask(&self.state, replica, true) else {
             panic!("{replica} is asked already")
         };
-        self.world.insert(replica.into());
+        self.state.insert(replica.into());
     }
 
     /// Moves the replica as if the copy were over.
     fn carry_out(&mut self, found: &Move) {
-        self.world.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, &found.replica));
+        self.state.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, &found.replica));
         self.add_replica(&found.volume, &found.to.node, &found.to.disk_path);
     }
 
     fn counts(&self) -> Vec<u32> {
-        let on = |node: &str| self.world.replicas.promised_on(node).map_or(0, |disks| disks[DISK].replicas);
-        self.world.nodes.keys().map(|node| on(node)).collect()
+        let on = |node: &str| self.state.replicas.scheduled_on(node).map_or(0, |disks| disks[DISK].replicas);
+        self.state.nodes.keys().map(|node| on(node)).collect()
     }
 }
 
@@ -201,7 +201,7 @@ fn what_cannot_be_moved_now_is_left_out_and_said() {
         volume.status.current_size = GIB;
         volume.spec.size += GIB;
     });
-    let moving = cluster.world.replicas.keys().find(|name| name.starts_with("moving")).unwrap().clone();
+    let moving = cluster.state.replicas.keys().find(|name| name.starts_with("moving")).unwrap().clone();
     cluster.ask(&moving);
     let plan = cluster.plan();
     assert_eq!(words(&plan), Vec::<String>::new());
@@ -246,7 +246,7 @@ fn only_the_volumes_that_were_named_are_moved() {
     }
     let survey = |only: &[&str]| {
         let only: Vec<String> = only.iter().map(|name| (*name).to_owned()).collect();
-        Survey::of(&cluster.world, &cluster.agents, Limits::default(), &only)
+        Survey::of(&cluster.state, &cluster.agents, Limits::default(), &only)
     };
     assert_eq!(words(&survey(&["v3"]).unwrap().plan()), ["v3 n0>n1 Room"]);
     assert_eq!(survey(&["v3", "x"]).unwrap_err(), RequestError::NoVolume("x".to_owned()));
@@ -278,9 +278,9 @@ proptest! {
             rounds += 1;
             prop_assert!(rounds <= 4 * volumes.len(), "no end: {:?}", words(&plan));
         }
-        for volume in cluster.world.volumes.values() {
+        for volume in cluster.state.volumes.values() {
             let on: BTreeSet<_> =
-                cluster.world.replicas_of(&volume.spec.volume_name).map(|replica| &replica.spec.node_id).collect();
+                cluster.state.replicas_of(&volume.spec.volume_name).map(|replica| &replica.spec.node_id).collect();
             prop_assert_eq!(on.len(), 2, "{} is on one node", volume.metadata.name);
         }
         if nodes > 2 {

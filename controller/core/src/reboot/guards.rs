@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 
 use super::Needed;
-use crate::World;
-use crate::discovery::Cluster;
+use crate::ClusterState;
+use crate::discovery::KubernetesCluster;
 use crate::objects::{Key, Kind};
 
 /// The prefix of the names of pods and budgets.
@@ -16,7 +16,7 @@ const PREFIX: &str = "shorthorn-guard-";
 /// The longest name of an object in Kubernetes.
 const NAME_BYTES_MAX: usize = 253;
 /// The maximum number of named volumes.
-const TOLD_MAX: usize = 8;
+const LISTED_MAX: usize = 8;
 
 /// A guard that should be there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub struct Plan {
     /// To be made.
     pub make_pod: Vec<(String, Guard)>,
     /// Pods whose message has changed.
-    pub tell: Vec<(String, String)>,
+    pub report: Vec<(String, String)>,
     /// Pods to delete, because they are not needed any more or belong to another Node object.
     pub delete_pod: Vec<String>,
     /// The same of budgets.
@@ -63,16 +63,20 @@ pub struct Plan {
 
 /// Returns the guards that should be there, by their names.
 #[must_use]
-pub fn wanted(world: &World, cluster: &Cluster, needed: &Needed) -> BTreeMap<String, Guard> {
-    let machines: BTreeMap<&str, &str> = cluster
+pub fn wanted(
+    cluster: &ClusterState,
+    kubernetes: &KubernetesCluster,
+    needed: &Needed,
+) -> BTreeMap<String, Guard> {
+    let machines: BTreeMap<&str, &str> = kubernetes
         .drivers
         .iter()
-        .filter(|(machine, _)| cluster.machines.contains_key(*machine))
+        .filter(|(machine, _)| kubernetes.machines.contains_key(*machine))
         .map(|(machine, node)| (node.as_str(), machine.as_str()))
         .collect();
     let guard = |(node, volumes): (&crate::NodeName, Vec<(&str, &str)>)| {
         let machine = (*machines.get(node.as_str())?).to_owned();
-        let uid = world.uid(&Key::new(Kind::Node, node.as_str()));
+        let uid = cluster.uid(&Key::new(Kind::Node, node.as_str()));
         let (node, message) = (node.as_str().to_owned(), message(&volumes));
         (!uid.is_empty()).then(|| (name(&node, &uid), Guard { node, uid, machine, message }))
     };
@@ -85,9 +89,9 @@ fn name(node: &str, uid: &str) -> String {
 }
 
 fn message(volumes: &[(&str, &str)]) -> String {
-    let told = volumes.iter().take(TOLD_MAX).map(|(volume, why)| format!("volume {volume}: {why}"));
-    let mut text = told.collect::<Vec<_>>().join("\n");
-    if let Some(more @ 1..) = volumes.len().checked_sub(TOLD_MAX) {
+    let listed = volumes.iter().take(LISTED_MAX).map(|(volume, why)| format!("volume {volume}: {why}"));
+    let mut text = listed.collect::<Vec<_>>().join("\n");
+    if let Some(more @ 1..) = volumes.len().checked_sub(LISTED_MAX) {
         text.push_str(&format!("\nand {more} more volumes"));
     }
     text
@@ -108,7 +112,7 @@ pub fn plan(
         match pods.get(name) {
             None => plan.make_pod.push((name.clone(), guard.clone())),
             Some(pod) if is_right(pod, guard) && pod.message != guard.message => {
-                plan.tell.push((name.clone(), guard.message.clone()));
+                plan.report.push((name.clone(), guard.message.clone()));
             }
             Some(_) => {}
         }
@@ -170,8 +174,8 @@ mod tests {
     fn a_pod_that_is_not_right_is_made_anew_and_one_that_goes_is_waited_for() {
         let guard = guard("a");
         let other_words = GuardPod { message: "b".to_owned(), ..pod(&guard) };
-        let told = planned(Some(&guard), Some(other_words), Some("u0"));
-        assert_eq!(told, Plan { tell: vec![(NAME.to_owned(), "a".to_owned())], ..Plan::default() });
+        let listed = planned(Some(&guard), Some(other_words), Some("u0"));
+        assert_eq!(listed, Plan { report: vec![(NAME.to_owned(), "a".to_owned())], ..Plan::default() });
         for wrong in [
             GuardPod { uid: "u1".to_owned(), ..pod(&guard) },
             GuardPod { machine: "m1".to_owned(), ..pod(&guard) },
@@ -195,23 +199,23 @@ mod tests {
         for at in 0..10 {
             needed.by_volume.insert(format!("v{at}"), nodes.into_iter().map(holds).collect());
         }
-        let (mut world, mut cluster) = (World::default(), Cluster::default());
+        let (mut cluster, mut kubernetes) = (ClusterState::default(), KubernetesCluster::default());
         for (at, node) in nodes.into_iter().enumerate() {
             let mut object = Node::new(node, Timestamp::UNIX_EPOCH);
             object.metadata.uid = format!("u{at}");
-            world.insert(object.into());
+            cluster.insert(object.into());
             if node != "not-in-kubernetes" {
-                cluster.machines.insert(format!("m{at}"), Machine::default());
-                cluster.drivers.insert(format!("m{at}"), node.to_owned());
+                kubernetes.machines.insert(format!("m{at}"), Machine::default());
+                kubernetes.drivers.insert(format!("m{at}"), node.to_owned());
             }
         }
-        let guards = wanted(&world, &cluster, &needed);
+        let guards = wanted(&cluster, &kubernetes, &needed);
         assert_eq!(guards.keys().collect::<Vec<_>>(), [NAME, "shorthorn-guard-u2"]);
         let first = &guards[NAME];
         assert_eq!((first.uid.as_str(), first.machine.as_str()), ("u0", "m0"));
         assert!(first.message.starts_with("volume v0: why\n"), "{}", first.message);
         assert!(first.message.ends_with("\nand 2 more volumes"), "{}", first.message);
-        cluster.machines.remove("m0");
-        assert!(!wanted(&world, &cluster, &needed).contains_key(NAME), "its machine is gone");
+        kubernetes.machines.remove("m0");
+        assert!(!wanted(&cluster, &kubernetes, &needed).contains_key(NAME), "its machine is gone");
     }
 }

@@ -42,22 +42,22 @@ fn replica(at: u64, mode: MemberMode) -> Replica {
 }
 
 /// Returns a volume that should have `wanted` replicas, and has one in each of these modes.
-fn world(wanted: u32, modes: &[MemberMode]) -> World {
-    let mut world = World::default();
+fn cluster(wanted: u32, modes: &[MemberMode]) -> ClusterState {
+    let mut cluster = ClusterState::default();
     let create = CreateVolume {
         name: "v".to_owned(),
         size_bytes: 1 << 30,
         number_of_replicas: wanted,
         ..CreateVolume::default()
     };
-    let Ok(Change::Store(mut volume)) = create.apply(&world, Secret::new([1; 32]), now()) else {
+    let Ok(Change::Store(mut volume)) = create.apply(&cluster, Secret::new([1; 32]), now()) else {
         panic!("the volume is refused");
     };
     let node_id = NodeName::new("user").ok();
     volume.spec.node_id.clone_from(&node_id);
     volume.status.current_node_id.clone_from(&node_id);
     volume.status.state = VolumeState::Attached;
-    world.insert(volume.into());
+    cluster.insert(volume.into());
     let replicas: Vec<Replica> = (0..).zip(modes).map(|(at, mode)| replica(at, *mode)).collect();
     let engine = Engine {
         metadata: Metadata::new("v", now()),
@@ -78,38 +78,38 @@ fn world(wanted: u32, modes: &[MemberMode]) -> World {
             ..EngineStatus::default()
         },
     };
-    world.insert(engine.into());
+    cluster.insert(engine.into());
     for replica in replicas {
-        world.insert(replica.into());
+        cluster.insert(replica.into());
     }
-    world
+    cluster
 }
 
-fn change_volume(world: &mut World, change: impl FnOnce(&mut Volume)) {
-    let mut volume = world.volumes["v"].clone();
+fn change_volume(cluster: &mut ClusterState, change: impl FnOnce(&mut Volume)) {
+    let mut volume = cluster.volumes["v"].clone();
     change(&mut volume);
-    world.insert(volume.into());
+    cluster.insert(volume.into());
 }
 
-fn change_engine(world: &mut World, change: impl FnOnce(&mut EngineStatus)) {
-    let mut engine = world.engines["v"].clone();
+fn change_engine(cluster: &mut ClusterState, change: impl FnOnce(&mut EngineStatus)) {
+    let mut engine = cluster.engines["v"].clone();
     change(&mut engine.status);
-    world.insert(engine.into());
+    cluster.insert(engine.into());
 }
 
-fn cordon(world: &mut World, node: &str, second: i64) {
+fn cordon(cluster: &mut ClusterState, node: &str, second: i64) {
     let discovered =
         Discovered { cordoned_since: Some(Timestamp::from_second(second).unwrap()), ..Discovered::default() };
     let spec = NodeSpec { discovered: Some(discovered), ..NodeSpec::default() };
-    world.insert(Node { metadata: Metadata::new(node, now()), spec, status: NodeStatus::default() }.into());
+    cluster.insert(Node { metadata: Metadata::new(node, now()), spec, status: NodeStatus::default() }.into());
 }
 
 /// Returns the reason why the volume needs the replica of the node; empty if it does not.
-fn told(world: &World, node: &str) -> String {
-    let holds = holds(world, node);
+fn message_of(cluster: &ClusterState, node: &str) -> String {
+    let holds = holds(cluster, node);
     assert!(holds.iter().all(|hold| hold.volume == "v" && !hold.is_engine), "{holds:?}");
     let mut needed = Needed::default();
-    needed.look_at_all(world);
+    needed.look_at_all(cluster);
     let text = holds.into_iter().map(|hold| hold.message).collect::<String>();
     let by_node = needed.by_node();
     let same = by_node.get(&NodeName::new(node).unwrap()).map(|holds| holds[0].1);
@@ -124,163 +124,168 @@ const FAILED: MemberMode = MemberMode::Failed;
 #[test]
 fn a_healthy_volume_needs_nobody_in_particular() {
     for members in 2..=5 {
-        let world = world(members, &vec![MEMBER; members as usize]);
+        let cluster = cluster(members, &vec![MEMBER; members as usize]);
         for at in 0..members {
-            assert_eq!(told(&world, &format!("n{at}")), "", "{at} of {members}");
+            assert_eq!(message_of(&cluster, &format!("n{at}")), "", "{at} of {members}");
         }
-        assert_eq!(told(&world, "elsewhere"), "");
+        assert_eq!(message_of(&cluster, "elsewhere"), "");
     }
 }
 
 #[test]
 fn the_last_member_of_a_volume_in_use_is_needed() {
-    assert!(told(&world(1, &[MEMBER]), "n0").contains("no other replica has all of its data"));
-    assert!(told(&world(2, &[MEMBER, FAILED]), "n0").contains("no other replica"));
-    assert!(told(&world(3, &[MEMBER, REBUILDING, FAILED]), "n0").contains("no other replica"));
-    assert_eq!(told(&world(3, &[MEMBER, REBUILDING, FAILED]), "n1"), "", "what is brought up begins anew");
+    assert!(message_of(&cluster(1, &[MEMBER]), "n0").contains("no other replica has all of its data"));
+    assert!(message_of(&cluster(2, &[MEMBER, FAILED]), "n0").contains("no other replica"));
+    assert!(message_of(&cluster(3, &[MEMBER, REBUILDING, FAILED]), "n0").contains("no other replica"));
+    assert_eq!(
+        message_of(&cluster(3, &[MEMBER, REBUILDING, FAILED]), "n1"),
+        "",
+        "what is being rebuilt begins anew"
+    );
 }
 
 #[test]
 fn nodes_that_are_restarted_one_after_another_wait_for_each_others_replicas() {
-    let mut returning = world(3, &[REBUILDING, MEMBER, MEMBER]);
-    let text = told(&returning, "n1");
+    let mut returning = cluster(3, &[REBUILDING, MEMBER, MEMBER]);
+    let text = message_of(&returning, "n1");
     let expected = "1 of the 2 replicas in its view are elsewhere and stay, and 2 are needed; it waits for \
                     replica v-00000001 on node n0, which does not have all data";
     assert_eq!(text, expected);
-    assert_eq!(told(&returning, "n0"), "");
+    assert_eq!(message_of(&returning, "n0"), "");
     // No replica is coming: the rest of the view is enough.
     change_volume(&mut returning, |volume| {
         let finding = Finding::wrong("NoPlace", "no other node");
         volume.status.conditions.set(ConditionType::Scheduled, finding, now());
     });
-    assert_eq!(told(&returning, "n1"), "");
-    let five = world(5, &[MEMBER, MEMBER, MEMBER, REBUILDING, FAILED]);
-    assert!(told(&five, "n0").contains("2 of the 3 replicas"));
-    assert_eq!(told(&world(5, &[MEMBER, MEMBER, MEMBER, MEMBER, FAILED]), "n0"), "");
+    assert_eq!(message_of(&returning, "n1"), "");
+    let five = cluster(5, &[MEMBER, MEMBER, MEMBER, REBUILDING, FAILED]);
+    assert!(message_of(&five, "n0").contains("2 of the 3 replicas"));
+    assert_eq!(message_of(&cluster(5, &[MEMBER, MEMBER, MEMBER, MEMBER, FAILED]), "n0"), "");
 }
 
 #[test]
 fn half_of_the_view_has_to_be_elsewhere_whatever_the_number_should_be() {
     // Fewer are configured than are in the view, and two of them are on one node.
-    let mut shared = world(1, &[MEMBER, MEMBER, MEMBER]);
+    let mut shared = cluster(1, &[MEMBER, MEMBER, MEMBER]);
     let mut moved = shared.replicas_of(&VolumeName::new("v").unwrap()).nth(1).unwrap().clone();
     moved.spec.node_id = NodeName::new("n0").unwrap();
     shared.insert(moved.into());
     assert!(
-        told(&shared, "n0").contains("1 of the 3 replicas in its view are elsewhere and stay, and 2 are")
+        message_of(&shared, "n0")
+            .contains("1 of the 3 replicas in its view are elsewhere and stay, and 2 are")
     );
-    assert_eq!(told(&shared, "n2"), "");
+    assert_eq!(message_of(&shared, "n2"), "");
     // More are configured.
-    assert!(!told(&world(3, &[MEMBER, MEMBER]), "n0").is_empty());
+    assert!(!message_of(&cluster(3, &[MEMBER, MEMBER]), "n0").is_empty());
     // A member without an object is in the view, and does not count.
-    let mut forgotten = world(2, &[MEMBER, MEMBER]);
+    let mut forgotten = cluster(2, &[MEMBER, MEMBER]);
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id(1));
     forgotten.remove(&crate::objects::Key::new(crate::objects::Kind::Replica, &name));
-    assert!(!told(&forgotten, "n0").is_empty());
+    assert!(!message_of(&forgotten, "n0").is_empty());
 }
 
 #[test]
 fn a_member_that_does_not_answer_is_not_counted_on() {
-    let mut late = world(3, &[MEMBER, MEMBER, MEMBER]);
+    let mut late = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut late, |status| {
         let member = MemberStatus { message: "late by 9 s".to_owned(), ..MemberStatus::of(MEMBER) };
         status.replica_mode_map.insert(id(2), member);
     });
-    assert!(told(&late, "n0").contains("replica v-00000003 on node n2, which does not answer"));
-    assert_eq!(told(&late, "n2"), "");
+    assert!(message_of(&late, "n0").contains("replica v-00000003 on node n2, which does not answer"));
+    assert_eq!(message_of(&late, "n2"), "");
 }
 
 #[test]
 fn of_machines_that_are_cordoned_the_first_one_goes() {
-    let mut both = world(3, &[MEMBER, MEMBER, MEMBER]);
+    let mut both = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     cordon(&mut both, "n1", 10);
-    assert_eq!(told(&both, "n1"), "");
-    assert!(told(&both, "n0").contains("node n1, which was cordoned in Kubernetes before"));
+    assert_eq!(message_of(&both, "n1"), "");
+    assert!(message_of(&both, "n0").contains("node n1, which was cordoned in Kubernetes before"));
     cordon(&mut both, "n0", 20);
     cordon(&mut both, "n2", 20);
-    assert_eq!(told(&both, "n1"), "");
+    assert_eq!(message_of(&both, "n1"), "");
     for later in ["n0", "n2"] {
-        assert!(told(&both, later).contains("node n1, which"), "{later}");
+        assert!(message_of(&both, later).contains("node n1, which"), "{later}");
     }
     // At the same moment: by their names.
     cordon(&mut both, "n1", 20);
-    assert_eq!(told(&both, "n0"), "");
-    assert!(told(&both, "n1").contains("node n0"));
-    let mut two = world(2, &[MEMBER, MEMBER]);
+    assert_eq!(message_of(&both, "n0"), "");
+    assert!(message_of(&both, "n1").contains("node n0"));
+    let mut two = cluster(2, &[MEMBER, MEMBER]);
     cordon(&mut two, "n0", 1);
-    assert_eq!(told(&two, "n0"), "");
-    assert!(told(&two, "n1").contains("node n0, which was cordoned"));
+    assert_eq!(message_of(&two, "n0"), "");
+    assert!(message_of(&two, "n1").contains("node n0, which was cordoned"));
 }
 
 #[test]
 fn a_change_of_a_node_counts_for_the_volumes_with_a_replica_there() {
-    let mut world = world(3, &[MemberMode::Member; 3]);
+    let mut cluster = cluster(3, &[MemberMode::Member; 3]);
     let mut needed = Needed::default();
-    needed.look_at_all(&world);
+    needed.look_at_all(&cluster);
     assert!(needed.by_node().is_empty());
     for (node, second) in [("n1", 10), ("n2", 20), ("elsewhere", 30)] {
-        cordon(&mut world, node, second);
-        needed.look_at_node(&world, node);
+        cordon(&mut cluster, node, second);
+        needed.look_at_node(&cluster, node);
         let mut anew = Needed::default();
-        anew.look_at_all(&world);
+        anew.look_at_all(&cluster);
         assert_eq!(needed, anew, "{node} is cordoned");
     }
     assert!(!needed.by_node().is_empty());
     for node in ["n1", "n2", "elsewhere"] {
-        let mut uncordoned = world.nodes[node].clone();
+        let mut uncordoned = cluster.nodes[node].clone();
         uncordoned.spec.discovered = None;
-        world.insert(uncordoned.into());
-        needed.look_at_node(&world, node);
+        cluster.insert(uncordoned.into());
+        needed.look_at_node(&cluster, node);
     }
     assert_eq!(needed, Needed::default());
 }
 
 #[test]
 fn a_volume_that_is_not_used_needs_nobody() {
-    let mut idle = world(1, &[MEMBER]);
+    let mut idle = cluster(1, &[MEMBER]);
     change_volume(&mut idle, |volume| {
         volume.spec.node_id = None;
         volume.status.current_node_id = None;
         volume.status.state = VolumeState::Detached;
     });
     change_engine(&mut idle, |status| *status = EngineStatus::default());
-    assert_eq!(told(&idle, "n0"), "");
+    assert_eq!(message_of(&idle, "n0"), "");
     change_volume(&mut idle, |volume| volume.spec.node_id = NodeName::new("user").ok());
-    assert!(told(&idle, "n0").contains("no other replica"), "it is about to be attached");
-    let mut going = world(1, &[MEMBER]);
+    assert!(message_of(&idle, "n0").contains("no other replica"), "it is about to be attached");
+    let mut going = cluster(1, &[MEMBER]);
     change_volume(&mut going, |volume| volume.metadata.deletion_timestamp = Some(now()));
-    assert_eq!(told(&going, "n0"), "");
+    assert_eq!(message_of(&going, "n0"), "");
 }
 
 #[test]
 fn an_engine_that_cannot_be_asked_may_need_every_replica() {
-    let mut unseen = world(3, &[MEMBER, MEMBER, MEMBER]);
+    let mut unseen = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut unseen, |status| status.current_state = CurrentState::Unknown);
-    assert!(told(&unseen, "n0").contains("is unreachable"));
-    let mut frozen = world(3, &[MEMBER, MEMBER, MEMBER]);
+    assert!(message_of(&unseen, "n0").contains("is unreachable"));
+    let mut frozen = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut frozen, |status| status.phase = "frozen".to_owned());
-    assert!(told(&frozen, "n1").contains("may need each of them"));
+    assert!(message_of(&frozen, "n1").contains("may need each of them"));
     // A starting engine begins with the known view.
-    let mut starting = world(3, &[FAILED, MEMBER, MEMBER]);
+    let mut starting = cluster(3, &[FAILED, MEMBER, MEMBER]);
     change_engine(&mut starting, |status| *status = EngineStatus::default());
     change_volume(&mut starting, |volume| volume.status.state = VolumeState::Attaching);
-    assert_eq!(told(&starting, "n0"), "");
-    assert!(told(&starting, "n1").contains("1 of the 2 replicas"));
+    assert_eq!(message_of(&starting, "n0"), "");
+    assert!(message_of(&starting, "n1").contains("1 of the 2 replicas"));
 }
 
 #[test]
 fn an_engine_is_in_the_way_of_a_restart_and_not_of_a_drain() {
-    let attached = world(3, &[MEMBER, MEMBER, MEMBER]);
+    let attached = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     let holds = holds(&attached, "user");
     assert_eq!(holds.len(), 1, "{holds:?}");
     assert!(holds[0].is_engine && holds[0].message.contains("kubectl drain"), "{holds:?}");
     let mut needed = Needed::default();
     needed.look_at(&attached, "v");
     assert!(needed.by_node().is_empty());
-    let last = world(1, &[MEMBER]);
+    let last = cluster(1, &[MEMBER]);
     needed.look_at(&last, "v");
     let names: Vec<&str> = needed.by_node().into_keys().map(NodeName::as_str).collect();
     assert_eq!(names, ["n0"]);
-    needed.look_at(&World::default(), "v");
+    needed.look_at(&ClusterState::default(), "v");
     assert_eq!(needed, Needed::default());
 }

@@ -1,10 +1,10 @@
-use super::{Context, START_CHECK, Sight, is_given_up, quiet_left, sight};
+use super::{Context, Reachability, START_CHECK, is_given_up, quiet_left, reachability};
 use crate::objects::{CurrentState, DesireState, Engine, EngineStatus, Key, Kind, Volume};
 use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
 use crate::{Action, AgentCall, Decision, NodeName};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
-    let Some(engine) = context.world.engines.get(name) else { return Decision::nothing() };
+    let Some(engine) = context.cluster.engines.get(name) else { return Decision::nothing() };
     let Some(node) = &engine.spec.node_id else { return Decision::nothing() };
     if is_left_behind(context, engine)
         && (engine.status.current_state == CurrentState::Stopped || is_given_up(context, node))
@@ -12,10 +12,10 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         let remove = Action::Remove(Key::new(Kind::Engine, name), engine.metadata.resource_version);
         return Decision { actions: vec![remove], look_again: None };
     }
-    let mut decision = match sight(context, node) {
-        Sight::Blurred(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
-        Sight::Gone(reason) => lose_sight(engine, reason),
-        Sight::Clear(view) => match engine.spec.desire_state {
+    let mut decision = match reachability(context, node) {
+        Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
+        Reachability::Unreachable(reason) => mark_unreachable(engine, reason),
+        Reachability::Reachable(view) => match engine.spec.desire_state {
             DesireState::Running => run(context, engine, node, view),
             DesireState::Stopped => stop(engine, node, view),
         },
@@ -29,8 +29,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 /// stopped when its node is back. A volume of the same name is another one, which has not reached that
 /// number.
 pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
-    let volume = context.world.volumes.get(&engine.metadata.name);
-    if context.world.unknown(&Key::new(Kind::Volume, &engine.metadata.name)).is_some() {
+    let volume = context.cluster.volumes.get(&engine.metadata.name);
+    if context.cluster.unknown(&Key::new(Kind::Volume, &engine.metadata.name)).is_some() {
         return false;
     }
     engine.metadata.is_deleting()
@@ -66,12 +66,12 @@ fn write_status(decision: &mut Decision, engine: &Engine, status: EngineStatus) 
     }
 }
 
-fn lose_sight(engine: &Engine, reason: String) -> Decision {
+fn mark_unreachable(engine: &Engine, reason: String) -> Decision {
     let mut decision = Decision::nothing();
     let mut status = engine.status.clone();
-    let settled =
+    let is_stopped_as_desired =
         engine.spec.desire_state == DesireState::Stopped && status.current_state == CurrentState::Stopped;
-    if !settled {
+    if !is_stopped_as_desired {
         // The last status stays: most likely the engine still serves, and only the controller does not see
         // it.
         status.current_state = CurrentState::Unknown;
@@ -127,7 +127,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
         }
         (_, shown) => {
             let failure = view.failures.get(&key).map(|failure| &failure.message);
-            let Some(volume) = context.world.volumes.get(engine.spec.volume_name.as_str()) else {
+            let Some(volume) = context.cluster.volumes.get(engine.spec.volume_name.as_str()) else {
                 return decision;
             };
             if volume.status.pending_salvage().is_some() {
@@ -164,7 +164,7 @@ fn follow(
 ) {
     let mut status = taken_over(engine, instance, shown);
     let ends = matches!(status.current_state, CurrentState::Stopping | CurrentState::Error);
-    let volume = context.world.volumes.get(engine.spec.volume_name.as_str());
+    let volume = context.cluster.volumes.get(engine.spec.volume_name.as_str());
     let left = quiet_left(context, volume);
     if is_step(&engine.status, &status) && !left.is_zero() {
         status = engine.status.clone();

@@ -125,7 +125,7 @@ fn missing(engine: &Engine, replicas: &[&Replica]) -> String {
         let said = said.into_iter().find(|text| !text.is_empty());
         let mode = member.map_or("was not there when the engine started", |member| match member.mode {
             MemberMode::Failed => "left the view",
-            MemberMode::Rebuilding => "is being brought up",
+            MemberMode::Rebuilding => "is being rebuilt",
             MemberMode::Connecting | MemberMode::Member => "is connecting",
         });
         let at = format!("{} on {} {mode}", replica.metadata.name, replica.spec.node_id);
@@ -159,12 +159,12 @@ pub(super) fn readiness(
 ) -> Readiness {
     let mut targets = BTreeMap::new();
     let mut missing = Vec::new();
-    let mut all_settled = true;
+    let mut are_all_final = true;
     for replica in replicas {
         match target(replica, node) {
             Ok(target) => drop(targets.insert(replica.spec.replica_id, target)),
             Err((reason, may_come)) => {
-                all_settled &= !may_come;
+                are_all_final &= !may_come;
                 missing.push(format!("{} on {}: {reason}", replica.metadata.name, replica.spec.node_id));
             }
         }
@@ -174,7 +174,7 @@ pub(super) fn readiness(
     let needed = members.div_ceil(2).max(1);
     let needed_at_once = if node_was_lost { needed } else { members / 2 + 1 };
     let is_enough =
-        targets.len() >= needed_at_once && all_settled || targets.len() >= needed && left.is_zero();
+        targets.len() >= needed_at_once && are_all_final || targets.len() >= needed && left.is_zero();
     if missing.is_empty() || is_enough {
         return Readiness::Ready(targets);
     }

@@ -14,7 +14,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use crate::objects::{Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::observed::{AgentView, Agents, Link};
 use crate::scheduler::Limits;
-use crate::{Decision, NodeName, Timestamp, World, drain, lost_disk, lost_node};
+use crate::{ClusterState, Decision, NodeName, Timestamp, drain, lost_disk, lost_node};
 
 pub use self::volume::is_noticeable;
 
@@ -74,7 +74,7 @@ impl Default for Settings {
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
     /// The stored state.
-    pub world: &'a World,
+    pub cluster: &'a ClusterState,
     /// The views of the agents.
     pub agents: &'a Agents,
     /// The time.
@@ -100,20 +100,21 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
 /// time. It promises the places of the new replicas before the next one, so that two volumes never get the
 /// same space.
 #[must_use]
-pub fn gives_space_away(world: &World, key: &Key) -> bool {
-    key.kind == Kind::Volume && world.volumes.get(&key.name).is_some_and(|volume| seeks_place(world, volume))
+pub fn gives_space_away(cluster: &ClusterState, key: &Key) -> bool {
+    key.kind == Kind::Volume
+        && cluster.volumes.get(&key.name).is_some_and(|volume| needs_scheduling(cluster, volume))
 }
 
 /// Returns true if the stored volume may be given a place: only such decisions are taken one at a time.
-fn seeks_place(world: &World, volume: &Volume) -> bool {
+fn needs_scheduling(cluster: &ClusterState, volume: &Volume) -> bool {
     let is_evicted =
-        || world.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(world, replica));
+        || cluster.replicas_of(&volume.spec.volume_name).any(|replica| drain::is_evicted(cluster, replica));
     match (volume.status.state, volume.status.robustness) {
         (VolumeState::Creating, _)
         | (VolumeState::Attached | VolumeState::Detaching, Robustness::Degraded) => true,
         (VolumeState::Attached | VolumeState::Detaching, Robustness::Healthy) => is_evicted(),
-        (VolumeState::Deleting, Robustness::Degraded) => is_held(world, volume),
-        (VolumeState::Deleting, Robustness::Healthy) => is_held(world, volume) && is_evicted(),
+        (VolumeState::Deleting, Robustness::Degraded) => is_held(cluster, volume),
+        (VolumeState::Deleting, Robustness::Healthy) => is_held(cluster, volume) && is_evicted(),
         _ => false,
     }
 }
@@ -121,69 +122,70 @@ fn seeks_place(world: &World, volume: &Volume) -> bool {
 /// Returns true if a user waits for a run over `key`: for an attachment, a detachment, or the arbiter. Such
 /// runs come before all others, so that a fail-over does not wait for rebuilds.
 #[must_use]
-pub fn is_urgent(world: &World, key: &Key) -> bool {
+pub fn is_urgent(cluster: &ClusterState, key: &Key) -> bool {
     let name = match key.kind {
         Kind::Volume | Kind::Engine => key.name.as_str(),
         Kind::Replica => {
-            let Some(replica) = world.replicas.get(&key.name) else { return false };
+            let Some(replica) = cluster.replicas.get(&key.name) else { return false };
             replica.spec.volume_name.as_str()
         }
         Kind::Node => return false,
     };
-    let Some(volume) = world.volumes.get(name) else { return false };
+    let Some(volume) = cluster.volumes.get(name) else { return false };
     let (wanted, current) = (&volume.spec.node_id, &volume.status.current_node_id);
     let is_moving = matches!(volume.status.state, VolumeState::Attaching | VolumeState::Detaching)
         || wanted.is_some() && wanted != current;
-    is_moving || world.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
+    is_moving || cluster.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
 }
 
 /// Returns true if a volume that is to be deleted continues for now, because its device is in use.
-fn is_held(world: &World, volume: &Volume) -> bool {
-    let engine = world.engines.get(&volume.metadata.name);
+fn is_held(cluster: &ClusterState, volume: &Volume) -> bool {
+    let engine = cluster.engines.get(&volume.metadata.name);
     engine.is_some_and(|engine| !engine.status.stop_refused.is_empty())
 }
 
 /// Returns the objects whose reconcilers look at the object `key`, that one included: they run when it
 /// changes.
 #[must_use]
-pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
+pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
     let mut keys = vec![key.clone()];
     match key.kind {
         Kind::Volume => {
             keys.push(Key::new(Kind::Engine, &key.name));
             // Its replicas go only once it is stored that the deletion has begun.
-            let deleted = world.volumes.get(&key.name);
+            let deleted = cluster.volumes.get(&key.name);
             let deleted = deleted.filter(|volume| volume.status.state == VolumeState::Deleting);
-            let replicas = deleted.into_iter().flat_map(|volume| world.replicas_of(&volume.spec.volume_name));
+            let replicas =
+                deleted.into_iter().flat_map(|volume| cluster.replicas_of(&volume.spec.volume_name));
             keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
         }
         Kind::Engine => {
             keys.push(Key::new(Kind::Volume, &key.name));
-            if let Some(engine) = world.engines.get(&key.name) {
-                let replicas = world.replicas_of(&engine.spec.volume_name);
+            if let Some(engine) = cluster.engines.get(&key.name) {
+                let replicas = cluster.replicas_of(&engine.spec.volume_name);
                 keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
             }
         }
-        Kind::Replica => match world.replicas.get(&key.name) {
+        Kind::Replica => match cluster.replicas.get(&key.name) {
             Some(replica) => keys.push(Key::new(Kind::Volume, replica.spec.volume_name.as_str())),
             // The replica is gone: its volume continues its deletion, and other volumes may want its place.
             None => {
                 let volume = key.name.rsplit_once('-').map_or("", |(volume, _)| volume);
                 keys.push(Key::new(Kind::Volume, volume));
-                keys.extend(seeking(world));
+                keys.extend(seeking(cluster));
             }
         },
         Kind::Node => {
-            keys.extend(seeking(world));
+            keys.extend(seeking(cluster));
             // Replicas that were to leave the node may stay now.
-            keys.extend(world.replicas_on(&key.name).flat_map(|replica| {
+            keys.extend(cluster.replicas_on(&key.name).flat_map(|replica| {
                 let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
                 // A replica that is being deleted is dropped if its node is given up.
                 let replica =
                     replica.metadata.is_deleting().then(|| Key::new(Kind::Replica, &replica.metadata.name));
                 std::iter::once(volume).chain(replica)
             }));
-            let engines = world.engines_on(&key.name);
+            let engines = cluster.engines_on(&key.name);
             keys.extend(engines.flat_map(|engine| {
                 // One whose volume is deleted goes with its node.
                 let engine_key =
@@ -196,45 +198,48 @@ pub fn concerned(world: &World, key: &Key) -> Vec<Key> {
 }
 
 /// Returns the volumes that look for places.
-fn seeking(world: &World) -> impl Iterator<Item = Key> {
-    let keys = world.unsettled_volumes().into_iter().map(|name| Key::new(Kind::Volume, name));
-    keys.filter(|key| gives_space_away(world, key))
+fn seeking(cluster: &ClusterState) -> impl Iterator<Item = Key> {
+    let keys = cluster.incomplete_or_moving_volumes().into_iter().map(|name| Key::new(Kind::Volume, name));
+    keys.filter(|key| gives_space_away(cluster, key))
 }
 
 /// The controller's sight of a node.
-pub(crate) enum Sight<'a> {
+pub(crate) enum Reachability<'a> {
     /// The agent is reachable and its view is up to date.
-    Clear(&'a AgentView),
+    Reachable(&'a AgentView),
     /// The agent has been unreachable for a short time. The reconciler concludes nothing yet, and runs again
     /// after this duration.
-    Blurred(Duration),
+    Uncertain(Duration),
     /// Out of reach; the reason for people.
-    Gone(String),
+    Unreachable(String),
 }
 
-fn sight<'a>(context: &Context<'a>, node: &NodeName) -> Sight<'a> {
-    sight_of(context.agents, context.now, node)
+fn reachability<'a>(context: &Context<'a>, node: &NodeName) -> Reachability<'a> {
+    reachability_of(context.agents, context.now, node)
 }
 
-pub(crate) fn sight_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) -> Sight<'a> {
+pub(crate) fn reachability_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) -> Reachability<'a> {
     let Some(view) = agents.get(node) else {
-        return Sight::Gone(format!(
+        return Reachability::Unreachable(format!(
             "the address of the agent of node {node} is unknown: start the controller with --node \
              {node}=URL, or set spec.address of the Node object"
         ));
     };
     match (&view.link, &view.info) {
-        (Link::Synced, Some(info)) if info.name != node.as_str() => Sight::Gone(format!(
+        (Link::Synced, Some(info)) if info.name != node.as_str() => Reachability::Unreachable(format!(
             "the agent at {} says that it is node {:?}, not {node}: correct --node {node}=URL",
             view.address, info.name
         )),
-        (Link::Synced, _) => Sight::Clear(view),
+        (Link::Synced, _) => Reachability::Reachable(view),
         (Link::Down { since, reason }, _) => {
             let left = remaining(*since, UNREACHABLE_AFTER, now);
             if left.is_zero() {
-                Sight::Gone(format!("the agent of node {node} at {} is unreachable ({reason})", view.address))
+                Reachability::Unreachable(format!(
+                    "the agent of node {node} at {} is unreachable ({reason})",
+                    view.address
+                ))
             } else {
-                Sight::Blurred(left)
+                Reachability::Uncertain(left)
             }
         }
     }
@@ -249,12 +254,13 @@ fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
 
 /// Returns true if the node does not answer, and the operator has given it up.
 fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
-    lost_node::is_given_up(context.world, node) && matches!(sight(context, node), Sight::Gone(_))
+    lost_node::is_given_up(context.cluster, node)
+        && matches!(reachability(context, node), Reachability::Unreachable(_))
 }
 
 /// Returns true if the data of the replica is not waited for, because its node or its disk is given up.
-fn has_lost_place(context: &Context<'_>, replica: &Replica) -> bool {
-    is_given_up(context, &replica.spec.node_id) || lost_disk::is_lost(context.world, replica)
+fn has_lost_location(context: &Context<'_>, replica: &Replica) -> bool {
+    is_given_up(context, &replica.spec.node_id) || lost_disk::is_lost(context.cluster, replica)
 }
 
 /// Returns the rest of `limit` since `start`. If the clock was set back, no time counts as passed.

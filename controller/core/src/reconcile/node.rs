@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::{Context, GIVE_UP_CHECK, Sight, sight};
+use super::{Context, GIVE_UP_CHECK, Reachability, reachability};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Node};
 use crate::observed::{AgentView, Detail, Instance, InstanceKey};
 use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
@@ -10,44 +10,44 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = Decision::nothing();
     let Ok(node_name) = NodeName::new(name) else { return decision };
     let view = context.agents.get(&node_name);
-    let stored = context.world.nodes.get(name);
+    let stored = context.cluster.nodes.get(name);
     let mut node = match (stored, view) {
         (Some(node), _) => node.clone(),
-        (None, _) if context.world.unknown(&Key::new(Kind::Node, name)).is_some() => return decision,
+        (None, _) if context.cluster.unknown(&Key::new(Kind::Node, name)).is_some() => return decision,
         (None, Some(view)) if !view.from_object => Node::new(name, context.now),
         // Known by an object that is gone: it is given up, and this controller has not got round to
         // forgetting it.
         (None, _) => return decision,
     };
     if node.metadata.is_deleting()
-        && let Sight::Gone(_) = sight(context, &node_name)
+        && let Reachability::Unreachable(_) = reachability(context, &node_name)
     {
         return give_up(context, node);
     }
     if let Some(view) = view.filter(|view| !view.from_object) {
         node.spec.address.clone_from(&view.address);
     }
-    let mut news = None;
-    let ready = match sight(context, &node_name) {
-        Sight::Clear(view) => {
+    let mut changed = None;
+    let ready = match reachability(context, &node_name) {
+        Reachability::Reachable(view) => {
             take_over(&mut node, view);
             Some(Finding::Well)
         }
-        Sight::Gone(reason) => Some(Finding::wrong("AgentUnreachable", reason)),
-        Sight::Blurred(wait) => {
+        Reachability::Unreachable(reason) => Some(Finding::wrong("AgentUnreachable", reason)),
+        Reachability::Uncertain(wait) => {
             decision.again_after(wait);
             None
         }
     };
     if let Some(finding) = ready {
-        news = news_of(&node, &finding);
+        changed = event_of(&node, &finding);
         node.status.conditions.set(ConditionType::Ready, finding, context.now);
         node.status.conditions.observe(node.metadata.generation);
     }
     let lost: Vec<String> = lost_disks(&node).map(str::to_owned).collect();
     if stored != Some(&node) {
         decision.write(node);
-        if let Some((is_warning, reason, message)) = news {
+        if let Some((is_warning, reason, message)) = changed {
             decision.emit(Key::new(Kind::Node, name), is_warning, reason, message);
         }
     }
@@ -61,13 +61,13 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 /// deletion, and is back. An agent refuses to stop an engine whose device is in use, so that an engine of a
 /// volume that a store from a backup does not know continues to serve its user.
 fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decision) {
-    let Sight::Clear(view) = sight(context, node) else { return };
-    let world = context.world;
+    let Reachability::Reachable(view) = reachability(context, node) else { return };
+    let cluster = context.cluster;
     let ownerless = view.instances.iter().filter_map(|(key, instance)| {
         let Detail::Engine(shown) = &instance.detail else { return None };
-        let is_known = world.engines.contains_key(&key.name) || world.volumes.contains_key(&key.name);
+        let is_known = cluster.engines.contains_key(&key.name) || cluster.volumes.contains_key(&key.name);
         // Without a number the call would stop any engine of the name.
-        (!is_known && shown.attach > 0 && world.unknown_of(&key.name).is_none())
+        (!is_known && shown.attach > 0 && cluster.unknown_of(&key.name).is_none())
             .then_some((key, shown.attach))
     });
     let mut ownerless: Vec<(&InstanceKey, u64)> = ownerless.collect();
@@ -92,12 +92,12 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
     if lost.is_empty() {
         return;
     }
-    let Sight::Clear(view) = sight(context, node) else { return };
+    let Reachability::Reachable(view) = reachability(context, node) else { return };
     let is_there = |(key, instance): &(&InstanceKey, &Instance)| {
         let Detail::Replica(shown) = &instance.detail else { return false };
         let is_lost = lost.iter().any(|disk| Path::new(&shown.directory).starts_with(disk));
-        let is_unknown = || context.world.unknown(&Key::new(Kind::Replica, &key.name)).is_some();
-        is_lost && !context.world.replicas.contains_key(&key.name) && !is_unknown()
+        let is_unknown = || context.cluster.unknown(&Key::new(Kind::Replica, &key.name)).is_some();
+        is_lost && !context.cluster.replicas.contains_key(&key.name) && !is_unknown()
     };
     let mut forgotten: Vec<&InstanceKey> =
         view.instances.iter().filter(is_there).map(|(key, _)| key).collect();
@@ -112,7 +112,7 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
 }
 
 /// Returns whether a node is lost, back, or new: the flag for a trouble, and the words.
-fn news_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)> {
+fn event_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)> {
     let name = &node.metadata.name;
     let was_ready = node.status.conditions.get(ConditionType::Ready).map(|ready| ready.status);
     match (was_ready, found) {
@@ -135,7 +135,7 @@ fn news_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)>
 fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
     let name = node.metadata.name.clone();
     let view = NodeName::new(&name).ok().and_then(|name| context.agents.get(&name));
-    let left = if lost_node::is_named(context.world, &name) {
+    let left = if lost_node::is_named(context.cluster, &name) {
         "replicas or volumes are still on it, as far as is known: they go as their volumes do without them"
             .to_owned()
     } else if view.is_some_and(|view| !view.from_object) {

@@ -6,7 +6,7 @@ use shorthorn_types::ReplicaId;
 
 use super::{Context, remaining};
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// The rebuilds in the cluster, as a volume with that many members counts them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -20,14 +20,14 @@ impl Rebuilds {
     /// Looks at every engine that serves and may lack a member. Only a volume that is about to place a
     /// replica needs that.
     pub(super) fn look(context: &Context<'_>, engine: &Engine) -> Rebuilds {
-        let world = context.world;
+        let cluster = context.cluster;
         let mut rebuilds = Rebuilds::default();
         let own = members(engine);
-        for other in world.incomplete_engines() {
-            let Some(owner) = world.volumes.get(&other.metadata.name) else { continue };
-            let coming = coming(world, owner, other);
+        for other in cluster.incomplete_engines() {
+            let Some(owner) = cluster.volumes.get(&other.metadata.name) else { continue };
+            let coming = coming(cluster, owner, other);
             let has_fewer = members(other) < own.min(owner.spec.number_of_replicas);
-            let is_needier = has_fewer && coming.is_empty() && waits_for_place(context, owner, other);
+            let is_needier = has_fewer && coming.is_empty() && waits_for_scheduling(context, owner, other);
             rebuilds.needier += u32::from(is_needier);
             for replica in coming {
                 *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
@@ -35,10 +35,10 @@ impl Rebuilds {
         }
         // Replicas of new volumes are made, not rebuilt.
         let is_rebuild = |replica: &&Replica| {
-            let owner = world.volumes.get(replica.spec.volume_name.as_str());
+            let owner = cluster.volumes.get(replica.spec.volume_name.as_str());
             owner.is_some_and(|owner| owner.status.state != VolumeState::Creating)
         };
-        for replica in world.replicas.coming().filter(is_rebuild) {
+        for replica in cluster.replicas.coming().filter(is_rebuild) {
             *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
         }
         rebuilds
@@ -54,7 +54,7 @@ impl Rebuilds {
 
 /// Returns true if the volume would have a replica made now, because none of the missing ones may come back
 /// soon. A volume without any possible place delays no other one.
-fn waits_for_place(context: &Context<'_>, volume: &Volume, engine: &Engine) -> bool {
+fn waits_for_scheduling(context: &Context<'_>, volume: &Volume, engine: &Engine) -> bool {
     let scheduled = volume.status.conditions.get(ConditionType::Scheduled);
     let limit = context.settings.replica_replace_after;
     let is_over = |since| remaining(since, limit, context.now).is_zero();
@@ -62,7 +62,7 @@ fn waits_for_place(context: &Context<'_>, volume: &Volume, engine: &Engine) -> b
         !engine.status.has_member(replica.spec.replica_id) && !replica.status.lost_since.is_some_and(is_over)
     };
     scheduled.is_none_or(|scheduled| scheduled.status)
-        && !context.world.replicas_of(&volume.spec.volume_name).any(may_come)
+        && !context.cluster.replicas_of(&volume.spec.volume_name).any(may_come)
 }
 
 fn members(engine: &Engine) -> u32 {
@@ -71,7 +71,7 @@ fn members(engine: &Engine) -> u32 {
 }
 
 /// Returns the replicas that are being rebuilt, or have been made for that and are not yet.
-fn coming<'a>(world: &'a World, volume: &'a Volume, engine: &'a Engine) -> Vec<&'a Replica> {
+fn coming<'a>(cluster: &'a ClusterState, volume: &'a Volume, engine: &'a Engine) -> Vec<&'a Replica> {
     let mode = |id: ReplicaId| engine.status.replica_mode_map.get(&id).map(|member| member.mode);
     let is_member = |id: &ReplicaId| mode(*id) == Some(MemberMode::Member);
     let wanted = volume.spec.number_of_replicas as usize;
@@ -91,5 +91,5 @@ fn coming<'a>(world: &'a World, volume: &'a Volume, engine: &'a Engine) -> Vec<&
             }
         }
     };
-    world.replicas_of(&volume.spec.volume_name).filter(is_coming).collect()
+    cluster.replicas_of(&volume.spec.volume_name).filter(is_coming).collect()
 }

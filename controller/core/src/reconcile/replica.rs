@@ -1,8 +1,8 @@
 use std::time::Duration;
 
 use super::{
-    Context, START_CHECK, Sight, UNREACHABLE_AFTER, has_lost_place, is_given_up, quiet_left, remaining,
-    sight, volume,
+    Context, Reachability, START_CHECK, UNREACHABLE_AFTER, has_lost_location, is_given_up, quiet_left,
+    reachability, remaining, volume,
 };
 use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
@@ -13,7 +13,7 @@ use crate::undelete::Record;
 use crate::{Action, AgentCall, Decision, Timestamp};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
-    let Some(replica) = context.world.replicas.get(name) else { return Decision::nothing() };
+    let Some(replica) = context.cluster.replicas.get(name) else { return Decision::nothing() };
     if replica.metadata.is_deleting() {
         return delete(context, replica);
     }
@@ -21,10 +21,10 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 }
 
 fn see(context: &Context<'_>, replica: &Replica, desire_state: DesireState) -> Decision {
-    match sight(context, &replica.spec.node_id) {
-        Sight::Blurred(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
-        Sight::Gone(reason) => lose_sight(context, replica, reason),
-        Sight::Clear(view) => match desire_state {
+    match reachability(context, &replica.spec.node_id) {
+        Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
+        Reachability::Unreachable(reason) => mark_unreachable(context, replica, reason),
+        Reachability::Reachable(view) => match desire_state {
             DesireState::Running => run(context, replica, view),
             DesireState::Stopped => stop(context, replica, view),
         },
@@ -42,12 +42,12 @@ fn write_status(decision: &mut Decision, replica: &Replica, status: ReplicaStatu
     }
 }
 
-fn lose_sight(context: &Context<'_>, replica: &Replica, reason: String) -> Decision {
+fn mark_unreachable(context: &Context<'_>, replica: &Replica, reason: String) -> Decision {
     let mut decision = Decision::nothing();
     let mut status = wanted_status(context, replica);
-    let settled =
+    let is_stopped_as_desired =
         replica.spec.desire_state == DesireState::Stopped && status.current_state == CurrentState::Stopped;
-    if !settled {
+    if !is_stopped_as_desired {
         status.current_state = CurrentState::Unknown;
         status.addresses.clear();
         status.message = reason;
@@ -75,7 +75,7 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
         }
     }
     let create = status.data != DataState::Present;
-    store_news(context, replica, status, &mut decision);
+    store_changed(context, replica, status, &mut decision);
     // The desired state is stored: a process and a directory may exist from here on, whatever the status
     // says.
     if found.is_none() {
@@ -115,23 +115,23 @@ fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
 /// Writes the status of a wanted replica, if it has news. Two things wait for the next write. The first is
 /// that the replica is being started, for a while. The second is that one of the first replicas is in the
 /// view, because it counts as a member until something else is stored.
-fn store_news(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
+fn store_changed(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
     let stored = &replica.status;
-    let volume = context.world.volumes.get(replica.spec.volume_name.as_str());
-    let mut news = status.clone();
+    let volume = context.cluster.volumes.get(replica.spec.volume_name.as_str());
+    let mut changed = status.clone();
     let left = quiet_left(context, volume);
     let is_start =
         stored.current_state == CurrentState::Stopped && status.current_state == CurrentState::Starting;
     if is_start && !left.is_zero() {
-        (news.current_state, news.data) = (stored.current_state, stored.data);
+        (changed.current_state, changed.data) = (stored.current_state, stored.data);
         decision.again_after(left);
     }
     let is_first =
         volume.is_some_and(|volume| volume.status.first_members.contains(&replica.spec.replica_id));
     if is_first && stored.failed_at.is_none() {
-        news.healthy_at = stored.healthy_at;
+        changed.healthy_at = stored.healthy_at;
     }
-    if news != *stored {
+    if changed != *stored {
         decision.write(Replica { status, ..replica.clone() });
     }
 }
@@ -154,7 +154,7 @@ fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
 
 fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut Decision) {
     let spec = &replica.spec;
-    let Some(volume) = context.world.volumes.get(spec.volume_name.as_str()) else { return };
+    let Some(volume) = context.cluster.volumes.get(spec.volume_name.as_str()) else { return };
     let call = AgentCall::StartReplica {
         volume: spec.volume_name.clone(),
         replica_id: spec.replica_id,
@@ -207,14 +207,14 @@ fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
 /// Returns the status with the engine's last report on this replica.
 fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     let mut status = replica.status.clone();
-    let owner = context.world.volumes.get(replica.spec.volume_name.as_str());
+    let owner = context.cluster.volumes.get(replica.spec.volume_name.as_str());
     if owner.is_some_and(|volume| {
         volume.status.first_members.contains(&replica.spec.replica_id) || volume.status.attach > 0
     }) {
         // Its undeletion is through: the volume is stored with all that the record has.
         status.undeletion_record = None;
     }
-    let engine = context.world.engines.get(replica.spec.volume_name.as_str());
+    let engine = context.cluster.engines.get(replica.spec.volume_name.as_str());
     let Some(engine) = engine.filter(|engine| engine.status.is_serving()) else { return status };
     let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);
     let mode = member.map(|member| member.mode);
@@ -249,13 +249,13 @@ fn away_since(member: &MemberStatus, now: Timestamp) -> Option<Timestamp> {
 /// Returns true if the volume does without this replica: others have everything, and the engine does not know
 /// it any more.
 fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> bool {
-    let engine = context.world.engines.get(replica.spec.volume_name.as_str());
+    let engine = context.cluster.engines.get(replica.spec.volume_name.as_str());
     engine.is_some_and(|engine| volume::may_go(context, volume, engine, replica))
 }
 
 fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let owner = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
-    if let Some(message) = context.world.unknown(&owner) {
+    if let Some(message) = context.cluster.unknown(&owner) {
         // Nothing tells whether it wants the data.
         let mut decision = Decision::nothing();
         write_status(&mut decision, replica, ReplicaStatus { message, ..replica.status.clone() });
@@ -265,7 +265,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
         return remove(context, replica, record.clone(), None);
     }
     // A volume is removed after its last replica, except for those that it leaves behind; so it exists.
-    let Some(volume) = context.world.volumes.get(replica.spec.volume_name.as_str()) else {
+    let Some(volume) = context.cluster.volumes.get(replica.spec.volume_name.as_str()) else {
         return Decision::nothing();
     };
     // Data is deleted once it is stored that the deletion has begun, and no PersistentVolume holds it any
@@ -301,24 +301,24 @@ fn remove(
         return decision;
     }
     let key = instance_of(replica);
-    let trouble = match sight(context, &replica.spec.node_id) {
-        sight if has_lost_place(context, replica) => {
+    let trouble = match reachability(context, &replica.spec.node_id) {
+        reachability if has_lost_location(context, replica) => {
             let about = volume.map(|_| Key::new(Kind::Volume, replica.spec.volume_name.as_str()));
             let about = about.unwrap_or_else(|| Key::new(Kind::Replica, &replica.metadata.name));
             decision.emit(about, true, "ReplicaForgotten", forgotten(context, replica));
             decision.actions.push(remove);
-            if let Sight::Clear(_) = sight {
+            if let Reachability::Reachable(_) = reachability {
                 // After that: a process whose disk hangs may not end, and nothing waits for it.
                 decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
             }
             return decision;
         }
-        Sight::Blurred(wait) => {
+        Reachability::Uncertain(wait) => {
             decision.again_after(wait);
             return decision;
         }
-        Sight::Gone(reason) => Some((reason, Duration::ZERO)),
-        Sight::Clear(view) => {
+        Reachability::Unreachable(reason) => Some((reason, Duration::ZERO)),
+        Reachability::Reachable(view) => {
             let stray = stray_engine(context, replica, &record, view);
             if let Some((instance, attach)) = stray.clone() {
                 decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
@@ -370,7 +370,7 @@ fn stray_engine(
     view: &AgentView,
 ) -> Option<(InstanceKey, u64)> {
     let instance = InstanceKey::engine(&replica.spec.volume_name);
-    let is_nobodys = !context.world.volumes.contains_key(replica.spec.volume_name.as_str());
+    let is_nobodys = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
     let is_stray = replica.is_left_behind() && is_nobodys && view.instances.contains_key(&instance);
     let record: Record = serde_json::from_str(record).ok().filter(|_| is_stray)?;
     Some((instance, record.attach))

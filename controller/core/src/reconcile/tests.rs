@@ -31,9 +31,10 @@ fn now() -> Timestamp {
 }
 
 /// Returns a volume whose engine should run on node a, and does not exist yet.
-fn world() -> World {
+fn cluster() -> ClusterState {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-    let Ok(Change::Store(volume)) = wanted.apply(&World::default(), Secret::new([1; 32]), now()) else {
+    let Ok(Change::Store(volume)) = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), now())
+    else {
         panic!("the volume is refused");
     };
     let spec = EngineSpec {
@@ -46,11 +47,11 @@ fn world() -> World {
         replica_address_map: BTreeMap::new(),
         map_revision: 0,
     };
-    let mut world = World::default();
-    world.insert(volume.into());
+    let mut cluster = ClusterState::default();
+    cluster.insert(volume.into());
     let metadata = Metadata::new("v", now());
-    world.insert(Engine { metadata, spec, status: EngineStatus::default() }.into());
-    world
+    cluster.insert(Engine { metadata, spec, status: EngineStatus::default() }.into());
+    cluster
 }
 
 /// Agents of nodes a and b in reach; b shows an engine of the volume for that attachment.
@@ -72,15 +73,15 @@ fn agents(on_b: Option<u64>) -> Agents {
     agents
 }
 
-fn decide(world: &World, agents: &Agents) -> Vec<Action> {
+fn decide(cluster: &ClusterState, agents: &Agents) -> Vec<Action> {
     let context =
-        Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+        Context { cluster, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
     reconcile(&context, &Key::new(Kind::Engine, "v")).actions
 }
 
 #[test]
 fn a_start_is_stored_before_it_is_asked_for() {
-    let actions = decide(&world(), &agents(None));
+    let actions = decide(&cluster(), &agents(None));
     let [Action::Write(object), Action::Call(node, AgentCall::StartEngine { attach: ATTACH, .. })] =
         actions.as_slice()
     else {
@@ -97,7 +98,7 @@ fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
     let stops = |on_b, state| {
         let mut agents = agents(Some(on_b));
         agents.change_all(|view| view.instances.values_mut().for_each(|instance| instance.state = state));
-        let actions = decide(&world(), &agents);
+        let actions = decide(&cluster(), &agents);
         actions.iter().any(|action| match action {
             Action::Call(node, AgentCall::StopInstance { attach, .. }) => {
                 assert_eq!((node.as_str(), *attach), ("b", ATTACH));
@@ -117,7 +118,7 @@ fn an_agent_with_another_name_is_asked_for_nothing() {
     let mut agents = agents(None);
     let other = AgentInfo { name: "other".to_owned(), ..AgentInfo::default() };
     agents.change_all(|view| view.info = Some(other.clone()));
-    let actions = decide(&world(), &agents);
+    let actions = decide(&cluster(), &agents);
     let [Action::Write(object)] = actions.as_slice() else { panic!("{actions:#?}") };
     let Object::Engine(engine) = &**object else { panic!("{object:#?}") };
     assert!(engine.status.message.contains("says that it is node \"other\""), "{}", engine.status.message);
@@ -125,11 +126,16 @@ fn an_agent_with_another_name_is_asked_for_nothing() {
 
 #[test]
 fn no_place_is_refused_while_nodes_may_still_come() {
-    let world = world();
+    let cluster = cluster();
     let mut agents = agents(None);
     let volume_after = |agents: &Agents, now| {
-        let context =
-            Context { world: &world, agents, now, random: [0; MAX_MEMBERS], settings: Settings::default() };
+        let context = Context {
+            cluster: &cluster,
+            agents,
+            now,
+            random: [0; MAX_MEMBERS],
+            settings: Settings::default(),
+        };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let written = decision.actions.iter().find_map(|action| match action {
             Action::Write(object) => match &**object {
@@ -150,20 +156,20 @@ fn no_place_is_refused_while_nodes_may_still_come() {
 }
 
 /// Returns a new volume of three on the nodes a, b and c, of which c is down.
-fn volume_of_three() -> (World, Agents) {
-    let mut world = world();
+fn volume_of_three() -> (ClusterState, Agents) {
+    let mut cluster = cluster();
     for name in ["a", "b", "c"] {
-        world.insert(node(name).into());
+        cluster.insert(node(name).into());
     }
-    let mut down = world.nodes["c"].clone();
+    let mut down = cluster.nodes["c"].clone();
     down.status.conditions.set(ConditionType::Ready, Finding::wrong("Down", "no answer"), now());
-    world.insert(down.into());
-    (world, agents(None))
+    cluster.insert(down.into());
+    (cluster, agents(None))
 }
 
-fn decide_volume(world: &World, agents: &Agents, settings: Settings) -> Vec<Object> {
+fn decide_volume(cluster: &ClusterState, agents: &Agents, settings: Settings) -> Vec<Object> {
     let random = std::array::from_fn(|at| 100 + at as u64);
-    let context = Context { world, agents, now: now() + UNREACHABLE_AFTER, random, settings };
+    let context = Context { cluster, agents, now: now() + UNREACHABLE_AFTER, random, settings };
     let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
     let written = actions.into_iter().filter_map(|action| match action {
         Action::Write(object) => Some(*object),
@@ -174,8 +180,8 @@ fn decide_volume(world: &World, agents: &Agents, settings: Settings) -> Vec<Obje
 
 #[test]
 fn a_volume_is_created_with_the_places_that_there_are() {
-    let (mut world, agents) = volume_of_three();
-    let written = decide_volume(&world, &agents, Settings::default());
+    let (mut cluster, agents) = volume_of_three();
+    let written = decide_volume(&cluster, &agents, Settings::default());
     let mut nodes = Vec::new();
     for object in &written {
         match object {
@@ -188,8 +194,8 @@ fn a_volume_is_created_with_the_places_that_there_are() {
         }
     }
     assert_eq!(nodes, ["a", "b"]);
-    written.into_iter().for_each(|object| world.insert(object));
-    let written = decide_volume(&world, &agents, Settings::default());
+    written.into_iter().for_each(|object| cluster.insert(object));
+    let written = decide_volume(&cluster, &agents, Settings::default());
     let [Object::Volume(volume)] = written.as_slice() else { panic!("{written:#?}") };
     assert_eq!((volume.status.state, volume.status.first_members.len()), (VolumeState::Detached, 2));
     let scheduled = volume.status.conditions.get(ConditionType::Scheduled).unwrap();
@@ -197,9 +203,9 @@ fn a_volume_is_created_with_the_places_that_there_are() {
     let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
     assert_eq!((healthy.status, healthy.reason.as_str()), (false, "NotAttached"), "why nothing is known");
 
-    let (world, agents) = volume_of_three();
+    let (cluster, agents) = volume_of_three();
     let settings = Settings { degraded_creation: false, ..Settings::default() };
-    let written = decide_volume(&world, &agents, settings);
+    let written = decide_volume(&cluster, &agents, settings);
     let [Object::Volume(volume)] = written.as_slice() else { panic!("{written:#?}") };
     assert_eq!(volume.status.state, VolumeState::Creating);
     assert_eq!(volume.status.conditions.get(ConditionType::Scheduled).unwrap().reason, "NoPlace");
@@ -248,11 +254,11 @@ fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica 
 
 /// Returns a world in which the volume is attached to a, with one replica there and one on b that has been
 /// absent for too long; c is free.
-fn degraded_world() -> World {
-    let mut world = world();
+fn degraded_cluster() -> ClusterState {
+    let mut cluster = cluster();
     let (kept, lost) = (ReplicaId::from_random(1), ReplicaId::from_random(2));
     let here = NodeName::new("a").unwrap();
-    let mut volume = world.volumes.remove("v").unwrap();
+    let mut volume = cluster.volumes.remove("v").unwrap();
     volume.spec.node_id = Some(here.clone());
     volume.spec.number_of_replicas = 2;
     volume.status.current_node_id = Some(here);
@@ -260,8 +266,8 @@ fn degraded_world() -> World {
     volume.status.robustness = Robustness::Degraded;
     volume.status.attach = ATTACH;
     volume.status.first_members = vec![kept, lost];
-    world.insert(volume.into());
-    let mut engine = world.engines.remove("v").unwrap();
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines.remove("v").unwrap();
     engine.status.current_state = CurrentState::Running;
     engine.status.seen_attach = ATTACH;
     engine.status.phase = "serving".to_owned();
@@ -269,22 +275,22 @@ fn degraded_world() -> World {
         (kept, MemberStatus::of(MemberMode::Member)),
         (lost, MemberStatus::of(MemberMode::Failed)),
     ]);
-    world.insert(engine.into());
-    world.insert(replica(kept, "a", None).into());
-    world.insert(replica(lost, "b", Some(now())).into());
+    cluster.insert(engine.into());
+    cluster.insert(replica(kept, "a", None).into());
+    cluster.insert(replica(lost, "b", Some(now())).into());
     for name in ["a", "b", "c"] {
-        world.insert(node(name).into());
+        cluster.insert(node(name).into());
     }
-    world
+    cluster
 }
 
 #[test]
 fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
-    let world = degraded_world();
+    let cluster = degraded_cluster();
     let mut agents = agents(None);
     let decide = |agents: &Agents, now| {
         let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
-        let context = Context { world: &world, agents, now, random: [7; MAX_MEMBERS], settings };
+        let context = Context { cluster: &cluster, agents, now, random: [7; MAX_MEMBERS], settings };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let new = decision.actions.iter().find_map(|action| match action {
             Action::Write(object) => match &**object {
@@ -309,27 +315,27 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
     assert_eq!(decide(&agents, now() + UNREACHABLE_AFTER).0.as_deref(), Some("b"));
 }
 
-/// Returns [`degraded_world`], with the unreachable node b given up, and its replica absent since just now.
-fn world_without_b() -> (World, Agents) {
-    let mut world = degraded_world();
+/// Returns [`degraded_cluster`], with the unreachable node b given up, and its replica absent since just now.
+fn cluster_without_b() -> (ClusterState, Agents) {
+    let mut cluster = degraded_cluster();
     let id = ReplicaId::from_random(2);
-    world.insert(replica(id, "b", None).into());
-    let mut b = world.nodes["b"].clone();
+    cluster.insert(replica(id, "b", None).into());
+    let mut b = cluster.nodes["b"].clone();
     b.metadata.deletion_timestamp = Some(now());
-    world.insert(b.into());
+    cluster.insert(b.into());
     let mut agents = agents(None);
     agents.remove(&NodeName::new("b").unwrap());
-    (world, agents)
+    (cluster, agents)
 }
 
-fn act(world: &mut World, agents: &Agents, key: &Key) -> Vec<Action> {
+fn act(cluster: &mut ClusterState, agents: &Agents, key: &Key) -> Vec<Action> {
     let context =
-        Context { world, agents, now: now(), random: [7; MAX_MEMBERS], settings: Settings::default() };
+        Context { cluster, agents, now: now(), random: [7; MAX_MEMBERS], settings: Settings::default() };
     let actions = reconcile(&context, key).actions;
     for action in &actions {
         match action {
-            Action::Write(object) => world.insert(Object::clone(object)),
-            Action::Remove(key, _) => world.remove(key),
+            Action::Write(object) => cluster.insert(Object::clone(object)),
+            Action::Remove(key, _) => cluster.remove(key),
             Action::Call(..) | Action::Emit(_) => {}
         }
     }
@@ -338,87 +344,87 @@ fn act(world: &mut World, agents: &Agents, key: &Key) -> Vec<Action> {
 
 #[test]
 fn a_replica_of_a_node_that_is_given_up_is_forgotten_at_once_and_then_replaced() {
-    let (mut world, agents) = world_without_b();
+    let (mut cluster, agents) = cluster_without_b();
     let (volume, node) = (Key::new(Kind::Volume, "v"), Key::new(Kind::Node, "b"));
     let id = ReplicaId::from_random(2);
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id);
     let key = Key::new(Kind::Replica, &name);
     // First the engine forgets it.
-    act(&mut world, &agents, &volume);
-    assert!(!world.replicas.get(&name).unwrap().metadata.is_deleting(), "the engine knows it still");
-    let mut engine = world.engines["v"].clone();
+    act(&mut cluster, &agents, &volume);
+    assert!(!cluster.replicas.get(&name).unwrap().metadata.is_deleting(), "the engine knows it still");
+    let mut engine = cluster.engines["v"].clone();
     assert!(!engine.spec.replica_address_map.contains_key(&id));
     engine.status.map_revision = engine.spec.map_revision;
     engine.status.replica_mode_map.remove(&id);
-    world.insert(engine.into());
-    act(&mut world, &agents, &node);
-    assert!(world.nodes.contains_key("b"), "a replica names it");
-    act(&mut world, &agents, &volume);
-    assert!(world.replicas.get(&name).unwrap().metadata.is_deleting());
-    let actions = act(&mut world, &agents, &key);
+    cluster.insert(engine.into());
+    act(&mut cluster, &agents, &node);
+    assert!(cluster.nodes.contains_key("b"), "a replica names it");
+    act(&mut cluster, &agents, &volume);
+    assert!(cluster.replicas.get(&name).unwrap().metadata.is_deleting());
+    let actions = act(&mut cluster, &agents, &key);
     assert!(!actions.iter().any(|action| matches!(action, Action::Call(..))), "{actions:#?}");
-    assert!(world.replicas.get(&name).is_none());
-    act(&mut world, &agents, &node);
-    assert!(!world.nodes.contains_key("b"), "nothing names it any more");
+    assert!(cluster.replicas.get(&name).is_none());
+    act(&mut cluster, &agents, &node);
+    assert!(!cluster.nodes.contains_key("b"), "nothing names it any more");
 }
 
 #[test]
 fn a_replica_that_may_be_in_the_view_stays_although_its_node_is_given_up() {
-    let (world, agents) = world_without_b();
+    let (cluster, agents) = cluster_without_b();
     let id = ReplicaId::from_random(2);
     for (mode, phase) in [(MemberMode::Member, "serving"), (MemberMode::Failed, "frozen")] {
-        let mut world = world.clone();
-        let mut engine = world.engines["v"].clone();
+        let mut cluster = cluster.clone();
+        let mut engine = cluster.engines["v"].clone();
         engine.status.replica_mode_map.insert(id, MemberStatus::of(mode));
         engine.status.phase = phase.to_owned();
-        world.insert(engine.into());
+        cluster.insert(engine.into());
         for _ in 0..3 {
-            act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
+            act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
         }
-        let replica = world.replicas.values().find(|replica| replica.spec.replica_id == id).unwrap();
+        let replica = cluster.replicas.values().find(|replica| replica.spec.replica_id == id).unwrap();
         assert!(!replica.metadata.is_deleting(), "{mode:?} {phase}");
     }
 }
 
 #[test]
 fn what_is_being_deleted_does_not_wait_for_a_node_that_is_given_up() {
-    let (mut world, agents) = world_without_b();
-    let mut volume = world.volumes["v"].clone();
+    let (mut cluster, agents) = cluster_without_b();
+    let mut volume = cluster.volumes["v"].clone();
     volume.metadata.deletion_timestamp = Some(now());
-    world.insert(volume.into());
-    let mut engine = world.engines["v"].clone();
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines["v"].clone();
     engine.spec.node_id = Some(NodeName::new("b").unwrap());
     engine.spec.desire_state = DesireState::Stopped;
     engine.status.current_state = CurrentState::Unknown;
-    world.insert(engine.into());
+    cluster.insert(engine.into());
     for _ in 0..4 {
-        let keys: Vec<Key> = world.keys().filter(|key| key.kind != Kind::Node).collect();
+        let keys: Vec<Key> = cluster.keys().filter(|key| key.kind != Kind::Node).collect();
         for key in keys {
-            act(&mut world, &agents, &key);
+            act(&mut cluster, &agents, &key);
         }
     }
-    assert!(world.volumes.is_empty() && world.engines.is_empty(), "{world:#?}");
-    assert_eq!(world.replicas.values().count(), 0);
+    assert!(cluster.volumes.is_empty() && cluster.engines.is_empty(), "{cluster:#?}");
+    assert_eq!(cluster.replicas.values().count(), 0);
 }
 
 #[test]
 fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
-    let (mut world, mut agents) = world_without_b();
+    let (mut cluster, mut agents) = cluster_without_b();
     let b = NodeName::new("b").unwrap();
-    world.remove(&Key::new(
+    cluster.remove(&Key::new(
         Kind::Replica,
         ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2)),
     ));
     let mut view = AgentView::new("http://agent", now() - UNREACHABLE_AFTER);
     view.link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
     agents.insert(b.clone(), view);
-    act(&mut world, &agents, &Key::new(Kind::Node, "b"));
-    let ready = world.nodes["b"].status.conditions.get(ConditionType::Ready).unwrap();
+    act(&mut cluster, &agents, &Key::new(Kind::Node, "b"));
+    let ready = cluster.nodes["b"].status.conditions.get(ConditionType::Ready).unwrap();
     assert!(ready.message.contains("--node b=URL"), "{ready:?}");
     agents.get_mut(&b).unwrap().from_object = true;
     for _ in 0..2 {
-        act(&mut world, &agents, &Key::new(Kind::Node, "b"));
-        assert!(!world.nodes.contains_key("b"), "it goes, and does not come again");
+        act(&mut cluster, &agents, &Key::new(Kind::Node, "b"));
+        assert!(!cluster.nodes.contains_key("b"), "it goes, and does not come again");
     }
 }
 
@@ -426,16 +432,16 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
 /// member leaves, because it would be wanted again at once.
 #[test]
 fn nobody_leaves_before_enough_are_there_that_stay() {
-    let mut world = degraded_world();
+    let mut cluster = degraded_cluster();
     let ids = [1, 2, 3].map(ReplicaId::from_random);
     for (id, name) in ids.into_iter().zip(["a", "b", "c"]) {
-        world.insert(replica(id, name, None).into());
+        cluster.insert(replica(id, name, None).into());
         let mut drained = node(name);
         drained.spec.eviction_requested = name != "c";
-        world.insert(drained.into());
+        cluster.insert(drained.into());
     }
-    let stopped = |world: &World| {
-        let decided = act(&mut world.clone(), &agents(None), &Key::new(Kind::Volume, "v"));
+    let stopped = |cluster: &ClusterState| {
+        let decided = act(&mut cluster.clone(), &agents(None), &Key::new(Kind::Volume, "v"));
         let stopped = decided.iter().filter_map(|action| match action {
             Action::Write(object) => match &**object {
                 Object::Replica(replica) if replica.spec.desire_state == DesireState::Stopped => {
@@ -447,33 +453,33 @@ fn nobody_leaves_before_enough_are_there_that_stay() {
         });
         stopped.collect::<Vec<_>>()
     };
-    let members = |world: &mut World, ids: &[ReplicaId]| {
-        let mut engine = world.engines["v"].clone();
+    let members = |cluster: &mut ClusterState, ids: &[ReplicaId]| {
+        let mut engine = cluster.engines["v"].clone();
         let modes = ids.iter().map(|id| (*id, MemberStatus::of(MemberMode::Member)));
         engine.status.replica_mode_map = modes.collect();
-        world.insert(engine.into());
+        cluster.insert(engine.into());
     };
-    members(&mut world, &ids);
-    assert_eq!(stopped(&world), Vec::<String>::new());
-    world.insert(node("d").into());
+    members(&mut cluster, &ids);
+    assert_eq!(stopped(&cluster), Vec::<String>::new());
+    cluster.insert(node("d").into());
     let fourth = ReplicaId::from_random(4);
-    world.insert(replica(fourth, "d", None).into());
-    members(&mut world, &[ids[0], ids[1], ids[2], fourth]);
-    assert_eq!(stopped(&world).len(), 1, "one of the drained nodes is left");
+    cluster.insert(replica(fourth, "d", None).into());
+    members(&mut cluster, &[ids[0], ids[1], ids[2], fourth]);
+    assert_eq!(stopped(&cluster).len(), 1, "one of the drained nodes is left");
 }
 
 /// No admission policy has refused `kubectl delete shv`.
 #[test]
 fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
-    let (mut world, agents) = (world(), agents(None));
-    let mut volume = world.volumes["v"].clone();
+    let (mut cluster, agents) = (cluster(), agents(None));
+    let mut volume = cluster.volumes["v"].clone();
     volume.status.state = VolumeState::Detached;
     volume.status.persistent_volume = Some("pvc-1".to_owned());
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
     volume.metadata.deletion_timestamp = Some(now());
-    let decide = |world: &World| {
+    let decide = |cluster: &ClusterState| {
         let (random, settings) = ([0; MAX_MEMBERS], Settings::default());
-        let context = Context { world, agents: &agents, now: now(), random, settings };
+        let context = Context { cluster, agents: &agents, now: now(), random, settings };
         reconcile(&context, &Key::new(Kind::Volume, "v")).actions
     };
     let written = |actions: &[Action]| {
@@ -488,34 +494,34 @@ fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
     let told = |actions: &[Action]| {
         actions.iter().any(|action| matches!(action, Action::Emit(event) if event.reason == "DeletionHeld"))
     };
-    world.insert(volume.into());
-    let actions = decide(&world);
+    cluster.insert(volume.into());
+    let actions = decide(&cluster);
     let held = written(&actions).unwrap();
     assert_eq!(held.status.state, VolumeState::Attaching, "it is attached as wanted");
     let accepted = held.status.conditions.get(ConditionType::Accepted).unwrap();
     assert!(!accepted.status && accepted.message.contains("PersistentVolume pvc-1"), "{accepted:?}");
     assert!(told(&actions));
-    world.insert(held.clone().into());
-    assert!(!told(&decide(&world)), "it is told once");
+    cluster.insert(held.clone().into());
+    assert!(!told(&decide(&cluster)), "it is told once");
     let mut free = held;
     free.status.persistent_volume = None;
-    world.insert(free.into());
-    assert_eq!(written(&decide(&world)).unwrap().status.state, VolumeState::Deleting);
+    cluster.insert(free.into());
+    assert_eq!(written(&decide(&cluster)).unwrap().status.state, VolumeState::Deleting);
 }
 
-/// Returns [`degraded_world`], with `rebuilding` replicas of other volumes on c, each of which has `members`
-/// members.
-fn busy_world(rebuilding: u64, waiting: u64, members: u64) -> (World, Agents) {
-    let mut world = degraded_world();
-    let mut volume = world.volumes["v"].clone();
+/// Returns [`degraded_cluster`], with `rebuilding` replicas of other volumes on c, each of which has
+/// `members` members.
+fn busy_cluster(rebuilding: u64, waiting: u64, members: u64) -> (ClusterState, Agents) {
+    let mut cluster = degraded_cluster();
+    let mut volume = cluster.volumes["v"].clone();
     volume.spec.number_of_replicas = 3;
     let second = ReplicaId::from_random(3);
     volume.status.first_members.push(second);
-    world.insert(volume.clone().into());
-    world.insert(replica(second, "b", None).into());
-    let mut engine = world.engines["v"].clone();
+    cluster.insert(volume.clone().into());
+    cluster.insert(replica(second, "b", None).into());
+    let mut engine = cluster.engines["v"].clone();
     engine.status.replica_mode_map.insert(second, MemberStatus::of(MemberMode::Member));
-    world.insert(engine.clone().into());
+    cluster.insert(engine.clone().into());
     for number in 0..rebuilding + waiting {
         let name = VolumeName::new(&format!("other{number}")).unwrap();
         let mut other = volume.clone();
@@ -535,25 +541,25 @@ fn busy_world(rebuilding: u64, waiting: u64, members: u64) -> (World, Agents) {
             new.spec.volume_name = name;
             new.status.healthy_at = None;
             its.status.replica_mode_map.insert(id, MemberStatus::of(MemberMode::Rebuilding));
-            world.insert(new.into());
+            cluster.insert(new.into());
         }
-        world.insert(other.into());
-        world.insert(its.into());
+        cluster.insert(other.into());
+        cluster.insert(its.into());
     }
     let mut agents = agents(None);
     let mut c = agents.by_node().values().next().unwrap().clone();
     c.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
     agents.insert(NodeName::new("c").unwrap(), c);
-    (world, agents)
+    (cluster, agents)
 }
 
 #[test]
 fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
     let settings =
         Settings { replica_replace_after: Duration::ZERO, rebuilds_per_node: 2, ..Settings::default() };
-    let decide = |(world, agents): (World, Agents)| {
+    let decide = |(cluster, agents): (ClusterState, Agents)| {
         let context =
-            Context { world: &world, agents: &agents, now: now(), random: [7; MAX_MEMBERS], settings };
+            Context { cluster: &cluster, agents: &agents, now: now(), random: [7; MAX_MEMBERS], settings };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let is_new = |action: &Action| {
             matches!(action, Action::Write(object)
@@ -561,9 +567,9 @@ fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
         };
         (decision.actions.iter().any(is_new), decision.look_again)
     };
-    assert!(decide(busy_world(1, 0, 2)).0);
-    assert_eq!(decide(busy_world(2, 0, 2)), (false, Some(REBUILD_CHECK)), "as many as may be");
+    assert!(decide(busy_cluster(1, 0, 2)).0);
+    assert_eq!(decide(busy_cluster(2, 0, 2)), (false, Some(REBUILD_CHECK)), "as many as may be");
     // One place is left: it is for a volume with fewer members than this one has.
-    assert_eq!(decide(busy_world(1, 1, 1)), (false, Some(REBUILD_CHECK)));
-    assert!(decide(busy_world(1, 1, 2)).0, "others need it no more");
+    assert_eq!(decide(busy_cluster(1, 1, 1)), (false, Some(REBUILD_CHECK)));
+    assert!(decide(busy_cluster(1, 1, 2)).0, "others need it no more");
 }

@@ -7,7 +7,7 @@ use super::{Change, RequestError};
 use crate::objects::{
     DataLocality, Frontend, Metadata, RebuildLimits, Secret, Volume, VolumeSpec, VolumeStatus,
 };
-use crate::{NodeName, Timestamp, World, labels};
+use crate::{ClusterState, NodeName, Timestamp, labels};
 
 /// The default number of replicas.
 pub const DEFAULT_REPLICAS: u32 = 3;
@@ -50,18 +50,18 @@ impl CreateVolume {
     /// [`RequestError`] has the remedy.
     pub fn apply(
         self,
-        world: &World,
+        cluster: &ClusterState,
         secret: Secret,
         now: Timestamp,
     ) -> Result<Change<Volume>, RequestError> {
         let new = self.sketch(secret, now)?;
-        if !world.volumes.contains_key(&new.metadata.name) {
-            super::check_all_known(world, &new.metadata.name)?;
+        if !cluster.volumes.contains_key(&new.metadata.name) {
+            super::check_all_known(cluster, &new.metadata.name)?;
         }
-        match world.volumes.get(&new.metadata.name) {
+        match cluster.volumes.get(&new.metadata.name) {
             Some(volume) => same_as(volume, &new.spec).map(|()| Change::AlreadySo(volume.clone())),
             // They belong to an interrupted undeletion: a new volume would begin with their data.
-            None if world.replicas_of(&new.spec.volume_name).next().is_some() => {
+            None if cluster.replicas_of(&new.spec.volume_name).next().is_some() => {
                 Err(RequestError::HasReplicas(new.metadata.name))
             }
             None => Ok(Change::Store(new)),

@@ -3,15 +3,15 @@
 use super::{Change, RequestError, absent};
 use crate::objects::{DiskSpec, DiskStatus, Kind, Node, NodeSpec};
 use crate::observed::DiskView;
-use crate::{NodeName, Timestamp, World, labels};
+use crate::{ClusterState, NodeName, Timestamp, labels};
 
 /// Returns the node that is to get a disk at `path`.
 ///
 /// # Errors
 /// [`RequestError`] names the value that can never work.
-pub fn check_disk(world: &World, node: &str, path: &str) -> Result<NodeName, RequestError> {
+pub fn check_disk(cluster: &ClusterState, node: &str, path: &str) -> Result<NodeName, RequestError> {
     let name = NodeName::new(node)?;
-    find_node(world, node)?;
+    find_node(cluster, node)?;
     let plain = path.split('/').skip(1).all(|part| !part.is_empty() && part != "." && part != "..");
     if !path.starts_with('/') || !plain || path.contains('\0') {
         return Err(RequestError::DiskPath(path.chars().take(200).collect()));
@@ -24,12 +24,12 @@ pub fn check_disk(world: &World, node: &str, path: &str) -> Result<NodeName, Req
 /// # Errors
 /// [`RequestError::NoNode`].
 pub fn add_disk(
-    world: &World,
+    cluster: &ClusterState,
     node: &NodeName,
     path: &str,
     disk: &DiskView,
 ) -> Result<Change<Node>, RequestError> {
-    let mut node = find_node(world, node.as_str())?.clone();
+    let mut node = find_node(cluster, node.as_str())?.clone();
     if node.spec.disks.contains_key(path) {
         return Ok(Change::AlreadySo(node));
     }
@@ -60,8 +60,8 @@ impl SetNode {
     ///
     /// # Errors
     /// [`RequestError`] has the remedy.
-    pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Node>, RequestError> {
-        let stored = find_node(world, &self.name);
+    pub fn apply(&self, cluster: &ClusterState, now: Timestamp) -> Result<Change<Node>, RequestError> {
+        let stored = find_node(cluster, &self.name);
         let mut node = match (stored, &self.address) {
             (Err(RequestError::NoNode(_)), Some(_)) => Node::new(&self.name, now),
             (stored, _) => stored?.clone(),
@@ -84,7 +84,7 @@ impl SetNode {
         if let Some(zone) = &self.zone {
             spec.zone = if zone.is_empty() { None } else { Some(zone.parse()?) };
         }
-        let is_so = world.nodes.get(&self.name) == Some(&node);
+        let is_so = cluster.nodes.get(&self.name) == Some(&node);
         Ok(if is_so { Change::AlreadySo(node) } else { Change::Store(node) })
     }
 }
@@ -111,8 +111,8 @@ impl SetDisk {
     ///
     /// # Errors
     /// [`RequestError`] has the remedy.
-    pub fn apply(&self, world: &World) -> Result<Change<Node>, RequestError> {
-        let mut spec = find_node(world, &self.node)?.spec.clone();
+    pub fn apply(&self, cluster: &ClusterState) -> Result<Change<Node>, RequestError> {
+        let mut spec = find_node(cluster, &self.node)?.spec.clone();
         let missing = || RequestError::NoDisk { node: self.node.clone(), path: self.path.clone() };
         let disk = spec.disks.get_mut(&self.path).ok_or_else(missing)?;
         if let Some(tags) = &self.tags {
@@ -128,7 +128,7 @@ impl SetDisk {
             disk.allow_scheduling &= !evict;
         }
         disk.storage_reserved = self.reserved_bytes.unwrap_or(disk.storage_reserved);
-        with_node_spec(world, &self.node, spec)
+        with_node_spec(cluster, &self.node, spec)
     }
 }
 
@@ -136,14 +136,14 @@ impl SetDisk {
 ///
 /// # Errors
 /// [`RequestError::NoNode`], or that the name can never work.
-pub fn find_node<'a>(world: &'a World, name: &str) -> Result<&'a Node, RequestError> {
+pub fn find_node<'a>(cluster: &'a ClusterState, name: &str) -> Result<&'a Node, RequestError> {
     NodeName::new(name)?;
-    let missing = || absent(world, Kind::Node, name, RequestError::NoNode(name.to_owned()));
-    world.nodes.get(name).ok_or_else(missing)
+    let missing = || absent(cluster, Kind::Node, name, RequestError::NoNode(name.to_owned()));
+    cluster.nodes.get(name).ok_or_else(missing)
 }
 
-fn with_node_spec(world: &World, name: &str, spec: NodeSpec) -> Result<Change<Node>, RequestError> {
-    let node = find_node(world, name)?;
+fn with_node_spec(cluster: &ClusterState, name: &str, spec: NodeSpec) -> Result<Change<Node>, RequestError> {
+    let node = find_node(cluster, name)?;
     if spec == node.spec {
         return Ok(Change::AlreadySo(node.clone()));
     }

@@ -2,7 +2,7 @@
 
 use super::{Change, RequestError, find_living};
 use crate::objects::{DataState, Salvage, Volume, VolumeState};
-use crate::{Timestamp, World, salvage};
+use crate::{ClusterState, Timestamp, salvage};
 
 /// The operator's decision for one replica, with the losses known at that time.
 #[derive(Clone, Debug)]
@@ -28,13 +28,13 @@ impl SalvageVolume {
     ///
     /// # Errors
     /// [`RequestError`] has the obstacle.
-    pub fn apply(&self, world: &World, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    pub fn apply(&self, cluster: &ClusterState, now: Timestamp) -> Result<Change<Volume>, RequestError> {
         let name = || self.name.clone();
-        let volume = find_living(world, &self.name)?;
+        let volume = find_living(cluster, &self.name)?;
         if self.confirm != self.name {
             return Err(RequestError::NotConfirmed(name()));
         }
-        let replica = world
+        let replica = cluster
             .replicas_of(&volume.spec.volume_name)
             // A replica that is being deleted counts too: its data is there.
             .find(|replica| replica.spec.replica_id.to_string() == self.replica)
@@ -47,7 +47,7 @@ impl SalvageVolume {
         if status.pending_salvage().is_some_and(|salvage| salvage.replica_id == replica_id) {
             return Ok(Change::AlreadySo(volume.clone()));
         }
-        check_salvageable(world, volume)?;
+        check_salvageable(cluster, volume)?;
         let attach = status.attach + 1;
         let mut volume = volume.clone();
         volume.status.attach = attach;
@@ -71,11 +71,11 @@ impl SalvageVolume {
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn check_salvageable(world: &World, volume: &Volume) -> Result<(), RequestError> {
+pub fn check_salvageable(cluster: &ClusterState, volume: &Volume) -> Result<(), RequestError> {
     let name = volume.metadata.name.clone();
     // An engine that has served in this attachment may have its device in use: it would not stop, and might
     // serve again.
-    let serving = world.engines.get(&name).is_some_and(|engine| {
+    let serving = cluster.engines.get(&name).is_some_and(|engine| {
         let has_served = engine.status.served_attach >= engine.spec.attach && engine.spec.attach > 0;
         engine.status.is_serving() || has_served && volume.status.state == VolumeState::Attaching
     });

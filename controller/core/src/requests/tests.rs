@@ -24,34 +24,35 @@ fn stored(change: Change<Volume>) -> Volume {
     }
 }
 
-fn world_with(node: &str, volume: Volume) -> World {
-    let mut world = World::default();
-    world.insert(Object::Node(Node {
+fn cluster_with(node: &str, volume: Volume) -> ClusterState {
+    let mut cluster = ClusterState::default();
+    cluster.insert(Object::Node(Node {
         metadata: Metadata::new(node, now()),
         spec: Default::default(),
         status: Default::default(),
     }));
-    world.insert(volume.into());
-    world
+    cluster.insert(volume.into());
+    cluster
 }
 
 #[test]
 fn a_new_volume_gets_the_defaults_and_the_same_call_finds_it() {
-    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     assert_eq!(volume.spec.number_of_replicas, DEFAULT_REPLICAS);
     assert_eq!(volume.spec.frontend, Frontend::Auto);
-    let world = world_with("n", volume.clone());
+    let cluster = cluster_with("n", volume.clone());
     // The secret is another one each time, which is no difference.
-    let again = wanted("v").apply(&world, secret(2), now()).unwrap();
+    let again = wanted("v").apply(&cluster, secret(2), now()).unwrap();
     assert_eq!(again, Change::AlreadySo(volume));
     let other = CreateVolume { number_of_replicas: 2, ..wanted("v") };
-    let error = other.apply(&world, secret(1), now()).unwrap_err();
+    let error = other.apply(&cluster, secret(1), now()).unwrap_err();
     assert_eq!(error, RequestError::Exists { name: "v".to_owned(), differs: "number of replicas" });
 }
 
 #[test]
 fn what_can_never_work_is_refused() {
-    let refused = |wanted: CreateVolume| wanted.apply(&World::default(), secret(1), now()).unwrap_err();
+    let refused =
+        |wanted: CreateVolume| wanted.apply(&ClusterState::default(), secret(1), now()).unwrap_err();
     assert!(matches!(refused(wanted("V")), RequestError::VolumeName(_)));
     for size_bytes in [0, 4095, 4097, MAX_VOLUME_BYTES + 4096] {
         assert_eq!(refused(CreateVolume { size_bytes, ..wanted("v") }), RequestError::Size(size_bytes));
@@ -63,42 +64,42 @@ fn what_can_never_work_is_refused() {
 
 #[test]
 fn attaching_says_what_is_in_the_way() {
-    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
-    let world = world_with("n", volume);
-    let attached = stored(attach(&world, "v", "n").unwrap());
-    let world = world_with("n", attached.clone());
-    assert_eq!(attach(&world, "v", "n").unwrap(), Change::AlreadySo(attached));
-    let mut both = world.clone();
-    let mut second = world.nodes["n"].clone();
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
+    let cluster = cluster_with("n", volume);
+    let attached = stored(attach(&cluster, "v", "n").unwrap());
+    let cluster = cluster_with("n", attached.clone());
+    assert_eq!(attach(&cluster, "v", "n").unwrap(), Change::AlreadySo(attached));
+    let mut both = cluster.clone();
+    let mut second = cluster.nodes["n"].clone();
     second.metadata.name = "m".to_owned();
     both.insert(second.into());
     assert!(matches!(attach(&both, "v", "m"), Err(RequestError::AttachedElsewhere { .. })));
-    assert_eq!(attach(&world, "v", "m"), Err(RequestError::NoNode("m".to_owned())));
-    assert_eq!(attach(&world, "w", "n"), Err(RequestError::NoVolume("w".to_owned())));
-    let gone = stored(delete(&world, "v", now()).unwrap());
+    assert_eq!(attach(&cluster, "v", "m"), Err(RequestError::NoNode("m".to_owned())));
+    assert_eq!(attach(&cluster, "w", "n"), Err(RequestError::NoVolume("w".to_owned())));
+    let gone = stored(delete(&cluster, "v", now()).unwrap());
     assert!(gone.metadata.is_deleting());
     // A store that takes a deletion by a call of its own would drop anything else.
-    assert_eq!((&gone.spec, &gone.status), (&world.volumes["v"].spec, &world.volumes["v"].status));
-    let world = world_with("n", gone);
-    assert_eq!(attach(&world, "v", "n"), Err(RequestError::Deleting("v".to_owned())));
-    assert!(matches!(delete(&world, "v", now()), Ok(Change::AlreadySo(_))));
-    let again = wanted("v").apply(&world, secret(1), now());
+    assert_eq!((&gone.spec, &gone.status), (&cluster.volumes["v"].spec, &cluster.volumes["v"].status));
+    let cluster = cluster_with("n", gone);
+    assert_eq!(attach(&cluster, "v", "n"), Err(RequestError::Deleting("v".to_owned())));
+    assert!(matches!(delete(&cluster, "v", now()), Ok(Change::AlreadySo(_))));
+    let again = wanted("v").apply(&cluster, secret(1), now());
     assert_eq!(again, Err(RequestError::Deleting("v".to_owned())));
 }
 
 #[test]
 fn disk_paths_are_plain() {
-    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
-    let world = world_with("n", volume);
-    assert!(check_disk(&world, "n", "/var/lib/longhorn").is_ok());
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
+    let cluster = cluster_with("n", volume);
+    assert!(check_disk(&cluster, "n", "/var/lib/longhorn").is_ok());
     for bad in ["", "/", "var", "/a/", "/a//b", "/a/../b", "/a/./b", "/a\0b"] {
-        assert!(matches!(check_disk(&world, "n", bad), Err(RequestError::DiskPath(_))), "{bad:?}");
+        assert!(matches!(check_disk(&cluster, "n", bad), Err(RequestError::DiskPath(_))), "{bad:?}");
     }
 }
 
 #[test]
 fn objects_read_back_from_json_and_debug_hides_the_secret() {
-    let volume = stored(wanted("v").apply(&World::default(), secret(0xab), now()).unwrap());
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(0xab), now()).unwrap());
     let object = Object::Volume(volume);
     let text = serde_json::to_string(&object).unwrap();
     for name in
@@ -112,53 +113,54 @@ fn objects_read_back_from_json_and_debug_hides_the_secret() {
 
 #[test]
 fn nodes_and_disks_are_set_in_part() {
-    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
-    let mut world = world_with("n", volume);
-    let mut node = world.nodes["n"].clone();
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
+    let mut cluster = cluster_with("n", volume);
+    let mut node = cluster.nodes["n"].clone();
     node.spec.allow_scheduling = true;
     node.status.zone = Some("rack".parse().unwrap());
     node.spec.disks.insert("/d".to_owned(), DiskSpec::of_new(1000));
-    world.insert(node.into());
+    cluster.insert(node.into());
     let texts = |texts: &[&str]| Some(texts.iter().map(ToString::to_string).collect());
-    let put = |world: &mut World, change: Result<Change<Node>, RequestError>| match change.unwrap() {
-        Change::Store(node) => world.insert(node.into()),
+    let put = |cluster: &mut ClusterState, change: Result<Change<Node>, RequestError>| match change.unwrap() {
+        Change::Store(node) => cluster.insert(node.into()),
         Change::AlreadySo(node) => panic!("{node:?} is so already"),
     };
     let name = || "n".to_owned();
     let set =
         SetNode { name: name(), tags: texts(&["fast"]), zone: Some("x".to_owned()), ..SetNode::default() };
-    let change = set.apply(&world, now());
-    put(&mut world, change);
-    assert!(matches!(set.apply(&world, now()), Ok(Change::AlreadySo(_))));
+    let change = set.apply(&cluster, now());
+    put(&mut cluster, change);
+    assert!(matches!(set.apply(&cluster, now()), Ok(Change::AlreadySo(_))));
     let cordon = SetNode { name: name(), allow_scheduling: Some(false), ..SetNode::default() };
-    let change = cordon.apply(&world, now());
-    put(&mut world, change);
-    let node = &world.nodes["n"];
+    let change = cordon.apply(&cluster, now());
+    put(&mut cluster, change);
+    let node = &cluster.nodes["n"];
     assert!(!node.spec.allow_scheduling && node.spec.tags == labels(["fast"]).unwrap());
     assert_eq!(node.zone().map(|zone| zone.as_str()), Some("x"));
     let change =
-        SetNode { name: name(), zone: Some(String::new()), ..SetNode::default() }.apply(&world, now());
-    put(&mut world, change);
-    assert_eq!(world.nodes["n"].zone().map(|zone| zone.as_str()), Some("rack"));
+        SetNode { name: name(), zone: Some(String::new()), ..SetNode::default() }.apply(&cluster, now());
+    put(&mut cluster, change);
+    assert_eq!(cluster.nodes["n"].zone().map(|zone| zone.as_str()), Some("rack"));
 
     let drained = SetNode { name: name(), eviction_requested: Some(true), ..SetNode::default() };
     let uncordon = SetNode { name: name(), allow_scheduling: Some(true), ..SetNode::default() };
-    let state =
-        |world: &World| (world.nodes["n"].spec.allow_scheduling, world.nodes["n"].spec.eviction_requested);
+    let state = |cluster: &ClusterState| {
+        (cluster.nodes["n"].spec.allow_scheduling, cluster.nodes["n"].spec.eviction_requested)
+    };
     for (set, result) in [(&uncordon, (true, false)), (&drained, (false, true)), (&uncordon, (true, false))] {
-        let change = set.apply(&world, now());
-        put(&mut world, change);
-        assert_eq!(state(&world), result);
+        let change = set.apply(&cluster, now());
+        put(&mut cluster, change);
+        assert_eq!(state(&cluster), result);
     }
 
     let path = || "/d".to_owned();
     let disk = SetDisk { node: name(), path: path(), reserved_bytes: Some(7), ..SetDisk::default() };
-    let change = disk.apply(&world);
-    put(&mut world, change);
+    let change = disk.apply(&cluster);
+    put(&mut cluster, change);
     let disk = SetDisk { node: name(), path: path(), tags: texts(&["ssd"]), ..SetDisk::default() };
-    let change = disk.apply(&world);
-    put(&mut world, change);
-    let disk = &world.nodes["n"].spec.disks["/d"];
+    let change = disk.apply(&cluster);
+    put(&mut cluster, change);
+    let disk = &cluster.nodes["n"].spec.disks["/d"];
     let expected = DiskSpec {
         allow_scheduling: true,
         eviction_requested: false,
@@ -176,17 +178,17 @@ fn nodes_and_disks_are_set_in_part() {
     };
     let drain = set(None, Some(true));
     for (set, result) in [(&drain, (false, true)), (&set(Some(true), None), (true, false))] {
-        let change = set.apply(&world);
-        put(&mut world, change);
-        let disk = &world.nodes["n"].spec.disks["/d"];
+        let change = set.apply(&cluster);
+        put(&mut cluster, change);
+        let disk = &cluster.nodes["n"].spec.disks["/d"];
         assert_eq!((disk.allow_scheduling, disk.eviction_requested), result);
     }
 
-    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&world, now());
+    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&cluster, now());
     assert!(matches!(bad, Err(RequestError::Label(_))));
-    let missing = SetDisk { node: name(), path: "/e".to_owned(), ..SetDisk::default() }.apply(&world);
+    let missing = SetDisk { node: name(), path: "/e".to_owned(), ..SetDisk::default() }.apply(&cluster);
     assert!(matches!(missing, Err(RequestError::NoDisk { .. })));
-    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&world, now());
+    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&cluster, now());
     assert_eq!(missing, Err(RequestError::NoNode("m".to_owned())));
 }
 
@@ -199,13 +201,13 @@ fn a_volume_says_where_its_replicas_may_be() {
         data_locality: "best-effort".to_owned(),
         ..wanted("v")
     };
-    let volume = stored(choosy.clone().apply(&World::default(), secret(1), now()).unwrap());
+    let volume = stored(choosy.clone().apply(&ClusterState::default(), secret(1), now()).unwrap());
     let spec = &volume.spec;
     assert!(!spec.replica_zone_soft_anti_affinity && spec.replica_disk_soft_anti_affinity);
     assert_eq!((spec.node_selector.len(), spec.disk_selector.len()), (1, 1));
-    let world = world_with("n", volume.clone());
-    assert_eq!(choosy.clone().apply(&world, secret(1), now()), Ok(Change::AlreadySo(volume)));
-    let differs = |other: CreateVolume| match other.apply(&world, secret(1), now()) {
+    let cluster = cluster_with("n", volume.clone());
+    assert_eq!(choosy.clone().apply(&cluster, secret(1), now()), Ok(Change::AlreadySo(volume)));
+    let differs = |other: CreateVolume| match other.apply(&cluster, secret(1), now()) {
         Err(RequestError::Exists { differs, .. }) => differs,
         other => panic!("{other:?}"),
     };
@@ -217,7 +219,10 @@ fn a_volume_says_where_its_replicas_may_be() {
     assert_eq!(differs(CreateVolume { disk_selector: Vec::new(), ..choosy.clone() }), "disk selector");
     assert_eq!(differs(CreateVolume { data_locality: String::new(), ..choosy.clone() }), "data locality");
     let wrong = CreateVolume { data_locality: "always".to_owned(), ..choosy };
-    assert!(matches!(wrong.apply(&World::default(), secret(1), now()), Err(RequestError::DataLocality(_))));
+    assert!(matches!(
+        wrong.apply(&ClusterState::default(), secret(1), now()),
+        Err(RequestError::DataLocality(_))
+    ));
 }
 
 /// The objects are stored as before tags and zones existed.
@@ -244,15 +249,15 @@ fn objects_of_before_are_read_as_they_were_meant() {
     assert_eq!(spec.data_locality, DataLocality::Disabled);
 }
 
-/// Returns a world in which volume v has a replica on each of two disks of 100 GiB, one of which has promised
-/// 80 GiB to others.
-fn world_of_disks(volume: Volume) -> World {
+/// Returns a world in which volume v has a replica on each of two disks of 100 GiB, one of which has
+/// scheduled 80 GiB for others.
+fn cluster_of_disks(volume: Volume) -> ClusterState {
     use crate::objects::{DesireState, Replica, ReplicaSpec, ReplicaStatus};
     use shorthorn_types::ReplicaId;
-    let mut world = World::default();
-    let place = |world: &mut World, volume: &VolumeName, number: u64, node: &str, size: u64| {
+    let mut cluster = ClusterState::default();
+    let place = |cluster: &mut ClusterState, volume: &VolumeName, number: u64, node: &str, size: u64| {
         let replica_id = ReplicaId::from_random(number);
-        world.insert(Object::Replica(Replica {
+        cluster.insert(Object::Replica(Replica {
             metadata: Metadata::new(ReplicaSpec::instance_name(volume, replica_id), now()),
             spec: ReplicaSpec {
                 volume_name: volume.clone(),
@@ -277,83 +282,85 @@ fn world_of_disks(volume: Volume) -> World {
         object.spec.disks.insert("/d".to_owned(), spec);
         let disk = DiskStatus { storage_maximum: 100 << 30, ..DiskStatus::default() };
         object.status.disk_status.insert("/d".to_owned(), disk);
-        world.insert(object.into());
+        cluster.insert(object.into());
         let number = u64::from(node == "b");
-        place(&mut world, &volume.spec.volume_name, number, node, volume.spec.size);
+        place(&mut cluster, &volume.spec.volume_name, number, node, volume.spec.size);
     }
-    place(&mut world, &VolumeName::new("other").unwrap(), 9, "b", 80 << 30);
-    world.insert(volume.into());
-    world
+    place(&mut cluster, &VolumeName::new("other").unwrap(), 9, "b", 80 << 30);
+    cluster.insert(volume.into());
+    cluster
 }
 
 #[test]
-fn a_volume_grows_as_far_as_its_disks_can_promise() {
+fn a_volume_grows_as_far_as_its_disks_can_schedule() {
     const GIB: u64 = 1 << 30;
-    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     assert_eq!(
         (volume.status.current_size, volume.current_size_bytes(), volume.is_expanding()),
         (0, GIB, false)
     );
-    let mut world = world_of_disks(volume.clone());
-    let ask = |world: &World, size: u64| expand(world, "v", size);
-    assert_eq!(ask(&world, GIB), Ok(Change::AlreadySo(volume)));
+    let mut cluster = cluster_of_disks(volume.clone());
+    let ask = |cluster: &ClusterState, size: u64| expand(cluster, "v", size);
+    assert_eq!(ask(&cluster, GIB), Ok(Change::AlreadySo(volume)));
     for size in [0, GIB + 512, MAX_VOLUME_BYTES + 4096] {
-        assert_eq!(ask(&world, size), Err(RequestError::Size(size)));
+        assert_eq!(ask(&cluster, size), Err(RequestError::Size(size)));
     }
-    let error = ask(&world, GIB - 4096).unwrap_err();
+    let error = ask(&cluster, GIB - 4096).unwrap_err();
     assert!(error.to_string().contains("only grows"), "{error}");
     // 20 GiB are left on b, which has 1 GiB of it already.
-    let error = ask(&world, 21 * GIB).unwrap_err().to_string();
+    let error = ask(&cluster, 21 * GIB).unwrap_err().to_string();
     for words in [
         "cannot have 22548578304 bytes",
         "1 of 2 replicas",
         "1 has no disk",
-        "b: disk /d can promise 19.0 GiB more, 20.0 GiB are needed",
+        "b: disk /d can schedule 19.0 GiB more, 20.0 GiB are needed",
     ] {
         assert!(error.contains(words), "{words} in {error}");
     }
     let generous = Limits { storage_over_provisioning_percentage: 200, ..Limits::default() };
-    assert!(matches!(expand_within(&world, "v", 21 * GIB, generous), Ok(Change::Store(_))));
-    let grown = stored(ask(&world, 10 * GIB).unwrap());
+    assert!(matches!(expand_within(&cluster, "v", 21 * GIB, generous), Ok(Change::Store(_))));
+    let grown = stored(ask(&cluster, 10 * GIB).unwrap());
     assert_eq!((grown.spec.size, grown.status.current_size), (10 * GIB, GIB));
     assert!(grown.is_expanding() && grown.current_size_bytes() == GIB);
-    world.insert(grown.into());
+    cluster.insert(grown.into());
     // An expansion that has not reached the replicas yet is scheduled all the same, and the volume grows
     // further from its actual size.
-    let further = stored(ask(&world, 20 * GIB).unwrap());
+    let further = stored(ask(&cluster, 20 * GIB).unwrap());
     assert_eq!((further.spec.size, further.status.current_size), (20 * GIB, GIB));
-    let mut other = world.volumes["v"].clone();
+    let mut other = cluster.volumes["v"].clone();
     (other.metadata.name, other.spec.volume_name) = ("other".to_owned(), VolumeName::new("other").unwrap());
     (other.spec.size, other.status.current_size) = (85 * GIB, 80 * GIB);
-    world.insert(other.into());
+    cluster.insert(other.into());
     assert!(
-        matches!(ask(&world, 16 * GIB), Err(RequestError::NoRoom { .. })),
+        matches!(ask(&cluster, 16 * GIB), Err(RequestError::NoRoom { .. })),
         "5 GiB are on their way to it"
     );
-    assert!(matches!(ask(&world, 15 * GIB), Ok(Change::Store(_))));
-    let gone = stored(delete(&world, "v", now()).unwrap());
-    world.insert(gone.into());
-    assert_eq!(ask(&world, 12 * GIB), Err(RequestError::Deleting("v".to_owned())));
-    assert_eq!(expand(&world, "w", 12 * GIB), Err(RequestError::NoVolume("w".to_owned())));
+    assert!(matches!(ask(&cluster, 15 * GIB), Ok(Change::Store(_))));
+    let gone = stored(delete(&cluster, "v", now()).unwrap());
+    cluster.insert(gone.into());
+    assert_eq!(ask(&cluster, 12 * GIB), Err(RequestError::Deleting("v".to_owned())));
+    assert_eq!(expand(&cluster, "w", 12 * GIB), Err(RequestError::NoVolume("w".to_owned())));
 }
 
 #[test]
 fn a_node_is_made_by_its_address() {
-    let mut world = World::default();
+    let mut cluster = ClusterState::default();
     let at = |address: &str| SetNode {
         name: "n".to_owned(),
         address: Some(address.to_owned()),
         ..SetNode::default()
     };
-    let Ok(Change::Store(node)) = at("http://10.0.0.1:9501").apply(&world, now()) else { panic!("not made") };
+    let Ok(Change::Store(node)) = at("http://10.0.0.1:9501").apply(&cluster, now()) else {
+        panic!("not made")
+    };
     assert_eq!((node.spec.address.as_str(), node.spec.allow_scheduling), ("http://10.0.0.1:9501", true));
     let cordoned = NodeSpec { allow_scheduling: false, ..node.spec.clone() };
-    world.insert(Node { spec: cordoned, ..node }.into());
-    assert!(matches!(at("http://10.0.0.1:9501").apply(&world, now()), Ok(Change::AlreadySo(_))));
-    let Ok(Change::Store(moved)) = at("unix:///a.sock").apply(&world, now()) else { panic!("not moved") };
+    cluster.insert(Node { spec: cordoned, ..node }.into());
+    assert!(matches!(at("http://10.0.0.1:9501").apply(&cluster, now()), Ok(Change::AlreadySo(_))));
+    let Ok(Change::Store(moved)) = at("unix:///a.sock").apply(&cluster, now()) else { panic!("not moved") };
     assert_eq!((moved.spec.address.as_str(), moved.spec.allow_scheduling), ("unix:///a.sock", false));
     let unnamed = SetNode { name: "N".to_owned(), ..at("http://a:1") };
-    assert!(matches!(unnamed.apply(&world, now()), Err(RequestError::NodeName(_))));
+    assert!(matches!(unnamed.apply(&cluster, now()), Err(RequestError::NodeName(_))));
 }
 
 #[test]
@@ -361,7 +368,7 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
     use crate::objects::{
         CurrentState, DataState, DesireState, Replica, ReplicaSpec, ReplicaStatus, VolumeState,
     };
-    let mut volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    let mut volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     (volume.status.state, volume.status.attach) = (VolumeState::Detached, 3);
     let replica_id = shorthorn_types::ReplicaId::from_random(1);
     let mut metadata = Metadata::new(format!("v-{replica_id}"), now());
@@ -381,8 +388,8 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         data: DataState::Present,
         ..ReplicaStatus::default()
     };
-    let mut world = world_with("n", volume);
-    world.insert(Replica { metadata, spec, status }.into());
+    let mut cluster = cluster_with("n", volume);
+    cluster.insert(Replica { metadata, spec, status }.into());
     let salvage = SalvageVolume {
         name: "v".to_owned(),
         replica: replica_id.to_string(),
@@ -391,7 +398,7 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         reason: "a test".to_owned(),
         losses: String::new(),
     };
-    let salvaged = stored(salvage.apply(&world, now()).unwrap());
+    let salvaged = stored(salvage.apply(&cluster, now()).unwrap());
     assert_eq!(salvaged.status.salvage.map(|salvage| salvage.replica_id), Some(replica_id));
 }
 
@@ -399,7 +406,7 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
 #[test]
 fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
     use crate::objects::{DesireState, Engine, VolumeState};
-    let mut volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
+    let mut volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 3);
     let check = |state: VolumeState, phase: &str, served_attach| {
         let mut volume = volume.clone();
@@ -408,9 +415,9 @@ fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
         (engine.spec.attach, engine.spec.desire_state) = (3, DesireState::Running);
         (engine.status.seen_attach, engine.status.served_attach) = (3, served_attach);
         engine.status.phase = phase.to_owned();
-        let mut world = world_with("n", volume.clone());
-        world.insert(engine.into());
-        check_salvageable(&world, &volume)
+        let mut cluster = cluster_with("n", volume.clone());
+        cluster.insert(engine.into());
+        check_salvageable(&cluster, &volume)
     };
     let refused = Err(RequestError::IsServed("v".to_owned()));
     assert_eq!(check(VolumeState::Attaching, "frozen", 3), refused, "it has served in this attachment");
@@ -422,9 +429,9 @@ fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
 
 #[test]
 fn a_volume_is_given_other_places_and_as_many_replicas_as_it_may_have() {
-    let volume = stored(wanted("v").apply(&World::default(), secret(1), now()).unwrap());
-    let world = world_with("n", volume.clone());
-    let set = |change: SetVolume| SetVolume { name: "v".to_owned(), ..change }.apply(&world);
+    let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
+    let cluster = cluster_with("n", volume.clone());
+    let set = |change: SetVolume| SetVolume { name: "v".to_owned(), ..change }.apply(&cluster);
     let tags = |tag: &str| Some(vec![tag.to_owned()]);
     let changed = stored(
         set(SetVolume {
@@ -457,13 +464,13 @@ fn a_volume_is_given_other_places_and_as_many_replicas_as_it_may_have() {
 fn a_replica_is_evicted_while_its_volume_is_served() {
     let mut example = crate::example::Example::new();
     let name = format!("v-{}", crate::example::id(2));
-    let Ok(Change::Store(leaving)) = evict(&example.world, &name, now()) else { panic!("it is refused") };
+    let Ok(Change::Store(leaving)) = evict(&example.cluster, &name, now()) else { panic!("it is refused") };
     assert!(leaving.metadata.is_deleting());
-    example.world.insert(leaving.clone().into());
-    assert_eq!(evict(&example.world, &name, now()), Ok(Change::AlreadySo(leaving)));
+    example.cluster.insert(leaving.clone().into());
+    assert_eq!(evict(&example.cluster, &name, now()), Ok(Change::AlreadySo(leaving)));
     let other = format!("v-{}", crate::example::id(3));
     example.volume().status.state = crate::objects::VolumeState::Detached;
-    let refused = evict(&example.world, &other, now()).unwrap_err();
+    let refused = evict(&example.cluster, &other, now()).unwrap_err();
     assert!(matches!(&refused, RequestError::NotServed { state: "detached", .. }), "{refused}");
-    assert_eq!(evict(&example.world, "v-x", now()), Err(RequestError::NoSuchReplica("v-x".to_owned())));
+    assert_eq!(evict(&example.cluster, "v-x", now()), Err(RequestError::NoSuchReplica("v-x".to_owned())));
 }

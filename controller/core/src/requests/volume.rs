@@ -6,21 +6,21 @@ use super::create::{check_share, check_size};
 use super::{Change, RequestError, absent, find, find_living, with_spec};
 use crate::objects::{Kind, RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
 use crate::scheduler::{self, Limits};
-use crate::{NodeName, Timestamp, World, labels};
+use crate::{ClusterState, NodeName, Timestamp, labels};
 
 /// Returns the volume wanted on `node`.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
+pub fn attach(cluster: &ClusterState, name: &str, node: &str) -> Result<Change<Volume>, RequestError> {
     let node = NodeName::new(node)?;
-    let volume = find(world, name)?;
+    let volume = find(cluster, name)?;
     if volume.is_deleting() {
         return Err(RequestError::Deleting(name.to_owned()));
     }
-    if !world.nodes.contains_key(node.as_str()) {
+    if !cluster.nodes.contains_key(node.as_str()) {
         let missing = RequestError::NoNode(node.to_string());
-        return Err(absent(world, Kind::Node, node.as_str(), missing));
+        return Err(absent(cluster, Kind::Node, node.as_str(), missing));
     }
     match &volume.spec.node_id {
         Some(wanted) if *wanted == node => Ok(Change::AlreadySo(volume.clone())),
@@ -36,8 +36,8 @@ pub fn attach(world: &World, name: &str, node: &str) -> Result<Change<Volume>, R
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
-pub fn detach(world: &World, name: &str) -> Result<Change<Volume>, RequestError> {
-    let volume = find(world, name)?;
+pub fn detach(cluster: &ClusterState, name: &str) -> Result<Change<Volume>, RequestError> {
+    let volume = find(cluster, name)?;
     if volume.spec.node_id.is_none() {
         return Ok(Change::AlreadySo(volume.clone()));
     }
@@ -49,14 +49,14 @@ pub fn detach(world: &World, name: &str) -> Result<Change<Volume>, RequestError>
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
-    let volume = find(world, name)?;
+pub fn delete(cluster: &ClusterState, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
+    let volume = find(cluster, name)?;
     match &volume.status.persistent_volume {
         Some(persistent_volume) if !volume.is_deleting() => Err(RequestError::IsPersistentVolume {
             name: name.to_owned(),
             persistent_volume: persistent_volume.clone(),
         }),
-        _ => ask_for_deletion(world, name, now),
+        _ => ask_for_deletion(cluster, name, now),
     }
 }
 
@@ -65,8 +65,12 @@ pub fn delete(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume
 ///
 /// # Errors
 /// [`RequestError::NoVolume`], or that the name can never work.
-pub fn ask_for_deletion(world: &World, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
-    let volume = find(world, name)?;
+pub fn ask_for_deletion(
+    cluster: &ClusterState,
+    name: &str,
+    now: Timestamp,
+) -> Result<Change<Volume>, RequestError> {
+    let volume = find(cluster, name)?;
     if volume.metadata.is_deleting() {
         return Ok(Change::AlreadySo(volume.clone()));
     }
@@ -80,8 +84,9 @@ pub fn ask_for_deletion(world: &World, name: &str, now: Timestamp) -> Result<Cha
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn set_replicas(world: &World, name: &str, wanted: u32) -> Result<Change<Volume>, RequestError> {
-    SetVolume { name: name.to_owned(), number_of_replicas: Some(wanted), ..SetVolume::default() }.apply(world)
+pub fn set_replicas(cluster: &ClusterState, name: &str, wanted: u32) -> Result<Change<Volume>, RequestError> {
+    SetVolume { name: name.to_owned(), number_of_replicas: Some(wanted), ..SetVolume::default() }
+        .apply(cluster)
 }
 
 /// The changes of a volume by its owner; none leaves a field unchanged.
@@ -110,8 +115,8 @@ impl SetVolume {
     ///
     /// # Errors
     /// [`RequestError`] has the remedy.
-    pub fn apply(&self, world: &World) -> Result<Change<Volume>, RequestError> {
-        let volume = find_living(world, &self.name)?;
+    pub fn apply(&self, cluster: &ClusterState) -> Result<Change<Volume>, RequestError> {
+        let volume = find_living(cluster, &self.name)?;
         let mut spec = volume.spec.clone();
         if let Some(wanted) = self.number_of_replicas {
             if wanted == 0 || wanted as usize > MAX_MEMBERS {
@@ -143,14 +148,14 @@ impl SetVolume {
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Replica>, RequestError> {
-    let stored = world.replicas.get(replica);
-    let missing = || absent(world, Kind::Replica, replica, RequestError::NoSuchReplica(replica.to_owned()));
+pub fn evict(cluster: &ClusterState, replica: &str, now: Timestamp) -> Result<Change<Replica>, RequestError> {
+    let stored = cluster.replicas.get(replica);
+    let missing = || absent(cluster, Kind::Replica, replica, RequestError::NoSuchReplica(replica.to_owned()));
     let stored = stored.ok_or_else(missing)?;
     if stored.metadata.is_deleting() {
         return Ok(Change::AlreadySo(stored.clone()));
     }
-    let volume = find_living(world, stored.spec.volume_name.as_str())?;
+    let volume = find_living(cluster, stored.spec.volume_name.as_str())?;
     let state = volume.status.state;
     if !matches!(state, VolumeState::Attached | VolumeState::Attaching) {
         let (name, replica) = (volume.metadata.name.clone(), replica.to_owned());
@@ -166,8 +171,8 @@ pub fn evict(world: &World, replica: &str, now: Timestamp) -> Result<Change<Repl
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
-    expand_within(world, name, size_bytes, Limits::default())
+pub fn expand(cluster: &ClusterState, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
+    expand_within(cluster, name, size_bytes, Limits::default())
 }
 
 /// Returns the same, if the disks have room within `limits`.
@@ -175,12 +180,12 @@ pub fn expand(world: &World, name: &str, size_bytes: u64) -> Result<Change<Volum
 /// # Errors
 /// [`RequestError`] has the obstacle.
 pub fn expand_within(
-    world: &World,
+    cluster: &ClusterState,
     name: &str,
     size_bytes: u64,
     limits: Limits,
 ) -> Result<Change<Volume>, RequestError> {
-    let volume = find_living(world, name)?;
+    let volume = find_living(cluster, name)?;
     check_size(size_bytes)?;
     let has = volume.spec.size;
     if size_bytes < has {
@@ -189,7 +194,7 @@ pub fn expand_within(
     if size_bytes == has {
         return Ok(Change::AlreadySo(volume.clone()));
     }
-    scheduler::room_to_grow(world, volume, size_bytes, limits).map_err(|refusal| RequestError::NoRoom {
+    scheduler::room_to_grow(cluster, volume, size_bytes, limits).map_err(|refusal| RequestError::NoRoom {
         name: name.to_owned(),
         wanted: size_bytes,
         refusal: Box::new(refusal),
@@ -204,8 +209,12 @@ pub fn expand_within(
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.
-pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<Change<Volume>, RequestError> {
-    let volume = find_living(world, name)?;
+pub fn set_rebuild(
+    cluster: &ClusterState,
+    name: &str,
+    limits: RebuildLimits,
+) -> Result<Change<Volume>, RequestError> {
+    let volume = find_living(cluster, name)?;
     check_share(limits)?;
     Ok(with_spec(volume, VolumeSpec { rebuild: limits, ..volume.spec.clone() }))
 }
@@ -214,9 +223,9 @@ pub fn set_rebuild(world: &World, name: &str, limits: RebuildLimits) -> Result<C
 ///
 /// # Errors
 /// [`RequestError::NotAttached`].
-pub fn engine_place(world: &World, name: &str) -> Result<(NodeName, u64), RequestError> {
-    let volume = find(world, name)?;
-    let engine = world.engines.get(name).filter(|_| volume.status.state == VolumeState::Attached);
+pub fn engine_location(cluster: &ClusterState, name: &str) -> Result<(NodeName, u64), RequestError> {
+    let volume = find(cluster, name)?;
+    let engine = cluster.engines.get(name).filter(|_| volume.status.state == VolumeState::Attached);
     let node = engine.and_then(|engine| engine.spec.node_id.clone());
     let node = node.ok_or_else(|| RequestError::NotAttached(name.to_owned()))?;
     Ok((node, volume.status.attach))

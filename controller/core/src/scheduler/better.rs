@@ -18,7 +18,7 @@ const WORTH_DIVISOR: u64 = 2;
 ///
 /// Each move brings the volume's replicas further apart, or makes the sum of the squares of the disks' room
 /// smaller. So moves come to an end, however often this is asked.
-pub fn better_place(
+pub fn better_location(
     request: &Request,
     nodes: &mut [NodeCandidate],
     (node, path): (&NodeName, &str),

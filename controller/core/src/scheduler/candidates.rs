@@ -1,34 +1,34 @@
-//! The nodes of the world as the scheduler sees them.
+//! The nodes of the cluster state as the scheduler sees them.
 
 use super::{DiskCandidate, NodeCandidate};
 use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents, Detail, InstanceKey};
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
-/// Returns the nodes of the world as candidates for replicas of `volume`.
+/// Returns the nodes of the cluster state as candidates for replicas of `volume`.
 #[must_use]
-pub fn candidates(world: &World, agents: &Agents, volume: &Volume) -> Vec<NodeCandidate> {
-    let own: Vec<&Replica> = world.replicas_of(&volume.spec.volume_name).collect();
-    with_replicas(world, agents, &own)
+pub fn candidates(cluster: &ClusterState, agents: &Agents, volume: &Volume) -> Vec<NodeCandidate> {
+    let own: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
+    with_replicas(cluster, agents, &own)
 }
 
-/// Returns the nodes of the world as candidates for replicas of a volume that does not exist yet.
+/// Returns the nodes of the cluster state as candidates for replicas of a volume that does not exist yet.
 #[must_use]
-pub fn candidates_for_new(world: &World, agents: &Agents) -> Vec<NodeCandidate> {
-    with_replicas(world, agents, &[])
+pub fn candidates_for_new(cluster: &ClusterState, agents: &Agents) -> Vec<NodeCandidate> {
+    with_replicas(cluster, agents, &[])
 }
 
-fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
+fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
     let candidate = |node: &Node| {
         let name = NodeName::new(&node.metadata.name).ok()?;
         let view = agents.get(&name);
-        let promised = world.replicas.promised_on(name.as_str());
+        let scheduled = cluster.replicas.scheduled_on(name.as_str());
         let disk = |(path, spec): (&String, &DiskSpec)| {
             let here = |replica: &&&Replica| replica.spec.node_id == name && replica.spec.disk_path == *path;
-            let promised = promised.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
+            let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
             let same_volume = own.iter().filter(here).count();
             DiskCandidate {
-                scheduled_bytes: u64::try_from(promised.bytes).unwrap_or(u64::MAX),
+                scheduled_bytes: u64::try_from(scheduled.bytes).unwrap_or(u64::MAX),
                 same_volume: u32::try_from(same_volume).unwrap_or(u32::MAX),
                 ..disk_candidate(node, view, path, spec)
             }
@@ -47,7 +47,7 @@ fn with_replicas(world: &World, agents: &Agents, own: &[&Replica]) -> Vec<NodeCa
             name,
         })
     };
-    world.nodes.values().filter_map(candidate).collect()
+    cluster.nodes.values().filter_map(candidate).collect()
 }
 
 /// Returns the bytes that the copy of a replica will take at once, as far as agents show them.

@@ -173,7 +173,7 @@ fn too_full(request: &Request, disk: &DiskCandidate) -> String {
 
 fn too_small(request: &Request, disk: &DiskCandidate) -> String {
     format!(
-        "can promise {} more, {} are needed (size {}, reserved {}, promised {})",
+        "can schedule {} more, {} are needed (size {}, reserved {}, scheduled {})",
         Gib(disk.room_bytes(request.limits)),
         Gib(request.size_bytes),
         Gib(disk.total_bytes),
@@ -189,7 +189,7 @@ impl Filter {
         match self {
             Filter::Cordon => format!("{is} cordoned"),
             Filter::Ready => format!("{is} not ready"),
-            Filter::Rebuilds => format!("{is} bringing up as many replicas as allowed"),
+            Filter::Rebuilds => format!("{is} rebuilding as many replicas as allowed"),
             Filter::NodeTags => format!("{lacks} {}", Tags(&request.node_selector)),
             Filter::ZoneAntiAffinity => format!("{is} in a zone that has a replica of this volume"),
             Filter::NodeAntiAffinity => format!("{has} a replica of this volume already"),
@@ -198,7 +198,7 @@ impl Filter {
             Filter::DiskTags => format!("{has} no disk with {}", Tags(&request.disk_selector)),
             Filter::DiskAntiAffinity => format!("{has} no disk without a replica of this volume"),
             Filter::MinimalAvailable => format!("{has} too little free space"),
-            Filter::Capacity => format!("{has} no disk that can promise {} more", Gib(request.size_bytes)),
+            Filter::Capacity => format!("{has} no disk that can schedule {} more", Gib(request.size_bytes)),
         }
     }
 }

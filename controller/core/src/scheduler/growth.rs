@@ -4,24 +4,30 @@ use std::collections::BTreeMap;
 
 use super::{DiskCandidate, Limits, Refusal, Removal, Request, filters};
 use crate::objects::{Replica, Volume};
-use crate::{NodeName, World};
+use crate::{ClusterState, NodeName};
 
 /// Returns an error unless every disk with a replica of `volume` has room for a size of `size_bytes`. Unknown
 /// disks are not considered: their replicas are lost, and will be replaced.
 ///
 /// # Errors
 /// [`Refusal`] names the disks that cannot.
-pub fn room_to_grow(world: &World, volume: &Volume, size_bytes: u64, limits: Limits) -> Result<(), Refusal> {
+pub fn room_to_grow(
+    cluster: &ClusterState,
+    volume: &Volume,
+    size_bytes: u64,
+    limits: Limits,
+) -> Result<(), Refusal> {
     let mut wanted: BTreeMap<(&NodeName, &str), u64> = BTreeMap::new();
-    for replica in world.replicas_of(&volume.spec.volume_name) {
-        *wanted.entry(place_of(replica)).or_default() += size_bytes.saturating_sub(replica.spec.volume_size);
+    for replica in cluster.replicas_of(&volume.spec.volume_name) {
+        *wanted.entry(location_of(replica)).or_default() +=
+            size_bytes.saturating_sub(replica.spec.volume_size);
     }
     let mut by_node: BTreeMap<NodeName, Removal> = BTreeMap::new();
     let mut request = Request { limits, ..Request::of(volume, limits) };
     let asked = u32::try_from(wanted.len()).unwrap_or(u32::MAX);
     let mut refused = 0;
     for ((node, path), more_bytes) in &wanted {
-        let Some(disk) = disk(world, volume, node, path) else { continue };
+        let Some(disk) = disk(cluster, volume, node, path) else { continue };
         request.size_bytes = *more_bytes;
         if let Some((filter, reason)) = filters::lacks_room(&request, &disk) {
             refused += 1;
@@ -36,22 +42,22 @@ pub fn room_to_grow(world: &World, volume: &Volume, size_bytes: u64, limits: Lim
     Err(Refusal::of(&request, by_node, asked - refused, asked))
 }
 
-fn place_of(replica: &Replica) -> (&NodeName, &str) {
+fn location_of(replica: &Replica) -> (&NodeName, &str) {
     (&replica.spec.node_id, replica.spec.disk_path.as_str())
 }
 
 /// Returns a disk with its scheduled bytes, including those of other volumes that are about to grow.
-fn disk(world: &World, volume: &Volume, node: &NodeName, path: &str) -> Option<DiskCandidate> {
-    let object = world.nodes.get(node.as_str())?;
+fn disk(cluster: &ClusterState, volume: &Volume, node: &NodeName, path: &str) -> Option<DiskCandidate> {
+    let object = cluster.nodes.get(node.as_str())?;
     let (spec, status) = (object.spec.disks.get(path)?, object.status.disk_status.get(path)?);
-    let promised = world.replicas.promised_on(node.as_str()).and_then(|disks| disks.get(path));
-    let promised = promised.map_or(0, |promised| u64::try_from(promised.bytes).unwrap_or(u64::MAX));
-    let others = world
+    let scheduled = cluster.replicas.scheduled_on(node.as_str()).and_then(|disks| disks.get(path));
+    let scheduled = scheduled.map_or(0, |scheduled| u64::try_from(scheduled.bytes).unwrap_or(u64::MAX));
+    let others = cluster
         .growing_volumes()
         .filter(|other| other.metadata.name != volume.metadata.name && !other.is_deleting());
     let coming = others.flat_map(|other| {
-        let here = world.replicas_of(&other.spec.volume_name);
-        let here = here.filter(move |replica| place_of(replica) == (node, path));
+        let here = cluster.replicas_of(&other.spec.volume_name);
+        let here = here.filter(move |replica| location_of(replica) == (node, path));
         here.map(|replica| other.spec.size.saturating_sub(replica.spec.volume_size))
     });
     Some(DiskCandidate {
@@ -62,7 +68,7 @@ fn disk(world: &World, volume: &Volume, node: &NodeName, path: &str) -> Option<D
         total_bytes: status.storage_maximum,
         available_bytes: 0,
         reserved_bytes: spec.storage_reserved,
-        scheduled_bytes: coming.fold(promised, u64::saturating_add),
+        scheduled_bytes: coming.fold(scheduled, u64::saturating_add),
         same_volume: 0,
         excused: 0,
     })

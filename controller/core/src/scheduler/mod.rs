@@ -1,9 +1,9 @@
 //! The scheduler: chooses nodes and disks for replicas, or explains why none fits.
 //!
-//! [`candidates`] reads the nodes from the world, and [`place`] decides over them alone. First comes the
-//! table of [`filters`], each entry of which can explain why it removes a node or a disk. Then comes the
-//! table of [`scores`], of which the first that differs between two disks decides. A new rule is one more
-//! line in one of the tables.
+//! [`candidates`] reads the nodes from the cluster state, and [`schedule`] decides over them alone. First
+//! comes the table of [`filters`], each entry of which can explain why it removes a node or a disk. Then
+//! comes the table of [`scores`], of which the first that differs between two disks decides. A new rule is
+//! one more line in one of the tables.
 
 mod better;
 mod candidates;
@@ -17,7 +17,7 @@ mod zones;
 use crate::objects::{DataLocality, Volume};
 use crate::{Label, Labels, NodeName};
 
-pub use better::better_place;
+pub use better::better_location;
 pub use candidates::{candidates, candidates_for_new, taken_bytes};
 pub use filters::Filter;
 pub use growth::room_to_grow;
@@ -190,7 +190,7 @@ pub struct Placement {
 ///
 /// # Errors
 /// [`Refusal`] if not all of them have a place; none is taken then.
-pub fn place(
+pub fn schedule(
     request: &Request,
     nodes: &mut [NodeCandidate],
     present: u32,

@@ -3,7 +3,7 @@
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use super::zones::Zones;
-use super::{NodeCandidate, Request, place};
+use super::{NodeCandidate, Request, schedule};
 use crate::requests::MAX_VOLUME_BYTES;
 
 /// The room for further volumes of some kind.
@@ -36,7 +36,7 @@ pub fn room(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> Room {
 fn largest(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> u64 {
     let fits = |blocks: u64| {
         let request = Request { size_bytes: blocks * BLOCK_BYTES, ..request.clone() };
-        place(&request, &mut nodes.to_vec(), 0, wanted).is_ok()
+        schedule(&request, &mut nodes.to_vec(), 0, wanted).is_ok()
     };
     let (mut fitting, mut above) = (0, MAX_VOLUME_BYTES / BLOCK_BYTES + 1);
     while above - fitting > 1 {

@@ -63,7 +63,7 @@ fn soft(size_gib: u64) -> Request {
     Request { soft_anti_affinity: true, ..request(size_gib) }
 }
 
-fn places(result: &Result<Vec<Placement>, Refusal>) -> Vec<String> {
+fn places_of(result: &Result<Vec<Placement>, Refusal>) -> Vec<String> {
     let placements = result.as_ref().unwrap().iter();
     placements.map(|placement| format!("{}{}", placement.node, placement.disk_path)).collect()
 }
@@ -76,20 +76,20 @@ fn takes_the_most_free_first_and_each_node_once() {
         node("c", vec![disk("/1", 100, 80)]),
         node("d", vec![disk("/1", 100, 20)]),
     ];
-    assert_eq!(places(&place(&request(5), &mut nodes, 0, 3)), ["b/1", "a/2", "d/1"]);
+    assert_eq!(places_of(&schedule(&request(5), &mut nodes, 0, 3)), ["b/1", "a/2", "d/1"]);
 }
 
 #[test]
 fn soft_anti_affinity_spreads_over_nodes_then_disks() {
     let mut nodes =
         [node("a", vec![disk("/1", 100, 0), disk("/2", 100, 60)]), node("b", vec![disk("/1", 100, 70)])];
-    assert_eq!(places(&place(&soft(5), &mut nodes, 0, 4)), ["a/1", "b/1", "a/2", "b/1"]);
+    assert_eq!(places_of(&schedule(&soft(5), &mut nodes, 0, 4)), ["a/1", "b/1", "a/2", "b/1"]);
 }
 
 #[test]
 fn what_is_there_counts() {
     let mut nodes = [used(plain("a"), 1), node("b", vec![disk("/1", 100, 50)])];
-    assert_eq!(places(&place(&request(5), &mut nodes, 1, 2)), ["b/1"]);
+    assert_eq!(places_of(&schedule(&request(5), &mut nodes, 1, 2)), ["b/1"]);
 }
 
 /// Each case has a filter that removes its only node, and the expected message.
@@ -201,13 +201,13 @@ fn every_filter_removes_and_says_why() {
             Filter::Capacity,
             request(5),
             node("n", vec![disk("/1", 100, 86)]),
-            "disk /1 can promise 4.0 GiB more, 5.0 GiB are needed",
-            "1 has no disk that can promise 5.0 GiB more",
+            "disk /1 can schedule 4.0 GiB more, 5.0 GiB are needed",
+            "1 has no disk that can schedule 5.0 GiB more",
         ),
     ];
     for (filter, request, node, reason, summary) in cases {
         let present = node.same_volume();
-        let refusal = place(&request, &mut [node], present, present + 1).unwrap_err();
+        let refusal = schedule(&request, &mut [node], present, present + 1).unwrap_err();
         let removal = &refusal.by_node[&NodeName::new("n").unwrap()];
         assert_eq!(removal.filter, filter, "{removal:?}");
         assert!(removal.reason.starts_with(reason), "{reason:?} in {removal:?}");
@@ -230,15 +230,15 @@ fn what_no_filter_removes_takes_a_replica() {
         disk_soft_anti_affinity: false,
         ..request(5)
     };
-    assert!(place(&wanted, &mut [good.clone()], 0, 1).is_ok());
+    assert!(schedule(&wanted, &mut [good.clone()], 0, 1).is_ok());
     let other_zone = in_zone("z", used(plain("b"), 1));
-    assert_eq!(places(&place(&wanted, &mut [good, other_zone], 1, 2)), ["a/1"]);
+    assert_eq!(places_of(&schedule(&wanted, &mut [good, other_zone], 1, 2)), ["a/1"]);
     exact.scheduled_bytes += 1;
-    assert!(place(&request(5), &mut [node("a", vec![exact])], 0, 1).is_err());
+    assert!(schedule(&request(5), &mut [node("a", vec![exact])], 0, 1).is_err());
 }
 
 #[test]
-fn more_may_be_promised_than_is_there_only_by_the_percentage() {
+fn more_may_be_scheduled_than_is_there_only_by_the_percentage() {
     let percent = |percent| {
         let limits = Limits { storage_over_provisioning_percentage: percent, ..Limits::default() };
         disk("/1", 100, 40).room_bytes(limits) / GIB
@@ -342,7 +342,7 @@ fn every_score_decides_where_those_before_it_are_equal() {
     ];
     for (what, request, mut nodes, best) in cases {
         let present = nodes.iter().map(NodeCandidate::same_volume).sum();
-        assert_eq!(places(&place(&request, &mut nodes, present, present + 1)), [best], "{what}");
+        assert_eq!(places_of(&schedule(&request, &mut nodes, present, present + 1)), [best], "{what}");
     }
 }
 
@@ -362,14 +362,14 @@ fn a_refusal_sums_up_and_names_some_nodes() {
     let mut nodes = vec![NodeCandidate { cordoned: true, ..plain("closed") }];
     nodes.extend((0..20).map(|at| plain(&format!("n{at:02}"))));
     let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
-    let refusal = place(&ssd, &mut nodes, 0, 2).unwrap_err();
+    let refusal = schedule(&ssd, &mut nodes, 0, 2).unwrap_err();
     assert_eq!((refusal.placed, refusal.wanted, refusal.by_node.len()), (0, 2, 21));
     let text = refusal.to_string();
     let start = "0 of 2 replicas have a place; 21 nodes: 20 have no disk with tag ssd, 1 is cordoned; closed: cordoned";
     assert!(text.starts_with(start), "{text}");
     assert!(text.contains("; n08: disk /1 lacks tag ssd") && !text.contains("n09"), "{text}");
     assert!(text.ends_with("; and 11 more"), "{text}");
-    assert!(place(&request(5), &mut [], 0, 1).unwrap_err().to_string().contains("--node"));
+    assert!(schedule(&request(5), &mut [], 0, 1).unwrap_err().to_string().contains("--node"));
 }
 
 #[test]
@@ -377,11 +377,11 @@ fn a_node_is_summed_up_by_the_disk_that_came_furthest() {
     let mut full = disk("/1", 100, 90);
     full.tags = labels(["ssd"]).unwrap();
     let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
-    let refusal = place(&ssd, &mut [node("a", vec![full, disk("/2", 100, 0)])], 0, 1).unwrap_err();
+    let refusal = schedule(&ssd, &mut [node("a", vec![full, disk("/2", 100, 0)])], 0, 1).unwrap_err();
     let removal = refusal.by_node.values().next().unwrap();
     assert_eq!(removal.filter, Filter::Capacity);
     assert!(
-        removal.reason.contains("disk /1 can promise 0.0 GiB")
+        removal.reason.contains("disk /1 can schedule 0.0 GiB")
             && removal.reason.contains("disk /2 lacks tag ssd")
     );
 }
@@ -458,7 +458,7 @@ proptest! {
     #[test]
     fn never_breaks_its_rules(mut nodes in some_nodes(), request in some_request(), wanted in 1u32..9) {
         let before = nodes.clone();
-        let placed = match place(&request, &mut nodes, 0, wanted) {
+        let placed = match schedule(&request, &mut nodes, 0, wanted) {
             Ok(placements) => {
                 prop_assert_eq!(placements.len(), wanted as usize);
                 prop_assert_eq!(nodes.iter().map(NodeCandidate::same_volume).sum::<u32>(), wanted);
@@ -500,7 +500,7 @@ proptest! {
         prop_assert!(available_bytes >= largest_bytes);
         let fits = |size_bytes: u64| {
             let request = Request { size_bytes, ..request.clone() };
-            place(&request, &mut nodes.clone(), 0, wanted).is_ok()
+            schedule(&request, &mut nodes.clone(), 0, wanted).is_ok()
         };
         prop_assert!(largest_bytes == 0 || fits(largest_bytes));
         prop_assert!(!fits(largest_bytes + more * 4096), "{} and more", largest_bytes);
@@ -516,7 +516,7 @@ proptest! {
             (0..count).map(|at| node(&format!("n{at}"), vec![disk("/1", 1000, 0)])).collect();
         for _ in 0..volumes {
             nodes.iter_mut().for_each(|node| node.disks[0].same_volume = 0);
-            place(&request(1), &mut nodes, 0, replicas).unwrap();
+            schedule(&request(1), &mut nodes, 0, replicas).unwrap();
             let on: Vec<u64> = nodes.iter().map(|node| node.disks[0].scheduled_bytes / GIB).collect();
             prop_assert!(on.iter().max().unwrap() - on.iter().min().unwrap() <= 1, "{on:?}");
         }
@@ -533,7 +533,7 @@ proptest! {
         let mut nodes: Vec<NodeCandidate> = (0..zones * in_each).map(of_zone).collect();
         for volume in 1..=volumes {
             nodes.iter_mut().for_each(|node| node.disks[0].same_volume = 0);
-            place(&request(1), &mut nodes, 0, replicas).unwrap();
+            schedule(&request(1), &mut nodes, 0, replicas).unwrap();
             let all = volume * replicas as usize;
             for node in &nodes {
                 let here = usize::try_from(node.disks[0].scheduled_bytes / GIB).unwrap();

@@ -13,7 +13,7 @@ fn at(second: i64) -> Timestamp {
 
 fn volume(created: i64) -> Volume {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-    let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(created)).unwrap();
+    let made = wanted.apply(&ClusterState::default(), Secret::new([7; SECRET_BYTES]), at(created)).unwrap();
     let Change::Store(mut volume) = made else { panic!("{made:?}") };
     volume.status.state = VolumeState::Deleting;
     volume.status.attach = 5;
@@ -61,22 +61,22 @@ fn deleted(created: i64) -> Volume {
 }
 
 /// Returns the undeletion if every directory can be restored, and the restored directories.
-fn back(world: &World, trash: &[Trashed]) -> Result<(Undeletion, Vec<Trashed>), RequestError> {
-    let restored = directories(world, "v", trash)?;
+fn back(cluster: &ClusterState, trash: &[Trashed]) -> Result<(Undeletion, Vec<Trashed>), RequestError> {
+    let restored = directories(cluster, "v", trash)?;
     let in_place = restored.iter().map(|trashed| trashed.replica_id).collect();
-    let undeletion = undelete(world, "v", trash, &in_place, Secret::new([9; SECRET_BYTES]), at(200))?;
+    let undeletion = undelete(cluster, "v", trash, &in_place, Secret::new([9; SECRET_BYTES]), at(200))?;
     Ok((undeletion, restored))
 }
 
-fn stored(undeletion: &Undeletion) -> World {
-    add(World::default(), undeletion)
+fn stored(undeletion: &Undeletion) -> ClusterState {
+    add(ClusterState::default(), undeletion)
 }
 
-fn add(mut world: World, undeletion: &Undeletion) -> World {
-    undeletion.replicas.iter().cloned().for_each(|replica| world.insert(replica.into()));
-    undeletion.engine.iter().cloned().for_each(|engine| world.insert(engine.into()));
-    undeletion.volume.iter().cloned().for_each(|volume| world.insert(volume.into()));
-    world
+fn add(mut cluster: ClusterState, undeletion: &Undeletion) -> ClusterState {
+    undeletion.replicas.iter().cloned().for_each(|replica| cluster.insert(replica.into()));
+    undeletion.engine.iter().cloned().for_each(|engine| cluster.insert(engine.into()));
+    undeletion.volume.iter().cloned().for_each(|volume| cluster.insert(volume.into()));
+    cluster
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
     let volume = deleted(1);
     let trash =
         [trashed(&volume, 1, 10, false), trashed(&volume, 2, 11, false), trashed(&volume, 3, 12, true)];
-    let (undeletion, restored) = back(&World::default(), &trash).unwrap();
+    let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     let found = undeletion.volume.clone().unwrap();
     assert_eq!((found.status.state, found.status.attach), (VolumeState::Detached, 5));
     assert_eq!((found.spec.node_id.clone(), found.spec.secret.bytes()[0]), (None, 9));
@@ -104,10 +104,10 @@ fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
 fn a_replica_that_its_volume_went_on_without_stays_where_it_is() {
     let (living, gone) = (volume(1), deleted(1));
     let trash = [trashed(&living, 3, 5, false), trashed(&gone, 1, 10, false)];
-    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..]);
-    assert!(matches!(back(&World::default(), &trash[..1]), Err(RequestError::NothingToUndelete(_))));
+    assert_eq!(back(&ClusterState::default(), &trash).unwrap().1, trash[1..]);
+    assert!(matches!(back(&ClusterState::default(), &trash[..1]), Err(RequestError::NothingToUndelete(_))));
     let damaged = Trashed { record: None, ..trash[1].clone() };
-    assert!(matches!(back(&World::default(), &[damaged]), Err(RequestError::NothingToUndelete(_))));
+    assert!(matches!(back(&ClusterState::default(), &[damaged]), Err(RequestError::NothingToUndelete(_))));
 }
 
 /// Returns a deleted volume of the name with ids of its own, of which `first` is the first.
@@ -124,13 +124,13 @@ fn of_two_volumes_of_the_name_the_one_that_the_store_had_last_comes_back() {
     let (first, second) = (life(50, 7, 1), life(1, 9, 4));
     let trash =
         [trashed(&first, 1, 100, false), trashed(&second, 5, 60, false), trashed(&first, 3, 110, false)];
-    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..2]);
-    // Records of releases that noted no version are of earlier volumes; among them clocks decide.
+    assert_eq!(back(&ClusterState::default(), &trash).unwrap().1, trash[1..2]);
+    // Records of releases that recorded no version are of earlier volumes; among them clocks decide.
     let (old, older) = (life(80, 0, 1), life(70, 0, 4));
     let trash = [trashed(&old, 1, 10, false), trashed(&older, 5, 90, false)];
-    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[..1]);
+    assert_eq!(back(&ClusterState::default(), &trash).unwrap().1, trash[..1]);
     let trash = [trash[0].clone(), trashed(&second, 5, 5, false)];
-    assert_eq!(back(&World::default(), &trash).unwrap().1, trash[1..]);
+    assert_eq!(back(&ClusterState::default(), &trash).unwrap().1, trash[1..]);
 }
 
 /// The same volume, undeleted by a controller whose clock is behind, and deleted once more.
@@ -140,7 +140,7 @@ fn a_volume_that_was_undeleted_before_comes_back_with_all_of_its_replicas() {
     let mut again = life(20, 9, 1);
     again.status.attach += 1;
     let trash = [trashed(&before, 1, 10, false), trashed(&again, 2, 11, false)];
-    let (undeletion, restored) = back(&World::default(), &trash).unwrap();
+    let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     assert_eq!(restored, trash);
     let failed: Vec<bool> =
         undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
@@ -155,14 +155,14 @@ fn a_new_volume_is_not_taken_for_one_that_is_half_undeleted_by_what_was_left_beh
     let mut left = replica(&behind, behind.record.as_ref().unwrap(), at(50));
     left.metadata.deletion_timestamp = Some(at(100));
     left.status.deletion_record = Some(serde_json::to_string(&behind.record).unwrap());
-    let mut world = World::default();
-    world.insert(left.into());
+    let mut cluster = ClusterState::default();
+    cluster.insert(left.into());
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-    let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
+    let made = wanted.apply(&ClusterState::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
     let Change::Store(new) = made else { panic!("{made:?}") };
-    world.insert(new.into());
+    cluster.insert(new.into());
     let trash = [trashed(&gone, 1, 10, false), behind];
-    assert!(matches!(back(&world, &trash), Err(RequestError::Exists { .. })), "it has a life of its own");
+    assert!(matches!(back(&cluster, &trash), Err(RequestError::Exists { .. })), "it has a life of its own");
 }
 
 fn holds(attach: u64, number: u32) -> Holds {
@@ -181,7 +181,7 @@ fn the_newest_by_what_they_hold_comes_back() {
     let new = Trashed { holds: holds(5, 2), ..trashed(&gone, 1, 20, false) };
     let absent = Trashed { holds: holds(3, 1), ..trashed(&earlier, 2, 91, false) };
     let trash = [old, new.clone(), absent.clone()];
-    let (undeletion, restored) = back(&World::default(), &trash).unwrap();
+    let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     assert_eq!(restored, [new.clone(), absent]);
     assert_eq!(undeletion.volume.unwrap().status.attach, 5, "of the newest record");
     let failed: Vec<bool> =
@@ -189,7 +189,7 @@ fn the_newest_by_what_they_hold_comes_back() {
     assert_eq!(failed, [false, true], "the volume has gone on without the second one");
     // Directories that say the same: only then the clocks decide.
     let later = Trashed { deleted_ms: 21, ..new.clone() };
-    assert_eq!(back(&World::default(), &[later.clone(), new]).unwrap().1, [later]);
+    assert_eq!(back(&ClusterState::default(), &[later.clone(), new]).unwrap().1, [later]);
 }
 
 /// Interrupts an undeletion at every point: another one completes it, and no stored object could make a
@@ -198,26 +198,26 @@ fn the_newest_by_what_they_hold_comes_back() {
 fn an_undeletion_that_is_cut_off_anywhere_is_finished_by_the_next() {
     let gone = deleted(1);
     let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
-    let (whole, _) = back(&World::default(), &trash).unwrap();
+    let (whole, _) = back(&ClusterState::default(), &trash).unwrap();
     let in_place = trash.clone().map(|trashed| Trashed { restored: true, ..trashed });
     let mut steps: Vec<Object> = whole.replicas.iter().cloned().map(Object::from).collect();
     steps.extend(whole.engine.clone().map(Object::from));
     steps.extend(whole.volume.clone().map(Object::from));
     for cut in 0..=steps.len() {
         for half in [false, true] {
-            let mut world = World::default();
-            steps[..cut].iter().cloned().for_each(|object| world.insert(object));
+            let mut cluster = ClusterState::default();
+            steps[..cut].iter().cloned().for_each(|object| cluster.insert(object));
             if let (true, Some(next)) = (half, steps.get(cut)) {
-                world.insert(without_status(next.clone()));
+                cluster.insert(without_status(next.clone()));
             }
             let starts = |replica: &Replica| replica.spec.desire_state == DesireState::Running;
-            assert!(!world.replicas.values().any(starts), "{cut}");
-            let (again, restored) = back(&world, &in_place).unwrap();
+            assert!(!cluster.replicas.values().any(starts), "{cut}");
+            let (again, restored) = back(&cluster, &in_place).unwrap();
             assert_eq!(restored, in_place, "{cut}");
-            let end = add(world, &again);
-            let shown = |world: &World| {
-                let replicas: Vec<_> = world.replicas.values().map(|one| one.status.clone()).collect();
-                (replicas, world.volumes["v"].status.clone(), world.engines.contains_key("v"))
+            let end = add(cluster, &again);
+            let shown = |cluster: &ClusterState| {
+                let replicas: Vec<_> = cluster.replicas.values().map(|one| one.status.clone()).collect();
+                (replicas, cluster.volumes["v"].status.clone(), cluster.engines.contains_key("v"))
             };
             assert_eq!(shown(&end), shown(&stored(&whole)), "cut off before step {cut}, in it: {half}");
         }
@@ -239,11 +239,11 @@ fn without_status(object: Object) -> Object {
 fn a_replica_that_was_stored_in_part_is_never_made_anew() {
     let gone = deleted(1);
     let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
-    let (whole, _) = back(&World::default(), &trash).unwrap();
-    let mut world = World::default();
-    world.insert(without_status(whole.replicas[1].clone().into()));
-    let (again, _) = back(&world, &trash[..1]).unwrap();
-    let end = add(world, &again);
+    let (whole, _) = back(&ClusterState::default(), &trash).unwrap();
+    let mut cluster = ClusterState::default();
+    cluster.insert(without_status(whole.replicas[1].clone().into()));
+    let (again, _) = back(&cluster, &trash[..1]).unwrap();
+    let end = add(cluster, &again);
     assert_eq!(end.replicas.len(), 2);
     assert!(end.replicas.values().all(|replica| replica.status.data == DataState::Present));
 }
@@ -251,20 +251,20 @@ fn a_replica_that_was_stored_in_part_is_never_made_anew() {
 /// An undeletion was interrupted, and a new volume of the name is made.
 #[test]
 fn a_new_volume_does_not_begin_with_what_is_half_undeleted() {
-    let (whole, _) = back(&World::default(), &[trashed(&deleted(1), 1, 10, false)]).unwrap();
-    let mut world = World::default();
-    world.insert(without_status(whole.replicas[0].clone().into()));
+    let (whole, _) = back(&ClusterState::default(), &[trashed(&deleted(1), 1, 10, false)]).unwrap();
+    let mut cluster = ClusterState::default();
+    cluster.insert(without_status(whole.replicas[0].clone().into()));
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-    let made = wanted.clone().apply(&world, Secret::new([7; SECRET_BYTES]), at(300));
+    let made = wanted.clone().apply(&cluster, Secret::new([7; SECRET_BYTES]), at(300));
     assert_eq!(made.unwrap_err(), RequestError::HasReplicas("v".to_owned()));
     // By kubectl: it waits, and its own deletion says nothing of the data.
-    let made = wanted.apply(&World::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
+    let made = wanted.apply(&ClusterState::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
     let Change::Store(bare) = made else { panic!("{made:?}") };
     assert_eq!(Record::of(&bare, &whole.replicas[0], true), "");
-    world.insert(bare.into());
+    cluster.insert(bare.into());
     let agents = Agents::default();
     let context = Context {
-        world: &world,
+        cluster: &cluster,
         agents: &agents,
         now: at(301),
         random: Default::default(),
@@ -288,18 +288,18 @@ fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
     // The call to one node has failed, and nothing is stored of that replica.
     let first = [trash[0].replica_id].into();
     let secret = || Secret::new([9; SECRET_BYTES]);
-    let cut = undelete(&World::default(), "v", &trash, &first, secret(), at(200)).unwrap();
+    let cut = undelete(&ClusterState::default(), "v", &trash, &first, secret(), at(200)).unwrap();
     assert!(cut.replicas.len() == 1 && cut.volume.is_some());
-    let mut world = stored(&cut);
-    let (again, restored) = back(&world, &trash[1..]).unwrap();
+    let mut cluster = stored(&cut);
+    let (again, restored) = back(&cluster, &trash[1..]).unwrap();
     assert!(again.volume.is_none() && again.engine.is_none() && restored == trash[1..]);
     assert!(again.replicas.len() == 1 && again.replicas[0].status.failed_at.is_none());
-    let mut served = world.volumes["v"].clone();
+    let mut served = cluster.volumes["v"].clone();
     served.status.attach += 1;
-    world.insert(served.into());
-    let (late, _) = back(&world, &trash[1..]).unwrap();
+    cluster.insert(served.into());
+    let (late, _) = back(&cluster, &trash[1..]).unwrap();
     assert!(late.replicas[0].status.failed_at.is_some(), "the volume has gone on without it");
-    let mut other = World::default();
+    let mut other = ClusterState::default();
     let mut stranger = volume(300);
     stranger.status.first_members = vec![ReplicaId::from_random(4)];
     other.insert(Object::Volume(stranger.clone()));
@@ -321,12 +321,12 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     left.metadata.deletion_timestamp = Some(at(100));
     left.status.deletion_record = Some(serde_json::to_string(&record).unwrap());
     left.status.message = "no answer".to_owned();
-    let mut world = World::default();
-    world.insert(left.clone().into());
-    assert_eq!(world.replicas_of(&gone.spec.volume_name).count(), 0);
-    let (undeletion, restored) = back(&world, &trash).unwrap();
+    let mut cluster = ClusterState::default();
+    cluster.insert(left.clone().into());
+    assert_eq!(cluster.replicas_of(&gone.spec.volume_name).count(), 0);
+    let (undeletion, restored) = back(&cluster, &trash).unwrap();
     assert_eq!(restored, trash);
-    let end = add(world.clone(), &undeletion);
+    let end = add(cluster.clone(), &undeletion);
     let of_it: Vec<&Replica> = end.replicas_of(&gone.spec.volume_name).collect();
     assert_eq!(of_it.len(), 2);
     let back_again = of_it.into_iter().find(|replica| replica.spec.replica_id == behind.replica_id).unwrap();
@@ -336,17 +336,17 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     assert!(back_again.status.message.is_empty() && back_again.status.failed_at.is_none());
     // The deletion continues meanwhile: the directory is in the trash, and the object still exists.
     let mut both = [trash[0].clone(), behind.clone()];
-    let (_, restored) = back(&world, &both).unwrap();
+    let (_, restored) = back(&cluster, &both).unwrap();
     assert_eq!(restored, both);
     both[1].restored = true;
-    assert_eq!(directories(&world, "v", &both).unwrap(), both[..1]);
+    assert_eq!(directories(&cluster, "v", &both).unwrap(), both[..1]);
     // Also if it is all that there is: the others' time in the trash is over.
-    let (alone, restored) = back(&world, &[]).unwrap();
+    let (alone, restored) = back(&cluster, &[]).unwrap();
     assert!(restored.is_empty() && alone.replicas.len() == 1);
     assert_eq!(alone.volume.unwrap().status.attach, 5);
     // The directory of another volume of the name is left alone.
     let newer = [trashed(&life(50, 0, 3), 3, 60, false)];
-    let (other, _) = back(&world, &newer).unwrap();
+    let (other, _) = back(&cluster, &newer).unwrap();
     assert!(other.replicas.iter().all(|replica| replica.spec.replica_id == ReplicaId::from_random(3)));
 }
 
@@ -354,7 +354,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
 #[test]
 fn an_undeletion_of_replicas_that_were_all_left_behind_is_finished_wherever_it_is_cut_off() {
     let gone = deleted(1);
-    let mut before = World::default();
+    let mut before = ClusterState::default();
     for id in [1, 2] {
         let behind = trashed(&gone, id, 0, false);
         let record = behind.record.clone().unwrap();
@@ -370,18 +370,18 @@ fn an_undeletion_of_replicas_that_were_all_left_behind_is_finished_wherever_it_i
     assert_eq!(steps.len(), 4);
     for cut in 0..=steps.len() {
         for half in [false, true] {
-            let mut world = before.clone();
-            steps[..cut].iter().cloned().for_each(|object| world.insert(object));
+            let mut cluster = before.clone();
+            steps[..cut].iter().cloned().for_each(|object| cluster.insert(object));
             if let (true, Some(Object::Volume(next))) = (half, steps.get(cut)) {
                 // A store that takes spec and status by calls of their own. A replica is there already,
                 // with its spec.
-                world.insert(without_status(next.clone().into()));
+                cluster.insert(without_status(next.clone().into()));
             }
-            let (again, _) = back(&world, &[]).unwrap_or_else(|error| panic!("{cut}, {half}: {error}"));
-            let end = add(world, &again);
-            let shown = |world: &World| {
-                let replicas: Vec<_> = world.replicas.values().map(|one| one.status.clone()).collect();
-                (replicas, world.volumes["v"].status.clone(), world.engines.contains_key("v"))
+            let (again, _) = back(&cluster, &[]).unwrap_or_else(|error| panic!("{cut}, {half}: {error}"));
+            let end = add(cluster, &again);
+            let shown = |cluster: &ClusterState| {
+                let replicas: Vec<_> = cluster.replicas.values().map(|one| one.status.clone()).collect();
+                (replicas, cluster.volumes["v"].status.clone(), cluster.engines.contains_key("v"))
             };
             assert_eq!(
                 shown(&end),
@@ -401,22 +401,23 @@ fn the_record_of_a_replica_that_was_taken_back_stays_until_the_volume_is_stored(
     let mut left = replica(&behind, behind.record.as_ref().unwrap(), at(50));
     left.metadata.deletion_timestamp = Some(at(100));
     left.status.deletion_record = Some(record.clone());
-    let mut world = World::default();
-    world.insert(left.into());
-    let (whole, _) = back(&world, &[]).unwrap();
-    world.insert(whole.replicas[0].clone().into());
+    let mut cluster = ClusterState::default();
+    cluster.insert(left.into());
+    let (whole, _) = back(&cluster, &[]).unwrap();
+    cluster.insert(whole.replicas[0].clone().into());
     let agents = Agents::default();
-    let decide = |world: &World, kind, name: &str| {
+    let decide = |cluster: &ClusterState, kind, name: &str| {
         let settings = Settings::default();
-        let context = Context { world, agents: &agents, now: at(301), random: Default::default(), settings };
+        let context =
+            Context { cluster, agents: &agents, now: at(301), random: Default::default(), settings };
         reconcile(&context, &Key::new(kind, name))
     };
     let name = whole.replicas[0].metadata.name.clone();
-    assert!(decide(&world, Kind::Replica, &name).actions.is_empty(), "it waits for its volume");
+    assert!(decide(&cluster, Kind::Replica, &name).actions.is_empty(), "it waits for its volume");
     let mut bare = whole.volume.clone().unwrap();
     bare.status = VolumeStatus { state: VolumeState::Deleting, ..VolumeStatus::default() };
     bare.metadata.deletion_timestamp = Some(at(300));
-    world.insert(bare.into());
+    cluster.insert(bare.into());
     let kept = |decision: &Decision| match &decision.actions[..] {
         [Action::Write(object)] => match &**object {
             Object::Replica(replica) => {
@@ -426,11 +427,11 @@ fn the_record_of_a_replica_that_was_taken_back_stays_until_the_volume_is_stored(
         },
         other => panic!("{other:#?}"),
     };
-    let decision = decide(&world, Kind::Replica, &name);
+    let decision = decide(&cluster, Kind::Replica, &name);
     assert_eq!(kept(&decision).0.as_ref(), Some(&record), "it is left behind once more, with the record");
-    world.insert(whole.volume.clone().unwrap().into());
+    cluster.insert(whole.volume.clone().unwrap().into());
     let mut running = whole.replicas[0].clone();
     running.spec.desire_state = DesireState::Running;
-    world.insert(running.into());
-    assert_eq!(kept(&decide(&world, Kind::Replica, &name)), (None, None), "the volume is stored");
+    cluster.insert(running.into());
+    assert_eq!(kept(&decide(&cluster, Kind::Replica, &name)), (None, None), "the volume is stored");
 }

@@ -16,7 +16,7 @@ use crate::requests::{Change, CreateVolume};
 use crate::salvage;
 
 struct Case {
-    world: World,
+    cluster: ClusterState,
     agents: Agents,
 }
 
@@ -82,7 +82,8 @@ fn engine() -> Engine {
 impl Case {
     fn healthy() -> Case {
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
-        let Ok(Change::Store(mut volume)) = wanted.apply(&World::default(), Secret::new([1; 32]), at(0))
+        let Ok(Change::Store(mut volume)) =
+            wanted.apply(&ClusterState::default(), Secret::new([1; 32]), at(0))
         else {
             panic!("the volume is refused");
         };
@@ -91,10 +92,10 @@ impl Case {
         volume.status.current_node_id = Some(node(1));
         volume.status.attach = 1;
         volume.status.attach_started_at = Some(at(0));
-        let mut world = World::default();
-        world.insert(volume.into());
-        world.insert(engine().into());
-        (1..=3).for_each(|n| world.insert(replica(n).into()));
+        let mut cluster = ClusterState::default();
+        cluster.insert(volume.into());
+        cluster.insert(engine().into());
+        (1..=3).for_each(|n| cluster.insert(replica(n).into()));
         let mut agents = Agents::default();
         for n in 1..=3 {
             let mut view = AgentView::new("http://agent", at(0));
@@ -103,7 +104,7 @@ impl Case {
             view.disks.insert("/disk".to_owned(), disk);
             agents.insert(node(n), view);
         }
-        let mut case = Case { world, agents };
+        let mut case = Case { cluster, agents };
         case.engine_says(EngineView { attach: 1, phase: "serving".to_owned(), ..EngineView::default() });
         case
     }
@@ -120,17 +121,17 @@ impl Case {
     }
 
     fn engine(&mut self) -> &mut Engine {
-        self.world.engines.get_mut("v").unwrap()
+        self.cluster.engines.get_mut("v").unwrap()
     }
 
     fn volume(&mut self) -> &mut Volume {
-        self.world.volumes.get_mut("v").unwrap()
+        self.cluster.volumes.get_mut("v").unwrap()
     }
 
     fn replica(&mut self, n: u64, change: impl FnOnce(&mut ReplicaStatus)) {
-        let mut replica = self.world.replicas[&format!("v-{}", id(n))].clone();
+        let mut replica = self.cluster.replicas[&format!("v-{}", id(n))].clone();
         change(&mut replica.status);
-        self.world.insert(replica.into());
+        self.cluster.insert(replica.into());
     }
 
     /// Sets replica 3 to `mode` since second 0, for that reason.
@@ -154,8 +155,8 @@ impl Case {
 
     /// Returns the explanation at second 60.
     fn said(&self) -> Explanation {
-        let volume = &self.world.volumes["v"];
-        explain(&self.world, &self.agents, volume, Settings::default(), at(60))
+        let volume = &self.cluster.volumes["v"];
+        explain(&self.cluster, &self.agents, volume, Settings::default(), at(60))
     }
 }
 
@@ -206,12 +207,12 @@ fn volumes_that_serve() {
     case.away(MemberMode::Rebuilding, "");
     let copy = CopyView { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
     let copies = BTreeMap::from([(id(3), copy)]);
-    let equalising = Some(CopyView { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
+    let resync = Some(CopyView { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
     case.engine_says(EngineView {
         attach: 1,
         phase: "serving".to_owned(),
         copies,
-        equalising,
+        resync,
         ..EngineView::default()
     });
     let words = [
@@ -388,7 +389,7 @@ fn a_replica_that_is_to_leave_a_drained_node_is_told_of() {
         status: Default::default(),
     };
     drained.spec.eviction_requested = true;
-    case.world.insert(drained.into());
+    case.cluster.insert(drained.into());
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id(3));
     let leaves = format!("Replica {name} has to leave node c, which is drained: it is being replaced.");
     check("drained", &case, true, &[&leaves]);
@@ -401,21 +402,21 @@ fn a_replica_that_is_to_leave_a_drained_node_is_told_of() {
 fn an_expansion_says_how_far_it_is_and_what_it_waits_for() {
     let mut case = Case::healthy();
     let explain = |case: &Case| {
-        explain(&case.world, &case.agents, &case.world.volumes["v"], Settings::default(), at(3))
+        explain(&case.cluster, &case.agents, &case.cluster.volumes["v"], Settings::default(), at(3))
     };
     let told = |case: &Case| explain(case).sentences.join("\n");
     assert!(!told(&case).contains("expanded"));
-    let mut volume = case.world.volumes["v"].clone();
+    let mut volume = case.cluster.volumes["v"].clone();
     (volume.spec.size, volume.status.current_size) = (3 << 30, 1 << 30);
     let finding = Finding::wrong("Expanding", "replica 00000001 does not grow: no space");
     volume.status.conditions.set(ConditionType::Expanded, finding, at(1));
-    case.world.insert(volume.clone().into());
+    case.cluster.insert(volume.clone().into());
     let said = told(&case);
     let words = "is being expanded from 1.0 GiB to 3.0 GiB: replica 00000001 does not grow: no space.";
     assert!(said.contains(words), "{said}");
     let finding = Finding::wrong("NextAttach", "the device keeps its size");
     volume.status.conditions.set(ConditionType::Expanded, finding, at(2));
-    case.world.insert(volume.into());
+    case.cluster.insert(volume.into());
     let why = explain(&case);
     assert!(why.healthy, "its data is as safe as before");
     assert!(why.hints.iter().any(|hint| hint.contains("volume detach v")), "{:?}", why.hints);

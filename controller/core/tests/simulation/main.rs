@@ -1,7 +1,7 @@
-//! The reconcilers in a simulated world. It has random events, a crash between any two actions, and decisions
-//! from an outdated state. Calls fail, are not answered or come late, and events are lost or repeated. The
-//! rules must hold after every step, and once the faults stop, every volume must reach its wanted state.
-//! `PROPTEST_CASES` sets the number of worlds.
+//! The reconcilers in a simulated cluster. It has random events, a crash between any two actions, and
+//! decisions from an outdated state. Calls fail, are not answered or come late, and events are lost or
+//! repeated. The rules must hold after every step, and once the faults stop, every volume must reach its
+//! wanted state. `PROPTEST_CASES` sets the number of worlds.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod agent;
@@ -69,7 +69,7 @@ proptest! {
                 sim.step(&Op::Create);
                 sim.step(&Op::Attach(node, node));
             }
-            sim.settle();
+            sim.converge();
             sim.check_converged();
         }
         for op in &ops {
@@ -79,17 +79,17 @@ proptest! {
         sim.open_nodes();
         if used {
             sim.use_devices(true);
-            sim.settle();
+            sim.converge();
             sim.check_used();
             sim.want_back();
-            sim.settle();
+            sim.converge();
             sim.check_back();
             sim.use_devices(false);
         }
-        sim.settle();
+        sim.converge();
         // The cost does not matter: waits for a lost node can end.
         sim.step(&Op::GiveUp(true));
-        sim.settle();
+        sim.converge();
         sim.check_converged();
     }
 }

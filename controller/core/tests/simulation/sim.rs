@@ -1,4 +1,4 @@
-//! The world: a store, agents, a controller that crashes, and the rules.
+//! The simulation: a store, agents, a controller that crashes, and the rules.
 
 mod hidden;
 mod late;
@@ -12,7 +12,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
 use shorthorn_controller_core::observed::{Failure, InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
-use shorthorn_controller_core::{Action, AgentCall, NodeName, Timestamp, World, rebalance};
+use shorthorn_controller_core::{Action, AgentCall, ClusterState, NodeName, Timestamp, rebalance};
 
 use shorthorn_types::View;
 
@@ -81,7 +81,7 @@ enum Fault {
 
 #[derive(Debug)]
 pub struct Sim {
-    store: World,
+    store: ClusterState,
     /// What the store cannot read now.
     hidden: BTreeMap<Key, (Object, LeftOut)>,
     revision: u64,
@@ -114,7 +114,7 @@ impl Sim {
         let nodes: Vec<SimAgent> = (0..NODES).map(|at| SimAgent::new(name(at))).collect();
         let mut sim = Sim {
             controller: Controller::start(&nodes, now),
-            store: World::default(),
+            store: ClusterState::default(),
             hidden: BTreeMap::new(),
             revision: 0,
             now,
@@ -132,7 +132,7 @@ impl Sim {
             wanted_back: BTreeMap::new(),
         };
         // The nodes become known: nothing can be asked for before.
-        sim.settle();
+        sim.converge();
         sim
     }
 
@@ -141,16 +141,16 @@ impl Sim {
             Op::Create => self.create(),
             Op::Attach(volume, node) => {
                 let node = self.nodes[node].name.clone();
-                self.request(volume, |world, name| requests::attach(world, name, node.as_str()));
+                self.request(volume, |cluster, name| requests::attach(cluster, name, node.as_str()));
             }
             Op::Detach(volume) => self.request(volume, requests::detach),
             Op::Delete(volume) => {
                 let now = self.now;
-                self.request(volume, |world, name| requests::delete(world, name, now));
+                self.request(volume, |cluster, name| requests::delete(cluster, name, now));
             }
-            Op::Expand(volume, gib) => self.request(volume, |world, name| {
-                let size = requests::find(world, name)?.spec.size;
-                requests::expand(world, name, size + (u64::from(gib) << 30))
+            Op::Expand(volume, gib) => self.request(volume, |cluster, name| {
+                let size = requests::find(cluster, name)?.spec.size;
+                requests::expand(cluster, name, size + (u64::from(gib) << 30))
             }),
             Op::Salvage(volume, replica) => self.salvage(volume, replica),
             Op::Cordon(node) => {
@@ -335,7 +335,11 @@ impl Sim {
         assert!(self.put(volume.into()));
     }
 
-    fn request<E>(&mut self, which: usize, change: impl FnOnce(&World, &str) -> Result<Change<Volume>, E>) {
+    fn request<E>(
+        &mut self,
+        which: usize,
+        change: impl FnOnce(&ClusterState, &str) -> Result<Change<Volume>, E>,
+    ) {
         let names: Vec<String> = self.store.volumes.keys().cloned().collect();
         let Some(name) = choose(&names, which) else { return };
         if let Ok(Change::Store(volume)) = change(&self.store, &name) {
@@ -362,12 +366,12 @@ impl Sim {
             self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             self.random >> 16
         });
-        let (world, agents, now) = (&self.store, &self.controller.agents, self.now);
+        let (cluster, agents, now) = (&self.store, &self.controller.agents, self.now);
         // Some rounds of settling, so that replicas that come back at once are kept, and new ones can come
         // up.
         let settings =
             Settings { replica_replace_after: std::time::Duration::from_secs(300), ..Settings::default() };
-        let context = Context { world, agents, now, random, settings };
+        let context = Context { cluster, agents, now, random, settings };
         let decision = reconcile(&context, key);
         if !decision.actions.is_empty() {
             self.controller.runs.insert(key.clone(), decision.actions.into());
@@ -482,7 +486,7 @@ impl Sim {
         let result = self.nodes[at].call(call, late, &mut self.views, &mut events);
         self.publish(at, events);
         if result.is_ok() {
-            self.note_done(call);
+            self.record_done(call);
         }
         if let AgentCall::StartEngine { volume, .. } = call {
             self.fence(volume.as_str());
@@ -561,7 +565,7 @@ impl Sim {
     }
 
     /// Lets every part act until none has work left.
-    pub fn settle(&mut self) {
+    pub fn converge(&mut self) {
         let mut idle = 0;
         for _ in 0..ROUNDS_MAX {
             for at in 0..self.nodes.len() {
@@ -584,7 +588,7 @@ impl Sim {
                 return;
             }
         }
-        panic!("the world never comes to rest: {:#?}", self.controller.runs);
+        panic!("the cluster state never comes to rest: {:#?}", self.controller.runs);
     }
 }
 

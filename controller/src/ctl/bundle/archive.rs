@@ -22,12 +22,12 @@ pub(super) struct Archive<W: Write> {
     folder: String,
     /// In seconds since 1970.
     now: u64,
-    notes: Vec<Note>,
+    missing_entries: Vec<MissingEntry>,
 }
 
 /// A missing part of the bundle, and the reason.
 #[derive(Debug, Serialize)]
-struct Note {
+struct MissingEntry {
     missing: String,
     reason: String,
 }
@@ -43,7 +43,7 @@ impl Archive<File> {
 impl<W: Write> Archive<W> {
     pub(super) fn new(writer: W, folder: &str, now: u64) -> Archive<W> {
         let tar = Builder::new(GzEncoder::new(writer, Compression::default()));
-        Archive { tar, folder: folder.to_owned(), now, notes: Vec::new() }
+        Archive { tar, folder: folder.to_owned(), now, missing_entries: Vec::new() }
     }
 
     /// Adds a text.
@@ -66,19 +66,22 @@ impl<W: Write> Archive<W> {
         self.tar.append_data(&mut header, format!("{}/{name}", self.folder), data)
     }
 
-    /// Notes that something is missing; the bundle is made all the same.
-    pub(super) fn note(&mut self, missing: &str, reason: &str) {
-        self.notes.push(Note { missing: missing.to_owned(), reason: reason.to_owned() });
+    /// Records that something is missing; the bundle is made all the same.
+    pub(super) fn add_missing(&mut self, missing: &str, reason: &str) {
+        self.missing_entries.push(MissingEntry { missing: missing.to_owned(), reason: reason.to_owned() });
     }
 
     /// Returns the missing parts, a line each.
     pub(super) fn missing(&self) -> Vec<String> {
-        self.notes.iter().map(|note| format!("{}: {}", note.missing, redact::text(&note.reason))).collect()
+        self.missing_entries
+            .iter()
+            .map(|entry| format!("{}: {}", entry.missing, redact::text(&entry.reason)))
+            .collect()
     }
 
     /// Adds the list of missing parts, and ends the file.
     pub(super) fn finish(mut self) -> io::Result<W> {
-        let missing = serde_json::to_value(&self.notes).map_err(io::Error::other)?;
+        let missing = serde_json::to_value(&self.missing_entries).map_err(io::Error::other)?;
         self.add_json("missing.json", missing)?;
         self.tar.into_inner()?.finish()
     }
@@ -114,7 +117,7 @@ mod tests {
         archive.add_text("configuration.txt", &format!("password = \"{secret}\"\n")).unwrap();
         archive.add_json("volume.json", json!({ "spec": { "secret": secret, "size": "1" } })).unwrap();
         archive.add_json("events.json", json!([{ "note": format!("token={secret} was refused") }])).unwrap();
-        archive.note("logs", &format!("the API server refuses token={secret}"));
+        archive.add_missing("logs", &format!("the API server refuses token={secret}"));
         assert!(!archive.missing().join("").contains(secret));
         let files = files(&archive.finish().unwrap());
         let names: Vec<&String> = files.keys().collect();

@@ -78,11 +78,11 @@ async fn add(
         let list = match tokio::time::timeout(CALL_LIMIT, api.list(&page)).await {
             Ok(Ok(list)) => list,
             Ok(Err(error)) => {
-                archive.note(name, &error.to_string());
+                archive.add_missing(name, &error.to_string());
                 break;
             }
             Err(_) => {
-                archive.note(name, "the API server has not answered in time");
+                archive.add_missing(name, "the API server has not answered in time");
                 break;
             }
         };
@@ -90,7 +90,7 @@ async fn add(
         found.extend(objects.filter_map(|object| serde_json::to_value(object).ok()).map(without_managers));
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(_) if found.len() >= OBJECTS_MAX => {
-                archive.note(name, &format!("there are more than {OBJECTS_MAX}"));
+                archive.add_missing(name, &format!("there are more than {OBJECTS_MAX}"));
                 break;
             }
             Some(token) => page = ListParams::default().limit(PAGE).continue_token(&token),
@@ -129,11 +129,11 @@ async fn logs(archive: &mut Archive<File>, cluster: &Cluster, lines: u32) -> io:
     let list = match tokio::time::timeout(CALL_LIMIT, pods.list(&ListParams::default().limit(PAGE))).await {
         Ok(Ok(list)) => list.items,
         Ok(Err(error)) => {
-            archive.note("logs", &error.to_string());
+            archive.add_missing("logs", &error.to_string());
             return Ok(());
         }
         Err(_) => {
-            archive.note("logs", "the API server has not listed the pods in time");
+            archive.add_missing("logs", "the API server has not listed the pods in time");
             return Ok(());
         }
     };
@@ -156,8 +156,8 @@ async fn logs(archive: &mut Archive<File>, cluster: &Cluster, lines: u32) -> io:
                 let file = format!("logs/{name}.{}{before}.log", container.name);
                 match tokio::time::timeout(CALL_LIMIT, pods.logs(&name, &parameters)).await {
                     Ok(Ok(text)) => archive.add_text(&file, &text)?,
-                    Ok(Err(error)) => archive.note(&file, &error.to_string()),
-                    Err(_) => archive.note(&file, "the kubelet has not answered in time"),
+                    Ok(Err(error)) => archive.add_missing(&file, &error.to_string()),
+                    Err(_) => archive.add_missing(&file, "the kubelet has not answered in time"),
                 }
             }
         }

@@ -38,8 +38,8 @@ pub(super) async fn gather(
                 }
                 archive.add_json(&file, Value::Array(fields))?;
             }
-            Ok(Err(status)) => archive.note(&file, status.message()),
-            Err(error) => archive.note(&file, &error.to_string()),
+            Ok(Err(status)) => archive.add_missing(&file, status.message()),
+            Err(error) => archive.add_missing(&file, &error.to_string()),
         }
     }
     add_status(archive, client.clone()).await?;
@@ -63,7 +63,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
             let text = status::text(Format::Table, overview.into_inner()).map_err(io::Error::other)?;
             archive.add_text("status.txt", &text)?;
         }
-        Err(status) => archive.note("status.txt", status.message()),
+        Err(status) => archive.add_missing("status.txt", status.message()),
     }
     match client.examine(limited(v1::ExamineRequest {})).await {
         Ok(found) => {
@@ -71,7 +71,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
             archive
                 .add_text("doctor.txt", &doctor::text(Format::Table, &checks).map_err(io::Error::other)?)?;
         }
-        Err(status) => archive.note("doctor.txt", status.message()),
+        Err(status) => archive.add_missing("doctor.txt", status.message()),
     }
     match client.list_trash(limited(v1::ListVolumeTrashRequest { name: String::new() })).await {
         Ok(trash) => {
@@ -80,7 +80,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
             archive.add_text("trash.txt", &trash)
         }
         Err(status) => {
-            archive.note("trash.txt", status.message());
+            archive.add_missing("trash.txt", status.message());
             Ok(())
         }
     }
@@ -98,7 +98,7 @@ async fn explain(
                 let why = ExplanationView::from(why.into_inner());
                 told.insert(name.clone(), serde_json::to_value(why).map_err(io::Error::other)?);
             }
-            Err(status) => archive.note(&format!("why of {name}"), status.message()),
+            Err(status) => archive.add_missing(&format!("why of {name}"), status.message()),
         }
     }
     archive.add_json("controller/why.json", Value::Object(told))
@@ -109,7 +109,7 @@ async fn diagnose(archive: &mut Archive<File>, mut client: ControllerClient<Chan
     let mut stream = match client.get_diagnostics(limited(v1::GetDiagnosticsRequest {})).await {
         Ok(stream) => stream.into_inner(),
         Err(status) => {
-            archive.note("metrics and configuration of the controller", status.message());
+            archive.add_missing("metrics and configuration of the controller", status.message());
             return Ok(());
         }
     };
@@ -118,7 +118,7 @@ async fn diagnose(archive: &mut Archive<File>, mut client: ControllerClient<Chan
             Ok(Some(part)) => files.entry(part.file).or_default().extend(part.data),
             Ok(None) => break,
             Err(status) => {
-                archive.note("metrics and configuration of the controller", status.message());
+                archive.add_missing("metrics and configuration of the controller", status.message());
                 break;
             }
         }

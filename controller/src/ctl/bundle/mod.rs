@@ -32,7 +32,7 @@ pub struct BundleArgs {
     pub log_lines: u32,
 }
 
-/// Writes the bundle, and returns its description. Unavailable parts are noted in it and reported.
+/// Writes the bundle, and returns its description. Unavailable parts are recorded in it and reported.
 pub(super) async fn write(
     args: BundleArgs,
     client: &ControllerClient<Channel>,
@@ -79,7 +79,7 @@ async fn fill(
         None => {}
     }
     if log_lines > 0 {
-        archive.note(
+        archive.add_missing(
             "logs of the agents",
             "agents do not hand them out: journalctl -u shorthorn-agent on each node",
         );
@@ -96,11 +96,11 @@ async fn add_journal(archive: &mut Archive<File>, lines: u32) -> std::io::Result
             archive.add_text("logs/controller.log", &String::from_utf8_lossy(&output.stdout))
         }
         Ok(output) => {
-            archive.note("logs/controller.log", String::from_utf8_lossy(&output.stderr).trim());
+            archive.add_missing("logs/controller.log", String::from_utf8_lossy(&output.stderr).trim());
             Ok(())
         }
         Err(error) => {
-            archive.note("logs/controller.log", &format!("journalctl: {error}"));
+            archive.add_missing("logs/controller.log", &format!("journalctl: {error}"));
             Ok(())
         }
     }

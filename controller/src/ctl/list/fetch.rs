@@ -58,7 +58,7 @@ pub(in crate::ctl) struct Lister {
 }
 
 /// A page of objects, or all pages together.
-struct Page<T> {
+struct ListPage<T> {
     all: Vec<T>,
     /// The token of the next page; empty for the last one.
     next_token: String,
@@ -87,7 +87,7 @@ impl Lister {
             What::Disks => self.nodes(nodes::disks).await?,
         };
         if !next_token.is_empty() {
-            list.notes.push(format!("more results: continue with --continue {next_token}"));
+            list.warnings.push(format!("more results: continue with --continue {next_token}"));
         }
         Ok(list)
     }
@@ -97,12 +97,16 @@ impl Lister {
             let (namespace, name) = (namespace.clone(), String::new());
             let request = v1::ListVolumesRequest { page_size, page_token, workloads, namespace, name };
             let page = client.list_volumes(limited(request)).await?.into_inner();
-            Ok(Page { all: page.volumes, next_token: page.next_page_token, problem: page.workloads_problem })
+            Ok(ListPage {
+                all: page.volumes,
+                next_token: page.next_page_token,
+                problem: page.workloads_problem,
+            })
         });
         let found = found.await?;
         let mut list = volumes::list(found.all);
         if !found.problem.is_empty() {
-            list.notes.push(format!("the workloads are not known: {}", found.problem));
+            list.warnings.push(format!("the workloads are not known: {}", found.problem));
         }
         Ok((list, found.next_token))
     }
@@ -112,7 +116,7 @@ impl Lister {
             let (volume, node) = (volume.clone(), node.clone());
             let request = v1::ListReplicasRequest { volume, page_size, page_token, node };
             let page = client.list_replicas(limited(request)).await?.into_inner();
-            Ok(Page { all: page.replicas, next_token: page.next_page_token, problem: String::new() })
+            Ok(ListPage { all: page.replicas, next_token: page.next_page_token, problem: String::new() })
         });
         let found = found.await?;
         Ok((replicas::list(found.all), found.next_token))
@@ -122,7 +126,7 @@ impl Lister {
         let found = self.pages(async |mut client, page_size, page_token| {
             let request = v1::ListNodesRequest { page_size, page_token };
             let page = client.list_nodes(limited(request)).await?.into_inner();
-            Ok(Page { all: page.nodes, next_token: page.next_page_token, problem: String::new() })
+            Ok(ListPage { all: page.nodes, next_token: page.next_page_token, problem: String::new() })
         });
         let found = found.await?;
         Ok((list(found.all), found.next_token))
@@ -131,10 +135,10 @@ impl Lister {
     /// Asks for page after page, as far as is wanted.
     async fn pages<T>(
         &self,
-        ask: impl AsyncFn(ControllerClient<Channel>, u32, String) -> Result<Page<T>, Status>,
-    ) -> Result<Page<T>, Status> {
+        ask: impl AsyncFn(ControllerClient<Channel>, u32, String) -> Result<ListPage<T>, Status>,
+    ) -> Result<ListPage<T>, Status> {
         let next_token = self.options.page_token.clone();
-        let mut found = Page { all: Vec::new(), next_token, problem: String::new() };
+        let mut found = ListPage { all: Vec::new(), next_token, problem: String::new() };
         while let Some(size) = self.page_after(found.all.len()) {
             let page = ask(self.client.clone(), size, found.next_token).await?;
             found.all.extend(page.all);

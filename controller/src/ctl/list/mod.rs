@@ -55,7 +55,7 @@ pub(super) struct List {
     /// Said instead of an empty table.
     if_empty: &'static str,
     /// Messages for standard error about missing parts of the list.
-    pub(super) notes: Vec<String>,
+    pub(super) warnings: Vec<String>,
 }
 
 impl List {
@@ -124,7 +124,7 @@ mod tests {
         };
         const COLUMNS: [Column; 3] = [column("NAME"), column("SIZE"), wide("REASON")];
         let entries = vec![entry("a", 1), entry("b", 2)];
-        List { columns: &COLUMNS, entries, if_empty: "nothing", notes: Vec::new() }
+        List { columns: &COLUMNS, entries, if_empty: "nothing", warnings: Vec::new() }
     }
 
     #[test]

@@ -14,7 +14,7 @@ const NODES: [Column; 12] = [
     column("SIZE"),
     column("AVAILABLE"),
     column("RESERVED"),
-    column("PROMISED"),
+    column("SCHEDULED"),
     wide("ZONE"),
     wide("VERSION"),
     wide("ADDRESS"),
@@ -27,7 +27,7 @@ const DISKS: [Column; 9] = [
     column("UUID"),
     column("SIZE"),
     column("AVAILABLE"),
-    column("PROMISED"),
+    column("SCHEDULED"),
     wide("TAGS"),
     column("NEW REPLICAS"),
     column("MESSAGE"),
@@ -36,7 +36,7 @@ const DISKS: [Column; 9] = [
 pub(super) fn list(nodes: Vec<v1::NodeObject>) -> List {
     let entries = nodes.into_iter().map(node).collect();
     let if_empty = "There are no nodes. Start the controller with --node NAME=URL";
-    List { columns: &NODES, entries, if_empty, notes: Vec::new() }
+    List { columns: &NODES, entries, if_empty, warnings: Vec::new() }
 }
 
 fn node(node: v1::NodeObject) -> Entry {
@@ -59,7 +59,7 @@ pub(super) fn disks(nodes: Vec<v1::NodeObject>) -> List {
     };
     let entries = nodes.into_iter().flat_map(of_node).collect();
     let if_empty = "There are no disks. Add one: shorthornctl disk add NODE PATH";
-    List { columns: &DISKS, entries, if_empty, notes: Vec::new() }
+    List { columns: &DISKS, entries, if_empty, warnings: Vec::new() }
 }
 
 fn disk(node: &str, disk: v1::NodeDisk) -> Entry {

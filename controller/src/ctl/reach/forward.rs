@@ -25,7 +25,7 @@ impl Problem {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn note(&self, problem: Option<String>) {
+    fn set(&self, problem: Option<String>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = problem;
     }
 }
@@ -46,7 +46,7 @@ impl PodStreams {
     /// Returns a stream to the API of the controller that leads now.
     async fn open(&self) -> io::Result<DuplexStream> {
         let opened = self.try_open().await;
-        self.problem.note(opened.as_ref().err().map(ToString::to_string));
+        self.problem.set(opened.as_ref().err().map(ToString::to_string));
         opened
     }
 
@@ -64,7 +64,7 @@ impl PodStreams {
             // It ends with the connection.
             tokio::spawn(async move {
                 if let Some(error) = error.await {
-                    problem.note(Some(format!("port {port} of pod {pod}, which leads: {error}")));
+                    problem.set(Some(format!("port {port} of pod {pod}, which leads: {error}")));
                 }
             });
         }

@@ -132,7 +132,7 @@ async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError
     }
     followed.version = list.version;
     let mut order = inner.order();
-    inner.cache.change(|world| order.relist(world, kind, list));
+    inner.cache.change(|state| order.relist(state, kind, list));
     drop(order);
     Ok(followed)
 }
@@ -185,10 +185,10 @@ async fn read_page(
 /// belong to them.
 pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
     let missing: BTreeSet<String> = {
-        let world = inner.cache.world();
-        let replicas = world.replicas.values().map(|replica| replica.spec.volume_name.as_str());
-        let owners = replicas.chain(world.engines.keys().map(String::as_str));
-        owners.filter(|name| !world.volumes.contains_key(*name)).map(str::to_owned).collect()
+        let state = inner.cache.state();
+        let replicas = state.replicas.values().map(|replica| replica.spec.volume_name.as_str());
+        let owners = replicas.chain(state.engines.keys().map(String::as_str));
+        owners.filter(|name| !state.volumes.contains_key(*name)).map(str::to_owned).collect()
     };
     for name in missing {
         let key = Key::new(Kind::Volume, &name);
@@ -296,12 +296,12 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     if let Err(error) = inner.send(key, version, Part::Status(status)).await {
         // If another writer was first, the watch brings the current state.
-        tracing::debug!(%key, %error, "what is wrong with it is not noted");
+        tracing::debug!(%key, %error, "what is wrong with it is not recorded");
         return;
     }
     let message = format!("nothing is done for this volume: {error}");
     let event = Event { about: key.clone(), warning: true, reason: convert::INVALID_SPEC, message };
-    inner.events.tell(&event, object.metadata.uid.as_deref().unwrap_or_default());
+    inner.events.record(&event, object.metadata.uid.as_deref().unwrap_or_default());
 }
 
 /// Returns true if the object has our finalizer, and a volume the fingerprint of its key.
@@ -444,7 +444,7 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
         Ok(Some(Read::Object(object))) => {
             followed.left_out.remove(&key);
             inner.take(*object);
-            if inner.cache.world().version(&key) == 0 {
+            if inner.cache.state().version(&key) == 0 {
                 // Another controller has marked it, and the watch is past that.
                 return Err(WatchError::Lost(format!("{key} was marked meanwhile")));
             }
@@ -486,7 +486,7 @@ async fn take(
     if is_gone {
         followed.left_out.remove(&key);
         let mut order = inner.order();
-        inner.cache.change(|world| if order.take_gone(world, &key, at) { vec![key] } else { Vec::new() });
+        inner.cache.change(|state| if order.take_gone(state, &key, at) { vec![key] } else { Vec::new() });
         order.heard(kind, at);
     } else {
         // It is listed again if it cannot be marked now.

@@ -27,7 +27,7 @@ use kube::Client;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Status;
 use serde_json::{Value, json};
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use thiserror::Error;
@@ -154,7 +154,7 @@ impl KubeStore {
             namespace: namespace.to_owned(),
             cluster: keys.cluster(),
             keys,
-            cache: Cache::new(World::default()),
+            cache: Cache::new(ClusterState::default()),
             order: Mutex::default(),
             events,
         });
@@ -208,8 +208,8 @@ async fn check_definitions(client: &Client) -> Result<(), OpenError> {
 
 #[async_trait]
 impl Store for KubeStore {
-    fn world(&self) -> RwLockReadGuard<'_, World> {
-        self.inner.cache.world()
+    fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+        self.inner.cache.state()
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
@@ -223,12 +223,12 @@ impl Store for KubeStore {
         finished(tokio::spawn(async move { inner.remove(&key, version).await })).await
     }
 
-    fn promise(&self, replicas: Vec<Replica>) {
-        self.inner.cache.promise(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) {
+        self.inner.cache.reserve(replicas);
     }
 
-    fn forget_promises(&self, names: &[String]) {
-        self.inner.cache.forget_promises(names);
+    fn forget_reservations(&self, names: &[String]) {
+        self.inner.cache.forget_reservations(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {
@@ -264,7 +264,7 @@ impl Inner {
         let key = object.key();
         let expected = object.metadata().resource_version;
         self.cache.check(&key, expected)?;
-        let stored = self.cache.world().get(&key);
+        let stored = self.cache.state().get(&key);
         let written = match stored {
             None => self.create(&key, &object).await,
             Some(stored) if object.metadata().is_deleting() && !stored.metadata().is_deleting() => {
@@ -401,8 +401,8 @@ impl Inner {
 
     fn forget(&self, key: &Key, version: u64) {
         let mut order = self.order();
-        self.cache.change(|world| {
-            order.remove(world, key, version);
+        self.cache.change(|state| {
+            order.remove(state, key, version);
             vec![key.clone()]
         });
     }
@@ -417,15 +417,15 @@ impl Inner {
     fn take(&self, object: Object) {
         let key = object.key();
         let mut order = self.order();
-        self.cache.change(|world| if order.take(world, object) { vec![key] } else { Vec::new() });
+        self.cache.change(|state| if order.take(state, object) { vec![key] } else { Vec::new() });
     }
 
     /// The API server has an object of that key which cannot be used.
     fn leave_out(&self, key: Key, left_out: LeftOut) {
         let order = self.order();
         self.cache.change(
-            |world| {
-                if order.leave_out(world, &key, left_out) { vec![key] } else { Vec::new() }
+            |state| {
+                if order.leave_out(state, &key, left_out) { vec![key] } else { Vec::new() }
             },
         );
         drop(order);
@@ -433,7 +433,7 @@ impl Inner {
 
     /// Nothing of ours is in the object of that key.
     fn forget_left_out(&self, key: &Key) {
-        self.cache.change(|world| if world.forget_left_out(key) { vec![key.clone()] } else { Vec::new() });
+        self.cache.change(|state| if state.forget_left_out(key) { vec![key.clone()] } else { Vec::new() });
     }
 
     /// After a write that failed, memory must not be older than what it failed on: it would fail again.
@@ -444,7 +444,7 @@ impl Inner {
                 return StoreError::Conflict {
                     key: key.clone(),
                     expected,
-                    found: self.cache.world().version(key),
+                    found: self.cache.state().version(key),
                 };
             }
             WriteError::Convert(error) => {
@@ -457,7 +457,7 @@ impl Inner {
         if is_code(error, 409) || is_code(error, 404) {
             self.refresh(key, expected).await;
         }
-        store_error(error, key, expected, self.cache.world().version(key))
+        store_error(error, key, expected, self.cache.state().version(key))
     }
 
     async fn refresh(&self, key: &Key, expected: u64) {

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 
@@ -36,10 +36,10 @@ pub struct List {
 
 impl Order {
     /// Takes an object from a watch or an answer. Returns true if it is newer than the known one.
-    pub fn take(&mut self, world: &mut World, object: Object) -> bool {
+    pub fn take(&mut self, state: &mut ClusterState, object: Object) -> bool {
         let key = object.key();
         let version = object.metadata().resource_version;
-        let known = match world.version(&key) {
+        let known = match state.version(&key) {
             0 => self.gone_at(&key),
             known => known,
         };
@@ -47,16 +47,16 @@ impl Order {
             return false;
         }
         self.removed.remove(&key);
-        world.insert(object);
+        state.insert(object);
         true
     }
 
     /// An object that cannot be used, from anywhere. True: it is newer than what was known.
-    pub fn leave_out(&self, world: &mut World, key: &Key, left_out: LeftOut) -> bool {
+    pub fn leave_out(&self, state: &mut ClusterState, key: &Key, left_out: LeftOut) -> bool {
         let removed = self.removed.get(key).copied().unwrap_or(0);
-        let is_newer = left_out.version == 0 || left_out.version > world.version(key).max(removed);
-        if is_newer && world.left_out().get(key) != Some(&left_out) {
-            world.leave_out(key.clone(), left_out);
+        let is_newer = left_out.version == 0 || left_out.version > state.version(key).max(removed);
+        if is_newer && state.left_out().get(key) != Some(&left_out) {
+            state.leave_out(key.clone(), left_out);
             return true;
         }
         false
@@ -69,24 +69,24 @@ impl Order {
     }
 
     /// Handles the deletion of an object at that version in the watch. Returns true if it existed.
-    pub fn take_gone(&mut self, world: &mut World, key: &Key, version: u64) -> bool {
-        let known = world.version(key);
+    pub fn take_gone(&mut self, state: &mut ClusterState, key: &Key, version: u64) -> bool {
+        let known = state.version(key);
         let goes = known != 0 && known <= version;
         if goes {
-            world.remove(key);
+            state.remove(key);
         }
         if self.removed.get(key).is_some_and(|removed| *removed <= version) {
             self.removed.remove(key);
         }
-        let was_left_out = world.left_out().get(key).is_some_and(|left_out| left_out.version <= version);
-        goes | (was_left_out && world.forget_left_out(key))
+        let was_left_out = state.left_out().get(key).is_some_and(|left_out| left_out.version <= version);
+        goes | (was_left_out && state.forget_left_out(key))
     }
 
     /// Handles the removal of that version of an object by this controller.
-    pub fn remove(&mut self, world: &mut World, key: &Key, version: u64) {
+    pub fn remove(&mut self, state: &mut ClusterState, key: &Key, version: u64) {
         // If it is not known any more, the watch has reported that already; or it was re-created.
-        if (1..=version).contains(&world.version(key)) {
-            world.remove(key);
+        if (1..=version).contains(&state.version(key)) {
+            state.remove(key);
             self.removed.insert(key.clone(), version);
         }
     }
@@ -99,37 +99,37 @@ impl Order {
 
     /// Takes all objects of a kind as of that version; returns the changed ones. Unreadable ones keep their
     /// last known state.
-    pub fn relist(&mut self, world: &mut World, kind: Kind, list: List) -> Vec<Key> {
+    pub fn relist(&mut self, state: &mut ClusterState, kind: Kind, list: List) -> Vec<Key> {
         let List { version, objects, unreadable, left_out } = list;
         let mut changed = Vec::new();
         if version < self.heard.get(&kind).copied().unwrap_or(0) {
             // Only an API server that was restored from a backup says that: its current state is the truth.
-            self.forget(world, kind, &mut changed);
+            self.forget(state, kind, &mut changed);
         }
         let readable = objects.iter().map(Object::key).chain(unreadable);
         let listed: BTreeSet<Key> = readable.chain(left_out.keys().cloned()).collect();
-        let gone: Vec<Key> = world
+        let gone: Vec<Key> = state
             .keys()
-            .filter(|key| key.kind == kind && !listed.contains(key) && world.version(key) <= version)
+            .filter(|key| key.kind == kind && !listed.contains(key) && state.version(key) <= version)
             .collect();
         for key in gone {
-            world.remove(&key);
+            state.remove(&key);
             changed.push(key);
         }
         for object in objects {
             let key = object.key();
-            if self.take_listed(world, object) {
+            if self.take_listed(state, object) {
                 changed.push(key);
             }
         }
-        let before = world.left_out().iter().map(|(key, _)| key);
+        let before = state.left_out().iter().map(|(key, _)| key);
         let before = before.filter(|key| key.kind == kind && !left_out.contains_key(key));
         for key in before.cloned().collect::<Vec<Key>>() {
-            world.forget_left_out(&key);
+            state.forget_left_out(&key);
             changed.push(key);
         }
         for (key, left_out) in left_out {
-            if self.leave_out(world, &key, left_out) {
+            if self.leave_out(state, &key, left_out) {
                 changed.push(key);
             }
         }
@@ -140,21 +140,21 @@ impl Order {
 
     /// Takes an object of a list. A list is of one version, at which the object existed, whatever came
     /// before.
-    fn take_listed(&mut self, world: &mut World, object: Object) -> bool {
+    fn take_listed(&mut self, state: &mut ClusterState, object: Object) -> bool {
         let key = object.key();
         let version = object.metadata().resource_version;
         let removed = self.removed.get(&key).copied().unwrap_or(0);
-        if version <= world.version(&key).max(removed) {
+        if version <= state.version(&key).max(removed) {
             return false;
         }
         self.removed.remove(&key);
-        world.insert(object);
+        state.insert(object);
         true
     }
 
-    fn forget(&mut self, world: &mut World, kind: Kind, changed: &mut Vec<Key>) {
-        let all: Vec<Key> = world.keys().filter(|key| key.kind == kind).collect();
-        all.iter().for_each(|key| world.remove(key));
+    fn forget(&mut self, state: &mut ClusterState, kind: Kind, changed: &mut Vec<Key>) {
+        let all: Vec<Key> = state.keys().filter(|key| key.kind == kind).collect();
+        all.iter().for_each(|key| state.remove(key));
         changed.extend(all);
         self.heard.remove(&kind);
         self.removed.retain(|key, _| key.kind != kind);

@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(lock(&store.inner.writer).commits, 1);
         drop(store);
         let store = RedbStore::open(&path).unwrap();
-        assert_eq!(store.world().nodes.keys().cloned().collect::<Vec<_>>(), names);
+        assert_eq!(store.state().nodes.keys().cloned().collect::<Vec<_>>(), names);
         assert_eq!(lock(&store.inner.writer).revision, 20);
     }
 
@@ -316,7 +316,7 @@ mod tests {
         // A name that is free again by the time of its turn.
         let answers = at_once(&store, vec![Write::Remove(key.clone(), 1), Write::Put(node("a"))]);
         assert!(answers.iter().all(Result::is_ok), "{answers:?}");
-        assert_eq!(store.world().version(&key), 5);
+        assert_eq!(store.state().version(&key), 5);
     }
 
     /// A disk that fails from some moment on.
@@ -365,7 +365,7 @@ mod tests {
         for answer in at_once(&store, writes) {
             assert!(matches!(&answer, Err(StoreError::Write { .. })), "{answer:?}");
         }
-        assert_eq!(store.world().nodes.keys().collect::<Vec<_>>(), ["a"]);
+        assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["a"]);
     }
 
     #[test]

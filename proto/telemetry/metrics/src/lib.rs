@@ -15,5 +15,5 @@ mod process;
 mod server;
 
 pub use address::{MetricsListen, MetricsListenError};
-pub use page::{Counters, Gauges, Histograms, Page, Seconds};
-pub use server::{MetricsError, Serving, Vitals, start};
+pub use page::{Counters, Gauges, Histograms, MetricsPage, Seconds};
+pub use server::{MetricsError, MetricsSource, Serving, start};

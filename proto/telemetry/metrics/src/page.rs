@@ -18,11 +18,11 @@ fn owned(labels: &[(&'static str, &str)]) -> Labels {
 
 /// The content of one answer. Names have the prefix `shorthorn_` and base units; counters get `_total`.
 #[derive(Debug, Default)]
-pub struct Page {
+pub struct MetricsPage {
     registry: Registry,
 }
 
-impl Page {
+impl MetricsPage {
     /// Adds gauges, which are read for this page.
     pub fn gauges(&mut self, name: &str, help: &str) -> Gauges {
         let gauges = Gauges(Family::default());
@@ -143,7 +143,7 @@ mod tests {
         calls.count(&[("method", "Create"), ("code", "Ok")]);
         calls.count(&[("method", "Create"), ("code", "Ok")]);
         took.observe(&[], Duration::from_millis(20));
-        let mut page = Page::default();
+        let mut page = MetricsPage::default();
         page.show_counters("shorthorn_calls", "Calls", &calls);
         page.show_histograms("shorthorn_call_duration_seconds", "How long they took", &took);
         let disks = page.gauges("shorthorn_disk_size_bytes", "Size of a disk");

@@ -2,12 +2,12 @@
 
 use std::fs;
 
-use crate::page::Page;
+use crate::page::MetricsPage;
 
 /// USER_HZ, which is 100 on every architecture that we run on.
 const TICKS_PER_S: f64 = 100.0;
 
-pub fn show(page: &mut Page, program: &str, version: &str) {
+pub fn show(page: &mut MetricsPage, program: &str, version: &str) {
     let build = page.gauges("shorthorn_build_info", "1, with which program this is");
     build.set(&[("program", program), ("version", version)], 1);
     // Unreadable values are not shown.

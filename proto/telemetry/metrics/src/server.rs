@@ -17,7 +17,7 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::JoinHandle;
 
 use crate::address::MetricsListen;
-use crate::page::Page;
+use crate::page::MetricsPage;
 use crate::process;
 
 /// The maximum number of connections; more of them wait.
@@ -37,7 +37,7 @@ const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The health and the metrics of a program.
 #[async_trait]
-pub trait Vitals: Send + Sync + 'static {
+pub trait MetricsSource: Send + Sync + 'static {
     /// Returns the name and the version of the program.
     fn program(&self) -> (&'static str, &'static str);
 
@@ -49,7 +49,7 @@ pub trait Vitals: Send + Sync + 'static {
 
     /// Adds the current numbers to the page. Implementations bound long operations: the caller waits for some
     /// seconds only.
-    async fn fill(&self, page: &mut Page);
+    async fn fill(&self, page: &mut MetricsPage);
 }
 
 /// The address cannot be used.
@@ -67,7 +67,7 @@ impl Drop for Serving {
     }
 }
 
-/// Serves the health and the metrics of `vitals` at `listen`. If that is the `default` and is taken, the
+/// Serves the health and the metrics of `source` at `listen`. If that is the `default` and is taken, the
 /// program starts all the same: several programs may run on one host.
 ///
 /// # Errors
@@ -75,14 +75,14 @@ impl Drop for Serving {
 pub async fn start(
     listen: MetricsListen,
     default: MetricsListen,
-    vitals: Arc<dyn Vitals>,
+    source: Arc<dyn MetricsSource>,
 ) -> Result<Option<Serving>, MetricsError> {
     let MetricsListen::At(address) = listen else { return Ok(None) };
     let bound = TcpListener::bind(address).await.and_then(|listener| Ok((listener.local_addr()?, listener)));
     match bound {
         Ok((address, listener)) => {
             tracing::info!(%address, "metrics and health are served");
-            Ok(Some(Serving(tokio::spawn(serve(listener, vitals)))))
+            Ok(Some(Serving(tokio::spawn(serve(listener, source)))))
         }
         Err(error) if listen != default => Err(MetricsError(address, error)),
         Err(error) => {
@@ -92,14 +92,14 @@ pub async fn start(
     }
 }
 
-struct Shown {
-    vitals: Arc<dyn Vitals>,
+struct MetricsInputs {
+    source: Arc<dyn MetricsSource>,
     /// The lock for making pages one at a time.
     making: Mutex<()>,
 }
 
-async fn serve(listener: TcpListener, vitals: Arc<dyn Vitals>) {
-    let shown = Arc::new(Shown { vitals, making: Mutex::new(()) });
+async fn serve(listener: TcpListener, source: Arc<dyn MetricsSource>) {
+    let shown = Arc::new(MetricsInputs { source, making: Mutex::new(()) });
     let free = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         // It is never closed.
@@ -120,7 +120,7 @@ async fn serve(listener: TcpListener, vitals: Arc<dyn Vitals>) {
     }
 }
 
-async fn answer(stream: TcpStream, shown: Arc<Shown>) {
+async fn answer(stream: TcpStream, shown: Arc<MetricsInputs>) {
     let service = service_fn(move |request: Request<Incoming>| {
         let shown = Arc::clone(&shown);
         async move {
@@ -140,7 +140,7 @@ async fn answer(stream: TcpStream, shown: Arc<Shown>) {
     }
 }
 
-async fn respond(method: &Method, path: &str, shown: &Shown) -> Response<Full<Bytes>> {
+async fn respond(method: &Method, path: &str, shown: &MetricsInputs) -> Response<Full<Bytes>> {
     if method != Method::GET && method != Method::HEAD {
         let mut refused =
             response(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD are served\n".into());
@@ -149,16 +149,16 @@ async fn respond(method: &Method, path: &str, shown: &Shown) -> Response<Full<By
     }
     match path {
         "/healthz" => response(StatusCode::OK, TEXT, "ok\n".into()),
-        "/readyz" => match shown.vitals.ready() {
+        "/readyz" => match shown.source.ready() {
             Ok(()) => response(StatusCode::OK, TEXT, "ready\n".into()),
             Err(reason) => response(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("not ready: {reason}\n")),
         },
         "/metrics" => {
             let _making = shown.making.lock().await;
-            let mut page = Page::default();
-            let (program, version) = shown.vitals.program();
+            let mut page = MetricsPage::default();
+            let (program, version) = shown.source.program();
             process::show(&mut page, program, version);
-            shown.vitals.fill(&mut page).await;
+            shown.source.fill(&mut page).await;
             match page.text() {
                 Ok(text) => response(StatusCode::OK, OPENMETRICS, text),
                 Err(error) => response(StatusCode::INTERNAL_SERVER_ERROR, TEXT, format!("{error}\n")),

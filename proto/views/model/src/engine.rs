@@ -114,12 +114,12 @@ impl Model {
         let members = at.target();
         at.view = at.underway.take().map(|underway| underway.change.target);
         at.served = true;
-        at.joiner = at.joiner.filter(|joiner| !members.has(*joiner));
+        at.rebuilt = at.rebuilt.filter(|rebuilt| !members.has(*rebuilt));
         let (number, reached) = (at.last_number(), at.reached);
         state.send_all(reached, |replica| Message::Commit { engine, replica, number });
         let generation = state.engine(engine).generation;
         if !state.engines.iter().any(|newer| newer.served && newer.generation > generation) {
-            state.unjoined = members.iter().fold(state.unjoined, Bits::without);
+            state.not_admitted = members.iter().fold(state.not_admitted, Bits::without);
         }
     }
 
@@ -131,14 +131,14 @@ impl Model {
     pub(crate) fn leave_too(&self, state: &mut State, engine: u8, replica: u8) {
         let left = state.engine(engine).target().without(replica);
         let at = state.engine_mut(engine);
-        at.joiner = at.joiner.filter(|joiner| *joiner != replica);
+        at.rebuilt = at.rebuilt.filter(|rebuilt| *rebuilt != replica);
         self.change(state, engine, left, Some(replica));
     }
 
-    pub(crate) fn join(&self, state: &mut State, engine: u8) {
+    pub(crate) fn admit(&self, state: &mut State, engine: u8) {
         let at = state.engine(engine);
-        let Some(joiner) = at.joiner else { return };
-        let more = at.members().with(joiner);
+        let Some(rebuilt) = at.rebuilt else { return };
+        let more = at.members().with(rebuilt);
         self.change(state, engine, more, None);
     }
 
@@ -159,9 +159,9 @@ impl Model {
     /// in flight again, and all later ones.
     pub(crate) fn copy(&self, state: &mut State, engine: u8, replica: u8, source: u8) {
         state.replica_mut(replica).data = state.replica(source).data;
-        state.unjoined = state.unjoined.with(replica);
+        state.not_admitted = state.not_admitted.with(replica);
         let at = state.engine_mut(engine);
-        at.joiner = Some(replica);
+        at.rebuilt = Some(replica);
         at.links[usize::from(replica)] += 1;
         if self.rules.sends_again() {
             at.answers[usize::from(replica)] = Bits::NONE;
@@ -185,7 +185,7 @@ impl State {
         let at = self.engine_mut(engine);
         at.underway = None;
         at.changes += 1;
-        at.lose_joiner();
+        at.lose_rebuilt();
         for replica in at.members().iter() {
             self.send_pending(engine, replica);
         }
@@ -212,7 +212,7 @@ impl State {
         self.send(Message::Ask { engine, number });
     }
 
-    /// Sends a write of the engine to all members, and to the joiner.
+    /// Sends a write of the engine to all members, and to the rebuilding replica.
     pub(crate) fn write(&mut self, engine: u8) {
         let write = self.writes;
         self.writes += 1;
@@ -249,9 +249,9 @@ impl Engine {
         self.proposals.push(Rc::new(Proposal { target, honoured, stored: Members::NONE }));
     }
 
-    /// Returns the members and the joiner.
+    /// Returns the members and the rebuilding replica.
     fn receivers(&self) -> Bits {
-        self.joiner.into_iter().fold(self.members(), Bits::with)
+        self.rebuilt.into_iter().fold(self.members(), Bits::with)
     }
 
     /// Returns true if all necessary replicas have answered.
@@ -259,9 +259,9 @@ impl Engine {
         self.receivers().iter().all(|replica| self.answered(replica).has(write))
     }
 
-    pub(crate) fn lose_joiner(&mut self) {
-        if let Some(joiner) = self.joiner.take() {
-            self.links[usize::from(joiner)] += 1;
+    pub(crate) fn lose_rebuilt(&mut self) {
+        if let Some(rebuilt) = self.rebuilt.take() {
+            self.links[usize::from(rebuilt)] += 1;
         }
     }
 }

@@ -46,7 +46,7 @@ impl Writer {
         self.arbiter(&state.backup.1);
         self.bytes.push(state.restores);
         self.number(state.restored_at as u64);
-        self.bytes.extend([state.writes, state.losses, self.permuted(state.unjoined)]);
+        self.bytes.extend([state.writes, state.losses, self.permuted(state.not_admitted)]);
         for host in &state.hosts {
             self.number(u64::from(host.restart));
             self.option(host.known);
@@ -78,7 +78,7 @@ impl Writer {
         let flags = [u8::from(engine.alive), u8::from(engine.served), engine.changes];
         self.bytes.extend(flags);
         self.bytes.extend([self.permuted(engine.reached), engine.pending.0, engine.acknowledged.0]);
-        self.bytes.push(engine.joiner.map_or(u8::MAX, |joiner| self.order[usize::from(joiner)]));
+        self.bytes.push(engine.rebuilt.map_or(u8::MAX, |rebuilt| self.order[usize::from(rebuilt)]));
         self.option(engine.view);
         self.option(engine.refusal);
         for place in self.places(engine.answers.len()) {

@@ -14,7 +14,7 @@
 //!    but only on replicas that no newer engine has in its view. Its data lacks only writes that newer
 //!    engines have acknowledged: a stale read, which only a lease would prevent. That is why a volume is
 //!    attached elsewhere only when its old engine is stopped, or the replicas that it reads from are fenced.
-//! 4. **No early joiner.** In the view of the newest engine that has served is no replica whose data was
+//! 4. **No early member.** In the view of the newest engine that has served is no replica whose data was
 //!    replaced for a join that has not come through. (An engine that does not know of a grant may take one
 //!    for a member at first. It has no quorum then but by a grant, and does not get that.)
 //! 5. **Generations only rise**, on every replica; and on every replica the committed view does.
@@ -53,7 +53,7 @@ pub fn check(model: &Model, before: &State, after: &State) -> Result<(), Violati
     nothing_is_lost(after)?;
     no_fork(after)?;
     reads(after)?;
-    no_early_joiner(after)?;
+    no_early_member(after)?;
     generations_rise(before, after)?;
     if model.limits.healing { can_start(model, before, after) } else { Ok(()) }
 }
@@ -111,9 +111,9 @@ fn reads(state: &State) -> Result<(), Violation> {
     Ok(())
 }
 
-fn no_early_joiner(state: &State) -> Result<(), Violation> {
+fn no_early_member(state: &State) -> Result<(), Violation> {
     let Some(newest) = newest_served(state).filter(|newest| newest.alive) else { return Ok(()) };
-    let early = newest.members().intersection(state.unjoined);
+    let early = newest.members().intersection(state.not_admitted);
     if early.is_empty() {
         return Ok(());
     }
@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(rule(&fine, &lost), 1);
 
         let mut early = fine.clone();
-        early.unjoined = Bits::NONE.with(2);
+        early.not_admitted = Bits::NONE.with(2);
         assert_eq!(rule(&fine, &early), 4);
 
         let mut stale = fine.clone();

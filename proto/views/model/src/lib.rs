@@ -4,7 +4,8 @@
 //! [`shorthorn_views`]. This crate adds the surroundings, small enough to be searched: a network, crashes,
 //! and the data, a set of writes per replica.
 //!
-//! - [`State`]: one controller (arbiter), up to three replicas, engines. [`Step`]: the next possible steps.
+//! - [`State`]: one controller (arbiter), up to three replicas, engines. [`ModelStep`]: the next possible
+//!   steps.
 //! - [`Message`]s are a set from which none is removed. A message that is never delivered was lost, and a
 //!   message can be delivered again at any time, and in any order. A crash of a replica or of the arbiter is
 //!   the loss of all messages in flight to and from it, because both store before they answer and keep
@@ -57,5 +58,5 @@ pub use mutation::Mutation;
 pub use network::Message;
 pub use search::{Found, search};
 pub use state::{Engine, Host, Proposal, Replica, State, Underway};
-pub use step::Step;
+pub use step::ModelStep;
 pub use walk::{Walk, walk};

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use shorthorn_views_model::{Limits, Model, Mutation, Step, Violation, search, walk};
+use shorthorn_views_model::{Limits, Model, ModelStep, Mutation, Violation, search, walk};
 
 /// Searches the rules of views and generations for a way to lose data.
 #[derive(Debug, Parser)]
@@ -141,7 +141,7 @@ fn run_walks(model: &Model, options: &Options) -> ExitCode {
 }
 
 /// Returns the name of the kind of step, for the count.
-fn name(step: &Step) -> String {
+fn name(step: &ModelStep) -> String {
     let text = format!("{step:?}");
     text.split([' ', '{']).next().unwrap_or_default().to_owned()
 }
@@ -151,13 +151,13 @@ fn fine() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn show(steps: &[Step]) {
+fn show(steps: &[ModelStep]) {
     for (number, step) in steps.iter().enumerate() {
         println!("{:4} {step:?}", number + 1);
     }
 }
 
-fn violated(violation: &Violation, steps: &[Step]) -> ExitCode {
+fn violated(violation: &Violation, steps: &[ModelStep]) -> ExitCode {
     show(steps);
     println!("VIOLATION after {} steps, {violation}", steps.len());
     ExitCode::FAILURE

@@ -3,7 +3,7 @@ use crate::mutation::Mutation;
 use crate::network::Message;
 use crate::rules::Rules;
 use crate::state::{Engine, State};
-use crate::step::Step;
+use crate::step::ModelStep;
 
 /// The limits of the model.
 #[derive(Clone, Copy, Debug)]
@@ -59,25 +59,25 @@ impl Model {
 
     /// Returns all possible steps in `state`; some may change nothing.
     #[must_use]
-    pub fn steps(&self, state: &State) -> Vec<Step> {
+    pub fn steps(&self, state: &State) -> Vec<ModelStep> {
         let mut steps = Vec::new();
         if state.engines.len() < usize::from(self.limits.engines) {
-            steps.push(Step::Attach { higher: true });
+            steps.push(ModelStep::Attach { higher: true });
             let stopped = |host: &u8| !self.runs(state, *host);
             let hosts = (0..8).take(state.hosts.len()).filter(stopped);
-            steps.extend(hosts.map(|host| Step::Restart { host, higher: true }));
+            steps.extend(hosts.map(|host| ModelStep::Restart { host, higher: true }));
             self.loss_steps(state, &mut steps);
         }
         self.restore_steps(state, &mut steps);
         if self.limits.replica_crashes {
-            steps.extend(state.all().map(|replica| Step::ReplicaCrash { replica }));
+            steps.extend(state.all().map(|replica| ModelStep::ReplicaCrash { replica }));
         }
-        steps.extend(state.messages.iter().map(|message| Step::Deliver(*message)));
+        steps.extend(state.messages.iter().map(|message| ModelStep::Deliver(*message)));
         for (engine, at) in (0..).zip(&state.engines).filter(|(_, at)| at.alive) {
-            steps.push(Step::Crash { engine });
+            steps.push(ModelStep::Crash { engine });
             self.start_steps(state, engine, at, &mut steps);
             self.change_steps(state, engine, at, &mut steps);
-            self.join_steps(state, engine, at, &mut steps);
+            self.admit_steps(state, engine, at, &mut steps);
             self.write_steps(state, engine, at, &mut steps);
         }
         steps
@@ -85,29 +85,31 @@ impl Model {
 
     /// Returns `state` after `step`, one of [`Self::steps`].
     #[must_use]
-    pub fn apply(&self, state: &State, step: Step) -> State {
+    pub fn apply(&self, state: &State, step: ModelStep) -> State {
         let mut next = state.clone();
         match step {
-            Step::Attach { higher } => next.attach(self.rules, higher),
-            Step::BackUp => next.back_up(),
-            Step::Restore => next.restore(self.rules),
-            Step::Renew => next.arbiter = next.renewal().unwrap_or(next.arbiter),
-            Step::Restart { host, higher } => next.restart(self.rules, host, higher),
-            Step::StartAnew { host, higher } => next.start_anew(self.rules, host, higher),
-            Step::Crash { engine } => next.engine_mut(engine).die(),
-            Step::ReplicaCrash { replica } => next.crash_replica(replica),
-            Step::Deliver(message) => self.deliver(&mut next, message),
-            Step::Choose { engine, members, left_out } => self.choose(&mut next, engine, members, left_out),
-            Step::Begin { engine, source } => self.begin(&mut next, engine, source),
-            Step::Leave { engine, replica } => self.leave(&mut next, engine, replica),
-            Step::LeaveToo { engine, replica } => self.leave_too(&mut next, engine, replica),
-            Step::GiveUp { engine } => next.give_up(engine),
-            Step::Copy { engine, replica, source } => self.copy(&mut next, engine, replica, source),
-            Step::Join { engine } => self.join(&mut next, engine),
-            Step::LoseJoiner { engine } => next.engine_mut(engine).lose_joiner(),
-            Step::Ask { engine } => next.ask(engine),
-            Step::Write { engine } => next.write(engine),
-            Step::Acknowledge { engine, write } => next.acknowledge(engine, write),
+            ModelStep::Attach { higher } => next.attach(self.rules, higher),
+            ModelStep::BackUp => next.back_up(),
+            ModelStep::Restore => next.restore(self.rules),
+            ModelStep::Renew => next.arbiter = next.renewal().unwrap_or(next.arbiter),
+            ModelStep::Restart { host, higher } => next.restart(self.rules, host, higher),
+            ModelStep::StartAnew { host, higher } => next.start_anew(self.rules, host, higher),
+            ModelStep::Crash { engine } => next.engine_mut(engine).die(),
+            ModelStep::ReplicaCrash { replica } => next.crash_replica(replica),
+            ModelStep::Deliver(message) => self.deliver(&mut next, message),
+            ModelStep::Choose { engine, members, left_out } => {
+                self.choose(&mut next, engine, members, left_out)
+            }
+            ModelStep::Begin { engine, source } => self.begin(&mut next, engine, source),
+            ModelStep::Leave { engine, replica } => self.leave(&mut next, engine, replica),
+            ModelStep::LeaveToo { engine, replica } => self.leave_too(&mut next, engine, replica),
+            ModelStep::GiveUp { engine } => next.give_up(engine),
+            ModelStep::Copy { engine, replica, source } => self.copy(&mut next, engine, replica, source),
+            ModelStep::Admit { engine } => self.admit(&mut next, engine),
+            ModelStep::LoseRebuilt { engine } => next.engine_mut(engine).lose_rebuilt(),
+            ModelStep::Ask { engine } => next.ask(engine),
+            ModelStep::Write { engine } => next.write(engine),
+            ModelStep::Acknowledge { engine, write } => next.acknowledge(engine, write),
         }
         let mut messages = std::mem::take(&mut next.messages);
         messages.retain(|message| message.is_of_use(&next));
@@ -133,32 +135,32 @@ impl Model {
     }
 
     /// Adds the steps in which the controller's store is restored from a backup.
-    fn restore_steps(&self, state: &State, steps: &mut Vec<Step>) {
+    fn restore_steps(&self, state: &State, steps: &mut Vec<ModelStep>) {
         if state.restores < self.limits.restores {
-            steps.push(Step::BackUp);
+            steps.push(ModelStep::BackUp);
             if state.may_restore() {
-                steps.push(Step::Restore);
+                steps.push(ModelStep::Restore);
             }
         }
         if state.restores > 0 {
             if state.engines.len() < usize::from(self.limits.engines) {
-                steps.push(Step::Attach { higher: false });
+                steps.push(ModelStep::Attach { higher: false });
             }
             if state.renewal().is_some() {
-                steps.push(Step::Renew);
+                steps.push(ModelStep::Renew);
             }
         }
     }
 
     /// Adds the steps in which hosts lose their state. From then on numbers are used again, and either nonce
     /// may be the greater one.
-    fn loss_steps(&self, state: &State, steps: &mut Vec<Step>) {
+    fn loss_steps(&self, state: &State, steps: &mut Vec<ModelStep>) {
         for (host, known) in (0..8).zip(&state.hosts) {
             if known.has_lost && !self.runs(state, host) {
-                steps.push(Step::Restart { host, higher: false });
+                steps.push(ModelStep::Restart { host, higher: false });
             }
             if state.losses < self.limits.losses {
-                steps.extend([true, false].map(|higher| Step::StartAnew { host, higher }));
+                steps.extend([true, false].map(|higher| ModelStep::StartAnew { host, higher }));
             }
         }
     }
@@ -168,12 +170,12 @@ impl Model {
         state.engines.iter().any(|engine| engine.alive && engine.generation.attach == attach)
     }
 
-    fn start_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+    fn start_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<ModelStep>) {
         let offenders = if self.limits.offenders { at.reached } else { Bits::NONE };
         for left_out in std::iter::once(Bits::NONE).chain(offenders.subsets()) {
             if let Some(found) = self.found(state, engine, left_out) {
                 let chosen = bits(&found.members).subsets();
-                steps.extend(chosen.map(|members| Step::Choose { engine, members, left_out }));
+                steps.extend(chosen.map(|members| ModelStep::Choose { engine, members, left_out }));
             }
         }
         let Some(underway) = at.underway.as_ref().filter(|underway| underway.may_be_proposed()) else {
@@ -189,30 +191,30 @@ impl Model {
             let data = |replica: u8| state.replica(replica).data;
             members.iter().take_while(|other| other < source).all(|other| data(other) != data(*source))
         };
-        steps.extend(members.iter().filter(is_first).map(|source| Step::Begin { engine, source }));
+        steps.extend(members.iter().filter(is_first).map(|source| ModelStep::Begin { engine, source }));
     }
 
-    fn change_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+    fn change_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<ModelStep>) {
         let may_change = at.changes < self.limits.changes;
         if at.is_steady() && may_change && at.members().len() > 1 {
             let may_leave = |replica: &u8| self.may_propose(at, at.members().without(*replica));
             let leaving = at.members().iter().filter(may_leave);
-            steps.extend(leaving.map(|replica| Step::Leave { engine, replica }));
+            steps.extend(leaving.map(|replica| ModelStep::Leave { engine, replica }));
         }
         let Some(underway) = &at.underway else { return };
         if self.needs_grant(state, at) && !underway.asked && self.rules.asks_late(at) {
-            steps.push(Step::Ask { engine });
+            steps.push(ModelStep::Ask { engine });
         }
         if at.view.is_none() || !may_change || !self.rules.may_give_up(underway) {
             return;
         }
         if self.limits.giving_up {
-            steps.push(Step::GiveUp { engine });
+            steps.push(ModelStep::GiveUp { engine });
         }
         if at.target().len() > 1 {
             let may_leave = |replica: &u8| self.may_propose(at, at.target().without(*replica));
             let leaving = at.target().iter().filter(may_leave);
-            steps.extend(leaving.map(|replica| Step::LeaveToo { engine, replica }));
+            steps.extend(leaving.map(|replica| ModelStep::LeaveToo { engine, replica }));
         }
     }
 
@@ -222,14 +224,14 @@ impl Model {
         at.view.is_some_and(|view| self.rules.may_propose(&view.members, left))
     }
 
-    fn join_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
-        match at.joiner {
-            Some(joiner) => {
-                if !at.target().has(joiner) {
-                    steps.push(Step::LoseJoiner { engine });
+    fn admit_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<ModelStep>) {
+        match at.rebuilt {
+            Some(rebuilt) => {
+                if !at.target().has(rebuilt) {
+                    steps.push(ModelStep::LoseRebuilt { engine });
                 }
                 if at.is_steady() {
-                    steps.push(Step::Join { engine });
+                    steps.push(ModelStep::Admit { engine });
                 }
             }
             None if at.is_steady() && at.changes < self.limits.changes => {
@@ -237,20 +239,20 @@ impl Model {
                 for replica in outside {
                     let holds = |source: &u8| state.holds(at, Bits::NONE.with(replica).with(*source));
                     let sources = at.members().iter().filter(holds);
-                    steps.extend(sources.map(|source| Step::Copy { engine, replica, source }));
+                    steps.extend(sources.map(|source| ModelStep::Copy { engine, replica, source }));
                 }
             }
             None => {}
         }
     }
 
-    fn write_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<Step>) {
+    fn write_steps(&self, state: &State, engine: u8, at: &Engine, steps: &mut Vec<ModelStep>) {
         if at.is_steady() && state.writes < self.limits.writes {
-            steps.push(Step::Write { engine });
+            steps.push(ModelStep::Write { engine });
         }
         if at.view.is_some() {
             let done = at.pending.iter().filter(|write| at.is_answered(*write));
-            steps.extend(done.map(|write| Step::Acknowledge { engine, write }));
+            steps.extend(done.map(|write| ModelStep::Acknowledge { engine, write }));
         }
     }
 }

@@ -28,7 +28,7 @@ pub enum Mutation {
     /// A replica reports before it refuses the engine before.
     ServeBeforeFence,
     /// A joining replica counts as a member once it has stored the view, even if others have not.
-    EarlyJoiner,
+    EarlyMember,
     /// The arbiter does not mind that an engine has not honoured its last grant. Found only where hosts
     /// forget grants.
     ForgetGrant,

@@ -142,8 +142,8 @@ impl Rules {
                 let left_out = underway.reached.iter().fold(engine.reached, Bits::without);
                 with(change, &members(left_out)).progress()
             }
-            Some(Mutation::EarlyJoiner) if progress == Progress::Storing => match engine.joiner {
-                Some(joiner) if change.who_stored().contains(id(joiner)) => Progress::Through,
+            Some(Mutation::EarlyMember) if progress == Progress::Storing => match engine.rebuilt {
+                Some(rebuilt) if change.who_stored().contains(id(rebuilt)) => Progress::Through,
                 _ => progress,
             },
             _ => progress,

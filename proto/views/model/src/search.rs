@@ -5,7 +5,7 @@ use crate::fingerprint::fingerprint;
 use crate::invariants::{self, Violation};
 use crate::model::Model;
 use crate::state::State;
-use crate::step::Step;
+use crate::step::ModelStep;
 
 /// The result of a search.
 #[derive(Clone, Debug)]
@@ -17,13 +17,13 @@ pub struct Found {
     /// True if these are all the states that there are.
     pub exhausted: bool,
     /// The violated invariant, and a shortest way to it.
-    pub violation: Option<(Violation, Vec<Step>)>,
+    pub violation: Option<(Violation, Vec<ModelStep>)>,
 }
 
 /// The origin of a state: the former state, and the step.
 struct Origin {
     from: u32,
-    step: Step,
+    step: ModelStep,
 }
 
 /// Searches all states of `model`, breadth first, until `states_max` are seen.
@@ -59,7 +59,7 @@ pub fn search(model: &Model, states_max: u32) -> Found {
 }
 
 /// Returns the steps from the start to state `number`.
-fn way(origins: &[Origin], mut number: u32) -> Vec<Step> {
+fn way(origins: &[Origin], mut number: u32) -> Vec<ModelStep> {
     let mut steps = Vec::new();
     while let Some(origin) = usize::try_from(number).ok().and_then(|at| origins.get(at.checked_sub(1)?)) {
         steps.push(origin.step);

@@ -34,7 +34,7 @@ pub struct State {
     pub losses: u8,
     /// For the invariants only: replicas whose data was replaced to make them members, which they are not
     /// yet.
-    pub unjoined: Bits,
+    pub not_admitted: Bits,
 }
 
 /// The state that the host of an attachment keeps over restarts of its engine.
@@ -81,7 +81,7 @@ pub struct Engine {
     /// Per replica: the number of the current connection.
     pub links: [u8; REPLICAS_MAX],
     /// A replica outside the view that gets the writes too.
-    pub joiner: Option<u8>,
+    pub rebuilt: Option<u8>,
     /// The acknowledged writes.
     pub acknowledged: Bits,
     /// True if its first view has come through.
@@ -147,7 +147,7 @@ impl State {
             restores: 0,
             restored_at: 0,
             losses: 0,
-            unjoined: Bits::NONE,
+            not_admitted: Bits::NONE,
         }
     }
 
@@ -222,7 +222,7 @@ impl Engine {
             pending: Bits::NONE,
             answers: Default::default(),
             links: Default::default(),
-            joiner: None,
+            rebuilt: None,
             acknowledged: Bits::NONE,
             served: false,
             changes: 0,

@@ -3,7 +3,7 @@ use crate::network::Message;
 
 /// A step of the model. Engines are named by their index in [`crate::State::engines`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum ModelStep {
     /// The controller attaches the volume to another host, where an engine starts.
     Attach {
         /// True if the nonce is above those of others with the same numbers, else below.
@@ -87,13 +87,13 @@ pub enum Step {
         /// The index of the source.
         source: u8,
     },
-    /// The engine proposes the joiner as a member.
-    Join {
+    /// The engine proposes the rebuilding replica as a member.
+    Admit {
         /// The index of the engine.
         engine: u8,
     },
-    /// The engine loses the joiner before that.
-    LoseJoiner {
+    /// The engine loses the rebuilding replica before that.
+    LoseRebuilt {
         /// The index of the engine.
         engine: u8,
     },

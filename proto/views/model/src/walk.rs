@@ -1,13 +1,13 @@
 use crate::invariants::{self, Violation};
 use crate::model::Model;
 use crate::network::Message;
-use crate::step::Step;
+use crate::step::ModelStep;
 
 /// A random way.
 #[derive(Clone, Debug)]
 pub struct Walk {
     /// The steps that changed something.
-    pub steps: Vec<Step>,
+    pub steps: Vec<ModelStep>,
     /// The invariant that the last step violates, if any.
     pub violation: Option<Violation>,
 }
@@ -51,15 +51,15 @@ impl Weights {
         Weights(USUAL.map(|(usual, factors)| usual * factors[random.usize(0..factors.len())]))
     }
 
-    fn of(&self, step: Step) -> u32 {
+    fn of(&self, step: ModelStep) -> u32 {
         self.0[kind(step)]
     }
 
     /// Takes one step out of `choices`.
-    fn choose(&self, random: &mut fastrand::Rng, choices: &mut Vec<Step>) -> Option<Step> {
+    fn choose(&self, random: &mut fastrand::Rng, choices: &mut Vec<ModelStep>) -> Option<ModelStep> {
         let total: u32 = choices.iter().map(|step| self.of(*step)).sum();
         let mut left = random.u32(0..total.max(1));
-        let is_it = |step: &Step| match left.checked_sub(self.of(*step)) {
+        let is_it = |step: &ModelStep| match left.checked_sub(self.of(*step)) {
             Some(rest) => {
                 left = rest;
                 false
@@ -97,24 +97,24 @@ const USUAL: [(u32, [u32; 4]); KINDS] = [
     (100, DELAYED),
 ];
 
-fn kind(step: Step) -> usize {
+fn kind(step: ModelStep) -> usize {
     match step {
-        Step::Attach { .. } | Step::BackUp | Step::Restore => 0,
-        Step::Restart { .. } | Step::StartAnew { .. } => 1,
-        Step::Crash { .. } => 2,
-        Step::ReplicaCrash { .. } => 3,
-        Step::Leave { .. } | Step::LeaveToo { .. } => 4,
-        Step::GiveUp { .. } | Step::LoseJoiner { .. } => 5,
-        Step::Deliver(Message::Open { .. } | Message::Opened { .. }) => 6,
-        Step::Deliver(Message::Propose { .. } | Message::Stored { .. }) => 7,
-        Step::Deliver(Message::Commit { .. }) => 8,
-        Step::Deliver(Message::Write { .. } | Message::Applied { .. }) => 9,
-        Step::Deliver(Message::Ask { .. }) => 10,
-        Step::Deliver(Message::Granted { .. } | Message::Refused { .. }) => 11,
-        Step::Choose { .. } | Step::Begin { .. } => 12,
-        Step::Copy { .. } | Step::Join { .. } => 13,
-        Step::Ask { .. } | Step::Renew => 14,
-        Step::Write { .. } => 15,
-        Step::Acknowledge { .. } => 16,
+        ModelStep::Attach { .. } | ModelStep::BackUp | ModelStep::Restore => 0,
+        ModelStep::Restart { .. } | ModelStep::StartAnew { .. } => 1,
+        ModelStep::Crash { .. } => 2,
+        ModelStep::ReplicaCrash { .. } => 3,
+        ModelStep::Leave { .. } | ModelStep::LeaveToo { .. } => 4,
+        ModelStep::GiveUp { .. } | ModelStep::LoseRebuilt { .. } => 5,
+        ModelStep::Deliver(Message::Open { .. } | Message::Opened { .. }) => 6,
+        ModelStep::Deliver(Message::Propose { .. } | Message::Stored { .. }) => 7,
+        ModelStep::Deliver(Message::Commit { .. }) => 8,
+        ModelStep::Deliver(Message::Write { .. } | Message::Applied { .. }) => 9,
+        ModelStep::Deliver(Message::Ask { .. }) => 10,
+        ModelStep::Deliver(Message::Granted { .. } | Message::Refused { .. }) => 11,
+        ModelStep::Choose { .. } | ModelStep::Begin { .. } => 12,
+        ModelStep::Copy { .. } | ModelStep::Admit { .. } => 13,
+        ModelStep::Ask { .. } | ModelStep::Renew => 14,
+        ModelStep::Write { .. } => 15,
+        ModelStep::Acknowledge { .. } => 16,
     }
 }

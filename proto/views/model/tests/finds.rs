@@ -136,7 +136,7 @@ fn a_generation_without_a_nonce() {
 
 #[test]
 fn a_joiner_before_its_time() {
-    find(Mutation::EarlyJoiner, NO_GIVING_UP, 12_001..=22_000);
+    find(Mutation::EarlyMember, NO_GIVING_UP, 12_001..=22_000);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use shorthorn_regions::{PAGE_BYTES, PageWrite, RegionKeeper, SetKey};
+use shorthorn_regions::{PAGE_BYTES, PageWrite, WriteIntentLog, SetKey};
 use shorthorn_types::{ByteRange, MarkRegions, Regions, ReplicaId};
 
 const EPOCH: u64 = 5;
@@ -42,20 +42,20 @@ fn make_checks_fit(file: &mut [u8]) {
 
 fn use_file(file: &[u8], size_bytes: u64) {
     let regions = Regions::of(size_bytes);
-    let (mut keeper, damages) = RegionKeeper::load(regions, EPOCH, file);
-    let content = keeper.content(SetKey::Intent).expect("every keeper has a write intent");
+    let (mut intent_log, damages) = WriteIntentLog::load(regions, EPOCH, file);
+    let content = intent_log.content(SetKey::Intent).expect("every keeper has a write intent");
     if damages.len() * PAGE_BYTES >= file.len() {
         assert!(content.contains_all(0..regions.count()), "damaged pages count as full");
     }
-    let _ = keeper.load_missed(ReplicaId::from_random(7), file);
-    assert!(keeper.grown(Regions::of(size_bytes * 2)).files().count() > 0);
+    let _ = intent_log.load_missed(ReplicaId::from_random(7), file);
+    assert!(intent_log.grown(Regions::of(size_bytes * 2)).files().count() > 0);
     let range = ByteRange::new(0, size_bytes.min(1 << 20)).expect("a range from 0");
-    let _ = keeper.admit(range);
-    let _ = keeper.mark(&MarkRegions::stamp(u32::MAX));
+    let _ = intent_log.admit(range);
+    let _ = intent_log.mark(&MarkRegions::stamp(u32::MAX));
     for _ in 0..file.len() / PAGE_BYTES + 2 {
-        let Some(PageWrite { slot, .. }) = keeper.begin_write(false) else { break };
-        keeper.end_write(slot, true);
+        let Some(PageWrite { slot, .. }) = intent_log.begin_write(false) else { break };
+        intent_log.end_write(slot, true);
     }
-    let now = keeper.content(SetKey::Intent).expect("every keeper has a write intent");
+    let now = intent_log.content(SetKey::Intent).expect("every keeper has a write intent");
     assert!(content.runs(0).all(|run| now.contains_all(run)), "a region was lost");
 }

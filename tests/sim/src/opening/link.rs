@@ -82,12 +82,12 @@ impl Asks for Wire {
 }
 
 /// The control connection to a replica.
-pub struct ControlLine<'a> {
+pub struct ControlLink<'a> {
     pub process: &'a Process,
     pub to: Address,
 }
 
-impl Asks for ControlLine<'_> {
+impl Asks for ControlLink<'_> {
     async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
         self.process.with_line(self.to, ask).await
     }

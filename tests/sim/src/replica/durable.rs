@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fastrand::Rng;
 use shorthorn_regions::{PAGE_BYTES, SetKey};
-use shorthorn_replica_core::{Disk, Found, Noted, ReplicaState, Started, Step, SumsFound};
+use shorthorn_replica_core::{Disk, DurableStep, Found, RecordOutcome, ReplicaState, Started, SumsFound};
 use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
 
@@ -49,18 +49,19 @@ pub(super) struct Shelf<'a> {
 impl Disk for Shelf<'_> {
     type Error = Errno;
 
-    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
-        if self.is_full && matches!(step, Step::MakeSet(..)) {
+    fn perform(&mut self, step: DurableStep<'_>) -> Result<(), Errno> {
+        if self.is_full && matches!(step, DurableStep::MakeSet(..)) {
             return Err(Errno::NO_SPACE);
         }
         let breaks = takes_error(self.broken, Broken::State);
         let is_done = !breaks || self.rng.bool();
         if is_done {
-            let before = (breaks && matches!(step, Step::SaveViews(_))).then(|| self.durable.views.clone());
+            let before =
+                (breaks && matches!(step, DurableStep::SaveViews(_))).then(|| self.durable.views.clone());
             self.durable.perform(step);
             self.durable.views_before = before.or_else(|| self.durable.views_before.take());
             // A running write changes the former file, and not its successor.
-            if let Step::MakeSet(of, _) | Step::RemoveSet(of) = step {
+            if let DurableStep::MakeSet(of, _) | DurableStep::RemoveSet(of) = step {
                 self.pages.values_mut().for_each(|(_, key, ..)| *key = key.filter(|key| *key != of));
             }
         }
@@ -68,21 +69,21 @@ impl Disk for Shelf<'_> {
         if breaks { Err(Errno::IO) } else { Ok(()) }
     }
 
-    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+    fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome {
         if !takes_error(self.broken, Broken::Note) {
-            return self.durable.note_failure(in_a_row);
+            return self.durable.record_failure(in_a_row);
         }
         match self.rng.u8(0..3) {
             0 => {
-                self.durable.note_failure(in_a_row);
-                Noted::Uncounted
+                self.durable.record_failure(in_a_row);
+                RecordOutcome::Uncounted
             }
-            // It may be noted, and yet the last part of that has failed.
+            // It may be recorded, and yet the last part of that has failed.
             1 => {
-                self.durable.note_failure(in_a_row);
-                Noted::Not
+                self.durable.record_failure(in_a_row);
+                RecordOutcome::Not
             }
-            _ => Noted::Not,
+            _ => RecordOutcome::Not,
         }
     }
 }
@@ -97,21 +98,21 @@ pub(super) fn takes_error(broken: &mut BTreeMap<Broken, u32>, what: Broken) -> b
 impl Disk for Durable {
     type Error = Errno;
 
-    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+    fn perform(&mut self, step: DurableStep<'_>) -> Result<(), Errno> {
         Durable::perform(self, step);
         Ok(())
     }
 
-    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+    fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome {
         (self.power_was_lost, self.failures) = (true, in_a_row);
-        Noted::Counted
+        RecordOutcome::Counted
     }
 }
 
 impl Durable {
-    fn perform(&mut self, step: Step<'_>) {
+    fn perform(&mut self, step: DurableStep<'_>) {
         match step {
-            Step::SaveViews(views) => {
+            DurableStep::SaveViews(views) => {
                 let is_member = views.report().views().all(|view| view.members.contains(self.me));
                 assert!(
                     is_member || self.says_left,
@@ -120,18 +121,18 @@ impl Durable {
                 self.views = views.clone();
                 self.views_before = None;
             }
-            Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
-            Step::RemoveSet(key) => drop(self.sets.remove(&key)),
-            Step::NoteMadeUpFor => self.power_was_lost = false,
-            Step::NoteLeft => self.says_left = true,
-            Step::NoteJoined => self.says_left = false,
+            DurableStep::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
+            DurableStep::RemoveSet(key) => drop(self.sets.remove(&key)),
+            DurableStep::RecordMadeUpFor => self.power_was_lost = false,
+            DurableStep::RecordLeft => self.says_left = true,
+            DurableStep::RecordRejoined => self.says_left = false,
         }
     }
 
     /// Starts a process from this state.
     pub fn start(&mut self, me: ReplicaId, regions: Regions, holds_data: bool) -> ReplicaState {
-        let missed = self.sets.iter().filter_map(|(key, file)| match key {
-            SetKey::Missed(replica) => Some((*replica, file.clone())),
+        let out_of_sync = self.sets.iter().filter_map(|(key, file)| match key {
+            SetKey::OutOfSync(replica) => Some((*replica, file.clone())),
             SetKey::Intent | SetKey::Unsummed => None,
         });
         let found = Found {
@@ -140,11 +141,11 @@ impl Durable {
             regions,
             epoch: 1,
             intent: self.sets.get(&SetKey::Intent).cloned(),
-            missed: missed.collect(),
+            out_of_sync: out_of_sync.collect(),
             sums: SumsFound::Wanted(self.sets.get(&SetKey::Unsummed).cloned()),
             holds_data,
             lost_cache: self.power_was_lost,
-            is_left_noted: self.says_left,
+            is_left_recorded: self.says_left,
             failures: self.failures,
         };
         match ReplicaState::start(self, found) {

@@ -5,7 +5,7 @@ use super::*;
 /// The interval at which a failed process checks whether it may end.
 const FAILED_POLL_US: Micros = 50_000;
 
-impl World {
+impl Simulation {
     pub(super) fn disk_delay(&mut self, replica: usize) -> Micros {
         let replica = &mut self.replicas[replica];
         let base = replica.rng.u64(30..600);
@@ -28,9 +28,9 @@ impl World {
         }
         if let Ask::Hello(generation, queue) = ask {
             conn.place = Some((generation, queue));
-            return self.hello(at, id, number, Place { generation, queue });
+            return self.hello(at, id, number, QueueId { generation, queue });
         }
-        if replica.admission.place(id).is_none() {
+        if replica.admission.queue_id(id).is_none() {
             return self.end_at_replica(id);
         }
         if replica.failed {
@@ -46,7 +46,7 @@ impl World {
         if std::mem::replace(&mut conn.replica_open, false) {
             self.send(id, false, Message::Close);
         }
-        self.settle(at);
+        self.advance_connections(at);
     }
 
     /// Handles the end of the engine's side.
@@ -54,19 +54,19 @@ impl World {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         conn.replica_open = false;
         let at = conn.replica;
-        self.settle(at);
+        self.advance_connections(at);
     }
 
     fn is_open_at_replica(&self, id: ConnId) -> bool {
         self.conns.get(&id).is_some_and(|conn| conn.replica_open)
     }
 
-    fn hello(&mut self, at: usize, id: ConnId, number: u64, place: Place) {
+    fn hello(&mut self, at: usize, id: ConnId, number: u64, queue_id: QueueId) {
         let replica = &mut self.replicas[at];
         if replica.failed {
             return self.end_at_replica(id);
         }
-        let fenced = replica.change(|state, disk| state.fence(disk, place.generation));
+        let fenced = replica.change(|state, disk| state.fence(disk, queue_id.generation));
         self.look_at_failure(at, Broken::State);
         match fenced {
             Err(Errno::NOT_PERMITTED) => return self.refuse_older(at, id, number),
@@ -74,16 +74,16 @@ impl World {
             Ok(_) => {}
         }
         let replica = &mut self.replicas[at];
-        let displaced = replica.admission.arrive(place, (id, number));
-        self.displace(at, displaced);
-        self.settle(at);
+        let superseded = replica.admission.arrive(queue_id, (id, number));
+        self.close_superseded(at, superseded);
+        self.advance_connections(at);
     }
 
-    fn displace(&mut self, at: usize, displaced: Displaced<ConnId, (ConnId, u64)>) {
-        for id in displaced.close {
+    fn close_superseded(&mut self, at: usize, superseded: Superseded<ConnId, (ConnId, u64)>) {
+        for id in superseded.close {
             self.end_at_replica(id);
         }
-        for (_, (id, number), why) in displaced.refuse {
+        for (_, (id, number), why) in superseded.refuse {
             match why {
                 Why::Fenced => self.refuse_older(at, id, number),
                 Why::QueueAgain | Why::TooMany => self.end_at_replica(id),
@@ -98,7 +98,7 @@ impl World {
     }
 
     /// Forgets connections that are gone, and admits the candidates that waited for that.
-    fn settle(&mut self, at: usize) {
+    fn advance_connections(&mut self, at: usize) {
         let sabotaged = self.options.sabotage == Some(crate::Sabotage::ServeBeforeFenced);
         let replica = &self.replicas[at];
         let is_gone =
@@ -108,19 +108,19 @@ impl World {
         loop {
             let replica = &mut self.replicas[at];
             match replica.admission.next_ready(replica.failed) {
-                Some(Ready::Welcome(place, (id, number))) => self.welcome(at, id, number, place),
+                Some(Ready::Welcome(queue_id, (id, number))) => self.welcome(at, id, number, queue_id),
                 Some(Ready::Refuse(_, (id, _))) => self.end_at_replica(id),
                 None => return,
             }
         }
     }
 
-    fn welcome(&mut self, at: usize, id: ConnId, number: u64, place: Place) {
+    fn welcome(&mut self, at: usize, id: ConnId, number: u64, queue_id: QueueId) {
         // The engine may have closed it while it waited.
         if self.is_open_at_replica(id) {
             let replica = &mut self.replicas[at];
             let greeting = replica.greeting();
-            replica.admission.open(id, place);
+            replica.admission.open(id, queue_id);
             self.answer(id, number, Answer::Welcome(Box::new(greeting)));
         }
     }
@@ -189,7 +189,7 @@ impl World {
         }
         if let Some(range) = modified(&op.ask) {
             let (engine, boot) = self.conns.get(&op.conn).map_or((0, 0), |conn| (conn.engine, conn.boot));
-            self.note(|| {
+            self.trace(|| {
                 format!(
                     "  replica {at} of {boot} has done {} for {engine}: {answer:?}",
                     describe(&op.ask, range)
@@ -206,7 +206,7 @@ impl World {
             self.count("error: no space");
         }
         self.answer(op.conn, op.number, answer);
-        self.settle(at);
+        self.advance_connections(at);
     }
 
     /// Checks that exactly the rotten blocks are reported, and that no copy sends them.
@@ -251,9 +251,9 @@ impl World {
         }
         let (boot, restarts_after) = (replica.boot, replica.restarts_after.max(1));
         replica.is_ended_by_others = replica.rng.bool();
-        let is_noted = replica.may_end();
+        let is_recorded = replica.may_end();
         self.count(error.name());
-        if !is_noted {
+        if !is_recorded {
             self.count(Broken::Note.name());
         }
         self.give_up_waiting(at, Errno::IO);
@@ -262,13 +262,13 @@ impl World {
 
     /// Ends the process of a failed replica, if it may end; else this is tried again.
     pub fn end_failed(&mut self, at: usize, boot: u64) {
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnrecorded);
         let replica = &mut self.replicas[at];
         if replica.boot != boot || !replica.failed || !replica.up {
             return;
         }
         if !replica.paused && !replica.may_end() && !sabotaged {
-            replica.note_again();
+            replica.retry_record();
         }
         let may_end = replica.may_end() || sabotaged;
         let ends_itself = !replica.paused && replica.is_quiet();
@@ -297,7 +297,7 @@ impl World {
     }
 
     fn control(&mut self, at: usize, op: Op) {
-        let Some(Place { generation, .. }) = self.replicas[at].admission.place(op.conn) else { return };
+        let Some(QueueId { generation, .. }) = self.replicas[at].admission.queue_id(op.conn) else { return };
         let sabotage = self.options.sabotage;
         let sabotaged = sabotage == Some(crate::Sabotage::OldProposals);
         if let Some(answer) = self.lie(at, generation, &op.ask) {
@@ -431,7 +431,7 @@ impl World {
             }
             PageEnd::Failed(_) => self.go_on_after(at, Some(Broken::Page)),
         }
-        self.settle(at);
+        self.advance_connections(at);
     }
 
     /// Examines the requests that wait for pages.
@@ -442,7 +442,7 @@ impl World {
             self.execute(at, op);
         }
         let replica = &mut self.replicas[at];
-        let durable = std::iter::from_fn(|| replica.waiting.next_durable_mark(replica.state.keeper()));
+        let durable = std::iter::from_fn(|| replica.waiting.next_durable_mark(replica.state.intent_log()));
         let marks: Vec<(ConnId, u64)> = durable.collect();
         for (conn, number) in marks {
             self.answer(conn, number, Answer::Done);
@@ -462,7 +462,7 @@ impl World {
         }
         if size_bytes > replica.size_bytes {
             replica.size_bytes = size_bytes;
-            let grown = replica.state.keeper().grown(Regions::of(size_bytes));
+            let grown = replica.state.intent_log().grown(Regions::of(size_bytes));
             let files: Vec<_> = grown.files().collect();
             let done = if is_cut_off { left.min(files.len()) } else { files.len() };
             replica.durable.sets.extend(files.into_iter().take(done));
@@ -476,11 +476,11 @@ impl World {
                 self.kill_replica(at, false, 0, &mut rng);
                 return;
             }
-            replica.state.keeper_mut().grow(grown);
+            replica.state.intent_log_mut().grow(grown);
             replica.heal_unknown();
             replica.waiting.grown();
             replica.map.grow(size_bytes);
-            self.note(|| format!("replica {at} has {size_bytes} bytes now"));
+            self.trace(|| format!("replica {at} has {size_bytes} bytes now"));
         }
         let outcome = match size_bytes < self.replicas[at].size_bytes {
             true => Answer::Error(Errno::INVALID),
@@ -496,13 +496,15 @@ impl World {
     /// A failed replica that could not note that stays until it can, or its host loses power. If it is killed
     /// all the same, the next process takes its data for whole; the real one reports that to the operator.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnnoted);
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnrecorded);
         let replica = &self.replicas[at];
         let has_to_stay = replica.failed && !replica.may_end() && !power && !sabotaged;
         if !replica.up || has_to_stay {
             return false;
         }
-        self.note(|| format!("replica {at} is killed{}", if power { ", its host has no power" } else { "" }));
+        self.trace(|| {
+            format!("replica {at} is killed{}", if power { ", its host has no power" } else { "" })
+        });
         let replica = &mut self.replicas[at];
         replica.up = false;
         replica.end_summing(rng);
@@ -550,7 +552,7 @@ impl World {
     /// Starts a replica process.
     pub fn start_replica(&mut self, at: usize, boot: u64) {
         if !self.replicas[at].up && !self.replicas[at].gone {
-            self.note(|| format!("replica {at} starts"));
+            self.trace(|| format!("replica {at} starts"));
             self.replicas[at].restart(boot);
             self.after(1000, Occurrence::Sum { replica: at, boot, is_read: None });
         }
@@ -570,7 +572,7 @@ impl World {
         // The guest was on one of the hosts.
         let now = self.now;
         self.guest_moves();
-        self.settle_forgotten();
+        self.mark_forgotten_undecided();
         self.checker.power_lost(now);
     }
 }

@@ -40,10 +40,10 @@ impl Replica {
 
     fn is_summed(&self, block: u64) -> bool {
         let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
-        let keeper = self.state.keeper();
-        let mut regions = keeper.regions().touched(range);
+        let intent_log = self.state.intent_log();
+        let mut regions = intent_log.regions().touched(range);
         !regions.is_empty()
-            && regions.all(|region| keeper.is_summed(region))
+            && regions.all(|region| intent_log.is_summed(region))
             && self.durable.sums.contains_key(&block)
     }
 
@@ -133,7 +133,7 @@ impl Replica {
 
     /// Returns all of the regions that `range` touches.
     fn regions_of(&self, range: ByteRange) -> ByteRange {
-        let regions = self.state.keeper().regions();
+        let regions = self.state.intent_log().regions();
         regions.bytes(regions.touched(range))
     }
 
@@ -203,14 +203,14 @@ impl Replica {
         self.void_summing();
         self.known_rot.forget();
         self.durable.sums.clear();
-        let regions = self.state.keeper().regions();
-        self.state.keeper_mut().end_sums(false);
-        self.state.keeper_mut().unsum(0..regions.count());
+        let regions = self.state.intent_log().regions();
+        self.state.intent_log_mut().end_sums(false);
+        self.state.intent_log_mut().unsum(0..regions.count());
         self.heal_unknown();
     }
 }
 
-impl World {
+impl Simulation {
     /// The disk of a replica changes some blocks.
     pub fn rot_blocks(&mut self, at: usize, count: u64, vanish: bool, rng: &mut Rng) -> bool {
         let of_volume = self.guest.replicas.clone();
@@ -237,7 +237,7 @@ impl World {
                     self.count("blocks of snapshots that rot");
                 }
                 self.was_rotten.insert((at, block));
-                self.note(|| format!("block {block} of replica {at} is rotten"));
+                self.trace(|| format!("block {block} of replica {at} is rotten"));
             }
         }
         has_rotten
@@ -330,21 +330,21 @@ impl World {
         if replica.summing.is_some() || replica.failed || replica.durable.rebuilding {
             return;
         }
-        let regions = replica.state.keeper().regions();
-        replica.state.keeper_mut().want_sums(0..regions.count());
+        let regions = replica.state.intent_log().regions();
+        replica.state.intent_log_mut().want_sums(0..regions.count());
         let holds =
             |region: u32| block_numbers(regions.range(region)).any(|block| replica.files.holds(block));
         let empty: Vec<u32> = (0..regions.count()).filter(|region| !holds(*region)).collect();
-        empty.into_iter().for_each(|region| replica.state.keeper_mut().need_no_sums(region..region + 1));
+        empty.into_iter().for_each(|region| replica.state.intent_log_mut().need_no_sums(region..region + 1));
         let from = replica.rng.u32(0..regions.count());
-        let keeper = replica.state.keeper_mut();
-        let Some(first) = keeper.next_to_sum(from).or_else(|| keeper.next_to_sum(0)) else { return };
+        let intent_log = replica.state.intent_log_mut();
+        let Some(first) = intent_log.next_to_sum(from).or_else(|| intent_log.next_to_sum(0)) else { return };
         let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
         let mut summing = Summing { regions: run.clone(), sums: BTreeMap::new(), is_void: false };
         if is_early {
             // Blocks that are read before the record begins may be modified in between.
             summing.sums = replica.sums_now(run.clone());
-        } else if !replica.state.keeper_mut().begin_sums(run) {
+        } else if !replica.state.intent_log_mut().begin_sums(run) {
             return;
         }
         replica.summing = Some(summing);
@@ -369,10 +369,10 @@ impl World {
             return self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(true) });
         }
         if is_early {
-            replica.state.keeper_mut().begin_sums(summing.regions.clone());
+            replica.state.intent_log_mut().begin_sums(summing.regions.clone());
         }
         replica.durable.sums.extend(summing.sums);
-        replica.state.keeper_mut().end_sums(true);
+        replica.state.intent_log_mut().end_sums(true);
         self.count("regions summed");
         self.write_pages(at);
     }
@@ -381,10 +381,10 @@ impl World {
 impl Replica {
     /// Returns the sums of the blocks of those regions that are being summed.
     fn sums_now(&self, regions: std::ops::Range<u32>) -> BTreeMap<u64, u32> {
-        let keeper = self.state.keeper();
-        let is_begun = |region: &u32| keeper.is_being_summed(*region) || !keeper.is_summed(*region);
+        let intent_log = self.state.intent_log();
+        let is_begun = |region: &u32| intent_log.is_being_summed(*region) || !intent_log.is_summed(*region);
         let blocks =
-            regions.filter(is_begun).flat_map(|region| block_numbers(keeper.regions().range(region)));
+            regions.filter(is_begun).flat_map(|region| block_numbers(intent_log.regions().range(region)));
         let sum = |block| self.known_rot.sum_to_store(block, self.sum_of(block));
         blocks.map(|block| (block, sum(block))).collect()
     }
@@ -406,7 +406,7 @@ fn sum_after(ask: &Ask, range: ByteRange, block: u64) -> Option<u32> {
     data.get(first..first + BLOCK_SECTORS).map(|sectors| check(sectors).max(1))
 }
 
-impl World {
+impl Simulation {
     /// Returns true if the replica has had rot in `range`, by now perhaps repaired.
     pub fn has_rotten(&self, at: usize, range: ByteRange) -> bool {
         self.was_rotten

@@ -12,9 +12,9 @@ mod copies;
 mod corners;
 mod expand;
 mod failed;
-mod joins;
-mod patience;
+mod rebuilds;
 mod refusals;
+mod replica_timeouts;
 mod rot;
 
 const TIMEOUT_MS: u64 = 5000;
@@ -49,9 +49,9 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
-        missed: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
+        out_of_sync: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
         stamp: 0,
-        missed_stamps: Vec::new(),
+        out_of_sync_stamps: Vec::new(),
         copy_slots: 3,
         copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
@@ -448,13 +448,13 @@ fn a_member_that_answers_a_ping_with_an_error_leaves() {
 #[test]
 fn the_last_member_stays_when_it_answers_a_ping_with_an_error() {
     let mut bench = Bench::with(&config(2, 1));
-    bench.apply(Event::Join { peer: 1, missing: Box::new(region_set(&[0])) });
+    bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[0])) });
     bench.tick(1000);
     drop(bench.apply(Event::PingFailed { peer: 0, queue: 1, errno: Errno::IO }));
     let out = bench.apply(Event::PingFailed { peer: 0, queue: 0, errno: Errno::IO });
     assert_eq!((drops(&out), is_frozen(&out)), (vec![], false));
     let out = bench.apply(Event::PingFailed { peer: 1, queue: 0, errno: Errno::IO });
-    assert!(matches!(drops(&out)[..], [(1, _)]), "one that is brought up does not: {out:?}");
+    assert!(matches!(drops(&out)[..], [(1, _)]), "one that is being rebuilt does not: {out:?}");
     // It was an answer: the next PING follows.
     let out = bench.tick(2000);
     assert!(out.contains(&Output::Ping { peer: 0, queue: 0 }), "{out:?}");

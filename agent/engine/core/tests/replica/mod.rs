@@ -24,7 +24,7 @@ pub struct Replica {
     disk: Vec<u32>,
     pub intent: BTreeSet<u32>,
     pub stamp: u32,
-    pub missed: BTreeMap<usize, BTreeSet<u32>>,
+    pub out_of_sync: BTreeMap<usize, BTreeSet<u32>>,
     pub lost_cache: bool,
 }
 
@@ -58,7 +58,7 @@ impl Replica {
             disk: vec![0; UNITS],
             intent: BTreeSet::new(),
             stamp: 0,
-            missed: BTreeMap::new(),
+            out_of_sync: BTreeMap::new(),
             lost_cache: false,
         }
     }
@@ -95,8 +95,8 @@ impl Replica {
     fn touch(&mut self, range: ByteRange) {
         let touched = Regions::of(SIZE_BYTES).touched(range);
         self.intent.extend(touched.clone());
-        for missed in self.missed.values_mut() {
-            missed.extend(touched.clone());
+        for out_of_sync in self.out_of_sync.values_mut() {
+            out_of_sync.extend(touched.clone());
         }
     }
 
@@ -111,11 +111,11 @@ impl Replica {
         );
         let set = match change.of {
             RegionsOf::Intent => &mut self.intent,
-            RegionsOf::Missed(replica) => {
+            RegionsOf::OutOfSync(replica) => {
                 let peer = (0..REPLICAS).find(|peer| Replica::id(*peer) == replica).unwrap();
                 match change.action {
-                    MarkAction::Clear if !self.missed.contains_key(&peer) => return,
-                    _ => self.missed.entry(peer).or_default(),
+                    MarkAction::Clear if !self.out_of_sync.contains_key(&peer) => return,
+                    _ => self.out_of_sync.entry(peer).or_default(),
                 }
             }
             RegionsOf::Allocated => panic!("nobody marks what is allocated"),
@@ -136,7 +136,7 @@ impl Replica {
         for peer in 0..REPLICAS {
             let id = Replica::id(peer);
             if !view.members.contains(id) && before.iter().any(|view| view.members.contains(id)) {
-                self.missed.entry(peer).or_insert_with(|| self.intent.clone());
+                self.out_of_sync.entry(peer).or_insert_with(|| self.intent.clone());
             }
         }
         self.views.propose(generation, view, honoured).unwrap();
@@ -144,7 +144,7 @@ impl Replica {
 
     pub fn commit(&mut self, generation: Generation, view: View) {
         self.views.commit(generation, view).unwrap();
-        self.missed.retain(|peer, _| !view.members.contains(Replica::id(*peer)));
+        self.out_of_sync.retain(|peer, _| !view.members.contains(Replica::id(*peer)));
     }
 
     /// Loses a part of the data that was not flushed.

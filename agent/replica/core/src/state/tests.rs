@@ -24,8 +24,8 @@ pub(crate) struct Memory {
     sets: BTreeMap<SetKey, Vec<u8>>,
     lost_cache: bool,
     failures: u32,
-    /// The fate of the note of a failure.
-    noted: Noted,
+    /// The fate of the record of a failure.
+    recorded: RecordOutcome,
     says_left: bool,
     /// The executed steps.
     done: Vec<String>,
@@ -42,7 +42,7 @@ impl Memory {
             sets,
             lost_cache: false,
             failures: 0,
-            noted: Noted::Counted,
+            recorded: RecordOutcome::Counted,
             says_left: false,
             done: Vec::new(),
             fails: None,
@@ -50,8 +50,8 @@ impl Memory {
     }
 
     fn start(&mut self) -> ReplicaState {
-        let missed = self.sets.iter().filter_map(|(key, file)| match key {
-            SetKey::Missed(replica) => Some((*replica, file.clone())),
+        let out_of_sync = self.sets.iter().filter_map(|(key, file)| match key {
+            SetKey::OutOfSync(replica) => Some((*replica, file.clone())),
             SetKey::Intent | SetKey::Unsummed => None,
         });
         let found = Found {
@@ -60,11 +60,11 @@ impl Memory {
             regions: Regions::of(SIZE_BYTES),
             epoch: 1,
             intent: self.sets.get(&SetKey::Intent).cloned(),
-            missed: missed.collect(),
+            out_of_sync: out_of_sync.collect(),
             sums: SumsFound::Unwanted { has_file: false },
             holds_data: false,
             lost_cache: self.lost_cache,
-            is_left_noted: self.says_left,
+            is_left_recorded: self.says_left,
             failures: self.failures,
         };
         let Started { state, damages } = ReplicaState::start(self, found).unwrap();
@@ -81,7 +81,7 @@ impl Memory {
 impl Disk for Memory {
     type Error = Errno;
 
-    fn perform(&mut self, step: Step<'_>) -> Result<(), Errno> {
+    fn perform(&mut self, step: DurableStep<'_>) -> Result<(), Errno> {
         let failure = match &mut self.fails {
             Some((0, errno, is_done)) => Some((*errno, *is_done)),
             _ => None,
@@ -93,32 +93,32 @@ impl Disk for Memory {
             return failure.map_or(Ok(()), |(errno, _)| Err(errno));
         }
         self.done.push(match step {
-            Step::SaveViews(_) => "views".to_owned(),
-            Step::MakeSet(key, _) => format!("make {key}"),
-            Step::RemoveSet(key) => format!("remove {key}"),
-            Step::NoteMadeUpFor => "made up for".to_owned(),
-            Step::NoteLeft => "left".to_owned(),
-            Step::NoteJoined => "joined".to_owned(),
+            DurableStep::SaveViews(_) => "views".to_owned(),
+            DurableStep::MakeSet(key, _) => format!("make {key}"),
+            DurableStep::RemoveSet(key) => format!("remove {key}"),
+            DurableStep::RecordMadeUpFor => "made up for".to_owned(),
+            DurableStep::RecordLeft => "left".to_owned(),
+            DurableStep::RecordRejoined => "joined".to_owned(),
         });
         match step {
-            Step::SaveViews(views) => self.views = views.clone(),
-            Step::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
-            Step::RemoveSet(key) => drop(self.sets.remove(&key)),
-            Step::NoteMadeUpFor => self.lost_cache = false,
-            Step::NoteLeft => self.says_left = true,
-            Step::NoteJoined => self.says_left = false,
+            DurableStep::SaveViews(views) => self.views = views.clone(),
+            DurableStep::MakeSet(key, file) => drop(self.sets.insert(key, file.to_vec())),
+            DurableStep::RemoveSet(key) => drop(self.sets.remove(&key)),
+            DurableStep::RecordMadeUpFor => self.lost_cache = false,
+            DurableStep::RecordLeft => self.says_left = true,
+            DurableStep::RecordRejoined => self.says_left = false,
         }
         failure.map_or(Ok(()), |(errno, _)| Err(errno))
     }
 
-    fn note_failure(&mut self, in_a_row: u32) -> Noted {
+    fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome {
         self.done.push(format!("lost, {in_a_row}"));
-        match self.noted {
-            Noted::Counted => (self.lost_cache, self.failures) = (true, in_a_row),
-            Noted::Uncounted => (self.lost_cache, self.failures) = (true, 0),
-            Noted::Not => {}
+        match self.recorded {
+            RecordOutcome::Counted => (self.lost_cache, self.failures) = (true, in_a_row),
+            RecordOutcome::Uncounted => (self.lost_cache, self.failures) = (true, 0),
+            RecordOutcome::Not => {}
         }
-        self.noted
+        self.recorded
     }
 }
 
@@ -137,7 +137,7 @@ fn propose(disk: &mut Memory, state: &mut ReplicaState, view: View) -> Result<()
 }
 
 fn forget(replica: u64) -> MarkRegions {
-    mark(RegionsOf::Missed(id(replica)), MarkAction::Forget, &[])
+    mark(RegionsOf::OutOfSync(id(replica)), MarkAction::Forget, &[])
 }
 
 fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
@@ -149,7 +149,7 @@ fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
 fn check_promise(disk: &Memory) {
     for view in disk.views.report().views() {
         for gone in [2, 3].into_iter().filter(|n| !view.members.contains(id(*n))) {
-            assert!(disk.sets.contains_key(&SetKey::Missed(id(gone))), "no set of {gone} for {view}");
+            assert!(disk.sets.contains_key(&SetKey::OutOfSync(id(gone))), "no set of {gone} for {view}");
         }
     }
 }
@@ -201,7 +201,7 @@ fn a_view_is_stored_after_the_sets_that_it_needs() {
     propose(&mut disk, &mut state, view(1, &[1])).unwrap();
     let [two, three] = [2, 3].map(|n| format!("make missed-{}", id(n)));
     assert_eq!(disk.done(), [two, three, "views".to_owned()]);
-    assert_eq!(state.keeper().tracks().len(), 2);
+    assert_eq!(state.intent_log().tracks().len(), 2);
     propose(&mut disk, &mut state, view(1, &[1])).unwrap();
     assert!(disk.done().is_empty(), "it is stored already");
 }
@@ -219,7 +219,7 @@ fn what_is_refused_begins_no_set() {
 fn whatever_fails_no_view_is_left_without_its_sets() {
     let check = |disk: &Memory, state: &ReplicaState| {
         check_promise(disk);
-        assert!(disk.lost_cache, "it is noted before anybody hears of it");
+        assert!(disk.lost_cache, "it is recorded before anybody hears of it");
         assert!(state.failure().is_some());
         let mut disk = Memory { fails: None, ..disk.clone() };
         let next = disk.start();
@@ -247,7 +247,7 @@ fn without_space_the_sets_that_were_begun_are_kept() {
     assert_eq!(propose(&mut disk, &mut state, view(1, &[1])), Err(Errno::NO_SPACE));
     assert_eq!((state.failure(), disk.lost_cache), (None, false));
     assert_eq!(state.views().report().proposed, []);
-    assert_eq!(state.keeper().tracks(), Members::new([id(2)]).unwrap());
+    assert_eq!(state.intent_log().tracks(), Members::new([id(2)]).unwrap());
     propose(&mut disk, &mut state, view(1, &[1])).unwrap();
     assert_eq!(disk.done().len(), 3, "one set, then the other, then the view");
 }
@@ -261,14 +261,14 @@ fn sets_of_members_end_after_the_view_is_stored() {
     disk.fails = Some((1, Errno::NO_SPACE, false));
     state.commit(&mut disk, Generation::new(1, 0), view(2, &[1, 2])).unwrap();
     assert_eq!(disk.done(), ["views"]);
-    assert_eq!(state.keeper().tracks().len(), 2, "one set too many does no harm");
+    assert_eq!(state.intent_log().tracks().len(), 2, "one set too many does no harm");
     state.commit(&mut disk, Generation::new(1, 0), view(2, &[1, 2])).unwrap();
     assert_eq!(disk.done(), [format!("remove missed-{}", id(2))]);
-    assert_eq!(state.keeper().tracks(), Members::new([id(3)]).unwrap());
+    assert_eq!(state.intent_log().tracks(), Members::new([id(3)]).unwrap());
 }
 
 /// Checks that Longhorn takes no replica as whole that has stored a view without it.
-fn check_note(disk: &Memory) {
+fn check_record(disk: &Memory) {
     let is_in_all = disk.views.report().views().all(|view| view.members.contains(id(1)));
     assert!(is_in_all || disk.says_left);
 }
@@ -278,7 +278,7 @@ fn commit(disk: &mut Memory, state: &mut ReplicaState, view: View) -> Result<(),
 }
 
 #[test]
-fn leaving_is_noted_before_the_view_is_stored_and_coming_back_after_it_is_through() {
+fn leaving_is_recorded_before_the_view_is_stored_and_coming_back_after_it_is_through() {
     let (mut disk, mut state) = opened();
     propose(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
     assert_eq!(disk.done(), ["left", "views"]);
@@ -297,11 +297,11 @@ fn leaving_is_noted_before_the_view_is_stored_and_coming_back_after_it_is_throug
 #[test]
 fn whatever_fails_longhorn_takes_no_replica_as_whole_that_knows_it_has_left() {
     let check = |disk: &Memory, state: &ReplicaState| {
-        check_note(disk);
+        check_record(disk);
         assert!(state.failure().is_some());
         let mut disk = Memory { fails: None, ..disk.clone() };
         disk.start();
-        check_note(&disk);
+        check_record(&disk);
     };
     with_each_failure(|disk, state| propose(disk, state, view(1, &[2, 3])), opened, check);
     with_each_failure(|disk, state| commit(disk, state, view(1, &[2, 3])), opened, check);
@@ -333,23 +333,23 @@ fn without_space_for_the_note_the_view_is_not_stored() {
 #[test]
 fn a_set_begins_and_ends_on_the_disk_first() {
     let (mut disk, mut state) = opened();
-    let begin = mark(RegionsOf::Missed(id(2)), MarkAction::Add, &[(1, 1)]);
+    let begin = mark(RegionsOf::OutOfSync(id(2)), MarkAction::Add, &[(1, 1)]);
     disk.fails = Some((0, Errno::NO_SPACE, false));
     assert_eq!(state.mark(&mut disk, &begin), Err(Errno::NO_SPACE));
-    assert!(state.keeper().tracks().is_empty());
+    assert!(state.intent_log().tracks().is_empty());
     assert_eq!(state.mark(&mut disk, &begin), Ok(None));
     assert_eq!(disk.done(), [format!("make missed-{}", id(2))]);
     disk.fails = Some((0, Errno::NO_SPACE, false));
     assert_eq!(state.mark(&mut disk, &forget(2)), Err(Errno::NO_SPACE));
-    assert!(state.keeper().tracks().contains(id(2)));
+    assert!(state.intent_log().tracks().contains(id(2)));
     assert_eq!(state.mark(&mut disk, &forget(2)), Ok(None));
-    assert!(state.keeper().tracks().is_empty() && disk.sets.len() == 1);
+    assert!(state.intent_log().tracks().is_empty() && disk.sets.len() == 1);
 }
 
 #[test]
 fn a_set_that_cannot_be_removed_by_a_broken_disk_fails_the_replica() {
     let (mut disk, mut state) = opened();
-    state.mark(&mut disk, &mark(RegionsOf::Missed(id(2)), MarkAction::Add, &[(1, 1)])).unwrap();
+    state.mark(&mut disk, &mark(RegionsOf::OutOfSync(id(2)), MarkAction::Add, &[(1, 1)])).unwrap();
     disk.done();
     disk.fails = Some((0, Errno::IO, false));
     assert_eq!(state.mark(&mut disk, &forget(2)), Err(Errno::IO));
@@ -360,17 +360,17 @@ fn a_set_that_cannot_be_removed_by_a_broken_disk_fails_the_replica() {
 #[test]
 fn what_was_lost_is_made_up_for_when_the_last_of_it_is_cleared() {
     let (mut disk, mut state) = opened();
-    assert_eq!(state.keeper_mut().admit(ByteRange::new(0, 4096).unwrap()), Admit::Wait);
-    disk.sets.insert(SetKey::Intent, state.keeper().file(SetKey::Intent).unwrap());
+    assert_eq!(state.intent_log_mut().admit(ByteRange::new(0, 4096).unwrap()), Admit::Wait);
+    disk.sets.insert(SetKey::Intent, state.intent_log().file(SetKey::Intent).unwrap());
     disk.lost_cache = true;
     let mut state = disk.start();
-    assert!(state.keeper().has_lost_cache());
+    assert!(state.intent_log().has_lost_cache());
     let stamp = state.mark(&mut disk, &mark(RegionsOf::Intent, MarkAction::Stamp, &[]));
     assert!(stamp.unwrap().is_some(), "it waits for a page");
     disk.fails = Some((0, Errno::NO_SPACE, false));
     let clear = mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 1)]);
     assert_eq!(state.mark(&mut disk, &clear), Ok(None), "the set is changed");
-    assert!(disk.lost_cache && !state.keeper().has_lost_cache());
+    assert!(disk.lost_cache && !state.intent_log().has_lost_cache());
     assert_eq!(state.mark(&mut disk, &clear), Ok(None));
     assert_eq!((disk.done(), disk.lost_cache), (vec!["made up for".to_owned()], false));
     assert_eq!(state.mark(&mut disk, &clear), Ok(None));
@@ -415,16 +415,16 @@ fn failures_in_a_row_are_counted_across_processes_and_forgiven_after_an_hour() {
 }
 
 #[test]
-fn a_replica_whose_loss_could_not_be_noted_stays_until_it_is() {
-    let mut disk = Memory { noted: Noted::Not, ..Memory::new() };
+fn a_replica_whose_loss_could_not_be_recorded_stays_until_it_is() {
+    let mut disk = Memory { recorded: RecordOutcome::Not, ..Memory::new() };
     let mut state = failed_after(&mut disk, Duration::ZERO);
     assert_eq!((pause_s(&state), disk.lost_cache), (None, false));
-    assert!(!state.note_again(&mut disk));
+    assert!(!state.retry_record(&mut disk));
     assert_eq!(pause_s(&state), None);
-    disk.noted = Noted::Counted;
-    assert!(state.note_again(&mut disk));
+    disk.recorded = RecordOutcome::Counted;
+    assert!(state.retry_record(&mut disk));
     assert_eq!((pause_s(&state), disk.lost_cache, disk.failures), (Some(0), true, 1));
-    assert!(!state.note_again(&mut disk), "once is enough");
+    assert!(!state.retry_record(&mut disk), "once is enough");
 }
 
 #[test]

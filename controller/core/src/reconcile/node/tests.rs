@@ -3,7 +3,7 @@ use crate::example::Example;
 use crate::left_out::LeftOut;
 use crate::observed::{AgentInfo, Agents, DiskView, Link};
 use crate::reconcile::{Settings, UNREACHABLE_AFTER};
-use crate::{Timestamp, World};
+use crate::{ClusterState, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
 
 const GIB: u64 = 1 << 30;
@@ -27,17 +27,17 @@ fn agents(answers: bool, free_bytes: u64) -> Agents {
     agents
 }
 
-/// Runs the reconciler, and stores its result in the world. Returns the reported events, and whether the node
-/// is written.
-fn run(world: &mut World, agents: &Agents) -> (Vec<(bool, &'static str)>, bool) {
+/// Runs the reconciler, and stores its result in the cluster state. Returns the reported events, and whether
+/// the node is written.
+fn run(cluster: &mut ClusterState, agents: &Agents) -> (Vec<(bool, &'static str)>, bool) {
     let context =
-        Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+        Context { cluster, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
     let decision = reconcile(&context, "a");
     let (mut told, mut written) = (Vec::new(), false);
     for action in decision.actions {
         match action {
             Action::Write(object) => {
-                world.insert(*object);
+                cluster.insert(*object);
                 written = true;
             }
             Action::Emit(event) if written => told.push((event.warning, event.reason)),
@@ -47,29 +47,29 @@ fn run(world: &mut World, agents: &Agents) -> (Vec<(bool, &'static str)>, bool) 
     (told, written)
 }
 
-fn world() -> World {
-    let mut world = World::default();
-    world.insert(Node::new("a", now()).into());
-    world
+fn cluster() -> ClusterState {
+    let mut cluster = ClusterState::default();
+    cluster.insert(Node::new("a", now()).into());
+    cluster
 }
 
 #[test]
 fn a_node_that_comes_goes_and_comes_back_is_told_of_once() {
-    let mut world = world();
+    let mut cluster = cluster();
     let (here, gone) = (agents(true, GIB), agents(false, GIB));
-    assert_eq!(run(&mut world, &here), (vec![(false, "NodeReady")], true));
-    assert_eq!(run(&mut world, &here), (vec![], false));
-    assert_eq!(run(&mut world, &gone), (vec![(true, "NodeLost")], true));
-    assert_eq!(run(&mut world, &gone), (vec![], false));
-    assert_eq!(run(&mut world, &here), (vec![(false, "NodeReady")], true));
+    assert_eq!(run(&mut cluster, &here), (vec![(false, "NodeReady")], true));
+    assert_eq!(run(&mut cluster, &here), (vec![], false));
+    assert_eq!(run(&mut cluster, &gone), (vec![(true, "NodeLost")], true));
+    assert_eq!(run(&mut cluster, &gone), (vec![], false));
+    assert_eq!(run(&mut cluster, &here), (vec![(false, "NodeReady")], true));
 }
 
 #[test]
 fn free_space_is_stored_in_steps() {
-    let mut world = world();
+    let mut cluster = cluster();
     let mut stored = |free_bytes| {
-        let (_, written) = run(&mut world, &agents(true, free_bytes));
-        let status = &world.nodes["a"].status;
+        let (_, written) = run(&mut cluster, &agents(true, free_bytes));
+        let status = &cluster.nodes["a"].status;
         (status.disk_status["/d"].storage_available, status.free_space.clone(), written)
     };
     assert_eq!(stored(50 * GIB), (50 * GIB, "50.0 GiB of 100.0 GiB".to_owned(), true));
@@ -84,9 +84,9 @@ fn free_space_is_stored_in_steps() {
 fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
     let mut example = Example::new();
     let calls = |example: &Example| {
-        let Example { world, agents } = example;
+        let Example { cluster, agents } = example;
         let context =
-            Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+            Context { cluster, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
         let decision = reconcile(&context, "a");
         let calls: Vec<AgentCall> = decision
             .actions
@@ -105,15 +105,15 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
     };
     assert_eq!(of_volume(&calls(&example).0), None, "it is in use");
     let (volume, engine) = (Key::new(Kind::Volume, "v"), Key::new(Kind::Engine, "v"));
-    example.world.remove(&volume);
+    example.cluster.remove(&volume);
     assert_eq!(of_volume(&calls(&example).0), None, "its object sees to it");
-    example.world.remove(&engine);
+    example.cluster.remove(&engine);
     let (stops, again) = calls(&example);
     assert_eq!((of_volume(&stops), again), (Some(("v".to_owned(), 1)), Some(GIVE_UP_CHECK)));
     for key in [volume, engine] {
-        let mut world = example.world.clone();
-        world.leave_out(key.clone(), LeftOut::default());
-        let unknown = Example { world, agents: example.agents.clone() };
+        let mut cluster = example.cluster.clone();
+        cluster.leave_out(key.clone(), LeftOut::default());
+        let unknown = Example { cluster, agents: example.agents.clone() };
         assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
     }
 }
@@ -122,9 +122,9 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
 fn no_node_is_made_beside_one_that_was_left_out() {
     let mut agents = agents(true, GIB);
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().from_object = false;
-    let mut world = World::default();
-    world.leave_out(Key::new(Kind::Node, "a"), LeftOut::default());
-    assert_eq!(run(&mut world, &agents), (vec![], false));
-    world.forget_left_out(&Key::new(Kind::Node, "a"));
-    assert!(run(&mut world, &agents).1, "it is new");
+    let mut cluster = ClusterState::default();
+    cluster.leave_out(Key::new(Kind::Node, "a"), LeftOut::default());
+    assert_eq!(run(&mut cluster, &agents), (vec![], false));
+    cluster.forget_left_out(&Key::new(Kind::Node, "a"));
+    assert!(run(&mut cluster, &agents).1, "it is new");
 }

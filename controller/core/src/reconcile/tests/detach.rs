@@ -5,21 +5,21 @@ use crate::objects::{EngineStatus, Robustness, Volume, VolumeState};
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
-/// Returns [`degraded_world`], with both replicas as members, and the volume not wanted any more.
-pub(super) fn leaving_world() -> World {
-    let mut world = degraded_world();
+/// Returns [`degraded_cluster`], with both replicas as members, and the volume not wanted any more.
+pub(super) fn leaving_cluster() -> ClusterState {
+    let mut cluster = degraded_cluster();
     let lost = ReplicaId::from_random(2);
-    world.insert(replica(lost, "b", None).into());
-    let mut volume = world.volumes["v"].clone();
+    cluster.insert(replica(lost, "b", None).into());
+    let mut volume = cluster.volumes["v"].clone();
     volume.spec.node_id = None;
     volume.status.robustness = Robustness::Healthy;
-    world.insert(volume.into());
-    let mut engine = world.engines["v"].clone();
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines["v"].clone();
     engine.status.replica_mode_map.insert(lost, MemberStatus::of(MemberMode::Member));
     engine.status.served_attach = ATTACH;
     engine.status.endpoint = "/dev/longhorn/v".to_owned();
-    world.insert(engine.into());
-    world
+    cluster.insert(engine.into());
+    cluster
 }
 
 /// Agents of a, b and c; a shows the engine with these members.
@@ -55,12 +55,12 @@ fn refuse(agents: &mut Agents) {
 
 /// Runs some rounds of the reconcilers of the volume and its engine, with every stop of the engine refused.
 /// Returns the calls.
-pub(super) fn rounds(world: &mut World, agents: &mut Agents) -> Vec<AgentCall> {
+pub(super) fn rounds(cluster: &mut ClusterState, agents: &mut Agents) -> Vec<AgentCall> {
     let mut calls = Vec::new();
     for _ in 0..6 {
         for key in [Key::new(Kind::Volume, "v"), Key::new(Kind::Engine, "v")] {
             let context = Context {
-                world,
+                cluster,
                 agents,
                 now: now() + REPLICA_REPLACE_AFTER,
                 random: [7; MAX_MEMBERS],
@@ -68,7 +68,7 @@ pub(super) fn rounds(world: &mut World, agents: &mut Agents) -> Vec<AgentCall> {
             };
             for action in reconcile(&context, &key).actions {
                 match action {
-                    Action::Write(object) => world.insert(*object),
+                    Action::Write(object) => cluster.insert(*object),
                     Action::Call(_, AgentCall::StopInstance { .. }) => {
                         refuse(agents);
                         break;
@@ -82,63 +82,63 @@ pub(super) fn rounds(world: &mut World, agents: &mut Agents) -> Vec<AgentCall> {
     calls
 }
 
-fn volume(world: &World) -> &Volume {
-    &world.volumes["v"]
+fn volume(cluster: &ClusterState) -> &Volume {
+    &cluster.volumes["v"]
 }
 
-fn settled(world: &World) -> String {
-    volume(world).status.conditions.get(ConditionType::Settled).unwrap().message.clone()
+fn settled_condition(cluster: &ClusterState) -> String {
+    volume(cluster).status.conditions.get(ConditionType::Settled).unwrap().message.clone()
 }
 
-fn want(world: &mut World, node: Option<&str>) {
-    let mut volume = volume(world).clone();
+fn want(cluster: &mut ClusterState, node: Option<&str>) {
+    let mut volume = volume(cluster).clone();
     volume.spec.node_id = node.map(|node| NodeName::new(node).unwrap());
-    world.insert(volume.into());
+    cluster.insert(volume.into());
 }
 
 #[test]
 fn a_volume_in_use_stays_attached_if_it_is_wanted_there_again() {
-    let (mut world, mut agents) = (leaving_world(), both());
-    rounds(&mut world, &mut agents);
-    assert_eq!(volume(&world).status.state, VolumeState::Detaching);
-    assert!(settled(&world).contains("mounted at /mnt"), "{}", settled(&world));
-    assert_eq!(volume(&world).status.robustness, Robustness::Healthy);
-    want(&mut world, Some("a"));
-    rounds(&mut world, &mut agents);
-    let status = &volume(&world).status;
+    let (mut cluster, mut agents) = (leaving_cluster(), both());
+    rounds(&mut cluster, &mut agents);
+    assert_eq!(volume(&cluster).status.state, VolumeState::Detaching);
+    assert!(settled_condition(&cluster).contains("mounted at /mnt"), "{}", settled_condition(&cluster));
+    assert_eq!(volume(&cluster).status.robustness, Robustness::Healthy);
+    want(&mut cluster, Some("a"));
+    rounds(&mut cluster, &mut agents);
+    let status = &volume(&cluster).status;
     assert_eq!((status.state, status.attach), (VolumeState::Attached, ATTACH), "{status:#?}");
-    let engine = &world.engines["v"];
+    let engine = &cluster.engines["v"];
     assert_eq!(engine.spec.desire_state, DesireState::Running);
     assert!(engine.status.is_serving() && engine.status.stop_refused.is_empty(), "{:#?}", engine.status);
 }
 
 #[test]
 fn a_volume_that_is_wanted_elsewhere_goes_on_leaving() {
-    let (mut world, mut agents) = (leaving_world(), both());
-    rounds(&mut world, &mut agents);
-    want(&mut world, Some("c"));
-    rounds(&mut world, &mut agents);
-    assert_eq!(volume(&world).status.state, VolumeState::Detaching);
-    assert_eq!(world.engines["v"].spec.desire_state, DesireState::Stopped);
+    let (mut cluster, mut agents) = (leaving_cluster(), both());
+    rounds(&mut cluster, &mut agents);
+    want(&mut cluster, Some("c"));
+    rounds(&mut cluster, &mut agents);
+    assert_eq!(volume(&cluster).status.state, VolumeState::Detaching);
+    assert_eq!(cluster.engines["v"].spec.desire_state, DesireState::Stopped);
 }
 
 /// The engine has ended, has never been seen, is to make room for a salvage, or its node does not answer.
 #[test]
 fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() {
-    type Change = fn(&mut World, &mut Agents);
+    type Change = fn(&mut ClusterState, &mut Agents);
     let a = || NodeName::new("a").unwrap();
     let cases: [(&str, Change); 4] = [
         ("ended", |_, agents| {
             let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
             a.instances.values_mut().for_each(|instance| instance.state = InstanceState::Stopped);
         }),
-        ("lost", |world, _| {
-            let engine = world.engines["v"].clone();
+        ("lost", |cluster, _| {
+            let engine = cluster.engines["v"].clone();
             let status = EngineStatus { lost_attach: ATTACH, ..engine.status.clone() };
-            world.insert(Engine { status, ..engine }.into());
+            cluster.insert(Engine { status, ..engine }.into());
         }),
-        ("salvage", |world, _| {
-            let mut volume = world.volumes["v"].clone();
+        ("salvage", |cluster, _| {
+            let mut volume = cluster.volumes["v"].clone();
             volume.status.salvage = Some(crate::objects::Salvage {
                 replica_id: ReplicaId::from_random(1),
                 attach: ATTACH,
@@ -148,7 +148,7 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
                 losses: String::new(),
                 done: false,
             });
-            world.insert(volume.into());
+            cluster.insert(volume.into());
         }),
         ("silent", |_, agents| {
             let link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
@@ -156,13 +156,13 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
         }),
     ];
     for (case, change) in cases {
-        let (mut world, mut agents) = (leaving_world(), both());
-        rounds(&mut world, &mut agents);
-        want(&mut world, Some(a().as_str()));
-        change(&mut world, &mut agents);
-        act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
-        assert_ne!(volume(&world).status.state, VolumeState::Attached, "{case}");
-        assert_eq!(world.engines["v"].spec.desire_state, DesireState::Stopped, "{case}");
+        let (mut cluster, mut agents) = (leaving_cluster(), both());
+        rounds(&mut cluster, &mut agents);
+        want(&mut cluster, Some(a().as_str()));
+        change(&mut cluster, &mut agents);
+        act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
+        assert_ne!(volume(&cluster).status.state, VolumeState::Attached, "{case}");
+        assert_eq!(cluster.engines["v"].spec.desire_state, DesireState::Stopped, "{case}");
     }
 }
 
@@ -170,28 +170,28 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
 /// drawn.
 #[test]
 fn a_volume_whose_engine_was_about_to_be_fenced_goes_on_with_the_next_one() {
-    let (mut world, mut agents) = (leaving_world(), both());
-    rounds(&mut world, &mut agents);
-    let mut drawn = volume(&world).clone();
+    let (mut cluster, mut agents) = (leaving_cluster(), both());
+    rounds(&mut cluster, &mut agents);
+    let mut drawn = volume(&cluster).clone();
     drawn.status.attach = ATTACH + 1;
     drawn.status.attached_since = 1;
-    world.insert(drawn.into());
+    cluster.insert(drawn.into());
     for (id, node) in [(1, "a"), (2, "b")] {
         let mut running = replica(ReplicaId::from_random(id), node, None);
         running.status.addresses = vec![format!("tcp:{node}:10000")];
-        world.insert(running.into());
+        cluster.insert(running.into());
     }
-    want(&mut world, Some("a"));
-    let calls = rounds(&mut world, &mut agents);
-    assert_eq!(volume(&world).status.state, VolumeState::Attaching);
+    want(&mut cluster, Some("a"));
+    let calls = rounds(&mut cluster, &mut agents);
+    assert_eq!(volume(&cluster).status.state, VolumeState::Attaching);
     let takes_over = |call: &AgentCall| matches!(call, AgentCall::StartEngine { attach, continues: 1, .. } if *attach == ATTACH + 2);
     assert!(calls.iter().any(takes_over), "{calls:#?}");
 }
 
 #[test]
 fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
-    let (mut world, mut agents) = (leaving_world(), both());
-    rounds(&mut world, &mut agents);
+    let (mut cluster, mut agents) = (leaving_cluster(), both());
+    rounds(&mut cluster, &mut agents);
     let mut agents = {
         let mut fewer = agents_with(&[(1, MemberMode::Member), (2, MemberMode::Failed)]);
         for (node, old) in agents.by_node() {
@@ -199,11 +199,11 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
         }
         fewer
     };
-    world.insert(replica(ReplicaId::from_random(2), "b", Some(now())).into());
-    let calls = rounds(&mut world, &mut agents);
-    let status = &volume(&world).status;
+    cluster.insert(replica(ReplicaId::from_random(2), "b", Some(now())).into());
+    let calls = rounds(&mut cluster, &mut agents);
+    let status = &volume(&cluster).status;
     assert_eq!((status.state, status.robustness), (VolumeState::Detaching, Robustness::Degraded));
-    let new = world.replicas.values().find(|replica| replica.spec.node_id.as_str() == "c");
+    let new = cluster.replicas.values().find(|replica| replica.spec.node_id.as_str() == "c");
     let new = new.expect("another one is made").clone();
     // Its process runs: the engine hears of it.
     assert!(!calls.iter().any(|call| tells_of(call, new.spec.replica_id)), "{calls:#?}");
@@ -212,8 +212,8 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
         addresses: vec!["tcp:10.0.0.3:10000".to_owned()],
         ..new.status.clone()
     };
-    world.insert(Replica { status, ..new.clone() }.into());
-    let calls = rounds(&mut world, &mut agents);
+    cluster.insert(Replica { status, ..new.clone() }.into());
+    let calls = rounds(&mut cluster, &mut agents);
     let told = calls.iter().filter(|call| tells_of(call, new.spec.replica_id)).count();
     assert_eq!(told, 1, "{calls:#?}");
 }
@@ -226,52 +226,56 @@ pub(super) fn tells_of(call: &AgentCall, id: ReplicaId) -> bool {
 #[test]
 fn a_volume_is_detached_as_soon_as_its_engine_is_stopped_or_fenced() {
     for fenced in [false, true] {
-        let mut world = leaving_world();
-        let mut engine = world.engines["v"].clone();
+        let mut cluster = leaving_cluster();
+        let mut engine = cluster.engines["v"].clone();
         engine.spec.desire_state = DesireState::Stopped;
         engine.status.current_state = if fenced { CurrentState::Unknown } else { CurrentState::Stopped };
-        world.insert(engine.into());
-        let mut leaving = volume(&world).clone();
+        cluster.insert(engine.into());
+        let mut leaving = volume(&cluster).clone();
         leaving.status.state = VolumeState::Detaching;
         leaving.status.fenced_attach = if fenced { ATTACH } else { 0 };
-        world.insert(leaving.into());
+        cluster.insert(leaving.into());
         let key = Key::new(Kind::Volume, "v");
         let agents = agents(None);
-        act(&mut world, &agents, &key);
-        let status = &volume(&world).status;
+        act(&mut cluster, &agents, &key);
+        let status = &volume(&cluster).status;
         assert_eq!((status.state, &status.current_node_id), (VolumeState::Detached, &None));
         assert_eq!(status.conditions.get(ConditionType::Healthy).unwrap().reason, "NotAttached");
-        assert!(settled(&world).contains("replicas are being stopped"), "{}", settled(&world));
-        assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
+        assert!(
+            settled_condition(&cluster).contains("replicas are being stopped"),
+            "{}",
+            settled_condition(&cluster)
+        );
+        assert!(cluster.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
         // A request that was not made before a crash is made by the next run.
-        world.insert(replica(ReplicaId::from_random(2), "b", None).into());
-        act(&mut world, &agents, &key);
-        assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
+        cluster.insert(replica(ReplicaId::from_random(2), "b", None).into());
+        act(&mut cluster, &agents, &key);
+        assert!(cluster.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
         for id in [1, 2] {
             let mut stopped = replica(ReplicaId::from_random(id), "b", None);
             stopped.spec.desire_state = DesireState::Stopped;
             stopped.status.current_state = CurrentState::Stopped;
-            world.insert(stopped.into());
+            cluster.insert(stopped.into());
         }
-        act(&mut world, &agents, &key);
-        assert!(volume(&world).status.conditions.is_true(ConditionType::Settled));
+        act(&mut cluster, &agents, &key);
+        assert!(volume(&cluster).status.conditions.is_true(ConditionType::Settled));
     }
 }
 
 #[test]
 fn replicas_are_not_stopped_where_the_next_engine_needs_them() {
-    let mut world = leaving_world();
-    want(&mut world, Some("c"));
-    let mut engine = world.engines["v"].clone();
+    let mut cluster = leaving_cluster();
+    want(&mut cluster, Some("c"));
+    let mut engine = cluster.engines["v"].clone();
     engine.spec.desire_state = DesireState::Stopped;
     engine.status.current_state = CurrentState::Stopped;
-    world.insert(engine.into());
+    cluster.insert(engine.into());
     let key = Key::new(Kind::Volume, "v");
     for _ in 0..3 {
-        act(&mut world, &agents(None), &key);
-        assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Running));
+        act(&mut cluster, &agents(None), &key);
+        assert!(cluster.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Running));
     }
-    let status = &volume(&world).status;
+    let status = &volume(&cluster).status;
     assert_eq!((status.state, status.attach), (VolumeState::Attaching, ATTACH + 1));
     assert_eq!(status.current_node_id, NodeName::new("c").ok());
 }
@@ -280,12 +284,12 @@ fn replicas_are_not_stopped_where_the_next_engine_needs_them() {
 /// is not needed meanwhile.
 #[test]
 fn replicas_of_a_detached_volume_stop_also_while_a_salvage_waits() {
-    let mut world = leaving_world();
-    let mut engine = world.engines["v"].clone();
+    let mut cluster = leaving_cluster();
+    let mut engine = cluster.engines["v"].clone();
     engine.spec.desire_state = DesireState::Stopped;
     engine.status.current_state = CurrentState::Stopped;
-    world.insert(engine.into());
-    let mut detached = volume(&world).clone();
+    cluster.insert(engine.into());
+    let mut detached = volume(&cluster).clone();
     detached.status.state = VolumeState::Detached;
     detached.status.salvage = Some(crate::objects::Salvage {
         replica_id: ReplicaId::from_random(3),
@@ -296,10 +300,14 @@ fn replicas_of_a_detached_volume_stop_also_while_a_salvage_waits() {
         losses: String::new(),
         done: false,
     });
-    world.insert(detached.into());
+    cluster.insert(detached.into());
     for _ in 0..2 {
-        act(&mut world, &agents(None), &Key::new(Kind::Volume, "v"));
+        act(&mut cluster, &agents(None), &Key::new(Kind::Volume, "v"));
     }
-    assert!(world.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
-    assert!(settled(&world).contains("salvage with another one"), "{}", settled(&world));
+    assert!(cluster.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Stopped));
+    assert!(
+        settled_condition(&cluster).contains("salvage with another one"),
+        "{}",
+        settled_condition(&cluster)
+    );
 }

@@ -15,9 +15,9 @@ fn view(number: u32, members: u64) -> View {
 
 /// The volume as the next run stores it, if it does.
 fn decided(example: &Example) -> Option<Volume> {
-    let Example { world, agents } = example;
+    let Example { cluster, agents } = example;
     let context =
-        Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
+        Context { cluster, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
     let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
     actions.into_iter().find_map(|action| match action {
         Action::Write(object) => match *object {
@@ -31,7 +31,7 @@ fn decided(example: &Example) -> Option<Volume> {
 #[test]
 fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
     let mut example = Example::new();
-    example.world.remove(&Key::new(Kind::Replica, format!("v-{}", id(3))));
+    example.cluster.remove(&Key::new(Kind::Replica, format!("v-{}", id(3))));
     example.engine().status.generation = Generation::new(1, 1).to_string();
     example.engine().status.replica_mode_map.remove(&id(3));
     let honoured = ReplicaReport { committed: view(1, 2), proposed: Vec::new() };

@@ -4,29 +4,29 @@ use super::*;
 use crate::objects::{Robustness, Volume, VolumeState};
 
 /// Returns a world in which the volume is attached to node a and served there.
-fn serving(lost_writes: bool) -> World {
-    let mut world = world();
-    let mut volume = world.volumes["v"].clone();
+fn serving(lost_writes: bool) -> ClusterState {
+    let mut cluster = cluster();
+    let mut volume = cluster.volumes["v"].clone();
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
     volume.status.current_node_id = volume.spec.node_id.clone();
     volume.status.state = VolumeState::Attached;
     volume.status.robustness = Robustness::Healthy;
     volume.status.attach = ATTACH;
-    world.insert(volume.into());
-    let mut engine = world.engines["v"].clone();
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines["v"].clone();
     engine.status.current_state = CurrentState::Running;
     engine.status.seen_attach = ATTACH;
     engine.status.phase = "serving".to_owned();
     engine.status.lost_writes = lost_writes;
-    world.insert(engine.into());
-    world
+    cluster.insert(engine.into());
+    cluster
 }
 
 /// Returns the volume as it is stored then, and its warnings.
-fn watch(world: &World) -> (Option<Volume>, Vec<&'static str>) {
+fn watch(cluster: &ClusterState) -> (Option<Volume>, Vec<&'static str>) {
     let agents = agents(None);
     let context = Context {
-        world,
+        cluster,
         agents: &agents,
         now: now(),
         random: [0; MAX_MEMBERS],
@@ -49,29 +49,29 @@ fn watch(world: &World) -> (Option<Volume>, Vec<&'static str>) {
 
 #[test]
 fn a_loss_of_writes_is_told_once_and_shown_as_long_as_it_lasts() {
-    let mut world = serving(true);
-    let (volume, told) = watch(&world);
+    let mut cluster = serving(true);
+    let (volume, told) = watch(&cluster);
     let volume = volume.unwrap();
     assert!(told.contains(&"LostWrites"), "{told:?}");
     assert_eq!(volume.status.robustness, Robustness::Faulted);
     let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
     assert_eq!((healthy.status, healthy.reason.as_str()), (false, "LostWrites"));
     assert!(healthy.message.contains("detach and attach"), "{}", healthy.message);
-    world.insert(volume.into());
-    assert_eq!(watch(&world).1, [""; 0]);
+    cluster.insert(volume.into());
+    assert_eq!(watch(&cluster).1, [""; 0]);
     assert!(!watch(&serving(false)).1.contains(&"LostWrites"));
 }
 
 #[test]
 fn a_volume_with_damaged_data_is_not_healthy() {
-    let mut world = serving(false);
-    let engine = world.engines["v"].clone();
-    let ids = world.replicas.values().map(|replica| replica.spec.replica_id);
+    let mut cluster = serving(false);
+    let engine = cluster.engines["v"].clone();
+    let ids = cluster.replicas.values().map(|replica| replica.spec.replica_id);
     let replicas = ids.map(|id| (id, MemberStatus::of(MemberMode::Member))).collect();
     let mut status = engine.status.clone();
     (status.replica_mode_map, status.damaged_ranges) = (replicas, 2);
-    world.insert(Engine { status, ..engine }.into());
-    let (volume, told) = watch(&world);
+    cluster.insert(Engine { status, ..engine }.into());
+    let (volume, told) = watch(&cluster);
     let volume = volume.unwrap();
     assert_eq!(volume.status.robustness, Robustness::Degraded);
     let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();

@@ -1,7 +1,7 @@
 //! Tests objects that a deletion has left behind, and nodes that come back in the middle of one.
 
 use super::deletion::{all_agents, all_rounds, answers, failure, left_behind_engine, without_b};
-use super::detach::{IN_USE, both, leaving_world};
+use super::detach::{IN_USE, both, leaving_cluster};
 use super::*;
 use crate::objects::VolumeState;
 use crate::observed::ReplicaView;
@@ -9,69 +9,69 @@ use crate::observed::ReplicaView;
 /// A volume of the name that is deleted again while it waits for the engine of the one before.
 #[test]
 fn a_volume_that_waits_for_its_name_is_deleted_at_once() {
-    let (mut world, mut agents) = without_b();
-    left_behind_engine(&mut world, &agents);
+    let (mut cluster, mut agents) = without_b();
+    left_behind_engine(&mut cluster, &agents);
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
-    let Ok(Change::Store(mut new)) = wanted.apply(&world, Secret::new([1; 32]), now()) else {
+    let Ok(Change::Store(mut new)) = wanted.apply(&cluster, Secret::new([1; 32]), now()) else {
         panic!("the volume is refused")
     };
     new.metadata.deletion_timestamp = Some(now());
-    world.insert(new.into());
-    let calls = all_rounds(&mut world, &agents);
-    assert!(world.volumes.is_empty() && calls.is_empty(), "{calls:#?} {:#?}", world.volumes);
-    assert!(world.engines.contains_key("v"), "that of the volume before is still to be stopped");
+    cluster.insert(new.into());
+    let calls = all_rounds(&mut cluster, &agents);
+    assert!(cluster.volumes.is_empty() && calls.is_empty(), "{calls:#?} {:#?}", cluster.volumes);
+    assert!(cluster.engines.contains_key("v"), "that of the volume before is still to be stopped");
     answers(&mut agents, "b");
-    all_rounds(&mut world, &agents);
-    all_rounds(&mut world, &agents);
-    assert!(world.engines.is_empty());
+    all_rounds(&mut cluster, &agents);
+    all_rounds(&mut cluster, &agents);
+    assert!(cluster.engines.is_empty());
 }
 
 /// The engine object that a volume had before its undeletion was removed when the volume was on its way to a
 /// node.
 #[test]
 fn an_attachment_whose_engine_object_is_removed_late_gets_another_one() {
-    let mut world = degraded_world();
-    let mut volume = world.volumes["v"].clone();
+    let mut cluster = degraded_cluster();
+    let mut volume = cluster.volumes["v"].clone();
     volume.status.state = VolumeState::Attaching;
-    world.insert(volume.into());
-    world.remove(&Key::new(Kind::Engine, "v"));
-    let agents = all_agents(&world);
-    act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
-    assert_eq!(world.engines["v"].spec.attach, 0);
-    assert_eq!(world.volumes["v"].status.attach, ATTACH + 1, "no engine has that number yet");
-    act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
-    assert_eq!(world.volumes["v"].status.attach, ATTACH + 1, "drawn once");
+    cluster.insert(volume.into());
+    cluster.remove(&Key::new(Kind::Engine, "v"));
+    let agents = all_agents(&cluster);
+    act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
+    assert_eq!(cluster.engines["v"].spec.attach, 0);
+    assert_eq!(cluster.volumes["v"].status.attach, ATTACH + 1, "no engine has that number yet");
+    act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
+    assert_eq!(cluster.volumes["v"].status.attach, ATTACH + 1, "drawn once");
 }
 
 /// The engine has a greater number than its volume, as after a restore of one object. A single number fences
 /// it.
 #[test]
 fn a_number_is_drawn_above_that_of_the_engine() {
-    let (mut world, mut agents) = (leaving_world(), both());
+    let (mut cluster, mut agents) = (leaving_cluster(), both());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().link =
         Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
-    let mut engine = world.engines["v"].clone();
+    let mut engine = cluster.engines["v"].clone();
     engine.spec.attach = 40;
     engine.spec.desire_state = DesireState::Stopped;
     engine.status.current_state = CurrentState::Unknown;
-    world.insert(engine.into());
-    let mut volume = world.volumes["v"].clone();
+    cluster.insert(engine.into());
+    let mut volume = cluster.volumes["v"].clone();
     volume.status.state = VolumeState::Detaching;
-    world.insert(volume.into());
-    act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
-    assert_eq!(world.volumes["v"].status.attach, 41);
+    cluster.insert(volume.into());
+    act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
+    assert_eq!(cluster.volumes["v"].status.attach, 41);
 }
 
 /// The node was absent from before the deletion until after the undeletion: its process has the former secret
 /// of the volume.
 #[test]
 fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_told_of_it() {
-    let mut world = degraded_world();
+    let mut cluster = degraded_cluster();
     let id = ReplicaId::from_random(1);
     let mut back = replica(id, "a", None);
     (back.status.stop_first, back.status.current_state) = (true, CurrentState::Unknown);
     back.status.rebind = true;
-    world.insert(back.into());
+    cluster.insert(back.into());
     let mut agents = agents(None);
     let instance = InstanceKey::replica(&VolumeName::new("v").unwrap(), id);
     let view = ReplicaView { addresses: vec!["tcp:10.0.0.1:7000".to_owned()], ..ReplicaView::default() };
@@ -79,24 +79,27 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
         Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Replica(view) };
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(instance.clone(), running);
     let key = Key::new(Kind::Replica, &instance.name);
-    let status = |world: &World| world.replicas[&key.name].status.clone();
+    let status = |cluster: &ClusterState| cluster.replicas[&key.name].status.clone();
     // A stop that has failed is shown, and tried again.
     let failed = failure("StopInstance", "the process hangs");
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().failures.insert(instance.clone(), failed.clone());
-    act(&mut world, &agents, &key);
-    assert!(status(&world).stop_first && status(&world).addresses.is_empty());
-    assert_eq!((status(&world).current_state, status(&world).message), (CurrentState::Error, failed.message));
-    let actions = act(&mut world, &agents, &key);
+    act(&mut cluster, &agents, &key);
+    assert!(status(&cluster).stop_first && status(&cluster).addresses.is_empty());
+    assert_eq!(
+        (status(&cluster).current_state, status(&cluster).message),
+        (CurrentState::Error, failed.message)
+    );
+    let actions = act(&mut cluster, &agents, &key);
     let is_stop = |action: &Action| matches!(action, Action::Call(_, AgentCall::StopInstance { instance: stopped, .. }) if *stopped == instance);
     let [stop, Action::Write(_)] = actions.as_slice() else { panic!("{actions:#?}") };
     assert!(is_stop(stop), "it is stored after the call: {actions:#?}");
-    assert!(!status(&world).stop_first && status(&world).addresses.is_empty());
+    assert!(!status(&cluster).stop_first && status(&cluster).addresses.is_empty());
     // It is gone: another one is started, with the secret of now.
     let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     a.instances.clear();
     a.failures.clear();
     drop(a);
-    let actions = act(&mut world, &agents, &key);
+    let actions = act(&mut cluster, &agents, &key);
     let is_start =
         |action: &Action| matches!(action, Action::Call(_, AgentCall::StartReplica { rebind: true, .. }));
     assert!(actions.iter().any(is_start), "its directory belongs to the secret of before: {actions:#?}");
@@ -104,32 +107,32 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
     let mut rests = replica(id, "a", None);
     rests.spec.desire_state = DesireState::Stopped;
     (rests.status.stop_first, rests.status.current_state) = (true, CurrentState::Stopped);
-    world.insert(rests.into());
-    assert!(act(&mut world, &agents, &key).iter().any(is_stop) && !status(&world).stop_first);
+    cluster.insert(rests.into());
+    assert!(act(&mut cluster, &agents, &key).iter().any(is_stop) && !status(&cluster).stop_first);
 }
 
 /// The volume has taken long to stop, and the last call about a replica, some time before, has failed.
 #[test]
 fn what_failed_before_a_deletion_leaves_no_replica_behind() {
-    let (mut world, mut agents) = without_b();
+    let (mut cluster, mut agents) = without_b();
     answers(&mut agents, "b");
     let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2));
     let failed = failure("StartReplica", "cannot start replica: no space");
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().failures.insert(key.clone(), failed);
-    let mut volume = world.volumes["v"].clone();
+    let mut volume = cluster.volumes["v"].clone();
     volume.metadata.deletion_timestamp = Some(now() - UNREACHABLE_AFTER);
-    world.insert(volume.into());
-    act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
-    let actions = act(&mut world, &agents, &Key::new(Kind::Replica, &key.name));
+    cluster.insert(volume.into());
+    act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
+    let actions = act(&mut cluster, &agents, &Key::new(Kind::Replica, &key.name));
     let deletes = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
-    assert!(actions.iter().any(deletes) && world.replicas.get(&key.name).is_none(), "{actions:#?}");
+    assert!(actions.iter().any(deletes) && cluster.replicas.get(&key.name).is_none(), "{actions:#?}");
 }
 
 /// The data waits for an engine on its node that cannot be stopped, and the message says so.
 #[test]
 fn what_is_left_behind_says_which_engine_it_waits_for() {
-    let (mut world, mut agents) = without_b();
-    all_rounds(&mut world, &agents);
+    let (mut cluster, mut agents) = without_b();
+    all_rounds(&mut cluster, &agents);
     answers(&mut agents, "b");
     let engine = InstanceKey::engine(&VolumeName::new("v").unwrap());
     let detail = Detail::Engine(Box::new(EngineView { attach: ATTACH - 1, ..EngineView::default() }));
@@ -138,28 +141,28 @@ fn what_is_left_behind_says_which_engine_it_waits_for() {
         .insert(engine.clone(), Instance { state: InstanceState::Running, message: String::new(), detail });
     b.failures.insert(engine, failure("StopInstance", "/dev/longhorn/v is in use"));
     drop(b);
-    let [left] = world.replicas.values().cloned().collect::<Vec<_>>().try_into().unwrap();
-    act(&mut world, &agents, &Key::new(Kind::Replica, &left.metadata.name));
-    let message = world.replicas[&left.metadata.name].status.message.clone();
+    let [left] = cluster.replicas.values().cloned().collect::<Vec<_>>().try_into().unwrap();
+    act(&mut cluster, &agents, &Key::new(Kind::Replica, &left.metadata.name));
+    let message = cluster.replicas[&left.metadata.name].status.message.clone();
     assert!(message.contains("an engine of its deleted volume") && message.contains("in use"), "{message}");
 }
 
 /// The engine's node was given up, and answers again when the first data is gone.
 #[test]
 fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_nothing() {
-    let (mut world, mut agents) = without_b();
-    let mut engine = world.engines["v"].clone();
+    let (mut cluster, mut agents) = without_b();
+    let mut engine = cluster.engines["v"].clone();
     engine.spec.node_id = Some(NodeName::new("b").unwrap());
     engine.status.current_state = CurrentState::Unknown;
-    world.insert(engine.into());
-    let mut b = world.nodes["b"].clone();
+    cluster.insert(engine.into());
+    let mut b = cluster.nodes["b"].clone();
     b.metadata.deletion_timestamp = Some(now());
-    world.insert(b.into());
+    cluster.insert(b.into());
     // Until the first replica is to go.
     for _ in 0..3 {
-        act(&mut world, &agents, &Key::new(Kind::Volume, "v"));
+        act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
     }
-    assert!(world.replicas.values().all(|replica| replica.metadata.is_deleting()), "{world:#?}");
+    assert!(cluster.replicas.values().all(|replica| replica.metadata.is_deleting()), "{cluster:#?}");
     answers(&mut agents, "b");
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     let shown = EngineView { attach: ATTACH, phase: "serving".to_owned(), ..EngineView::default() };
@@ -172,21 +175,21 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     let is_about_data =
         |call: &AgentCall| matches!(call, AgentCall::StopInstance { .. } | AgentCall::DeleteReplica { .. });
     for _ in 0..6 {
-        for name in world.replicas.keys().cloned().collect::<Vec<_>>() {
-            for action in act(&mut world, &agents, &Key::new(Kind::Replica, &name)) {
+        for name in cluster.replicas.keys().cloned().collect::<Vec<_>>() {
+            for action in act(&mut cluster, &agents, &Key::new(Kind::Replica, &name)) {
                 assert!(!matches!(&action, Action::Call(_, call) if !is_about_data(call)), "{action:#?}");
             }
         }
-        for action in act(&mut world, &agents, &Key::new(Kind::Volume, "v")) {
+        for action in act(&mut cluster, &agents, &Key::new(Kind::Volume, "v")) {
             assert!(!matches!(&action, Action::Call(..)), "{action:#?}");
         }
     }
-    assert!(world.volumes.is_empty() && world.replicas.values().count() == 0, "{world:#?}");
-    let engine = &world.engines["v"];
+    assert!(cluster.volumes.is_empty() && cluster.replicas.values().count() == 0, "{cluster:#?}");
+    let engine = &cluster.engines["v"];
     assert!(engine.metadata.is_deleting(), "its process is stopped when its device is not in use any more");
     answers_stop(&mut agents, "b");
-    all_rounds(&mut world, &agents);
-    assert!(world.engines.is_empty());
+    all_rounds(&mut cluster, &agents);
+    assert!(cluster.engines.is_empty());
 }
 
 /// Lets the stop succeed: the device there is not in use any more.
@@ -197,11 +200,11 @@ fn answers_stop(agents: &mut Agents, node: &str) {
 /// The process of a forgotten replica hangs on its dead disk for a while.
 #[test]
 fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
-    let mut world = degraded_world();
-    let mut b = world.nodes["b"].clone();
+    let mut cluster = degraded_cluster();
+    let mut b = cluster.nodes["b"].clone();
     b.spec.disks.get_mut(DISK).unwrap().lost = true;
-    world.insert(b.into());
-    let mut agents = all_agents(&world);
+    cluster.insert(b.into());
+    let mut agents = all_agents(&cluster);
     let volume = VolumeName::new("v").unwrap();
     let [known, forgotten, elsewhere] =
         [2, 8, 9].map(|id| InstanceKey::replica(&volume, ReplicaId::from_random(id)));
@@ -212,8 +215,8 @@ fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
         agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(key.clone(), instance);
     }
     let decide = |agents: &Agents| {
-        let (world, settings) = (&world, Settings::default());
-        let context = Context { world, agents, now: now(), random: [0; MAX_MEMBERS], settings };
+        let (cluster, settings) = (&cluster, Settings::default());
+        let context = Context { cluster, agents, now: now(), random: [0; MAX_MEMBERS], settings };
         reconcile(&context, &Key::new(Kind::Node, "b"))
     };
     let decision = decide(&agents);

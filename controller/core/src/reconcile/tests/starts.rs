@@ -10,30 +10,30 @@ use crate::observed::GrantWanted;
 const ID: u64 = 1;
 
 /// Returns the volume in that state, whose replica on node a is wanted and was not seen yet.
-fn starting(state: VolumeState) -> World {
-    let mut world = super::world();
-    let mut volume = world.volumes.remove("v").unwrap();
+fn starting(state: VolumeState) -> ClusterState {
+    let mut cluster = super::cluster();
+    let mut volume = cluster.volumes.remove("v").unwrap();
     volume.status.state = state;
     volume.status.attach = ATTACH;
     volume.status.attach_started_at = Some(now());
     volume.status.first_members = vec![ReplicaId::from_random(ID)];
-    world.insert(volume.into());
-    let mut engine = world.engines.remove("v").unwrap();
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines.remove("v").unwrap();
     engine.spec.desire_state = DesireState::Stopped;
-    world.insert(engine.into());
+    cluster.insert(engine.into());
     let replica = super::replica(ReplicaId::from_random(ID), "a", None);
-    world.insert(Replica { status: ReplicaStatus::default(), ..replica }.into());
-    world
+    cluster.insert(Replica { status: ReplicaStatus::default(), ..replica }.into());
+    cluster
 }
 
 fn name() -> String {
     ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(ID))
 }
 
-fn decide(world: &World, kind: Kind, name: &str, now: Timestamp) -> Decision {
+fn decide(cluster: &ClusterState, kind: Kind, name: &str, now: Timestamp) -> Decision {
     let agents = agents(None);
     let settings = Settings::default();
-    let context = Context { world, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
+    let context = Context { cluster, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
     reconcile(&context, &Key::new(kind, name))
 }
 
@@ -51,16 +51,16 @@ fn written(decision: &Decision) -> Vec<&Replica> {
 
 #[test]
 fn a_wish_is_taken_back_only_once_it_is_stored_that_the_replica_may_run() {
-    let mut world = starting(VolumeState::Detaching);
-    let first = decide(&world, Kind::Volume, "v", now());
-    let [noted] = written(&first)[..] else { panic!("{first:#?}") };
-    assert_eq!(noted.spec.desire_state, DesireState::Running);
+    let mut cluster = starting(VolumeState::Detaching);
+    let first = decide(&cluster, Kind::Volume, "v", now());
+    let [recorded] = written(&first)[..] else { panic!("{first:#?}") };
+    assert_eq!(recorded.spec.desire_state, DesireState::Running);
     assert_eq!(
-        (noted.status.current_state, noted.status.data),
+        (recorded.status.current_state, recorded.status.data),
         (CurrentState::Starting, DataState::Requested)
     );
-    world.insert(noted.clone().into());
-    let second = decide(&world, Kind::Volume, "v", now());
+    cluster.insert(recorded.clone().into());
+    let second = decide(&cluster, Kind::Volume, "v", now());
     let [stopped] = written(&second)[..] else { panic!("{second:#?}") };
     assert_eq!(stopped.spec.desire_state, DesireState::Stopped);
     assert_eq!(
@@ -71,13 +71,13 @@ fn a_wish_is_taken_back_only_once_it_is_stored_that_the_replica_may_run() {
 
 #[test]
 fn a_start_that_takes_long_is_stored_and_another_one_is_not() {
-    let world = starting(VolumeState::Attaching);
-    let quiet = decide(&world, Kind::Replica, &name(), now());
+    let cluster = starting(VolumeState::Attaching);
+    let quiet = decide(&cluster, Kind::Replica, &name(), now());
     let [Action::Call(_, AgentCall::StartReplica { create: true, .. })] = quiet.actions.as_slice() else {
         panic!("{quiet:#?}")
     };
     assert_eq!(quiet.look_again, Some(QUIET_START));
-    let slow = decide(&world, Kind::Replica, &name(), now() + QUIET_START);
+    let slow = decide(&cluster, Kind::Replica, &name(), now() + QUIET_START);
     let [replica] = written(&slow)[..] else { panic!("{slow:#?}") };
     assert_eq!(
         (replica.status.current_state, replica.status.data),
@@ -87,14 +87,14 @@ fn a_start_that_takes_long_is_stored_and_another_one_is_not() {
 
 #[test]
 fn a_replica_that_was_wanted_is_deleted_with_its_directory() {
-    let mut world = starting(VolumeState::Deleting);
-    let mut volume = world.volumes.remove("v").unwrap();
+    let mut cluster = starting(VolumeState::Deleting);
+    let mut volume = cluster.volumes.remove("v").unwrap();
     volume.metadata.deletion_timestamp = Some(now());
-    world.insert(volume.into());
-    let mut replica = world.get(&Key::new(Kind::Replica, name())).unwrap();
+    cluster.insert(volume.into());
+    let mut replica = cluster.get(&Key::new(Kind::Replica, name())).unwrap();
     replica.metadata_mut().deletion_timestamp = Some(now());
-    world.insert(replica);
-    let actions = decide(&world, Kind::Replica, &name(), now()).actions;
+    cluster.insert(replica);
+    let actions = decide(&cluster, Kind::Replica, &name(), now()).actions;
     let deletes = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
     let removes = |action: &Action| matches!(action, Action::Remove(..));
     let (deleted, removed) = (actions.iter().position(deletes), actions.iter().position(removes));
@@ -103,23 +103,23 @@ fn a_replica_that_was_wanted_is_deleted_with_its_directory() {
 
 #[test]
 fn people_hear_of_what_is_stored() {
-    let mut world = starting(VolumeState::Detached);
-    let mut volume = world.volumes.remove("v").unwrap();
+    let mut cluster = starting(VolumeState::Detached);
+    let mut volume = cluster.volumes.remove("v").unwrap();
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
-    world.insert(volume.into());
-    let actions = decide(&world, Kind::Volume, "v", now()).actions;
+    cluster.insert(volume.into());
+    let actions = decide(&cluster, Kind::Volume, "v", now()).actions;
     let [Action::Write(_), Action::Emit(event)] = actions.as_slice() else { panic!("{actions:#?}") };
     assert_eq!(event.reason, "Attaching");
 }
 
 #[test]
 fn a_volume_that_was_refused_once_is_accepted_when_it_can_be_read() {
-    let mut world = starting(VolumeState::Detached);
-    let mut volume = world.volumes.remove("v").unwrap();
+    let mut cluster = starting(VolumeState::Detached);
+    let mut volume = cluster.volumes.remove("v").unwrap();
     let refused = Finding::wrong("InvalidSpec", "the size");
     volume.status.conditions.set(ConditionType::Accepted, refused, now());
-    world.insert(volume.into());
-    let decision = decide(&world, Kind::Volume, "v", now());
+    cluster.insert(volume.into());
+    let decision = decide(&cluster, Kind::Volume, "v", now());
     let accepted = decision.actions.iter().any(|action| match action {
         Action::Write(object) => match &**object {
             Object::Volume(volume) => volume.status.conditions.is_true(ConditionType::Accepted),
@@ -132,11 +132,11 @@ fn a_volume_that_was_refused_once_is_accepted_when_it_can_be_read() {
 
 /// Returns the stored status of an engine that has just been started and reports that phase.
 fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
-    let mut world = starting(VolumeState::Attaching);
-    let mut engine = world.engines.remove("v").unwrap();
+    let mut cluster = starting(VolumeState::Attaching);
+    let mut engine = cluster.engines.remove("v").unwrap();
     engine.spec.desire_state = DesireState::Running;
     engine.status.current_state = CurrentState::Starting;
-    world.insert(engine.into());
+    cluster.insert(engine.into());
     let mut agents = agents(None);
     let shown = EngineView { attach: ATTACH, phase: phase.to_owned(), ..EngineView::default() };
     let instance = Instance {
@@ -147,7 +147,7 @@ fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
     let settings = Settings::default();
-    let context = Context { world: &world, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
+    let context = Context { cluster: &cluster, agents: &agents, now, random: [0; MAX_MEMBERS], settings };
     let actions = reconcile(&context, &Key::new(Kind::Engine, "v")).actions;
     actions.into_iter().find_map(|action| match action {
         Action::Write(object) => match *object {
@@ -167,28 +167,28 @@ fn an_engine_that_serves_or_cannot_is_stored_at_once_and_one_that_starts_is_not(
     assert_eq!(engine_after("serving", now()).unwrap().served_attach, ATTACH);
 }
 
-/// Returns the health of a volume whose engine is frozen in its start, after that time. The start has noted
-/// the grant as awaited, as taken, or never.
+/// Returns the health of a volume whose engine is frozen in its start, after that time. The start has
+/// recorded the grant as awaited, as taken, or never.
 fn health_of_frozen(
     granted: Option<Finding>,
     now_is: Timestamp,
 ) -> (Robustness, Option<std::time::Duration>) {
-    let mut world = starting(VolumeState::Attaching);
-    let mut volume = world.volumes["v"].clone();
+    let mut cluster = starting(VolumeState::Attaching);
+    let mut volume = cluster.volumes["v"].clone();
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
     volume.status.current_node_id = volume.spec.node_id.clone();
     if let Some(finding) = granted {
         volume.status.conditions.set(ConditionType::Granted, finding, now());
     }
-    world.insert(volume.into());
-    let mut engine = world.engines["v"].clone();
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines["v"].clone();
     engine.spec.desire_state = DesireState::Running;
     engine.spec.attach = ATTACH;
     engine.status.current_state = CurrentState::Running;
     engine.status.seen_attach = ATTACH;
     engine.status.phase = "frozen".to_owned();
-    world.insert(engine.into());
-    let decision = decide(&world, Kind::Volume, "v", now_is);
+    cluster.insert(engine.into());
+    let decision = decide(&cluster, Kind::Volume, "v", now_is);
     let volume = decision.actions.iter().find_map(|action| match action {
         Action::Write(object) => match &**object {
             Object::Volume(volume) => Some(volume.status.robustness),
@@ -196,7 +196,7 @@ fn health_of_frozen(
         },
         _ => None,
     });
-    (volume.unwrap_or_else(|| world.volumes["v"].status.robustness), decision.look_again)
+    (volume.unwrap_or_else(|| cluster.volumes["v"].status.robustness), decision.look_again)
 }
 
 #[test]
@@ -219,12 +219,12 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
     };
     let honoured = ReplicaReport { committed: view(1, 1, &[1, 2]), proposed: Vec::new() };
     let granted = view(1, 2, &[1]);
-    let mut world = starting(VolumeState::Attaching);
-    let mut volume = world.volumes["v"].clone();
+    let mut cluster = starting(VolumeState::Attaching);
+    let mut volume = cluster.volumes["v"].clone();
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
     volume.status.current_node_id = volume.spec.node_id.clone();
     volume.status.arbiter = Arbiter::default().ask(1, granted, &honoured, &granted.members).unwrap();
-    world.insert(volume.into());
+    cluster.insert(volume.into());
 
     let target = view(ATTACH, 1, &[2]);
     let wanted = GrantWanted { view: target, honoured, stored: target.members };
@@ -238,7 +238,7 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
     for time in 0..3 {
         let settings = Settings::default();
         let context =
-            Context { world: &world, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings };
+            Context { cluster: &cluster, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
         let tells = decision.actions.iter().filter(
             |action| matches!(action, Action::Call(_, AgentCall::Grant { view, .. }) if **view == granted),
@@ -253,24 +253,24 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
         );
         for action in decision.actions {
             if let Action::Write(object) = action {
-                world.insert(*object);
+                cluster.insert(*object);
             }
         }
     }
 }
 
-fn deleted(mut world: World) -> World {
-    let mut replica = world.get(&Key::new(Kind::Replica, name())).unwrap();
+fn deleted(mut cluster: ClusterState) -> ClusterState {
+    let mut replica = cluster.get(&Key::new(Kind::Replica, name())).unwrap();
     replica.metadata_mut().deletion_timestamp = Some(now());
-    world.insert(replica);
-    world
+    cluster.insert(replica);
+    cluster
 }
 
 /// The object is deleted as kubectl delete does.
 #[test]
 fn a_replica_that_somebody_has_deleted_stays_in_use_until_it_is_replaced() {
-    let world = deleted(starting(VolumeState::Attaching));
-    let actions = decide(&world, Kind::Replica, &name(), now()).actions;
+    let cluster = deleted(starting(VolumeState::Attaching));
+    let actions = decide(&cluster, Kind::Replica, &name(), now()).actions;
     let [Action::Call(_, AgentCall::StartReplica { .. })] = actions.as_slice() else {
         panic!("{actions:#?}")
     };
@@ -278,30 +278,30 @@ fn a_replica_that_somebody_has_deleted_stays_in_use_until_it_is_replaced() {
 
 #[test]
 fn the_data_of_a_volume_stays_until_its_engine_has_ended_whoever_has_deleted_what() {
-    let mut world = deleted(starting(VolumeState::Attached));
-    let mut volume = world.volumes.remove("v").unwrap();
+    let mut cluster = deleted(starting(VolumeState::Attached));
+    let mut volume = cluster.volumes.remove("v").unwrap();
     volume.metadata.deletion_timestamp = Some(now());
-    world.insert(volume.into());
-    let deletes = |world: &World| {
-        let actions = decide(world, Kind::Replica, &name(), now()).actions;
+    cluster.insert(volume.into());
+    let deletes = |cluster: &ClusterState| {
+        let actions = decide(cluster, Kind::Replica, &name(), now()).actions;
         actions.iter().any(|action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. })))
     };
     assert!(
-        !deletes(&world),
+        !deletes(&cluster),
         "a PersistentVolume may hold the deletion until it is stored that it has begun"
     );
-    let mut volume = world.volumes.remove("v").unwrap();
+    let mut volume = cluster.volumes.remove("v").unwrap();
     volume.status.state = VolumeState::Deleting;
-    world.insert(volume.into());
-    let woken = concerned(&world, &Key::new(Kind::Volume, "v"));
+    cluster.insert(volume.into());
+    let woken = concerned(&cluster, &Key::new(Kind::Volume, "v"));
     assert!(woken.contains(&Key::new(Kind::Replica, name())), "{woken:?}");
-    assert!(deletes(&world), "no engine runs");
-    let mut engine = world.engines.remove("v").unwrap();
+    assert!(deletes(&cluster), "no engine runs");
+    let mut engine = cluster.engines.remove("v").unwrap();
     engine.spec.desire_state = DesireState::Running;
     engine.status.current_state = CurrentState::Running;
-    world.insert(engine.clone().into());
-    assert!(!deletes(&world));
+    cluster.insert(engine.clone().into());
+    assert!(!deletes(&cluster));
     engine.spec.desire_state = DesireState::Stopped;
-    world.insert(engine.into());
-    assert!(!deletes(&world), "it is being stopped");
+    cluster.insert(engine.into());
+    assert!(!deletes(&cluster), "it is being stopped");
 }

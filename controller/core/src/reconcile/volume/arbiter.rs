@@ -17,7 +17,7 @@ impl Run<'_> {
     pub(super) fn arbitrate(&mut self) {
         let Some((node, wanted)) = self.grant_wanted() else {
             if self.stored.status.conditions.get(ConditionType::Granted).is_some() {
-                self.note_grant(Finding::Well);
+                self.record_grant(Finding::Well);
             }
             return;
         };
@@ -38,23 +38,23 @@ impl Run<'_> {
                     self.next.status.grant_unreported = true;
                 }
                 let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
-                self.note_grant(Finding::wrong(WAITING, message));
-                self.tell_grant(node, view);
+                self.record_grant(Finding::wrong(WAITING, message));
+                self.send_grant(node, view);
                 self.decision.again_after(GRANT_CHECK);
             }
             Err(refused) => {
                 let message = format!("Frozen: waiting for the arbiter, which does not grant it: {refused}");
-                let noted = self.stored.status.conditions.get(ConditionType::Granted);
-                if noted.is_none_or(|noted| noted.status || noted.message != message) {
+                let recorded = self.stored.status.conditions.get(ConditionType::Granted);
+                if recorded.is_none_or(|recorded| recorded.status || recorded.message != message) {
                     self.decision.emit(self.key(), true, "NotGranted", message.clone());
                 }
                 if let Some(granted) = refused.granted() {
                     // It has to honour that: a start does at once, and of an engine that serves the next
                     // process does. Told for as long as it asks: nothing else shows that an answer was lost,
                     // and a start without it waits for ever.
-                    self.tell_grant(node, granted);
+                    self.send_grant(node, granted);
                 }
-                self.note_grant(Finding::wrong("NotGranted", message));
+                self.record_grant(Finding::wrong("NotGranted", message));
                 self.decision.again_after(START_CHECK);
             }
         }
@@ -80,9 +80,10 @@ impl Run<'_> {
     /// Whether the engine is only just being told of a grant, or goes on with one: nobody has to hear of a volume that does
     /// at once. Looked at again when it should have.
     pub(super) fn is_being_granted(&mut self) -> bool {
-        let noted = self.next.status.conditions.get(ConditionType::Granted);
-        let noted = noted.filter(|noted| noted.status || noted.reason == WAITING);
-        let left = noted.map(|noted| remaining(noted.last_transition_time, START_CHECK, self.context.now));
+        let recorded = self.next.status.conditions.get(ConditionType::Granted);
+        let recorded = recorded.filter(|recorded| recorded.status || recorded.reason == WAITING);
+        let left =
+            recorded.map(|recorded| remaining(recorded.last_transition_time, START_CHECK, self.context.now));
         let left = left.filter(|left| !left.is_zero());
         if let Some(left) = left {
             self.decision.again_after(left);
@@ -90,7 +91,7 @@ impl Run<'_> {
         left.is_some()
     }
 
-    fn tell_grant(&mut self, node: NodeName, view: shorthorn_types::View) {
+    fn send_grant(&mut self, node: NodeName, view: shorthorn_types::View) {
         let volume = self.stored.spec.volume_name.clone();
         self.then.push((
             node,
@@ -98,7 +99,7 @@ impl Run<'_> {
         ));
     }
 
-    fn note_grant(&mut self, finding: Finding) {
+    fn record_grant(&mut self, finding: Finding) {
         self.next.status.conditions.set(ConditionType::Granted, finding, self.context.now);
     }
 

@@ -24,7 +24,7 @@ impl Run<'_> {
         self.enter(VolumeState::Attaching);
         self.draw_attach();
         self.next.status.attached_since = self.next.status.attach;
-        self.settle(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
+        self.set_settled(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 
     /// Draws a number above all that any reachable process knows, because the store may be older than the
@@ -62,19 +62,19 @@ impl Run<'_> {
         }
         if current {
             // The engine may wait for a replica that comes back, perhaps at another address.
-            self.tell_places(engine, &self.replicas.clone());
+            self.send_replica_addresses(engine, &self.replicas.clone());
         }
         let frozen = current && status.phase == "frozen" && !self.is_being_granted();
         if status.current_state == CurrentState::Error || frozen {
             let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
             self.set_health(robustness, finding.clone());
-            self.settle(finding);
+            self.set_settled(finding);
         } else {
             let finding = match status.current_state {
                 CurrentState::Unknown => Finding::wrong("NodeUnreachable", status.message.clone()),
                 _ => Finding::wrong("EngineStarting", "the engine is being started"),
             };
-            self.settle_start(finding);
+            self.set_settled_of_start(finding);
         }
     }
 
@@ -102,11 +102,11 @@ impl Run<'_> {
         match health::readiness(&self.replicas, first_members, &node, left, node_was_lost) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
-                self.settle_start(Finding::wrong("EngineStarting", "the engine is being started"));
+                self.set_settled_of_start(Finding::wrong("EngineStarting", "the engine is being started"));
             }
             health::Readiness::Wait(left, who) => {
                 self.decision.again_after(left);
-                self.settle_start(Finding::wrong(
+                self.set_settled_of_start(Finding::wrong(
                     "WaitingForReplicas",
                     format!("waiting for replicas: {who}"),
                 ));
@@ -114,7 +114,7 @@ impl Run<'_> {
             health::Readiness::TooFew(message) => {
                 let finding = Finding::wrong("TooFewReplicas", message);
                 self.set_health(Robustness::Faulted, finding.clone());
-                self.settle(finding);
+                self.set_settled(finding);
             }
         }
     }
@@ -153,7 +153,7 @@ impl Run<'_> {
         // An engine that is restarted at once is no trouble yet.
         let robustness = if left.is_zero() { Robustness::Unknown } else { Robustness::Faulted };
         self.set_health(robustness, finding.clone());
-        self.settle(finding);
+        self.set_settled(finding);
         self.enter(VolumeState::Attaching);
         if left.is_zero() {
             self.draw_attach();
@@ -175,13 +175,13 @@ impl Run<'_> {
         if self.replace_lost_engine(engine) {
             return;
         }
-        self.tell_health(engine);
-        self.settle(Finding::Well);
+        self.report_health(engine);
+        self.set_settled(Finding::Well);
         self.keep_replicas(engine);
     }
 
-    /// Notes how safe the data of a volume is whose engine runs.
-    pub(super) fn tell_health(&mut self, engine: &Engine) {
+    /// Records how safe the data of a volume is whose engine runs.
+    pub(super) fn report_health(&mut self, engine: &Engine) {
         if engine.status.phase == "frozen" && self.is_being_granted() {
             return;
         }

@@ -58,7 +58,7 @@ impl Run<'_> {
              backup. The next attachment is {next}; nothing is granted until it is served by more than half of the replicas"
         );
         self.decision.emit(self.key(), true, "RecordStale", message.clone());
-        self.settle(Finding::wrong("RecordStale", message));
+        self.set_settled(Finding::wrong("RecordStale", message));
         true
     }
 

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 
-use super::{Run, Sight, sight};
+use super::{Reachability, Run, reachability};
 use crate::NodeName;
 use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
@@ -32,11 +32,11 @@ impl Run<'_> {
         if self.replicas.iter().any(was_before) {
             // The replica existed before the volume: it is being undeleted, and the rest of it is about to be
             // stored.
-            self.settle(Finding::wrong("Undeleting", UNDELETING));
+            self.set_settled(Finding::wrong("Undeleting", UNDELETING));
             return;
         }
         let missing = (wanted as usize).saturating_sub(self.replicas.len());
-        if missing > 0 && !self.place_replicas(wanted) {
+        if missing > 0 && !self.schedule_replicas(wanted) {
             return;
         }
         if self.engine.is_some() {
@@ -58,7 +58,7 @@ impl Run<'_> {
                 );
                 self.decision.emit(self.key(), true, "ScheduledDegraded", message);
             }
-            self.settle(Finding::Well);
+            self.set_settled(Finding::Well);
             self.know_no_health();
             self.enter(VolumeState::Detached);
         }
@@ -67,33 +67,33 @@ impl Run<'_> {
     /// Returns true if this volume cannot have an engine before the one that an earlier volume of the name
     /// has left behind is gone.
     pub(super) fn waits_for_name(&mut self) -> bool {
-        let is_taken = self.context.world.engines.contains_key(&self.stored.metadata.name);
+        let is_taken = self.context.cluster.engines.contains_key(&self.stored.metadata.name);
         let waits = self.engine.is_none() && is_taken;
         if waits {
             let message = "an engine of a deleted volume of this name is stopped first, when its node is back or given up";
-            self.settle(Finding::wrong("NameInUse", message));
+            self.set_settled(Finding::wrong("NameInUse", message));
         }
         waits
     }
 
     /// Returns true if the volume continues with the placed replicas.
-    fn place_replicas(&mut self, wanted: u32) -> bool {
+    fn schedule_replicas(&mut self, wanted: u32) -> bool {
         let request = Request::of(self.stored, self.context.settings.scheduling);
-        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
         let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX);
-        match scheduler::place(&request, &mut nodes, present, wanted) {
-            Ok(placements) => self.write_placed(placements),
+        match scheduler::schedule(&request, &mut nodes, present, wanted) {
+            Ok(placements) => self.write_scheduled(placements),
             Err(refusal) => {
                 if let Some(wait) = self.nodes_may_come() {
                     self.decision.again_after(wait);
-                    self.settle(Finding::wrong("WaitingForNodes", refusal.to_string()));
+                    self.set_settled(Finding::wrong("WaitingForNodes", refusal.to_string()));
                     return false;
                 }
                 if self.context.settings.degraded_creation && refusal.placed > 0 {
-                    return self.place_some(&request, present, &refusal);
+                    return self.schedule_some(&request, present, &refusal);
                 }
-                self.note_no_place(&refusal);
-                self.settle(Finding::wrong("NoPlace", refusal.to_string()));
+                self.report_unschedulable(&refusal);
+                self.set_settled(Finding::wrong("NoPlace", refusal.to_string()));
             }
         }
         false
@@ -101,27 +101,27 @@ impl Run<'_> {
 
     /// Places as many replicas as possible. Returns true if no further replica has a place. That others have
     /// none is stored only then: while the volume is being created it would mean that the volume cannot be.
-    fn place_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
+    fn schedule_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
         if refusal.placed == present {
             let finding = Finding::wrong("NoPlace", refusal.to_string());
             self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
             return true;
         }
-        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
-        if let Ok(placements) = scheduler::place(request, &mut nodes, present, refusal.placed) {
-            self.write_placed(placements);
+        let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
+        if let Ok(placements) = scheduler::schedule(request, &mut nodes, present, refusal.placed) {
+            self.write_scheduled(placements);
         }
         false
     }
 
-    fn write_placed(&mut self, placements: Vec<Placement>) {
+    fn write_scheduled(&mut self, placements: Vec<Placement>) {
         let random = self.context.random;
         for (placement, random) in placements.into_iter().zip(random) {
             self.write_replica(placement, ReplicaId::from_random(random), DesireState::Stopped);
         }
     }
 
-    pub(super) fn note_no_place(&mut self, refusal: &Refusal) {
+    pub(super) fn report_unschedulable(&mut self, refusal: &Refusal) {
         if refusal.waits_for_space() {
             self.decision.again_after(SPACE_CHECK);
         }
@@ -136,9 +136,9 @@ impl Run<'_> {
     /// Returns the time that recently unreachable nodes may still take, which are all nodes when the
     /// controller starts: no place is refused before.
     pub(super) fn nodes_may_come(&self) -> Option<Duration> {
-        let left = |node: &NodeName| match sight(self.context, node) {
-            Sight::Blurred(left) => Some(left),
-            Sight::Clear(_) | Sight::Gone(_) => None,
+        let left = |node: &NodeName| match reachability(self.context, node) {
+            Reachability::Uncertain(left) => Some(left),
+            Reachability::Reachable(_) | Reachability::Unreachable(_) => None,
         };
         self.context.agents.by_node().keys().filter_map(left).max()
     }

@@ -5,7 +5,7 @@
 //! hanging one does not delay that. An engine whose device is in use is not stopped. Its volume is repaired
 //! like an attached one, and is attached again if it is wanted there again.
 
-use super::{Run, Sight, sight};
+use super::{Reachability, Run, reachability};
 use crate::objects::{
     CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
     REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
@@ -16,8 +16,8 @@ use crate::{Action, AgentCall};
 /// Returns true if no engine of the volume can write any more, so that the data of a deleted volume may be
 /// removed.
 pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volume) -> bool {
-    let stored = context.world.engines.get(&volume.metadata.name);
-    if context.world.unknown(&Key::new(Kind::Engine, &volume.metadata.name)).is_some() {
+    let stored = context.cluster.engines.get(&volume.metadata.name);
+    if context.cluster.unknown(&Key::new(Kind::Engine, &volume.metadata.name)).is_some() {
         return false;
     }
     let Some(engine) = stored.filter(|engine| !engine::is_left_behind(context, engine)) else { return true };
@@ -45,7 +45,10 @@ impl Run<'_> {
         self.know_no_health();
         if is_wanted {
             // The next engine needs the replicas at once.
-            self.settle(Finding::wrong("Attaching", "the volume is about to be attached to another node"));
+            self.set_settled(Finding::wrong(
+                "Attaching",
+                "the volume is about to be attached to another node",
+            ));
         } else {
             self.rest();
         }
@@ -61,10 +64,10 @@ impl Run<'_> {
         };
         if !self.replicas.iter().all(stopped) {
             let message = format!("the replicas are being stopped{}", self.replica_messages());
-            self.settle(Finding::wrong(REPLICAS_STOPPING, message));
+            self.set_settled(Finding::wrong(REPLICAS_STOPPING, message));
             return;
         }
-        self.settle(Finding::Well);
+        self.set_settled(Finding::Well);
     }
 
     /// Keeps the volume where it is wanted again, if its engine still exists. An engine of the current
@@ -76,8 +79,8 @@ impl Run<'_> {
         let Some(engine) = self.engine.filter(|engine| engine.spec.node_id == status.current_node_id) else {
             return false;
         };
-        let sight = engine.spec.node_id.as_ref().map(|node| sight(self.context, node));
-        let Some(Sight::Clear(agent)) = sight else { return false };
+        let reachability = engine.spec.node_id.as_ref().map(|node| reachability(self.context, node));
+        let Some(Reachability::Reachable(agent)) = reachability else { return false };
         let Some((_, shown)) = engine::living(engine, agent) else { return false };
         let (seen, lost) = (engine.status.seen_attach, engine.status.lost_attach);
         let is_current = engine.spec.attach == status.attach;
@@ -98,7 +101,7 @@ impl Run<'_> {
         }
         let serves = is_current && shown.phase == "serving";
         self.enter(if serves { VolumeState::Attached } else { VolumeState::Attaching });
-        self.settle(Finding::wrong(
+        self.set_settled(Finding::wrong(
             "Attaching",
             "the volume is wanted on this node again, and its engine \
          continues",
@@ -122,14 +125,14 @@ impl Run<'_> {
         if engine.status.stop_refused.is_empty() || !is_current {
             return;
         }
-        self.tell_health(engine);
+        self.report_health(engine);
         self.keep_replicas(engine);
-        self.pass_on_places(engine);
+        self.pass_on_addresses(engine);
     }
 
     /// Sends the addresses of the replicas to an engine that is being stopped, because its own reconciler is
     /// busy with the stop.
-    fn pass_on_places(&mut self, engine: &Engine) {
+    fn pass_on_addresses(&mut self, engine: &Engine) {
         let Some(node) = engine.spec.node_id.clone() else { return };
         let (revision, attach) = (engine.spec.map_revision, engine.spec.attach);
         if engine.status.map_revision == revision {
@@ -166,7 +169,7 @@ impl Run<'_> {
             }
             _ => Finding::wrong("Detaching", "the engine is being stopped"),
         };
-        self.settle(finding);
+        self.set_settled(finding);
         false
     }
 
@@ -183,7 +186,7 @@ impl Run<'_> {
     fn abandon(&mut self, engine: &Engine) {
         self.draw_attach();
         self.next.status.abandoned_attach = engine.spec.attach;
-        self.settle(Finding::wrong(
+        self.set_settled(Finding::wrong(
             "Deleting",
             "its engine is on a node that is given up, and is not waited for",
         ));
@@ -203,7 +206,7 @@ impl Run<'_> {
             self.delete_replicas();
             return;
         }
-        let left = self.context.world.left_behind(&self.stored.spec.volume_name);
+        let left = self.context.cluster.left_behind(&self.stored.spec.volume_name);
         let left: Vec<String> =
             left.map(|replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id)).collect();
         // An engine that is only fenced is still a process on its node: its object stays until that is
@@ -213,7 +216,7 @@ impl Run<'_> {
             && !self.goes_with_its_node(engine)
         {
             if !engine.metadata.is_deleting() {
-                self.settle(Finding::wrong(
+                self.set_settled(Finding::wrong(
                     "Deleting",
                     "the engine is fenced, and will be stopped when its node is back",
                 ));
@@ -252,7 +255,7 @@ impl Run<'_> {
             self.ask_for_deletion(replica);
         }
         let message = format!("the data of the replicas is being deleted{}", self.replica_messages());
-        self.settle(Finding::wrong("Deleting", message));
+        self.set_settled(Finding::wrong("Deleting", message));
     }
 
     /// Returns the obstacles of the replicas.

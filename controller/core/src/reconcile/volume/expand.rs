@@ -30,7 +30,7 @@ impl Run<'_> {
     }
 
     /// Records the actual size of the volume, and the obstacle of a larger one.
-    pub(super) fn note_size(&mut self) {
+    pub(super) fn record_size(&mut self) {
         let size = self.stored.spec.size;
         if self.stored.is_deleting() {
             return;

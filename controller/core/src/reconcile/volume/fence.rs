@@ -14,7 +14,7 @@ use super::Run;
 use crate::AgentCall;
 use crate::objects::{DesireState, Engine, Finding, Replica};
 use crate::observed::{Detail, InstanceKey, InstanceState, ReplicaView};
-use crate::reconcile::{START_CHECK, Sight, sight};
+use crate::reconcile::{Reachability, START_CHECK, reachability};
 
 impl Run<'_> {
     /// Returns true if no engine of that attachment or an older one can have anything acknowledged any more.
@@ -39,7 +39,7 @@ impl Run<'_> {
         match basis(&reports, granted) {
             // Half may have continued without the others by a forgotten grant.
             Ok(found) if found.needs_grant && (is_salvaging || arbiter.stale_since().is_some()) => {
-                self.tell_replicas();
+                self.send_fence();
                 self.wait_for_fence(trouble, "more than half of its replicas have to refuse its engine");
                 self.decision.again_after(START_CHECK);
             }
@@ -50,7 +50,7 @@ impl Run<'_> {
                 self.wait_for_fence(trouble, "it is fenced");
             }
             Err(lacking) => {
-                self.tell_replicas();
+                self.send_fence();
                 self.wait_for_fence(
                     trouble,
                     &format!("to keep it from writing, more replicas are needed: {lacking}"),
@@ -83,7 +83,7 @@ impl Run<'_> {
         reports
     }
 
-    fn tell_replicas(&mut self) {
+    fn send_fence(&mut self) {
         let attach = self.stored.status.attach;
         for replica in self.replicas.clone() {
             if self.replica_view(replica).is_some_and(|view| view.attach < attach) {
@@ -96,7 +96,9 @@ impl Run<'_> {
 
     /// Returns the view of the replica's process, if it runs and its node answers.
     pub(super) fn replica_view(&self, replica: &Replica) -> Option<&ReplicaView> {
-        let Sight::Clear(agent) = sight(self.context, &replica.spec.node_id) else { return None };
+        let Reachability::Reachable(agent) = reachability(self.context, &replica.spec.node_id) else {
+            return None;
+        };
         let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
         let instance =
             agent.instances.get(&key).filter(|instance| instance.state == InstanceState::Running)?;
@@ -108,7 +110,7 @@ impl Run<'_> {
 
     fn wait_for_fence(&mut self, trouble: &str, message: &str) {
         let message = format!("the engine cannot be stopped: {trouble}; {message}");
-        self.settle(Finding::wrong("NodeUnreachable", message));
+        self.set_settled(Finding::wrong("NodeUnreachable", message));
     }
 }
 

@@ -16,7 +16,7 @@ pub(super) use detach::engine_is_over;
 pub use display::is_noticeable;
 pub(super) use replace::may_go;
 
-use super::{Context, Sight, engine, health, quiet_left, remaining, sight};
+use super::{Context, Reachability, engine, health, quiet_left, reachability, remaining};
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::{Action, AgentCall, Decision, NodeName};
 
@@ -41,20 +41,20 @@ struct Run<'a> {
 }
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
-    let Some(stored) = context.world.volumes.get(name) else { return Decision::nothing() };
+    let Some(stored) = context.cluster.volumes.get(name) else { return Decision::nothing() };
     let mut run = Run {
         context,
         stored,
         next: stored.clone(),
         // The engine that an earlier volume of the name has left behind is not its own: it has a number of
         // that one.
-        engine: context.world.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
-        replicas: context.world.replicas_of(&stored.spec.volume_name).collect(),
+        engine: context.cluster.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
+        replicas: context.cluster.replicas_of(&stored.spec.volume_name).collect(),
         decision: Decision::nothing(),
         then: Vec::new(),
         finally: None,
     };
-    match context.world.unknown(&Key::new(Kind::Engine, name)) {
+    match context.cluster.unknown(&Key::new(Kind::Engine, name)) {
         // It may write: nothing that follows from its state can be decided.
         Some(message) => run.settle(Finding::wrong(OBJECT_UNKNOWN, message)),
         None => run.step(),
@@ -99,7 +99,7 @@ impl Run<'_> {
             }
         }
         self.live();
-        self.note_size();
+        self.record_size();
     }
 
     /// Lets the volume continue as if the deletion had not been requested, because a PersistentVolume may be
@@ -137,7 +137,7 @@ impl Run<'_> {
             // Stored before anything is stopped.
             VolumeState::Attaching | VolumeState::Attached => {
                 self.enter(VolumeState::Detaching);
-                self.settle(Finding::wrong("Detaching", "the engine is being stopped"));
+                self.set_settled(Finding::wrong("Detaching", "the engine is being stopped"));
             }
             VolumeState::Detaching if here => {
                 if !self.goes_on() {
@@ -164,22 +164,22 @@ impl Run<'_> {
 
     /// Whether the run ends here because an object of the volume is stored that the controller cannot use.
     fn waits_for_unknown(&mut self) -> bool {
-        let unknown = self.context.world.unknown_of(&self.stored.metadata.name);
+        let unknown = self.context.cluster.unknown_of(&self.stored.metadata.name);
         let Some(message) = unknown else { return false };
-        self.settle(Finding::wrong(OBJECT_UNKNOWN, message));
+        self.set_settled(Finding::wrong(OBJECT_UNKNOWN, message));
         true
     }
 
-    /// Notes what is being waited for, or that nothing is.
-    fn settle(&mut self, finding: Finding) {
+    /// Records what is being waited for, or that nothing is.
+    fn set_settled(&mut self, finding: Finding) {
         self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
     }
 
-    /// Records like [`Run::settle`], but not for a start that may soon be over.
-    fn settle_start(&mut self, finding: Finding) {
+    /// Records like [`Run::set_settled`], but not for a start that may soon be over.
+    fn set_settled_of_start(&mut self, finding: Finding) {
         let left = quiet_left(self.context, Some(self.stored));
         if left.is_zero() {
-            self.settle(finding);
+            self.set_settled(finding);
         } else {
             self.decision.again_after(left);
         }

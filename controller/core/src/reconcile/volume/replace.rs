@@ -21,10 +21,10 @@ use crate::objects::{
 };
 use crate::reconcile::rebuilds::Rebuilds;
 use crate::reconcile::{
-    Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_place, health, remaining, seeks_place,
+    Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_location, health, needs_scheduling, remaining,
 };
 use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
-use crate::{ReplicaTarget, World};
+use crate::{ClusterState, ReplicaTarget};
 
 /// Returns true if the engine of the current attachment serves, and its status is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
@@ -53,19 +53,24 @@ pub(in crate::reconcile) fn may_go(
         && engine.status.map_revision == engine.spec.map_revision
         && !engine.status.replica_mode_map.contains_key(&id);
     let is_needless = was_never_member(volume, replica)
-        || is_whole(volume, engine, context.world.replicas_of(&volume.spec.volume_name))
-        || has_lost_place(context, replica)
-        || makes_room(context.world, volume, engine, replica);
+        || is_whole(volume, engine, context.cluster.replicas_of(&volume.spec.volume_name))
+        || has_lost_location(context, replica)
+        || makes_room(context.cluster, volume, engine, replica);
     serves(volume, engine) && is_forgotten && is_needless
 }
 
 /// Returns true if the replica has to be removed before its substitute can be made, because an engine cannot
 /// have one more. All others are members then, so that they are removed one at a time. A replica that only
 /// has a better place elsewhere stays in its place.
-pub(super) fn makes_room(world: &World, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
-    let must_leave = drain::leaves(world, replica).is_some_and(|leaves| leaves != Leaves::Place);
+pub(super) fn makes_room(
+    cluster: &ClusterState,
+    volume: &Volume,
+    engine: &Engine,
+    replica: &Replica,
+) -> bool {
+    let must_leave = drain::leaves(cluster, replica).is_some_and(|leaves| leaves != Leaves::Location);
     let id = replica.spec.replica_id;
-    let others = || world.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
+    let others = || cluster.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
     must_leave
         && volume.spec.number_of_replicas as usize >= MAX_MEMBERS
         && others().count() + 1 >= MAX_MEMBERS
@@ -86,7 +91,7 @@ impl<'a> Run<'a> {
         let live = self.replicas.clone();
         if !serves(self.stored, engine) {
             self.want_replicas(DesireState::Running);
-            self.tell_places(engine, &live);
+            self.send_replica_addresses(engine, &live);
             return;
         }
         let needless = self.needless(engine, &live);
@@ -96,7 +101,7 @@ impl<'a> Run<'a> {
             .copied()
             .filter(|replica| !needless.iter().any(|other| other.spec.replica_id == replica.spec.replica_id))
             .collect();
-        self.tell_places(engine, &kept);
+        self.send_replica_addresses(engine, &kept);
         for replica in &needless {
             self.give_up(engine, replica);
         }
@@ -113,11 +118,11 @@ impl<'a> Run<'a> {
             let modes = &engine.status.replica_mode_map;
             let mode = modes.get(&replica.spec.replica_id).map(|member| member.mode);
             !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding))
-                && has_lost_place(self.context, replica)
+                && has_lost_location(self.context, replica)
         };
         let has_left = |replica: &Replica| {
             !engine.status.has_member(replica.spec.replica_id)
-                && makes_room(self.context.world, self.stored, engine, replica)
+                && makes_room(self.context.cluster, self.stored, engine, replica)
         };
         if live.len() <= wanted {
             let needless = |replica: &&Replica| is_gone(replica) || has_left(replica);
@@ -136,7 +141,7 @@ impl<'a> Run<'a> {
     }
 
     fn is_evicted(&self, replica: &Replica) -> bool {
-        drain::is_evicted(self.context.world, replica)
+        drain::is_evicted(self.context.cluster, replica)
     }
 
     /// Starts all replicas, except for one that leaves the view. Unneeded ones do not matter: a replica that
@@ -188,10 +193,10 @@ impl<'a> Run<'a> {
         let wanted = self.stored.spec.number_of_replicas as usize;
         let (lost, hopeful): (Vec<&'a Replica>, Vec<&'a Replica>) =
             live.iter().copied().partition(|replica| self.is_lost(engine, replica));
-        let leaves = |replica: &&'a Replica| Some((drain::leaves(self.context.world, replica)?, *replica));
+        let leaves = |replica: &&'a Replica| Some((drain::leaves(self.context.cluster, replica)?, *replica));
         let evicted = hopeful.iter().filter_map(leaves).min_by_key(|(leaves, _)| *leaves);
         if hopeful.iter().filter(|replica| !self.is_evicted(replica)).count() >= wanted {
-            self.note_enough();
+            self.report_enough();
             self.look_when_lost(&hopeful);
             return;
         }
@@ -202,14 +207,14 @@ impl<'a> Run<'a> {
         }
         let lost = lost.into_iter().min_by_key(|replica| replica.status.lost_since);
         // Only such runs are taken one at a time with others that place.
-        if !seeks_place(self.context.world, self.stored) {
+        if !needs_scheduling(self.context.cluster, self.stored) {
             return;
         }
         if hopeful.len() >= MAX_MEMBERS {
-            self.note_full();
+            self.report_full();
             return;
         }
-        if let (None, Some((Leaves::Place, replica))) = (lost, evicted)
+        if let (None, Some((Leaves::Location, replica))) = (lost, evicted)
             && hopeful.len() >= wanted
         {
             self.move_away(replica);
@@ -221,7 +226,7 @@ impl<'a> Run<'a> {
                 Some(wait) => self.decision.again_after(wait),
                 // Places exist, and the rebuilds are over soon.
                 None if refusal.waits_for_rebuilds() => self.decision.again_after(REBUILD_CHECK),
-                None => self.note_no_place(&refusal),
+                None => self.report_unschedulable(&refusal),
             },
         }
     }
@@ -229,8 +234,8 @@ impl<'a> Run<'a> {
     /// Places a better substitute for a replica, or cancels the move if no better place is left.
     fn move_away(&mut self, replica: &Replica) {
         let here = (&replica.spec.node_id, replica.spec.disk_path.as_str());
-        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
-        let better = scheduler::better_place(&self.request(), &mut nodes, here, |_| true);
+        let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
+        let better = scheduler::better_location(&self.request(), &mut nodes, here, |_| true);
         match (better, self.nodes_may_come()) {
             (Some((_, placement)), _) => self.write_replacement(placement, None, Some(replica)),
             (None, Some(wait)) => self.decision.again_after(wait),
@@ -248,7 +253,7 @@ impl<'a> Run<'a> {
 
     /// Records that an engine cannot have that many replicas, because a replacement exists before the
     /// replaced one is removed.
-    fn note_full(&mut self) {
+    fn report_full(&mut self) {
         let message = format!("the volume has {MAX_MEMBERS} replicas, the maximum of an engine");
         self.next.status.conditions.set(
             ConditionType::Scheduled,
@@ -257,7 +262,7 @@ impl<'a> Run<'a> {
         );
     }
 
-    fn note_enough(&mut self) {
+    fn report_enough(&mut self) {
         if !self.stored.status.conditions.is_true(ConditionType::Scheduled) {
             self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
         }
@@ -276,7 +281,7 @@ impl<'a> Run<'a> {
     /// beside a lost one.
     fn place_one_more(&self, engine: &Engine) -> Result<Placement, Refusal> {
         let request = self.request();
-        let mut nodes = scheduler::candidates(self.context.world, self.context.agents, self.stored);
+        let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
         let rebuilds = Rebuilds::look(self.context, engine);
         let most = self.context.settings.rebuilds_per_node;
         for node in &mut nodes {
@@ -316,9 +321,9 @@ impl<'a> Run<'a> {
         let at = |replica: &Replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id);
         let why = match (lost, evicted) {
             (Some(lost), _) => format!("{} is away", at(lost)),
-            (None, Some(evicted)) => match drain::leaves(self.context.world, evicted) {
+            (None, Some(evicted)) => match drain::leaves(self.context.cluster, evicted) {
                 Some(Leaves::Disk) => format!("{} is to leave its disk", at(evicted)),
-                Some(Leaves::Place) => format!("better placement than that of {}", at(evicted)),
+                Some(Leaves::Location) => format!("better placement than that of {}", at(evicted)),
                 Some(Leaves::Volume) => format!("{} was deleted", at(evicted)),
                 _ => format!("{} is to leave its node", at(evicted)),
             },
@@ -328,14 +333,14 @@ impl<'a> Run<'a> {
         self.decision.emit(self.key(), false, "ReplicaReplaced", message);
         let id = ReplicaId::from_random(self.context.random[0]);
         self.write_replica(placement, id, DesireState::Running);
-        self.note_enough();
+        self.report_enough();
     }
 
     /// Sends the engine the addresses of these replicas, which are all that it shall have. The engine keeps
     /// the last known address of a replica that does not run.
-    pub(super) fn tell_places(&mut self, engine: &Engine, replicas: &[&Replica]) {
+    pub(super) fn send_replica_addresses(&mut self, engine: &Engine, replicas: &[&Replica]) {
         let Some(node) = &engine.spec.node_id else { return };
-        if self.context.world.unknown_replica_of(&self.stored.metadata.name).is_some() {
+        if self.context.cluster.unknown_replica_of(&self.stored.metadata.name).is_some() {
             return;
         }
         let known = &engine.spec.replica_address_map;

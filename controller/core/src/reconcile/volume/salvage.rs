@@ -21,13 +21,13 @@ impl Run<'_> {
         let Some(chosen) = chosen else {
             let message =
                 format!("replica {} no longer exists: salvage with another one", salvage.replica_id);
-            self.settle(Finding::wrong("SalvageImpossible", message));
+            self.set_settled(Finding::wrong("SalvageImpossible", message));
             return;
         };
         if chosen.spec.desire_state != DesireState::Stopped {
             self.want_replica(chosen, DesireState::Stopped);
         } else if chosen.status.current_state == CurrentState::Stopped {
-            self.tell_salvaged(chosen, &salvage);
+            self.send_salvage(chosen, &salvage);
             return;
         }
         let (name, node) = (&chosen.metadata.name, &chosen.spec.node_id);
@@ -38,7 +38,7 @@ impl Run<'_> {
             &chosen.status.message
         };
         let message = format!("replica {name} on {node} is about to become the volume: {said}");
-        self.settle(Finding::wrong("Salvaging", message));
+        self.set_settled(Finding::wrong("Salvaging", message));
     }
 
     /// Stops the other replicas in the background if the volume is not wanted; returns false if they are
@@ -54,14 +54,15 @@ impl Run<'_> {
         !others.is_empty()
     }
 
-    fn tell_salvaged(&mut self, chosen: &Replica, salvage: &Salvage) {
+    fn send_salvage(&mut self, chosen: &Replica, salvage: &Salvage) {
         let key = InstanceKey::replica(&self.stored.spec.volume_name, salvage.replica_id);
         let view = self.context.agents.get(&chosen.spec.node_id);
         if let Some(failure) = view.and_then(|view| view.failures.get(&key)) {
-            let settled = self.stored.status.conditions.get(ConditionType::Settled);
-            if settled.is_none_or(|settled| settled.message != failure.message) {
+            let settled_condition = self.stored.status.conditions.get(ConditionType::Settled);
+            if settled_condition.is_none_or(|settled_condition| settled_condition.message != failure.message)
+            {
                 // Shown first; the change brings the next run, which tries again.
-                self.settle(Finding::wrong("Salvaging", failure.message.clone()));
+                self.set_settled(Finding::wrong("Salvaging", failure.message.clone()));
                 return;
             }
         }
@@ -86,7 +87,7 @@ impl Run<'_> {
             }
         }
         self.next.status.salvage = Some(Salvage { done: true, ..salvage.clone() });
-        self.settle(Finding::Well);
+        self.set_settled(Finding::Well);
         let message = format!(
             "replica {} on {} is the volume now, as {} decided ({}); {}",
             chosen.metadata.name, chosen.spec.node_id, salvage.by, salvage.reason, salvage.losses

@@ -25,13 +25,13 @@ pub(super) fn leaving<'a>(
     let members: Vec<&Replica> = members.collect();
     let wanted = volume.spec.number_of_replicas.max(1) as usize;
     // Without enough that stay it would be wanted again as soon as it has left.
-    let staying = members.iter().filter(|replica| !drain::is_evicted(context.world, replica)).count();
+    let staying = members.iter().filter(|replica| !drain::is_evicted(context.cluster, replica)).count();
     let has_surplus = staying >= wanted && members.len() != wanted;
     let surplus = Surplus { context, volume, engine, members };
     let candidates = surplus.members.iter().copied().filter(|replica| surplus.can_do_without(replica));
     if !has_surplus {
-        let makes_room = |replica: &&Replica| makes_room(context.world, volume, engine, replica);
-        return candidates.filter(makes_room).min_by_key(|replica| drain::leaves(context.world, replica));
+        let makes_room = |replica: &&Replica| makes_room(context.cluster, volume, engine, replica);
+        return candidates.filter(makes_room).min_by_key(|replica| drain::leaves(context.cluster, replica));
     }
     candidates.max_by_key(|replica| surplus.rank(replica))
 }
@@ -68,9 +68,9 @@ impl Surplus<'_, '_, '_> {
     fn rank(&self, replica: &Replica) -> Rank {
         (
             replica.spec.desire_state == DesireState::Stopped,
-            drain::is_evicted(self.context.world, replica),
+            drain::is_evicted(self.context.cluster, replica),
             !self.does_well(replica),
-            self.badness_of_place(replica),
+            self.badness_of_location(replica),
             replica.metadata.creation_timestamp,
             replica.spec.replica_id,
         )
@@ -78,10 +78,10 @@ impl Surplus<'_, '_, '_> {
 
     /// Returns the faults of the place, the worst first: missing tags, other replicas at the same place,
     /// being where the volume is used.
-    fn badness_of_place(&self, replica: &Replica) -> Badness {
-        let (world, spec) = (self.context.world, &replica.spec);
+    fn badness_of_location(&self, replica: &Replica) -> Badness {
+        let (cluster, spec) = (self.context.cluster, &replica.spec);
         let zone = |replica: &Replica| {
-            let node = world.nodes.get(replica.spec.node_id.as_str())?;
+            let node = cluster.nodes.get(replica.spec.node_id.as_str())?;
             node.zone().cloned()
         };
         let others = |same: &dyn Fn(&Replica) -> bool| {
@@ -100,7 +100,7 @@ impl Surplus<'_, '_, '_> {
 
     /// Returns true if its node and its disk have the tags that the volume asks for.
     fn is_selected(&self, replica: &Replica) -> bool {
-        let Some(node) = self.context.world.nodes.get(replica.spec.node_id.as_str()) else { return true };
+        let Some(node) = self.context.cluster.nodes.get(replica.spec.node_id.as_str()) else { return true };
         let disk = node.spec.disks.get(&replica.spec.disk_path);
         self.volume.spec.node_selector.is_subset(&node.spec.tags)
             && disk.is_none_or(|disk| self.volume.spec.disk_selector.is_subset(&disk.tags))
@@ -120,14 +120,14 @@ mod tests {
     /// Returns the number of the replica that leaves.
     fn chosen(example: &Example) -> Option<u64> {
         let context = Context {
-            world: &example.world,
+            cluster: &example.cluster,
             agents: &example.agents,
             now: now(),
             random: Default::default(),
             settings: Settings::default(),
         };
-        let (volume, engine) = (&example.world.volumes["v"], &example.world.engines["v"]);
-        let live: Vec<&Replica> = example.world.replicas_of(&volume.spec.volume_name).collect();
+        let (volume, engine) = (&example.cluster.volumes["v"], &example.cluster.engines["v"]);
+        let live: Vec<&Replica> = example.cluster.replicas_of(&volume.spec.volume_name).collect();
         let leaving = leaving(&context, volume, engine, &live)?;
         (1..=5).find(|number| id(*number) == leaving.spec.replica_id)
     }

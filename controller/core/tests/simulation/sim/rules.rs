@@ -161,9 +161,9 @@ impl Sim {
             }
             AgentCall::StartReplica { .. } => {
                 let stored = self.store.replicas.get(&call.instance().name);
-                let is_noted = stored.is_none_or(|replica| !replica.was_never_started());
+                let is_recorded = stored.is_none_or(|replica| !replica.was_never_started());
                 assert!(
-                    is_noted,
+                    is_recorded,
                     "{} is started, and nothing stored says that it may be there",
                     call.instance()
                 );
@@ -287,8 +287,8 @@ impl Sim {
         assert!(never_member || enough, "{name} is deleted before the volume is healthy");
     }
 
-    /// Takes note of a call that has worked.
-    pub(super) fn note_done(&mut self, call: &AgentCall) {
+    /// Records a call that has worked.
+    pub(super) fn record_done(&mut self, call: &AgentCall) {
         match call {
             AgentCall::DeleteReplica { .. } => drop(self.deleted.insert(call.instance().name)),
             // If an engine waited for the grant, the view is committed now.
@@ -422,7 +422,7 @@ impl Sim {
                 for replica in self.store.replicas_of(&spec.volume_name) {
                     assert_eq!(
                         replica.spec.volume_size, spec.size,
-                        "{replica:#?} is promised something else"
+                        "{replica:#?} is scheduled as something else"
                     );
                 }
                 let told = place.sizes[&(key.clone(), status.attach)];

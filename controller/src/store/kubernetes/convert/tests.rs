@@ -242,7 +242,7 @@ fn a_volume_of_kubectl_needs_a_size_only() {
 }
 
 #[test]
-fn what_is_wrong_with_a_volume_is_noted_once() {
+fn what_is_wrong_with_a_volume_is_recorded_once() {
     let (now, later) = (Timestamp::UNIX_EPOCH, "2026-01-02T03:04:05Z".parse().unwrap());
     let of = |status: Value| DynamicObject {
         types: None,
@@ -253,9 +253,12 @@ fn what_is_wrong_with_a_volume_is_noted_once() {
     let mut status = json!({});
     apply(&mut status, &refused_status(&of(Value::Null), "the size", now).unwrap());
     let read: VolumeStatus = serde_json::from_value(status.clone()).unwrap();
-    let noted = read.conditions.get(ConditionType::Accepted).unwrap();
-    assert!(!noted.status && noted.reason == INVALID_SPEC && noted.message.contains("the size"), "{noted:?}");
-    assert_eq!(noted.observed_generation, 3);
+    let recorded = read.conditions.get(ConditionType::Accepted).unwrap();
+    assert!(
+        !recorded.status && recorded.reason == INVALID_SPEC && recorded.message.contains("the size"),
+        "{recorded:?}"
+    );
+    assert_eq!(recorded.observed_generation, 3);
     assert_eq!(refused_status(&of(status), "the size", later), None);
     // Everything else stays.
     let whole = full().remove(0);

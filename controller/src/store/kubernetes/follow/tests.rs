@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use http::{Method, Request, Response};
 use kube::client::Body;
 use serde_json::{Value, json};
-use shorthorn_controller_core::World;
+use shorthorn_controller_core::ClusterState;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tower::service_fn;
@@ -112,14 +112,14 @@ fn inner(api: &Arc<FakeApi>) -> Arc<Inner> {
         namespace: "n".to_owned(),
         cluster: keys.cluster(),
         keys,
-        cache: Cache::new(World::default()),
+        cache: Cache::new(ClusterState::default()),
         order: Mutex::<Order>::default(),
         events,
     })
 }
 
 fn known(inner: &Inner) -> Vec<String> {
-    inner.cache.world().volumes.keys().cloned().collect()
+    inner.cache.state().volumes.keys().cloned().collect()
 }
 
 #[tokio::test]
@@ -150,16 +150,16 @@ async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
     assert_eq!(known(&inner), ["a", "c"]);
     let b = Key::new(Kind::Volume, "b");
     assert_eq!(followed.left_out, BTreeSet::from([b.clone()]));
-    let sentence = inner.cache.world().unknown(&b).unwrap();
+    let sentence = inner.cache.state().unknown(&b).unwrap();
     assert!(sentence.contains("finalizer") && sentence.contains("rbac.yaml"), "{sentence}");
     try_all_again(&inner, &mut followed).await;
     assert_eq!(followed.left_out, BTreeSet::from([b.clone()]), "as long as it is refused");
-    assert!(inner.cache.world().unknown(&b).is_some());
+    assert!(inner.cache.state().unknown(&b).is_some());
     *api.frozen.lock().unwrap() = None;
     try_all_again(&inner, &mut followed).await;
     assert!(followed.left_out.is_empty());
     assert_eq!(known(&inner), ["a", "b", "c"]);
-    assert_eq!(inner.cache.world().unknown(&b), None);
+    assert_eq!(inner.cache.state().unknown(&b), None);
 }
 
 async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
@@ -229,7 +229,7 @@ async fn a_volume_that_came_between_two_lists_is_fetched() {
     api.add("a");
     let inner = inner(&api);
     list(&inner, Kind::Volume).await.unwrap();
-    let volume = inner.cache.world().volumes["a"].clone();
+    let volume = inner.cache.state().volumes["a"].clone();
     let mut late = volume.clone();
     late.metadata.name = "late".to_owned();
     late.spec.volume_name = shorthorn_types::VolumeName::new("late").unwrap();

@@ -37,7 +37,7 @@ struct Model {
     answers: Vec<Heard>,
     list: Option<List>,
     order: Order,
-    world: World,
+    state: ClusterState,
     /// The shown part of the history of each object.
     shown: BTreeMap<u8, usize>,
 }
@@ -76,16 +76,16 @@ impl Model {
 
     fn hear(&mut self) {
         if let Some(list) = self.list.take() {
-            self.order.relist(&mut self.world, KIND, list);
+            self.order.relist(&mut self.state, KIND, list);
             return;
         }
         match self.watch.pop_front() {
             Some(Heard::Is(name, version)) => {
-                self.order.take(&mut self.world, node(name, version));
+                self.order.take(&mut self.state, node(name, version));
                 self.order.heard(KIND, version);
             }
             Some(Heard::Gone(name, version)) => {
-                self.order.take_gone(&mut self.world, &key(name), version);
+                self.order.take_gone(&mut self.state, &key(name), version);
                 self.order.heard(KIND, version);
             }
             None => {}
@@ -97,8 +97,8 @@ impl Model {
             return;
         }
         match self.answers.remove(which % self.answers.len()) {
-            Heard::Is(name, version) => drop(self.order.take(&mut self.world, node(name, version))),
-            Heard::Gone(name, version) => self.order.remove(&mut self.world, &key(name), version),
+            Heard::Is(name, version) => drop(self.order.take(&mut self.state, node(name, version))),
+            Heard::Gone(name, version) => self.order.remove(&mut self.state, &key(name), version),
         }
     }
 
@@ -106,7 +106,7 @@ impl Model {
     fn check(&mut self) {
         for (name, history) in &self.history {
             let shown = self.shown.entry(*name).or_default();
-            let now = self.world.version(&key(*name));
+            let now = self.state.version(&key(*name));
             let at = if now == 0 {
                 history.iter().skip(*shown).position(|(_, is_there)| !is_there).map(|at| at + *shown)
             } else {
@@ -122,7 +122,7 @@ impl Model {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum TestStep {
     Write(u8, bool),
     Delete(u8, bool),
     List,
@@ -130,13 +130,13 @@ enum Step {
     Answer(usize),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = TestStep> {
     prop_oneof![
-        4 => (0u8..3, any::<bool>()).prop_map(|(name, ours)| Step::Write(name, ours)),
-        3 => (0u8..3, any::<bool>()).prop_map(|(name, ours)| Step::Delete(name, ours)),
-        1 => Just(Step::List),
-        5 => Just(Step::Hear),
-        4 => any::<usize>().prop_map(Step::Answer),
+        4 => (0u8..3, any::<bool>()).prop_map(|(name, ours)| TestStep::Write(name, ours)),
+        3 => (0u8..3, any::<bool>()).prop_map(|(name, ours)| TestStep::Delete(name, ours)),
+        1 => Just(TestStep::List),
+        5 => Just(TestStep::Hear),
+        4 => any::<usize>().prop_map(TestStep::Answer),
     ]
 }
 
@@ -147,11 +147,11 @@ proptest! {
         let mut model = Model::default();
         for step in steps {
             match step {
-                Step::Write(name, ours) => model.write(name, ours),
-                Step::Delete(name, ours) => model.delete(name, ours),
-                Step::List => model.list(),
-                Step::Hear => model.hear(),
-                Step::Answer(which) => model.answer(which),
+                TestStep::Write(name, ours) => model.write(name, ours),
+                TestStep::Delete(name, ours) => model.delete(name, ours),
+                TestStep::List => model.list(),
+                TestStep::Hear => model.hear(),
+                TestStep::Answer(which) => model.answer(which),
             }
             model.check();
         }
@@ -164,7 +164,7 @@ proptest! {
             model.check();
         }
         let shown: BTreeMap<u8, u64> =
-            (0..3).map(|name| (name, model.world.version(&key(name)))).filter(|(_, version)| *version > 0).collect();
+            (0..3).map(|name| (name, model.state.version(&key(name)))).filter(|(_, version)| *version > 0).collect();
         prop_assert_eq!(shown, model.there);
         prop_assert!(model.order.removed.is_empty(), "{:?}", model.order.removed);
     }
@@ -172,26 +172,26 @@ proptest! {
 
 #[test]
 fn what_cannot_be_read_stays_as_it_was_known() {
-    let (mut order, mut world) = (Order::default(), World::default());
-    order.take(&mut world, node(1, 5));
-    order.take(&mut world, node(2, 6));
+    let (mut order, mut state) = (Order::default(), ClusterState::default());
+    order.take(&mut state, node(1, 5));
+    order.take(&mut state, node(2, 6));
     let list = List { version: 9, objects: Vec::new(), unreadable: vec![key(1)], ..List::default() };
-    assert_eq!(order.relist(&mut world, KIND, list), [key(2)]);
-    assert_eq!((world.version(&key(1)), world.version(&key(2))), (5, 0));
+    assert_eq!(order.relist(&mut state, KIND, list), [key(2)]);
+    assert_eq!((state.version(&key(1)), state.version(&key(2))), (5, 0));
 }
 
 #[test]
 fn an_api_server_that_was_set_back_is_believed() {
-    let (mut order, mut world) = (Order::default(), World::default());
+    let (mut order, mut state) = (Order::default(), ClusterState::default());
     order.relist(
-        &mut world,
+        &mut state,
         KIND,
         List { version: 90, objects: vec![node(1, 80), node(2, 85)], ..List::default() },
     );
     let list = List { version: 50, objects: vec![node(1, 40)], ..List::default() };
-    order.relist(&mut world, KIND, list);
-    assert_eq!((world.version(&key(1)), world.version(&key(2))), (40, 0));
-    assert!(order.take(&mut world, node(2, 51)));
+    order.relist(&mut state, KIND, list);
+    assert_eq!((state.version(&key(1)), state.version(&key(2))), (40, 0));
+    assert!(order.take(&mut state, node(2, 51)));
 }
 
 fn left_out(version: u64) -> LeftOut {
@@ -200,21 +200,21 @@ fn left_out(version: u64) -> LeftOut {
 
 #[test]
 fn what_cannot_be_used_is_left_out_until_something_newer_is_known() {
-    let (mut order, mut world) = (Order::default(), World::default());
+    let (mut order, mut state) = (Order::default(), ClusterState::default());
     let list = List { version: 9, left_out: [(key(1), left_out(5))].into(), ..List::default() };
-    assert_eq!(order.relist(&mut world, KIND, list.clone()), [key(1)]);
-    assert!(world.unknown(&key(1)).is_some());
-    assert_eq!(order.relist(&mut world, KIND, list), [], "nothing has changed");
-    assert!(order.take(&mut world, node(1, 10)));
-    assert_eq!(world.unknown(&key(1)), None);
-    assert!(!order.leave_out(&mut world, &key(1), left_out(8)), "that is older");
-    assert!(order.leave_out(&mut world, &key(1), left_out(11)));
-    assert_eq!((world.version(&key(1)), world.left_out().iter().count()), (10, 1), "its last state stays");
-    assert!(order.take_gone(&mut world, &key(1), 12));
-    assert_eq!((world.version(&key(1)), world.left_out().iter().count()), (0, 0));
-    assert!(order.leave_out(&mut world, &key(2), left_out(13)));
-    assert!(!order.take_gone(&mut world, &key(2), 12), "another one went before");
+    assert_eq!(order.relist(&mut state, KIND, list.clone()), [key(1)]);
+    assert!(state.unknown(&key(1)).is_some());
+    assert_eq!(order.relist(&mut state, KIND, list), [], "nothing has changed");
+    assert!(order.take(&mut state, node(1, 10)));
+    assert_eq!(state.unknown(&key(1)), None);
+    assert!(!order.leave_out(&mut state, &key(1), left_out(8)), "that is older");
+    assert!(order.leave_out(&mut state, &key(1), left_out(11)));
+    assert_eq!((state.version(&key(1)), state.left_out().iter().count()), (10, 1), "its last state stays");
+    assert!(order.take_gone(&mut state, &key(1), 12));
+    assert_eq!((state.version(&key(1)), state.left_out().iter().count()), (0, 0));
+    assert!(order.leave_out(&mut state, &key(2), left_out(13)));
+    assert!(!order.take_gone(&mut state, &key(2), 12), "another one went before");
     let none = List { version: 20, ..List::default() };
-    assert_eq!(order.relist(&mut world, KIND, none), [key(2)]);
-    assert_eq!(world.left_out().iter().count(), 0);
+    assert_eq!(order.relist(&mut state, KIND, none), [key(2)]);
+    assert_eq!(state.left_out().iter().count(), 0);
 }

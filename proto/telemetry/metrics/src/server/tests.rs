@@ -13,7 +13,7 @@ struct Program {
 }
 
 #[async_trait]
-impl Vitals for Program {
+impl MetricsSource for Program {
     fn program(&self) -> (&'static str, &'static str) {
         ("test", "1.2.3")
     }
@@ -22,7 +22,7 @@ impl Vitals for Program {
         if self.is_ready.load(Ordering::Relaxed) { Ok(()) } else { Err("the store is away".to_owned()) }
     }
 
-    async fn fill(&self, page: &mut Page) {
+    async fn fill(&self, page: &mut MetricsPage) {
         page.gauges("shorthorn_test", "A test").set(&[("of", "this")], 7);
     }
 }
@@ -31,8 +31,8 @@ async fn serving() -> (SocketAddr, Arc<Program>, JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let program = Arc::<Program>::default();
-    let vitals: Arc<dyn Vitals> = Arc::<Program>::clone(&program);
-    (address, program, tokio::spawn(serve(listener, vitals)))
+    let source: Arc<dyn MetricsSource> = Arc::<Program>::clone(&program);
+    (address, program, tokio::spawn(serve(listener, source)))
 }
 
 async fn ask(address: SocketAddr, request: &str) -> String {
@@ -103,10 +103,10 @@ async fn clients_that_say_nothing_hold_up_nobody_for_long() {
 async fn only_a_configured_address_must_be_free() {
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = MetricsListen::At(taken.local_addr().unwrap());
-    let vitals = || -> Arc<dyn Vitals> { Arc::<Program>::default() };
-    let error = start(address, MetricsListen::Off, vitals()).await.unwrap_err().to_string();
+    let source = || -> Arc<dyn MetricsSource> { Arc::<Program>::default() };
+    let error = start(address, MetricsListen::Off, source()).await.unwrap_err().to_string();
     assert!(error.contains(&address.to_string()) && error.contains("metrics_listen"), "{error}");
-    assert!(start(address, address, vitals()).await.unwrap().is_none());
-    assert!(start(MetricsListen::Off, address, vitals()).await.unwrap().is_none());
-    assert!(start(MetricsListen::loopback(0), address, vitals()).await.unwrap().is_some());
+    assert!(start(address, address, source()).await.unwrap().is_none());
+    assert!(start(MetricsListen::Off, address, source()).await.unwrap().is_none());
+    assert!(start(MetricsListen::loopback(0), address, source()).await.unwrap().is_some());
 }

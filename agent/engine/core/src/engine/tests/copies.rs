@@ -30,8 +30,8 @@ fn parts(out: &[Output], slot: u16) -> Vec<(PeerIndex, Operation, u64, u64, u32)
     out.iter().filter_map(part).collect()
 }
 
-fn is_equalised(out: &[Output]) -> bool {
-    out.contains(&Output::Equalised)
+fn is_resynced(out: &[Output]) -> bool {
+    out.contains(&Output::Resynced)
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn a_region_is_copied_from_the_source_run_by_run() {
     let out = bench.reply(2, COPY, Ok(()));
     assert_eq!(parts(&out, COPY)[0], (0, WRITE, 81920, 49152, 16384));
     bench.reply(0, COPY, Ok(()));
-    assert!(is_equalised(&bench.reply(2, COPY, Ok(()))));
+    assert!(is_resynced(&bench.reply(2, COPY, Ok(()))));
     assert_eq!(bench.core.copy_progress().copied_bytes, 65536);
 }
 
@@ -69,7 +69,7 @@ fn requests_wait_until_their_regions_are_equal_and_the_others_go_on() {
     bench.reply(1, COPY, Ok(()));
     bench.reply(0, COPY, Ok(()));
     let out = bench.reply(2, COPY, Ok(()));
-    assert!(is_equalised(&out));
+    assert!(is_resynced(&out));
     assert_eq!((sent_to(&out, 1).len(), sent_to(&out, 2)), (1, vec![0, 1, 2]));
 }
 
@@ -91,13 +91,13 @@ fn a_large_region_is_copied_in_pieces() {
     assert_eq!(regions.region_bytes(), 2 << 20);
     config.dirty = RegionSet::empty(regions.count());
     config.dirty.insert(9);
-    config.missed.clear();
+    config.out_of_sync.clear();
     let mut bench = Bench::with(&config);
     let out = bench.tick(1);
     let out = bench.answer(out, &[]);
     let starts: Vec<u64> = parts(&out, COPY).iter().map(|part| part.2).collect();
     assert_eq!(starts, [18 << 20, 18 << 20, 19 << 20, 19 << 20], "each is read and written");
-    assert!(is_equalised(&out));
+    assert!(is_resynced(&out));
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn another_member_takes_over_from_a_source_that_fails() {
     assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 65536, 0)]);
     let out = bench.reply(0, COPY, Ok(()));
     assert_eq!(sent(&out, COPY), [(2, WRITE)]);
-    assert!(is_equalised(&bench.reply(2, COPY, Ok(()))));
+    assert!(is_resynced(&bench.reply(2, COPY, Ok(()))));
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn a_member_without_space_for_a_copy_leaves() {
     assert_eq!(drops(&out), [(2, "no space left")]);
     bench.close(2);
     bench.view_stored(0, 2);
-    assert!(is_equalised(&bench.view_stored(1, 2)));
+    assert!(is_resynced(&bench.view_stored(1, 2)));
 }
 
 #[test]
@@ -139,7 +139,7 @@ fn who_is_alone_is_equal() {
     let out = bench.granted(2);
     assert_eq!(sent_to(&out, 0), [], "a copy of its region is under way");
     assert_eq!(sent_to(&bench.reply(0, COPY, Ok(())), 0), [0]);
-    assert!(is_equalised(&bench.reply(0, COPY + 1, Ok(()))));
+    assert!(is_resynced(&bench.reply(0, COPY + 1, Ok(()))));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 4 << 16, "another crash would not make it clean");
 }
 
@@ -226,10 +226,10 @@ fn the_first_that_members_store_is_the_newest_stamp() {
 fn a_copy_counts_as_current_after_the_next_turn() {
     let mut bench = Bench::with(&config(3, 2));
     bench.core.is_in_copy(2);
-    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[1])) });
+    let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     assert!(!is_current(Some(bench.core.stamp()), bench.core.stamp_of(2)));
     bench.answer(out, &[]);
-    let out = bench.apply(Event::Settle);
+    let out = bench.apply(Event::ClearAll);
     bench.answer(out, &[]);
     assert!(is_current(Some(bench.core.stamp()), bench.core.stamp_of(2)));
 }
@@ -246,21 +246,22 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
     bench.view_stored(0, 2);
     assert_eq!(marks(&bench.granted(2)), [], "the turn is over");
     pong(&mut bench, 0);
-    let out = bench.apply(Event::Settle);
+    let out = bench.apply(Event::ClearAll);
     assert_eq!(sent(&out, COPY), [(0, Operation::Flush)]);
     assert_eq!(stamps(&bench.reply(0, COPY, Ok(()))), [(0, 1)], "first everybody has it");
 }
 
-/// Adds the writes that the joiner was sent and did not miss: after their clearing no member counts them.
+/// Adds the writes that the rebuilding replica was sent and did not miss: after their clearing no member
+/// counts them.
 #[test]
-fn a_joiner_that_comes_back_without_its_stamps_lacks_more() {
+fn a_rebuilding_replica_that_comes_back_without_its_stamps_lacks_more() {
     let mut bench = Bench::with(&config(3, 2));
     bench.core.is_in_copy(2);
-    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     bench.answer(out, &[]);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
-    let out = bench.apply(Event::Settle);
+    let out = bench.apply(Event::ClearAll);
     bench.answer(out, &[]);
     assert!(bench.core.stamp() >= 3 && bench.core.stamp_of(2) == bench.core.stamp());
 }
@@ -344,8 +345,8 @@ fn what_cannot_or_shall_not_be_repaired_is_told() {
     assert_eq!(found(&scrubbed(false, &[1, 1, 2]).1), Some((vec![2], false)));
 }
 
-fn is_settled(out: &[Output]) -> bool {
-    out.contains(&Output::Settled)
+fn is_cleared(out: &[Output]) -> bool {
+    out.contains(&Output::ClearedAll)
 }
 
 /// Returns the marks among the outputs, without mere pings.
@@ -358,20 +359,20 @@ fn what_can_be_is_flushed_and_cleared_at_once_before_the_end() {
     let mut bench = Bench::new(3);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
-    let flush = bench.apply(Event::Settle);
+    let flush = bench.apply(Event::ClearAll);
     assert_eq!(sent(&flush, COPY), [0, 1, 2].map(|peer| (peer, Operation::Flush)), "with no tick");
     // Requests continue; their modifications meanwhile are not cleared.
     let out = bench.submit(1, WRITE, 3 * REGION_BLOCKS);
     bench.answer(out, &[]);
     let out = bench.answer(flush, &[]);
     assert_eq!(cleared(&out), [0, 1, 2].map(|peer| (peer, vec![(0, 1)])));
-    assert!(is_settled(&out));
+    assert!(is_cleared(&out));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
-    let out = bench.apply(Event::Settle);
+    let out = bench.apply(Event::ClearAll);
     let out = bench.answer(out, &[]);
-    assert_eq!((cleared(&out).len(), is_settled(&out)), (3, true));
+    assert_eq!((cleared(&out).len(), is_cleared(&out)), (3, true));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
-    assert_eq!(bench.apply(Event::Settle), [Output::Settled], "nothing is dirty");
+    assert_eq!(bench.apply(Event::ClearAll), [Output::ClearedAll], "nothing is dirty");
 }
 
 #[test]
@@ -380,10 +381,10 @@ fn what_is_in_flight_stays_dirty() {
     bench.submit(0, WRITE, 0);
     let out = bench.submit(1, WRITE, 3 * REGION_BLOCKS);
     bench.answer(out, &[]);
-    let out = bench.apply(Event::Settle);
+    let out = bench.apply(Event::ClearAll);
     let out = bench.answer(out, &[]);
     assert_eq!(cleared(&out), [0, 1, 2].map(|peer| (peer, vec![(3, 1)])));
-    assert!(is_settled(&out));
+    assert!(is_cleared(&out));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
 }
 
@@ -397,11 +398,11 @@ fn settling_follows_a_turn_that_is_under_way() {
     assert_eq!(sent(&flush, COPY).len(), 3);
     let out = bench.submit(0, WRITE, 3 * REGION_BLOCKS);
     bench.answer(out, &[]);
-    assert_eq!(sent(&bench.apply(Event::Settle), COPY), []);
+    assert_eq!(sent(&bench.apply(Event::ClearAll), COPY), []);
     let out = bench.answer(flush, &[]);
     let runs: Vec<_> = cleared(&out).into_iter().map(|(_, runs)| runs).collect();
     assert_eq!(runs, [vec![(0, 1)], vec![(0, 1)], vec![(0, 1)], vec![(3, 1)], vec![(3, 1)], vec![(3, 1)]]);
-    assert!(is_settled(&out));
+    assert!(is_cleared(&out));
 }
 
 #[test]
@@ -410,12 +411,12 @@ fn settling_waits_until_the_view_is_settled() {
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
     bench.lose(2);
-    assert_eq!(bench.apply(Event::Settle), []);
+    assert_eq!(bench.apply(Event::ClearAll), []);
     bench.view_stored(0, 2);
     let out = bench.view_stored(1, 2);
     let out = bench.answer(out, &[]);
     assert_eq!(cleared(&out), [0, 1].map(|peer| (peer, vec![(0, 1)])));
-    assert!(is_settled(&out));
+    assert!(is_cleared(&out));
 }
 
 #[test]
@@ -423,9 +424,9 @@ fn settling_ends_where_the_last_member_cannot_flush() {
     let mut bench = Bench::new(1);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
-    bench.apply(Event::Settle);
+    bench.apply(Event::ClearAll);
     let out = bench.reply(0, COPY, Err(Errno::IO));
-    assert!(is_settled(&out) && cleared(&out).is_empty());
+    assert!(is_cleared(&out) && cleared(&out).is_empty());
     assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
 }
 
@@ -462,8 +463,8 @@ fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
         let out = bench.tick(at * INTERVAL_MS);
         assert_eq!(cleared(&bench.answer(out, &[])), []);
     }
-    let out = bench.apply(Event::Settle);
-    assert!(is_settled(&bench.answer(out, &[])));
+    let out = bench.apply(Event::ClearAll);
+    assert!(is_cleared(&bench.answer(out, &[])));
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
 }
 

@@ -1,4 +1,4 @@
-//! Several things at once: losses, joins, checks and failures of the same request.
+//! Several things at once: losses, rebuilds, checks and failures of the same request.
 
 use super::*;
 use crate::event::ScrubConfig;
@@ -8,15 +8,15 @@ const FIRST_COPY: u16 = 8;
 const ZEROES: Operation = Operation::WriteZeroes { fua: false };
 const NO_SPACE: Option<Result<(), Errno>> = Some(Err(Errno::NO_SPACE));
 
-/// The only member cannot do it, the joiner becomes a member before it answers that it has.
+/// The only member cannot do it, the rebuilding replica becomes a member before it answers that it has.
 #[test]
-fn a_joiner_that_becomes_a_member_while_a_request_fails_does_not_differ() {
+fn a_rebuilding_replica_that_becomes_a_member_while_a_request_fails_does_not_differ() {
     let mut bench = Bench::with(&config(2, 1));
-    let out = bench.apply(Event::Join { peer: 1, missing: Box::new(region_set(&[])) });
+    let out = bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[])) });
     assert_eq!(sent_to(&bench.submit(0, WRITE, 0), 0), [0, 1]);
     bench.reply(0, 0, Err(Errno::IO));
     let out = bench.answer(out, &[]);
-    assert!(out.contains(&Output::Joined { peer: 1 }), "{out:?}");
+    assert!(out.contains(&Output::Rebuilt { peer: 1 }), "{out:?}");
     let out = bench.reply(1, 0, Ok(()));
     let members = bench.core.membership().view().members.len();
     assert!(
@@ -25,15 +25,15 @@ fn a_joiner_that_becomes_a_member_while_a_request_fails_does_not_differ() {
     );
 }
 
-/// Repeats the case above with an answer that the joiner sent before it became a member.
+/// Repeats the case above with an answer that the rebuilding replica sent before it became a member.
 #[test]
-fn a_joiner_that_has_answered_before() {
+fn a_rebuilding_replica_that_has_answered_before() {
     let mut bench = Bench::with(&config(2, 1));
-    let out = bench.apply(Event::Join { peer: 1, missing: Box::new(region_set(&[])) });
+    let out = bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[])) });
     assert_eq!(sent_to(&bench.submit(0, WRITE, 0), 0), [0, 1]);
     bench.reply(1, 0, Ok(()));
     let out = bench.answer(out, &[]);
-    assert!(out.contains(&Output::Joined { peer: 1 }), "{out:?}");
+    assert!(out.contains(&Output::Rebuilt { peer: 1 }), "{out:?}");
     let out = bench.reply(0, 0, Err(Errno::IO));
     assert_eq!(drops(&out).len(), 1, "{out:?}");
 }
@@ -54,13 +54,14 @@ fn big(bench: &mut Bench, slot: u16, length: u64) -> Outputs {
     bench.apply(Event::Submit { queue: 0, request: Request { slot, operation: ZEROES, range } })
 }
 
-/// Pieces of a large resync: its source leaves after the first piece, and comes back as joiner meanwhile.
+/// Pieces of a large resync: its source leaves after the first piece, and comes back as rebuilding replica
+/// meanwhile.
 #[test]
 fn a_source_that_leaves_between_two_pieces() {
     let mut config = config(3, 3);
     config.size_bytes = 4 << 20;
     config.dirty = RegionSet::empty(Regions::of(4 << 20).count());
-    config.missed = (0..3).map(|_| RegionSet::empty(Regions::of(4 << 20).count())).collect();
+    config.out_of_sync = (0..3).map(|_| RegionSet::empty(Regions::of(4 << 20).count())).collect();
     let mut bench = Bench::with(&config);
     big(&mut bench, 0, 3 << 20);
     bench.reply(1, 0, Err(Errno::NO_SPACE));
@@ -76,11 +77,11 @@ fn a_source_that_leaves_between_two_pieces() {
     let out = bench.view_stored(2, 2);
     assert_eq!(sent(&out, COPY), [(2, Operation::CheckedRead)]);
     let missing = Box::new(RegionSet::empty(Regions::of(4 << 20).count()));
-    let more = bench.apply(Event::Join { peer: 1, missing });
+    let more = bench.apply(Event::Rebuild { peer: 1, missing });
     assert_eq!(sent(&more, FIRST_COPY), [], "the range is the request's");
     let out = bench.answer(out, &[]);
     assert_eq!(completed(&out, 0), NO_SPACE);
-    assert!(out.contains(&Output::Joined { peer: 1 }), "{out:?}");
+    assert!(out.contains(&Output::Rebuilt { peer: 1 }), "{out:?}");
 }
 
 /// All copy slots but one wait for the range of a request that fails; it ends though the view changes
@@ -89,7 +90,7 @@ fn a_source_that_leaves_between_two_pieces() {
 fn joins_that_fill_all_slots_do_not_hold_a_resync_up() {
     let mut bench = Bench::with(&config(4, 3));
     big(&mut bench, 0, 4 << 16);
-    let out = bench.apply(Event::Join { peer: 3, missing: Box::new(region_set(&[0, 1, 2, 3])) });
+    let out = bench.apply(Event::Rebuild { peer: 3, missing: Box::new(region_set(&[0, 1, 2, 3])) });
     assert_eq!(out, []);
     bench.reply(0, 0, Err(Errno::NO_SPACE));
     bench.reply(2, 0, Ok(()));
@@ -101,7 +102,7 @@ fn joins_that_fill_all_slots_do_not_hold_a_resync_up() {
     bench.close(2);
     let out = bench.answer(out, &[]);
     assert_eq!(completed(&out, 0), NO_SPACE);
-    assert!(out.contains(&Output::Joined { peer: 3 }), "{out:?}");
+    assert!(out.contains(&Output::Rebuilt { peer: 3 }), "{out:?}");
 }
 
 /// The index is another replica's when the resync begins.
@@ -117,20 +118,21 @@ fn an_index_of_another_replica_gets_no_more_than_it_may() {
     bench.apply(Event::Forget { peer: 2 });
     let other = PeerConfig { replica: ReplicaId::from_random(77), local: false };
     bench.apply(Event::Track { peer: 2, config: other });
-    bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     let out = bench.reply(0, 0, Ok(()));
     let out = bench.answer(out, &[]);
     assert_eq!(completed(&out, 0), NO_SPACE);
-    assert!(out.contains(&Output::Joined { peer: 2 }), "{out:?}");
+    assert!(out.contains(&Output::Rebuilt { peer: 2 }), "{out:?}");
     let order = |find: &dyn Fn(&Output) -> bool| out.iter().position(find);
-    let joined = order(&|output| *output == Output::Joined { peer: 2 });
+    let rebuilt = order(&|output| *output == Output::Rebuilt { peer: 2 });
     let failed = order(&|output| matches!(output, Output::Complete { .. }));
-    assert!(failed < joined);
+    assert!(failed < rebuilt);
 }
 
-/// A joiner is proposed while the last answer to a check is on its way, and has its copy from the odd one.
+/// A rebuilding replica is proposed while the last answer to a check is on its way, and has its copy from the
+/// odd one.
 #[test]
-fn a_repair_found_while_a_joiner_is_proposed_reaches_it() {
+fn a_repair_found_while_a_rebuilding_replica_is_proposed_reaches_it() {
     let mut config = config(4, 3);
     config.peers[1].local = true;
     let mut bench = Bench::with(&config);
@@ -143,10 +145,10 @@ fn a_repair_found_while_a_joiner_is_proposed_reaches_it() {
     bench.apply(Event::Verified { peer: 0, slot, outcome: Ok(7) });
     bench.apply(Event::Verified { peer: 1, slot, outcome: Ok(9) });
     // The copy is of the data of replica 1, and was made before the check.
-    let out = bench.apply(Event::Join { peer: 3, missing: Box::new(region_set(&[])) });
+    let out = bench.apply(Event::Rebuild { peer: 3, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[3]);
     let mut out: Vec<_> = out;
-    // Everything of the joiner but the view.
+    // Everything of the rebuilding replica but the view.
     let mut at = 0;
     let mut later = Vec::new();
     while at < out.len() {
@@ -164,7 +166,7 @@ fn a_repair_found_while_a_joiner_is_proposed_reaches_it() {
     }
     later.extend(bench.apply(Event::Verified { peer: 2, slot, outcome: Ok(7) }));
     let more = bench.answer(later, &[]);
-    assert!(more.contains(&Output::Joined { peer: 3 }), "{more:?}");
+    assert!(more.contains(&Output::Rebuilt { peer: 3 }), "{more:?}");
     let is_found = more.iter().any(|output| matches!(output, Output::ScrubFound { .. }));
     let is_written = more
         .iter()

@@ -25,8 +25,8 @@ fn what_is_new_is_served_and_counted() {
     assert_eq!(sent_to(&bench.submit(1, WRITE, 15 * REGION_BLOCKS), 1), [0, 1, 2]);
     assert_eq!(bench.core.copy_progress().dirty_bytes, 2 * 65536);
     bench.lose(2);
-    let missed = bench.core.absent[2].as_ref().unwrap().missed.iter().collect::<Vec<_>>();
-    assert_eq!(missed, [7, 15]);
+    let out_of_sync = bench.core.absent[2].as_ref().unwrap().out_of_sync.iter().collect::<Vec<_>>();
+    assert_eq!(out_of_sync, [7, 15]);
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn regions_that_become_larger_wait_for_those_that_are_made_equal() {
     let out = bench.answer(first, &[]);
     let at = |wanted: &Output| out.iter().position(|output| output == wanted);
     let grown = at(&Output::Expanded { size_bytes: LARGE_BYTES });
-    assert!(grown.is_some() && at(&Output::Equalised) < grown, "{out:?}");
+    assert!(grown.is_some() && at(&Output::Resynced) < grown, "{out:?}");
     assert_eq!(bench.core.regions(), Regions::of(LARGE_BYTES));
     // 1, 4 and 7 of the regions before.
     assert_eq!(bench.core.copy_progress().dirty_bytes, 3 * 131_072);
@@ -50,16 +50,16 @@ fn regions_that_become_larger_wait_for_those_that_are_made_equal() {
 #[test]
 fn what_a_replica_misses_is_copied_to_it_in_larger_regions() {
     let mut config = config(3, 2);
-    config.missed[2] = region_set(&[3, 6]);
+    config.out_of_sync[2] = region_set(&[3, 6]);
     let mut bench = Bench::with(&config);
-    let peer_joins = Event::Join { peer: 2, missing: Box::new(region_set(&[])) };
-    let first = bench.apply(peer_joins);
+    let start_rebuild_of = Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) };
+    let first = bench.apply(start_rebuild_of);
     let out = bench.apply(Event::Expand { size_bytes: LARGE_BYTES });
     assert_eq!(expanded(&out), None, "a copy of a region is under way");
     let out = bench.answer(first, &[]);
     assert_eq!(expanded(&out), Some(LARGE_BYTES));
-    let joined = out.iter().position(|output| *output == Output::Joined { peer: 2 });
-    assert!(joined.is_some(), "{out:?}");
+    let rebuilt = out.iter().position(|output| *output == Output::Rebuilt { peer: 2 });
+    assert!(rebuilt.is_some(), "{out:?}");
     for output in &out {
         if let Output::Mark { change, .. } = output {
             assert_ne!(change.of, RegionsOf::Allocated);
@@ -74,7 +74,7 @@ fn regions_that_become_larger_wait_for_those_that_are_being_cleared() {
     let mut bench = Bench::new(3);
     let written = bench.submit(0, WRITE, 2 * REGION_BLOCKS);
     bench.answer(written, &[]);
-    bench.apply(Event::Settle);
+    bench.apply(Event::ClearAll);
     bench.reply(0, COPY, Ok(()));
     bench.reply(1, COPY, Ok(()));
     let flushed = bench.reply(2, COPY, Ok(()));
@@ -85,15 +85,15 @@ fn regions_that_become_larger_wait_for_those_that_are_being_cleared() {
     assert_eq!(bench.core.copy_progress().dirty_bytes, 0);
 }
 
-/// Sends modifications of the new part to the members only, so that the joiner misses the region. The running
-/// copy ends at the former end of the region.
+/// Sends modifications of the new part to the members only, so that the rebuilding replica misses the region.
+/// The running copy ends at the former end of the region.
 #[test]
 fn a_last_region_that_grows_while_it_is_copied_is_copied_again() {
     let mut config = config(3, 2);
     config.size_bytes = SIZE_BYTES - 32768;
-    config.missed[2] = region_set(&[7]);
+    config.out_of_sync[2] = region_set(&[7]);
     let mut bench = Bench::with(&config);
-    let first = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[])) });
+    let first = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     let grown = bench.apply(Event::Expand { size_bytes: SIZE_BYTES });
     assert_eq!(expanded(&grown), Some(SIZE_BYTES));
     let written = bench.submit(0, WRITE, 8 * REGION_BLOCKS - 1);
@@ -105,6 +105,6 @@ fn a_last_region_that_grows_while_it_is_copied_is_copied_again() {
             if range.end() == SIZE_BYTES)
     };
     let copied = out.iter().position(reaches_end);
-    let joined = out.iter().position(|output| *output == Output::Joined { peer: 2 });
-    assert!(copied.is_some() && copied < joined, "{out:?}");
+    let rebuilt = out.iter().position(|output| *output == Output::Rebuilt { peer: 2 });
+    assert!(copied.is_some() && copied < rebuilt, "{out:?}");
 }

@@ -34,8 +34,8 @@ fn a_member_without_space_leaves_if_most_have_done_the_request() {
         let out = bench.view_stored(2, 2);
         assert_eq!(completed(&out, 0), Some(Ok(())), "{operation:?}");
         assert_eq!(sent_to(&out, 1).len(), 1, "the read goes on");
-        let missed = bench.core.missed(1).unwrap();
-        assert!(missed.contains(0), "it may have done a part");
+        let out_of_sync = bench.core.out_of_sync(1).unwrap();
+        assert!(out_of_sync.contains(0), "it may have done a part");
     }
 }
 
@@ -288,7 +288,7 @@ fn a_flood_of_zeroes_is_sent_bit_by_bit() {
     let mut config = config(2, 2);
     config.size_bytes = 1 << 30;
     let regions = Regions::of(config.size_bytes).count();
-    (config.dirty, config.missed) = (RegionSet::empty(regions), vec![RegionSet::empty(regions); 2]);
+    (config.dirty, config.out_of_sync) = (RegionSet::empty(regions), vec![RegionSet::empty(regions); 2]);
     let mut bench = Bench::with(&config);
     let zero = |bench: &mut Bench, slot: u16, operation| {
         let range = ByteRange::new(u64::from(slot) << 25, 32 << 20).unwrap();

@@ -44,7 +44,7 @@ fn every_request_is_refused_while_members_are_made_equal_and_afterwards() {
     assert_eq!(sent_to(&out, COPY), [0], "the members are made equal all the same");
     assert_refuses(&mut bench, "while members differ");
     let out = bench.answer(out, &[]);
-    assert!(out.contains(&Output::Equalised));
+    assert!(out.contains(&Output::Resynced));
     assert_refuses(&mut bench, "when the members are equal");
 }
 
@@ -68,9 +68,9 @@ fn a_replica_joins_a_volume_that_refuses_requests() {
     let mut bench = refusing(2);
     let out = bench.tick(1);
     bench.answer(out, &[]);
-    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[4])) });
+    let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[4])) });
     assert_refuses(&mut bench, "while a replica joins");
     let out = bench.answer(out, &[]);
-    assert!(out.contains(&Output::Joined { peer: 2 }));
+    assert!(out.contains(&Output::Rebuilt { peer: 2 }));
     assert_refuses(&mut bench, "when it is a member");
 }

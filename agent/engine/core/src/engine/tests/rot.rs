@@ -47,14 +47,14 @@ fn a_rotten_source_becomes_a_target() {
     assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, 65536)], vec![(0, false)]));
     let out = bench.reply(1, COPY, Ok(()));
     assert_eq!(parts(&out), [(0, WRITE, 0, 65536), (2, WRITE, 0, 65536)]);
-    assert!(bench.answer(out, &[]).contains(&Output::Equalised));
+    assert!(bench.answer(out, &[]).contains(&Output::Resynced));
     assert_eq!(bench.core.membership().view().members.len(), 3, "it stays a member");
 }
 
 #[test]
-fn a_joiner_gets_what_a_sound_member_has_and_so_does_the_rotten_one() {
+fn a_rebuilding_replica_gets_what_a_sound_member_has_and_so_does_the_rotten_one() {
     let mut bench = Bench::with(&config(3, 2));
-    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[1])) });
+    let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
     let other = 1 - source;
     let out = rotten(&mut bench, source);
@@ -66,19 +66,19 @@ fn a_joiner_gets_what_a_sound_member_has_and_so_does_the_rotten_one() {
         to,
         [source, 2].into_iter().collect::<std::collections::BTreeSet<_>>().into_iter().collect::<Vec<_>>()
     );
-    assert!(bench.answer(out, &[]).contains(&Output::Joined { peer: 2 }));
+    assert!(bench.answer(out, &[]).contains(&Output::Rebuilt { peer: 2 }));
 }
 
 #[test]
 fn a_rotten_member_without_space_for_its_repair_stays() {
     let mut bench = Bench::with(&config(3, 2));
-    let out = bench.apply(Event::Join { peer: 2, missing: Box::new(region_set(&[1])) });
+    let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
     rotten(&mut bench, source);
     bench.reply(1 - source, COPY, Ok(()));
     bench.reply(source, COPY, Err(Errno::NO_SPACE));
     let out = bench.reply(2, COPY, Ok(()));
-    assert!(bench.answer(out, &[]).contains(&Output::Joined { peer: 2 }));
+    assert!(bench.answer(out, &[]).contains(&Output::Rebuilt { peer: 2 }));
     assert_eq!(bench.core.membership().view().members.len(), 3, "nobody has left");
 }
 
@@ -108,7 +108,7 @@ fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copi
     assert_eq!(parts(&out), [(0, Operation::CheckedRead, 2 * BLOCK, 65536 - 2 * BLOCK)]);
     let out = bench.reply(0, COPY, Ok(()));
     assert_eq!(parts(&out), [(1, WRITE, 2 * BLOCK, 65536 - 2 * BLOCK)]);
-    assert!(bench.answer(out, &[]).contains(&Output::Equalised));
+    assert!(bench.answer(out, &[]).contains(&Output::Resynced));
 }
 
 /// The slot for copies that is kept for requests that have failed.

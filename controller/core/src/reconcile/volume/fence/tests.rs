@@ -11,7 +11,7 @@ use crate::objects::{
 use crate::observed::{AgentInfo, AgentView, Agents, Instance, Link};
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
-use crate::{Action, NodeName, Timestamp, World};
+use crate::{Action, ClusterState, NodeName, Timestamp};
 
 const NODES: [&str; 3] = ["a", "b", "c"];
 /// The number of the attachment whose engine is on node a, which does not answer.
@@ -37,7 +37,7 @@ fn first(replicas: usize) -> View {
 
 /// A volume that is to leave node a, with a replica on each of the first `replicas` nodes.
 struct Lost {
-    world: World,
+    cluster: ClusterState,
     agents: Agents,
 }
 
@@ -45,7 +45,7 @@ impl Lost {
     fn new(replicas: usize) -> Lost {
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
         let Ok(Change::Store(mut volume)) =
-            wanted.apply(&World::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH)
+            wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH)
         else {
             panic!("the volume is refused");
         };
@@ -64,11 +64,11 @@ impl Lost {
         };
         let status = EngineStatus { current_state: CurrentState::Unknown, ..EngineStatus::default() };
         let metadata = Metadata::new("v", Timestamp::UNIX_EPOCH);
-        let mut lost = Lost { world: World::default(), agents: Agents::default() };
-        lost.world.insert(volume.into());
-        lost.world.insert(Engine { metadata, spec, status }.into());
+        let mut lost = Lost { cluster: ClusterState::default(), agents: Agents::default() };
+        lost.cluster.insert(volume.into());
+        lost.cluster.insert(Engine { metadata, spec, status }.into());
         for (at, name) in NODES.iter().enumerate().take(replicas) {
-            lost.world.insert(replica(at).into());
+            lost.cluster.insert(replica(at).into());
             let link = match at {
                 0 => Link::Down { since: Timestamp::UNIX_EPOCH, reason: "no answer".to_owned() },
                 _ => Link::Synced,
@@ -90,26 +90,27 @@ impl Lost {
     }
 
     fn volume(&self) -> &Volume {
-        &self.world.volumes["v"]
+        &self.cluster.volumes["v"]
     }
 
     fn change(&mut self, change: impl FnOnce(&mut Volume)) {
         let mut volume = self.volume().clone();
         change(&mut volume);
-        self.world.insert(volume.into());
+        self.cluster.insert(volume.into());
     }
 
     /// Does a run and stores its result. Returns the replicas that have to refuse engines, each with the
     /// first generation not to refuse.
     fn run(&mut self) -> Vec<(String, u64)> {
         let now = Timestamp::UNIX_EPOCH + crate::reconcile::UNREACHABLE_AFTER;
-        let (world, agents) = (&self.world, &self.agents);
-        let context = Context { world, agents, now, random: [0; MAX_MEMBERS], settings: Settings::default() };
+        let (cluster, agents) = (&self.cluster, &self.agents);
+        let context =
+            Context { cluster, agents, now, random: [0; MAX_MEMBERS], settings: Settings::default() };
         let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
         let mut told = Vec::new();
         for action in actions {
             match action {
-                Action::Write(object) => self.world.insert(Object::clone(&object)),
+                Action::Write(object) => self.cluster.insert(Object::clone(&object)),
                 Action::Call(node, AgentCall::FenceReplica { attach, .. }) => {
                     assert!(attach <= self.volume().status.attach, "a number is used before it is stored");
                     told.push((node.to_string(), attach));
@@ -167,7 +168,7 @@ fn enough_replicas_that_refuse_the_engine_fence_it() {
     assert_eq!(lost.volume().status.attach, OLD + 1, "one number is enough");
     lost.run();
     let stopped = |replica: &Replica| replica.spec.desire_state == DesireState::Stopped;
-    assert!(lost.world.replicas.values().all(stopped), "the detach goes on");
+    assert!(lost.cluster.replicas.values().all(stopped), "the detach goes on");
 }
 
 #[test]
@@ -202,10 +203,10 @@ fn replicas_that_have_forgotten_what_they_stored_prove_nothing() {
         let mut lost = Lost::new(3);
         let mut known = replica(0);
         known.status.healthy_at = was_member.then_some(Timestamp::UNIX_EPOCH);
-        lost.world.insert(known.into());
-        let mut engine = lost.world.engines["v"].clone();
+        lost.cluster.insert(known.into());
+        let mut engine = lost.cluster.engines["v"].clone();
         engine.status.served_attach = served_attach;
-        lost.world.insert(engine.into());
+        lost.cluster.insert(engine.into());
         lost.begin();
         (1..3).for_each(|at| lost.replica_says(at, OLD + 1, first(3)));
         lost.run();
@@ -282,7 +283,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     lost.replica_says(1, new, through);
     lost.run();
     assert_eq!(stale_since(&lost), Some(new), "no engine of ours serves in that view");
-    let mut engine = lost.world.engines["v"].clone();
+    let mut engine = lost.cluster.engines["v"].clone();
     engine.spec.attach = new;
     engine.spec.node_id = Some(node(1));
     engine.spec.desire_state = DesireState::Running;
@@ -294,7 +295,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
         seen_attach: new,
         ..EngineStatus::default()
     };
-    lost.world.insert(engine.into());
+    lost.cluster.insert(engine.into());
     lost.run();
     assert_eq!(stale_since(&lost), None);
     assert_eq!(lost.volume().status.arbiter.granted(), Some(through));

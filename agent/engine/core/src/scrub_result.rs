@@ -1,0 +1,268 @@
+//! The rule of a scrub: which members are right if they differ, for the volume and for single layers.
+//!
+//! A snapshot's layer never changes, and a member may have kept a sum of it from the last agreement. Such a
+//! sum tells rot from old differences, with two members as well as with three. If no member has kept one, the
+//! majority is right.
+
+use crate::membership::PeerIndex;
+
+/// The evidence about the data of one member in a range.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReplicaChecksums {
+    /// The current sum of the range; none if it cannot be read.
+    pub sum: Option<u32>,
+    /// The sum that the member has kept, if it has kept one.
+    pub kept: Option<u32>,
+    /// The checksum of the data that a reader sees there, once it was asked for. Members may hold the same
+    /// data in different layers: then their layer sums differ, and this one does not.
+    pub shown: Option<u32>,
+}
+
+impl ReplicaChecksums {
+    /// Returns the evidence for a range of the volume, which has only the data that a reader sees.
+    #[must_use]
+    pub fn of_volume(sum: u32) -> ReplicaChecksums {
+        ReplicaChecksums { sum: Some(sum), kept: None, shown: Some(sum) }
+    }
+
+    fn is_sound(&self) -> bool {
+        self.sum.is_some() && self.sum == self.kept
+    }
+
+    fn contradicts_itself(&self) -> bool {
+        self.kept.is_some() && self.sum != self.kept
+    }
+}
+
+/// The conclusion from the evidence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ScrubResult {
+    /// All members agree.
+    Equal,
+    /// The result depends on [`ReplicaChecksums::shown`] of all members that can read the range.
+    LookFurther,
+    /// Some members are wrong, and others are right.
+    Odd {
+        /// Members with wrong data.
+        odd: Vec<PeerIndex>,
+        /// Members to copy from.
+        sources: Vec<PeerIndex>,
+    },
+    /// The evidence does not show which of these members is right.
+    Torn(Vec<PeerIndex>),
+}
+
+/// A member and its evidence.
+pub type MemberChecksums = (PeerIndex, ReplicaChecksums);
+
+/// Decides which members are right.
+#[must_use]
+pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
+    if agree(member_checksums) {
+        // If two members hold the same, the kept sum is wrong. A single one has no confirmation.
+        return match member_checksums {
+            [(alone, checksums)] if checksums.contradicts_itself() => ScrubResult::Torn(vec![*alone]),
+            _ => ScrubResult::Equal,
+        };
+    }
+    let sound: Vec<&MemberChecksums> =
+        member_checksums.iter().filter(|(_, checksums)| checksums.is_sound()).collect();
+    if sound.is_empty() { by_majority(member_checksums) } else { by_kept_sums(member_checksums, &sound) }
+}
+
+fn agree(member_checksums: &[MemberChecksums]) -> bool {
+    let mut sums = member_checksums.iter().map(|(_, checksums)| checksums.sum);
+    let Some(first) = sums.next() else { return true };
+    first.is_some() && sums.all(|sum| sum == first)
+}
+
+/// Decides by kept sums: members that still hold the data of the last agreement are right, even if they
+/// differ from each other.
+fn by_kept_sums(member_checksums: &[MemberChecksums], sound: &[&MemberChecksums]) -> ScrubResult {
+    let mut odd = Vec::new();
+    for (peer, checksums) in member_checksums {
+        let is_as_a_sound_one = sound.iter().any(|(_, other)| other.sum == checksums.sum);
+        if checksums.is_sound() || (checksums.kept.is_none() && is_as_a_sound_one) {
+            continue;
+        }
+        // A member without a kept sum may hold the same in another layer.
+        if checksums.kept.is_none() && checksums.sum.is_some() {
+            let shown = sound.iter().map(|(_, other)| other.shown);
+            if checksums.shown.is_none() || shown.clone().any(|shown| shown.is_none()) {
+                return ScrubResult::LookFurther;
+            }
+            if shown.clone().any(|shown| shown == checksums.shown) {
+                continue;
+            }
+        }
+        odd.push(*peer);
+    }
+    if odd.is_empty() {
+        return ScrubResult::Equal;
+    }
+    ScrubResult::Odd { odd, sources: sound.iter().map(|(peer, _)| *peer).collect() }
+}
+
+/// Decides by majority: more than half of at least three members that show the same are right. A member that
+/// cannot read is wrong if all others agree.
+fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
+    let readable: Vec<&MemberChecksums> =
+        member_checksums.iter().filter(|(_, checksums)| checksums.sum.is_some()).collect();
+    let all = || member_checksums.iter().map(|(peer, _)| *peer).collect();
+    if readable.len() > 1 && readable.iter().any(|(_, checksums)| checksums.shown.is_none()) {
+        return ScrubResult::LookFurther;
+    }
+    let with = |shown| readable.iter().filter(move |(_, checksums)| checksums.shown == shown);
+    let Some(largest) =
+        readable.iter().map(|(_, checksums)| checksums.shown).max_by_key(|shown| with(*shown).count())
+    else {
+        return ScrubResult::Torn(all());
+    };
+    let sources: Vec<PeerIndex> = with(largest).map(|(peer, _)| *peer).collect();
+    if sources.len() == member_checksums.len() {
+        return ScrubResult::Equal;
+    }
+    let is_alone_in_doubt = matches!(&readable[..], [(_, checksums)] if checksums.contradicts_itself());
+    let is_majority = readable.len() >= 3 && 2 * sources.len() > readable.len();
+    if (sources.len() == readable.len() && !is_alone_in_doubt) || is_majority {
+        let odd = member_checksums.iter().map(|(peer, _)| *peer).filter(|peer| !sources.contains(peer));
+        return ScrubResult::Odd { odd: odd.collect(), sources };
+    }
+    ScrubResult::Torn(all())
+}
+
+/// Returns the sum that a member keeps from now on, after this result. None: the sum is not known. No member
+/// keeps a sum that no other one confirms, because it could be of rot.
+#[must_use]
+pub fn sum_to_keep(
+    member_checksums: &[MemberChecksums],
+    scrub_result: &ScrubResult,
+    peer: PeerIndex,
+) -> Option<u32> {
+    let (_, checksums) = member_checksums.iter().find(|(index, _)| *index == peer)?;
+    let is_confirmed = match scrub_result {
+        ScrubResult::Equal => member_checksums.len() >= 2,
+        ScrubResult::Odd { odd, .. } => {
+            !odd.contains(&peer) && (checksums.is_sound() || member_checksums.len() - odd.len() >= 2)
+        }
+        ScrubResult::LookFurther | ScrubResult::Torn(_) => false,
+    };
+    if is_confirmed { checksums.sum } else { checksums.kept }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: u32 = 0;
+
+    /// Members with sum, kept sum and shown sum; [`NONE`] stands for an absent one.
+    type Members<'a> = &'a [(u32, u32, u32)];
+
+    fn scrub_result(members: Members<'_>) -> ScrubResult {
+        let some = |sum| Some(sum).filter(|sum| *sum != NONE);
+        let checksums = members.iter().map(|(sum, kept, shown)| ReplicaChecksums {
+            sum: some(*sum),
+            kept: some(*kept),
+            shown: some(*shown),
+        });
+        compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
+    }
+
+    fn odd(odd: &[PeerIndex], sources: &[PeerIndex]) -> ScrubResult {
+        ScrubResult::Odd { odd: odd.to_vec(), sources: sources.to_vec() }
+    }
+
+    #[test]
+    fn of_the_volume_a_majority_is_right() {
+        let scrub_result = |sums: &[u32]| {
+            compare_checksums(
+                &(0..).zip(sums.iter().map(|sum| ReplicaChecksums::of_volume(*sum))).collect::<Vec<_>>(),
+            )
+        };
+        assert_eq!(scrub_result(&[]), ScrubResult::Equal);
+        assert_eq!(scrub_result(&[1]), ScrubResult::Equal);
+        assert_eq!(scrub_result(&[1, 1]), ScrubResult::Equal);
+        assert_eq!(scrub_result(&[1, 2]), ScrubResult::Torn(vec![0, 1]));
+        assert_eq!(scrub_result(&[1, 2, 3]), ScrubResult::Torn(vec![0, 1, 2]));
+        assert_eq!(scrub_result(&[1, 1, 2, 2]), ScrubResult::Torn(vec![0, 1, 2, 3]));
+        assert_eq!(scrub_result(&[1, 2, 1]), odd(&[1], &[0, 2]));
+        assert_eq!(scrub_result(&[1, 2, 1, 3, 1]), odd(&[1, 3], &[0, 2, 4]));
+    }
+
+    #[test]
+    fn of_a_layer_a_kept_sum_is_right() {
+        let cases: [(&str, Members<'_>, ScrubResult); 15] = [
+            ("two, one as it was", &[(1, 1, NONE), (2, 1, NONE)], odd(&[1], &[0])),
+            ("two, the first one rotten", &[(2, 1, NONE), (1, 1, NONE)], odd(&[0], &[1])),
+            ("the minority is as it was", &[(2, 1, NONE), (2, 1, NONE), (1, 1, NONE)], odd(&[0, 1], &[2])),
+            ("two that always differed", &[(1, 1, NONE), (2, 2, NONE)], ScrubResult::Equal),
+            ("and a third is rotten", &[(1, 1, NONE), (2, 2, NONE), (3, 1, NONE)], odd(&[2], &[0, 1])),
+            ("nobody is as it was", &[(2, 1, 2), (3, 1, 3)], ScrubResult::Torn(vec![0, 1])),
+            ("nor here, but two agree", &[(2, 1, 2), (3, 1, 3), (2, NONE, 2)], odd(&[1], &[0, 2])),
+            ("a new one without a sum is the same", &[(1, 1, NONE), (1, NONE, NONE)], ScrubResult::Equal),
+            ("a new one is not", &[(1, 1, NONE), (2, NONE, NONE)], ScrubResult::LookFurther),
+            ("a new one that shows the same", &[(1, 1, 7), (2, NONE, 7)], ScrubResult::Equal),
+            ("a new one that shows something else", &[(1, 1, 7), (2, NONE, 8)], odd(&[1], &[0])),
+            ("both agree against a kept sum", &[(2, 1, NONE), (2, 1, NONE)], ScrubResult::Equal),
+            ("alone, and not as it was", &[(2, 1, NONE)], ScrubResult::Torn(vec![0])),
+            ("alone, and as it was", &[(1, 1, NONE)], ScrubResult::Equal),
+            ("alone, and unknown", &[(1, NONE, NONE)], ScrubResult::Equal),
+        ];
+        for (what, members, expected) in cases {
+            assert_eq!(scrub_result(members), expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn without_kept_sums_it_counts_what_is_shown() {
+        assert_eq!(scrub_result(&[(1, NONE, NONE), (2, NONE, NONE)]), ScrubResult::LookFurther);
+        assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7)]), ScrubResult::Equal, "laid out otherwise");
+        assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 8)]), ScrubResult::Torn(vec![0, 1]));
+        assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7), (3, NONE, 8)]), odd(&[2], &[0, 1]));
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_wrong_where_the_others_agree() {
+        assert_eq!(scrub_result(&[(1, 1, NONE), (NONE, 1, NONE)]), odd(&[1], &[0]));
+        assert_eq!(scrub_result(&[(1, 1, NONE), (NONE, NONE, NONE)]), odd(&[1], &[0]));
+        assert_eq!(
+            scrub_result(&[(1, NONE, NONE), (NONE, NONE, NONE)]),
+            odd(&[1], &[0]),
+            "there is no other copy"
+        );
+        assert_eq!(scrub_result(&[(2, 1, NONE), (NONE, NONE, NONE)]), ScrubResult::Torn(vec![0, 1]));
+        assert_eq!(
+            scrub_result(&[(1, NONE, 7), (2, NONE, 8), (NONE, 1, NONE)]),
+            ScrubResult::Torn(vec![0, 1, 2])
+        );
+        assert_eq!(scrub_result(&[(NONE, 1, NONE), (NONE, 1, NONE)]), ScrubResult::Torn(vec![0, 1]));
+        assert_eq!(scrub_result(&[(NONE, NONE, NONE)]), ScrubResult::Torn(vec![0]));
+    }
+
+    #[test]
+    fn only_what_another_one_confirms_is_kept() {
+        let kept = |members: &[(u32, u32)]| {
+            let some = |sum| Some(sum).filter(|sum| *sum != NONE);
+            let checksums = |(sum, kept): &(u32, u32)| ReplicaChecksums {
+                sum: some(*sum),
+                kept: some(*kept),
+                shown: some(*sum),
+            };
+            let member_checksums: Vec<MemberChecksums> = (0..).zip(members.iter().map(checksums)).collect();
+            let scrub_result = compare_checksums(&member_checksums);
+            let keep = |(peer, _): &MemberChecksums| {
+                sum_to_keep(&member_checksums, &scrub_result, *peer).unwrap_or(NONE)
+            };
+            member_checksums.iter().map(keep).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(&[(1, NONE), (1, NONE)]), [1, 1], "the first time that all agree");
+        assert_eq!(kept(&[(1, NONE)]), [NONE], "nobody else says so");
+        assert_eq!(kept(&[(2, 1)]), [1], "what it holds now is rot");
+        assert_eq!(kept(&[(1, NONE), (2, NONE)]), [NONE, NONE]);
+        assert_eq!(kept(&[(1, NONE), (2, NONE), (1, NONE)]), [1, NONE, 1], "the majority says so");
+        assert_eq!(kept(&[(1, 1), (2, 1)]), [1, 1], "it still has to be found the next time");
+        assert_eq!(kept(&[(1, NONE), (NONE, NONE)]), [NONE, NONE]);
+        assert_eq!(kept(&[(2, 1), (2, 1)]), [2, 2], "both agree on what came after");
+    }
+}

@@ -1,0 +1,421 @@
+//! Rebuild tasks: one thread for each replica outside the view, which rebuilds it.
+//!
+//! A rebuild task connects to its replica, has it store a pending view, and copies the snapshot layers to a
+//! new replica. In the end it gives the connections to the queues and the replica to the core, which copies
+//! the rest ([`serving_engine`]). All that uses control connections ([`control_connections`]), which carry no
+//! request of a frontend.
+
+mod control_connections;
+mod layers;
+mod serving_engine;
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use shorthorn_control::ReplicaEndpoint;
+use shorthorn_core::{DropCause, PeerIndex};
+use shorthorn_recovery::{BadSources, RejoinDelay, Standing, rebuild};
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{ReplicaId, View};
+
+use crate::connection::{ConnectError, finish};
+use crate::error::EngineError;
+use crate::open::Connector;
+use crate::shared::{MainEvent, Shared, lock};
+use control_connections::ControlConnections;
+
+/// Between two attempts: doubled after every failure.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// The pause after a refusal that lasts until the operator changes something.
+const LASTING_PAUSE: Duration = Duration::from_secs(30);
+const STACK_BYTES: usize = 256 << 10;
+
+/// A report of a rebuild task on its replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RebuildProgress {
+    /// The replica does not come back yet, for this reason.
+    Waiting(String),
+    /// Snapshot layers are being copied to it; bytes in all, and left.
+    Copying { total_bytes: u64, left_bytes: u64 },
+    /// The core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
+    Rebuilding { missing_bytes: u64, is_copy: bool },
+}
+
+/// A message from the main thread to a rebuild task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TaskCommand {
+    /// The replica is not in the view: bring it back after the delay.
+    Start(RejoinDelay),
+    /// The reason for a pause is gone.
+    EndDelay,
+    /// The replica may be reachable again: try at once.
+    RetryNow,
+    /// The replica is given up.
+    End,
+}
+
+/// The state that the rebuild tasks of an engine share.
+#[derive(Debug)]
+pub struct EngineContext {
+    pub connector: Connector,
+    pub queues: u16,
+    pub shared: Arc<Shared>,
+    peers: Mutex<Vec<Option<Peer>>>,
+    control_connections: ControlConnections,
+    /// True if the rebuild task of each number has not ended.
+    rebuild_tasks: [AtomicBool; MAX_MEMBERS],
+    /// The most that is copied in a second; 0: no limit.
+    bytes_per_s: AtomicU64,
+    begun: Instant,
+}
+
+/// The known state of one replica.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    pub endpoint: ReplicaEndpoint,
+    /// True if members and core know all that it has missed.
+    pub is_complete: bool,
+    /// The last view of this engine that it was in: it has stored that.
+    pub last_view: Option<View>,
+    /// The run of its process that the engine knows: see [`Welcome::run`](shorthorn_wire::Welcome::run).
+    pub run: Option<u64>,
+}
+
+impl EngineContext {
+    pub fn new(connector: Connector, queues: u16, shared: Arc<Shared>, peers: Vec<Peer>) -> EngineContext {
+        let mut all: Vec<Option<Peer>> = peers.into_iter().map(Some).collect();
+        all.resize(MAX_MEMBERS, None);
+        EngineContext {
+            connector,
+            queues,
+            shared,
+            peers: Mutex::new(all),
+            control_connections: ControlConnections::default(),
+            rebuild_tasks: Default::default(),
+            bytes_per_s: AtomicU64::new(0),
+            begun: Instant::now(),
+        }
+    }
+
+    /// Returns replica number `peer`, unless it was given up.
+    pub fn known_peer(&self, peer: PeerIndex) -> Option<Peer> {
+        lock(&self.peers).get(usize::from(peer)).cloned().flatten()
+    }
+
+    /// Returns all replicas with their numbers.
+    pub fn known_peers(&self) -> Vec<(PeerIndex, Peer)> {
+        let peers = lock(&self.peers);
+        (0..).zip(peers.iter()).filter_map(|(index, peer)| Some((index, peer.clone()?))).collect()
+    }
+
+    /// Changes the known state of a peer if it is still a replica of the volume.
+    pub fn update(&self, peer: PeerIndex, change: impl FnOnce(&mut Peer)) {
+        if let Some(Some(peer)) = lock(&self.peers).get_mut(usize::from(peer)) {
+            change(peer);
+        }
+    }
+
+    /// Sets or removes replica number `peer`.
+    pub fn set(&self, index: PeerIndex, peer: Option<Peer>) {
+        if let Some(entry) = lock(&self.peers).get_mut(usize::from(index)) {
+            *entry = peer;
+        }
+    }
+
+    /// Returns true if a new replica may get the number: the last one was given up, its rebuild task has
+    /// ended, and no queue has a connection to it. Else that rebuild task could give the new one connections
+    /// of the last one.
+    pub fn is_free(&self, peer: PeerIndex) -> bool {
+        let rebuild_task = self.rebuild_tasks.get(usize::from(peer));
+        self.known_peer(peer).is_none()
+            && rebuild_task.is_some_and(|is_running| !is_running.load(Ordering::Acquire))
+            && self.shared.is_disconnected(peer)
+    }
+
+    fn set_running(&self, peer: PeerIndex, is_running: bool) {
+        if let Some(rebuild_task) = self.rebuild_tasks.get(usize::from(peer)) {
+            rebuild_task.store(is_running, Ordering::Release);
+        }
+    }
+
+    /// Limits the speed of copies from now on.
+    pub fn limit(&self, bytes_per_s: u64) {
+        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
+    }
+
+    fn bytes_per_s(&self) -> u64 {
+        self.bytes_per_s.load(Ordering::Relaxed)
+    }
+
+    /// Returns the numbers of the replicas in the view, those on this host first.
+    pub fn members(&self) -> Vec<PeerIndex> {
+        let members = shorthorn_recovery::members(self).unwrap_or_default();
+        members.into_iter().map(|(index, _)| index).collect()
+    }
+}
+
+/// Starts rebuild tasks and talks to them; on the main thread.
+#[derive(Debug)]
+pub struct RebuildTasks {
+    context: Arc<EngineContext>,
+    commands: Vec<Option<Sender<TaskCommand>>>,
+}
+
+impl RebuildTasks {
+    pub fn new(context: Arc<EngineContext>) -> RebuildTasks {
+        RebuildTasks { context, commands: (0..MAX_MEMBERS).map(|_| None).collect() }
+    }
+
+    /// Returns the state that the rebuild tasks share.
+    pub fn context(&self) -> &Arc<EngineContext> {
+        &self.context
+    }
+
+    /// Brings replica number `peer` back after `delay`.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn start(&mut self, peer: PeerIndex, delay: RejoinDelay) -> Result<(), EngineError> {
+        let entry = &mut self.commands[usize::from(peer)];
+        if let Some(commands) = entry
+            && commands.send(TaskCommand::Start(delay)).is_ok()
+        {
+            return Ok(());
+        }
+        let (sender, commands) = mpsc::channel();
+        // The receiver is in our hands: it cannot be gone.
+        let _ = sender.send(TaskCommand::Start(delay));
+        *entry = Some(sender);
+        let rebuild_task = RebuildTask {
+            peer,
+            context: Arc::clone(&self.context),
+            commands,
+            pause: FIRST_PAUSE,
+            cause: None,
+            later: Cell::default(),
+            bad_sources: BadSources::default(),
+            standing: Standing::default(),
+        };
+        self.context.set_running(peer, true);
+        let context = Arc::clone(&self.context);
+        let spawned = spawn(format!("rebuild-{peer}"), move || {
+            rebuild_task.run();
+            context.set_running(peer, false);
+        });
+        spawned.inspect_err(|_| self.context.set_running(peer, false))
+    }
+
+    /// Lets all rebuild tasks try at once after a change.
+    pub fn retry_now(&self) {
+        for commands in self.commands.iter().flatten() {
+            // An ended rebuild task needs no message.
+            let _ = commands.send(TaskCommand::RetryNow);
+        }
+    }
+
+    /// Lets replica number `peer` come back at once, however often it was dropped.
+    pub fn end_delay(&self, peer: PeerIndex) {
+        if let Some(Some(commands)) = self.commands.get(usize::from(peer)) {
+            let _ = commands.send(TaskCommand::EndDelay);
+        }
+    }
+
+    /// Gives replica number `peer` up: ends its rebuild task, and makes the members forget its out-of-sync
+    /// set.
+    ///
+    /// # Errors
+    /// No thread is to be had.
+    pub fn give_up(&mut self, peer: PeerIndex, replica: ReplicaId) -> Result<(), EngineError> {
+        if let Some(commands) = self.commands[usize::from(peer)].take() {
+            // It may have ended by itself.
+            let _ = commands.send(TaskCommand::End);
+        }
+        self.context.set(peer, None);
+        let context = Arc::clone(&self.context);
+        spawn("forget".to_owned(), move || forget(&context, replica))
+    }
+}
+
+fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), EngineError> {
+    let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
+    builder.spawn(body).map(drop).map_err(EngineError::system("starting a thread"))
+}
+
+/// Makes the members forget the out-of-sync set of a replica that is given up.
+fn forget(context: &EngineContext, replica: ReplicaId) {
+    for (member, error) in finish(shorthorn_recovery::give_up(context)) {
+        tracing::warn!(volume = %context.connector.volume, %replica, %member, %error, "a member still has the \
+         out-of-sync set of a removed replica");
+    }
+}
+
+/// The reason why an attempt did not bring the replica back.
+type Trouble = shorthorn_recovery::Trouble<ConnectError>;
+
+/// The thread of one replica.
+#[derive(Debug)]
+struct RebuildTask {
+    peer: PeerIndex,
+    context: Arc<EngineContext>,
+    commands: Receiver<TaskCommand>,
+    pause: Duration,
+    /// The cause of the last failure, so that it is logged once.
+    cause: Option<String>,
+    /// A delay that was ordered in the middle of an attempt: it begins when that has failed.
+    later: Cell<Option<RejoinDelay>>,
+    /// Members that could not be read to bring the replica back.
+    bad_sources: BadSources,
+    /// The recent errors and nonsense in answers of the replica.
+    standing: Standing,
+}
+
+impl RebuildTask {
+    /// Runs until the replica is given up or the process ends.
+    fn run(mut self) {
+        while let Ok(command) = self.commands.recv() {
+            let goes_on = match command {
+                TaskCommand::Start(delay) => self.wait_for_delay(delay) && self.rebuild_until_done(),
+                TaskCommand::RetryNow | TaskCommand::EndDelay => true,
+                TaskCommand::End => false,
+            };
+            if !goes_on {
+                return;
+            }
+        }
+    }
+
+    /// Waits until the replica may come back; false if the rebuild task has to end.
+    fn wait_for_delay(&self, delay: RejoinDelay) -> bool {
+        let until = match delay {
+            RejoinDelay::For(Duration::ZERO) => return true,
+            RejoinDelay::For(pause) => Instant::now().checked_add(pause),
+            RejoinDelay::Out => None,
+        };
+        loop {
+            let command = match until {
+                Some(until) => self.commands.recv_timeout(until.saturating_duration_since(Instant::now())),
+                None => self.commands.recv().map_err(RecvTimeoutError::from),
+            };
+            match command {
+                Err(RecvTimeoutError::Timeout) | Ok(TaskCommand::EndDelay) => return true,
+                Ok(TaskCommand::Start(_) | TaskCommand::RetryNow) => {}
+                Ok(TaskCommand::End) | Err(RecvTimeoutError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// Tries to bring the replica back until the core has it; false where the rebuild task has to end.
+    fn rebuild_until_done(&mut self) -> bool {
+        (self.pause, self.cause) = (FIRST_PAUSE, None);
+        loop {
+            let mut bad_sources = std::mem::take(&mut self.bad_sources);
+            let rebuilt = finish(rebuild(&*self, &mut bad_sources));
+            self.bad_sources = bad_sources;
+            let pause = match rebuilt {
+                Ok(()) => return true,
+                Err(Trouble::Ended) => return false,
+                Err(Trouble::NotYet(why)) => {
+                    self.report(RebuildProgress::Waiting(why.to_owned()));
+                    self.next_pause()
+                }
+                Err(
+                    Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }
+                    | Trouble::SourceFailed { error: ConnectError::Deposed { holder, .. }, .. },
+                ) => {
+                    self.context.shared.send_event(MainEvent::Deposed { holder });
+                    return false;
+                }
+                Err(Trouble::Failed { doing, error }) => {
+                    let pause = self.failed(&format!("{doing}: {error}"), error.is_lasting());
+                    if error.is_of_replica() { pause.max(self.delay_of_offender()) } else { pause }
+                }
+                // The next attempt reads another member, if there is one.
+                Err(Trouble::SourceFailed { source, doing, error }) => {
+                    self.failed(&format!("{doing}: {source}: {error}"), false)
+                }
+            };
+            if let Some(delay) = self.later.take()
+                && !self.wait_for_delay(delay)
+            {
+                return false;
+            }
+            match self.commands.recv_timeout(pause) {
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => self.pause = FIRST_PAUSE,
+                // It was dropped once more, as a rebuilding replica.
+                Ok(TaskCommand::Start(delay)) => {
+                    self.pause = FIRST_PAUSE;
+                    if !self.wait_for_delay(delay) {
+                        return false;
+                    }
+                }
+                Ok(TaskCommand::End) | Err(RecvTimeoutError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// Logs and shows a failure once for each cause; returns how long to wait.
+    fn failed(&mut self, message: &str, is_lasting: bool) -> Duration {
+        if self.cause.as_deref() != Some(message) {
+            let (volume, replica) = (&self.context.connector.volume, self.replica());
+            tracing::warn!(%volume, replica, "a replica is not brought back yet: {message}");
+            self.report(RebuildProgress::Waiting(message.to_owned()));
+            self.cause = Some(message.to_owned());
+        }
+        if is_lasting { LASTING_PAUSE } else { self.next_pause() }
+    }
+
+    /// Returns the pause for a replica that has answered with an error or nonsense. It grows each time, even
+    /// if the rebuild task is sent again meanwhile.
+    fn delay_of_offender(&mut self) -> Duration {
+        // From long before the start on: else the first time would seem to follow another one.
+        let now = self.context.begun.elapsed() + Duration::from_secs(1 << 20);
+        match self.standing.dropped(DropCause::Broken, now, false) {
+            RejoinDelay::For(pause) => pause,
+            RejoinDelay::Out => LASTING_PAUSE,
+        }
+    }
+
+    fn next_pause(&mut self) -> Duration {
+        let next = (self.pause * 2).min(LONGEST_PAUSE);
+        std::mem::replace(&mut self.pause, next)
+    }
+
+    fn replica(&self) -> String {
+        self.context.known_peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
+    }
+
+    fn report(&self, progress: RebuildProgress) {
+        self.context.shared.send_event(MainEvent::Rebuild { peer: self.peer, progress });
+    }
+
+    /// Checks between two steps whether the replica was given up meanwhile.
+    fn check_commands(&self) -> Result<(), Trouble> {
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                TaskCommand::End => return Err(Trouble::Ended),
+                TaskCommand::Start(delay) => self.later.set(Some(delay)),
+                TaskCommand::RetryNow | TaskCommand::EndDelay => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Does nothing for a while, unless the replica is given up.
+    fn rest(&self, pause: Duration) -> Result<(), Trouble> {
+        let until = Instant::now() + pause;
+        loop {
+            match self.commands.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Err(RecvTimeoutError::Timeout) => return Ok(()),
+                Ok(TaskCommand::End) | Err(RecvTimeoutError::Disconnected) => return Err(Trouble::Ended),
+                Ok(TaskCommand::Start(delay)) => self.later.set(Some(delay)),
+                Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => {}
+            }
+        }
+    }
+}

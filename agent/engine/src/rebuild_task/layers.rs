@@ -1,0 +1,242 @@
+//! Copies the snapshot layers of a member to a new replica. Snapshots never change, so no request waits for
+//! that.
+
+use std::time::{Duration, Instant};
+
+use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
+
+use crate::connection::{ConnectError, Connection};
+use crate::pacer::{Pacer, piece_bytes};
+use crate::rebuild_task::{RebuildProgress, RebuildTask, Trouble};
+
+/// The interval of progress reports.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+const BLOCK: usize = 4096;
+const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);
+
+/// A layer that is being copied.
+struct Layer<'a> {
+    target: Address,
+    source: Source,
+    /// The other members.
+    others: &'a [Source],
+    number: u32,
+    image: &'a str,
+}
+
+impl RebuildTask {
+    /// Copies the data of every snapshot layer that is not whole yet; all layers but the last are snapshots.
+    pub(super) fn copy_layers(
+        &self,
+        target: Address,
+        source: Source,
+        others: &[Source],
+        layers: &LayerList,
+        state: &CopyState,
+    ) -> Result<(), Trouble> {
+        let snapshots = layers.layers.len().saturating_sub(1);
+        let is_done = |layer: &u32| state.done.get(*layer as usize).copied().unwrap_or(false);
+        let missing: Vec<u32> = (0..).take(snapshots).filter(|layer| !is_done(layer)).collect();
+        let mut total_bytes = 0;
+        for layer in &missing {
+            self.for_each_extent(source, *layer, |extent| {
+                total_bytes += extent.length_bytes;
+                Ok(())
+            })?;
+        }
+        let mut progress = Progress { total_bytes, left_bytes: total_bytes, lost_bytes: 0, reported: None };
+        let mut pacer = Pacer::new(Instant::now());
+        let mut buffer = Vec::new();
+        for number in missing {
+            let image = layers.layers.get(number as usize).map_or("", |layer| layer.image.as_str());
+            let layer = Layer { target, source, others, number, image };
+            self.for_each_extent(source, number, |extent| {
+                self.copy_extent(&layer, extent, &mut buffer, &mut pacer, &mut progress)
+            })?;
+            self.tell_lost(&layer, &mut progress);
+            // Once the layer counts as whole, no later attempt copies it again.
+            if !self.context.shared.look(|core| source.has_stayed(core)) {
+                return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
+            }
+            self.context
+                .with_control(target, |control| control.layer_copy_end(number))
+                .map_err(Trouble::while_doing("ending the copy of a layer"))?;
+        }
+        Ok(())
+    }
+
+    fn for_each_extent(
+        &self,
+        source: Source,
+        layer: u32,
+        mut act: impl FnMut(Extent) -> Result<(), Trouble>,
+    ) -> Result<(), Trouble> {
+        let mut from = Some(0);
+        while let Some(from_bytes) = from {
+            self.check_commands()?;
+            let query = ExtentsQuery { layer, from_bytes };
+            let page = self.context.with_control(source.address, |control| control.list_extents(query));
+            let page =
+                page.map_err(Trouble::while_reading(source, "asking a member where a layer has data"))?;
+            for extent in page.extents {
+                act(extent)?;
+            }
+            from = page.next_bytes.filter(|next| *next > from_bytes);
+        }
+        Ok(())
+    }
+
+    fn copy_extent(
+        &self,
+        layer: &Layer<'_>,
+        extent: Extent,
+        buffer: &mut Vec<u8>,
+        pacer: &mut Pacer,
+        progress: &mut Progress,
+    ) -> Result<(), Trouble> {
+        let end = extent.offset_bytes.saturating_add(extent.length_bytes);
+        let mut at = extent.offset_bytes;
+        while at < end {
+            self.check_commands()?;
+            let rate = self.context.bytes_per_s();
+            let piece = piece_bytes(rate).min(end - at);
+            buffer.resize(usize::try_from(piece).unwrap_or(0), 0);
+            if self.read_sound(layer, at, buffer)? {
+                self.write_layer(layer, at, buffer, Flags::NONE)?;
+            } else {
+                progress.lost_bytes += self.copy_blocks(layer, at, buffer)?;
+            }
+            at += piece;
+            progress.left_bytes = progress.left_bytes.saturating_sub(piece);
+            self.show(progress);
+            let pause = pacer.pause(rate, piece, Instant::now());
+            if !pause.is_zero() {
+                self.rest(pause)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `buffer` from a layer of the source; false if that holds rot there.
+    fn read_sound(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<bool, Trouble> {
+        match self.read_source(layer, at, buffer, Flags::CHECKED) {
+            Err(Trouble::SourceFailed { error, .. }) if error.is_rot() => Ok(false),
+            read => read.map(|()| true),
+        }
+    }
+
+    fn read_source(
+        &self,
+        layer: &Layer<'_>,
+        at: u64,
+        buffer: &mut [u8],
+        flags: Flags,
+    ) -> Result<(), Trouble> {
+        let address = layer.source.address;
+        let read =
+            self.context.with_control(address, |control| control.read_layer(layer.number, at, buffer, flags));
+        read.map_err(Trouble::while_reading(layer.source, "reading a layer of a member"))
+    }
+
+    fn write_layer(&self, layer: &Layer<'_>, at: u64, data: &[u8], flags: Flags) -> Result<(), Trouble> {
+        self.context
+            .with_control(layer.target, |control| control.write_layer(layer.number, at, data, flags))
+            .map_err(Trouble::while_doing("writing a layer"))
+    }
+
+    /// Copies a piece in which the source holds rot, block by block. Returns how much of it no member has
+    /// sound: the rot is copied there, and the target knows that.
+    fn copy_blocks(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<u64, Trouble> {
+        let mut lost_bytes = 0;
+        let starts = (at..).step_by(BLOCK);
+        for (at, block) in starts.zip(buffer.chunks_mut(BLOCK)) {
+            self.check_commands()?;
+            let is_sound = self.read_sound(layer, at, block)? || self.read_other(layer, at, block)?;
+            if is_sound {
+                self.write_layer(layer, at, block, Flags::NONE)?;
+                continue;
+            }
+            self.read_source(layer, at, block, Flags::NONE)?;
+            self.write_layer(layer, at, block, Flags::ROTTEN)?;
+            lost_bytes += block.len() as u64;
+        }
+        Ok(lost_bytes)
+    }
+
+    /// Fills `block` with the data that a reader of the snapshot sees at another member that has it sound.
+    /// Returns false if no member has; one that does not answer may have it.
+    fn read_other(&self, layer: &Layer<'_>, at: u64, block: &mut [u8]) -> Result<bool, Trouble> {
+        for other in layer.others {
+            let read = self.read_snapshot(*other, layer.image, at, block);
+            let is_read = match read {
+                Err(error) if error.is_refusal() => false,
+                read => read.map_err(Trouble::while_reading(
+                    *other,
+                    "reading a block that another member has lost",
+                ))?,
+            };
+            if is_read && self.context.shared.look(|core| other.has_stayed(core)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn read_snapshot(
+        &self,
+        other: Source,
+        image: &str,
+        at: u64,
+        block: &mut [u8],
+    ) -> Result<bool, ConnectError> {
+        let context = &self.context;
+        let list = context.with_control(other.address, Connection::list_layers)?;
+        let number = list.layers.iter().position(|layer| layer.image == image);
+        let Some(number) = number.and_then(|number| u32::try_from(number).ok()) else { return Ok(false) };
+        // It may hold the same in another layer. If none has it, it is lost there, too.
+        for layer in (0..=number).rev() {
+            let query = ExtentsQuery { layer, from_bytes: at };
+            let page = context.with_control(other.address, |control| control.list_extents(query))?;
+            let has_block = |extent: &Extent| {
+                extent.offset_bytes <= at && at < extent.offset_bytes.saturating_add(extent.length_bytes)
+            };
+            if page.extents.iter().any(has_block) {
+                context.with_control(other.address, |control| {
+                    control.read_layer(layer, at, block, Flags::CHECKED)
+                })?;
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Before the layer counts as whole: no later attempt reads it again.
+    fn tell_lost(&self, layer: &Layer<'_>, progress: &mut Progress) {
+        let lost_bytes = std::mem::take(&mut progress.lost_bytes);
+        if lost_bytes > 0 {
+            let (volume, source, image) =
+                (&self.context.connector.volume, layer.source.address.replica, layer.image);
+            tracing::error!(%volume, %source, image, lost_bytes, "no member has a sound copy of some blocks of a \
+                 snapshot: the new replica knows them as damaged; restore them from a backup");
+        }
+    }
+
+    fn show(&self, progress: &mut Progress) {
+        if progress.reported.is_none_or(|reported| reported.elapsed() >= REPORT_INTERVAL) {
+            progress.reported = Some(Instant::now());
+            let Progress { total_bytes, left_bytes, .. } = *progress;
+            self.report(RebuildProgress::Copying { total_bytes, left_bytes });
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Progress {
+    total_bytes: u64,
+    left_bytes: u64,
+    /// The bytes of the layer being copied of which no member has sound data.
+    lost_bytes: u64,
+    reported: Option<Instant>,
+}

@@ -1,0 +1,170 @@
+//! Orders of clients of the control socket.
+
+use std::sync::Arc;
+
+use shorthorn_control::{ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand, ScrubStatus};
+use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_recovery::{ServingEngine, Standing};
+use shorthorn_types::View;
+use shorthorn_types::limits::MAX_MEMBERS;
+
+use super::{Ending, NO_DELAY, Serving};
+use crate::error::EngineError;
+use crate::main_loop::copy_limits;
+use crate::rebuild_task::Peer;
+use crate::scrubber::Scrubbing;
+use crate::status;
+
+impl Serving<'_> {
+    pub(super) fn obey(&mut self, order: ProcessCommand) -> Result<Option<Ending>, EngineError> {
+        match order {
+            ProcessCommand::Stop => return Ok(Some(Ending::Stop)),
+            ProcessCommand::Handover => return Ok(Some(Ending::Terminate)),
+            ProcessCommand::Grant { view } => self.granted(view)?,
+            ProcessCommand::Replicas { replicas } => self.set_replicas(replicas)?,
+            ProcessCommand::Scrub { scrub } => self.scrub(scrub)?,
+            ProcessCommand::Limits { limits } => self.limit(limits),
+            ProcessCommand::Fence { .. } => self.ignore("fence", "it is for replicas"),
+            ProcessCommand::Expand { size_bytes } => self.expand(size_bytes)?,
+            // The server answers these itself.
+            ProcessCommand::Status | ProcessCommand::Watch | ProcessCommand::Io => {}
+        }
+        Ok(None)
+    }
+
+    pub(super) fn ignore(&self, what: &str, reason: &str) {
+        tracing::warn!(volume = %self.spec.volume, reason, "ignoring a command: {what}");
+    }
+
+    fn granted(&mut self, view: View) -> Result<(), EngineError> {
+        if view.id.generation.attach > self.spec.attach {
+            self.ignore("grant", &format!("view {view} is of a later attachment than {}", self.spec.attach));
+            return Ok(());
+        }
+        let is_known = self.state.granted().is_some_and(|known| known.id >= view.id);
+        // Durable before it is used: the next start has to honour it.
+        self.state.keep_grant(view)?;
+        if self.asked != Some(view) && is_known {
+            return Ok(()); // the agent repeats it while the engine asks for another grant
+        }
+        if self.asked != Some(view) {
+            self.ignore("grant", &format!("view {view} was not requested; the next start honours it"));
+            return Ok(());
+        }
+        tracing::info!(volume = %self.spec.volume, %view, "the arbiter has granted the view");
+        self.shared().send_to_core(Event::Granted { view: view.id });
+        Ok(())
+    }
+
+    fn limit(&mut self, limits: RebuildLimits) {
+        if !(1..=100).contains(&limits.share_percent) {
+            return self.ignore("limits", &format!("share_percent {}: 1 to 100", limits.share_percent));
+        }
+        tracing::info!(volume = %self.spec.volume, ?limits, "other limits for copies");
+        self.spec.rebuild = limits;
+        self.context().limit(limits.bytes_per_s);
+        self.shared().send_to_core(Event::SetCopyLimits(copy_limits(limits)));
+    }
+
+    /// Starts a scrub with the snapshots. Their rot shows in the volume too, and two members cannot tell
+    /// which of them is right there.
+    fn scrub(&mut self, order: Option<ScrubCommand>) -> Result<(), EngineError> {
+        tracing::info!(volume = %self.spec.volume, ?order, "scrub");
+        self.is_scrubbing = order.is_some();
+        self.snapshots = None;
+        self.shared().send_to_core(Event::Scrub(None));
+        let Some(order) = order else {
+            self.publish(|engine| {
+                if let Some(scrub) = &mut engine.scrub {
+                    scrub.running = false;
+                }
+            });
+            return Ok(());
+        };
+        // An operator who orders a scrub checks the volume: late replicas may try again.
+        self.standings = Default::default();
+        self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
+        self.scrubs += 1;
+        let number = self.scrubs;
+        self.publish(|engine| {
+            engine.scrub = Some(ScrubStatus { number, running: true, ..ScrubStatus::default() });
+        });
+        let config = ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair };
+        let scrubbing = Scrubbing::start(Arc::clone(self.rebuild_tasks.context()), order, number)?;
+        self.snapshots = Some((scrubbing, config));
+        Ok(())
+    }
+
+    fn set_replicas(&mut self, replicas: Vec<ReplicaEndpoint>) -> Result<(), EngineError> {
+        if let Err(reason) = status::check_replicas(&replicas) {
+            self.ignore("replicas", &reason);
+            return Ok(());
+        }
+        self.spec.replicas = replicas;
+        self.give_up_unwanted()?;
+        for endpoint in self.spec.replicas.clone() {
+            match self.context().find(endpoint.replica) {
+                Some((index, _)) => self.readdress(index, endpoint),
+                None => self.add(endpoint)?,
+            }
+        }
+        self.rebuild_tasks.retry_now();
+        Ok(())
+    }
+
+    /// Sets the address of a replica, from the next attempt on.
+    fn readdress(&self, index: PeerIndex, endpoint: ReplicaEndpoint) {
+        let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
+        self.context().update(index, |peer| peer.endpoint = endpoint);
+        self.publish_member(replica, |member| member.address = address);
+    }
+
+    fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {
+        let is_free = |index: &PeerIndex| self.context().is_free(*index);
+        let places = PeerIndex::try_from(MAX_MEMBERS).unwrap_or(PeerIndex::MAX);
+        let Some(index) = (0..places).find(is_free) else {
+            self.ignore(
+                "a new replica",
+                &format!("there are {MAX_MEMBERS}, those among them that are leaving"),
+            );
+            return Ok(());
+        };
+        tracing::info!(volume = %self.spec.volume, replica = %endpoint.replica, "a new replica");
+        let mut member = status::connecting(&endpoint);
+        member.away_since_ms = Some(status::now_ms());
+        self.publish(|engine| engine.members.push(member));
+        let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
+        self.context().set(index, Some(Peer { endpoint, is_complete: false, last_view: None, run: None }));
+        self.shared().send_to_core(Event::Track { peer: index, config });
+        self.standings[usize::from(index)] = Standing::default();
+        self.rebuild_tasks.start(index, NO_DELAY)
+    }
+
+    /// Gives up the replicas that the volume is not to have any more, as soon as they are not in the view.
+    pub(super) fn give_up_unwanted(&mut self) -> Result<(), EngineError> {
+        for (index, peer) in self.context().known_peers() {
+            let replica = peer.endpoint.replica;
+            if self.spec.replicas.iter().any(|wanted| wanted.replica == replica) {
+                continue;
+            }
+            // Under one lock: it must not become a member in between.
+            let is_given_up = self.shared().decide(|core, outputs| {
+                let may_go = !core.membership().view().members.contains(replica)
+                    && core.membership().state(index) != PeerState::Member;
+                if may_go {
+                    core.apply(Event::Forget { peer: index }, outputs);
+                }
+                may_go
+            });
+            if !is_given_up {
+                self.ignore("giving a replica up", &format!("{replica} is in the view {}", self.view));
+                continue;
+            }
+            tracing::info!(volume = %self.spec.volume, %replica, "a replica is given up");
+            self.copies[usize::from(index)] = None;
+            self.rebuild_tasks.give_up(index, replica)?;
+            self.publish(|engine| engine.members.retain(|member| member.replica != replica));
+        }
+        Ok(())
+    }
+}

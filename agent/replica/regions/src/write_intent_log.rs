@@ -1,0 +1,722 @@
+use std::fmt;
+use std::ops::Range;
+
+use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_types::{
+    ByteRange, MarkAction, MarkRegions, Members, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
+    ReplicaReport, View,
+};
+use thiserror::Error;
+
+use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage};
+use crate::set::{Identity, PagedSet};
+use crate::unsummed::Unsummed;
+
+/// Pages that are written at once.
+pub const PAGE_WRITES_MAX: usize = 8;
+
+/// A set that a replica keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SetKey {
+    /// Regions in which the members may differ after a crash.
+    Intent,
+    /// Regions that this replica lacks.
+    OutOfSync(ReplicaId),
+    /// Regions in which no sum of a block counts. The set matters only to the replica that keeps it.
+    Unsummed,
+}
+
+/// The answer to a modification that wants to be executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admit {
+    /// The modification may be executed: its regions are durably in every set.
+    Go,
+    /// Pages have to be written first: see [`WriteIntentLog::begin_write`]. Ask again when one has been.
+    Wait,
+}
+
+/// The reason why the sets do not change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum IntentLogError {
+    /// The absent replicas are more than a volume has.
+    #[error(
+        "the out-of-sync sets of {MAX_MEMBERS} replicas are kept already, and {0} is one more: have those of \
+         replicas that will not come back forgotten"
+    )]
+    TooManySets(ReplicaId),
+    /// A run of regions that the volume does not have, or too many runs.
+    #[error("{count} regions from {first} on are not all within the {limit} of the volume")]
+    Runs {
+        /// First region of the run.
+        first: u32,
+        /// The number of regions in the run.
+        count: u32,
+        /// The number of regions of the volume.
+        limit: u32,
+    },
+    /// The runs are more than one message may have.
+    #[error("{0} runs of regions at once, more than {RUNS_PER_MARK_MAX}")]
+    TooManyRuns(usize),
+    /// The set does not support this change.
+    #[error("{action:?} cannot be done to {of:?}")]
+    Unsupported {
+        /// The set that the mark changes.
+        of: RegionsOf,
+        /// The requested change.
+        action: MarkAction,
+    },
+}
+
+/// The condition for the answer to a mark.
+#[derive(Debug)]
+pub enum Marked {
+    /// The mark is complete.
+    Done,
+    /// Pages have to be written: ask [`WriteIntentLog::is_durable`] when one has been.
+    Wait(Ticket),
+    /// The set begins: make its file, then [`WriteIntentLog::keep`] it.
+    Begin(NewSet),
+    /// The set ends: remove its file, durably, then [`WriteIntentLog::forget`] it.
+    Remove(ReplicaId),
+}
+
+/// Stands for regions that become durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    serial: u64,
+    pages: u64,
+    after: u64,
+}
+
+/// A set that is about to be kept. It counts from [`WriteIntentLog::keep`] on, and has to be whole and
+/// durable on the disk by then. Nothing may be admitted in between.
+#[derive(Debug)]
+pub struct NewSet {
+    replica: ReplicaId,
+    set: PagedSet,
+}
+
+impl NewSet {
+    /// Returns the replica that misses the regions.
+    #[must_use]
+    pub fn replica(&self) -> ReplicaId {
+        self.replica
+    }
+
+    /// Returns the content of the set's file.
+    #[must_use]
+    pub fn file(&self) -> Vec<u8> {
+        self.set.file()
+    }
+}
+
+/// The sets for the volume after it has grown. They count from [`WriteIntentLog::grow`] on, and have to be
+/// whole and durable on the disk by then. Nothing may be admitted or marked in between.
+#[derive(Debug)]
+pub struct GrownSets {
+    regions: Regions,
+    intent: PagedSet,
+    out_of_sync: Vec<(ReplicaId, PagedSet)>,
+    unsummed: Option<PagedSet>,
+    lost: Option<RegionSet>,
+}
+
+impl GrownSets {
+    /// Returns the content of the file of each set.
+    pub fn files(&self) -> impl Iterator<Item = (SetKey, Vec<u8>)> + '_ {
+        let out_of_sync = self.out_of_sync.iter().map(|(replica, set)| (SetKey::OutOfSync(*replica), set));
+        let unsummed = self.unsummed.iter().map(|set| (SetKey::Unsummed, set));
+        std::iter::once((SetKey::Intent, &self.intent))
+            .chain(out_of_sync)
+            .chain(unsummed)
+            .map(|(key, set)| (key, set.file()))
+    }
+}
+
+/// A page that is to be written now.
+#[derive(Debug)]
+pub struct PageWrite<'a> {
+    /// The index of the write, below [`PAGE_WRITES_MAX`]: for [`WriteIntentLog::end_write`].
+    pub slot: u8,
+    /// The set of the page.
+    pub key: SetKey,
+    /// Number of the page: its place in the file, in units of [`PAGE_BYTES`].
+    pub page: u32,
+    /// The bytes to write.
+    pub bytes: &'a [u8; PAGE_BYTES],
+}
+
+/// A page of runs of regions of a set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunsPage {
+    /// First region and count of each, in order, at most [`RUNS_PER_MARK_MAX`].
+    pub runs: Vec<(u32, u32)>,
+    /// The first region of the next page, if any.
+    pub next: Option<u32>,
+    /// The stamp that is kept with the set.
+    pub stamp: u32,
+}
+
+/// A write that is under way.
+#[derive(Debug)]
+struct Writing {
+    /// The set and page that are being written; none if the slot is free.
+    what: Option<(u64, usize)>,
+    number: u64,
+    bits: Bits,
+    image: [u8; PAGE_BYTES],
+}
+
+/// See the crate.
+#[derive(Debug)]
+pub struct WriteIntentLog {
+    regions: Regions,
+    epoch: u64,
+    intent: PagedSet,
+    out_of_sync: Vec<(ReplicaId, PagedSet)>,
+    unsummed: Option<Unsummed>,
+    writes: Box<[Writing]>,
+    /// Numbers the writes.
+    last_write: u64,
+    last_serial: u64,
+    /// Regions where data may be gone that was written before the host was restarted.
+    lost: Option<RegionSet>,
+}
+
+impl WriteIntentLog {
+    /// Creates the sets of a volume without files on the disk, in the directory's `epoch`. The intent set
+    /// begins as the given `intent`: empty if the volume is empty, full if its history is unknown. Its stamp
+    /// is unknown then, too. Its file has to be made from [`WriteIntentLog::file`] before anything is
+    /// admitted.
+    #[must_use]
+    pub fn new(regions: Regions, epoch: u64, intent: &RegionSet) -> WriteIntentLog {
+        let mut set = PagedSet::empty(identity(regions, epoch, SetKey::Intent));
+        for run in intent.runs(0) {
+            set.add_durable(run);
+        }
+        if !intent.is_empty() {
+            set.forget_stamp();
+        }
+        WriteIntentLog::with_intent(regions, epoch, set)
+    }
+
+    /// Returns the sets of a volume, with the intent set that is in a file.
+    ///
+    /// Damaged pages, and all pages from another epoch, count as full; their damage is returned too.
+    #[must_use]
+    pub fn load(regions: Regions, epoch: u64, intent: &[u8]) -> (WriteIntentLog, Vec<PageDamage>) {
+        let (mut set, damages) = PagedSet::load(identity(regions, epoch, SetKey::Intent), intent);
+        if !set.has_stamp_page {
+            set.forget_stamp();
+        }
+        (WriteIntentLog::with_intent(regions, epoch, set), damages)
+    }
+
+    fn with_intent(regions: Regions, epoch: u64, intent: PagedSet) -> WriteIntentLog {
+        let free = || Writing { what: None, number: 0, bits: [0; PAGE_WORDS], image: [0; PAGE_BYTES] };
+        WriteIntentLog {
+            regions,
+            epoch,
+            intent,
+            out_of_sync: Vec::with_capacity(MAX_MEMBERS),
+            unsummed: None,
+            writes: (0..PAGE_WRITES_MAX).map(|_| free()).collect(),
+            last_write: 0,
+            last_serial: 0,
+            lost: None,
+        }
+    }
+
+    /// Adds the regions that `replica` misses from a file. Damaged pages count as full and are returned. A
+    /// file of another epoch does not count: the function returns false, the set is not kept, and the file
+    /// should be removed.
+    ///
+    /// # Errors
+    /// [`IntentLogError::TooManySets`].
+    pub fn load_out_of_sync(
+        &mut self,
+        replica: ReplicaId,
+        file: &[u8],
+    ) -> Result<(bool, Vec<PageDamage>), IntentLogError> {
+        let (set, damages) = PagedSet::load(self.identity(SetKey::OutOfSync(replica)), file);
+        if damages.contains(&PageDamage::Outdated) {
+            return Ok((false, damages));
+        }
+        self.check_room(replica, 0)?;
+        self.keep(NewSet { replica, set });
+        Ok((true, damages))
+    }
+
+    fn identity(&self, key: SetKey) -> Identity {
+        identity(self.regions, self.epoch, key)
+    }
+
+    fn check_room(&self, replica: ReplicaId, others: usize) -> Result<(), IntentLogError> {
+        let full = self.out_of_sync.len() + others >= MAX_MEMBERS;
+        if full { Err(IntentLogError::TooManySets(replica)) } else { Ok(()) }
+    }
+
+    /// Returns the division of the volume into regions.
+    #[must_use]
+    pub fn regions(&self) -> Regions {
+        self.regions
+    }
+
+    /// Returns the replicas whose missed regions are kept.
+    #[must_use]
+    pub fn tracks(&self) -> Members {
+        // No more than fit.
+        Members::new(self.out_of_sync.iter().map(|(replica, _)| *replica)).unwrap_or_default()
+    }
+
+    /// Returns true if the file that a set was read from is older than the last expansion of the volume, or
+    /// has no page for the stamp. Then the file has to be made anew.
+    #[must_use]
+    pub fn is_outgrown(&self, key: SetKey) -> bool {
+        self.find(key).is_some_and(|set| set.is_outgrown || !set.has_stamp_page)
+    }
+
+    /// Forgets the stamp that this replica was sent.
+    pub fn forget_stamp(&mut self) {
+        self.intent.forget_stamp();
+    }
+
+    /// Returns the sets for the volume after it has grown to `regions`.
+    #[must_use]
+    pub fn grown(&self, regions: Regions) -> GrownSets {
+        GrownSets {
+            regions,
+            intent: self.intent.grown(regions),
+            out_of_sync: self
+                .out_of_sync
+                .iter()
+                .map(|(replica, set)| (*replica, set.grown(regions)))
+                .collect(),
+            unsummed: self.unsummed.as_ref().map(|unsummed| unsummed.grown(self.regions, regions)),
+            lost: self.lost.as_ref().map(|lost| lost.converted(self.regions, regions)),
+        }
+    }
+
+    /// Grows the sets with the volume, after their files exist. Pages that are being written belong to the
+    /// former files and do not count any more. Everything that waits for them is durable in the new ones.
+    pub fn grow(&mut self, grown: GrownSets) {
+        let GrownSets { regions, intent, out_of_sync, unsummed, lost } = grown;
+        if let (Some(kept), Some(grown)) = (&mut self.unsummed, unsummed) {
+            kept.grow(grown, self.regions, regions);
+        }
+        (self.regions, self.intent, self.out_of_sync, self.lost) = (regions, intent, out_of_sync, lost);
+        let mut serial = self.last_serial;
+        for (_, set) in self.sets_mut() {
+            serial += 1;
+            set.serial = serial;
+        }
+        self.last_serial = serial;
+    }
+
+    fn sets(&self) -> impl Iterator<Item = (SetKey, &PagedSet)> {
+        let out_of_sync = self.out_of_sync.iter().map(|(replica, set)| (SetKey::OutOfSync(*replica), set));
+        let unsummed = self.unsummed.iter().map(|unsummed| (SetKey::Unsummed, &unsummed.set));
+        std::iter::once((SetKey::Intent, &self.intent)).chain(out_of_sync).chain(unsummed)
+    }
+
+    fn sets_mut(&mut self) -> impl Iterator<Item = (SetKey, &mut PagedSet)> {
+        let out_of_sync =
+            self.out_of_sync.iter_mut().map(|(replica, set)| (SetKey::OutOfSync(*replica), set));
+        let unsummed = self.unsummed.iter_mut().map(|unsummed| (SetKey::Unsummed, &mut unsummed.set));
+        std::iter::once((SetKey::Intent, &mut self.intent)).chain(out_of_sync).chain(unsummed)
+    }
+
+    /// Returns the content of a set, if it is kept.
+    #[must_use]
+    pub fn content(&self, key: SetKey) -> Option<RegionSet> {
+        self.find(key).map(PagedSet::content)
+    }
+
+    /// Returns the newest stamp that this replica was sent, unless the file that said so is lost.
+    #[must_use]
+    pub fn stamp(&self) -> Option<u32> {
+        self.intent.stamp()
+    }
+
+    /// Returns the content of the file of a set, if it is kept.
+    #[must_use]
+    pub fn file(&self, key: SetKey) -> Option<Vec<u8>> {
+        self.find(key).map(PagedSet::file)
+    }
+
+    fn find(&self, key: SetKey) -> Option<&PagedSet> {
+        self.sets().find(|(of, _)| *of == key).map(|(_, set)| set)
+    }
+
+    fn find_mut(&mut self, key: SetKey) -> Option<&mut PagedSet> {
+        self.sets_mut().find(|(of, _)| *of == key).map(|(_, set)| set)
+    }
+
+    /// Decides whether a modification of `range` may be executed, and puts its regions into every set in any
+    /// case.
+    pub fn admit(&mut self, range: ByteRange) -> Admit {
+        let touched = self.regions.touched(range);
+        let mut lacking = self.intent.put(touched.clone());
+        for (_, set) in &mut self.out_of_sync {
+            lacking |= set.put(touched.clone());
+        }
+        if let Some(unsummed) = &mut self.unsummed {
+            lacking |= unsummed.modify(touched);
+        }
+        if lacking == 0 { Admit::Go } else { Admit::Wait }
+    }
+
+    /// Begins the next page write that is due. Returns none if no page is due, or enough writes are under
+    /// way. With `lazy`, pages that have only lost regions count as due.
+    pub fn begin_write(&mut self, lazy: bool) -> Option<PageWrite<'_>> {
+        let slot = self.writes.iter().position(|writing| writing.what.is_none())?;
+        let WriteIntentLog { intent, out_of_sync, unsummed, writes, .. } = self;
+        let out_of_sync = out_of_sync.iter_mut().map(|(replica, set)| (SetKey::OutOfSync(*replica), set));
+        let unsummed = unsummed.iter_mut().map(|unsummed| (SetKey::Unsummed, &mut unsummed.set));
+        let mut sets = std::iter::once((SetKey::Intent, intent)).chain(out_of_sync).chain(unsummed);
+        let (key, set, number) = sets.find_map(|(key, set)| {
+            let number = set.next_page(lazy)?;
+            Some((key, set, number))
+        })?;
+        self.last_write += 1;
+        let writing = &mut writes[slot];
+        writing.what = Some((set.serial, number));
+        writing.number = self.last_write;
+        set.begin_write(number, &mut writing.image, &mut writing.bits);
+        // There are fewer writes at once, and fewer pages, than these types count.
+        #[allow(clippy::cast_possible_truncation)]
+        Some(PageWrite { slot: slot as u8, key, page: number as u32, bytes: &writing.image })
+    }
+
+    /// Ends a page write: the page is durable, or has to be written again.
+    pub fn end_write(&mut self, slot: u8, well: bool) {
+        let Some(writing) = self.writes.get_mut(usize::from(slot)) else { return };
+        let Some((serial, number)) = writing.what.take() else { return };
+        let WriteIntentLog { intent, out_of_sync, unsummed, .. } = self;
+        let out_of_sync = out_of_sync.iter_mut().map(|(_, set)| set);
+        let unsummed = unsummed.iter_mut().map(|unsummed| &mut unsummed.set);
+        let mut sets = std::iter::once(intent).chain(out_of_sync).chain(unsummed);
+        // A set may have been forgotten meanwhile.
+        if let Some(set) = sets.find(|set| set.serial == serial) {
+            set.end_write(number, &writing.bits, writing.number, well);
+        }
+    }
+
+    /// Returns true if a page is being written.
+    #[must_use]
+    pub fn is_writing(&self) -> bool {
+        self.writes.iter().any(|writing| writing.what.is_some())
+    }
+
+    /// Returns true if the change of the ticket is durable.
+    #[must_use]
+    pub fn is_durable(&self, ticket: &Ticket) -> bool {
+        // A set that was forgotten has nothing to be durable.
+        let found = self.sets().find(|(_, set)| set.serial == ticket.serial);
+        found.is_none_or(|(_, set)| set.written_since(ticket.pages, ticket.after))
+    }
+
+    /// Changes a set for the engine.
+    ///
+    /// # Errors
+    /// [`IntentLogError`]; nothing has changed then.
+    pub fn mark(&mut self, mark: &MarkRegions) -> Result<Marked, IntentLogError> {
+        let MarkRegions { of, action, runs, stamp, size_bytes } = mark;
+        let theirs = if *size_bytes == 0 { self.regions } else { Regions::of(*size_bytes) };
+        check_runs(runs, theirs.count())?;
+        let (ours, is_add) = (self.regions, *action == MarkAction::Add);
+        // With another size of the volume, at least the given regions are added, and at most the given ones
+        // removed.
+        let here = move |run: Range<u32>| match is_add {
+            _ if ours == theirs => run,
+            true => ours.touched(theirs.bytes(run)),
+            false => ours.within(theirs.bytes(run)),
+        };
+        let runs = || runs.iter().map(|(first, count)| here(*first..first.saturating_add(*count)));
+        let after = self.last_write;
+        let key = match (of, action) {
+            (RegionsOf::OutOfSync(replica), MarkAction::Forget) => {
+                let kept = self.find(SetKey::OutOfSync(*replica)).is_some();
+                return Ok(if kept { Marked::Remove(*replica) } else { Marked::Done });
+            }
+            (RegionsOf::Intent, MarkAction::Stamp) => {
+                let pages = self.intent.put_stamp(*stamp);
+                self.intent.demand(pages);
+                return Ok(Marked::Wait(Ticket { serial: self.intent.serial, pages, after }));
+            }
+            (RegionsOf::OutOfSync(replica), MarkAction::Add | MarkAction::Clear) => {
+                SetKey::OutOfSync(*replica)
+            }
+            (RegionsOf::Intent, MarkAction::Add | MarkAction::Clear) => SetKey::Intent,
+            _ => return Err(IntentLogError::Unsupported { of: *of, action: *action }),
+        };
+        let mut stamp_page = 0;
+        if let (Some(set), SetKey::OutOfSync(_)) = (self.find_mut(key), key) {
+            stamp_page = set.raise_stamp(*stamp);
+        }
+        match (self.find_mut(key), action, key) {
+            (Some(set), MarkAction::Add, _) => {
+                let pages = runs().fold(stamp_page, |pages, run| pages | set.put(run));
+                set.demand(pages);
+                let ticket = Ticket { serial: set.serial, pages, after };
+                Ok(if pages == 0 { Marked::Done } else { Marked::Wait(ticket) })
+            }
+            (None, MarkAction::Add, SetKey::OutOfSync(replica)) => {
+                self.check_room(replica, 0)?;
+                let mut set = PagedSet::empty(self.identity(key));
+                set.raise_stamp(*stamp);
+                runs().for_each(|run| set.add_durable(run));
+                // A modification that is being executed was admitted before the set counts.
+                set.add_all_durable(&self.intent);
+                Ok(Marked::Begin(NewSet { replica, set }))
+            }
+            (Some(set), _, _) => {
+                runs().for_each(|run| set.clear(run));
+                if key == SetKey::Intent {
+                    self.found_again(runs());
+                }
+                Ok(Marked::Done)
+            }
+            (None, _, _) => Ok(Marked::Done),
+        }
+    }
+
+    /// Returns the sets that begin with the proposal of `target`: for every replica but `me` that is in a
+    /// known view and not in this one. They begin as the intent set, which has everything that such a replica
+    /// may lack. A set that is kept already is at least that large, and stays.
+    ///
+    /// Keep them before the view is stored, else a crash in between leaves a view without the set that it
+    /// needs.
+    ///
+    /// # Errors
+    /// [`IntentLogError::TooManySets`].
+    pub fn on_propose(
+        &self,
+        me: ReplicaId,
+        known: &ReplicaReport,
+        basis: &ReplicaReport,
+        target: &View,
+    ) -> Result<Vec<NewSet>, IntentLogError> {
+        let mut new: Vec<NewSet> = Vec::new();
+        for replica in known.views().chain(basis.views()).flat_map(|view| view.members.iter()) {
+            let kept = self.find(SetKey::OutOfSync(replica)).is_some()
+                || new.iter().any(|new| new.replica == replica);
+            if kept || replica == me || target.members.contains(replica) {
+                continue;
+            }
+            self.check_room(replica, new.len())?;
+            let mut set = PagedSet::empty(self.identity(SetKey::OutOfSync(replica)));
+            set.raise_stamp(self.intent.stamp().unwrap_or(0));
+            set.add_all_durable(&self.intent);
+            new.push(NewSet { replica, set });
+        }
+        Ok(new)
+    }
+
+    /// Returns the replicas whose sets end because they are members again according to `report`. They are in
+    /// the committed view and in every proposed one after it, because any of these views may count. The
+    /// caller removes their files after the views are stored, and forgets the sets afterwards.
+    #[must_use]
+    pub fn on_commit(&self, report: &ReplicaReport) -> Members {
+        self.tracks().filter(|replica| report.views().all(|view| view.members.contains(replica)))
+    }
+
+    /// Keeps a set whose file exists.
+    pub fn keep(&mut self, new: NewSet) {
+        let NewSet { replica, mut set } = new;
+        debug_assert!(self.find(SetKey::OutOfSync(replica)).is_none(), "a set is kept once");
+        self.last_serial += 1;
+        set.serial = self.last_serial;
+        self.out_of_sync.push((replica, set));
+    }
+
+    /// Keeps the missed regions of `replica` no longer. Its file is gone.
+    pub fn forget(&mut self, replica: ReplicaId) {
+        self.out_of_sync.retain(|(of, _)| *of != replica);
+    }
+
+    /// Starts to keep the set of regions in which no sum of a block counts: all regions, or those in `file`.
+    /// Damaged pages and pages of another epoch count as full and are returned. The file has to be made anew
+    /// if pages are returned or it [is outgrown](WriteIntentLog::is_outgrown). The write-intent log must not
+    /// have admitted any modification yet.
+    pub fn keep_unsummed(&mut self, file: Option<&[u8]>) -> Vec<PageDamage> {
+        let (mut unsummed, damages) = Unsummed::load(self.identity(SetKey::Unsummed), file);
+        self.last_serial += 1;
+        unsummed.set.serial = self.last_serial;
+        self.unsummed = Some(unsummed);
+        damages
+    }
+
+    /// Stops sums: none counts any more, and none is made.
+    pub fn forget_unsummed(&mut self) {
+        self.unsummed = None;
+    }
+
+    /// Returns true if sums of blocks are kept.
+    #[must_use]
+    pub fn keeps_sums(&self) -> bool {
+        self.unsummed.is_some()
+    }
+
+    /// Returns true if any region has to be summed, now or when it is clean.
+    #[must_use]
+    pub fn wants_sums(&self) -> bool {
+        self.unsummed.as_ref().is_some_and(Unsummed::wants)
+    }
+
+    /// Returns true if the sums of all blocks of the region count: it was not modified since they were
+    /// stored.
+    #[must_use]
+    pub fn is_summed(&self, region: u32) -> bool {
+        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_summed(region))
+    }
+
+    /// The regions whose sums count. Each held data when it was summed.
+    #[must_use]
+    pub fn summed(&self) -> RegionSet {
+        let count = self.regions.count();
+        let Some(unsummed) = &self.unsummed else { return RegionSet::empty(count) };
+        let mut summed = RegionSet::full(count);
+        unsummed.set.content().runs(0).for_each(|run| summed.remove_run(run));
+        summed
+    }
+
+    /// Requests sums for the regions of `run` that hold data and have no sums.
+    pub fn want_sums(&mut self, run: Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.want(run);
+        }
+    }
+
+    /// Invalidates the sums of these regions, in memory; on the disk as soon as the pages of the set are
+    /// written. They are to be summed again.
+    pub fn unsum(&mut self, run: Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.modify(run);
+        }
+    }
+
+    /// Returns the first region from `from` on that can be summed: it has to be, and is not in the intent
+    /// set. So all members have flushed it since it was last modified, and nothing of it is in flight.
+    #[must_use]
+    pub fn next_to_sum(&self, from: u32) -> Option<u32> {
+        self.unsummed.as_ref()?.next_to_sum(from, &self.intent)
+    }
+
+    /// Begins to sum the regions of `run` that can be summed, at most
+    /// [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), as they are read from now on. Returns false if it
+    /// has none.
+    pub fn begin_sums(&mut self, run: Range<u32>) -> bool {
+        let WriteIntentLog { unsummed, intent, .. } = self;
+        unsummed.as_mut().is_some_and(|unsummed| unsummed.begin(run, intent))
+    }
+
+    /// Returns true if the region is being summed, and nothing has modified it since that began.
+    #[must_use]
+    pub fn is_being_summed(&self, region: u32) -> bool {
+        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
+    }
+
+    /// Ends the sums of the begun regions: they are durable, or (`well`: false) they will not be. From now on
+    /// they count, for those regions that nothing has modified meanwhile.
+    pub fn end_sums(&mut self, well: bool) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.end(well);
+        }
+    }
+
+    /// Excludes the regions of `run` from sums, because they hold no data worth a sum.
+    pub fn need_no_sums(&mut self, run: Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.need_none(run);
+        }
+    }
+
+    /// Returns the regions of a set from `from` on, as many as fit one message; none if the set is not kept.
+    #[must_use]
+    pub fn page(&self, key: SetKey, from: u32) -> Option<RunsPage> {
+        self.page_for(key, from, self.regions)
+    }
+
+    /// Does the same as [`WriteIntentLog::page`], in the regions of the volume at another size.
+    #[must_use]
+    pub fn page_for(&self, key: SetKey, from: u32, regions: Regions) -> Option<RunsPage> {
+        let set = self.find(key)?;
+        let content = set.content();
+        let content =
+            if regions == self.regions { content } else { content.converted(self.regions, regions) };
+        let mut runs = Vec::new();
+        let mut next = None;
+        for run in content.runs(from) {
+            if runs.len() == RUNS_PER_MARK_MAX {
+                next = Some(run.start);
+                break;
+            }
+            runs.push((run.start, run.end - run.start));
+        }
+        Some(RunsPage { runs, next, stamp: set.stamp().unwrap_or(0) })
+    }
+
+    /// Records that the host was restarted, or the disk has failed, while data was not durable.
+    /// [`WriteIntentLog::has_lost_cache`] is true until every region that is in the intent set now has been
+    /// cleared from it.
+    pub fn lost_cache(&mut self) {
+        self.lost = Some(self.intent.content()).filter(|lost| !lost.is_empty());
+    }
+
+    /// Returns true if data may be gone that was written before the host was restarted.
+    #[must_use]
+    pub fn has_lost_cache(&self) -> bool {
+        self.lost.is_some()
+    }
+
+    /// Clears these regions of the loss, because all members are equal there.
+    fn found_again(&mut self, runs: impl Iterator<Item = Range<u32>>) {
+        let Some(lost) = &mut self.lost else { return };
+        runs.for_each(|run| lost.remove_run(run));
+        if lost.is_empty() {
+            self.lost = None;
+        }
+    }
+}
+
+impl SetKey {
+    /// Returns the name as written in pages.
+    fn name(self) -> [u8; 8] {
+        let mut name = match self {
+            SetKey::Unsummed => *b"unsummed",
+            _ => *b"intent\0\0",
+        };
+        if let SetKey::OutOfSync(replica) = self {
+            for (byte, digit) in name.iter_mut().zip(replica.to_string().bytes()) {
+                *byte = digit;
+            }
+        }
+        name
+    }
+}
+
+impl fmt::Display for SetKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SetKey::Intent => f.write_str("intent"),
+            SetKey::OutOfSync(replica) => write!(f, "missed-{replica}"),
+            SetKey::Unsummed => f.write_str("unsummed"),
+        }
+    }
+}
+
+fn identity(regions: Regions, epoch: u64, key: SetKey) -> Identity {
+    Identity { name: key.name(), regions, epoch }
+}
+
+fn check_runs(runs: &[(u32, u32)], limit: u32) -> Result<(), IntentLogError> {
+    if runs.len() > RUNS_PER_MARK_MAX {
+        return Err(IntentLogError::TooManyRuns(runs.len()));
+    }
+    let bad = runs.iter().find(|(first, count)| first.checked_add(*count).is_none_or(|end| end > limit));
+    bad.map_or(Ok(()), |(first, count)| Err(IntentLogError::Runs { first: *first, count: *count, limit }))
+}
+
+#[cfg(test)]
+mod tests;

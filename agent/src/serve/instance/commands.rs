@@ -1,0 +1,443 @@
+//! Commands to a running engine. Each is stored in its spec file first, so that the next process knows it
+//! too.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shorthorn_api::v1::{self, instance::Detail};
+use shorthorn_control::{EngineSpec, ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand};
+use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
+use tokio::time::{Instant, timeout};
+
+use crate::serve::blocking;
+use crate::serve::error::NodeError;
+use crate::serve::instance::hub::finish;
+use crate::serve::instance::{Hub, InstanceId, Process, ProcessPhase, Spec, Watch, control_watch};
+
+/// The longest that the new process of an upgrade may take to serve.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
+
+/// The longest that an engine may take to serve the device that was made anew.
+const RENEW_LIMIT: Duration = Duration::from_secs(60);
+
+/// The result of an upgrade.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Upgraded {
+    /// The time without service: from the moment when the old process had finished its requests, or was gone,
+    /// until the new one served.
+    pub pause: Duration,
+    /// The process before.
+    pub old_pid: i32,
+    /// The process since.
+    pub new_pid: i32,
+}
+
+impl Hub {
+    /// Sends a grant to an engine; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
+    pub async fn grant(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        view: View,
+    ) -> Result<(), NodeError> {
+        let change = move |spec: &mut EngineSpec| {
+            if spec.granted.is_none_or(|granted| granted.id < view.id) {
+                spec.granted = Some(view);
+            }
+        };
+        self.send_command(volume, attach, change, ProcessCommand::Grant { view }).await
+    }
+
+    /// Gives an engine another list of replicas; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
+    pub async fn update_replicas(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        replicas: Vec<ReplicaEndpoint>,
+        revision: u64,
+    ) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        let update = async move {
+            let id = InstanceId::Engine(volume);
+            let gate = hub.gate(&id);
+            let _open = gate.lock().await;
+            hub.update_replicas_now(&id, attach, replicas, revision).await
+        };
+        finish(tokio::spawn(update)).await
+    }
+
+    pub(super) async fn update_replicas_now(
+        &self,
+        id: &InstanceId,
+        attach: u64,
+        replicas: Vec<ReplicaEndpoint>,
+        revision: u64,
+    ) -> Result<(), NodeError> {
+        if self.is_revision_old(id, attach, revision) {
+            return Ok(());
+        }
+        let command = ProcessCommand::Replicas { replicas: replicas.clone() };
+        self.send_command_now(id, attach, |spec| spec.replicas = replicas, command).await?;
+        self.set_revision(id, attach, revision);
+        Ok(())
+    }
+
+    /// Sets how much copying may take; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
+    pub async fn set_limits(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        limits: RebuildLimits,
+    ) -> Result<(), NodeError> {
+        self.send_command(
+            volume,
+            attach,
+            move |spec| spec.rebuild = limits,
+            ProcessCommand::Limits { limits },
+        )
+        .await
+    }
+
+    /// Makes the volume of an engine larger; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it is not the engine of that attachment.
+    pub async fn expand(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        size_bytes: u64,
+    ) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        let expand = async move {
+            let id = InstanceId::Engine(volume);
+            let gate = hub.gate(&id);
+            let _open = gate.lock().await;
+            hub.expand_now(&id, attach, size_bytes).await
+        };
+        finish(tokio::spawn(expand)).await
+    }
+
+    /// Expands the volume. The spec comes first: once a replica has grown, every later engine knows it.
+    pub(super) async fn expand_now(
+        &self,
+        id: &InstanceId,
+        attach: u64,
+        size_bytes: u64,
+    ) -> Result<(), NodeError> {
+        let change = |spec: &mut EngineSpec| spec.size_bytes = spec.size_bytes.max(size_bytes);
+        self.send_command_now(id, attach, change, ProcessCommand::Expand { size_bytes }).await
+    }
+
+    /// Starts or stops a scrub; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if no engine of the volume is here.
+    pub async fn scrub(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        scrub: Option<ScrubCommand>,
+    ) -> Result<(), NodeError> {
+        self.send_command(volume, 0, |_| (), ProcessCommand::Scrub { scrub }).await
+    }
+
+    /// Keeps older engines from a replica; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it does not run here.
+    pub async fn fence(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        replica: ReplicaId,
+        attach: u64,
+    ) -> Result<(), NodeError> {
+        let id = InstanceId::Replica(volume, replica);
+        let gate = self.gate(&id);
+        let _open = gate.lock().await;
+        let control = match self.table().known(&id) {
+            Some((Spec::Replica(spec), process)) if process.phase != ProcessPhase::Stopped => {
+                spec.control_socket
+            }
+            _ => return Err(NodeError::Precondition(format!("the {id} does not run here"))),
+        };
+        let command = ProcessCommand::Fence { generation: Generation::new(attach, 0) };
+        send(&id, &control, &command).await
+    }
+
+    async fn send_command(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        change: impl FnOnce(&mut EngineSpec) + Send + 'static,
+        command: ProcessCommand,
+    ) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        // A task of its own: a disconnected caller must not leave half of it done.
+        let sent = async move {
+            let id = InstanceId::Engine(volume);
+            let gate = hub.gate(&id);
+            let _open = gate.lock().await;
+            hub.send_command_now(&id, attach, change, command).await
+        };
+        finish(tokio::spawn(sent)).await
+    }
+
+    async fn send_command_now(
+        &self,
+        id: &InstanceId,
+        attach: u64,
+        change: impl FnOnce(&mut EngineSpec),
+        command: ProcessCommand,
+    ) -> Result<(), NodeError> {
+        let (mut spec, process) = self.engine_of(id, attach)?;
+        let before = spec.clone();
+        change(&mut spec);
+        let control = spec.control_socket.clone();
+        if spec != before {
+            let spec = Spec::Engine(spec);
+            let stored = (spec.clone(), self.paths().clone());
+            blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+            self.table().set_spec(spec);
+        }
+        if process.phase == ProcessPhase::Stopped {
+            return Ok(());
+        }
+        // The order is sent even if no process is known at this moment: one may have read the spec just
+        // before.
+        send(id, &control, &command).await
+    }
+
+    /// Returns the engine of that attachment, 0 being any.
+    fn engine_of(&self, id: &InstanceId, attach: u64) -> Result<(EngineSpec, Process), NodeError> {
+        match self.table().known(id) {
+            Some((Spec::Engine(spec), _)) if attach != 0 && spec.attach != attach => {
+                let there = spec.attach;
+                Err(NodeError::Precondition(format!("the {id} here is of attachment {there}, not {attach}")))
+            }
+            Some((Spec::Engine(spec), process)) => Ok((spec, process)),
+            _ => Err(NodeError::Precondition(format!("{id} does not exist on this node"))),
+        }
+    }
+
+    /// Replaces the process of an engine under I/O; see the node API.
+    ///
+    /// # Errors
+    /// [`NodeError::Precondition`] if it does not serve, [`NodeError::Unavailable`] if the new one does not
+    /// serve in time: it continues to try.
+    pub async fn upgrade(self: &Arc<Hub>, volume: VolumeName, attach: u64) -> Result<Upgraded, NodeError> {
+        let hub = Arc::clone(self);
+        finish(tokio::spawn(async move { hub.upgrade_now(InstanceId::Engine(volume), attach).await })).await
+    }
+
+    async fn upgrade_now(&self, id: InstanceId, attach: u64) -> Result<Upgraded, NodeError> {
+        let gate = self.gate(&id);
+        let _open = gate.lock().await;
+        let (_, process) = self.engine_of(&id, attach)?;
+        let shown = self.published(&id)?;
+        let Some(old_pid) = process.pid.filter(|_| is_serving(&shown)) else {
+            let message = format!("the {id} does not serve: it can be upgraded when it does");
+            return Err(NodeError::Precondition(message));
+        };
+        let mut watch = self.table().watch();
+        self.backend().restart(&id).await?;
+        let name = id.name();
+        let measured = measure(&mut watch, &name, old_pid);
+        let late = |_| {
+            NodeError::Unavailable(format!(
+                "the new process of the {id} does not serve within {} s and keeps trying; see its log",
+                UPGRADE_LIMIT.as_secs()
+            ))
+        };
+        let upgraded = timeout(UPGRADE_LIMIT, measured).await.map_err(late)??;
+        tracing::info!(instance = %id, ?upgraded, "upgraded");
+        Ok(upgraded)
+    }
+}
+
+impl Hub {
+    /// Replaces the device of an engine, if it could not grow while it was in use and has no user now. The
+    /// new one has the size of the volume. Returns when it serves.
+    ///
+    /// # Errors
+    /// [`NodeError`] has the obstacle. The engine is started in any case.
+    pub async fn renew_device(self: &Arc<Hub>, volume: VolumeName) -> Result<(), NodeError> {
+        let hub = Arc::clone(self);
+        // A task of its own: a disconnected caller must not leave an engine stopped.
+        finish(tokio::spawn(async move { hub.renew_now(InstanceId::Engine(volume)).await })).await
+    }
+
+    async fn renew_now(&self, id: InstanceId) -> Result<(), NodeError> {
+        let mut watch = {
+            let gate = self.gate(&id);
+            let _open = gate.lock().await;
+            let Some((Spec::Engine(spec), process)) = self.table().known(&id) else { return Ok(()) };
+            let keeps_size = self.table().published(&id).is_some_and(|shown| keeps_size(&shown));
+            if process.phase == ProcessPhase::Stopped || !keeps_size {
+                return Ok(());
+            }
+            self.refuse_in_use(&spec).await?;
+            let watch = self.table().watch();
+            tracing::info!(instance = %id, "recreating the device with the size of the volume");
+            self.table().set_process(&id, Process { phase: ProcessPhase::Stopping, ..process });
+            // It takes its device away, and is the same engine to the controller: it has never been gone.
+            let stopped = self.backend().stop(&id).await;
+            self.table().set_process(&id, Process::only(ProcessPhase::Starting));
+            if let Err(error) = self.backend().start(&id).await {
+                self.table().set_process(&id, Process::failed(error.to_string()));
+                return Err(error.into());
+            }
+            stopped?;
+            watch
+        };
+        let name = id.name();
+        let late = |_| {
+            NodeError::Unavailable(format!(
+                "the {id} does not serve its new device within {} s and keeps trying; see its log",
+                RENEW_LIMIT.as_secs()
+            ))
+        };
+        timeout(RENEW_LIMIT, serves(&mut watch, &name)).await.map_err(late)?
+    }
+}
+
+/// Returns true if the device of an engine has its new size only once it is made anew.
+fn keeps_size(instance: &v1::Instance) -> bool {
+    let Some(Detail::Engine(engine)) = &instance.detail else { return false };
+    is_serving(instance) && engine.expansion.as_ref().is_some_and(|expansion| expansion.next_attach)
+}
+
+/// Waits until an engine serves whose device needs not be made anew.
+async fn serves(watch: &mut Watch, name: &str) -> Result<(), NodeError> {
+    loop {
+        let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
+        let is_it = |instance: &v1::Instance| {
+            instance.kind() == v1::InstanceKind::Engine && instance.name == name && is_serving(instance)
+        };
+        if changed.instance.is_some_and(|instance| is_it(&instance) && !keeps_size(&instance)) {
+            return Ok(());
+        }
+    }
+}
+
+async fn send(id: &InstanceId, control: &Path, command: &ProcessCommand) -> Result<(), NodeError> {
+    control_watch::request(control, command).await.map_err(|error| {
+        NodeError::Unavailable(format!("cannot send a command to the {id}: {}: {error}", control.display()))
+    })
+}
+
+fn is_serving(instance: &v1::Instance) -> bool {
+    instance.state() == v1::InstanceState::Running && says_serving(instance)
+}
+
+fn says_serving(instance: &v1::Instance) -> bool {
+    matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.phase == "serving")
+}
+
+/// Watches one process go and the next one come.
+async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded, NodeError> {
+    let mut quiet_since = None;
+    loop {
+        let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
+        let Some(instance) = changed
+            .instance
+            .filter(|instance| instance.kind() == v1::InstanceKind::Engine && instance.name == name)
+        else {
+            continue;
+        };
+        // A stopping engine continues to serve until everything is flushed.
+        if instance.pid != old_pid || !says_serving(&instance) {
+            quiet_since.get_or_insert_with(Instant::now);
+        }
+        if let Some(since) = quiet_since.filter(|_| instance.pid != old_pid && is_serving(&instance)) {
+            return Ok(Upgraded { pause: since.elapsed(), old_pid, new_pid: instance.pid });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::broadcast;
+
+    use super::*;
+
+    fn shown(pid: i32, phase: &str) -> v1::InstanceEvent {
+        let engine = v1::EngineStatus { phase: phase.into(), ..v1::EngineStatus::default() };
+        let instance = v1::Instance {
+            kind: v1::InstanceKind::Engine.into(),
+            name: "v1".into(),
+            state: v1::InstanceState::Running.into(),
+            pid,
+            detail: Some(Detail::Engine(engine)),
+            ..v1::Instance::default()
+        };
+        v1::InstanceEvent { instance: Some(instance), ..v1::InstanceEvent::default() }
+    }
+
+    fn with_expansion(phase: &str, next_attach: bool) -> v1::InstanceEvent {
+        let mut event = shown(1, phase);
+        if let Some(Detail::Engine(engine)) = event.instance.as_mut().and_then(|shown| shown.detail.as_mut())
+        {
+            let (size_bytes, message) = (2 << 30, "the driver cannot".to_owned());
+            engine.expansion = Some(v1::Expansion { size_bytes, message, next_attach });
+        }
+        event
+    }
+
+    #[test]
+    fn only_a_device_that_cannot_grow_in_use_is_made_anew() {
+        let keeps = |event: v1::InstanceEvent| keeps_size(&event.instance.unwrap());
+        assert!(keeps(with_expansion("serving", true)));
+        // A running expansion ends by itself, and an engine that starts or is frozen has no size to take.
+        for event in [with_expansion("serving", false), with_expansion("starting", true), shown(1, "serving")]
+        {
+            assert!(!keeps(event));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_device_is_made_anew_once_an_engine_serves_it() {
+        let (sent, changes) = broadcast::channel(16);
+        let mut watch = Watch { now: Vec::new(), changes };
+        for event in
+            [with_expansion("serving", true), shown(0, ""), shown(2, "starting"), shown(2, "serving")]
+        {
+            sent.send(event).unwrap();
+        }
+        serves(&mut watch, "v1").await.unwrap();
+        assert!(watch.changes.is_empty(), "not before the last of them");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_pause_is_from_the_end_of_one_to_the_service_of_the_next() {
+        let (sent, changes) = broadcast::channel(16);
+        let mut watch = Watch { now: Vec::new(), changes };
+        let sender = async {
+            // The old one still serves, then ends; the new one starts, then serves.
+            for (wait_ms, pid, phase) in [
+                (50, 1, "serving"),
+                (10, 1, "stopping"),
+                (20, 0, ""),
+                (30, 2, "starting"),
+                (40, 2, "serving"),
+            ] {
+                tokio::time::sleep(Duration::from_millis(wait_ms)).await;
+                sent.send(shown(pid, phase)).unwrap();
+                tokio::task::yield_now().await;
+            }
+        };
+        let (measured, ()) = tokio::join!(measure(&mut watch, "v1", 1), sender);
+        let measured = measured.unwrap();
+        assert_eq!((measured.old_pid, measured.new_pid), (1, 2));
+        assert_eq!(measured.pause.as_millis(), 90);
+    }
+}

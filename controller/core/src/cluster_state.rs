@@ -1,0 +1,127 @@
+mod index;
+mod replicas;
+
+use std::collections::BTreeMap;
+
+use shorthorn_types::VolumeName;
+
+use crate::left_out::LeftOuts;
+use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, Volume};
+pub use replicas::{Replicas, ScheduledBytes};
+
+/// All stored objects by name.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterState {
+    /// By volume name.
+    pub volumes: BTreeMap<String, Volume>,
+    /// By volume name.
+    pub engines: BTreeMap<String, Engine>,
+    /// By `<volume>-<replica id>`.
+    pub replicas: Replicas,
+    /// By node name.
+    pub nodes: BTreeMap<String, Node>,
+    index: index::Index,
+    /// Objects that are stored and cannot be used.
+    pub(crate) left_out: LeftOuts,
+}
+
+impl ClusterState {
+    /// Returns the replicas of `volume`, in the order of their names. Replicas that a deleted volume of the
+    /// name has left behind do not count.
+    pub fn replicas_of<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
+        self.replicas_named(volume).filter(|replica| !replica.is_left_behind())
+    }
+
+    /// Returns the replicas that deleted volumes of that name have left behind.
+    pub fn left_behind<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
+        self.replicas_named(volume).filter(|replica| replica.is_left_behind())
+    }
+
+    fn replicas_named<'a>(&'a self, volume: &'a VolumeName) -> impl Iterator<Item = &'a Replica> {
+        // Other volumes can have names that start like this one's replicas, so the prefix only narrows it.
+        let prefix = format!("{volume}-");
+        self.replicas
+            .range(prefix.clone()..)
+            .take_while(move |(name, _)| name.starts_with(&prefix))
+            .map(|(_, replica)| replica)
+            .filter(move |replica| replica.spec.volume_name == *volume)
+    }
+
+    /// Returns the object of that key.
+    #[must_use]
+    pub fn get(&self, key: &Key) -> Option<Object> {
+        match key.kind {
+            Kind::Volume => self.volumes.get(&key.name).cloned().map(Object::Volume),
+            Kind::Engine => self.engines.get(&key.name).cloned().map(Object::Engine),
+            Kind::Replica => self.replicas.get(&key.name).cloned().map(Object::Replica),
+            Kind::Node => self.nodes.get(&key.name).cloned().map(Object::Node),
+        }
+    }
+
+    /// Returns the stored resource version of that key; 0 if the object does not exist.
+    #[must_use]
+    pub fn version(&self, key: &Key) -> u64 {
+        self.metadata(key).map_or(0, |metadata| metadata.resource_version)
+    }
+
+    /// Returns the uid of the object, if the store has uids; else empty.
+    #[must_use]
+    pub fn uid(&self, key: &Key) -> String {
+        self.metadata(key).map(|metadata| metadata.uid.clone()).unwrap_or_default()
+    }
+
+    fn metadata(&self, key: &Key) -> Option<&Metadata> {
+        match key.kind {
+            Kind::Volume => self.volumes.get(&key.name).map(|object| &object.metadata),
+            Kind::Engine => self.engines.get(&key.name).map(|object| &object.metadata),
+            Kind::Replica => self.replicas.get(&key.name).map(|object| &object.metadata),
+            Kind::Node => self.nodes.get(&key.name).map(|object| &object.metadata),
+        }
+    }
+
+    /// Puts `object` in place of the one with its key.
+    pub fn insert(&mut self, object: Object) {
+        let name = object.metadata().name.clone();
+        let (key, version) = (object.key(), object.metadata().resource_version);
+        if self.left_out.get(&key).is_some_and(|left_out| left_out.version <= version) {
+            self.left_out.remove(&key);
+        }
+        self.index.insert(&object);
+        match object {
+            Object::Volume(volume) => drop(self.volumes.insert(name, volume)),
+            Object::Engine(engine) => drop(self.engines.insert(name, engine)),
+            Object::Replica(replica) => self.replicas.insert(replica),
+            Object::Node(node) => drop(self.nodes.insert(name, node)),
+        }
+    }
+
+    /// Takes out the object of that key.
+    pub fn remove(&mut self, key: &Key) {
+        self.index.remove(key);
+        match key.kind {
+            Kind::Volume => drop(self.volumes.remove(&key.name)),
+            Kind::Engine => drop(self.engines.remove(&key.name)),
+            Kind::Replica => self.replicas.remove(&key.name),
+            Kind::Node => drop(self.nodes.remove(&key.name)),
+        }
+    }
+
+    /// Reserves the place of a replica that is about to be stored.
+    pub fn reserve(&mut self, replica: Replica) {
+        self.replicas.reserve(replica);
+    }
+
+    /// Drops the reservation of a replica that is stored, or will not be.
+    pub fn forget_reservation(&mut self, name: &str) {
+        self.replicas.forget_reservation(name);
+    }
+
+    /// Returns the keys of all objects.
+    pub fn keys(&self) -> impl Iterator<Item = Key> {
+        let volumes = self.volumes.keys().map(|name| Key::new(Kind::Volume, name));
+        let engines = self.engines.keys().map(|name| Key::new(Kind::Engine, name));
+        let replicas = self.replicas.keys().map(|name| Key::new(Kind::Replica, name));
+        let nodes = self.nodes.keys().map(|name| Key::new(Kind::Node, name));
+        volumes.chain(engines).chain(replicas).chain(nodes)
+    }
+}

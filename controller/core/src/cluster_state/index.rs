@@ -1,0 +1,247 @@
+//! Sets of names that every change of the objects keeps up to date. An event concerns a few objects: a search
+//! among all would take longer with every volume.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::objects::{Engine, Key, Kind, MemberMode, Node, Object, Replica, Robustness, Volume, VolumeState};
+use crate::{ClusterState, NodeName};
+
+/// Objects by the nodes that they name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct ByNode {
+    names: BTreeMap<NodeName, BTreeSet<String>>,
+    nodes_of: BTreeMap<String, Vec<NodeName>>,
+}
+
+impl ByNode {
+    /// Records that the object of that name names exactly these nodes.
+    fn set<'a>(&mut self, name: &str, nodes: impl IntoIterator<Item = &'a NodeName>) {
+        for node in self.nodes_of.remove(name).unwrap_or_default() {
+            if let Some(names) = self.names.get_mut(&node) {
+                names.remove(name);
+                if names.is_empty() {
+                    self.names.remove(&node);
+                }
+            }
+        }
+        let nodes: Vec<NodeName> = nodes.into_iter().cloned().collect();
+        for node in &nodes {
+            self.names.entry(node.clone()).or_default().insert(name.to_owned());
+        }
+        if !nodes.is_empty() {
+            self.nodes_of.insert(name.to_owned(), nodes);
+        }
+    }
+
+    fn on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.names.get(node).into_iter().flatten().map(String::as_str)
+    }
+}
+
+/// See the module.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Index {
+    volumes: ByNode,
+    engines: ByNode,
+    replicas: ByNode,
+    /// Volumes that may lack a replica.
+    incomplete: BTreeSet<String>,
+    /// Volumes that are to grow.
+    growing: BTreeSet<String>,
+    /// Engines that serve with a replica that is no member.
+    rebuilding: BTreeSet<String>,
+    /// Replicas that have to leave their places, for any state of their nodes.
+    leaving: BTreeSet<String>,
+    /// Nodes that something is to leave.
+    left: BTreeSet<String>,
+}
+
+fn set(names: &mut BTreeSet<String>, name: &str, is_in: bool) {
+    if !is_in {
+        names.remove(name);
+    } else if !names.contains(name) {
+        names.insert(name.to_owned());
+    }
+}
+
+impl Index {
+    /// Replaces the object with the key of `object`.
+    pub fn insert(&mut self, object: &Object) {
+        let name = object.metadata().name.as_str();
+        match object {
+            Object::Volume(volume) => self.set_volume(name, Some(volume)),
+            Object::Engine(engine) => self.set_engine(name, Some(engine)),
+            Object::Replica(replica) => self.set_replica(name, Some(replica)),
+            Object::Node(node) => self.set_node(name, Some(node)),
+        }
+    }
+
+    /// Removes the object of that key.
+    pub fn remove(&mut self, key: &Key) {
+        match key.kind {
+            Kind::Volume => self.set_volume(&key.name, None),
+            Kind::Engine => self.set_engine(&key.name, None),
+            Kind::Replica => self.set_replica(&key.name, None),
+            Kind::Node => self.set_node(&key.name, None),
+        }
+    }
+
+    fn set_volume(&mut self, name: &str, volume: Option<&Volume>) {
+        let nodes =
+            volume.into_iter().flat_map(|volume| [&volume.spec.node_id, &volume.status.current_node_id]);
+        self.volumes.set(name, nodes.flatten());
+        let is_incomplete = |volume: &Volume| {
+            volume.status.state == VolumeState::Creating || volume.status.robustness == Robustness::Degraded
+        };
+        set(&mut self.incomplete, name, volume.is_some_and(is_incomplete));
+        set(&mut self.growing, name, volume.is_some_and(Volume::is_expanding));
+    }
+
+    fn set_engine(&mut self, name: &str, engine: Option<&Engine>) {
+        self.engines.set(name, engine.and_then(|engine| engine.spec.node_id.as_ref()));
+        let is_rebuilding = |engine: &Engine| {
+            let mut members = engine.status.replica_mode_map.values();
+            engine.status.is_serving() && members.any(|member| member.mode != MemberMode::Member)
+        };
+        set(&mut self.rebuilding, name, engine.is_some_and(is_rebuilding));
+    }
+
+    fn set_replica(&mut self, name: &str, replica: Option<&Replica>) {
+        self.replicas.set(name, replica.map(|replica| &replica.spec.node_id));
+        let leaves = |replica: &Replica| replica.metadata.is_deleting() || replica.spec.eviction_requested;
+        set(&mut self.leaving, name, replica.is_some_and(leaves));
+    }
+
+    fn set_node(&mut self, name: &str, node: Option<&Node>) {
+        let is_left = |node: &Node| {
+            node.spec.eviction_requested
+                || node.metadata.is_deleting()
+                || node.spec.disks.values().any(|disk| disk.eviction_requested)
+        };
+        set(&mut self.left, name, node.is_some_and(is_left));
+    }
+}
+
+impl ClusterState {
+    /// Returns the replicas on `node`.
+    pub fn replicas_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Replica> + use<'a> {
+        self.index.replicas.on(node).filter_map(|name| self.replicas.get(name))
+    }
+
+    /// Returns the engines that are on `node`, or are to be.
+    pub fn engines_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Engine> + use<'a> {
+        self.index.engines.on(node).filter_map(|name| self.engines.get(name))
+    }
+
+    /// Returns the volumes that are wanted on `node`, or are attached there.
+    pub fn volumes_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Volume> + use<'a> {
+        self.index.volumes.on(node).filter_map(|name| self.volumes.get(name))
+    }
+
+    /// Returns the volumes that are to grow.
+    pub fn growing_volumes(&self) -> impl Iterator<Item = &Volume> {
+        self.index.growing.iter().filter_map(|name| self.volumes.get(name))
+    }
+
+    /// Returns the engines that serve and may have fewer members than wanted.
+    pub fn incomplete_engines(&self) -> impl Iterator<Item = &Engine> {
+        let names = self.index.rebuilding.union(&self.index.incomplete);
+        names.filter_map(|name| self.engines.get(name)).filter(|engine| engine.status.is_serving())
+    }
+
+    /// Returns the volumes that may lack a replica, or have one that is to leave its place.
+    pub fn incomplete_or_moving_volumes(&self) -> BTreeSet<&str> {
+        let on_left = self.index.left.iter().flat_map(|node| self.replicas_on(node));
+        let leaving = self.index.leaving.iter().filter_map(|name| self.replicas.get(name));
+        let names = leaving.chain(on_left).map(|replica| replica.spec.volume_name.as_str());
+        self.index.incomplete.iter().map(String::as_str).chain(names).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use shorthorn_types::{ReplicaId, VolumeName};
+
+    use super::*;
+    use crate::Timestamp;
+    use crate::objects::{
+        CurrentState, DesireState, MemberStatus, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus,
+        Secret,
+    };
+    use crate::requests::{Change, CreateVolume};
+
+    fn node(at: u8) -> NodeName {
+        NodeName::new(&format!("n{at}")).unwrap()
+    }
+
+    fn object(kind: u8, name: u8, place: u8, odd: bool) -> Object {
+        let metadata = |name: String| Metadata::new(name, Timestamp::UNIX_EPOCH);
+        let wanted = CreateVolume { name: format!("v{name}"), size_bytes: 4096, ..CreateVolume::default() };
+        let made = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH);
+        let Ok(Change::Store(mut volume)) = made else { panic!("the volume is refused") };
+        volume.spec.node_id = (place > 0).then(|| node(place));
+        volume.status.current_node_id = odd.then(|| node(1));
+        volume.status.robustness = if odd { Robustness::Degraded } else { Robustness::Healthy };
+        match kind {
+            0 => volume.into(),
+            1 => {
+                let mut engine = Engine::of_new(&volume, Timestamp::UNIX_EPOCH);
+                engine.spec.node_id = (place > 0).then(|| node(place));
+                engine.status.current_state = CurrentState::Running;
+                engine.status.phase = "serving".to_owned();
+                let mode = if odd { MemberMode::Failed } else { MemberMode::Member };
+                let id = ReplicaId::from_random(1);
+                engine.status.replica_mode_map = BTreeMap::from([(id, MemberStatus::of(mode))]);
+                engine.into()
+            }
+            2 => Replica {
+                metadata: metadata(format!("v{name}-1")),
+                spec: ReplicaSpec {
+                    volume_name: VolumeName::new(&format!("v{name}")).unwrap(),
+                    volume_size: 1,
+                    replica_id: ReplicaId::from_random(1),
+                    node_id: node(place),
+                    disk_path: "/d".to_owned(),
+                    disk_id: String::new(),
+                    desire_state: DesireState::Stopped,
+                    eviction_requested: odd,
+                },
+                status: ReplicaStatus::default(),
+            }
+            .into(),
+            _ => {
+                let mut node = Node {
+                    metadata: metadata(format!("n{place}")),
+                    spec: NodeSpec::default(),
+                    status: NodeStatus::default(),
+                };
+                node.spec.eviction_requested = odd;
+                node.into()
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_index_is_that_of_the_objects_that_are_there(
+            steps in prop::collection::vec((any::<bool>(), 0u8..4, 0u8..4, 0u8..4, any::<bool>()), 0..60),
+        ) {
+            let mut cluster = ClusterState::default();
+            for (put, kind, name, place, odd) in steps {
+                let object = object(kind, name, place, odd);
+                if put {
+                    cluster.insert(object);
+                } else {
+                    cluster.remove(&object.key());
+                }
+                let mut anew = ClusterState::default();
+                cluster.keys().filter_map(|key: Key| cluster.get(&key)).for_each(|object| anew.insert(object));
+                prop_assert_eq!(&cluster.index, &anew.index);
+            }
+            cluster.keys().collect::<Vec<_>>().iter().for_each(|key| cluster.remove(key));
+            prop_assert_eq!(&cluster.index, &Index::default());
+            prop_assert_eq!(cluster.version(&Key::new(Kind::Node, "n1")), 0);
+        }
+    }
+}

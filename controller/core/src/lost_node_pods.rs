@@ -1,0 +1,287 @@
+//! Handles pods that do not end, because the kubelet of their node is gone.
+//!
+//! Kubernetes decides by itself that such pods move elsewhere and deletes them, but waits for that kubelet to
+//! report their end. So their objects stay, no new pod replaces them, and their volumes stay attached.
+//! Shorthorn can report in the kubelet's place for pods whose disks are its own. Detaching such a volume from
+//! a lost node fences the engine there first (`reconcile::volume::fence`), and only then may the volume be
+//! used elsewhere. So such a pod cannot write any more, even if it still runs.
+//!
+//! The decisions follow Kubernetes: a pod is force-deleted only after its deletion and its grace period, if
+//! both Kubernetes and this controller have lost its node. The pod may still write to a disk of another
+//! driver there, as far as is known; such a pod stays. Attachments are deleted when no pod of the node uses
+//! them any more.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::time::Duration;
+
+use crate::discovery::KubernetesCluster;
+use crate::event_correlator::About;
+use crate::observed::Agents;
+use crate::reconcile::{Reachability, reachability_of};
+use crate::{ClusterState, NodeName, Timestamp};
+
+/// The name of an object in a namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Namespaced {
+    /// The namespace.
+    pub namespace: String,
+    /// The name in it.
+    pub name: String,
+}
+
+impl fmt::Display for Namespaced {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+impl About for Namespaced {
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// The known state of a machine at the moment of a decision.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// True if Kubernetes says that its kubelet is well.
+    pub is_ready: bool,
+    /// True if this controller reaches its agent, or has lost it only a moment ago.
+    pub is_reachable: bool,
+    /// True if Kubernetes has disks attached there without an attachment: those of the drivers that are part
+    /// of it.
+    pub has_nameless_disks: bool,
+}
+
+/// A pod of that machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pod {
+    /// The name of the pod.
+    pub name: Namespaced,
+    /// The uid that tells it from other objects of the name.
+    pub uid: String,
+    /// The deadline of the pod's deletion, if it is being deleted.
+    pub gone_by: Option<Timestamp>,
+    /// True if a client has already forced its deletion.
+    pub is_ended_by_force: bool,
+    /// The finalizers, whose owners handle the deletion.
+    pub finalizers: Vec<String>,
+    /// The owner of the pod.
+    pub owner: Owner,
+    /// True if a controller re-creates the pod after its end.
+    pub has_controller: bool,
+    /// True if its containers have ended for good: it uses nothing.
+    pub has_ended: bool,
+    /// The claims in its namespace that it uses.
+    pub claims: BTreeSet<String>,
+    /// True if it names a disk of a driver that is part of Kubernetes, without a claim.
+    pub has_inline_disk: bool,
+}
+
+/// The owner of a pod, as far as it matters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Owner {
+    /// The pod may come back elsewhere, or has no owner.
+    #[default]
+    Any,
+    /// The pod belongs to its node and cannot move.
+    DaemonSet,
+    /// The kubelet has the pod from a file, and the object only shows it.
+    Kubelet,
+}
+
+/// A volume that Kubernetes has attached to that machine, or is about to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Attachment {
+    /// The name of the attachment.
+    pub name: String,
+    /// The uid that tells it from other objects of the name.
+    pub uid: String,
+    /// The driver of the disk.
+    pub driver: String,
+    /// True if that is Shorthorn.
+    pub is_ours: bool,
+    /// The claim of the volume; none if it is unknown.
+    pub claim: Option<Namespaced>,
+    /// The name that the driver has for the volume.
+    pub handle: String,
+    /// True if it is on its way out.
+    pub is_deleting: bool,
+}
+
+impl Attachment {
+    fn is_used_by(&self, pod: &Pod) -> bool {
+        let is_its =
+            |claim: &Namespaced| claim.namespace == pod.name.namespace && pod.claims.contains(&claim.name);
+        self.claim.as_ref().is_some_and(is_its)
+    }
+}
+
+/// The reason why a pod stays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// Kubernetes has not deleted the pod.
+    NotTold,
+    /// The pod has this much time left.
+    Time(Duration),
+    /// The pod belongs to its node.
+    OfItsNode(Owner),
+    /// No volume of ours that is attached there is one of its.
+    NotOurs,
+    /// A disk of this driver is one of its, and may be written on.
+    OtherDriver(String),
+    /// The pod was deleted already, and the owners of these finalizers still have to act.
+    Finalizers(Vec<String>),
+}
+
+impl Why {
+    /// Returns the advice for people, if they have to act.
+    #[must_use]
+    pub fn advice(&self) -> Option<String> {
+        match self {
+            Why::OtherDriver(driver) => Some(format!(
+                "not force-deleted: the pod also has a disk of {driver} there, which may still be written \
+                 to. Once the node is certainly off, run kubectl delete pod --force"
+            )),
+            Why::Finalizers(names) => Some(format!(
+                "the pod is deleted, and its object waits for its finalizers: \
+                 {}",
+                names.join(", ")
+            )),
+            Why::NotTold | Why::Time(_) | Why::OfItsNode(_) | Why::NotOurs => None,
+        }
+    }
+}
+
+/// The plan for the pods of a machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Pods to delete at once, without a confirmation that they have ended.
+    pub force_delete: Vec<Pod>,
+    /// Pods that stay.
+    pub keep: Vec<(Pod, Why)>,
+    /// Attachments to delete, because no pod uses them.
+    pub detach: Vec<Attachment>,
+    /// Look again after this time even if nothing changes.
+    pub look_again: Option<Duration>,
+}
+
+/// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod exists before its
+/// attachment.
+#[must_use]
+pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> Plan {
+    let mut plan = Plan::default();
+    if machine.is_ready || machine.is_reachable {
+        return plan;
+    }
+    for pod in pods {
+        match why_not(machine, pod, attachments, now) {
+            None => plan.force_delete.push(pod.clone()),
+            Some(why) => {
+                if let Why::Time(left) = why {
+                    plan.look_again = Some(plan.look_again.map_or(left, |sooner| sooner.min(left)));
+                }
+                plan.keep.push((pod.clone(), why));
+            }
+        }
+    }
+    // A pod that is force-deleted now uses its volumes until its object is gone: Kubernetes would attach them
+    // again.
+    let is_used = |attachment: &Attachment| {
+        pods.iter().filter(|pod| !pod.has_ended).any(|pod| attachment.is_used_by(pod))
+    };
+    let unused = attachments.iter().filter(|attachment| {
+        attachment.is_ours && !attachment.is_deleting && attachment.claim.is_some() && !is_used(attachment)
+    });
+    plan.detach = unused.cloned().collect();
+    plan
+}
+
+/// Returns the volumes of ours that the pod has there.
+pub fn volumes_of<'a>(pod: &'a Pod, attachments: &'a [Attachment]) -> impl Iterator<Item = &'a Attachment> {
+    attachments.iter().filter(move |attachment| attachment.is_ours && attachment.is_used_by(pod))
+}
+
+/// Returns the reason why the pod stays; none if it is to be force-deleted.
+fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timestamp) -> Option<Why> {
+    if pod.owner != Owner::Any {
+        return Some(Why::OfItsNode(pod.owner));
+    }
+    if volumes_of(pod, attachments).next().is_none() {
+        return Some(Why::NotOurs);
+    }
+    let Some(gone_by) = pod.gone_by else { return Some(Why::NotTold) };
+    let left_ms = gone_by.as_millisecond().saturating_sub(now.as_millisecond());
+    if let Ok(left_ms @ 1..) = u64::try_from(left_ms) {
+        return Some(Why::Time(Duration::from_millis(left_ms)));
+    }
+    if let Some(driver) = other_driver(machine, pod, attachments) {
+        return Some(Why::OtherDriver(driver));
+    }
+    // Nothing more can be said than that it has ended.
+    (pod.is_ended_by_force && !pod.finalizers.is_empty()).then(|| Why::Finalizers(pod.finalizers.clone()))
+}
+
+/// Returns a driver of which the pod has a disk there, or may have.
+fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Option<String> {
+    let others = || attachments.iter().filter(|attachment| !attachment.is_ours);
+    if let Some(other) = others().find(|attachment| attachment.is_used_by(pod)) {
+        return Some(other.driver.clone());
+    }
+    if pod.has_inline_disk {
+        return Some("Kubernetes itself".to_owned());
+    }
+    // A claim without an attachment belongs to no disk, unless disks with unknown claims exist.
+    let attached: BTreeSet<&str> = attachments
+        .iter()
+        .filter(|attachment| attachment.is_used_by(pod))
+        .filter_map(|attachment| Some(attachment.claim.as_ref()?.name.as_str()))
+        .collect();
+    if pod.claims.iter().all(|claim| attached.contains(claim.as_str())) {
+        return None;
+    }
+    let unclaimed = others().find(|attachment| attachment.claim.is_none());
+    let nameless = machine.has_nameless_disks.then(|| "Kubernetes itself".to_owned());
+    unclaimed.map(|attachment| attachment.driver.clone()).or(nameless)
+}
+
+/// The machines whose pods may have to be force-deleted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lost {
+    /// By their names in Kubernetes, with the names of their nodes.
+    pub machines: BTreeMap<String, NodeName>,
+    /// Look again after this time even if nothing changes.
+    pub look_again: Option<Duration>,
+}
+
+/// Returns the machines that both Kubernetes and this controller have lost, and that a volume of ours is on.
+#[must_use]
+pub fn lost(kubernetes: &KubernetesCluster, cluster: &ClusterState, agents: &Agents, now: Timestamp) -> Lost {
+    let mut lost = Lost::default();
+    let unwell = kubernetes
+        .drivers
+        .iter()
+        .filter(|(name, _)| kubernetes.machines.get(*name).is_some_and(|machine| !machine.is_ready));
+    let unwell = unwell.filter_map(|(name, driver)| Some((name, NodeName::new(driver).ok()?)));
+    let has_volumes = |node: &NodeName| cluster.volumes_on(node.as_str()).next().is_some();
+    for (name, node) in unwell.filter(|(_, node)| has_volumes(node)) {
+        match reachability_of(agents, now, &node) {
+            Reachability::Reachable(_) => {}
+            Reachability::Uncertain(left) => {
+                lost.look_again = Some(lost.look_again.map_or(left, |sooner| sooner.min(left)));
+            }
+            Reachability::Unreachable(_) => drop(lost.machines.insert(name.clone(), node)),
+        }
+    }
+    lost
+}
+
+/// Returns true if this controller reaches the agent of that node, or has lost it only a moment ago.
+#[must_use]
+pub fn is_reachable(agents: &Agents, node: &NodeName, now: Timestamp) -> bool {
+    !matches!(reachability_of(agents, now, node), Reachability::Unreachable(_))
+}
+
+#[cfg(test)]
+mod tests;

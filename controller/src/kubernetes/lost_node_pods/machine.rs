@@ -1,0 +1,307 @@
+//! Handles the pods of one lost machine, as long as it is lost.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Node as Machine, PersistentVolume, Pod as KubePod};
+use k8s_openapi::api::storage::v1::VolumeAttachment;
+use kube::Resource;
+use kube::api::{Api, DeleteParams, ListParams, Preconditions, WatchEvent, WatchParams};
+use serde::de::DeserializeOwned;
+use shorthorn_controller_core::lost_node_pods::{self, Attachment, Namespaced, Plan, Pod, Why};
+use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::{Event, NodeName, Timestamp};
+use thiserror::Error;
+use tokio_stream::StreamExt;
+
+use super::read::{self, Claimed};
+use super::{DEBOUNCE, PodForceDeleter};
+use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
+use crate::work::backoff;
+
+const FORCE_DELETED: &str = "PodForceDeleted";
+const NOT_FORCE_DELETED: &str = "PodNotForceDeleted";
+const DETACHED: &str = "AttachmentDeleted";
+
+/// The problem and its object: each cause is logged once.
+#[derive(Debug, Error)]
+#[error("cannot {doing}: {error}")]
+struct Trouble {
+    doing: &'static str,
+    error: CallError,
+}
+
+/// The state that is kept of a machine between rounds.
+#[derive(Default)]
+struct Memory {
+    /// The claims of the volumes attached there, by the names of the attachments. They do not change
+    /// meanwhile.
+    claimed: BTreeMap<String, Claimed>,
+    /// The reported reasons, by pod.
+    told: BTreeMap<String, Why>,
+    /// The last logged problem.
+    trouble: String,
+}
+
+/// The result of a round.
+struct Round {
+    /// The version of the list of pods: later ones are changes.
+    version: String,
+    look_again: Option<Duration>,
+}
+
+impl PodForceDeleter {
+    /// Ends the pods of a machine that may be ended, until it is dropped.
+    pub(super) async fn look_after(self: Arc<PodForceDeleter>, name: String, node: NodeName) {
+        let mut memory = Memory::default();
+        let mut failures: u32 = 0;
+        loop {
+            match self.round_and_wait(&name, &node, &mut memory).await {
+                Ok(()) => {
+                    failures = 0;
+                    memory.trouble.clear();
+                }
+                Err(trouble) => {
+                    failures = failures.saturating_add(1);
+                    let text = trouble.to_string();
+                    if text == memory.trouble {
+                        tracing::debug!(node = name, "{text}");
+                    } else {
+                        tracing::warn!(node = name, "{text}; its pods stay until that works");
+                        memory.trouble = text;
+                    }
+                    tokio::time::sleep(backoff(failures)).await;
+                }
+            }
+            tokio::time::sleep(DEBOUNCE).await;
+        }
+    }
+
+    /// Decides once, then waits until something may be decided otherwise.
+    async fn round_and_wait(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<(), Trouble> {
+        let round = {
+            // An error means that the semaphore is closed, which does not happen.
+            let _turn = self.rounds.acquire().await;
+            self.round(name, node, memory).await?
+        };
+        let change = self.await_change(name, &round.version);
+        match round.look_again {
+            Some(wait) => tokio::time::timeout(wait, change).await.unwrap_or(Ok(())),
+            None => change.await,
+        }
+    }
+
+    async fn round(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<Round, Trouble> {
+        let machine = bounded(Api::<Machine>::all(self.client.clone()).get_opt(name)).await;
+        let machine = machine.map_err(doing("read the node"))?;
+        let attachments = self.attachments(name, memory).await?;
+        // The last step: a pod exists before its attachment.
+        let (pods, version) = self.pods(name).await?;
+        memory.told.retain(|uid, _| pods.iter().any(|pod| pod.uid == *uid));
+        // Of a machine that is gone in Kubernetes, Kubernetes itself removes the pods.
+        let Some(machine) = machine else { return Ok(Round { version, look_again: None }) };
+        let machine = read::machine(&machine, self.sees(node));
+        let plan = lost_node_pods::plan(machine, &pods, &attachments, Timestamp::now());
+        let look_again = plan.look_again;
+        self.carry_out(name, node, plan, &attachments, memory).await?;
+        Ok(Round { version, look_again })
+    }
+
+    async fn carry_out(
+        &self,
+        name: &str,
+        node: &NodeName,
+        plan: Plan,
+        attachments: &[Attachment],
+        memory: &mut Memory,
+    ) -> Result<(), Trouble> {
+        let mut trouble = None;
+        for (pod, why) in plan.keep {
+            tracing::debug!(node = name, pod = %pod.name, ?why, "stays");
+            self.record_why_not(&pod, why, memory);
+        }
+        for pod in plan.force_delete {
+            // It may have come back since: then its kubelet has the word.
+            if self.sees(node) {
+                return Ok(());
+            }
+            match self.force_delete(&pod).await {
+                Ok(true) => self.record_force_delete(name, &pod, attachments),
+                Ok(false) => {}
+                Err(error) => trouble = Some(error),
+            }
+        }
+        for attachment in plan.detach {
+            if self.sees(node) {
+                return Ok(());
+            }
+            match self.detach(&attachment).await {
+                Ok(true) => self.record_detach(name, &attachment),
+                Ok(false) => {}
+                Err(error) => trouble = Some(error),
+            }
+        }
+        trouble.map_or(Ok(()), Err)
+    }
+
+    /// Deletes the object of the pod at once; false: it is gone already, or another one has its name.
+    async fn force_delete(&self, pod: &Pod) -> Result<bool, Trouble> {
+        let api: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.name.namespace);
+        let now = exactly(&pod.uid).grace_period(0);
+        let done = deleted(bounded(api.delete(&pod.name.name, &now)).await);
+        self.metrics.force_deleted("pod", done.is_ok());
+        done.map_err(doing("delete a pod"))
+    }
+
+    /// Has Kubernetes take the volume away from the machine; false: it does already.
+    async fn detach(&self, attachment: &Attachment) -> Result<bool, Trouble> {
+        let api: Api<VolumeAttachment> = Api::all(self.client.clone());
+        let done = deleted(bounded(api.delete(&attachment.name, &exactly(&attachment.uid))).await);
+        self.metrics.force_deleted("attachment", done.is_ok());
+        done.map_err(doing("delete an attachment"))
+    }
+
+    fn record_force_delete(&self, name: &str, pod: &Pod, attachments: &[Attachment]) {
+        let message = format!(
+            "node {name} is lost and cannot end the pod: its object is deleted, so that it can come back elsewhere"
+        );
+        tracing::info!(node = name, pod = %pod.name, "{message}");
+        self.record_of_the_pod(pod, false, FORCE_DELETED, message);
+        for attachment in lost_node_pods::volumes_of(pod, attachments) {
+            let message = format!("pod {} of the lost node {name} is force-deleted", pod.name);
+            self.record_of_volume(attachment, FORCE_DELETED, message);
+        }
+    }
+
+    fn record_detach(&self, name: &str, attachment: &Attachment) {
+        let message = format!(
+            "no pod of the lost node {name} uses the volume any longer: the volume is detached once its \
+             engine is fenced"
+        );
+        tracing::info!(node = name, attachment = attachment.name, "{message}");
+        self.record_of_volume(attachment, DETACHED, message);
+    }
+
+    fn record_why_not(&self, pod: &Pod, why: Why, memory: &mut Memory) {
+        let Some(advice) = why.advice() else { return };
+        if memory.told.get(&pod.uid) != Some(&why) {
+            tracing::warn!(pod = %pod.name, "{advice}");
+            self.record_of_the_pod(pod, true, NOT_FORCE_DELETED, advice);
+            memory.told.insert(pod.uid.clone(), why);
+        }
+    }
+
+    fn record_of_the_pod(&self, pod: &Pod, warning: bool, reason: &'static str, message: String) {
+        let about: Namespaced = pod.name.clone();
+        self.events.record_of_pod(Event { about, warning, reason, message }, &pod.uid);
+    }
+
+    fn record_of_volume(&self, attachment: &Attachment, reason: &'static str, message: String) {
+        let about = Key::new(Kind::Volume, &attachment.handle);
+        let uid = self.store.state().uid(&about);
+        if !uid.is_empty() {
+            self.events.record(&Event { about, warning: false, reason, message }, &uid);
+        }
+    }
+
+    /// Returns the disks that are attached to the machine, or about to be.
+    async fn attachments(&self, name: &str, memory: &mut Memory) -> Result<Vec<Attachment>, Trouble> {
+        let api: Api<VolumeAttachment> = Api::all(self.client.clone());
+        let there = |attachment: VolumeAttachment| Some(attachment).filter(|one| one.spec.node_name == name);
+        let listed = list(&api, ListParams::default(), there).await;
+        let (listed, _) = listed.map_err(doing("list attachments"))?;
+        let names: BTreeSet<&str> = listed.iter().filter_map(read::volume_name).collect();
+        memory.claimed.retain(|volume, _| names.contains(volume.as_str()));
+        for volume in names {
+            if !memory.claimed.contains_key(volume)
+                && let Some(claimed) = self.claimed(volume).await?
+            {
+                memory.claimed.insert(volume.to_owned(), claimed);
+            }
+        }
+        Ok(listed.iter().map(|one| read::attachment(one, &memory.claimed)).collect())
+    }
+
+    async fn claimed(&self, volume: &str) -> Result<Option<Claimed>, Trouble> {
+        let api: Api<PersistentVolume> = Api::all(self.client.clone());
+        let found = bounded(api.get_opt(volume)).await.map_err(doing("read a volume"))?;
+        Ok(found.as_ref().and_then(read::claimed))
+    }
+
+    /// Returns the pods of the machine, and the version of the list.
+    async fn pods(&self, name: &str) -> Result<(Vec<Pod>, String), Trouble> {
+        let api: Api<KubePod> = Api::all(self.client.clone());
+        let there = ListParams::default().fields(&field_selector(name));
+        list(&api, there, |pod| read::pod(&pod)).await.map_err(doing("list the pods"))
+    }
+
+    /// Waits until a pod of the machine changes, or there has been no news for a while.
+    async fn await_change(&self, name: &str, version: &str) -> Result<(), Trouble> {
+        let trouble = doing("watch the pods");
+        let api: Api<KubePod> = Api::all(self.client.clone());
+        let parameters = WatchParams::default().fields(&field_selector(name)).timeout(WATCH_LIMIT_S);
+        let stream = match bounded(api.watch_metadata(&parameters, version)).await {
+            Ok(stream) => stream,
+            // Too old: everything is read anew anyway.
+            Err(error) if is_code(&error, 410) => return Ok(()),
+            Err(error) => return Err(trouble(error)),
+        };
+        let mut stream = std::pin::pin!(stream);
+        loop {
+            match tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
+                Ok(Some(Ok(WatchEvent::Bookmark(_)))) => {}
+                Ok(Some(Ok(WatchEvent::Error(status)))) if status.code != 410 => {
+                    return Err(trouble(kube::Error::Api(status).into()));
+                }
+                Ok(Some(Ok(_)) | None) | Err(_) => return Ok(()),
+                Ok(Some(Err(error))) => return Err(trouble(error.into())),
+            }
+        }
+    }
+}
+
+fn field_selector(name: &str) -> String {
+    format!("spec.nodeName={name}")
+}
+
+fn doing(doing: &'static str) -> impl Fn(CallError) -> Trouble {
+    move |error| Trouble { doing, error }
+}
+
+/// Names exactly the examined object, and no other one of its name.
+pub(in crate::kubernetes) fn exactly(uid: &str) -> DeleteParams {
+    DeleteParams::default().preconditions(Preconditions { uid: Some(uid.to_owned()), resource_version: None })
+}
+
+/// Returns true if the object was deleted now. Otherwise it is gone already, or another object has its name.
+pub(in crate::kubernetes) fn deleted<T>(result: Result<T, CallError>) -> Result<bool, CallError> {
+    match result {
+        Ok(_) => Ok(true),
+        Err(error) if is_code(&error, 404) || is_code(&error, 409) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Lists a kind page by page, and returns the kept parts and the version of the list.
+pub(in crate::kubernetes) async fn list<K, T>(
+    api: &Api<K>,
+    parameters: ListParams,
+    part: impl Fn(K) -> Option<T>,
+) -> Result<(Vec<T>, String), CallError>
+where
+    K: Resource + Clone + std::fmt::Debug + DeserializeOwned,
+{
+    let mut page = parameters.limit(PAGE_OBJECTS);
+    let mut all = Vec::new();
+    let mut version = None;
+    loop {
+        let found = bounded(api.list(&page)).await?;
+        all.extend(found.items.into_iter().filter_map(&part));
+        let version = version.get_or_insert_with(|| found.metadata.resource_version.unwrap_or_default());
+        match found.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => page.continue_token = Some(token),
+            None => return Ok((all, version.clone())),
+        }
+    }
+}

@@ -1,0 +1,377 @@
+//! The rebuild tasks: each brings one replica back, in the steps of [`shorthorn_recovery::rebuild`].
+
+use shorthorn_core::PeerIndex;
+use shorthorn_recovery::{
+    Address, BadSources, LinkError, OTHER_RUN, Peer, PendingView, RebuildTask, Source, Trouble,
+    forget_in_vain, rebuild,
+};
+use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
+
+use super::link::ControlLink;
+use super::*;
+
+impl Process {
+    /// Runs the rebuild task of a replica, which brings it back whenever it is absent.
+    pub(super) async fn rebuild_task(&self, peer: usize) {
+        let mut bad_sources = BadSources::default();
+        loop {
+            until(|| self.is_away(peer)).await;
+            let mut pause = FIRST_PAUSE_US;
+            loop {
+                self.sleep(pause).await;
+                let Some(replica) = self.is_away(peer) else { break };
+                self.set_rebuilding(peer, true);
+                if self.sim.borrow().options.sabotage == Some(Sabotage::FirstSource) {
+                    bad_sources = BadSources::default();
+                }
+                let rebuilt = rebuild(&Rebuild { process: self, peer, replica }, &mut bad_sources).await;
+                self.set_rebuilding(peer, false);
+                match rebuilt {
+                    Ok(()) => break,
+                    Err(
+                        Trouble::Failed { error: CallError::Deposed(holder), .. }
+                        | Trouble::SourceFailed { error: CallError::Deposed(holder), .. },
+                    ) => return self.depose(holder),
+                    Err(Trouble::SourceFailed { source, doing, error }) => {
+                        let mut sim = self.sim.borrow_mut();
+                        sim.trace(|| format!("{doing}: {source}: {error}"));
+                        sim.count("sources that fail");
+                    }
+                    Err(_) => {}
+                }
+                self.sim.borrow_mut().count("joins given up");
+                pause = (pause * 2).min(LONGEST_PAUSE_US);
+            }
+        }
+    }
+
+    /// Records whether the rebuild task of a number is in an attempt.
+    fn set_rebuilding(&self, peer: usize, is_busy: bool) {
+        if let Some(process) = self.sim.borrow_mut().engines.get_mut(&self.engine)
+            && let Some(peer) = process.peers.get_mut(peer)
+        {
+            peer.has_rebuild_task = is_busy;
+        }
+    }
+
+    /// Returns the replica to bring back.
+    fn is_away(&self, peer: usize) -> Option<ReplicaId> {
+        let sim = self.sim.borrow();
+        let process = sim.engines.get(&self.engine)?;
+        let known = process.peers.get(peer).filter(|peer| !peer.is_given_up)?;
+        let state = process.core.as_ref()?.membership().state(index(peer));
+        (process.is_disconnected(peer) && state == PeerState::Failed).then_some(known.replica)
+    }
+
+    /// Waits until the control connection is free, and takes it.
+    async fn take_control_connection(&self, peer: usize) -> Option<ConnId> {
+        let taken = until(|| {
+            let mut sim = self.sim.borrow_mut();
+            let Some(process) = sim.engines.get_mut(&self.engine) else { return Some(None) };
+            let control = process.control_connections.get_mut(peer)?;
+            if control.is_busy {
+                return None;
+            }
+            control.is_busy = true;
+            Some(control.conn)
+        });
+        taken.await
+    }
+
+    fn give_control_connection(&self, peer: usize, conn: Option<ConnId>) {
+        let mut sim = self.sim.borrow_mut();
+        sim.wake(self.engine);
+        let conn = conn.filter(|conn| sim.conns.get(conn).is_some_and(|conn| conn.engine_open));
+        if let Some(process) = sim.engines.get_mut(&self.engine) {
+            process.control_connections[peer] = crate::engine::ControlConnection { conn, is_busy: false };
+        }
+    }
+
+    fn is_at(&self, address: Address) -> bool {
+        self.peer(address.peer).is_some_and(|peer| peer.replica == address.replica)
+    }
+
+    /// Returns true if a connection leads to this replica: another one may have had its number before.
+    fn leads_to(&self, conn: ConnId, replica: ReplicaId) -> bool {
+        let sim = self.sim.borrow();
+        sim.conns.get(&conn).is_some_and(|conn| sim.replicas[conn.replica].id == replica)
+    }
+
+    /// Opens a control connection to a replica.
+    async fn open_control_connection(&self, to: Address) -> Result<(ConnId, Welcome), CallError> {
+        if !self.is_at(to) {
+            return Err(CallError::Broken);
+        }
+        let (mut link, welcome) = self.handshake(to.replica, CONTROL_QUEUE).await?;
+        match forget_in_vain(self, &mut link, &welcome).await {
+            Ok(()) | Err(CallError::Refused(_)) => Ok((link.0.into_conn(), welcome)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Replaces a closed connection: to the same run of the replica's process only.
+    async fn reopen_control_connection(&self, to: Address) -> Result<ConnId, CallError> {
+        let (conn, welcome) = self.open_control_connection(to).await?;
+        let known = self
+            .sim
+            .borrow()
+            .engines
+            .get(&self.engine)
+            .and_then(|process| process.peers[usize::from(to.peer)].run);
+        if known.is_some_and(|run| run != welcome.run) {
+            self.close(conn);
+            return Err(CallError::Broken);
+        }
+        Ok(conn)
+    }
+
+    /// Asks a replica something over its control connection, which is closed if that fails.
+    pub(super) async fn with_line(&self, to: Address, ask: Ask) -> Result<Answer, CallError> {
+        let peer = usize::from(to.peer);
+        let taken = self.take_control_connection(peer).await;
+        if !self.is_at(to) {
+            self.give_control_connection(peer, taken);
+            return Err(CallError::Broken);
+        }
+        let conn = match taken {
+            Some(conn) if self.leads_to(conn, to.replica) => Ok(conn),
+            other => {
+                if let Some(conn) = other {
+                    self.close(conn);
+                }
+                self.reopen_control_connection(to).await
+            }
+        };
+        let conn = match conn {
+            Ok(conn) => conn,
+            Err(error) => {
+                self.give_control_connection(peer, None);
+                return Err(error);
+            }
+        };
+        let answer = self.call(conn, ask, LINE_LIMIT_US).await;
+        let is_usable = matches!(answer, Ok(_) | Err(CallError::Refused(_)));
+        if !is_usable {
+            self.close(conn);
+        }
+        self.give_control_connection(peer, Some(conn).filter(|_| is_usable));
+        answer
+    }
+}
+
+impl ServingEngine for Process {
+    type Error = CallError;
+    type Control<'a> = Via<ControlLink<'a>>;
+
+    fn peers(&self) -> Vec<(PeerIndex, Peer)> {
+        let sim = self.sim.borrow();
+        let Some(process) = sim.engines.get(&self.engine) else { return Vec::new() };
+        let peers = process.peers.iter().enumerate().filter(|(_, peer)| !peer.is_given_up);
+        let known = |(at, peer): (usize, &crate::engine::Peer)| {
+            let crate::engine::Peer { replica, is_complete, last_view, .. } = *peer;
+            (index(at), Peer { replica, is_local: at == 0, is_complete, last_view })
+        };
+        peers.map(known).collect()
+    }
+
+    fn set_complete(&self, of: Address, is_complete: bool) {
+        let mut sim = self.sim.borrow_mut();
+        if !is_complete {
+            sim.count("deposed replicas");
+        }
+        if let Some(process) = sim.engines.get_mut(&self.engine)
+            && process.index_of(of.replica) == Some(usize::from(of.peer))
+        {
+            process.peers[usize::from(of.peer)].is_complete = is_complete;
+        }
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.sim.borrow().engines.get(&self.engine).map_or(0, |process| process.size_bytes)
+    }
+
+    fn pending_view(&self) -> Option<PendingView> {
+        let (view, honoured) = self.sim.borrow().engines.get(&self.engine)?.pending.clone()?;
+        Some(PendingView { view, honoured })
+    }
+
+    fn is_disconnected(&self, peer: PeerIndex) -> bool {
+        let sim = self.sim.borrow();
+        let process = sim.engines.get(&self.engine);
+        process.is_none_or(|process| process.is_disconnected(usize::from(peer)))
+    }
+
+    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
+        Some(at(self.sim.borrow().engines.get(&self.engine)?.core.as_ref()?))
+    }
+
+    fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R> {
+        // The core is out of the simulation meanwhile: `act` may look at the simulation.
+        let mut core = self.sim.borrow_mut().engines.get_mut(&self.engine)?.core.take()?;
+        let mut outputs = Outputs::new();
+        let result = act(&mut core, &mut outputs);
+        let mut sim = self.sim.borrow_mut();
+        sim.engines.get_mut(&self.engine)?.core = Some(core);
+        sim.perform_all(self.engine, outputs);
+        Some(result)
+    }
+
+    fn control(&self, to: Address) -> Via<ControlLink<'_>> {
+        Via(ControlLink { process: self, to })
+    }
+
+    async fn open_control(&self, to: Address) -> Result<Welcome, CallError> {
+        let peer = usize::from(to.peer);
+        if let Some(old) = self.take_control_connection(peer).await {
+            self.close(old);
+        }
+        let made = self.open_control_connection(to).await;
+        if let (Ok((_, welcome)), Some(process)) =
+            (&made, self.sim.borrow_mut().engines.get_mut(&self.engine))
+            && process.index_of(to.replica) == Some(peer)
+        {
+            process.peers[peer].run = Some(welcome.run);
+        }
+        self.give_control_connection(peer, made.as_ref().ok().map(|(conn, _)| *conn));
+        made.map(|(_, welcome)| welcome)
+    }
+}
+
+/// An attempt to bring a replica back.
+struct Rebuild<'a> {
+    process: &'a Process,
+    peer: usize,
+    replica: ReplicaId,
+}
+
+impl Rebuild<'_> {
+    /// A block of the snapshot that another member has sound.
+    async fn read_other(
+        &self,
+        others: &[Source],
+        block: u64,
+    ) -> Result<Option<crate::disk::Block>, Trouble<CallError>> {
+        let is_sabotaged = self.process.sim.borrow().options.sabotage == Some(Sabotage::OthersUnread);
+        for other in others.iter().filter(|_| !is_sabotaged) {
+            let read = self.process.with_line(other.address, Ask::ReadSnapshotBlock(block)).await;
+            let content = match read {
+                Err(error) if error.is_refusal() => continue,
+                Ok(Answer::SnapshotBlock(content)) => Ok(content),
+                Ok(_) => Err(CallError::Broken),
+                Err(error) => Err(error),
+            };
+            let content =
+                content.map_err(Trouble::while_reading(*other, "reading a block of another member"))?;
+            if self.process.look(|core| other.has_stayed(core)) == Some(true) {
+                return Ok(Some(*content));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Blocks are lost only if no other member that has stayed has them.
+    fn judge_lost(&self, others: &[Source], lost: &[crate::net::RottenBlock]) {
+        let stays = |other: &&Source| self.process.look(|core| other.has_stayed(core)) == Some(true);
+        let staying: Vec<ReplicaId> =
+            others.iter().filter(stays).map(|other| other.address.replica).collect();
+        let mut sim = self.process.sim.borrow_mut();
+        for (block, _) in lost {
+            sim.count("blocks of snapshots that are lost");
+            let has = |id: &ReplicaId| {
+                sim.replica_index(*id).is_some_and(|at| sim.replicas[at].has_sound_below(*block))
+            };
+            if let Some(id) = staying.iter().copied().find(has) {
+                sim.violate(format!("block {block} counts as lost, and {id} has it"));
+            }
+        }
+    }
+}
+
+impl RebuildTask for Rebuild<'_> {
+    type Engine = Process;
+
+    fn engine(&self) -> &Process {
+        self.process
+    }
+
+    fn peer(&self) -> PeerIndex {
+        index(self.peer)
+    }
+
+    fn has_to_end(&self) -> bool {
+        self.process.is_away(self.peer) != Some(self.replica)
+    }
+
+    /// A snapshot is copied in one piece, but for blocks in which its source holds rot.
+    async fn copy_snapshots(
+        &self,
+        target: Address,
+        source: Source,
+        others: &[Source],
+        layers: &LayerList,
+        _: &CopyState,
+    ) -> Result<(), Trouble<CallError>> {
+        self.process.sim.borrow_mut().count("full copies");
+        if layers.layers.len() < 2 {
+            return Ok(());
+        }
+        let (file, rotten) = match self.process.with_line(source.address, Ask::ReadSnapshot).await {
+            Ok(Answer::Snapshot(file, rotten)) => Ok((file, rotten)),
+            Ok(_) => Err(CallError::Broken),
+            Err(error) => Err(error),
+        }
+        .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
+        let (mut file, mut lost) = ((*file).clone(), Vec::new());
+        for (block, was) in rotten {
+            match self.read_other(others, block).await? {
+                Some(content) => {
+                    self.process.sim.borrow_mut().count("blocks of snapshots of another member");
+                    file.replace(block, Some(content));
+                }
+                None => lost.push((block, was)),
+            }
+        }
+        self.judge_lost(others, &lost);
+        if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUntold) {
+            lost.clear();
+        }
+        let written = self.process.with_line(target, Ask::CopySnapshot(Rc::new(file), lost)).await;
+        written.map(drop).map_err(Trouble::while_doing("writing a layer"))
+    }
+
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<CallError>> {
+        let size_bytes = self.process.size_bytes();
+        let queues = self.process.sim.borrow().queues;
+        for queue in 0..queues {
+            let greeted = self.process.handshake(replica, queue).await;
+            let (link, welcome) = greeted.map_err(Trouble::while_doing("connecting a queue"))?;
+            let conn = link.0.into_conn();
+            if welcome.run != run {
+                self.process.close(conn);
+                return Err(Trouble::NotYet(OTHER_RUN));
+            }
+            let mut sim = self.process.sim.borrow_mut();
+            let engine = sim.engines.get_mut(&self.process.engine).ok_or(Trouble::Ended)?;
+            let place = &mut engine.links[self.peer][usize::from(queue)];
+            if place.is_some() {
+                drop(sim);
+                self.process.close(conn);
+                return Err(Trouble::NotYet("a queue has another connection"));
+            }
+            *place = Some(conn);
+        }
+        Ok(size_bytes)
+    }
+
+    fn is_restored(&self, _: Option<u32>, _: u32) {
+        self.process.sim.borrow_mut().count("rolled back replicas that came back");
+    }
+
+    fn is_rebuilding(&self, missing_bytes: u64, is_copy: bool) {
+        let Rebuild { process, replica, .. } = self;
+        process.sim.borrow_mut().trace(|| {
+            let engine = process.engine;
+            format!("engine {engine}: {replica} joins, copy: {is_copy}, {missing_bytes} bytes are missing")
+        });
+    }
+}
