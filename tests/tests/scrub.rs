@@ -342,11 +342,7 @@ fn a_snapshot_is_copied_from_whoever_has_each_block_and_what_nobody_has_is_known
         lost["blocks"][0][0] == 5 * MIB / 4096 && lost["blocks"].as_array().map(Vec::len) == Some(1),
         "{lost}"
     );
-    // Rot has no part in a majority: nobody knows what was there.
-    let volume = BareVolume::start(options(&folder, 3))?;
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!(told.found > told.repaired, "{told:?}");
-    volume.stop()
+    Ok(())
 }
 
 #[test]

@@ -137,7 +137,7 @@ fn a_rule_that_is_left_out_is_noticed() {
     for sabotage in SABOTAGES {
         let script =
             script_for(sabotage).map(|name| format!("{}/kept/{name}.json", env!("CARGO_MANIFEST_DIR")));
-        let run = script.as_ref().map(|script| vec!["--script", script]).unwrap_or(seeds.to_vec());
+        let run = script.as_ref().map(|script| vec!["--script", script]).unwrap_or_else(|| seeds.to_vec());
         let output = simulate(&[&run[..], &["--shrink-runs", "0", "--sabotage", sabotage]].concat());
         assert!(!output.status.success(), "nobody noticed {sabotage}: {}", text(&output));
     }

@@ -508,10 +508,11 @@ impl Executor {
         }
     }
 
-    /// Starts the sums soon, because regions have to be summed.
+    /// Starts the sums of regions, but not at once: a repair comes in several requests, and each needs the pages
+    /// of sets of regions.
     pub(super) fn sum_soon(&mut self) {
         if self.summer.file.is_some() {
-            self.summer.next_at.get_or_insert_with(Instant::now);
+            self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
         }
     }
 

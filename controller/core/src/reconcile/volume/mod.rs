@@ -56,7 +56,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     };
     match context.cluster.unknown(&Key::new(Kind::Engine, name)) {
         // It may write: nothing that follows from its state can be decided.
-        Some(message) => run.settle(Finding::wrong(OBJECT_UNKNOWN, message)),
+        Some(message) => run.set_settled(Finding::wrong(OBJECT_UNKNOWN, message)),
         None => run.step(),
     }
     run.show();
