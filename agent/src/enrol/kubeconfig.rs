@@ -186,7 +186,7 @@ fn load_with(path: &Path, rotated: &Path) -> Result<KubeletIdentity, KubeconfigE
 fn chosen(file: &File) -> Option<(&Cluster, &User)> {
     let current = file.current_context.as_deref().unwrap_or_default();
     let context = file.contexts.iter().find(|context| context.name == current);
-    match context.or(file.contexts.first()).map(|named| &named.context) {
+    match context.or_else(|| file.contexts.first()).map(|named| &named.context) {
         Some(context) => {
             let cluster = file.clusters.iter().find(|cluster| cluster.name == context.cluster)?;
             let user = file.users.iter().find(|user| user.name == context.user)?;

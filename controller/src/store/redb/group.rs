@@ -21,6 +21,7 @@ const WRITES_MAX: usize = 512;
 
 /// A change of one object.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // few wait at a time, and nearly all are of the large kind
 pub(super) enum Write {
     Put(Object),
     /// Of that version.
