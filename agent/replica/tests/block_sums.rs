@@ -290,6 +290,37 @@ fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
     assert_eq!(verify(&mut client, 48 * BLOCK, 16 * BLOCK).map(drop), Ok(()));
 }
 
+/// A block has vanished from the head, so that a reader sees the block below it. The repair of another block
+/// writes that block once more.
+#[test]
+fn a_repair_of_a_snapshot_leaves_rot_of_the_head_known() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = with_snapshot(&spec);
+    replica.kill();
+    let head = OpenOptions::new().write(true).open(spec.directory.join("volume-head-001.img")).unwrap();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(head.as_fd(), punch, i64::try_from(5 * BLOCK).unwrap(), 4096).unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    rot_below(&spec, 3);
+    assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN));
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN));
+    let patch = LayerPatch {
+        image: SNAPSHOT.to_owned(),
+        offset_bytes: 3 * BLOCK,
+        length_bytes: 4 * 4096,
+        runs: vec![(0, 4)],
+    };
+    let (header, text) = encode_patch(7001, &patch, &pattern(1, 4 << 16)[3 * 4096..7 * 4096]);
+    let bytes = [&client.encode(&header)[..], &text].concat();
+    client.raw(&bytes);
+    assert_eq!(client.receive().unwrap().0.status, 0);
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
+    assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "it is older data");
+    assert_eq!(read_checked(&mut client, 6 * BLOCK, BLOCK).map(drop), Ok(()));
+}
+
 /// Copies the snapshot of one replica to another one, except for a block that no member has sound.
 fn copy_with_a_lost_block(from: &mut Client, to: &mut Client, lost: u64) {
     let list: LayerList = from.ask(Opcode::Layers, &()).unwrap();

@@ -95,11 +95,18 @@ impl Executor {
         if self.summer.lost.is_empty() || !modifies {
             return;
         }
-        let range = header.range().unwrap_or(ByteRange::EMPTY).grown_to_blocks();
+        self.forget_lost(header.range().unwrap_or(ByteRange::EMPTY).grown_to_blocks());
+    }
+
+    /// The blocks of `range` of which nothing is known any more are not lost.
+    pub(super) fn forget_lost(&mut self, range: ByteRange) {
         let numbers = range.offset() / BLOCK_BYTES..range.end() / BLOCK_BYTES;
         let is_over = |(block, _): &(&u64, &u32)| !self.summer.known.has(**block);
         let over: Vec<u64> =
             self.summer.lost.range(numbers).filter(is_over).map(|(block, _)| *block).collect();
+        if over.is_empty() {
+            return;
+        }
         let mut lost = self.summer.lost.clone();
         lost.retain(|block, _| !over.contains(block));
         // If that fails, only the record says that they are lost, and the next opening looks at the data.

@@ -679,22 +679,6 @@ impl Executor {
         is_planned && is_seen
     }
 
-    /// Returns true if a reader sees the data of a layer above this one in the block.
-    pub(super) fn is_covered(&mut self, file: FileIndex, block: ByteRange) -> bool {
-        let mut segments = std::mem::take(&mut self.segments);
-        segments.clear();
-        let is_planned = self.store.plan_read(block, &mut segments).is_ok();
-        let layers = self.store.layers();
-        let place = |file: FileIndex| layers.iter().position(|layer| layer.index == file);
-        let is_above = |source: BlockSource| match source {
-            BlockSource::File(other) => place(other) < place(file),
-            BlockSource::Zero => false,
-        };
-        let is_covered = is_planned && segments.iter().all(|segment| is_above(segment.source));
-        self.segments = segments;
-        is_covered
-    }
-
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
         let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
         if self.summer.known.has(number_of(block)) {

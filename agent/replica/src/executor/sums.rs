@@ -4,7 +4,7 @@
 //! rarely still: that waits for the disk.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, StoreError, sum_of_data};
+use shorthorn_store::{AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, StoreError, sum_of_data};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
 use shorthorn_wire::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum,
@@ -191,7 +191,7 @@ impl Executor {
             ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
-        let layer = self.store.snapshot_layer(image);
+        let shown = self.known_sums_shown(range);
         let is_followed = self.end_sums_in(range);
         let repaired = match is_followed {
             true => self.store.repair_layer(image, range, &runs, data),
@@ -203,8 +203,8 @@ impl Executor {
                 repaired
             }
         };
-        if let Some(layer) = layer.filter(|_| is_followed) {
-            self.known_follow_repair(layer, range, &runs, data, repaired.is_ok());
+        if is_followed && repaired.is_ok() {
+            self.known_follow_repair(range, shown);
         }
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
@@ -224,33 +224,32 @@ impl Executor {
         self.marks.is_idle() && self.write_all_pages().is_ok()
     }
 
-    /// Updates the known sums of the data that a reader sees there, after a layer was repaired.
-    fn known_follow_repair(
-        &mut self,
-        layer: FileIndex,
-        range: ByteRange,
-        runs: &[ByteRange],
-        data: &[u8],
-        well: bool,
-    ) {
-        let mut starts = Vec::with_capacity(runs.len());
-        let mut start = 0;
-        for run in runs {
-            starts.push((*run, start));
-            start += super::buffers::distance(run.length());
-        }
-        for block in block_ranges(range).collect::<Vec<_>>() {
-            if !self.summer.known.has(number_of(block)) || self.is_covered(layer, block) {
-                continue;
+    /// Returns the blocks of `range` whose rot is known, each with the sum of the data that a reader sees there,
+    /// if that can be read.
+    fn known_sums_shown(&mut self, range: ByteRange) -> Vec<(u64, Option<u32>)> {
+        let blocks: Vec<ByteRange> =
+            block_ranges(range).filter(|block| self.summer.known.has(number_of(*block))).collect();
+        blocks.into_iter().map(|block| (number_of(block), self.sum_shown(block.offset()))).collect()
+    }
+
+    fn sum_shown(&mut self, offset_bytes: u64) -> Option<u32> {
+        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
+        let read = self.store.read_at(block.as_mut_slice(), offset_bytes);
+        read.ok().map(|()| sum_of_data(block.as_slice()))
+    }
+
+    /// Updates the known sums of the data that a reader sees in `range`, after a layer was repaired. A block that
+    /// shows the same as before (`shown`) is as rotten as it was: its rot is in another layer.
+    fn known_follow_repair(&mut self, range: ByteRange, shown: Vec<(u64, Option<u32>)>) {
+        for (block, before) in shown {
+            match self.sum_shown(block * BLOCK_BYTES) {
+                None => self.summer.known.forget_block(block),
+                after if after == before => {}
+                after => self.summer.known.modified(SUM_SLOT, block, after),
             }
-            let run = starts.iter().find(|(run, _)| run.overlaps(block));
-            let sum = run.and_then(|(run, start)| {
-                let at = start + super::buffers::distance(block.offset() - run.offset());
-                data.get(at..at + BLOCK_BYTES_USIZE).map(sum_of_data)
-            });
-            self.summer.known.modified(SUM_SLOT, number_of(block), sum);
         }
-        self.summer.known.ended(SUM_SLOT, well);
+        self.summer.known.ended(SUM_SLOT, true);
+        self.forget_lost(range);
     }
 }
 

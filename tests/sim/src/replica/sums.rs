@@ -164,13 +164,14 @@ impl Replica {
         let bytes = self.regions_of(range);
         let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
         for block in rotten {
-            self.files.heal(block);
-            // A part of it may have been written since it rotted: its sum is not that of the correct data.
-            if self.is_known_rotten(block) {
-                self.known_rot.forget_block(block);
-                let sum = self.sum_of(block);
-                self.durable.sums.entry(block).and_modify(|kept| *kept = sum);
+            // A part of it may have been written since it rotted: neither a known nor a stored sum is that of the
+            // correct data.
+            self.known_rot.forget_block(block);
+            self.durable.sums.remove(&block);
+            if let Some(summing) = &mut self.summing {
+                summing.sums.remove(&block);
             }
+            self.files.heal(block);
         }
     }
 
