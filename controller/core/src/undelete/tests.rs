@@ -1,7 +1,7 @@
 use shorthorn_types::Generation;
 
 use super::*;
-use crate::objects::{ConditionType, Key, Kind, Object};
+use crate::objects::{ConditionType, Key, Kind, Node, Object};
 use crate::observed::Agents;
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
@@ -402,6 +402,8 @@ fn the_record_of_a_replica_that_was_taken_back_stays_until_the_volume_is_stored(
     left.metadata.deletion_timestamp = Some(at(100));
     left.status.deletion_record = Some(record.clone());
     let mut cluster = ClusterState::default();
+    // It does not answer, and nobody has given it up.
+    cluster.insert(Node::new("n1", at(0)).into());
     cluster.insert(left.into());
     let (whole, _) = back(&cluster, &[]).unwrap();
     cluster.insert(whole.replicas[0].clone().into());
