@@ -82,13 +82,13 @@ pub struct DeletionGuardArgs {
 /// Arguments of serve.
 #[derive(Debug, Default, Args)]
 pub struct ServeArgs {
-    /// TOML file with any of: store, listen, forward_listen, tls_listen, csi_listen, metrics_listen, log, log_format,
-    /// replica_replace_after_s, storage_over_provisioning_percentage, storage_minimal_available_percentage,
-    /// allow_volume_creation_with_degraded_availability, concurrent_replica_rebuild_per_node_limit,
-    /// disable_scheduling_on_cordoned_node, and the tables [nodes] of NAME = "URL" and [kubernetes] with
-    /// namespace, kubeconfig, agent_port, pods_of_lost_nodes,
-    /// auto_delete_pod_when_volume_detached_unexpectedly, node_drain_policy and guard_image. A flag wins over
-    /// the file; nodes of both are used. Unknown keys are refused.
+    /// TOML file with any of: store, listen, forward_listen, tls_listen, csi_listen, metrics_listen, log,
+    /// log_format, replica_replace_after_s, storage_over_provisioning_percentage,
+    /// storage_minimal_available_percentage, allow_volume_creation_with_degraded_availability,
+    /// concurrent_replica_rebuild_per_node_limit, disable_scheduling_on_cordoned_node, and the tables [nodes]
+    /// of NAME = "URL" and [kubernetes] with namespace, kubeconfig, agent_port, pods_of_lost_nodes,
+    /// auto_delete_pod_when_volume_detached_unexpectedly, node_drain_policy and guard_image. A flag overrides
+    /// the file, and the nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Database file of the volumes; created if it does not exist. Only one controller at a time can open it.
@@ -307,9 +307,9 @@ pub struct Config {
     pub listen: Listen,
     /// The additional address of the API; none if it has none.
     pub forward_listen: Option<Listen>,
-    /// Where the API is with mutual TLS; none: nowhere.
+    /// The address of the API with mutual TLS; none if it is not served.
     pub tls_listen: Option<SocketAddr>,
-    /// Where CSI is, a socket in the file system; none: nowhere.
+    /// The socket of CSI in the file system; none if CSI is not served.
     pub csi_listen: Option<Listen>,
     /// The address of metrics and health.
     pub metrics_listen: MetricsListen,

@@ -44,7 +44,7 @@ pub enum AgentCall {
         secret: Secret,
         /// True if a missing directory may be made.
         create: bool,
-        /// Whether the directory may belong to an earlier secret of the volume.
+        /// True if the directory may belong to an earlier secret of the volume.
         rebind: bool,
     },
     /// Starts an engine process.

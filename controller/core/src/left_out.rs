@@ -16,9 +16,9 @@ use crate::objects::{Key, Kind};
 /// An object that was left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeftOut {
-    /// Why it cannot be used.
+    /// The reason why the object cannot be used.
     pub why: String,
-    /// How an operator mends that.
+    /// The steps by which an operator mends the object.
     pub remedy: String,
     /// The stored version that cannot be used; 0: the store does not say.
     pub version: u64,
@@ -50,7 +50,7 @@ impl LeftOut {
         LeftOut { version, ..self }
     }
 
-    /// Whether it may belong to `node`, as far as its text can be read.
+    /// Returns true if the object may belong to `node`, as far as its text can be read.
     #[must_use]
     pub fn may_be_on(&self, node: &str) -> bool {
         self.nodes.as_ref().is_none_or(|nodes| nodes.contains(node))

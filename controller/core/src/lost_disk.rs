@@ -106,7 +106,8 @@ impl RemoveDisk {
         Ok(Change::Store(node))
     }
 
-    /// Whether what is in its trash may be left there: nobody lists or deletes it any more. `directories`: how many there are.
+    /// Checks that the directories in the disk's trash may be left there. After the removal, the controller
+    /// does not list or delete them any more. `directories` is their number.
     ///
     /// # Errors
     /// [`RequestError::DiskHasTrash`].
@@ -140,7 +141,7 @@ impl RemoveDisk {
         unknown.map_or(Ok(()), |sentence| Err(RequestError::LeftOut(sentence)))
     }
 
-    /// Whether its agent is in reach and sees nothing wrong with it.
+    /// Returns true if the agent of the disk is in reach and reports no problem of the disk.
     fn is_usable(&self, agents: &Agents) -> bool {
         let view = NodeName::new(&self.node).ok().and_then(|name| agents.get(&name));
         let disk = view.filter(|view| view.is_synced()).and_then(|view| view.disks.get(&self.path));

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use crate::objects::{DataState, Replica, Volume};
 use crate::{ClusterState, lost_disk, lost_node};
 
-/// What is left, the best first.
+/// Verdict on the replicas that remain of a volume, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Survivors {
     /// The volume continues, or starts again, with the remaining replicas.
@@ -19,8 +19,8 @@ pub enum Survivors {
     Nobody,
 }
 
-/// What is left of the volume without the replicas that `goes` names. A view that was granted and that
-/// nothing has reported yet may be the newest: whichever of it and the known view is worse off counts.
+/// Returns the verdict on the volume without the replicas that `goes` names. A view that was granted and not
+/// reported yet may be the newest. The worse verdict of that view and the known view counts.
 #[must_use]
 pub fn without(cluster: &ClusterState, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
     let known = without_of(cluster, volume, &goes, |replica| is_member(cluster, volume, replica));

@@ -229,7 +229,7 @@ struct Life<'a> {
     found: BTreeMap<ReplicaId, (&'a Trashed, &'a Record)>,
     /// The replicas that it has left behind, with theirs.
     left: Vec<(Replica, Record)>,
-    /// Whether an undeletion that was cut off has taken some of those back already.
+    /// True if an undeletion that was cut off has already taken back some replicas that were left behind.
     has_taken: bool,
     /// The newest of the records.
     record: Record,

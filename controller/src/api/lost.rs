@@ -64,7 +64,9 @@ impl Api {
         }
     }
 
-    /// What is in the trash of a disk that is removed is out of sight. A disk that was given up cannot be asked.
+    /// Checks that the trash of a disk is empty, or that the request forces the removal of the disk. After
+    /// the removal, the trash is out of sight. A disk that was given up is not checked, because it cannot be
+    /// asked.
     async fn check_trash(&self, node: &NodeName, wanted: &RemoveDisk) -> Result<(), Status> {
         let is_given_up = self
             .store

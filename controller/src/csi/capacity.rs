@@ -18,8 +18,7 @@ use super::{CsiController, arguments};
 /// The name of the hypothetical volume, which is never stored or shown.
 const NAME: &str = "capacity";
 
-/// How long a figure is good for: the external-provisioner asks for each part of the cluster, one after the
-/// other.
+/// Lifetime of a figure. The external-provisioner asks for each part of the cluster, one after the other.
 const ROOM_LIFE: Duration = Duration::from_secs(1);
 /// The most sets of parameters of which figures are kept.
 const ROOMS_MAX: usize = 64;
@@ -51,8 +50,9 @@ impl Rooms {
 }
 
 impl CsiController {
-    /// The room for volumes like this one. If a volume may begin with fewer replicas, the largest is the largest that
-    /// has a place for one: Kubernetes schedules no pod whose volume is larger than that.
+    /// Returns the room for volumes like this one. If a volume may begin with fewer replicas, its largest
+    /// size is the largest that has a place for one replica. Kubernetes schedules no pod whose volume is
+    /// larger than that.
     fn room(&self, volume: &Volume) -> Room {
         let nodes = scheduler::candidates_for_new(&self.store.state(), &self.fleet.agents());
         let request = Request::of(volume, self.settings.scheduling);
@@ -65,8 +65,8 @@ impl CsiController {
         Room { available_bytes: whole.available_bytes.max(largest_bytes), largest_bytes }
     }
 
-    /// The same for every part of the cluster that has a node: from there every volume can be reached, wherever
-    /// its replicas are.
+    /// Returns the capacity for volumes with these parameters. It is the same for every part of the cluster
+    /// that has a node: every volume can be reached from there, wherever its replicas are.
     pub(super) fn capacity(
         &self,
         request: v1::GetCapacityRequest,

@@ -113,7 +113,8 @@ impl CsiController {
         if csi::placement(&self.store.state(), name) == Placement::Scheduled {
             return self.created(volume);
         }
-        // Nothing was placed, so nothing has to be waited for but two removals; if that takes too long, it goes on.
+        // Nothing was placed, so this waits for two removals only. If they take too long, the call answers
+        // without them.
         let _ = self.wait(volume, deadline, |cluster| csi::is_deleted(cluster, name).then_some(())).await;
         Err(CsiError::Exhausted(why))
     }

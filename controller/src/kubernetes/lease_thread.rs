@@ -36,7 +36,7 @@ enum State {
     Waiting(Option<String>),
     /// The number of this leader.
     Held(Option<u64>),
-    /// Why the lease is lost.
+    /// The reason why the lease is lost.
     Lost(String),
     Released,
 }

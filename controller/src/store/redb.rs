@@ -28,7 +28,7 @@ const TEXTS: TableDefinition<'_, &str, &str> = TableDefinition::new("texts");
 /// `authority`: the state of the cluster's CA.
 const SECRETS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("secrets");
 const AUTHORITY: &str = "authority";
-/// What `format` says; raised when an older controller could no longer read the file.
+/// Value of `format`. A release raises it if an older controller could no longer read the file.
 const FORMAT: u64 = 1;
 
 /// A store in one file, for one controller at a time. Every write is on the disk before it counts.
@@ -40,7 +40,8 @@ pub struct RedbStore {
 /// The remedy for an object that cannot be read.
 const REMEDY: &str = "start the release of the controller that stored it, or restore the store from a backup";
 
-/// How much of the file is kept in memory. All objects are there anyway: only writes need its pages.
+/// Size of the part of the file that is kept in memory. All objects are there anyway: only writes need its
+/// pages.
 const CACHE_BYTES: usize = 16 << 20;
 
 #[derive(Debug)]
@@ -54,7 +55,7 @@ struct Inner {
     queue: Mutex<Queue>,
     /// A commit has ended.
     committed: Condvar,
-    /// Of whoever commits.
+    /// The writer, which the caller that commits locks.
     writer: Mutex<Writer>,
 }
 
@@ -196,7 +197,7 @@ fn save_authority(database: &Database, state: &[u8]) -> Result<(), redb::Error> 
     Ok(())
 }
 
-/// What can be wrong with the content of a file.
+/// A problem with the content of a file.
 enum Damage {
     Database(redb::Error),
     Format(String),

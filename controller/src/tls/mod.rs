@@ -43,10 +43,10 @@ pub struct KeeperError(pub String);
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// Its state cannot be loaded or stored.
+    /// The state of the CA cannot be loaded or stored.
     #[error("the cluster's CA: {0}")]
     Keeper(#[from] KeeperError),
-    /// It refuses, or its state is damaged.
+    /// The CA refuses, or its state is damaged.
     #[error(transparent)]
     Authority(#[from] AuthorityError),
     /// The certificate of this controller does not fit.
@@ -67,7 +67,7 @@ pub enum TlsError {
     },
 }
 
-/// What a node has shown of its certificate.
+/// Details that a node has shown of its certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeSeen {
     pub(crate) trust_version: u64,

@@ -122,7 +122,7 @@ async fn set_trust(
     Ok(client.set_trust(limited(list, CALL_LIMIT)).await?.into_inner())
 }
 
-/// Whether two thirds of the certificate's life are over.
+/// Returns true if two thirds of the certificate's life are over.
 fn is_due(state: &v1::NodeTlsState, now_s: u64) -> bool {
     let life = state.not_after_s.saturating_sub(state.not_before_s);
     now_s >= state.not_before_s.saturating_add(life / 3 * 2)

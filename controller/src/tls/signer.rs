@@ -1,5 +1,5 @@
-//! The signer `shorthorn.io/agent` for CertificateSigningRequests of Kubernetes. The API server notes the maker of a
-//! request: one that the kubelet of a node made proves that its maker is root there.
+//! The signer `shorthorn.io/agent` for CertificateSigningRequests of Kubernetes. The API server notes the
+//! maker of a request. A request that the kubelet of a node made proves that its maker is root there.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ enum Verdict {
     Sign { node: String, request: Box<Request> },
     /// Deny it for this reason.
     Deny(String),
-    /// It is signed or denied.
+    /// The request is already signed or denied.
     Done,
 }
 

@@ -38,7 +38,7 @@ struct State {
     instances: BTreeMap<Key, v1::Instance>,
     directories: BTreeSet<String>,
     disks: BTreeSet<String>,
-    /// Why no disk can be removed.
+    /// The reason why disks cannot be removed; none if they can.
     keeps_disks: Option<String>,
     in_use: Option<String>,
     /// The reason why existing devices cannot be resized.

@@ -209,13 +209,13 @@ pub fn is_away(cluster: &ClusterState, name: &str, node: Option<&str>) -> bool {
     !at.is_some_and(is_meant)
 }
 
-/// Whether the volume is stored, and the controller cannot use it.
+/// Returns true if the volume is stored and the controller cannot use it.
 #[must_use]
 pub fn is_unknown(cluster: &ClusterState, name: &str) -> bool {
     cluster.unknown(&Key::new(Kind::Volume, name)).is_some()
 }
 
-/// Whether the volume is gone; another one may have its name already.
+/// Returns true if the volume is gone. Another volume may already have its name.
 #[must_use]
 pub fn is_deleted(cluster: &ClusterState, name: &str) -> bool {
     match cluster.volumes.get(name) {
@@ -225,7 +225,7 @@ pub fn is_deleted(cluster: &ClusterState, name: &str) -> bool {
     }
 }
 
-/// Who has the volume, or is about to get or lose it.
+/// Returns the node that has the volume, or is about to get or lose it.
 fn holder(volume: &Volume) -> Option<&NodeName> {
     let status = &volume.status;
     let nobody = matches!(status.state, VolumeState::Creating | VolumeState::Detached);

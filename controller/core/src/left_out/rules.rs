@@ -1,5 +1,5 @@
-//! What each rule makes of an object that is stored and cannot be used: volume v is attached to a, with
-//! replicas on a, b, c.
+//! Tests of each rule with an object that is stored and cannot be used. In all of them, volume v is attached
+//! to a and has replicas on a, b and c.
 
 use std::collections::BTreeSet;
 

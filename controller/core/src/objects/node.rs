@@ -28,7 +28,8 @@ pub struct Node {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeSpec {
-    /// Where its agent answers: http://HOST:PORT, https://HOST:PORT or unix:///PATH; empty: nowhere yet.
+    /// URL of the node's agent: http://HOST:PORT, https://HOST:PORT or unix:///PATH. Empty while the agent
+    /// has no address.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(regex(pattern = "^(|https?://[^ ]+|unix:///[^ ]+)$"))]
     pub address: String,

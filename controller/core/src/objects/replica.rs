@@ -92,12 +92,14 @@ pub struct ReplicaStatus {
     /// it: the only record, if all replicas were left behind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub undeletion_record: Option<String>,
-    /// A process of it may run with the secret of an earlier life of its volume: no engine is told of it before one that was
-    /// started since. Set by an undeletion.
+    /// True if a process of the replica may run with the secret of an earlier life of its volume. Engines get
+    /// the address of a process only if it was started after the undeletion. An undeletion sets this field,
+    /// and the controller clears it when it has stopped the process.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stop_first: bool,
-    /// Its directory may belong to the secret that its volume had before its undeletion. The next start gives the directory
-    /// to the present secret. Set by an undeletion, until the replica is a member.
+    /// True if the replica's directory may belong to the secret that its volume had before its undeletion.
+    /// The next start gives the directory to the present secret. An undeletion sets this field, and the
+    /// controller clears it when the replica is a member.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub rebind: bool,
 }

@@ -160,11 +160,11 @@ pub struct VolumeStatus {
     /// The columns of kubectl.
     #[serde(default, skip_serializing_if = "Display::is_empty")]
     pub display: Display,
-    /// Whether no replica and no engine has reported yet the view that the arbiter has granted last: its
-    /// members count beside those that are known.
+    /// True if neither a replica nor an engine has reported the view that the arbiter has granted last. The
+    /// members of that view then count in addition to the known ones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub grant_unreported: bool,
-    /// What holds and what does not, and why.
+    /// Conditions of the volume: the status of each, and the reason for it.
     #[serde(default)]
     pub conditions: Conditions,
 }

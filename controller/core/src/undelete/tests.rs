@@ -350,7 +350,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
     assert!(other.replicas.iter().all(|replica| replica.spec.replica_id == ReplicaId::from_random(3)));
 }
 
-/// Nothing is in the trash: the records with the replicas are the only ones.
+/// The trash is empty: the records with the replicas are the only ones.
 #[test]
 fn an_undeletion_of_replicas_that_were_all_left_behind_is_finished_wherever_it_is_cut_off() {
     let gone = deleted(1);
@@ -392,7 +392,7 @@ fn an_undeletion_of_replicas_that_were_all_left_behind_is_finished_wherever_it_i
     }
 }
 
-/// Somebody makes a volume of the name by kubectl while an undeletion is cut off, and deletes it again.
+/// A user creates a volume of the name with kubectl while an undeletion is cut off, and deletes it again.
 #[test]
 fn the_record_of_a_replica_that_was_taken_back_stays_until_the_volume_is_stored() {
     let gone = deleted(1);

@@ -66,7 +66,7 @@ pub enum Op {
     TimePasses(u8),
     /// The store cannot read an object.
     LeaveOut(usize),
-    /// It can again.
+    /// The store can read the object again.
     TakeIn(usize),
     Crash,
 }
@@ -82,7 +82,7 @@ enum Fault {
 #[derive(Debug)]
 pub struct Sim {
     store: ClusterState,
-    /// What the store cannot read now.
+    /// The objects that the store cannot read now.
     hidden: BTreeMap<Key, (Object, LeftOut)>,
     revision: u64,
     now: Timestamp,

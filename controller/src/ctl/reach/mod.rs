@@ -1,4 +1,4 @@
-//! How the controller is reached: at an address, or through the API server of Kubernetes at whichever pod
+//! Ways to reach the controller: at an address, or through the API server of Kubernetes at the pod that
 //! leads.
 
 mod forward;
@@ -30,9 +30,9 @@ const PLUGIN: &str = "kubectl-";
 /// The options that locate the controller.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ReachArgs {
-    /// Where the controller is: unix:///PATH, http://HOST:PORT, or https://HOST:PORT for TLS on this host
-    /// too. Without it, and without a cluster that is named, unix:///run/shorthorn/controller.sock if that is
-    /// there, else the cluster of the kubeconfig
+    /// URL of the controller: unix:///PATH, http://HOST:PORT, or https://HOST:PORT for TLS, on this host too.
+    /// The default is unix:///run/shorthorn/controller.sock if a controller listens there, else the cluster
+    /// of the kubeconfig. --kubeconfig and --context take precedence
     #[arg(long, global = true, value_name = "URL", env = "SHORTHORN_SERVER")]
     pub server: Option<ServerUrl>,
     /// Certificate for a controller on another host, from shorthornctl tls issue

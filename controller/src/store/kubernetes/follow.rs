@@ -213,13 +213,13 @@ fn key_of(kind: Kind, object: &DynamicObject) -> Key {
 /// An object as the reconcilers see it.
 #[derive(Debug)]
 enum Read {
-    /// It can be used, and nothing can take it away under their hands.
+    /// The object can be used, and cannot disappear while the reconcilers use it.
     Object(Box<Object>),
-    /// It is about to go, and has nothing of ours.
+    /// The object is about to disappear, and has nothing of ours.
     Nothing,
-    /// It cannot be used.
+    /// The object cannot be used.
     LeftOut(LeftOut),
-    /// It cannot be marked as ours now: that is tried again.
+    /// The object cannot be marked as ours now. The controller tries again.
     Unmarked(LeftOut, CallError),
 }
 
@@ -402,7 +402,7 @@ async fn take_events(
     }
 }
 
-/// What a new attempt has found; none: the object is gone.
+/// The result of a new attempt; none if the object is gone.
 type Tried = Result<Option<Read>, CallError>;
 
 /// Attempts to mark as ours the objects that are left out. They end with this value.

@@ -431,7 +431,7 @@ impl Inner {
         drop(order);
     }
 
-    /// Nothing of ours is in the object of that key.
+    /// Forgets that the object of that key was left out, because it has nothing of ours.
     fn forget_left_out(&self, key: &Key) {
         self.cache.change(|state| if state.forget_left_out(key) { vec![key.clone()] } else { Vec::new() });
     }

@@ -28,9 +28,9 @@ pub struct List {
     pub version: u64,
     /// The valid objects.
     pub objects: Vec<Object>,
-    /// What is there too, with nothing of ours.
+    /// The listed objects that have nothing of ours.
     pub unreadable: Vec<Key>,
-    /// What is there and cannot be used.
+    /// The listed objects that cannot be used.
     pub left_out: BTreeMap<Key, LeftOut>,
 }
 

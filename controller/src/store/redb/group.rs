@@ -24,7 +24,7 @@ const WRITES_MAX: usize = 512;
 #[allow(clippy::large_enum_variant)] // few wait at a time, and nearly all are of the large kind
 pub(super) enum Write {
     Put(Object),
-    /// Of that version.
+    /// Removes the object if it has that version.
     Remove(Key, u64),
 }
 
@@ -40,7 +40,7 @@ impl Write {
 /// The stored object; none: it was removed.
 type Answer = Result<Option<Object>, StoreError>;
 
-/// Where the caller of a write finds its answer.
+/// The place where the caller of a write finds its answer.
 type Slot = Arc<Mutex<Option<Answer>>>;
 
 /// A write, and where its caller finds the answer.
@@ -54,7 +54,7 @@ struct Waiting {
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
-    /// Whether somebody commits; all others wait for that.
+    /// True if a caller commits; all others wait for that.
     is_committing: bool,
 }
 
@@ -87,7 +87,7 @@ pub(super) struct Writer {
     pub(super) opened_at: u64,
     /// Objects written since that keep something of a later version.
     pub(super) with_more: BTreeSet<String>,
-    /// How many commits were made.
+    /// Number of commits.
     pub(super) commits: u64,
 }
 

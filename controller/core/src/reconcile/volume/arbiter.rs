@@ -77,8 +77,8 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the engine is only just being told of a grant, or goes on with one: nobody has to hear of a volume that does
-    /// at once. Looked at again when it should have.
+    /// Returns true if the engine is just getting a grant, or continues with one. A volume that continues at
+    /// once is not reported as frozen. The reconciler looks again when the engine should have continued.
     pub(super) fn is_being_granted(&mut self) -> bool {
         let recorded = self.next.status.conditions.get(ConditionType::Granted);
         let recorded = recorded.filter(|recorded| recorded.status || recorded.reason == WAITING);

@@ -89,7 +89,8 @@ impl Run<'_> {
         }
     }
 
-    /// The newest view that the engine of this attachment has brought through, as a replica says that stored it.
+    /// Returns the newest view that the engine of this attachment has committed, as a replica that has stored
+    /// it reports.
     pub(super) fn served_view(&self) -> Option<View> {
         let attach = self.stored.status.attach;
         let engine = self.engine.filter(|engine| {

@@ -26,7 +26,7 @@ const DELETION_HELD: &str = "DeletionHeld";
 /// The word for programs of a volume that waits for an object that the controller cannot use.
 const OBJECT_UNKNOWN: &str = "ObjectUnknown";
 
-/// One run over one volume: the stored state, the new one, and what has been decided so far.
+/// A run over one volume: the stored state, the new one, and the decisions so far.
 struct Run<'a> {
     context: &'a Context<'a>,
     stored: &'a Volume,
@@ -162,7 +162,8 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the run ends here because an object of the volume is stored that the controller cannot use.
+    /// Returns true if the run ends here because an object of the volume is stored that the controller cannot
+    /// use.
     fn waits_for_unknown(&mut self) -> bool {
         let unknown = self.context.cluster.unknown_of(&self.stored.metadata.name);
         let Some(message) = unknown else { return false };

@@ -25,13 +25,13 @@ impl Sim {
         }
     }
 
-    /// Everything can be read again.
+    /// Makes all objects readable again.
     pub(super) fn take_all_in(&mut self) {
         self.reveal();
         self.hidden.clear();
     }
 
-    /// What a rule looks at has everything.
+    /// Puts the hidden objects back into the store, so that a rule can look at all objects.
     pub(super) fn reveal(&mut self) {
         for (object, _) in self.hidden.values() {
             self.store.insert(object.clone());

@@ -25,9 +25,9 @@ struct FakeApi {
     expired: Mutex<u32>,
     /// The volume that cannot be changed.
     frozen: Mutex<Option<String>>,
-    /// Whether single objects are not answered for.
+    /// True if requests for single objects get no answer.
     hangs: AtomicBool,
-    /// Somebody has asked for one.
+    /// Notified by a request for a single object.
     asked: Notify,
 }
 
