@@ -187,8 +187,8 @@ pub struct ServeArgs {
 
 /// Gets a certificate for this node from a controller, with a one-time token.
 ///
-/// `shorthornctl node token NAME` makes the token. In a Kubernetes cluster this is not needed: the agent uses the identity of the
-/// kubelet. A running agent notices the certificate and begins to serve the controller.
+/// `shorthornctl node token NAME` makes the token. In a Kubernetes cluster, the agent needs no token: it uses
+/// the identity of the kubelet. A running agent notices the certificate and begins to serve the controller.
 #[derive(Debug, Args)]
 pub struct JoinArgs {
     /// The token, or the file that has it if the value begins with @; @- is standard input

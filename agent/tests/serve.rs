@@ -207,7 +207,7 @@ async fn a_volume_from_start_to_deletion() {
     assert_eq!(nbd.read(0, 4096).unwrap(), [5; 4096]);
 }
 
-/// Whoever can start replicas could else read a directory with a secret of their own.
+/// A caller that can start replicas must not read a directory with a secret of its own.
 #[tokio::test]
 async fn a_replica_directory_belongs_to_the_secret_of_its_volume() {
     let node = Node::new();

@@ -26,7 +26,7 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(30);
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 const HTTPS_PORT: u16 = 443;
 
-/// Why there is no answer.
+/// A request to the API server cannot be made, or fails.
 #[derive(Debug, Error)]
 pub enum HttpsError {
     /// The kubeconfig names no address.
@@ -35,11 +35,11 @@ pub enum HttpsError {
     /// The kubeconfig has certificates or a key that cannot be used.
     #[error("the {what} of {file} cannot be used: {reason}")]
     Identity {
-        /// Which of them.
+        /// The part that cannot be used.
         what: &'static str,
         /// The kubeconfig.
         file: String,
-        /// What is wrong.
+        /// The reason why that part cannot be used.
         reason: String,
     },
     /// No connection.
@@ -55,10 +55,10 @@ pub enum HttpsError {
     Request {
         /// The API server.
         server: String,
-        /// What happened.
+        /// The reason of the failure.
         reason: String,
     },
-    /// It takes too long.
+    /// The API server does not answer in time.
     #[error("{0} does not answer within {limit} s", limit = REQUEST_LIMIT.as_secs())]
     Late(String),
 }

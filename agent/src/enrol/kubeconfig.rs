@@ -21,7 +21,7 @@ const KUBECONFIGS: [&str; 5] = [
 const ROTATED: &str = "/var/lib/kubelet/pki/kubelet-client-current.pem";
 const FILE_MAX_BYTES: u64 = 1 << 20;
 
-/// Why the identity of the kubelet cannot be used.
+/// The identity of the kubelet cannot be used.
 #[derive(Debug, Error)]
 pub enum KubeconfigError {
     /// The file cannot be read.
@@ -37,7 +37,7 @@ pub enum KubeconfigError {
     Content {
         /// The file.
         path: PathBuf,
-        /// What is missing or wrong.
+        /// The missing part, or the error.
         reason: String,
     },
 }
@@ -196,7 +196,7 @@ fn chosen(file: &File) -> Option<(&Cluster, &User)> {
     }
 }
 
-/// What stands in the file, or else in the file that it names.
+/// Returns the document in the kubeconfig itself, or else the content of the file that the kubeconfig names.
 fn document(
     data: &Option<String>,
     file: &Option<PathBuf>,
@@ -245,13 +245,13 @@ mod tests {
         load_with(&path, &dir.path().join("current.pem")).map_err(|error| error.to_string())
     }
 
-    /// As kubeadm writes it.
+    /// A kubeconfig as kubeadm writes it.
     const KUBEADM: &str = "apiVersion: v1\nkind: Config\nclusters:\n- cluster:\n    \
         certificate-authority-data: Q0E=\n    server: https://10.0.0.1:6443\n  name: kubernetes\ncontexts:\n\
         - context:\n    cluster: kubernetes\n    user: system:node:n1\n  name: system:node:n1@kubernetes\n\
         current-context: system:node:n1@kubernetes\npreferences: {}\nusers:\n- name: system:node:n1\n  user:\n    \
         client-certificate: pair.pem\n    client-key: pair.pem\n";
-    /// As k3s writes it.
+    /// A kubeconfig as k3s writes it.
     const K3S: &str = "apiVersion: v1\nclusters:\n- cluster:\n    server: https://127.0.0.1:6444\n    \
         certificate-authority: ca.crt\n  name: local\ncontexts:\n- context:\n    cluster: local\n    \
         namespace: default\n    user: user\n  name: Default\ncurrent-context: Default\nkind: Config\n\

@@ -18,13 +18,13 @@ const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 /// A request that nobody has decided by then is forgotten, and another one is made. Kubernetes removes it
 /// after a day.
 const DECISION_LIMIT: Duration = Duration::from_hours(1);
-/// How often the request is read: at first, and at most.
+/// First pause before the request is read again, and the longest one.
 const POLL_FIRST: Duration = Duration::from_millis(500);
 const POLL_MAX: Duration = Duration::from_secs(15);
 /// Errors of the API server are shown up to this length.
 const SHOWN_MAX_CHARS: usize = 300;
 
-/// Why there is no certificate.
+/// The node cannot get a certificate from Kubernetes.
 #[derive(Debug, Error)]
 pub enum CsrError {
     /// The API server does not answer.
@@ -36,14 +36,14 @@ pub enum CsrError {
     /// The API server refuses the call.
     #[error("the API server refuses to {action} a CertificateSigningRequest: {status} {message}")]
     Refused {
-        /// What was asked.
+        /// The action that the API server refuses.
         action: &'static str,
-        /// Of the answer.
+        /// The status of the answer.
         status: StatusCode,
-        /// Of the answer.
+        /// The message of the answer.
         message: String,
     },
-    /// The controller, or a person, has denied it.
+    /// The controller or a person has denied the request.
     #[error("the CertificateSigningRequest {name} was denied: {message}")]
     Denied {
         /// The request.
@@ -51,7 +51,7 @@ pub enum CsrError {
         /// The reason.
         message: String,
     },
-    /// Nobody has decided.
+    /// The request was not decided in time.
     #[error(
         "nobody has signed the CertificateSigningRequest {name}, of signer {SIGNER_NAME}, within {} s: does the \
          controller run?", DECISION_LIMIT.as_secs()

@@ -1,8 +1,8 @@
-//! How this node gets its certificate. The key is made here and never leaves the node.
+//! Enrolment: this node gets its certificate. The agent makes the key, and the key never leaves the node.
 //!
 //! - In a Kubernetes cluster the agent makes a CertificateSigningRequest with the kubelet's certificate
 //!   (`kubernetes`).
-//! - Elsewhere somebody runs `shorthorn-agent join` with a one-time token (`join`). The token has the pin of
+//! - Elsewhere a person runs `shorthorn-agent join` with a one-time token (`join`). The token has the pin of
 //!   the CA.
 //!
 //! The first enrolment decides which CAs the node trusts. A later one is accepted only if one of those CAs
@@ -33,10 +33,10 @@ pub enum AnswerError {
     /// Not a certificate, or not for the key of this node.
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    /// It is not valid for the CA that came with it.
+    /// The certificate is not valid for the CA that came with it.
     #[error(transparent)]
     Trust(#[from] TrustError),
-    /// It is for another node, or not for a node.
+    /// The certificate is for another node, or not for a node.
     #[error(
         "the signed certificate is for {found}, not for {expected}: check node_name in the agent's configuration"
     )]
@@ -54,7 +54,7 @@ pub enum AnswerError {
     OtherAuthority {
         /// The file that remembers the CAs.
         file: PathBuf,
-        /// Why it is not accepted.
+        /// The reason why the certificate is not accepted.
         source: TrustError,
     },
     /// The signer has sent no CA.

@@ -2,8 +2,8 @@
 //! Controllers of other clusters may only ask for the claim. Two controllers that drive one node would delete
 //! each other's instances.
 //!
-//! A call without the name of a cluster is of a controller of an earlier release, and is let through. With TLS, the cluster
-//! of a call is that of the caller's certificate.
+//! A call without the name of a cluster comes from a controller of an earlier release, and the agent accepts
+//! it. With TLS, the caller's certificate names the cluster of the call.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -48,7 +48,7 @@ pub struct Config {
     pub tls_dir: PathBuf,
     /// The kubelet's identity, with which this node enrols.
     pub kubelet_kubeconfig: KubeconfigChoice,
-    /// What has to survive a reboot.
+    /// The directory of state that has to survive a reboot.
     pub state_dir: PathBuf,
     /// Sockets and pid files.
     pub runtime_dir: PathBuf,
@@ -100,7 +100,7 @@ pub enum KubeconfigChoice {
     File(PathBuf),
 }
 
-/// Who runs the instances.
+/// The manager that runs the instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum InstancesChoice {
@@ -205,7 +205,7 @@ impl Config {
         Config::parse(path, &text)
     }
 
-    /// Whether an address is served by TLS.
+    /// Returns true if the agent serves an address with TLS.
     #[must_use]
     pub fn listens_with_tls(&self) -> bool {
         self.listen.iter().any(|address| matches!(address, ListenAddress::Tls(_)))

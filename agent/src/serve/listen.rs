@@ -1,5 +1,5 @@
-//! Where the node API is served. An address that other hosts can reach is served by TLS only (`tls`). Connections without
-//! TLS come from this host: root at a Unix socket, every user at a loopback address.
+//! Addresses of the node API. The agent requires TLS (`tls`) on an address that other hosts can reach.
+//! Connections without TLS come from this host: root at a Unix socket, every user at a loopback address.
 
 use std::fmt;
 use std::fs;
@@ -24,9 +24,9 @@ use crate::serve::config::{absolute, check_tcp};
 pub enum ListenAddress {
     /// A Unix socket, for the same user only.
     Unix(PathBuf),
-    /// One address of this host, for this host only, without TLS.
+    /// An address of this host, for this host only, without TLS.
     Tcp(SocketAddr),
-    /// One address of this host, with TLS.
+    /// An address of this host, with TLS.
     Tls(SocketAddr),
 }
 
@@ -62,8 +62,8 @@ impl fmt::Display for ListenAddress {
 /// Connections without TLS to any of the addresses, as they come.
 pub type Incoming = Pin<Box<dyn Stream<Item = io::Result<Connection>> + Send>>;
 
-/// Binds all `addresses` without TLS. A socket that an earlier agent has left is replaced: the caller holds the lock that
-/// makes sure that it is none that lives.
+/// Binds all `addresses` without TLS. A socket that an earlier agent has left is replaced. The caller holds
+/// the lock that makes sure that no running agent has the socket.
 ///
 /// # Errors
 /// Names the address.

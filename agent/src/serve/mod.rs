@@ -56,7 +56,7 @@ use tls::{NodeTls, TlsService};
 const REQUEST_MAX_BYTES: usize = 256 << 10;
 /// A list of CAs has up to 16384 serial numbers.
 const TRUST_MAX_BYTES: usize = 2 << 20;
-/// How often the old state of engines is looked for.
+/// Time between two searches for old state of engines.
 const ENGINE_STATES_EVERY: Duration = Duration::from_hours(1);
 /// Calls that one client may have under way.
 const CALLS_MAX: usize = 64;

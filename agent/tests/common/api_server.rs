@@ -28,16 +28,16 @@ use super::tls::now;
 
 const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
-/// What happens to a request.
+/// The decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// It waits.
+    /// The request waits.
     None,
-    /// It is signed for the node that it names.
+    /// The request is signed for the node that it names.
     Sign,
-    /// It is signed for another node.
+    /// The request is signed for another node.
     SignForAnother,
-    /// It is denied.
+    /// The request is denied.
     Deny,
 }
 

@@ -253,8 +253,8 @@ pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an HMAC-SHA-256. Nobody can
-/// compute the secret from it.
+/// Returns the fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an
+/// HMAC-SHA-256. The secret cannot be computed from it.
 #[must_use]
 pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     // Replica directories have it: it must not change.

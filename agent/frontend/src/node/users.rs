@@ -25,8 +25,8 @@ const NAMES_MAX: usize = 8;
 /// For exclusive users the kernel decides: it gives a second one EBUSY, and names are looked up only for the
 /// message. All others are searched. Three kinds are not found. The first is a process that has only mapped
 /// the device. The second is a mount of the node in a mount namespace other than this one and that of the
-/// init process. The third is a process in a container whose processes this one does not see. A device that does not
-/// exist has no user; a device that cannot be opened counts as used.
+/// init process. The third is a process in a container whose processes this one does not see. A device that
+/// does not exist has no user. A device that cannot be opened counts as used.
 #[must_use]
 pub fn in_use(path: &Path) -> Option<String> {
     let opened = fs::OpenOptions::new()

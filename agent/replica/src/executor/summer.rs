@@ -508,8 +508,8 @@ impl Executor {
         }
     }
 
-    /// Starts the sums of regions, but not at once: a repair comes in several requests, and each needs the pages
-    /// of sets of regions.
+    /// Schedules the sums of regions instead of starting them at once. A repair comes in several requests,
+    /// and each needs the pages of sets of regions.
     pub(super) fn sum_soon(&mut self) {
         if self.summer.file.is_some() {
             self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);

@@ -224,8 +224,8 @@ impl Executor {
         self.marks.is_idle() && self.write_all_pages().is_ok()
     }
 
-    /// Returns the blocks of `range` whose rot is known, each with the sum of the data that a reader sees there,
-    /// if that can be read.
+    /// Returns the blocks of `range` whose rot is known. Each comes with the sum of the data that a reader
+    /// sees there, if that data can be read.
     fn known_sums_shown(&mut self, range: ByteRange) -> Vec<(u64, Option<u32>)> {
         let blocks: Vec<ByteRange> =
             block_ranges(range).filter(|block| self.summer.known.has(number_of(*block))).collect();
@@ -238,8 +238,8 @@ impl Executor {
         read.ok().map(|()| sum_of_data(block.as_slice()))
     }
 
-    /// Updates the known sums of the data that a reader sees in `range`, after a layer was repaired. A block that
-    /// shows the same as before (`shown`) is as rotten as it was: its rot is in another layer.
+    /// Updates the known sums of the data that a reader sees in `range`, after a layer was repaired. A block
+    /// that shows the same sum as before (`shown`) is as rotten as it was: its rot is in another layer.
     fn known_follow_repair(&mut self, range: ByteRange, shown: Vec<(u64, Option<u32>)>) {
         for (block, before) in shown {
             match self.sum_shown(block * BLOCK_BYTES) {

@@ -1,9 +1,9 @@
-//! Which volume a directory belongs to. Names can be used again; the secret of a volume is drawn once.
+//! Binding of a directory to its volume. Names can be used again, but the secret of a volume is drawn once.
 //!
 //! `shorthorn.fingerprint` has a fingerprint of that secret, and never the secret. A replica with another
-//! secret does not open the directory: else whoever can start a replica could read it with a secret of their
-//! own. A directory that an earlier release has made has no fingerprint. The first replica that opens it
-//! writes one.
+//! secret does not open the directory. Otherwise a caller that can start a replica could read it with a
+//! secret of its own. A directory that an earlier release has made has no fingerprint. The first replica that
+//! opens it writes one.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ struct Document {
     fingerprint: String,
 }
 
-/// Whether a replica whose volume's secret has this fingerprint may open the directory.
+/// Checks that a replica whose volume's secret has this fingerprint may open the directory.
 ///
 /// # Errors
 /// [`StoreError::OtherSecret`] if it belongs to another volume.
@@ -53,7 +53,7 @@ impl Store {
     }
 }
 
-/// Whether it has a fingerprint, which is then this one.
+/// Returns true if the directory has this fingerprint, and false if it has none.
 fn check(directory: &Directory, fingerprint: &str) -> Result<bool, StoreError> {
     let Some(bytes) = directory.read(FINGERPRINT_FILE)? else { return Ok(false) };
     let damaged =

@@ -71,8 +71,8 @@ impl Store {
             }
         }
         if is_read && lost.len() < count {
-            // Such a block may be given the data that it was copied with. If that fails, the next opening looks
-            // again.
+            // A later write may give such a block the data that it was copied with, and that is not rot then.
+            // If the record cannot be saved, the next opening looks again.
             let _ = self.save_lost_blocks(&lost);
         }
         Ok(lost)

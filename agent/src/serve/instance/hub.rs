@@ -307,8 +307,8 @@ pub(super) async fn finish<T>(task: JoinHandle<Result<T, NodeError>>) -> Result<
     task.await.map_err(NodeError::lost)?
 }
 
-/// Refuses a directory that belongs to another volume, or gives it to this one. The replica process writes the fingerprint
-/// of a directory that has none.
+/// Refuses a directory that belongs to another volume, or gives it to this one if `rebind` is true. The
+/// replica process writes the fingerprint of a directory that has none.
 fn bind(directory: &Path, fingerprint: &str, rebind: bool) -> Result<(), NodeError> {
     if !directory.try_exists().map_err(NodeError::at(directory))? {
         return Ok(());

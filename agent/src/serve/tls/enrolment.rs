@@ -18,9 +18,9 @@ use crate::serve::config::KubeconfigChoice;
 use crate::serve::error::NodeError;
 use crate::serve::tls::{NodeTls, TlsError, name_of};
 
-/// How often the file is looked at, which `shorthorn-agent join` replaces.
+/// Time between two checks of the file that `shorthorn-agent join` replaces.
 const FILE_EVERY: Duration = Duration::from_secs(2);
-/// How often a node that needs no enrolment, or cannot enrol by itself, is looked at.
+/// Time between two checks of a node that needs no enrolment or cannot enrol by itself.
 const IDLE: Duration = Duration::from_secs(60);
 /// The pause after an attempt that has failed, at first and at most.
 const PAUSE: Duration = Duration::from_secs(1);

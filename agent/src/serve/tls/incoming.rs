@@ -17,7 +17,7 @@ use crate::serve::tls::NodeTls;
 
 /// Connections that wait for the server, of all addresses.
 const READY_MAX: usize = 16;
-/// How long an address that cannot be bound is left alone, at first and at most.
+/// First pause after an address could not be bound, and the longest one.
 const BIND_PAUSE: Duration = Duration::from_secs(1);
 const BIND_PAUSE_MAX: Duration = Duration::from_secs(30);
 

@@ -30,10 +30,10 @@ pub use enrolment::keep_enrolled;
 pub use incoming::bind;
 pub use service::{TlsService, trust};
 
-/// Why a certificate or a list of CAs is not taken.
+/// The node cannot use a certificate or a list of CAs.
 #[derive(Debug, Error)]
 pub enum TlsError {
-    /// It does not fit this node.
+    /// The certificate does not fit this node.
     #[error(transparent)]
     Answer(#[from] AnswerError),
     /// The file cannot be read or written.
@@ -104,7 +104,7 @@ struct Change {
     requested: Option<Key>,
     /// The file as it was read or written last.
     seen: Option<Stamp>,
-    /// Why the file cannot be used.
+    /// The reason why the file cannot be used; none if it can be used.
     problem: Option<String>,
 }
 
@@ -146,8 +146,8 @@ impl NodeTls {
         bundle.and_then(|bundle| Some(bundle.identity.as_ref()?.certificate().not_after)).unwrap_or_default()
     }
 
-    /// Whether the node has to enrol: it has no certificate, or one that is expired. A file that cannot be
-    /// used is for a person to look at: it may remember CAs.
+    /// Returns true if the node has to enrol, because it has no certificate or an expired one. Returns false
+    /// if the file cannot be used. A person has to look at such a file, because it may remember CAs.
     pub fn has_to_enrol(&self) -> bool {
         let is_readable = self.change().problem.is_none();
         is_readable && self.expiry_s() < now().as_secs()
