@@ -24,7 +24,7 @@ pub const NAMESPACE: &str = "shorthorn-system";
 const ADMIN: &str = "admin";
 /// The kubelet of node m1.
 const KUBELET: &str = "system:node:m1";
-/// Those of Kubernetes' own controllers that deal with volumes.
+/// The controllers of Kubernetes that deal with volumes.
 const VOLUME_CONTROLLERS: [&str; 5] = [
     "persistentvolume-binder",
     "attachdetach",

@@ -1,5 +1,5 @@
-//! Certificates by a real Kubernetes API server: the kubelet of a node gets one for its node only, and a lost CA is not
-//! replaced. The controller is signed in with the roles of packaging/deploy.
+//! Certificates by a real Kubernetes API server. The kubelet of a node gets one for its node only, and a lost
+//! CA is not replaced. The controller is signed in with the roles of packaging/deploy.
 
 use std::io::Write;
 use std::path::Path;

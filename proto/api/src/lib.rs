@@ -9,7 +9,8 @@ pub const CLUSTER_HEADER: &str = "shorthorn-cluster";
 /// leader. Absent: the controller is the only one by its store, or of an earlier release.
 pub const LEADER_HEADER: &str = "shorthorn-leader";
 
-/// What agents of later releases can do beyond what all can, as the level that GetNode shows.
+/// Levels of agents, as GetNode shows them: the abilities of later releases beyond those that all agents
+/// have.
 pub mod level {
     /// The agent knows which cluster its node belongs to.
     pub const CLUSTERS: u32 = 1;

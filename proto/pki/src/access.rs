@@ -1,4 +1,4 @@
-//! Which role may call which method. A method without an entry is refused.
+//! Table of the roles that may call each method. A method without an entry is refused.
 
 use std::task::{Context, Poll};
 
@@ -113,7 +113,7 @@ pub enum Refusal {
     UnknownMethod,
 }
 
-/// Whether a caller of this role may call the method with this path.
+/// Checks that a caller of this role may call the method with this path.
 ///
 /// # Errors
 /// [`Refusal`].

@@ -42,7 +42,7 @@ pub struct Authority {
 /// A certificate that the CA gave out and that is not expired.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Issued {
-    /// Its serial.
+    /// The serial number of the certificate.
     pub serial: Serial,
     /// The role of its holder.
     #[serde(with = "role_text")]
@@ -56,7 +56,7 @@ pub struct Issued {
 /// A certificate that counts no more although it is not expired.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revoked {
-    /// Its serial.
+    /// The serial number of the certificate.
     pub serial: Serial,
     /// Seconds since 1970 after which the entry is removed.
     pub not_after: u64,
@@ -98,7 +98,7 @@ pub enum AuthorityError {
     /// More than a trust list has room for.
     #[error("{REVOKED_MAX} certificates are revoked: wait until some expire, or roll the CA over")]
     TooManyRevoked,
-    /// Nothing to revoke.
+    /// No valid certificate fits the request to revoke.
     #[error("no valid certificate has this serial number or is of this role: see shorthornctl tls show")]
     NothingToRevoke,
     /// The CA expires.
@@ -194,7 +194,7 @@ impl Authority {
         &self.revoked
     }
 
-    /// Whether the certificate with this serial is revoked.
+    /// Returns true if the certificate with this serial number is revoked.
     #[must_use]
     pub fn is_revoked(&self, serial: &Serial) -> bool {
         self.revoked.iter().any(|revoked| revoked.serial == *serial)

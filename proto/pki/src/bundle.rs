@@ -52,18 +52,18 @@ pub enum BundleError {
     Sections {
         /// The kind of section.
         tag: &'static str,
-        /// How many there are.
+        /// Number of sections in the file.
         found: usize,
-        /// How many there have to be.
+        /// Expected number of sections.
         expected: &'static str,
     },
-    /// Its trust list cannot be read.
+    /// The trust list cannot be read.
     #[error("the trust list cannot be read: {0}")]
     Trust(String),
-    /// Its certificate cannot be read.
+    /// The certificate cannot be read.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
-    /// Its key cannot be read.
+    /// The private key cannot be read.
     #[error(transparent)]
     Key(#[from] RequestError),
     /// Key and certificate are of different origin.
@@ -114,7 +114,7 @@ impl Identity {
         &self.chain
     }
 
-    /// Its private key.
+    /// Returns the private key.
     ///
     /// # Errors
     /// [`RequestError::Key`] if the key is of a kind that this program cannot use for requests.
@@ -178,7 +178,7 @@ impl Bundle {
         Ok(bundle)
     }
 
-    /// Whether identity and trust list belong together.
+    /// Checks that the identity and the trust list belong together.
     ///
     /// # Errors
     /// [`BundleError::Cluster`].

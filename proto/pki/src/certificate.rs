@@ -68,13 +68,13 @@ impl Certificate {
         })
     }
 
-    /// Whether it is expired.
+    /// Returns true if the certificate is expired.
     #[must_use]
     pub fn is_expired(&self, now: UnixTime) -> bool {
         now.as_secs() > self.not_after
     }
 
-    /// Whether two thirds of its life are over.
+    /// Returns true if two thirds of the certificate's life are over.
     #[must_use]
     pub fn is_due(&self, now: UnixTime) -> bool {
         now.as_secs() >= self.not_before + self.not_after.saturating_sub(self.not_before) / 3 * 2

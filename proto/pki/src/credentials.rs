@@ -23,7 +23,7 @@ use crate::verifiers::{ClientVerifier, ServerVerifier};
 /// The protocol of gRPC.
 pub(crate) const ALPN: &[u8] = b"h2";
 
-/// Whether a server asks its clients for a certificate.
+/// The rule of a server for clients without a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientAuth {
     /// A client without a certificate gets no connection.

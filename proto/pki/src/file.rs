@@ -34,7 +34,7 @@ pub enum StoreError {
     Mode {
         /// The file.
         path: PathBuf,
-        /// Its mode.
+        /// The mode of the file.
         mode: u32,
     },
     /// Not a bundle.
@@ -42,7 +42,7 @@ pub enum StoreError {
     Bundle {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem of the bundle.
         error: BundleError,
     },
 }

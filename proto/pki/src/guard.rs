@@ -21,14 +21,14 @@ use crate::trust::Usage;
 /// The client of a connection, as a request's extensions have it.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Its address.
+    /// The address of the client.
     pub address: SocketAddr,
-    /// Its certificate; none: it has shown none.
+    /// The certificate of the client; none if the client has shown none.
     pub certificate: Option<Arc<Certificate>>,
 }
 
 impl Peer {
-    /// Its role, if it has shown a certificate.
+    /// Returns the role of the client, if the client has shown a certificate.
     #[must_use]
     pub fn role(&self) -> Option<&Role> {
         self.certificate.as_ref().map(|certificate| &certificate.name.role)

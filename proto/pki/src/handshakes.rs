@@ -1,8 +1,8 @@
-//! Which TLS handshakes begin. A handshake costs a signature, so clients that cannot authenticate get few of
+//! Limits on TLS handshakes. A handshake costs a signature, so clients that cannot authenticate get few of
 //! them. No number of them keeps the controller out: addresses that authenticated lately have a share of
 //! their own.
 //!
-//! Pure: the caller says the time.
+//! Pure: the caller gives the time.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -20,7 +20,7 @@ const ADDRESSES_MAX: usize = 1024;
 /// Failures are logged no more often than that.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 
-/// What is known of the clients.
+/// The clients that are known, and their handshakes.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     addresses: HashMap<IpAddr, Address>,
@@ -34,7 +34,7 @@ pub(crate) struct Handshakes {
     not_logged: u64,
 }
 
-/// How a handshake has ended.
+/// The outcome of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// With a certificate that is accepted here.
@@ -85,7 +85,7 @@ impl Handshakes {
         Handshakes { addresses, strangers, friends, max, max_of_source, logged_at: None, not_logged: 0 }
     }
 
-    /// Whether a client at this address may begin a handshake. None: it is disconnected.
+    /// Begins a handshake with a client at this address. Returns none if the client has to be disconnected.
     pub fn begin(&mut self, address: IpAddr, now: Instant) -> Option<Begun> {
         let address = source(address);
         if !self.addresses.contains_key(&address) {
@@ -127,7 +127,7 @@ impl Handshakes {
         }
     }
 
-    /// Whether a failure is logged now: then the number of those before it that were not.
+    /// Returns the number of earlier failures that were not logged, if this failure is to be logged now.
     pub fn log(&mut self, now: Instant) -> Option<u64> {
         if self.logged_at.is_some_and(|at| now.duration_since(at) < LOG_EVERY) {
             self.not_logged += 1;
@@ -157,7 +157,8 @@ impl Handshakes {
     }
 }
 
-/// One host can have each address of a /64.
+/// Returns the source that limits apply to. For IPv6 this is the /64, because one host can have each address
+/// of it.
 pub(crate) fn source(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => IpAddr::V6((address.to_bits() >> 64 << 64).into()),

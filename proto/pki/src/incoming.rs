@@ -30,8 +30,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub struct Limits {
     /// Handshakes in progress of addresses that have authenticated lately, and as many of others.
     pub handshakes_max: usize,
-    /// Handshakes in progress of one address (of one /64 with IPv6); four times as many if it has authenticated
-    /// lately.
+    /// Handshakes in progress of one address (of one /64 with IPv6). An address that has authenticated lately
+    /// may have four times as many.
     pub handshakes_per_source_max: usize,
     /// The longest handshake.
     pub handshake_timeout: Duration,
@@ -198,7 +198,7 @@ impl Door {
     }
 }
 
-/// One handshake; it has ended when this is dropped.
+/// A handshake in progress, which ends when this is dropped.
 struct Shaking {
     handshakes: Arc<Mutex<Handshakes>>,
     begun: Begun,
@@ -219,7 +219,7 @@ fn lock(handshakes: &Mutex<Handshakes>) -> MutexGuard<'_, Handshakes> {
 #[derive(Clone, Debug, Default)]
 struct Sources(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
-/// One connection of a source.
+/// A connection of a source.
 #[derive(Debug)]
 struct Place {
     sources: Sources,

@@ -29,15 +29,15 @@ pub enum RequestError {
     /// The sender does not have the private key.
     #[error("the signature of the certificate signing request is wrong")]
     Signature,
-    /// Its key is of a kind that the CA does not sign.
+    /// The key is of a kind that the CA does not sign.
     #[error("the key of the certificate signing request is not supported: {0}; use ECDSA on P-256")]
     PublicKey(String),
-    /// It asks for a name that the CA does not give.
+    /// The request asks for a name that the CA does not give.
     #[error(
         "the certificate signing request asks for {0}: ask for the common name and DNS names of one node only"
     )]
     Content(&'static str),
-    /// It is for another node or administrator.
+    /// The request is for another node or administrator.
     #[error("the certificate signing request names {found:?}, not {expected:?}")]
     Name {
         /// The name in the request.
@@ -91,7 +91,7 @@ impl Request {
         Request::from_der(block.contents())
     }
 
-    /// Whether the request names `expected` and nothing else.
+    /// Checks that the request names `expected` and nothing else.
     ///
     /// # Errors
     /// [`RequestError::Name`].

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 const SCHEME: &str = "shorthorn://";
 const CLUSTER_MAX_BYTES: usize = 64;
-/// As long as a name of a Kubernetes node can be.
+/// Maximum length of a node name, the same as in Kubernetes.
 const NODE_MAX_BYTES: usize = 253;
 const ADMIN_MAX_BYTES: usize = 64;
 
@@ -35,7 +35,7 @@ pub enum Role {
 pub struct Name {
     /// The cluster that the holder belongs to.
     pub cluster: ClusterId,
-    /// Its part there.
+    /// The role of the holder in the cluster.
     pub role: Role,
 }
 

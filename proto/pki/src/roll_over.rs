@@ -14,7 +14,7 @@ use crate::trust::Pin;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// One CA.
+    /// The cluster has one CA.
     Idle,
     /// The new CA is added to trust lists; the old CA signs.
     Distributing,

@@ -34,14 +34,14 @@ impl Serial {
         Ok(Serial(bytes.to_vec()))
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the serial number.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 }
 
-/// These bytes as hexadecimal digits.
+/// Returns the bytes as hexadecimal digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

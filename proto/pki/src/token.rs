@@ -66,7 +66,7 @@ pub enum TokenError {
     /// A second use.
     #[error("the join token was used already: create one with shorthornctl node token")]
     Used,
-    /// It is for another node.
+    /// The token is for another node.
     #[error("the join token is for another node than {0:?}: create one with shorthornctl node token {0}")]
     OtherNode(String),
     /// Too many are open.
@@ -149,7 +149,7 @@ impl StoredToken {
         }
     }
 
-    /// Whether nothing can come of it any more.
+    /// Returns true if the token cannot be used any more, not even by a repeated request.
     pub(crate) fn is_over(&self, now: UnixTime) -> bool {
         let last = self.used.as_ref().map_or(self.expires, |used| used.at.saturating_add(REPEAT_SECONDS));
         now.as_secs() > last.max(self.expires)

@@ -87,7 +87,7 @@ pub(crate) enum Usage {
     Client,
 }
 
-/// Why a certificate or a list of CAs is refused.
+/// A certificate or a list of CAs is refused.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrustError {
@@ -220,7 +220,7 @@ impl Trust {
         Ok(certificate)
     }
 
-    /// Whether a server with this certificate is accepted now.
+    /// Returns the certificate of a server if it is accepted now.
     ///
     /// # Errors
     /// [`TrustError`] says why not.

@@ -164,8 +164,8 @@ impl Replica {
         let bytes = self.regions_of(range);
         let rotten: Vec<u64> = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block).collect();
         for block in rotten {
-            // A part of it may have been written since it rotted: neither a known nor a stored sum is that of the
-            // correct data.
+            // A part of the block may have been written since it rotted. Neither a known nor a stored sum is
+            // that of the correct data.
             self.known_rot.forget_block(block);
             self.durable.sums.remove(&block);
             if let Some(summing) = &mut self.summing {
