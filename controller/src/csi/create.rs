@@ -120,8 +120,9 @@ impl CsiController {
     }
 
     fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
-        let cluster = self.store.state();
+        // Before the state is locked: whoever has the lock of the rooms may wait for the state.
         self.rooms.forget();
+        let cluster = self.store.state();
         let found = cluster.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());
         let message = || CsiError::Aborted(format!("volume {volume} was deleted meanwhile; ask again"));
         Ok(v1::CreateVolumeResponse { volume: Some(shown(found.ok_or_else(message)?)) })
