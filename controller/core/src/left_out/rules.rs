@@ -14,7 +14,7 @@ use crate::observed::{Agents, Link};
 use crate::orphans::{self, Directory};
 use crate::reboot::Needed;
 use crate::reconcile::{Context, Settings, reconcile};
-use crate::requests::{self, CreateVolume, RequestError};
+use crate::requests::{self, CreateVolume, RequestError, SalvageVolume};
 use crate::undelete::Record;
 use crate::{Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, reboot, undelete};
 
@@ -102,6 +102,29 @@ fn no_volume_is_made_or_undeleted_beside_what_was_left_out_of_it() {
         is_left_out(undelete::directories(&cluster, "v", &[]), kind);
         let undeleted = undelete::undelete(&cluster, "v", &[], &BTreeSet::new(), Secret::new([1; 32]), now());
         is_left_out(undeleted, kind);
+    }
+}
+
+/// The losses that the operator was told are those among the replicas that are known.
+#[test]
+fn no_replica_is_made_the_volume_beside_one_that_was_left_out() {
+    let salvaged = |example: &Example| {
+        let wanted = SalvageVolume {
+            name: "v".to_owned(),
+            replica: id(1).to_string(),
+            confirm: "v".to_owned(),
+            by: "somebody".to_owned(),
+            reason: "a test".to_owned(),
+            losses: String::new(),
+        };
+        wanted.apply(&example.cluster, now())
+    };
+    for kind in [Kind::Engine, Kind::Replica] {
+        let mut example = without(kind);
+        example.volume().status.state = VolumeState::Detached;
+        is_left_out(salvaged(&example), kind);
+        example.cluster.forget_left_out(&key_of(kind, 3));
+        assert!(salvaged(&example).is_ok(), "{kind:?}");
     }
 }
 

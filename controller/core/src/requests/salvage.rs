@@ -1,6 +1,6 @@
 //! An operator's decision for one replica.
 
-use super::{Change, RequestError, find_living};
+use super::{Change, RequestError, check_all_known, find_living};
 use crate::objects::{DataState, Salvage, Volume, VolumeState};
 use crate::{ClusterState, Timestamp, salvage};
 
@@ -47,6 +47,8 @@ impl SalvageVolume {
         if status.pending_salvage().is_some_and(|salvage| salvage.replica_id == replica_id) {
             return Ok(Change::AlreadySo(volume.clone()));
         }
+        // A replica that cannot be used may have everything, and nobody has looked into it.
+        check_all_known(cluster, &self.name)?;
         check_salvageable(cluster, volume)?;
         let attach = status.attach + 1;
         let mut volume = volume.clone();
