@@ -72,6 +72,10 @@ fn nodes_of(kind: Kind, raw: &Value) -> Option<BTreeSet<String>> {
         Kind::Engine | Kind::Replica => &["/spec/nodeID"],
         Kind::Node => &[],
     };
+    let is_damaged = |part: &str| raw.get(part).is_some_and(|found| !found.is_object());
+    if raw.get("spec").is_none() || is_damaged("spec") || is_damaged("status") {
+        return None;
+    }
     let mut nodes = BTreeSet::new();
     for pointer in pointers {
         match raw.pointer(pointer) {
@@ -227,7 +231,11 @@ mod tests {
         assert!(replica.may_be_on_disk("a", "/d") && !replica.may_be_on_disk("a", "/e"));
         for unclear in [json!({}), json!({ "spec": { "nodeID": 7 } }), json!("text")] {
             assert!(left(Kind::Replica, &unclear).may_be_on("b"), "{unclear}");
+            assert!(left(Kind::Engine, &unclear).may_be_on("b"), "{unclear}");
         }
+        let unclear = json!({ "spec": { "nodeID": "a" }, "status": "text" });
+        assert!(left(Kind::Volume, &unclear).may_be_on("b"), "its current node cannot be read");
+        assert!(!left(Kind::Engine, &json!({ "spec": {} })).may_be_on("b"), "it was never started");
         assert!(LeftOut::new(Kind::Volume, None, "", "").may_be_on("b"));
         let volume = left(Kind::Volume, &json!({ "spec": {}, "status": { "currentNodeID": "a" } }));
         assert!(volume.may_be_on("a") && !volume.may_be_on("b"));
