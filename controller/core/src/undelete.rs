@@ -49,6 +49,9 @@ pub struct Record {
     pub fenced_attach: u64,
     /// The last grant.
     pub arbiter: Arbiter,
+    /// True if no replica and no engine had reported that yet.
+    #[serde(default)]
+    pub grant_unreported: bool,
     /// The members of the first view.
     pub first_members: Vec<ReplicaId>,
     /// The size that the volume had.
@@ -82,6 +85,7 @@ impl Record {
             attach: volume.status.attach,
             fenced_attach: volume.status.fenced_attach,
             arbiter: volume.status.arbiter.clone(),
+            grant_unreported: volume.status.grant_unreported,
             first_members: volume.status.first_members.clone(),
             current_size: volume.current_size_bytes(),
             disk_id: replica.spec.disk_id.clone(),
@@ -367,6 +371,7 @@ fn status(record: &Record) -> VolumeStatus {
         attach: record.attach,
         fenced_attach: record.fenced_attach,
         arbiter: record.arbiter.clone(),
+        grant_unreported: record.grant_unreported,
         first_members: record.first_members.clone(),
         current_size: record.current_size,
         ..VolumeStatus::default()

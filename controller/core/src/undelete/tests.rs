@@ -42,6 +42,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
         attach: 0,
         fenced_attach: 0,
         arbiter: Arbiter::default(),
+        grant_unreported: false,
         first_members: Vec::new(),
         current_size: 0,
         disk_id: "disk".to_owned(),
@@ -98,6 +99,14 @@ fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
     };
     assert!(undeletion.replicas.iter().all(is_kept), "none is made anew");
     assert_eq!(restored, trash);
+}
+
+#[test]
+fn a_grant_that_nothing_has_reported_is_still_unreported_after_an_undeletion() {
+    let mut volume = deleted(1);
+    volume.status.grant_unreported = true;
+    let (undeletion, _) = back(&ClusterState::default(), &[trashed(&volume, 1, 10, false)]).unwrap();
+    assert!(undeletion.volume.unwrap().status.grant_unreported);
 }
 
 #[test]
