@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::{Context, GIVE_UP_CHECK, Reachability, reachability};
-use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Node};
+use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Frontend, Key, Kind, Node};
 use crate::observed::{AgentView, Detail, Instance, InstanceKey};
 use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
 
@@ -58,16 +58,19 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 }
 
 /// Stops engines whose volume is deleted and that no object names: their node was given up before the
-/// deletion, and is back. An agent refuses to stop an engine whose device is in use, so that an engine of a
-/// volume that a store from a backup does not know continues to serve its user.
+/// deletion, and is back. An engine of a volume that a store from a backup does not know continues to serve
+/// its user: an agent refuses to stop an engine whose device is in use. It cannot tell whether a socket has
+/// clients, so an engine that serves one stays. The engine of a deleted volume has lost its replicas elsewhere,
+/// and does not serve for long.
 fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decision) {
     let Reachability::Reachable(view) = reachability(context, node) else { return };
     let cluster = context.cluster;
     let ownerless = view.instances.iter().filter_map(|(key, instance)| {
         let Detail::Engine(shown) = &instance.detail else { return None };
         let is_known = cluster.engines.contains_key(&key.name) || cluster.volumes.contains_key(&key.name);
+        let may_have_clients = shown.frontend == Frontend::Socket.as_str() && shown.phase == "serving";
         // Without a number the call would stop any engine of the name.
-        (!is_known && shown.attach > 0 && cluster.unknown_of(&key.name).is_none())
+        (!is_known && shown.attach > 0 && !may_have_clients && cluster.unknown_of(&key.name).is_none())
             .then_some((key, shown.attach))
     });
     let mut ownerless: Vec<(&InstanceKey, u64)> = ownerless.collect();

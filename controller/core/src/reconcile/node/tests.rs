@@ -116,6 +116,16 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
         let unknown = Example { cluster, agents: example.agents.clone() };
         assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
     }
+    let socket = |phase: &str| crate::observed::EngineView {
+        attach: 1,
+        phase: phase.to_owned(),
+        frontend: "socket".to_owned(),
+        ..Default::default()
+    };
+    example.engine_says(socket("serving"));
+    assert_eq!(of_volume(&calls(&example).0), None, "its socket may have clients");
+    example.engine_says(socket("frozen"));
+    assert_eq!(of_volume(&calls(&example).0), Some(("v".to_owned(), 1)));
 }
 
 #[test]
