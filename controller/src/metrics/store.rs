@@ -88,6 +88,10 @@ impl Store for Metered {
     fn cluster(&self) -> &str {
         self.store.cluster()
     }
+
+    fn leader(&self) -> Option<u64> {
+        self.store.leader()
+    }
 }
 
 #[cfg(test)]
@@ -131,11 +135,22 @@ mod tests {
         fn cluster(&self) -> &str {
             self.0.cluster()
         }
+
+        fn leader(&self) -> Option<u64> {
+            Some(7)
+        }
     }
 
     fn node() -> Object {
         let metadata = Metadata::new("a", Timestamp::UNIX_EPOCH);
         Object::Node(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() })
+    }
+
+    #[test]
+    fn agents_hear_of_the_leader_of_the_store_inside() {
+        let away = Arc::new(Away(MemoryStore::new()));
+        let store = Metered::new(away, Metrics::default(), Arc::default());
+        assert_eq!(store.leader(), Some(7));
     }
 
     #[tokio::test]
