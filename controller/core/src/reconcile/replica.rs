@@ -1,8 +1,8 @@
 use std::time::Duration;
 
 use super::{
-    Context, Reachability, START_CHECK, UNREACHABLE_AFTER, has_lost_location, is_given_up, quiet_left,
-    reachability, remaining, volume,
+    Context, GIVE_UP_CHECK, Reachability, START_CHECK, UNREACHABLE_AFTER, has_lost_location, is_given_up,
+    quiet_left, reachability, remaining, volume,
 };
 use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
@@ -259,6 +259,8 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
         // Nothing tells whether it wants the data.
         let mut decision = Decision::nothing();
         write_status(&mut decision, replica, ReplicaStatus { message, ..replica.status.clone() });
+        // A change of the volume wakes its own replicas, and not those that it has left behind.
+        decision.again_after(GIVE_UP_CHECK);
         return decision;
     }
     if let Some(record) = &replica.status.deletion_record {
