@@ -133,8 +133,8 @@ async fn record_all(
     let mut refused = (BTreeSet::new(), None);
     while let Some(name) = pending.first() {
         match change::<Volume, _>(store, |cluster| claimed::recorded(cluster, claims, name)).await {
-            // It was deleted meanwhile.
-            Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_))) => {}
+            // It was deleted meanwhile, or cannot be used: a change tells when it can be.
+            Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_) | RequestError::LeftOut(_))) => {}
             Err(error @ ChangeError::Store(StoreError::Unavailable { .. })) => {
                 pending.append(&mut refused.0);
                 return Err(error);
