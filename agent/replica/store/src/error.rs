@@ -97,8 +97,9 @@ pub enum StoreError {
     },
     /// The directory belongs to a volume with another secret.
     #[error(
-        "{} belongs to a volume with another secret, maybe one that had this name before: remove the directory, or let \
-         shorthornctl volume undelete restore its volume", .0.display()
+        "{} belongs to a volume with another secret, maybe one that had this name before: move the directory away. If it \
+         is of this volume, as after a restore of the controller's store from a backup, remove shorthorn.fingerprint in \
+         it instead", .0.display()
     )]
     OtherSecret(PathBuf),
     /// The fingerprint of the volume's secret cannot be read.
