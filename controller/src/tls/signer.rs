@@ -13,12 +13,12 @@ use serde_json::json;
 use shorthorn_pki::{Request, Role, SIGNER_NAME, chain_to_pem};
 
 use super::{Tls, TlsError, now};
-use crate::store::kubernetes::{CallError, bounded};
+use crate::store::kubernetes::{CallError, bounded, is_code};
 
 /// The time between two looks at the requests.
 const EVERY: Duration = Duration::from_secs(5);
-/// Requests of one look; more wait for the next.
-const REQUESTS_MAX: u32 = 200;
+/// Requests of one answer of the API server; the next answer has more.
+const PAGE_MAX: u32 = 200;
 const KUBELET_PREFIX: &str = "system:node:";
 const KUBELET_GROUP: &str = "system:nodes";
 /// The usages that a request may ask for. The certificate has its own.
@@ -51,26 +51,48 @@ pub async fn run(client: kube::Client, tls: Arc<Tls>) {
     }
 }
 
+/// Looks at all requests, also at those behind many that are decided: Kubernetes keeps these for an hour.
 async fn look(api: &Api<CertificateSigningRequest>, tls: &Tls) -> Result<(), SignError> {
-    let of_ours = ListParams::default().fields(&format!("spec.signerName={SIGNER_NAME}")).limit(REQUESTS_MAX);
-    for found in bounded(api.list(&of_ours)).await?.items {
-        let name = found.metadata.name.clone().unwrap_or_default();
-        match judge(&found) {
-            Verdict::Done => {}
-            Verdict::Deny(reason) => {
-                tracing::warn!(request = name, reason, "a certificate signing request is denied");
-                decide(api, &found, "Denied", &reason).await?;
-            }
-            Verdict::Sign { node, request } => {
-                if !has_condition(&found, "Approved") {
-                    decide(api, &found, "Approved", "the kubelet of the node made the request").await?;
+    let mut of_ours = ListParams::default().fields(&format!("spec.signerName={SIGNER_NAME}")).limit(PAGE_MAX);
+    loop {
+        let page = bounded(api.list(&of_ours)).await?;
+        for found in &page.items {
+            match handle(api, tls, found).await {
+                // One node does not hold up the others.
+                Err(SignError::Tls(error)) => {
+                    tracing::error!(request = found.metadata.name, %error, "a request is not signed");
                 }
-                match sign(api, tls, &name, &node, &request).await {
-                    // One node does not hold up the others.
-                    Err(SignError::Tls(error)) => tracing::error!(node, %error, "a request is not signed"),
-                    signed => signed?,
+                // It was removed or decided meanwhile, or this one is not acceptable.
+                Err(SignError::Call(error)) if [404, 409, 422].iter().any(|code| is_code(&error, *code)) => {
+                    tracing::warn!(request = found.metadata.name, %error, "a request is not decided");
                 }
+                handled => handled?,
             }
+        }
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => of_ours = of_ours.continue_token(&token),
+            None => return Ok(()),
+        }
+    }
+}
+
+async fn handle(
+    api: &Api<CertificateSigningRequest>,
+    tls: &Tls,
+    found: &CertificateSigningRequest,
+) -> Result<(), SignError> {
+    let name = found.metadata.name.clone().unwrap_or_default();
+    match judge(found) {
+        Verdict::Done => {}
+        Verdict::Deny(reason) => {
+            tracing::warn!(request = name, reason, "a certificate signing request is denied");
+            decide(api, found, "Denied", &reason).await?;
+        }
+        Verdict::Sign { node, request } => {
+            if !has_condition(found, "Approved") {
+                decide(api, found, "Approved", "the kubelet of the node made the request").await?;
+            }
+            sign(api, tls, &name, &node, &request).await?;
         }
     }
     Ok(())
