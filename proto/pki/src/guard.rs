@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use rustls::pki_types::CertificateDer;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
 use crate::certificate::Certificate;
@@ -69,7 +70,7 @@ pub(crate) enum Limit {
     /// The peer has shown a certificate.
     Certificate(Box<Guard>),
     /// The peer has shown none: such connections are few and short.
-    Stranger { until: Instant, _held: StrangerPlace },
+    Stranger { until: Instant, timer: Pin<Box<Sleep>>, _held: StrangerPlace },
 }
 
 /// A connection whose peer is checked whenever it receives data.
@@ -84,10 +85,7 @@ impl<T> Guarded<T> {
     fn check(&mut self) -> io::Result<()> {
         match &mut self.limit {
             Limit::Certificate(guard) => guard.check(),
-            Limit::Stranger { until, .. } if Instant::now() > *until => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                "a connection without a certificate was open for too long",
-            )),
+            Limit::Stranger { until, .. } if Instant::now() > *until => Err(open_for_too_long()),
             Limit::Stranger { .. } => Ok(()),
         }
     }
@@ -96,6 +94,10 @@ impl<T> Guarded<T> {
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
+}
+
+fn open_for_too_long() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "a connection without a certificate was open for too long")
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Guarded<T> {
@@ -112,6 +114,13 @@ impl<T: AsyncRead + Unpin> AsyncRead for Guarded<T> {
                 buffer.set_filled(filled_before);
                 return Poll::Ready(Err(error));
             }
+        }
+        // A stranger that sends nothing, not even the first bytes of HTTP, would keep its place for ever.
+        if read.is_pending()
+            && let Limit::Stranger { timer, .. } = &mut self.limit
+            && timer.as_mut().poll(context).is_ready()
+        {
+            return Poll::Ready(Err(open_for_too_long()));
         }
         read
     }

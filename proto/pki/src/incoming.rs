@@ -181,8 +181,9 @@ impl Door {
             let held = self.admit_stranger(address);
             let held = held.ok_or_else(|| io::Error::other("too many connections without a certificate"))?;
             let until = Instant::now() + self.limits.stranger_limit;
+            let timer = Box::pin(tokio::time::sleep(self.limits.stranger_limit));
             let peer = Peer { address, certificate: None };
-            return Ok(Guarded { stream, limit: Limit::Stranger { until, _held: held }, peer });
+            return Ok(Guarded { stream, limit: Limit::Stranger { until, timer, _held: held }, peer });
         };
         let certificate = Certificate::from_der(&leaf).map_err(io::Error::other)?;
         let guard = Guard {
