@@ -190,6 +190,7 @@ impl Connector {
             expected: Some(expected.clone()),
             not_after: certificate.not_after,
             generation: 0,
+            _friend: None,
         };
         let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
         let limit = Limit::Certificate(Box::new(guard));

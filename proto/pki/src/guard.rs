@@ -15,7 +15,7 @@ use tonic::transport::server::Connected;
 
 use crate::certificate::Certificate;
 use crate::credentials::{Credentials, now};
-use crate::incoming::StrangerPlace;
+use crate::incoming::{Friend, StrangerPlace};
 use crate::role::Role;
 use crate::trust::Usage;
 
@@ -47,6 +47,8 @@ pub(crate) struct Guard {
     pub(crate) not_after: u64,
     /// The replacement that was checked last; 0: none.
     pub(crate) generation: u64,
+    /// Keeps the address of a client known.
+    pub(crate) _friend: Option<Friend>,
 }
 
 impl Guard {

@@ -13,7 +13,7 @@ const FRIEND_FACTOR: usize = 4;
 /// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
 const FAILURES_MAX: u32 = 20;
 const FORGIVEN_EVERY: Duration = Duration::from_secs(1);
-/// An address counts as a friend for so long after it has authenticated.
+/// An address counts as a friend for so long after it has authenticated, and after its last connection has ended.
 const FRIEND_FOR: Duration = Duration::from_hours(1);
 /// Addresses that are remembered.
 const ADDRESSES_MAX: usize = 1024;
@@ -48,6 +48,8 @@ pub(crate) enum Outcome {
 #[derive(Debug)]
 struct Address {
     under_way: usize,
+    /// Open connections with a certificate.
+    connected: usize,
     failures: u32,
     forgiven_at: Instant,
     authenticated_at: Option<Instant>,
@@ -63,7 +65,7 @@ pub(crate) struct Begun {
 
 impl Address {
     fn is_friend(&self, now: Instant) -> bool {
-        self.authenticated_at.is_some_and(|at| now.duration_since(at) < FRIEND_FOR)
+        self.connected > 0 || self.authenticated_at.is_some_and(|at| now.duration_since(at) < FRIEND_FOR)
     }
 
     fn forgive(&mut self, now: Instant) {
@@ -93,6 +95,7 @@ impl Handshakes {
         }
         let known = self.addresses.entry(address).or_insert(Address {
             under_way: 0,
+            connected: 0,
             failures: 0,
             forgiven_at: now,
             authenticated_at: None,
@@ -124,6 +127,21 @@ impl Handshakes {
             Outcome::Authenticated => (known.failures, known.authenticated_at) = (0, Some(now)),
             Outcome::Anonymous => {}
             Outcome::Failed => known.failures = known.failures.saturating_add(1),
+        }
+    }
+
+    /// A connection with a certificate begins, whose handshake has not ended yet.
+    pub fn connect(&mut self, address: IpAddr) {
+        if let Some(known) = self.addresses.get_mut(&source(address)) {
+            known.connected += 1;
+        }
+    }
+
+    /// A connection with a certificate has ended.
+    pub fn disconnect(&mut self, address: IpAddr, now: Instant) {
+        if let Some(known) = self.addresses.get_mut(&source(address)) {
+            known.connected = known.connected.saturating_sub(1);
+            known.authenticated_at = Some(now);
         }
     }
 
@@ -204,6 +222,19 @@ mod tests {
             all.end(begun, Outcome::Authenticated, now);
         }
         assert_eq!((all.strangers, all.friends), (0, 0));
+    }
+
+    #[test]
+    fn an_address_stays_a_friend_while_it_is_connected() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let begun = all.begin(address(0), now).unwrap();
+        all.connect(address(0));
+        all.end(begun, Outcome::Authenticated, now);
+        let later = now + 2 * FRIEND_FOR;
+        assert!(all.addresses[&address(0)].is_friend(later));
+        all.disconnect(address(0), later);
+        assert!(all.addresses[&address(0)].is_friend(later));
+        assert!(!all.addresses[&address(0)].is_friend(later + FRIEND_FOR));
     }
 
     #[test]

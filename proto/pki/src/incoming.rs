@@ -193,6 +193,7 @@ impl Door {
             expected: None,
             not_after: certificate.not_after,
             generation: 0,
+            _friend: Some(Friend::connect(&self.handshakes, address)),
         };
         let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
         Ok(Guarded { stream, limit: Limit::Certificate(Box::new(guard)), peer })
@@ -209,6 +210,26 @@ struct Shaking {
 impl Drop for Shaking {
     fn drop(&mut self) {
         lock(&self.handshakes).end(self.begun, self.outcome, Instant::now());
+    }
+}
+
+/// One connection with a certificate; it has ended when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Friend {
+    handshakes: Arc<Mutex<Handshakes>>,
+    address: IpAddr,
+}
+
+impl Friend {
+    fn connect(handshakes: &Arc<Mutex<Handshakes>>, address: SocketAddr) -> Friend {
+        lock(handshakes).connect(address.ip());
+        Friend { handshakes: Arc::clone(handshakes), address: address.ip() }
+    }
+}
+
+impl Drop for Friend {
+    fn drop(&mut self) {
+        lock(&self.handshakes).disconnect(self.address, Instant::now());
     }
 }
 
