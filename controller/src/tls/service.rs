@@ -5,7 +5,9 @@ use std::sync::Arc;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_server::{ControllerTls, ControllerTlsServer};
 use shorthorn_api::v1::revoke_certificate_request::Which;
-use shorthorn_pki::{Authority, AuthorityError, CertificateDer, JoinToken, Phase, Request, Role, Serial};
+use shorthorn_pki::{
+    Authority, AuthorityError, CertificateDer, JoinToken, Phase, Request, Role, Serial, TokenError,
+};
 use tonic::{Response, Status};
 
 use super::{Tls, TlsError, now, pin_texts, trust_message};
@@ -88,10 +90,18 @@ impl ControllerTls for TlsApi {
     ) -> Result<Response<v1::Certificates>, Status> {
         let v1::EnrollRequest { token, node_name, csr } = request.into_inner();
         let token: JoinToken = token.parse().map_err(|error| invalid(&error))?;
+        Role::node(&node_name).map_err(|error| invalid(&error))?;
         let request = Request::from_der(&csr).map_err(|error| invalid(&error))?;
         let enrolled = self.0.change(|authority| authority.enrol(&token, &node_name, &request, now())).await;
         let chain = enrolled.map_err(|error| {
-            tracing::warn!(token = token.id(), node = node_name, %error, "a node may not join");
+            let (token, node) = (token.id(), &node_name);
+            match error {
+                // A stranger shall not fill the log.
+                TlsError::Authority(
+                    AuthorityError::Token(TokenError::Unknown) | AuthorityError::Request(_),
+                ) => tracing::debug!(token, node, %error, "a node may not join"),
+                _ => tracing::warn!(token, node, %error, "a node may not join"),
+            }
             status(error)
         })?;
         tracing::info!(token = token.id(), node = node_name, "a node has joined");
