@@ -130,9 +130,20 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     };
     let Opened { keeper, signer, store, mut lease, events, attachments, workloads, pods, mut tasks } = opened;
     let store: Arc<dyn Store> = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
-    let tls = tokio::select! {
-        opened = Tls::open(keeper, store.cluster()) => opened?,
+    let opened = tokio::select! {
+        opened = Tls::open(keeper, store.cluster()) => opened,
         reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),
+    };
+    let tls = match opened {
+        Ok(tls) => tls,
+        Err(error) => {
+            if let Some(lease) = lease {
+                // The next attempt, maybe of another controller, need not wait for the end of this lease.
+                tasks.shutdown().await;
+                lease.release().await;
+            }
+            return Err(error.into());
+        }
     };
     let seen = Arc::clone(&store);
     let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.state(), key)));
