@@ -53,6 +53,8 @@ const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
 const LOG_LIMIT: Duration = Duration::from_millis(100);
 /// The most calls of one sidecar at once; more wait.
 const CSI_CALLS_MAX: usize = 256;
+/// The most calls of one connection with TLS at once; more wait. A stranger may send requests of 64 KiB.
+const TLS_CALLS_MAX: usize = 64;
 
 /// The reason why the controller cannot run, or had to end.
 #[derive(Debug, Error)]
@@ -440,6 +442,7 @@ async fn listen_tls(
         let _ = stopping.wait_for(|stopping| *stopping).await;
     };
     let router = server()
+        .concurrency_limit_per_connection(TLS_CALLS_MAX)
         .layer(AccessLayer)
         .add_service(ControllerServer::new(api))
         .add_service(TlsApi::new(Arc::clone(tls)).server());
