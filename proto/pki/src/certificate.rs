@@ -74,10 +74,12 @@ impl Certificate {
         now.as_secs() > self.not_after
     }
 
-    /// Returns true if two thirds of the certificate's life are over.
+    /// Returns true if two thirds of the certificate's life are over, or if its life has not begun, because it was
+    /// made while the clock was wrong.
     #[must_use]
     pub fn is_due(&self, now: UnixTime) -> bool {
-        now.as_secs() >= self.not_before + self.not_after.saturating_sub(self.not_before) / 3 * 2
+        let life = self.not_after.saturating_sub(self.not_before);
+        now.as_secs() < self.not_before || now.as_secs() >= self.not_before + life / 3 * 2
     }
 }
 
@@ -103,6 +105,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_certificate_is_due_late_in_its_life_or_before_it() {
+        let certificate = Certificate {
+            serial: "01".parse().unwrap(),
+            name: "shorthorn://c/controller".parse().unwrap(),
+            not_before: 1000,
+            not_after: 1300,
+            public: Vec::new(),
+        };
+        let is_due =
+            |seconds| certificate.is_due(UnixTime::since_unix_epoch(std::time::Duration::from_secs(seconds)));
+        assert_eq!([999, 1000, 1199, 1200, 1400].map(is_due), [true, false, false, true, true]);
+    }
 
     proptest! {
         #[test]
