@@ -28,8 +28,8 @@ const STATE_MAX_BYTES: usize = 1_000_000;
 /// Keeps the CA in a Secret.
 pub struct SecretKeeper {
     secrets: Api<Secret>,
-    /// The version of the Secret that was read or written last. Another one means that another controller
-    /// leads.
+    /// The version of the Secret that was read or written last. With another one, nothing is written: it is
+    /// read again first.
     version: Mutex<Option<String>>,
 }
 
@@ -150,7 +150,7 @@ impl Keeper for SecretKeeper {
                 Ok(())
             }
             Err(error) if is_code(&error, 409) => Err(KeeperError(format!(
-                "Secret {CA_NAME} was changed by another controller or by hand: restart this controller"
+                "Secret {CA_NAME} was changed by another controller or by hand: try again"
             ))),
             Err(error) => Err(failed("write", CA_NAME, &error)),
         }

@@ -144,7 +144,10 @@ impl Tls {
         let mut authority = self.authority.write().await;
         let mut changed = authority.clone();
         let result = change(&mut changed)?;
-        self.keeper.save(changed.to_json()?).await?;
+        if let Err(error) = self.keeper.save(changed.to_json()?).await {
+            self.take_stored(&mut authority).await;
+            return Err(error.into());
+        }
         let is_new_trust = changed.trust()?.version() != authority.trust()?.version();
         *authority = changed;
         if is_new_trust {
@@ -152,6 +155,27 @@ impl Tls {
             self.changed.notify_one();
         }
         Ok(result)
+    }
+
+    /// Continues with what is stored after a store that has failed. It may have come about although the answer
+    /// is lost, or the stored state was touched by hand: every later store would fail too.
+    async fn take_stored(&self, authority: &mut Authority) {
+        let stored = match self.keeper.load().await {
+            Ok(Some(state)) => Authority::from_json(&state).map_err(TlsError::from),
+            Ok(None) => return,
+            Err(error) => Err(error.into()),
+        };
+        let taken = stored.and_then(|stored| {
+            if stored.cluster() != authority.cluster() {
+                let (found, expected) = (stored.cluster().clone(), authority.cluster().clone());
+                return Err(TlsError::OtherCluster { found, expected });
+            }
+            *authority = stored;
+            self.take_certificate(authority)
+        });
+        if let Err(error) = taken {
+            tracing::warn!(%error, "the stored CA cannot be read again");
+        }
     }
 
     /// Looks at the CA.
