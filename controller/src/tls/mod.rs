@@ -209,7 +209,12 @@ impl Tls {
 
     /// Enrolled nodes that have not shown the present trust list.
     pub(crate) async fn nodes_behind(&self) -> Vec<String> {
-        let (version, enrolled) = self.look(enrolled).await;
+        self.look(|authority| self.behind(authority)).await
+    }
+
+    /// The same for a CA that is locked.
+    pub(crate) fn behind(&self, authority: &Authority) -> Vec<String> {
+        let (version, enrolled) = enrolled(authority);
         let seen = self.seen();
         let has_it =
             |node: &String| seen.get(node.as_str()).is_some_and(|seen| seen.trust_version == version);

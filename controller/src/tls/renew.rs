@@ -77,8 +77,10 @@ impl Tls {
         let trust = self.credentials.current().trust.clone();
         let state = set_trust(&mut client, state, &trust).await?;
         let state = self.set_certificate(node, &mut client, state, &trust).await?;
-        let seen = NodeSeen { trust_version: state.trust_version, signer_pin: state.signer_pin };
-        self.seen().insert(node.clone(), seen);
+        // After the restore of an older CA, a node may have another list of the same version. 0 is no version.
+        let has_list = state.trusted_pins == pin_texts(&trust);
+        let trust_version = if has_list { state.trust_version } else { 0 };
+        self.seen().insert(node.clone(), NodeSeen { trust_version, signer_pin: state.signer_pin });
         Ok(())
     }
 

@@ -169,14 +169,19 @@ impl ControllerTls for TlsApi {
         request: tonic::Request<v1::RollOverRequest>,
     ) -> Result<Response<v1::TlsState>, Status> {
         let force = request.into_inner().force;
-        let behind = self.0.nodes_behind().await;
         let stepped = self.0.change(|authority| match authority.phase() {
             Phase::Idle => authority.begin_roll_over(now()),
-            Phase::Distributing if !behind.is_empty() && !force => Err(AuthorityError::NotReady(format!(
-                "nodes without the new CA: {}; start their agents, or revoke their certificates",
-                behind.join(", ")
-            ))),
-            Phase::Distributing => authority.switch_signer(),
+            Phase::Distributing => {
+                // Under the same lock as the step: a node may enrol at any time.
+                let behind = self.0.behind(authority);
+                if !behind.is_empty() && !force {
+                    return Err(AuthorityError::NotReady(format!(
+                        "nodes without the new CA: {}; start their agents, or revoke their certificates",
+                        behind.join(", ")
+                    )));
+                }
+                authority.switch_signer()
+            }
             Phase::Reissuing => authority.finish_roll_over(force, now()),
         });
         stepped.await.map_err(status)?;

@@ -115,7 +115,12 @@ async fn sign(
     request: &Request,
 ) -> Result<(), SignError> {
     let role = Role::Node(node.to_owned());
-    let chain = tls.change(|authority| authority.sign(request, &role, now())).await?;
+    let signed = tls.change(|authority| {
+        // It may have enrolled anew, and then trusts the CA that signs and no other.
+        tls.seen().remove(node);
+        authority.sign(request, &role, now())
+    });
+    let chain = signed.await?;
     let certificate = ByteString(chain_to_pem(&chain).into_bytes());
     let change = json!({ "status": { "certificate": certificate } });
     bounded(api.patch_status(name, &PatchParams::default(), &Patch::Merge(change))).await?;
