@@ -92,7 +92,8 @@ pub enum AuthorityError {
     Sign(String),
     /// More than the CA keeps a record of.
     #[error(
-        "{ISSUED_MAX} certificates are valid, or {ISSUED_PER_ROLE_MAX} of this role: wait until some expire"
+        "{ISSUED_MAX} certificates are valid, or {ISSUED_PER_ROLE_MAX} of this role: revoke those of the role, \
+         or wait until some expire"
     )]
     TooManyIssued,
     /// More than a trust list has room for.
@@ -231,7 +232,9 @@ impl Authority {
         now: UnixTime,
     ) -> Result<Vec<CertificateDer<'static>>, AuthorityError> {
         self.prune(now);
-        let of_role = self.issued.iter().filter(|issued| issued.role == *role).count();
+        let of_role = self.issued.iter().filter(|issued| issued.role == *role);
+        // Revoked ones give no room for an attack, and a holder whose certificates were revoked enrols again.
+        let of_role = of_role.filter(|issued| !self.is_revoked(&issued.serial)).count();
         if self.issued.len() >= ISSUED_MAX || of_role >= ISSUED_PER_ROLE_MAX {
             return Err(AuthorityError::TooManyIssued);
         }

@@ -90,6 +90,18 @@ fn revoking_a_node_revokes_each_of_its_certificates_and_survives_storage() {
 }
 
 #[test]
+fn a_node_with_too_many_certificates_enrols_again_after_they_are_revoked() {
+    let mut authority = authority();
+    for _ in 0..ISSUED_PER_ROLE_MAX {
+        authority.issue(&node("a"), at(0)).unwrap();
+    }
+    assert!(matches!(authority.issue(&node("a"), at(0)), Err(AuthorityError::TooManyIssued)));
+    authority.issue(&node("b"), at(0)).unwrap();
+    authority.revoke(|issued| issued.role == node("a"), at(1)).unwrap();
+    authority.issue(&node("a"), at(1)).unwrap();
+}
+
+#[test]
 fn a_revocation_is_kept_until_the_certificate_expires() {
     let mut authority = authority();
     authority.issue(&node("a"), at(0)).unwrap();
