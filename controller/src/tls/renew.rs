@@ -6,7 +6,7 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_controller_core::NodeName;
-use shorthorn_pki::{Request, Role, Trust};
+use shorthorn_pki::{Authority, Issued, LEAF_SECONDS, Request, Role, Trust};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
@@ -18,6 +18,10 @@ use crate::agents::{CALL_LIMIT, Fleet, limited};
 const EVERY: Duration = Duration::from_secs(60);
 /// Agents that failed are asked again after twice this, then after twice as long each time.
 const SOON: Duration = Duration::from_secs(1);
+/// Certificates that are signed for one node within a day. A node that cannot store them tries for the last
+/// third of the life of its own, and the CA keeps a record of 256 per node.
+const SIGNED_PER_DAY_MAX: usize = 8;
+const DAY_S: u64 = 24 * 3600;
 /// Agents that are asked at a time.
 const AT_ONCE_MAX: usize = 16;
 
@@ -96,6 +100,13 @@ impl Tls {
         if !is_due(&state, now().as_secs()) && state.signer_pin == signer {
             return Ok(state);
         }
+        let lately = self.look(|authority| signed_lately(authority, node.as_str(), now().as_secs())).await;
+        if lately >= SIGNED_PER_DAY_MAX {
+            return Err(Status::resource_exhausted(format!(
+                "{lately} certificates were signed for it within a day, and it does not use them: look at the log of its \
+                 agent"
+            )));
+        }
         let request = v1::CreateCertificateRequestRequest {};
         let request = client.create_certificate_request(limited(request, CALL_LIMIT)).await?.into_inner();
         let refused = |error: &dyn std::fmt::Display| Status::failed_precondition(error.to_string());
@@ -124,6 +135,16 @@ async fn set_trust(
     Ok(client.set_trust(limited(list, CALL_LIMIT)).await?.into_inner())
 }
 
+/// The certificates of the node that were signed within the last day and are not revoked.
+fn signed_lately(authority: &Authority, node: &str, now_s: u64) -> usize {
+    let is_late = |issued: &&Issued| {
+        let is_of_node = matches!(&issued.role, Role::Node(name) if name == node);
+        is_of_node && issued.not_after.saturating_sub(LEAF_SECONDS).saturating_add(DAY_S) > now_s
+    };
+    let lately = authority.issued().iter().filter(is_late);
+    lately.filter(|issued| !authority.is_revoked(&issued.serial)).count()
+}
+
 /// Returns true if two thirds of the certificate's life are over.
 fn is_due(state: &v1::NodeTlsState, now_s: u64) -> bool {
     let life = state.not_after_s.saturating_sub(state.not_before_s);
@@ -132,7 +153,23 @@ fn is_due(state: &v1::NodeTlsState, now_s: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_pki::{ClusterId, UnixTime};
+
     use super::*;
+
+    #[test]
+    fn certificates_of_a_node_within_a_day_are_counted() {
+        let at = |seconds: u64| UnixTime::since_unix_epoch(Duration::from_secs(1_800_000_000 + seconds));
+        let mut authority = Authority::create(ClusterId::new("c").unwrap(), at(0)).unwrap();
+        for (node, seconds) in [("a", 0), ("a", DAY_S), ("b", DAY_S)] {
+            authority.issue(&Role::node(node).unwrap(), at(seconds)).unwrap();
+        }
+        let count =
+            |authority: &Authority, seconds: u64| signed_lately(authority, "a", at(seconds).as_secs());
+        assert_eq!([DAY_S - 1, DAY_S, 2 * DAY_S].map(|seconds| count(&authority, seconds)), [2, 1, 0]);
+        authority.revoke(|issued| issued.role == Role::Node("a".to_owned()), at(DAY_S)).unwrap();
+        assert_eq!(count(&authority, DAY_S), 0);
+    }
 
     #[test]
     fn a_certificate_is_due_after_two_thirds_of_its_life() {
