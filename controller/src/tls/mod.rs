@@ -24,6 +24,10 @@ use tokio::sync::{Notify, RwLock};
 pub use self::kubernetes::SecretKeeper;
 pub use self::service::TlsApi;
 
+/// The largest state of a CA that signs and makes tokens. A Secret has room for 1 MiB, and a revocation shall
+/// always find some.
+const RECORDS_MAX_BYTES: usize = 800_000;
+
 /// The place where the state of the CA is stored.
 #[async_trait]
 pub trait Keeper: Send + Sync + 'static {
@@ -55,6 +59,9 @@ pub enum TlsError {
     /// The id of the cluster cannot be a part of a certificate.
     #[error(transparent)]
     Name(#[from] NameError),
+    /// The rest of the place is for revocations.
+    #[error("the CA has records of too many certificates and tokens: wait until some expire")]
+    Full,
     /// The stored CA is of another cluster.
     #[error(
         "the stored CA is of cluster {found}, and the store of cluster {expected}: restore both of one backup"
@@ -144,11 +151,15 @@ impl Tls {
         let mut authority = self.authority.write().await;
         let mut changed = authority.clone();
         let result = change(&mut changed)?;
-        if let Err(error) = self.keeper.save(changed.to_json()?).await {
+        let state = changed.to_json()?;
+        let is_new_trust = changed.trust()?.version() != authority.trust()?.version();
+        if !is_new_trust && state.len() > RECORDS_MAX_BYTES {
+            return Err(TlsError::Full);
+        }
+        if let Err(error) = self.keeper.save(state).await {
             self.take_stored(&mut authority).await;
             return Err(error.into());
         }
-        let is_new_trust = changed.trust()?.version() != authority.trust()?.version();
         *authority = changed;
         if is_new_trust {
             self.take_certificate(&mut authority)?;
