@@ -153,22 +153,25 @@ impl NodeTls {
         is_readable && self.expiry_s() < now().as_secs()
     }
 
-    /// Reads the file again if it has changed.
+    /// Reads the file again if it has changed, or could not be used: `chmod` changes no stamp.
     pub fn reload(&self) {
         let mut change = self.change();
         let stamp = stamp(&self.file);
-        if stamp == change.seen {
+        if stamp == change.seen && change.problem.is_none() {
             return;
         }
         change.seen = stamp;
-        change.problem = None;
+        let told = change.problem.take();
         if stamp.is_none() {
             // Whoever has removed it wants another enrolment, at the next start.
             return;
         }
         if let Err(error) = self.load() {
-            tracing::error!("the certificate of this node cannot be used: {error}");
-            change.problem = Some(error.to_string());
+            let error = error.to_string();
+            if told.as_ref() != Some(&error) {
+                tracing::error!("the certificate of this node cannot be used: {error}");
+            }
+            change.problem = Some(error);
         }
     }
 
