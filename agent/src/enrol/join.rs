@@ -129,7 +129,8 @@ fn key_in(dir: &Path) -> anyhow::Result<(Key, PathBuf)> {
     let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
     let written = made.and_then(|mut file| {
         file.write_all(key.to_pkcs8())?;
-        file.sync_all()
+        file.sync_all()?;
+        fs::File::open(dir)?.sync_all()
     });
     written.with_context(|| path.display().to_string())?;
     Ok((key, path))
