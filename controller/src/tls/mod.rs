@@ -88,6 +88,8 @@ pub struct Tls {
     authority: RwLock<Authority>,
     credentials: Credentials,
     seen: Mutex<BTreeMap<NodeName, NodeSeen>>,
+    /// Nodes for which the trust list was made newer. Once for each: one that lies makes no endless work.
+    newer: Mutex<BTreeSet<NodeName>>,
     /// Nodes have to be looked at now.
     changed: Notify,
 }
@@ -132,6 +134,7 @@ impl Tls {
             authority: RwLock::new(authority),
             credentials: Credentials::new(bundle)?,
             seen: Mutex::default(),
+            newer: Mutex::default(),
             changed: Notify::new(),
         }))
     }
@@ -212,6 +215,10 @@ impl Tls {
         let identity = authority.issue(&Role::Controller, now())?;
         let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
         Ok(self.credentials.replace(bundle)?)
+    }
+
+    fn newer(&self) -> MutexGuard<'_, BTreeSet<NodeName>> {
+        self.newer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn seen(&self) -> MutexGuard<'_, BTreeMap<NodeName, NodeSeen>> {

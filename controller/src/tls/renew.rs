@@ -82,9 +82,30 @@ impl Tls {
         let state = set_trust(&mut client, state, &trust).await?;
         let state = self.set_certificate(node, &mut client, state, &trust).await?;
         // After the restore of an older CA, a node may have another list of the same version. 0 is no version.
-        let has_list = state.trusted_pins == pin_texts(&trust);
+        let newest = self.credentials.current();
+        let has_list = state.trusted_pins == pin_texts(&newest.trust);
         let trust_version = if has_list { state.trust_version } else { 0 };
+        let known = state.trust_version;
         self.seen().insert(node.clone(), NodeSeen { trust_version, signer_pin: state.signer_pin });
+        let version = newest.trust.version();
+        if known > version || (known == version && !has_list) {
+            self.outdate(node, known).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes the trust list newer than the one of `node`: it has one of a CA before a restore, and keeps it.
+    async fn outdate(&self, node: &NodeName, known: u64) -> Result<(), Status> {
+        if self.newer().contains(node) {
+            return Ok(());
+        }
+        tracing::warn!(%node, known, "its trust list is newer than the CA's, which is now made newer");
+        let changed = self.change(|authority| {
+            authority.outdate(known);
+            Ok(())
+        });
+        changed.await.map_err(|error| Status::failed_precondition(error.to_string()))?;
+        self.newer().insert(node.clone());
         Ok(())
     }
 

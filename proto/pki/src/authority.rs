@@ -26,6 +26,9 @@ const ISSUED_MAX: usize = 16_384;
 /// Certificates of one role that can be valid at a time: a node in a loop does not use up the others' room.
 const ISSUED_PER_ROLE_MAX: usize = 256;
 
+/// More changes of the trust list than there are between a backup and its restore.
+const VERSIONS_MAX: u64 = 1 << 32;
+
 /// The CA: its keys, and the certificates and tokens that it gave out.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Authority {
@@ -330,6 +333,15 @@ impl Authority {
         self.issued.retain(|issued| issued.not_after >= now_s);
         self.revoked.retain(|revoked| revoked.not_after >= now_s);
         self.tokens.retain(|token| !token.is_over(now));
+    }
+
+    /// Makes the trust list newer than version `known`, which somebody has: a CA that was restored from a backup
+    /// is older than the lists, and newer lists are never replaced by older ones. A version that no list can
+    /// have changes nothing.
+    pub fn outdate(&mut self, known: u64) {
+        if known >= self.version && known - self.version < VERSIONS_MAX {
+            self.version = known.saturating_add(1);
+        }
     }
 
     /// Has everybody take the trust list again.

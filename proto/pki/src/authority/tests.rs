@@ -102,6 +102,18 @@ fn a_node_with_too_many_certificates_enrols_again_after_they_are_revoked() {
 }
 
 #[test]
+fn a_restored_ca_gets_a_newer_list_than_everybody_has() {
+    let mut authority = authority();
+    let version = |authority: &Authority| authority.trust().unwrap().version();
+    let restored = version(&authority);
+    authority.outdate(restored + 7);
+    assert_eq!(version(&authority), restored + 8);
+    authority.outdate(restored);
+    authority.outdate(u64::MAX);
+    assert_eq!(version(&authority), restored + 8, "an old list, and a lie");
+}
+
+#[test]
 fn a_revocation_is_kept_until_the_certificate_expires() {
     let mut authority = authority();
     authority.issue(&node("a"), at(0)).unwrap();
