@@ -171,8 +171,8 @@ impl Tls {
         Ok(result)
     }
 
-    /// Continues with what is stored after a store that has failed. It may have come about although the answer
-    /// is lost, or the stored state was touched by hand: every later store would fail too.
+    /// Continues with the stored state after a store that has failed. The store may have come about although
+    /// the answer is lost, or somebody has touched the state by hand: every later store would fail too.
     async fn take_stored(&self, authority: &mut Authority) {
         let stored = match self.keeper.load().await {
             Ok(Some(state)) => Authority::from_json(&state).map_err(TlsError::from),

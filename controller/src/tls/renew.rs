@@ -81,7 +81,7 @@ impl Tls {
         let trust = self.credentials.current().trust.clone();
         let state = set_trust(&mut client, state, &trust).await?;
         let state = self.set_certificate(node, &mut client, state, &trust).await?;
-        // After the restore of an older CA, a node may have another list of the same version. 0 is no version.
+        // After the restore of an older CA, a node may have another list of the same version. 0 is none.
         let newest = self.credentials.current();
         let has_list = state.trusted_pins == pin_texts(&newest.trust);
         let trust_version = if has_list { state.trust_version } else { 0 };

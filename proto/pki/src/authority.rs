@@ -335,9 +335,9 @@ impl Authority {
         self.tokens.retain(|token| !token.is_over(now));
     }
 
-    /// Makes the trust list newer than version `known`, which somebody has: a CA that was restored from a backup
-    /// is older than the lists, and newer lists are never replaced by older ones. A version that no list can
-    /// have changes nothing.
+    /// Makes the trust list newer than version `known`, which somebody has: a CA that was restored from a
+    /// backup is older than the lists, and newer lists are never replaced by older ones. A version that no
+    /// list can have changes nothing.
     pub fn outdate(&mut self, known: u64) {
         if known >= self.version && known - self.version < VERSIONS_MAX {
             self.version = known.saturating_add(1);

@@ -74,8 +74,8 @@ impl Certificate {
         now.as_secs() > self.not_after
     }
 
-    /// Returns true if two thirds of the certificate's life are over, or if its life has not begun, because it was
-    /// made while the clock was wrong.
+    /// Returns true if two thirds of its life are over, or if its life has not begun: it was made while the
+    /// clock was wrong.
     #[must_use]
     pub fn is_due(&self, now: UnixTime) -> bool {
         let life = self.not_after.saturating_sub(self.not_before);

@@ -13,7 +13,8 @@ const FRIEND_FACTOR: usize = 4;
 /// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
 const FAILURES_MAX: u32 = 20;
 const FORGIVEN_EVERY: Duration = Duration::from_secs(1);
-/// An address counts as a friend for so long after it has authenticated, and after its last connection has ended.
+/// An address counts as a friend for so long after it has authenticated, and after its last connection has
+/// ended.
 const FRIEND_FOR: Duration = Duration::from_hours(1);
 /// Addresses that are remembered.
 const ADDRESSES_MAX: usize = 1024;

@@ -213,7 +213,7 @@ impl Drop for Shaking {
     }
 }
 
-/// One connection with a certificate; it has ended when this is dropped.
+/// A connection with a certificate; it has ended when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Friend {
     handshakes: Arc<Mutex<Handshakes>>,
