@@ -34,8 +34,10 @@ impl Cluster {
         let api = ApiServer::start(&folder.path().join("api"))?;
         install(&api)?;
         // The controller must do its work here without the roles of the sidecars beside it.
-        let sidecars = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/shorthorn-sidecars";
-        api.ok("DELETE", sidecars, None)?;
+        let bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
+        for sidecar in ["provisioner", "attacher", "resizer"] {
+            api.ok("DELETE", &format!("{bindings}/shorthorn-csi-{sidecar}"), None)?;
+        }
         let kubeconfig = api.kubeconfig()?.display().to_string();
         let store = ["--kubernetes", "--kubeconfig", &kubeconfig].map(str::to_owned).to_vec();
         let hosts = Hosts::start_with_store(folder.path(), 3, 3, store)?;
