@@ -1,5 +1,6 @@
 //! Keeps the certificates and trust lists of agents current, over the controller's own connections to them.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,10 +34,12 @@ impl Tls {
             if let Err(error) = self.renew_own().await {
                 tracing::error!(%error, "the certificate of this controller cannot be renewed");
             }
+            let known: BTreeSet<NodeName> = fleet.connected().into_iter().map(|(node, _)| node).collect();
             failures = if self.look_at(&fleet).await { failures.saturating_add(1) } else { 0 };
             let pause = if failures == 0 { EVERY } else { EVERY.min(SOON * (1 << failures.min(8))) };
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
+                () = another_connects(&fleet, &known) => {}
                 () = self.changed.notified() => {}
             }
         }
@@ -164,6 +167,16 @@ fn signed_lately(authority: &Authority, node: &str, now_s: u64) -> usize {
     };
     let lately = authority.issued().iter().filter(is_late);
     lately.filter(|issued| !authority.is_revoked(&issued.serial)).count()
+}
+
+/// Waits until the agent of a node other than these is connected: a node that was away may lack a trust list.
+async fn another_connects(fleet: &Fleet, known: &BTreeSet<NodeName>) {
+    loop {
+        tokio::time::sleep(SOON).await;
+        if fleet.connected().iter().any(|(node, _)| !known.contains(node)) {
+            return;
+        }
+    }
 }
 
 /// Returns true if two thirds of the certificate's life are over.
