@@ -296,11 +296,11 @@ fn the_volume_is_free(cluster: &Cluster) -> Result<()> {
 
 /// Tests that without the right to delete pods they stay, and everything else continues.
 fn a_role_that_is_missing_breaks_nothing(cluster: &Cluster, node: &str) -> Result<()> {
-    let role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/shorthorn-controller";
+    let role = "/apis/rbac.authorization.k8s.io/v1/clusterroles/shorthorn-lost-pods";
     let mut rules = cluster.api.ok("GET", role, None)?["rules"].clone();
     for rule in rules.as_array_mut().context("no rules")? {
         if rule["resources"] == json!(["pods"]) {
-            rule["verbs"] = json!(["list", "watch"]);
+            rule["verbs"] = json!(["get"]);
         }
     }
     cluster.api.ok("PATCH", role, Some(&json!({ "rules": rules })))?;
