@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use shorthorn_regions::{PAGE_BYTES, PageWrite, WriteIntentLog, SetKey};
+use shorthorn_regions::{PAGE_BYTES, PageWrite, SetKey, WriteIntentLog};
 use shorthorn_types::{ByteRange, MarkRegions, Regions, ReplicaId};
 
 const EPOCH: u64 = 5;
@@ -47,7 +47,7 @@ fn use_file(file: &[u8], size_bytes: u64) {
     if damages.len() * PAGE_BYTES >= file.len() {
         assert!(content.contains_all(0..regions.count()), "damaged pages count as full");
     }
-    let _ = intent_log.load_missed(ReplicaId::from_random(7), file);
+    let _ = intent_log.load_out_of_sync(ReplicaId::from_random(7), file);
     assert!(intent_log.grown(Regions::of(size_bytes * 2)).files().count() > 0);
     let range = ByteRange::new(0, size_bytes.min(1 << 20)).expect("a range from 0");
     let _ = intent_log.admit(range);
