@@ -49,9 +49,12 @@ few-regions: setup ## the simulation of volumes with few regions, for 20 seconds
 		cargo run --profile $(PROFILE) -p shorthorn-sim -- \
 		--seed $$((0x$$(git rev-parse --short=12 HEAD))) --seconds 20 --jobs 0
 
-lint: setup ## format, and clippy with warnings denied
+# Links to private items are meant for readers of the source, as the comments of a crate are.
+lint: setup ## format, clippy and documentation, with warnings denied
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+		cargo doc --workspace --no-deps --document-private-items --quiet
 
 fuzz: setup ## each fuzz target for a minute: frames, NBD, region files, metadata, CSI arguments
 	tests/fuzz/run 60

@@ -88,7 +88,7 @@ impl Events {
         self.send(QueuedEvent::Object(event.clone(), uid.to_owned()));
     }
 
-    /// Sends an event like [`Events::tell`], about a pod.
+    /// Sends an event like [`Events::record`], about a pod.
     pub fn record_of_pod(&self, event: Event<Namespaced>, uid: &str) {
         self.send(QueuedEvent::Pod(event, uid.to_owned()));
     }

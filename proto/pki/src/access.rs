@@ -144,7 +144,7 @@ impl Refusal {
     }
 }
 
-/// A layer for servers behind [`crate::incoming`], which checks each call. Without the [`Peer`] of a
+/// A layer for servers behind [`crate::incoming()`], which checks each call. Without the [`Peer`] of a
 /// connection it permits the methods for anyone only.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AccessLayer;

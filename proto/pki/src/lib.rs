@@ -3,15 +3,14 @@
 //! - [`Name`] is the identity in a certificate: a cluster and a [`Role`]. [`Certificate`] reads it.
 //! - [`Authority`] is the cluster's CA with its rules: it signs, revokes, makes join tokens and rolls over.
 //! - [`Identity`] is a key with its certificate, [`Trust`] is the list of CAs and revoked serials. [`Bundle`]
-//!   has both,
-//!   as one PEM file.
+//!   has both, as one PEM file.
 //! - [`Credentials`] is a bundle in use. TLS configurations made from it follow [`Credentials::replace`]
-//!   without a
-//!   restart, and open connections end once the certificate of the peer is expired, revoked or distrusted.
-//! - [`incoming`] accepts connections for a tonic server, [`Connector`] makes them for a tonic client.
+//!   without a restart, and open connections end once the certificate of the peer is expired, revoked or
+//!   distrusted.
+//! - [`incoming()`] accepts connections for a tonic server, [`Connector`] makes them for a tonic client.
 //! - [`AccessLayer`] refuses each method that [`access::TABLE`] does not permit to the role of the peer.
 //!
-//! Rules take the time as an argument. Only [`Credentials`], [`incoming`] and [`Connector`] read a clock.
+//! Rules take the time as an argument. Only [`Credentials`], [`incoming()`] and [`Connector`] read a clock.
 
 pub mod access;
 mod authority;

@@ -44,7 +44,7 @@ pub enum CannotStart {
 /// Returns the basis for an engine that has fenced the replicas in `reports`. `granted` is the last view that
 /// the arbiter has granted, as far as the engine knows. It counts as a proposed one.
 ///
-/// Proposed views that are dead ([`may_be_through`]) are left out: they would stand in the way of others for
+/// Proposed views that are dead (`may_be_through`) are left out: they would stand in the way of others for
 /// ever.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
-//! The order of the steps of four operations of an engine. It opens a volume ([`open`]), brings a replica
-//! back that is not in the view ([`rebuild`]), expands the replicas ([`grow_replicas`]) and gives a replica
+//! The order of the steps of four operations of an engine. It opens a volume ([`open()`]), brings a replica
+//! back that is not in the view ([`rebuild()`]), expands the replicas ([`grow_replicas`]) and gives a replica
 //! up ([`give_up`]).
 //!
 //! The steps are async functions over traits: the engine process brings blocking connections and threads, the

@@ -231,7 +231,7 @@ fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
     path.is_absolute() && device_at(path).is_some_and(|device| devices.contains(&device))
 }
 
-/// A line of /proc/<pid>/mountinfo, see proc_pid_mountinfo(5).
+/// A line of `/proc/<pid>/mountinfo`, see proc_pid_mountinfo(5).
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
     /// The device of the file system; made up if it spans several devices (btrfs).

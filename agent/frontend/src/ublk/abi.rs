@@ -77,7 +77,7 @@ pub(crate) const PARAM_TYPE_DISCARD: u32 = 1 << 1;
 
 /// The depth for which the driver lays out the descriptors of a queue, for any real depth.
 const MAX_QUEUE_DEPTH: usize = 4096;
-/// [`ControlCommand::queue`] where the command is for no queue.
+/// The queue of a command that is for no queue.
 const NO_QUEUE: u16 = u16::MAX;
 
 // _IOC of asm-generic/ioctl.h.

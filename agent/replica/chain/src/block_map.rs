@@ -92,7 +92,7 @@ impl BlockMap {
         MapUsage { used_bytes: fixed + self.heap_bytes, limit_bytes: fixed + self.heap_limit_bytes }
     }
 
-    /// Lowers the memory limit of all windows below the [`memory_limit_bytes`](crate::memory_limit_bytes) of
+    /// Lowers the memory limit of all windows below the [`memory_limit_bytes`] of
     /// the size. The window in use is always kept.
     pub fn lower_limit(&mut self, heap_bytes: usize) {
         self.lowered_limit_bytes = heap_bytes;

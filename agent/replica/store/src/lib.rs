@@ -13,7 +13,7 @@
 //! ([`Store::save_state`]), sets of regions ([`Store::make_regions`]), the progress as a copy of another
 //! replica ([`Store::begin_copy`]), and sums of its snapshots ([`Store::save_sums`]).
 //!
-//! [`inspect`] and [`export`] look at a directory without changing anything in it.
+//! [`inspect()`] and [`export()`] look at a directory without changing anything in it.
 //!
 //! The rules are in `shorthorn-chain`, which does no I/O; this crate executes them.
 #![deny(unsafe_code)]

@@ -1,6 +1,6 @@
 //! The scheduler: chooses nodes and disks for replicas, or explains why none fits.
 //!
-//! [`candidates`] reads the nodes from the cluster state, and [`schedule`] decides over them alone. First
+//! [`candidates()`] reads the nodes from the cluster state, and [`schedule`] decides over them alone. First
 //! comes the table of [`filters`], each entry of which can explain why it removes a node or a disk. Then
 //! comes the table of [`scores`], of which the first that differs between two disks decides. A new rule is
 //! one more line in one of the tables.
