@@ -130,7 +130,7 @@ impl EngineCore {
     /// [`Output::ClearedAll`] follows.
     pub(crate) fn clear_all(&mut self) {
         self.clearing.final_clearing = FinalClearing::Wanted;
-        self.wake = true;
+        self.wake.work();
     }
 
     /// Takes a turn when it is time and the last one has led to its end.
@@ -142,19 +142,17 @@ impl EngineCore {
         let dirty_bytes = self.regions.region_bytes() * u64::from(self.intent.kept());
         let is_rebuilding = !self.membership.rebuilding().is_empty();
         let copies_wait = self.has_copies_without_stamps();
-        if !is_last && !copies_wait && !self.clearing.is_due(self.now_ms, dirty_bytes, is_rebuilding) {
+        if !is_last && !copies_wait && !self.clearing.is_due(self.clock.now_ms(), dirty_bytes, is_rebuilding) {
             return;
         }
-        self.clearing.turned_at_ms = self.now_ms;
+        self.clearing.turned_at_ms = self.clock.now_ms();
         if is_last {
             self.clearing.final_clearing = FinalClearing::UnderWay;
             self.intent.cool_down();
-            self.wake = true;
+            self.wake.work();
         }
         let regions = self.regions;
-        let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
-        let in_flight =
-            modifications.map(|slot| regions.touched(slot.range)).chain(self.jobs.touched(regions));
+        let in_flight = self.slots.modified(regions).chain(self.jobs.touched(regions));
         // The engine sends stamps even if it can clear nothing.
         let is_in_use = self.intent.is_in_use();
         let mut is_worth_it = self.intent.turn(in_flight) || is_in_use || copies_wait;
@@ -162,15 +160,12 @@ impl EngineCore {
             let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
             absent.covered.clear();
             absent.covered.insert_all(&absent.copied);
-            let modifications = self.slots.active_requests().filter(|slot| slot.operation.modifies());
-            for slot in modifications {
-                absent.covered.remove_run(regions.touched(slot.range));
-            }
+            self.slots.modified(regions).for_each(|touched| absent.covered.remove_run(touched));
             is_worth_it |= !absent.covered.is_empty();
         }
         if is_worth_it {
             self.clearing.phase = ClearingPhase::WantsFlush;
-            self.wake = true;
+            self.wake.work();
         }
     }
 
@@ -205,7 +200,7 @@ impl EngineCore {
         };
         if matches!(self.clearing.phase, ClearingPhase::Stamping(_)) {
             let (number, change) = (self.next_mark(), self.stamp_mark());
-            self.clearing.marks.send(number, to, &change, self.now_ms, out);
+            self.clearing.marks.send(number, to, &change, self.clock.now_ms(), out);
         }
     }
 
@@ -290,20 +285,20 @@ impl EngineCore {
             // All that were flushed have left: there will be another turn.
             self.intent.keep();
             self.clearing.phase = ClearingPhase::Resting;
-            (self.wake_held, self.wake) = (true, true);
+            self.wake.all();
             return;
         }
         let number = self.next_mark();
         let size_bytes = self.regions.size_bytes();
         let stamp = self.clearing.stamp;
         let change = MarkRegions { of, action: MarkAction::Clear, runs, stamp, size_bytes };
-        self.clearing.marks.send(number, to, &change, self.now_ms, out);
+        self.clearing.marks.send(number, to, &change, self.clock.now_ms(), out);
     }
 
     /// Ends the mark, which every replica has answered: modifications of its regions continue.
     pub(crate) fn cleared(&mut self) {
         if self.clearing.phase != ClearingPhase::Marking {
-            self.wake = true;
+            self.wake.work();
             return;
         }
         match self.clearing.of.take() {
@@ -313,6 +308,6 @@ impl EngineCore {
                 self.intent.cleared_of(absent.map(|absent| &mut absent.copied));
             }
         }
-        (self.wake_held, self.wake) = (true, true);
+        self.wake.all();
     }
 }

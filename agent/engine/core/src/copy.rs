@@ -50,7 +50,7 @@ impl EngineCore {
     pub(crate) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
         self.take_slot(id, Job::Idle);
         self.slots.at_mut(id).phase = SlotPhase::Free;
-        self.wake = true;
+        self.wake.work();
         self.leave_range(id, out);
     }
 
@@ -192,7 +192,7 @@ impl EngineCore {
             Some(Job::Check(check)) => check.rotten = check.rotten.with(who),
             _ => return false,
         }
-        if self.answered_by(peer, id) {
+        if self.slots.at_mut(id).answered_by(peer) {
             self.advance(id, out);
         }
         true
@@ -232,7 +232,7 @@ impl EngineCore {
             copy.zeroes = [0; 4];
             copy.step = CopyStep::Write { at_bytes: 0 };
         }
-        if self.answered_by(peer, id) {
+        if self.slots.at_mut(id).answered_by(peer) {
             self.advance(id, out);
         }
     }
@@ -246,7 +246,7 @@ impl EngineCore {
         };
         copy.zeroes = zeroes;
         copy.step = CopyStep::Write { at_bytes: 0 };
-        if self.answered_by(peer, id) {
+        if self.slots.at_mut(id).answered_by(peer) {
             self.advance(id, out);
         }
     }
@@ -284,7 +284,7 @@ impl EngineCore {
         // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds
         // it.
         if errno == Errno::NO_SPACE && (self.leaves_rot(peer, id) || self.becomes_source(peer, id)) {
-            if self.answered_by(peer, id) {
+            if self.slots.at_mut(id).answered_by(peer) {
                 self.advance(id, out);
             }
             return;
@@ -306,7 +306,7 @@ impl EngineCore {
                 }
             }
         }
-        if self.answered_by(peer, id) {
+        if self.slots.at_mut(id).answered_by(peer) {
             self.advance(id, out);
         }
     }

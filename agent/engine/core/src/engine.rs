@@ -3,22 +3,20 @@ use shorthorn_types::{RegionSet, Regions};
 use crate::absent::Absent;
 use crate::bucket::Bucket;
 use crate::clearing::Clearing;
+use crate::clock::Clock;
+use crate::closed::ClosedConnections;
 use crate::event::{CopyProgress, CoreConfig, DropCause, Event, Output, Outputs};
 use crate::failed::Space;
-use crate::flight::Flight;
+use crate::flight::Flights;
 use crate::intent::Intent;
 use crate::job::{Job, Jobs};
 use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerState};
-use crate::ranges::RangeTable;
 use crate::rebuild::Rebuilds;
 use crate::replica_timeouts::ReplicaTimeouts;
 use crate::scrub::{Scrub, Suspects};
 use crate::slot::{SlotId, SlotPhase, Slots};
-
-/// The maximum by which one tick advances the core's clock. A longer time between two ticks is a pause of
-/// this process or of the machine. The core takes in the answers that arrived meanwhile between the next
-/// ticks, before any replica is late.
-const TICK_STEP_MS_MAX: u64 = 1000;
+use crate::turns::Turns;
+use crate::wake::Wake;
 
 /// The core of the engine of one attached volume. See the crate's description.
 ///
@@ -33,41 +31,23 @@ pub struct EngineCore {
     pub(crate) expanding: Option<u64>,
     pub(crate) slots: Slots,
     pub(crate) membership: Membership,
-    pub(crate) ranges: RangeTable,
-    /// Requests and copies whose turn has come, but that cannot be sent now.
-    pub(crate) held: Vec<SlotId>,
-    /// Empty, for its memory.
-    held_spare: Vec<SlotId>,
-    ready: Vec<SlotId>,
+    pub(crate) turns: Turns,
     /// Requests that have failed on some replicas, which have to be made equal first.
     pub(crate) resyncs: Vec<SlotId>,
-    /// True if an event has happened that lets held requests continue.
-    pub(crate) wake_held: bool,
-    /// True if other work than requests may be pending.
-    pub(crate) wake: bool,
-    /// Per queue: replicas whose connection is closed.
-    pub(crate) closed: Vec<PeerMask>,
+    pub(crate) wake: Wake,
+    pub(crate) closed: ClosedConnections,
     pub(crate) timeouts: ReplicaTimeouts,
     /// Too few members have been heard of lately: see [`crate::replica_timeouts`].
     pub(crate) is_out_of_touch: bool,
     /// The time at which the pending change of the view was proposed.
     pub(crate) proposed_at_ms: u64,
-    pub(crate) unfinished: usize,
-    /// Bytes of discards and writes of zeroes that were sent and are not completed.
-    pub(crate) zeroing_bytes: u64,
-    /// Reads that are with the replicas, and all other requests: reads do not wait for a member that is slow
-    /// to write.
-    pub(crate) reads: Flight,
-    pub(crate) changes: Flight,
+    pub(crate) flights: Flights,
     pub(crate) frozen: bool,
     /// See [`CoreConfig::verify_reads`].
     pub(crate) verify_reads: bool,
     /// See [`CoreConfig::refuses_requests`].
     pub(crate) refuses_requests: bool,
-    /// The core's own clock, which leaves pauses out.
-    pub(crate) now_ms: u64,
-    /// The time of the last tick.
-    last_tick_ms: u64,
+    pub(crate) clock: Clock,
 
     pub(crate) jobs: Jobs,
     pub(crate) bucket: Bucket,
@@ -106,26 +86,18 @@ impl EngineCore {
             regions,
             expanding: None,
             membership: Membership::new(&config.peers, config.view),
-            ranges: RangeTable::new(every),
-            held: Vec::with_capacity(every),
-            held_spare: Vec::with_capacity(every),
-            ready: Vec::with_capacity(every),
+            turns: Turns::new(every),
             resyncs: Vec::with_capacity(every),
-            wake_held: false,
-            wake: true,
-            closed: vec![PeerMask::NONE; usize::from(config.queues)],
+            wake: Wake::new(),
+            closed: ClosedConnections::new(config.queues),
             timeouts: ReplicaTimeouts::new(config),
             is_out_of_touch: false,
             proposed_at_ms: 0,
-            unfinished: 0,
-            zeroing_bytes: 0,
-            reads: Flight::new(config.flight_limits),
-            changes: Flight::new(config.flight_limits),
+            flights: Flights::new(config.flight_limits),
             frozen: false,
             verify_reads: config.verify_reads,
             refuses_requests: config.refuses_requests,
-            now_ms: 0,
-            last_tick_ms: 0,
+            clock: Clock::default(),
             jobs: Jobs::new(slots.copies()),
             slots,
             bucket: Bucket::new(config.copy_limits),
@@ -201,13 +173,13 @@ impl EngineCore {
     /// Returns the number of unfinished requests of the frontend.
     #[must_use]
     pub fn unfinished(&self) -> usize {
-        self.unfinished
+        self.slots.unfinished()
     }
 
     /// Handles an event and appends the resulting outputs to `out`.
     pub fn apply(&mut self, event: Event, out: &mut Outputs) {
         if let Some((peer, queue)) = event.answered_by() {
-            self.timeouts.heard(peer, queue, self.now_ms);
+            self.timeouts.heard(peer, queue, self.clock.now_ms());
         }
         match event {
             Event::Submit { queue, request } => self.submit(queue, request, out),
@@ -232,14 +204,12 @@ impl EngineCore {
             Event::Rebuild { peer, missing } => self.rebuild(peer, &missing, out),
             Event::CopyEnded { peer } => {
                 self.in_copy = self.in_copy.without(PeerMask::one(peer));
-                self.wake = true;
+                self.wake.work();
             }
             Event::Forget { peer } => self.forget(peer, out),
             Event::Lost { peer, reason } => self.lose(peer, reason, out),
             Event::Closed { peer, queue } => {
-                if let Some(closed) = self.closed.get_mut(usize::from(queue)) {
-                    *closed = closed.with(PeerMask::one(peer));
-                }
+                self.closed.close(peer, queue);
                 self.drop_waits(out);
             }
             Event::Scrub(config) => self.set_scrub(config),
@@ -248,14 +218,14 @@ impl EngineCore {
             Event::Expand { size_bytes } => self.expand(size_bytes),
             Event::Tick { now_ms } => self.tick(now_ms, out),
         }
-        while std::mem::take(&mut self.wake) {
+        while self.wake.takes_work() {
             self.work(out);
         }
     }
 
     /// Continues all work that can continue, except requests that do not wait.
     fn work(&mut self, out: &mut Outputs) {
-        if std::mem::take(&mut self.wake_held) {
+        if self.wake.takes_requests() {
             self.issue_held(out);
         }
         self.grow(out);
@@ -290,29 +260,26 @@ impl EngineCore {
 
     pub(crate) fn hold(&mut self, id: SlotId) {
         self.slots.at_mut(id).phase = SlotPhase::Held;
-        self.held.push(id);
+        self.turns.hold(id);
     }
 
     fn issue_held(&mut self, out: &mut Outputs) {
-        let spare = std::mem::take(&mut self.held_spare);
-        let mut held = std::mem::replace(&mut self.held, spare);
-        self.reads.is_awaited = false;
-        self.changes.is_awaited = false;
-        for id in held.drain(..) {
-            self.issue(id, out);
+        self.flights.retry();
+        let held = self.turns.take_held();
+        for id in &held {
+            self.issue(*id, out);
         }
-        self.held_spare = held;
+        self.turns.give_back_held(held);
     }
 
     /// Takes a finished request or copy out of the range table and wakes the requests that waited for its
     /// range.
     pub(crate) fn leave_range(&mut self, id: SlotId, out: &mut Outputs) {
-        let mut ready = std::mem::take(&mut self.ready);
-        self.ranges.leave(id, &mut ready);
-        for id in ready.drain(..) {
-            self.issue(id, out);
+        let ready = self.turns.leave(id);
+        for id in &ready {
+            self.issue(*id, out);
         }
-        self.ready = ready;
+        self.turns.give_back_ready(ready);
     }
 
     /// Returns true if `peer` was asked for something in slot `id`, and drops the peer if it was not. Answers
@@ -321,21 +288,11 @@ impl EngineCore {
         if self.membership.state(peer) == PeerState::Failed {
             return false;
         }
-        let is_asked = self.slots.has(id) && {
-            let slot = self.slots.at(id);
-            slot.phase == SlotPhase::Active && slot.pending.has(peer)
-        };
+        let is_asked = self.slots.expects(peer, id);
         if !is_asked {
             self.lose(peer, format!("it answered what it was not asked: {id:?}"), out);
         }
         is_asked
-    }
-
-    /// Removes `peer` from the replicas that still have to answer. Returns true if it was the last one.
-    pub(crate) fn answered_by(&mut self, peer: PeerIndex, id: SlotId) -> bool {
-        let slot = self.slots.at_mut(id);
-        slot.pending = slot.pending.without(PeerMask::one(peer));
-        slot.pending.is_empty()
     }
 
     /// Handles the failure of a member or rebuilding replica.
@@ -358,12 +315,12 @@ impl EngineCore {
         if self.membership.state(peer) == PeerState::Failed {
             return;
         }
-        self.timeouts.forgive(peer, self.now_ms);
+        self.timeouts.forgive(peer, self.clock.now_ms());
         let step = self.membership.lose(peer);
         self.count(peer);
         self.jobs.forget(PeerMask::one(peer));
         self.forget_marks_of(peer);
-        self.wake = true;
+        self.wake.work();
         out.push(Output::Drop { peer, reason, cause });
         self.follow(step, out);
     }
@@ -372,7 +329,7 @@ impl EngineCore {
         match step {
             MembershipStep::Wait => {}
             MembershipStep::Propose(view, honoured) => {
-                self.proposed_at_ms = self.now_ms;
+                self.proposed_at_ms = self.clock.now_ms();
                 let propose = |peer| Output::Propose {
                     peer,
                     view: Box::new(view),
@@ -400,7 +357,7 @@ impl EngineCore {
                 }
                 self.skip_resync_if_alone();
                 self.drop_waits(out);
-                (self.wake_held, self.wake) = (true, true);
+                self.wake.all();
             }
         }
     }
@@ -408,8 +365,8 @@ impl EngineCore {
     /// Requests no longer wait for replicas that have left the view and whose connection is closed.
     fn drop_waits(&mut self, out: &mut Outputs) {
         let in_view = self.membership.in_view();
-        for queue in (0..).take(self.closed.len()) {
-            let gone = self.closed[usize::from(queue)].without(in_view);
+        for queue in self.closed.queues() {
+            let gone = self.closed.of_queue(queue).without(in_view);
             if gone.is_empty() {
                 continue;
             }
@@ -420,13 +377,7 @@ impl EngineCore {
     }
 
     fn drop_waits_of_slot(&mut self, id: SlotId, gone: PeerMask, out: &mut Outputs) {
-        let slot = self.slots.at_mut(id);
-        let left = slot.pending.without(gone);
-        if slot.phase != SlotPhase::Active || left == slot.pending {
-            return;
-        }
-        slot.pending = left;
-        if !left.is_empty() {
+        if !self.slots.at_mut(id).drop_waits(gone) {
             return;
         }
         if self.slots.copy_index(id).is_some() {
@@ -437,21 +388,18 @@ impl EngineCore {
     }
 
     fn tick(&mut self, now_ms: u64, out: &mut Outputs) {
-        let last_tick_ms = std::mem::replace(&mut self.last_tick_ms, now_ms);
-        let step_ms = now_ms.saturating_sub(last_tick_ms);
-        let step_ms = step_ms.min(TICK_STEP_MS_MAX).min(self.timeouts.step_ms_max());
-        self.now_ms += step_ms;
+        let step_ms = self.clock.tick(now_ms, self.timeouts.step_ms_max());
         self.charge_rebuilding(step_ms);
         self.check_timeouts(out);
         self.ping(out);
-        self.bucket.refill(self.now_ms);
+        self.bucket.refill(self.clock.now_ms());
         if let Some(scrub) = &mut self.scrub {
-            scrub.refill(self.now_ms);
+            scrub.refill(self.clock.now_ms());
         }
         self.turn_intent();
         // A member without space may leave as soon as the others are prompt.
-        self.wake |= !self.resyncs.is_empty();
-        self.wake |= self.is_resyncing || self.scrub.is_some() || !self.membership.rebuilding().is_empty();
+        self.wake.work_if(!self.resyncs.is_empty());
+        self.wake.work_if(self.is_resyncing || self.scrub.is_some() || !self.membership.rebuilding().is_empty());
     }
 
     /// Starts to count the regions that `peer` misses. The replica lacks at most the regions that may differ
@@ -516,7 +464,7 @@ impl EngineCore {
         if self.clearing.marks.answered(peer, mark) {
             self.cleared();
         }
-        self.wake |= self.rebuilds.marks.answered(peer, mark);
+        self.wake.work_if(self.rebuilds.marks.answered(peer, mark));
     }
 
     /// Stops waiting for the answers of `peer` to marks.

@@ -25,7 +25,7 @@ impl EngineCore {
     /// Grows the volume as soon as possible. It never gets smaller.
     pub(crate) fn expand(&mut self, size_bytes: u64) {
         self.expanding = Some(size_bytes).max(self.expanding);
-        self.wake = true;
+        self.wake.work();
     }
 
     /// Returns true if nothing may begin that names a region.
@@ -44,7 +44,7 @@ impl EngineCore {
         if size_bytes > self.regions.size_bytes() {
             self.follow_size(Regions::of(size_bytes));
         }
-        self.wake = true;
+        self.wake.work();
         out.push(Output::Expanded { size_bytes: self.regions.size_bytes() });
     }
 

@@ -74,12 +74,12 @@ impl EngineCore {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
         if self.resyncs.is_empty() {
-            self.space = Space { since_ms: self.now_ms, ..Space::default() };
+            self.space = Space { since_ms: self.clock.now_ms(), ..Space::default() };
             self.timeouts.ping_soon();
         }
         self.slots.at_mut(id).phase = SlotPhase::Resync;
         self.resyncs.push(id);
-        self.wake = true;
+        self.wake.work();
     }
 
     /// Handles the answer of `peer` to the PING of `pinged_at_ms`, with the space of its disk.
@@ -89,7 +89,7 @@ impl EngineCore {
         }
         if pinged_at_ms.is_some_and(|at_ms| at_ms > self.space.since_ms) {
             self.space.ponged(peer, free_mib);
-            self.wake = true;
+            self.wake.work();
         } else {
             // An older PING: the disk may have become full since.
             self.timeouts.ping_soon();
@@ -131,7 +131,7 @@ impl EngineCore {
             return WayOut::Leave;
         }
         let Space { known, has_room, since_ms } = self.space;
-        let is_over = self.now_ms.saturating_sub(since_ms) > self.timeouts.wait_for_space_ms();
+        let is_over = self.clock.now_ms().saturating_sub(since_ms) > self.timeouts.wait_for_space_ms();
         let is_most = |peers: PeerMask| self.membership.quorum_of(peers) == Quorum::More;
         if slot.operation == Operation::Discard || is_over || !is_most(rest.without(known.without(has_room)))
         {

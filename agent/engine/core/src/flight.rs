@@ -1,23 +1,109 @@
+use shorthorn_types::ByteRange;
+
 use crate::event::FlightLimits;
+use crate::request::Operation;
+use crate::slot::Slot;
+
+/// The maximum bytes that are discarded or zeroed at a time; a single request may be larger.
+const ZEROING_BYTES_MAX: u64 = 64 << 20;
+
+/// Returns the bytes of data that the request moves over a connection.
+fn data_bytes(operation: Operation, range: ByteRange) -> u64 {
+    match operation {
+        Operation::Read | Operation::Write { .. } => range.length(),
+        _ => 0,
+    }
+}
+
+fn writes_zeroes(operation: Operation) -> bool {
+    matches!(operation, Operation::Discard | Operation::WriteZeroes { .. })
+}
 
 /// Requests of the frontend that are with the replicas.
+///
+/// Reads have limits of their own, because they do not wait for a member that is slow to write. Discards and
+/// writes of zeroes have a limit of bytes besides: without holes, zeroing takes the replicas as long as
+/// writing, but costs the frontend no data.
 #[derive(Debug)]
-pub(crate) struct Flight {
+pub(crate) struct Flights {
+    reads: Flight,
+    changes: Flight,
+    /// Bytes of discards and writes of zeroes.
+    zeroing_bytes: u64,
+}
+
+impl Flights {
+    pub fn new(limits: FlightLimits) -> Flights {
+        Flights { reads: Flight::new(limits), changes: Flight::new(limits), zeroing_bytes: 0 }
+    }
+
+    fn of(&mut self, operation: Operation) -> &mut Flight {
+        if operation == Operation::Read { &mut self.reads } else { &mut self.changes }
+    }
+
+    /// Returns true if the request in `slot` may be with the replicas now; it counts as that then. A read
+    /// that is sent again counts already.
+    pub fn take_off(&mut self, slot: &mut Slot) -> bool {
+        let Slot { operation, range, .. } = *slot;
+        if slot.is_in_flight {
+            return true;
+        }
+        if self.is_flooded(operation, range) || !self.of(operation).take_off(data_bytes(operation, range)) {
+            return false;
+        }
+        if writes_zeroes(operation) {
+            self.zeroing_bytes += range.length();
+        }
+        slot.is_in_flight = true;
+        true
+    }
+
+    /// Returns true if replicas have as many bytes to zero as they can be expected to in time.
+    fn is_flooded(&self, operation: Operation, range: ByteRange) -> bool {
+        let bytes = self.zeroing_bytes;
+        writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX
+    }
+
+    /// Takes the completed request in `slot` out of the count. Returns true if held requests may have room
+    /// now.
+    pub fn land(&mut self, slot: &Slot) -> bool {
+        let Slot { operation, range, .. } = *slot;
+        if !slot.is_in_flight {
+            return false;
+        }
+        let flight = self.of(operation);
+        flight.land(data_bytes(operation, range));
+        let is_awaited = flight.is_awaited;
+        if writes_zeroes(operation) {
+            self.zeroing_bytes -= range.length();
+        }
+        is_awaited || writes_zeroes(operation)
+    }
+
+    /// Lets the held requests try again, from the first.
+    pub fn retry(&mut self) {
+        (self.reads.is_awaited, self.changes.is_awaited) = (false, false);
+    }
+}
+
+/// Requests of one kind.
+#[derive(Debug)]
+struct Flight {
     limits: FlightLimits,
     bytes: u64,
     requests: usize,
     /// True if a request waits because too much is in flight. Then no later request is sent before it,
     /// however small that is: else a large request could wait for ever.
-    pub is_awaited: bool,
+    is_awaited: bool,
 }
 
 impl Flight {
-    pub fn new(limits: FlightLimits) -> Flight {
+    fn new(limits: FlightLimits) -> Flight {
         Flight { limits, bytes: 0, requests: 0, is_awaited: false }
     }
 
     /// Returns true if a request with so many bytes may be sent. If so, it counts as in flight.
-    pub fn take_off(&mut self, bytes: u64) -> bool {
+    fn take_off(&mut self, bytes: u64) -> bool {
         let has_room = self.requests == 0
             || (self.requests < self.limits.requests && self.bytes + bytes <= self.limits.bytes);
         if self.is_awaited || !has_room {
@@ -29,7 +115,67 @@ impl Flight {
     }
 
     /// Takes a completed request out of the count.
-    pub fn land(&mut self, bytes: u64) {
+    fn land(&mut self, bytes: u64) {
         (self.bytes, self.requests) = (self.bytes - bytes, self.requests - 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::Request;
+
+    fn slot(operation: Operation, bytes: u64) -> Slot {
+        Slot::of(Request { slot: 0, operation, range: ByteRange::new(0, bytes).unwrap() })
+    }
+
+    fn flights(bytes: u64, requests: usize) -> Flights {
+        Flights::new(FlightLimits { bytes, requests })
+    }
+
+    const WRITE: Operation = Operation::Write { fua: false };
+
+    #[test]
+    fn a_small_request_waits_behind_a_large_one_that_has_no_room() {
+        let mut flights = flights(8192, 9);
+        let (mut first, mut large, mut small) = (slot(WRITE, 4096), slot(WRITE, 8192), slot(WRITE, 512));
+        assert!(flights.take_off(&mut first));
+        assert!(!flights.take_off(&mut large));
+        assert!(!flights.take_off(&mut small), "the large one came before");
+        assert!(flights.take_off(&mut slot(Operation::Read, 8192)), "reads have limits of their own");
+        assert!(flights.land(&first), "a request waits for room");
+        flights.retry();
+        assert!(flights.take_off(&mut large));
+        assert!(!flights.take_off(&mut small));
+    }
+
+    #[test]
+    fn a_request_of_any_size_is_sent_alone() {
+        let mut flights = flights(4096, 1);
+        let mut large = slot(WRITE, 1 << 20);
+        assert!(flights.take_off(&mut large));
+        assert!(!flights.take_off(&mut slot(Operation::Flush, 0)), "one request at a time");
+        assert!(flights.land(&large));
+    }
+
+    #[test]
+    fn zeroing_has_a_limit_of_bytes_beside_the_requests() {
+        let mut flights = flights(4096, 9);
+        let (mut first, mut second) = (slot(Operation::Discard, 64 << 20), slot(Operation::Discard, 4096));
+        assert!(flights.take_off(&mut first));
+        assert!(!flights.take_off(&mut second));
+        assert!(flights.take_off(&mut slot(WRITE, 4096)), "it moves data and zeroes nothing");
+        assert!(flights.land(&first), "zeroing that is done makes room, though no request counts as awaited");
+        assert!(flights.take_off(&mut second));
+    }
+
+    #[test]
+    fn a_read_that_is_sent_again_counts_once() {
+        let mut flights = flights(4096, 1);
+        let mut read = slot(Operation::Read, 4096);
+        assert!(flights.take_off(&mut read) && flights.take_off(&mut read));
+        assert!(!flights.land(&read));
+        assert!(flights.take_off(&mut slot(Operation::Read, 4096)), "all room is free again");
+        assert!(!flights.land(&slot(Operation::Read, 4096)), "a request that was never sent lands nowhere");
     }
 }

@@ -36,6 +36,8 @@ mod absent;
 mod bucket;
 mod cause;
 mod clearing;
+mod clock;
+mod closed;
 mod copy;
 mod engine;
 mod event;
@@ -55,6 +57,8 @@ mod scrub;
 mod scrub_result;
 mod serve;
 mod slot;
+mod turns;
+mod wake;
 
 pub use cause::{Blamed, Cause, Failure};
 pub use engine::EngineCore;

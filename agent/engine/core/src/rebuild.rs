@@ -64,7 +64,7 @@ impl EngineCore {
         self.count(peer);
         self.distrust(peer);
         self.rebuilds.start_over();
-        self.wake = true;
+        self.wake.work();
     }
 
     fn stop_counting(&mut self, peer: PeerIndex) {
@@ -87,13 +87,11 @@ impl EngineCore {
             absent.out_of_sync.insert_all(missing);
         }
         self.trusted = self.trusted.with(PeerMask::one(peer));
-        for closed in &mut self.closed {
-            *closed = closed.without(PeerMask::one(peer));
-        }
-        self.timeouts.forgive(peer, self.now_ms);
+        self.closed.reopen(peer);
+        self.timeouts.forgive(peer, self.clock.now_ms());
         self.membership.start_rebuild(peer);
         self.rebuilds.start_over();
-        self.wake = true;
+        self.wake.work();
     }
 
     fn cannot_rebuild(&self, peer: PeerIndex) -> Option<String> {
@@ -116,7 +114,7 @@ impl EngineCore {
         self.lose(peer, "it is given up".to_owned(), out);
         self.stop_counting(peer);
         self.rebuilds.start_over();
-        self.wake = true;
+        self.wake.work();
     }
 
     /// Returns true if anything is left to copy to replicas that are being rebuilt.
@@ -151,7 +149,7 @@ impl EngineCore {
         // It repairs members that hold rot there: until that is done, a verified read of them shows the rot,
         // which has no sums any more.
         let access = if self.verify_reads { Access::Modify } else { Access::Rebuild };
-        if self.ranges.enter(id, range, access) {
+        if self.turns.enter(id, range, access) {
             self.advance(id, out);
         }
         true
@@ -207,14 +205,14 @@ impl EngineCore {
         if step == RebuildStep::Stamping {
             self.rebuilds.next = Some((peer, RebuildStep::SendingSets { absent: 0, from: None }));
             let (number, change) = (self.next_mark(), self.stamp_mark());
-            return self.rebuilds.marks.send(number, PeerMask::one(peer), &change, self.now_ms, out);
+            return self.rebuilds.marks.send(number, PeerMask::one(peer), &change, self.clock.now_ms(), out);
         }
         let RebuildStep::SendingSets { absent, from } = step else { return };
         match self.next_set_to_send(peer, absent, from) {
             Some((next, change)) => {
                 self.rebuilds.next = Some((peer, next));
                 let number = self.next_mark();
-                self.rebuilds.marks.send(number, PeerMask::one(peer), &change, self.now_ms, out);
+                self.rebuilds.marks.send(number, PeerMask::one(peer), &change, self.clock.now_ms(), out);
             }
             // A repair that follows from a check is something that it would miss.
             None if self.jobs.is_checking() => {}
@@ -268,7 +266,7 @@ impl EngineCore {
             let step = self.membership.admit(peer);
             self.follow(step, out);
         } else {
-            self.wake = true;
+            self.wake.work();
         }
     }
 

@@ -257,7 +257,7 @@ impl EngineCore {
     }
 
     fn others(&mut self, members: PeerMask, prompt: PeerMask, debts: &Debts) -> Others {
-        let (now_ms, time_ms, limit_ms) = (self.now_ms, self.timeouts.timeout_ms / 2, self.timeouts.limit_ms);
+        let (now_ms, time_ms, limit_ms) = (self.clock.now_ms(), self.timeouts.timeout_ms / 2, self.timeouts.limit_ms);
         let alive = members.filter(|peer| debts[usize::from(peer)].worst_ms() <= limit_ms / 2);
         let (prompt, alive) = (self.membership.quorum_of(prompt), self.membership.quorum_of(alive));
         let is_changing = self.membership.is_changing();
@@ -308,13 +308,13 @@ impl EngineCore {
                 && self.membership.quorum_of(heard) != Quorum::More,
         );
         if was && !self.is_out_of_touch {
-            (self.wake_held, self.wake) = (true, true);
+            self.wake.all();
         }
     }
 
     /// Returns for how long each replica owes answers.
     fn debts(&self) -> Debts {
-        let now_ms = self.now_ms;
+        let now_ms = self.clock.now_ms();
         let mut debts = Debts::default();
         let mut owe = |peers: PeerMask, since_ms: u64| {
             for peer in peers.iter() {
@@ -348,7 +348,7 @@ impl EngineCore {
         let rebuilding = self.membership.rebuilding();
         for (id, copy) in self.jobs.rebuilds() {
             let slot = self.slots.at(id);
-            let is_awaited = self.ranges.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
+            let is_awaited = self.turns.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
             if slot.phase == SlotPhase::Active && is_awaited {
                 let held_up_ms = &mut copy.held_up_ms;
                 slot.pending.and(rebuilding).iter().for_each(|peer| held_up_ms[usize::from(peer)] += step_ms);
@@ -374,7 +374,7 @@ impl EngineCore {
 
     /// Sends PINGs, if it is time for that.
     pub(crate) fn ping(&mut self, out: &mut Outputs) {
-        let now_ms = self.now_ms;
+        let now_ms = self.clock.now_ms();
         let is_soon = std::mem::take(&mut self.timeouts.pings_soon);
         if !is_soon && now_ms < self.timeouts.pinged_at_ms + PING_INTERVAL_MS {
             return;

@@ -28,16 +28,16 @@ impl EngineCore {
     }
 
     fn wanted_region(&self) -> Option<u32> {
-        let requests = self.held.iter().filter(|id| self.slots.copy_index(**id).is_none());
-        let of_request = |id: &SlotId| {
-            let touched = self.regions.touched(self.slots.at(*id).range);
+        let mut requests = self.turns.held().filter(|id| self.slots.copy_index(*id).is_none());
+        let of_request = |id: SlotId| {
+            let touched = self.regions.touched(self.slots.at(id).range);
             let unequal =
                 std::iter::successors(self.resync.next(touched.start), |region| self.resync.next(region + 1));
             unequal
                 .take_while(|region| *region < touched.end)
                 .find(|region| !self.jobs.has(Why::Resync { region: *region }))
         };
-        requests.into_iter().find_map(of_request)
+        requests.find_map(of_request)
     }
 
     fn next_region_to_resync(&mut self) -> Option<u32> {
@@ -57,7 +57,7 @@ impl EngineCore {
     pub(crate) fn region_is_resynced(&mut self, region: u32) {
         self.resync.remove(region);
         self.intent.touch(region..region + 1);
-        (self.wake_held, self.wake) = (true, true);
+        self.wake.all();
     }
 
     /// Settles the regions of a single member, which differs from no other one. While a copy to it runs,
@@ -74,13 +74,13 @@ impl EngineCore {
             }
         }
         self.resync.keep_all(&copied);
-        (self.wake_held, self.wake) = (true, true);
+        self.wake.all();
     }
 
     pub(crate) fn report_resynced(&mut self, out: &mut Outputs) {
         if self.is_resyncing && self.resync.is_empty() {
             self.is_resyncing = false;
-            self.wake |= self.expanding.is_some();
+            self.wake.work_if(self.expanding.is_some());
             out.push(Output::Resynced);
         }
     }

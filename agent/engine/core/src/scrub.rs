@@ -108,7 +108,7 @@ impl EngineCore {
         self.scrub = config.map(Scrub::new);
         // Repaired blocks may rot again.
         self.suspects.hopeless.clear();
-        self.wake = true;
+        self.wake.work();
     }
 
     /// Starts with the next piece, once the one before is done.
@@ -145,7 +145,7 @@ impl EngineCore {
     fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
         let check = Check { range, sums: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
         self.take_slot(id, Job::Check(check));
-        if self.ranges.enter(id, range, Access::Modify) {
+        if self.turns.enter(id, range, Access::Modify) {
             self.advance(id, out);
         }
     }
@@ -180,7 +180,7 @@ impl EngineCore {
             Err(errno) => self.copy_failed(peer, id, errno, out),
             Ok(sum) => {
                 check.sums[usize::from(peer)] = Some(sum);
-                if self.answered_by(peer, id) {
+                if self.slots.at_mut(id).answered_by(peer) {
                     self.advance(id, out);
                 }
             }

@@ -9,18 +9,7 @@ use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::Access;
 use crate::request::{Operation, Request};
-use crate::slot::{Slot, SlotId, SlotPhase};
-
-/// The maximum bytes that are discarded or zeroed at a time; a single request may be larger.
-const ZEROING_BYTES_MAX: u64 = 64 << 20;
-
-/// Returns the bytes of data that the request moves over a connection.
-fn data_bytes(operation: Operation, range: ByteRange) -> u64 {
-    match operation {
-        Operation::Read | Operation::Write { .. } => range.length(),
-        _ => 0,
-    }
-}
+use crate::slot::{Slot, SlotId};
 
 /// Returns the part of `range` from `start` on that is in one block.
 fn block_at(range: ByteRange, start: u64) -> ByteRange {
@@ -28,30 +17,20 @@ fn block_at(range: ByteRange, start: u64) -> ByteRange {
     ByteRange::new(start, end.min(range.end()).saturating_sub(start)).unwrap_or(ByteRange::EMPTY)
 }
 
-fn writes_zeroes(operation: Operation) -> bool {
-    matches!(operation, Operation::Discard | Operation::WriteZeroes { .. })
-}
-
 impl EngineCore {
     pub(crate) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
-        let id = SlotId { queue, slot: request.slot };
-        let is_request = self.slots.has(id) && self.slots.copy_index(id).is_none();
-        assert!(is_request, "there is no slot {id:?} for requests");
-        let slot = self.slots.at_mut(id);
-        assert!(slot.phase == SlotPhase::Free, "slot {id:?} is submitted twice");
+        let id = self.slots.free_for(queue, &request);
+        let Request { operation, range, .. } = request;
         if self.refuses_requests {
             // Before anything is counted, ordered or held: so nothing can keep it waiting.
-            let Request { operation, range, .. } = request;
             let failure = Failure { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
             out.push(Output::Failed(failure));
             out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
             return;
         }
-        *slot = Slot::of(request);
-        let Slot { operation, range, .. } = *slot;
-        self.unfinished += 1;
+        self.slots.open(id, request);
         let access = if operation.modifies() { Access::Modify } else { Access::Read };
-        if operation == Operation::Flush || self.ranges.enter(id, range, access) {
+        if operation == Operation::Flush || self.turns.enter(id, range, access) {
             self.issue_request(id, out);
         }
     }
@@ -61,13 +40,9 @@ impl EngineCore {
         let Slot { operation, range, rotten, .. } = *self.slots.at(id);
         let waits = self.is_paused()
             || self.has_to_wait(operation, range)
-            || self.is_flooded(operation, range)
-            || !self.takes_off(id);
+            || !self.flights.take_off(self.slots.at_mut(id));
         if waits {
             return self.hold(id);
-        }
-        if writes_zeroes(operation) {
-            self.zeroing_bytes += range.length();
         }
         if operation == Operation::Read {
             return self.send_read(id, rotten, out);
@@ -119,43 +94,16 @@ impl EngineCore {
         end >= slot.range.end()
     }
 
-    /// Returns true if replicas have as many bytes to zero as they can be expected to in time: without holes,
-    /// zeroing takes them as long as writing, but costs the frontend no data.
-    fn is_flooded(&self, operation: Operation, range: ByteRange) -> bool {
-        let bytes = self.zeroing_bytes;
-        writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX
-    }
-
-    /// Returns true if the request in slot `id` may be with the replicas now; it counts as that then. A read
-    /// that is sent again counts already.
-    fn takes_off(&mut self, id: SlotId) -> bool {
-        let slot = self.slots.at_mut(id);
-        let flight = if slot.operation == Operation::Read { &mut self.reads } else { &mut self.changes };
-        slot.is_in_flight = slot.is_in_flight || flight.take_off(data_bytes(slot.operation, slot.range));
-        slot.is_in_flight
-    }
-
-    /// Takes a request out of those that the replicas have.
-    fn lands(&mut self, operation: Operation, range: ByteRange) {
-        let flight = if operation == Operation::Read { &mut self.reads } else { &mut self.changes };
-        flight.land(data_bytes(operation, range));
-        let is_awaited = flight.is_awaited;
-        self.wake_held |= is_awaited;
-        self.wake |= is_awaited;
-    }
-
     /// Returns true if the members may differ in `range`, or are clearing their mark of that.
     fn has_to_wait(&mut self, operation: Operation, range: ByteRange) -> bool {
         let touched = self.regions.touched(range);
         if !self.resync.is_empty() && self.resync.contains_any(touched.clone()) {
-            self.wake = true; // it is copied next
+            self.wake.work(); // it is copied next
             return true;
         }
         operation.modifies() && self.intent.is_clearing(touched)
     }
 
-    /// Counts the modification of `range` and returns the replicas that have to do it.
-    ///
     /// Counts the modification of `range` and returns the replicas that have to do it. A replica that is
     /// being rebuilt does it too, unless the whole range is copied to it later anyway. It must never combine
     /// the modification with missing data to a whole block that counts.
@@ -188,9 +136,7 @@ impl EngineCore {
         to: PeerMask,
         out: &mut Outputs,
     ) {
-        let now_ms = self.now_ms;
-        let slot = self.slots.at_mut(id);
-        (slot.phase, slot.pending, slot.sent_at_ms) = (SlotPhase::Active, to, now_ms);
+        self.slots.at_mut(id).ask(to, self.clock.now_ms());
         out.extend(to.iter().map(|peer| Output::Send { peer, slot: id, operation, range, buffer_offset }));
     }
 
@@ -228,7 +174,7 @@ impl EngineCore {
                 return self.lose(peer, what, out);
             }
         }
-        if self.answered_by(peer, id) {
+        if self.slots.at_mut(id).answered_by(peer) {
             match self.has_read_all(id) {
                 true => self.finish(id, out),
                 false => self.issue_request(id, out),
@@ -245,7 +191,7 @@ impl EngineCore {
         // The error of the last member fails the request, which is reported.
         if !self.is_alone(peer) && self.suspects.add(range.grown_to_blocks()) {
             out.push(Output::RotFound { peer, range, is_copied: false });
-            self.wake = true;
+            self.wake.work();
         }
         self.issue_request(id, out);
     }
@@ -317,10 +263,8 @@ impl EngineCore {
     }
 
     pub(crate) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
-        let slot = self.slots.at_mut(id);
-        slot.phase = SlotPhase::Free;
-        let Slot { operation, range, is_in_flight, .. } = *slot;
-        self.unfinished -= 1;
+        let slot = self.slots.close(id);
+        let Slot { operation, range, .. } = slot;
         if let Err(errno) = outcome {
             // Only the last member can have an error beside a lack of space.
             let cause = match slot.error {
@@ -331,15 +275,9 @@ impl EngineCore {
             out.push(Output::Failed(Failure { slot: id, operation, range, errno, cause }));
         }
         out.push(Output::Complete { slot: id, outcome });
-        if is_in_flight {
-            self.lands(operation, range);
-        }
+        self.wake.all_if(self.flights.land(&slot));
         if operation == Operation::Flush {
             return;
-        }
-        if writes_zeroes(operation) {
-            self.zeroing_bytes -= range.length();
-            (self.wake_held, self.wake) = (true, true);
         }
         if matches!(operation, Operation::Read | Operation::Write { .. }) {
             self.bucket.moved(range.length());

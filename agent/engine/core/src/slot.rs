@@ -1,6 +1,8 @@
-use shorthorn_types::{ByteRange, Errno};
+use std::ops::Range;
 
-use crate::membership::PeerMask;
+use shorthorn_types::{ByteRange, Errno, Regions};
+
+use crate::membership::{PeerIndex, PeerMask};
 use crate::request::{Operation, Request};
 
 /// The id of one slot of one queue.
@@ -49,7 +51,7 @@ pub(crate) struct Slot {
     /// The members that answered with this error.
     pub erred: PeerMask,
     pub sent_at_ms: u64,
-    /// True if the request counts in a [`crate::flight::Flight`].
+    /// True if the request counts in [`crate::flight::Flights`].
     pub is_in_flight: bool,
 }
 
@@ -69,8 +71,30 @@ impl Slot {
         is_in_flight: false,
     };
 
+    /// Returns a slot with a request whose turn is still to come.
     pub fn of(request: Request) -> Slot {
         Slot { phase: SlotPhase::Waiting, operation: request.operation, range: request.range, ..Slot::FREE }
+    }
+
+    /// Records that a part of the request was sent to the replicas in `to`, which have to answer.
+    pub fn ask(&mut self, to: PeerMask, now_ms: u64) {
+        (self.phase, self.pending, self.sent_at_ms) = (SlotPhase::Active, to, now_ms);
+    }
+
+    /// Removes `peer` from the replicas that still have to answer. Returns true if it was the last one.
+    pub fn answered_by(&mut self, peer: PeerIndex) -> bool {
+        self.pending = self.pending.without(PeerMask::one(peer));
+        self.pending.is_empty()
+    }
+
+    /// Stops waiting for the replicas in `gone`. Returns true if the slot has waited only for them.
+    pub fn drop_waits(&mut self, gone: PeerMask) -> bool {
+        let left = self.pending.without(gone);
+        if self.phase != SlotPhase::Active || left == self.pending {
+            return false;
+        }
+        self.pending = left;
+        left.is_empty()
     }
 }
 
@@ -78,6 +102,8 @@ impl Slot {
 #[derive(Debug)]
 pub(crate) struct Slots {
     slots: Vec<Slot>,
+    /// The number of slots of the frontend that are not free.
+    unfinished: usize,
     queues: u16,
     depth: u16,
     copy_slots: u16,
@@ -86,7 +112,43 @@ pub(crate) struct Slots {
 impl Slots {
     pub fn new(queues: u16, depth: u16, copy_slots: u16) -> Slots {
         let count = usize::from(queues) * usize::from(depth) + usize::from(copy_slots);
-        Slots { slots: vec![Slot::FREE; count], queues, depth, copy_slots }
+        Slots { slots: vec![Slot::FREE; count], unfinished: 0, queues, depth, copy_slots }
+    }
+
+    /// Returns the id of the free slot for `request` of `queue`. Any other slot is an error of the frontend.
+    pub fn free_for(&self, queue: u16, request: &Request) -> SlotId {
+        let id = SlotId { queue, slot: request.slot };
+        let is_request = self.has(id) && self.copy_index(id).is_none();
+        assert!(is_request, "there is no slot {id:?} for requests");
+        assert!(self.at(id).phase == SlotPhase::Free, "slot {id:?} is submitted twice");
+        id
+    }
+
+    /// Puts a request of the frontend into the free slot `id`.
+    pub fn open(&mut self, id: SlotId, request: Request) {
+        *self.at_mut(id) = Slot::of(request);
+        self.unfinished += 1;
+    }
+
+    /// Frees the slot of a request of the frontend. Returns its last state.
+    pub fn close(&mut self, id: SlotId) -> Slot {
+        self.unfinished -= 1;
+        let slot = self.at_mut(id);
+        slot.phase = SlotPhase::Free;
+        *slot
+    }
+
+    /// Returns the number of requests of the frontend.
+    pub fn unfinished(&self) -> usize {
+        self.unfinished
+    }
+
+    /// Returns true if an answer of `peer` is expected in slot `id`.
+    pub fn expects(&self, peer: PeerIndex, id: SlotId) -> bool {
+        self.has(id) && {
+            let slot = self.at(id);
+            slot.phase == SlotPhase::Active && slot.pending.has(peer)
+        }
     }
 
     /// Returns true if there is such a slot.
@@ -133,11 +195,17 @@ impl Slots {
     }
 
     /// Returns the slots of the frontend that were sent and are not completed.
-    pub fn active_requests(&self) -> impl Iterator<Item = &Slot> {
+    fn active_requests(&self) -> impl Iterator<Item = &Slot> {
         let requests = usize::from(self.queues) * usize::from(self.depth);
         self.slots[..requests]
             .iter()
             .filter(|slot| matches!(slot.phase, SlotPhase::Active | SlotPhase::Resync))
+    }
+
+    /// Returns the regions of the frontend's modifications that were sent and are not completed.
+    pub fn modified(&self, regions: Regions) -> impl Iterator<Item = Range<u32>> {
+        let modifications = self.active_requests().filter(|slot| slot.operation.modifies());
+        modifications.map(move |slot| regions.touched(slot.range))
     }
 }
 
@@ -145,5 +213,86 @@ impl Operation {
     /// Returns true if it changes data.
     pub(crate) fn modifies(self) -> bool {
         matches!(self, Operation::Write { .. } | Operation::Discard | Operation::WriteZeroes { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WRITE: Operation = Operation::Write { fua: false };
+
+    fn slots() -> Slots {
+        Slots::new(2, 4, 2)
+    }
+
+    fn request(slot: u16, operation: Operation, first_block: u64) -> Request {
+        Request { slot, operation, range: ByteRange::new(first_block * 4096, 4096).unwrap() }
+    }
+
+    #[test]
+    fn a_slot_counts_from_open_to_close() {
+        let mut slots = slots();
+        let id = slots.free_for(1, &request(3, WRITE, 0));
+        assert_eq!(id, SlotId { queue: 1, slot: 3 });
+        slots.open(id, request(3, WRITE, 0));
+        assert_eq!((slots.unfinished(), slots.at(id).phase), (1, SlotPhase::Waiting));
+        assert_eq!(slots.close(id).operation, WRITE);
+        assert_eq!((slots.unfinished(), slots.at(id).phase), (0, SlotPhase::Free));
+    }
+
+    #[test]
+    #[should_panic(expected = "submitted twice")]
+    fn a_slot_takes_one_request() {
+        let mut slots = slots();
+        slots.open(SlotId { queue: 0, slot: 1 }, request(1, WRITE, 0));
+        slots.free_for(0, &request(1, WRITE, 0));
+    }
+
+    #[test]
+    #[should_panic(expected = "no slot")]
+    fn copy_slots_take_no_requests() {
+        slots().free_for(0, &request(4, WRITE, 0));
+    }
+
+    #[test]
+    fn answers_count_from_whom_they_are_expected() {
+        let mut slots = slots();
+        let id = SlotId { queue: 0, slot: 4 };
+        assert!(!slots.expects(1, id), "nothing was sent");
+        slots.at_mut(id).ask(PeerMask::one(1).with(PeerMask::one(2)), 7);
+        assert!(slots.expects(1, id) && !slots.expects(0, id));
+        assert!(!slots.expects(1, SlotId { queue: 1, slot: 4 }), "queue 1 has no copy slots");
+        assert!(!slots.at_mut(id).answered_by(1));
+        assert!(!slots.expects(1, id), "it has answered");
+        assert!(slots.at_mut(id).answered_by(2));
+    }
+
+    #[test]
+    fn a_slot_continues_when_the_last_one_is_gone() {
+        let mut slot = Slot::of(request(0, WRITE, 0));
+        let (first, second) = (PeerMask::one(0), PeerMask::one(1));
+        assert!(!slot.drop_waits(first), "it waits for its turn");
+        slot.ask(first.with(second), 0);
+        assert!(!slot.drop_waits(PeerMask::one(2)) && !slot.drop_waits(first));
+        assert_eq!(slot.pending, second);
+        assert!(slot.drop_waits(first.with(second)));
+        assert!(!slot.drop_waits(first.with(second)), "once");
+    }
+
+    #[test]
+    fn only_modifications_that_were_sent_are_in_flight() {
+        let mut slots = slots();
+        let regions = Regions::of(1 << 20);
+        for (slot, operation) in [(0, WRITE), (1, Operation::Read), (2, WRITE), (3, Operation::Discard)] {
+            let request = request(slot, operation, u64::from(slot) * 16);
+            let id = slots.free_for(0, &request);
+            slots.open(id, request);
+            if slot != 2 {
+                slots.at_mut(id).ask(PeerMask::one(0), 0);
+            }
+        }
+        slots.at_mut(SlotId { queue: 0, slot: 3 }).phase = SlotPhase::Resync;
+        assert_eq!(slots.modified(regions).collect::<Vec<_>>(), [0..1, 3..4]);
     }
 }

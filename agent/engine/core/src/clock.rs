@@ -1,0 +1,42 @@
+/// The maximum by which one tick advances the core's clock. A longer time between two ticks is a pause of
+/// this process or of the machine. The core takes in the answers that arrived meanwhile between the next
+/// ticks, before any replica is late.
+const TICK_STEP_MS_MAX: u64 = 1000;
+
+/// The core's own clock. Pauses are left out, so that it never advances far in one step.
+#[derive(Debug, Default)]
+pub(crate) struct Clock {
+    now_ms: u64,
+    /// The time of the last tick, by the clock of the process.
+    last_tick_ms: u64,
+}
+
+impl Clock {
+    pub fn now_ms(&self) -> u64 {
+        self.now_ms
+    }
+
+    /// Advances the clock to a tick at `tick_ms` of the process's clock, by at most `step_ms_max`. Returns
+    /// the step.
+    pub fn tick(&mut self, tick_ms: u64, step_ms_max: u64) -> u64 {
+        let last_tick_ms = std::mem::replace(&mut self.last_tick_ms, tick_ms);
+        let step_ms = tick_ms.saturating_sub(last_tick_ms).min(TICK_STEP_MS_MAX).min(step_ms_max);
+        self.now_ms += step_ms;
+        step_ms
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_counts_as_one_step() {
+        let mut clock = Clock::default();
+        assert_eq!(clock.tick(250, 2500), 250);
+        assert_eq!(clock.tick(60_000, 2500), TICK_STEP_MS_MAX);
+        assert_eq!(clock.tick(60_250, 100), 100, "a short time-out makes short steps");
+        assert_eq!(clock.tick(60_000, 2500), 0, "the clock never turns back");
+        assert_eq!(clock.now_ms(), 250 + TICK_STEP_MS_MAX + 100);
+    }
+}

@@ -1,0 +1,64 @@
+/// Notes that work may continue after an event.
+///
+/// Held requests are tried again at the beginning of a round of work: whoever wakes them wakes all work.
+#[derive(Debug)]
+pub(crate) struct Wake {
+    work: bool,
+    requests: bool,
+}
+
+impl Wake {
+    /// Returns the note of a new core: work may be pending, and no request is held.
+    pub fn new() -> Wake {
+        Wake { work: true, requests: false }
+    }
+
+    /// Notes that other work than requests may continue.
+    pub fn work(&mut self) {
+        self.work = true;
+    }
+
+    pub fn work_if(&mut self, may_continue: bool) {
+        self.work |= may_continue;
+    }
+
+    /// Notes that all work may continue, held requests too.
+    pub fn all(&mut self) {
+        (self.work, self.requests) = (true, true);
+    }
+
+    pub fn all_if(&mut self, may_continue: bool) {
+        if may_continue {
+            self.all();
+        }
+    }
+
+    /// Returns true if another round of work has to follow. Wakes meanwhile count for the next one.
+    pub fn takes_work(&mut self) -> bool {
+        std::mem::take(&mut self.work)
+    }
+
+    /// Returns true if this round has to try the held requests again.
+    pub fn takes_requests(&mut self) -> bool {
+        std::mem::take(&mut self.requests)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_wake_with_all_work_and_count_once() {
+        let mut wake = Wake::new();
+        assert!(wake.takes_work() && !wake.takes_requests());
+        wake.work_if(false);
+        wake.all_if(false);
+        assert!(!wake.takes_work());
+        wake.all();
+        assert!(wake.takes_work());
+        wake.work();
+        assert!(wake.takes_requests() && !wake.takes_requests());
+        assert!(wake.takes_work() && !wake.takes_work(), "work that was woken meanwhile follows");
+    }
+}
