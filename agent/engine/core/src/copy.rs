@@ -1,313 +1,336 @@
-//! Runs copies in the slots behind those of queue 0: starts them, advances each, and chooses the next one.
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS};
 
-use shorthorn_types::{ByteRange, Errno};
-
-use crate::engine::EngineCore;
-use crate::event::{Output, Outputs, ZeroBlocks};
-use crate::job::{Copy, CopyStep, FlushFor, Job, Why};
+use crate::event::ZeroBlocks;
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
-use crate::slot::{Slot, SlotId, SlotPhase};
+use crate::slot::SlotId;
 
-impl EngineCore {
-    /// Gives work to the copy slots that are free, most urgent first.
-    pub(crate) fn start_jobs(&mut self, out: &mut Outputs) {
-        if let Some(id) = self.jobs.free_for_resync() {
-            self.start_resync(id, out);
-        }
-        while let Some(id) = self.jobs.free() {
-            if !self.start_next(id, out) {
-                return;
-            }
+/// The reason of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.
+    Resync { region: u32 },
+    /// Replicas that are being rebuilt miss the region. The copy has its range in the range table.
+    Rebuild { region: u32 },
+    /// A scrub has found these to differ. The copy has its range in the range table.
+    Repair { odd: PeerMask, sources: PeerMask },
+    /// A request has found no space on `sources`. It keeps its range in the range table meanwhile.
+    Failed {
+        request: SlotId,
+        sources: PeerMask,
+        /// Members that had no space for the data of another one, and became the source themselves.
+        tried: PeerMask,
+    },
+}
+
+/// A copy that makes a range equal on some replicas, a piece at a time: read from one, written to the others.
+///
+/// A copy ends when the last piece is written, or when no target is left. A target that fails is removed at
+/// once. So the targets at the end are the replicas that have all of the range.
+#[derive(Clone, Debug)]
+pub(crate) struct Copy {
+    why: Why,
+    /// All of it.
+    range: ByteRange,
+    /// The part whose turn it is, at most [`MAX_IO_BYTES`].
+    piece: ByteRange,
+    /// Replicas that get the copy.
+    targets: PeerMask,
+    /// The targets at the beginning, but for those that have failed: the source of one piece is a target of
+    /// another.
+    all: PeerMask,
+    /// Members that have said that they hold rot in the piece. They get it from a sound one.
+    rotten: PeerMask,
+    /// Replicas that get the piece: targets, and members that hold rot there.
+    to: PeerMask,
+    /// True if all possible sources of the piece hold rot there: it is copied unchanged.
+    is_unchecked: bool,
+    step: CopyStep,
+    /// Blocks of zeroes in the piece that need not be sent.
+    zeroes: ZeroBlocks,
+    /// True if the piece is read again, from another source, after all replicas have answered.
+    starts_over: bool,
+    /// For how long requests have waited for this copy because each replica had not answered.
+    held_up_ms: [u64; MAX_MEMBERS],
+}
+
+/// The next step for the piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CopyStep {
+    /// The piece has to be read, or read again if its source has failed.
+    Read,
+    /// The piece is in the buffer and written up to this offset.
+    Write { at_bytes: u64 },
+}
+
+/// The next action of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopyAction {
+    /// Read the piece from a source.
+    Read,
+    /// Send this operation on a part of the piece, whose data is at an offset of the buffer.
+    Write { operation: Operation, range: ByteRange, buffer_offset: u32, to: PeerMask },
+    /// End the copy.
+    End,
+}
+
+/// The way to continue if no source of a piece is sound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoSource {
+    /// Look for a source of the first block alone.
+    Narrowed,
+    /// Copy the piece unchanged.
+    Unchecked,
+    /// End the copy: it is a repair, which has no source.
+    GivenUp,
+}
+
+impl Copy {
+    pub fn new(why: Why, range: ByteRange, targets: PeerMask) -> Copy {
+        Copy {
+            why,
+            range,
+            piece: piece_at(range, range.offset()),
+            targets,
+            all: targets,
+            rotten: PeerMask::NONE,
+            to: PeerMask::NONE,
+            is_unchecked: false,
+            step: CopyStep::Read,
+            zeroes: [0; 4],
+            starts_over: false,
+            held_up_ms: [0; MAX_MEMBERS],
         }
     }
 
-    fn start_next(&mut self, id: SlotId, out: &mut Outputs) -> bool {
-        if self.clearing.takes_flush() {
-            self.clearing.flushed = self.membership.connected();
-            self.start_flush(id, FlushFor::Clearing, out);
-        } else if self.rebuilds.takes_flush(id) {
-            self.start_flush(id, FlushFor::Rebuilding, out);
-        } else if self.is_resyncing {
-            // Until that is done, the contents of the members are not known.
-            return self.start_region_resync(id, out);
-        } else if self.has_regions_to_rebuild() {
-            return !self.is_changing_regions() && self.start_rebuild_copy(id, out);
-        } else {
-            return self.start_check(id, out);
-        }
-        true
+    pub fn why(&self) -> Why {
+        self.why
     }
 
-    /// Gives the slot a job, whose turn is still to come.
-    pub(crate) fn take_slot(&mut self, id: SlotId, job: Job) {
-        let Some(place) = self.job(id) else { return };
-        *place = job;
-        *self.slots.at_mut(id) = Slot { phase: SlotPhase::Waiting, ..Slot::FREE };
+    /// Returns all of the range.
+    pub fn range(&self) -> ByteRange {
+        self.range
     }
 
-    /// Ends the job in the slot and wakes the requests that waited for its range.
-    pub(crate) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
-        self.take_slot(id, Job::Idle);
-        self.slots.at_mut(id).phase = SlotPhase::Free;
-        self.wake.work();
-        self.leave_range(id, out);
+    /// Returns the part whose turn it is.
+    pub fn piece(&self) -> ByteRange {
+        self.piece
     }
 
-    fn start_flush(&mut self, id: SlotId, why: FlushFor, out: &mut Outputs) {
-        self.take_slot(id, Job::Flush(why));
-        self.send(id, Operation::Flush, ByteRange::EMPTY, 0, self.membership.connected(), out);
+    /// Returns the replicas that get the copy and have not failed.
+    pub fn targets(&self) -> PeerMask {
+        self.targets
     }
 
-    /// Continues the job when its turn has come, or when all awaited replicas have answered.
-    pub(crate) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
-        let was_sent = self.slots.at(id).phase == SlotPhase::Active;
-        match self.job(id) {
-            Some(Job::Copy(_)) => self.advance_copy(id, out),
-            Some(Job::Check(_)) if was_sent => self.compare(id, out),
-            Some(Job::Check(_)) => self.send_check(id, out),
-            Some(Job::Flush(why)) => {
-                let why = *why;
-                let is_durable = self.slots.at(id).error.is_none();
-                self.free_slot(id, out);
-                match why {
-                    FlushFor::Clearing => self.clearing.flush_answered(is_durable),
-                    FlushFor::Rebuilding => self.rebuild_flushed(id, is_durable, out),
-                }
-            }
-            Some(Job::Idle) | None => {}
+    /// Returns the members that hold rot in the piece.
+    pub fn rotten(&self) -> PeerMask {
+        self.rotten
+    }
+
+    /// Removes failed replicas.
+    pub fn forget(&mut self, lost: PeerMask) {
+        for peers in [&mut self.targets, &mut self.all, &mut self.to, &mut self.rotten] {
+            *peers = peers.without(lost);
         }
     }
 
-    fn advance_copy(&mut self, id: SlotId, out: &mut Outputs) {
-        if self.is_paused() {
-            return self.hold(id);
+    /// Makes the copy end with the next action. Returns the targets that were left.
+    pub fn cancel(&mut self) -> PeerMask {
+        std::mem::replace(&mut self.targets, PeerMask::NONE)
+    }
+
+    /// Returns the next action after all replicas have answered the last one. It counts as taken.
+    pub fn next_action(&mut self) -> CopyAction {
+        if self.targets.is_empty() {
+            return CopyAction::End;
         }
-        let Some(Job::Copy(copy)) = self.job(id) else { return };
-        if copy.targets.is_empty() {
-            return self.end_copy(id, out);
+        if std::mem::take(&mut self.starts_over) {
+            self.step = CopyStep::Read;
         }
-        if std::mem::take(&mut copy.starts_over) {
-            copy.step = CopyStep::Read;
+        if self.step == CopyStep::Read {
+            return CopyAction::Read;
         }
-        match (copy.step, copy.next_run()) {
-            (CopyStep::Read, _) => self.read_piece(id, out),
-            (CopyStep::Write { .. }, Some((run, is_zero))) => {
-                let at_bytes = run.end() - copy.piece.offset();
-                let buffer_offset = run.offset() - copy.piece.offset();
-                let to = copy.to;
-                copy.step = CopyStep::Write { at_bytes };
+        match self.next_run() {
+            Some((range, is_zero)) => {
+                let offset = range.offset() - self.piece.offset();
+                self.step = CopyStep::Write { at_bytes: offset + range.length() };
                 let operation = match is_zero {
                     true => Operation::WriteZeroes { fua: false },
                     false => Operation::Write { fua: false },
                 };
-                self.send(id, operation, run, u32::try_from(buffer_offset).unwrap_or(u32::MAX), to, out);
+                let buffer_offset = u32::try_from(offset).unwrap_or(u32::MAX);
+                CopyAction::Write { operation, range, buffer_offset, to: self.to }
             }
-            (CopyStep::Write { .. }, None) if copy.next_piece() => self.read_piece(id, out),
-            (CopyStep::Write { .. }, None) => self.end_copy(id, out),
+            None if self.next_piece() => CopyAction::Read,
+            None => CopyAction::End,
         }
     }
 
-    fn read_piece(&mut self, id: SlotId, out: &mut Outputs) {
-        let Some(Job::Copy(copy)) = self.job(id) else { return };
-        let (why, range, rotten) = (copy.why, copy.range, copy.rotten);
-        let touched = self.regions.touched(range);
-        if self.intent.is_clearing(touched.clone()) {
-            return self.hold(id); // the copy modifies it
+    /// Returns the next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
+    fn next_run(&self) -> Option<(ByteRange, bool)> {
+        let CopyStep::Write { at_bytes } = self.step else { return None };
+        let end = self.piece.length();
+        if at_bytes >= end {
+            return None;
         }
-        self.intent.touch(touched);
-        let source = self.source_of(why, rotten);
-        if source.is_none() && !rotten.is_empty() && self.has_no_sound_source(id, out) {
-            return self.read_piece(id, out);
-        }
-        let source = source.map_or(PeerMask::NONE, PeerMask::one);
-        let members = self.membership.answering();
-        let Some(Job::Copy(copy)) = self.job(id) else { return };
-        // Of the piece before, another one may have been the source.
-        match why {
-            Why::Resync { .. } => copy.targets = members,
-            Why::Failed { .. } => copy.targets = copy.all,
-            Why::Rebuild { .. } | Why::Repair { .. } => {}
-        }
-        copy.targets = copy.targets.without(source);
-        if source.is_empty() || copy.targets.is_empty() {
-            copy.targets = PeerMask::NONE;
-            return self.end_copy(id, out);
-        }
-        copy.to = copy.targets.with(copy.rotten.and(members)).without(source);
-        let operation = if copy.is_checked() { Operation::CheckedRead } else { Operation::Read };
-        let piece = copy.piece;
-        self.send(id, operation, piece, 0, source, out);
-    }
-
-    /// Returns the replica to read a piece from, if the replicas in `rotten` hold rot in it.
-    fn source_of(&mut self, why: Why, rotten: PeerMask) -> Option<PeerIndex> {
-        let sound = self.membership.answering().without(rotten);
-        let preferred = match why {
-            Why::Resync { .. } => self.membership.nearest(),
-            Why::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
-            Why::Repair { sources, .. } => return sources.and(sound).first(),
-            Why::Failed { sources, .. } => sources.and(sound).first(),
+        let is_zero = |at: u64| {
+            let block = usize::try_from(at / BLOCK_BYTES).unwrap_or(usize::MAX);
+            self.zeroes.get(block / 64).is_some_and(|word| word >> (block % 64) & 1 == 1)
         };
-        preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
+        let kind = is_zero(at_bytes);
+        let mut to = at_bytes;
+        while to < end && is_zero(to) == kind {
+            to += BLOCK_BYTES;
+        }
+        Some((part(self.piece.offset() + at_bytes, to.min(end) - at_bytes), kind))
     }
 
-    /// Handles rot in all possible sources of the piece. In different blocks of it, perhaps: it is looked at
-    /// block by block. True if there is something to read again.
-    ///
-    /// Data that every member has lost is copied unchanged, and reported: otherwise no replica could ever
-    /// join again. A repair has no source for it.
-    fn has_no_sound_source(&mut self, id: SlotId, out: &mut Outputs) -> bool {
-        let Some(Job::Copy(copy)) = self.job(id) else { return false };
-        if copy.narrow() {
-            return true;
-        }
-        if matches!(copy.why, Why::Repair { .. }) {
-            copy.targets = PeerMask::NONE;
+    /// Advances to the next piece. Returns false at the end.
+    fn next_piece(&mut self) -> bool {
+        if self.piece.end() >= self.range.end() {
             return false;
         }
-        (copy.rotten, copy.is_unchecked) = (PeerMask::NONE, true);
-        let (why, range) = (copy.why, copy.piece);
-        if let Some(peer) = self.source_of(why, PeerMask::NONE) {
-            out.push(Output::RotFound { peer, range, is_copied: true });
-        }
+        self.piece = piece_at(self.range, self.piece.end());
+        self.step = CopyStep::Read;
+        (self.rotten, self.is_unchecked) = (PeerMask::NONE, false);
         true
     }
 
-    /// Handles the answer of `peer` that its data differs from the stored data, if it was asked for that.
-    /// Another member gives the piece of a copy, to this one too. A check of this member counts as
-    /// unreadable.
-    pub(crate) fn take_rot(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
-        let who = PeerMask::one(peer);
-        match self.job(id) {
-            Some(Job::Copy(copy)) if copy.step == CopyStep::Read && copy.is_checked() => {
-                // Where a request has failed, others may have no space for more than the source holds: only
-                // rot is of another one.
-                let is_narrowed = matches!(copy.why, Why::Failed { .. }) && copy.narrow();
-                if !is_narrowed {
-                    copy.rotten = copy.rotten.with(who);
-                    out.push(Output::RotFound { peer, range: copy.piece, is_copied: false });
-                }
-            }
-            Some(Job::Check(check)) => check.rotten = check.rotten.with(who),
-            _ => return false,
+    /// Narrows the piece to its first block; the others follow. Returns false if the piece is a single block
+    /// already.
+    fn narrow(&mut self) -> bool {
+        if self.piece.length() <= BLOCK_BYTES {
+            return false;
         }
-        if self.slots.at_mut(id).answered_by(peer) {
-            self.advance(id, out);
-        }
+        self.piece = part(self.piece.offset(), BLOCK_BYTES);
+        self.rotten = PeerMask::NONE;
         true
     }
 
-    /// Ends a copy, because everything was copied or no target is left.
-    fn end_copy(&mut self, id: SlotId, out: &mut Outputs) {
-        let Some(Job::Copy(copy)) = self.job(id) else { return };
-        let Copy { why, range, targets, .. } = *copy;
-        if !targets.is_empty() {
-            self.copied_bytes += range.length();
+    /// Lets the piece be read from `source`, if one was found, while `members` are the members. Returns the
+    /// operation to send, or none if nothing is left to copy: then the copy has no target any more.
+    pub fn read_from(&mut self, source: Option<PeerIndex>, members: PeerMask) -> Option<Operation> {
+        let source = source.map_or(PeerMask::NONE, PeerMask::one);
+        // Of the piece before, another one may have been the source.
+        match self.why {
+            Why::Resync { .. } => self.targets = members,
+            Why::Failed { .. } => self.targets = self.all,
+            Why::Rebuild { .. } | Why::Repair { .. } => {}
         }
-        match why {
-            Why::Resync { region } => self.region_is_resynced(region),
-            Why::Rebuild { region } => self.region_is_rebuilt(region, range, targets),
-            Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
-            Why::Failed { request, .. } => self.is_resynced(request, out),
+        self.targets = self.targets.without(source);
+        if source.is_empty() || self.targets.is_empty() {
+            self.targets = PeerMask::NONE;
+            return None;
         }
-        self.free_slot(id, out);
+        self.to = self.targets.with(self.rotten.and(members)).without(source);
+        // If a request has just failed at the source, it compares only with known rot: both the data of the
+        // request and the former data are sound.
+        Some(if self.is_unchecked { Operation::Read } else { Operation::CheckedRead })
     }
 
-    /// Handles an answer like [`EngineCore::reply`], for a copy slot.
-    pub(crate) fn copy_reply(
-        &mut self,
-        peer: PeerIndex,
-        id: SlotId,
-        outcome: Result<(), Errno>,
-        out: &mut Outputs,
-    ) {
-        if let Err(errno) = outcome {
-            if errno == Errno::ROTTEN && self.take_rot(peer, id, out) {
-                return;
-            }
-            return self.copy_failed(peer, id, errno, out);
+    /// Handles rot in all possible sources of the piece. They may hold it in different blocks, so single
+    /// blocks are read then. Data that every member has lost is copied unchanged: otherwise no replica could
+    /// ever join again.
+    pub fn has_no_source(&mut self) -> NoSource {
+        if self.narrow() {
+            return NoSource::Narrowed;
         }
-        if let Some(Job::Copy(copy @ Copy { step: CopyStep::Read, .. })) = self.job(id) {
-            copy.zeroes = [0; 4];
-            copy.step = CopyStep::Write { at_bytes: 0 };
+        if matches!(self.why, Why::Repair { .. }) {
+            self.targets = PeerMask::NONE;
+            return NoSource::GivenUp;
         }
-        if self.slots.at_mut(id).answered_by(peer) {
-            self.advance(id, out);
-        }
+        (self.rotten, self.is_unchecked) = (PeerMask::NONE, true);
+        NoSource::Unchecked
     }
 
-    pub(crate) fn copy_read(&mut self, peer: PeerIndex, id: SlotId, zeroes: ZeroBlocks, out: &mut Outputs) {
-        if !self.expects(peer, id, out) {
-            return;
+    /// Returns true if the answer to a read may be that the source holds rot.
+    pub fn expects_rot(&self) -> bool {
+        self.step == CopyStep::Read && !self.is_unchecked
+    }
+
+    /// Records that `peer` holds rot in the piece: another member gives it, to this one too. Returns the
+    /// range of the rot, unless it is looked for in single blocks first.
+    pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
+        // If a request has failed, others may have no space for more than the source holds: only rot is of
+        // another one.
+        if matches!(self.why, Why::Failed { .. }) && self.narrow() {
+            return None;
         }
-        let Some(Job::Copy(copy @ Copy { step: CopyStep::Read, .. })) = self.job(id) else {
-            return self.lose(peer, format!("{id:?} does not read for a copy"), out);
-        };
-        copy.zeroes = zeroes;
-        copy.step = CopyStep::Write { at_bytes: 0 };
-        if self.slots.at_mut(id).answered_by(peer) {
-            self.advance(id, out);
+        self.rotten = self.rotten.with(PeerMask::one(peer));
+        Some(self.piece)
+    }
+
+    /// Records that the piece is in the buffer, with so many blocks of zeroes. Returns false if no read was
+    /// under way.
+    pub fn was_read(&mut self, zeroes: ZeroBlocks) -> bool {
+        if self.step != CopyStep::Read {
+            return false;
         }
+        (self.zeroes, self.step) = (zeroes, CopyStep::Write { at_bytes: 0 });
+        true
     }
 
     /// Takes `peer`, which has no space, out of a copy that only repairs its rot. False if the copy is more
     /// than that.
-    fn leaves_rot(&mut self, peer: PeerIndex, id: SlotId) -> bool {
-        let Some(Job::Copy(copy)) = self.job(id) else { return false };
-        if !matches!(copy.step, CopyStep::Write { .. }) {
+    pub fn leaves_rot(&mut self, peer: PeerIndex) -> bool {
+        if self.step == CopyStep::Read {
             return false;
         }
         let who = PeerMask::one(peer);
-        match copy.why {
+        match self.why {
             Why::Repair { .. } => {
-                copy.targets = copy.targets.without(who);
-                copy.to = copy.to.without(who);
+                self.targets = self.targets.without(who);
+                self.to = self.to.without(who);
                 true
             }
             // It stays a target of the pieces that follow.
-            Why::Failed { .. } if copy.rotten.has(peer) => {
-                copy.to = copy.to.without(who);
-                if copy.to.is_empty() {
-                    copy.step = CopyStep::Write { at_bytes: copy.piece.length() };
+            Why::Failed { .. } if self.rotten.has(peer) => {
+                self.to = self.to.without(who);
+                if self.to.is_empty() {
+                    self.step = CopyStep::Write { at_bytes: self.piece.length() };
                 }
                 true
             }
-            _ => copy.rotten.has(peer) && !copy.targets.has(peer),
+            _ => self.rotten.has(peer) && !self.targets.has(peer),
         }
     }
 
-    /// Handles the failure of a replica to do the operation of a copy slot. The replica leaves. The last
-    /// member stays, and the replicas that depend on it for a copy do not become members.
-    pub(crate) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
-        let members = self.membership.answering();
-        // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds
-        // it.
-        if errno == Errno::NO_SPACE && (self.leaves_rot(peer, id) || self.becomes_source(peer, id)) {
-            if self.slots.at_mut(id).answered_by(peer) {
-                self.advance(id, out);
-            }
-            return;
+    /// Makes the member `peer` the source for a failed request, because it has no space for what the source
+    /// holds. It holds less: the others get that, from the piece on whose turn it is. Each member is the
+    /// source once, so that this ends. Returns false if it was.
+    pub fn becomes_source(&mut self, peer: PeerIndex) -> bool {
+        let Why::Failed { sources, tried, .. } = &mut self.why else { return false };
+        if tried.has(peer) {
+            return false;
         }
-        if !(members.has(peer) && members.is_one()) {
-            // Its answer stays pending until it is closed.
-            return match errno {
-                Errno::NO_SPACE => self.lose_full(peer, "no space left".to_owned(), out),
-                errno => self.lose(peer, format!("copying: {errno}"), out),
-            };
-        }
-        self.slots.at_mut(id).error = Some(errno);
-        if let Some(Job::Copy(copy)) = self.job(id) {
-            let (why, piece, targets) = (copy.why, copy.piece, copy.targets);
-            copy.targets = PeerMask::NONE;
-            if matches!(why, Why::Rebuild { .. } | Why::Failed { .. }) {
-                for target in targets.iter() {
-                    self.lose(target, format!("the last member cannot read {piece}: {errno}"), out);
-                }
-            }
-        }
-        if self.slots.at_mut(id).answered_by(peer) {
-            self.advance(id, out);
-        }
+        *sources = PeerMask::one(peer);
+        *tried = tried.with(*sources);
+        self.starts_over = true;
+        true
+    }
+
+    /// Records that requests have waited for this copy for another `step_ms` because of the replicas in
+    /// `peers`.
+    pub fn hold_up(&mut self, peers: PeerMask, step_ms: u64) {
+        peers.iter().for_each(|peer| self.held_up_ms[usize::from(peer)] += step_ms);
+    }
+
+    /// Returns the first target for which requests have waited longer than `limit_ms`, and for how long.
+    pub fn held_up_beyond(&self, limit_ms: u64) -> Option<(PeerIndex, u64)> {
+        let held_up_ms = |peer: PeerIndex| self.held_up_ms[usize::from(peer)];
+        self.targets.iter().map(|peer| (peer, held_up_ms(peer))).find(|(_, ms)| *ms > limit_ms)
     }
 }
+
+/// Returns the part of `range` from `start` on that fits one buffer.
+pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
+    part(start, (range.end() - start).min(u64::from(MAX_IO_BYTES)))
+}
+
+fn part(start: u64, length: u64) -> ByteRange {
+    ByteRange::new(start, length).unwrap_or(ByteRange::EMPTY)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,77 +1,72 @@
+mod clearing;
+mod copy;
+mod expand;
+mod failed;
+mod rebuild;
+mod resync;
+mod scrub;
+mod serve;
+mod timeouts;
+
 use shorthorn_types::{RegionSet, Regions};
 
-use crate::absent::Absent;
+use crate::absent::AbsentReplicas;
 use crate::bucket::Bucket;
 use crate::clearing::Clearing;
 use crate::clock::Clock;
 use crate::closed::ClosedConnections;
 use crate::event::{CopyProgress, CoreConfig, DropCause, Event, Output, Outputs};
-use crate::failed::Space;
 use crate::flight::Flights;
 use crate::intent::Intent;
 use crate::job::{Job, Jobs};
+use crate::marks::Marks;
 use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerState};
 use crate::rebuild::Rebuilds;
 use crate::replica_timeouts::ReplicaTimeouts;
+use crate::resync::Resync;
 use crate::scrub::{Scrub, Suspects};
+use crate::size::VolumeSize;
 use crate::slot::{SlotId, SlotPhase, Slots};
+use crate::space::Space;
 use crate::turns::Turns;
 use crate::wake::Wake;
 
 /// The core of the engine of one attached volume. See the crate's description.
 ///
-/// This file handles events, losses, views and time. The module `serve` handles requests of the frontend,
-/// `copy` and `resync` copies and resyncs, and `failed` requests without space. `clearing` handles write
-/// intent, `timeouts` late replicas, `join` rebuilds, `scrub` the comparison of the members, and `expand`
-/// another size.
+/// It is composed of parts. Each has its own state, rules and tests, in a module of the crate. The methods
+/// of the core route events to the parts and write the outputs. If a rule needs two parts, the core passes
+/// one to the other. The modules below this one have the methods by topic: `serve` for requests of the
+/// frontend, `copy` for the copy slots, and the others for the part or event in their name.
 #[derive(Debug)]
 pub struct EngineCore {
-    pub(crate) regions: Regions,
-    /// The size that the volume is about to have.
-    pub(crate) expanding: Option<u64>,
-    pub(crate) slots: Slots,
-    pub(crate) membership: Membership,
-    pub(crate) turns: Turns,
-    /// Requests that have failed on some replicas, which have to be made equal first.
-    pub(crate) resyncs: Vec<SlotId>,
-    pub(crate) wake: Wake,
-    pub(crate) closed: ClosedConnections,
-    pub(crate) timeouts: ReplicaTimeouts,
-    /// Too few members have been heard of lately: see [`crate::replica_timeouts`].
-    pub(crate) is_out_of_touch: bool,
-    /// The time at which the pending change of the view was proposed.
-    pub(crate) proposed_at_ms: u64,
-    pub(crate) flights: Flights,
-    pub(crate) frozen: bool,
     /// See [`CoreConfig::verify_reads`].
-    pub(crate) verify_reads: bool,
+    verify_reads: bool,
     /// See [`CoreConfig::refuses_requests`].
-    pub(crate) refuses_requests: bool,
-    pub(crate) clock: Clock,
+    refuses_requests: bool,
+    size: VolumeSize,
+    clock: Clock,
+    wake: Wake,
 
-    pub(crate) jobs: Jobs,
-    pub(crate) bucket: Bucket,
-    pub(crate) copied_bytes: u64,
-    /// Regions in which the members may differ. They are not read or changed before they are copied.
-    pub(crate) resync: RegionSet,
-    pub(crate) resync_cursor: u32,
-    pub(crate) is_resyncing: bool,
-    pub(crate) intent: Intent,
-    pub(crate) clearing: Clearing,
-    /// Per replica: its state if it is not in the view and the core counts the regions that it misses.
-    pub(crate) absent: Vec<Option<Absent>>,
-    /// The existing ones of these replicas.
-    pub(crate) counted: PeerMask,
-    /// Absent replicas whose out-of-sync set is complete, and does not start only at some time.
-    pub(crate) trusted: PeerMask,
-    pub(crate) rebuilds: Rebuilds,
-    /// Rebuilding replicas that count as being rebuilt until [`Event::CopyEnded`]: no engine could start from
-    /// them.
-    pub(crate) in_copy: PeerMask,
-    pub(crate) scrub: Option<Scrub>,
-    pub(crate) suspects: Suspects,
-    pub(crate) space: Space,
-    next_mark: u32,
+    membership: Membership,
+    timeouts: ReplicaTimeouts,
+    closed: ClosedConnections,
+
+    slots: Slots,
+    turns: Turns,
+    flights: Flights,
+    space: Space,
+
+    jobs: Jobs,
+    bucket: Bucket,
+    resync: Resync,
+    scrub: Option<Scrub>,
+    suspects: Suspects,
+
+    intent: Intent,
+    clearing: Clearing,
+    marks: Marks,
+    absent: AbsentReplicas,
+    rebuilds: Rebuilds,
 }
 
 impl EngineCore {
@@ -83,39 +78,28 @@ impl EngineCore {
         let slots = Slots::new(config.queues, config.depth, config.copy_slots);
         let every = usize::from(config.queues) * usize::from(config.depth) + usize::from(config.copy_slots);
         let mut core = EngineCore {
-            regions,
-            expanding: None,
+            size: VolumeSize::new(config.size_bytes),
             membership: Membership::new(&config.peers, config.view),
             turns: Turns::new(every),
-            resyncs: Vec::with_capacity(every),
             wake: Wake::new(),
             closed: ClosedConnections::new(config.queues),
-            timeouts: ReplicaTimeouts::new(config),
-            is_out_of_touch: false,
-            proposed_at_ms: 0,
+            timeouts: ReplicaTimeouts::new(config.queues, config.replica_timeout_ms, config.late_limit_ms),
             flights: Flights::new(config.flight_limits),
-            frozen: false,
             verify_reads: config.verify_reads,
             refuses_requests: config.refuses_requests,
             clock: Clock::default(),
             jobs: Jobs::new(slots.copies()),
             slots,
             bucket: Bucket::new(config.copy_limits),
-            copied_bytes: 0,
-            resync: RegionSet::empty(regions.count()),
-            resync_cursor: 0,
-            is_resyncing: false,
+            resync: Resync::new(regions.count(), &config.dirty),
             intent: Intent::new(regions.count()),
             clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes, config.stamp),
-            absent: config.peers.iter().map(|_| None).collect(),
-            counted: PeerMask::NONE,
-            trusted: PeerMask::NONE,
+            marks: Marks::default(),
+            absent: AbsentReplicas::new(config.peers.len()),
             rebuilds: Rebuilds::default(),
-            in_copy: PeerMask::NONE,
             scrub: None,
             suspects: Suspects::default(),
-            space: Space::default(),
-            next_mark: 0,
+            space: Space::new(every),
         };
         core.begin(config);
         core
@@ -123,15 +107,12 @@ impl EngineCore {
 
     /// Takes over the members' records of an earlier engine's end.
     fn begin(&mut self, config: &CoreConfig) {
-        self.resync.insert_all(&config.dirty);
-        self.is_resyncing = !self.resync.is_empty();
         for peer in (0..).take(config.peers.len()) {
             if self.membership.state(peer) != PeerState::Member {
                 self.count(peer);
-                let known = config.out_of_sync.get(usize::from(peer));
-                if let (Some(absent), Some(out_of_sync)) = (&mut self.absent[usize::from(peer)], known) {
-                    absent.out_of_sync.insert_all(out_of_sync);
-                    absent.stamp = config.out_of_sync_stamps.get(usize::from(peer)).copied().unwrap_or(0);
+                if let Some(out_of_sync) = config.out_of_sync.get(usize::from(peer)) {
+                    let stamp = config.out_of_sync_stamps.get(usize::from(peer)).copied().unwrap_or(0);
+                    self.absent.take_over(peer, out_of_sync, stamp);
                 }
             }
         }
@@ -147,27 +128,24 @@ impl EngineCore {
     /// Returns the progress of copies and comparisons.
     #[must_use]
     pub fn copy_progress(&self) -> CopyProgress {
-        let mut dirty = self.resync.clone();
+        let mut dirty = self.resync.left().clone();
         self.intent.add_dirty_to(&mut dirty);
-        let left = |peer| {
-            let absent = self.absent.get(usize::from(peer))?.as_ref()?;
-            Some((peer, self.bytes_of(&absent.out_of_sync)))
-        };
+        let left = |peer| Some((peer, self.bytes_of(self.absent.out_of_sync(peer)?)));
         CopyProgress {
-            resync_left_bytes: self.bytes_of(&self.resync),
+            resync_left_bytes: self.bytes_of(self.resync.left()),
             rebuilds: self.membership.rebuilding().iter().filter_map(left).collect(),
-            copied_bytes: self.copied_bytes,
+            copied_bytes: self.jobs.copied_bytes(),
             scrub_at_bytes: self.scrub.as_ref().map(Scrub::at_bytes),
             dirty_bytes: self.bytes_of(&dirty),
         }
     }
 
     fn bytes_of(&self, set: &RegionSet) -> u64 {
-        let whole = u64::from(set.len()) * self.regions.region_bytes();
-        let Some(last) = self.regions.count().checked_sub(1) else { return 0 };
-        let is_short =
-            if set.contains(last) { self.regions.range(last).length() } else { self.regions.region_bytes() };
-        whole + is_short - self.regions.region_bytes()
+        let regions = self.size.regions();
+        let whole = u64::from(set.len()) * regions.region_bytes();
+        let Some(last) = regions.count().checked_sub(1) else { return 0 };
+        let is_short = if set.contains(last) { regions.range(last).length() } else { regions.region_bytes() };
+        whole + is_short - regions.region_bytes()
     }
 
     /// Returns the number of unfinished requests of the frontend.
@@ -203,7 +181,7 @@ impl EngineCore {
             Event::Track { peer, config } => self.track(peer, config),
             Event::Rebuild { peer, missing } => self.rebuild(peer, &missing, out),
             Event::CopyEnded { peer } => {
-                self.in_copy = self.in_copy.without(PeerMask::one(peer));
+                self.rebuilds.end_copy(peer);
                 self.wake.work();
             }
             Event::Forget { peer } => self.forget(peer, out),
@@ -245,12 +223,12 @@ impl EngineCore {
     }
 
     /// Returns true if no new request may be sent, because the change of the members is not settled.
-    pub(crate) fn is_paused(&self) -> bool {
-        self.frozen || self.is_out_of_touch || self.membership.is_changing()
+    fn is_paused(&self) -> bool {
+        self.membership.is_frozen() || self.timeouts.is_out_of_touch() || self.membership.is_changing()
     }
 
     /// Sends a request that has its turn in the range table, or holds it.
-    pub(crate) fn issue(&mut self, id: SlotId, out: &mut Outputs) {
+    fn issue(&mut self, id: SlotId, out: &mut Outputs) {
         if self.slots.copy_index(id).is_some() {
             self.advance(id, out);
         } else {
@@ -258,7 +236,7 @@ impl EngineCore {
         }
     }
 
-    pub(crate) fn hold(&mut self, id: SlotId) {
+    fn hold(&mut self, id: SlotId) {
         self.slots.at_mut(id).phase = SlotPhase::Held;
         self.turns.hold(id);
     }
@@ -274,7 +252,7 @@ impl EngineCore {
 
     /// Takes a finished request or copy out of the range table and wakes the requests that waited for its
     /// range.
-    pub(crate) fn leave_range(&mut self, id: SlotId, out: &mut Outputs) {
+    fn leave_range(&mut self, id: SlotId, out: &mut Outputs) {
         let ready = self.turns.leave(id);
         for id in &ready {
             self.issue(*id, out);
@@ -284,7 +262,7 @@ impl EngineCore {
 
     /// Returns true if `peer` was asked for something in slot `id`, and drops the peer if it was not. Answers
     /// of a replica that is about to leave do not count.
-    pub(crate) fn expects(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
+    fn expects(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
         if self.membership.state(peer) == PeerState::Failed {
             return false;
         }
@@ -296,22 +274,22 @@ impl EngineCore {
     }
 
     /// Handles the failure of a member or rebuilding replica.
-    pub(crate) fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+    fn lose(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Broken, out);
     }
 
     /// Drops a replica that has not answered in time.
-    pub(crate) fn lose_late(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+    fn lose_late(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Late, out);
     }
 
     /// Drops a replica that has no space for a request.
-    pub(crate) fn lose_full(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+    fn lose_full(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Full, out);
     }
 
     fn lose_for(&mut self, peer: PeerIndex, reason: String, cause: DropCause, out: &mut Outputs) {
-        self.in_copy = self.in_copy.without(PeerMask::one(peer));
+        self.rebuilds.end_copy(peer);
         if self.membership.state(peer) == PeerState::Failed {
             return;
         }
@@ -325,11 +303,11 @@ impl EngineCore {
         self.follow(step, out);
     }
 
-    pub(crate) fn follow(&mut self, step: MembershipStep, out: &mut Outputs) {
+    fn follow(&mut self, step: MembershipStep, out: &mut Outputs) {
         match step {
             MembershipStep::Wait => {}
             MembershipStep::Propose(view, honoured) => {
-                self.proposed_at_ms = self.clock.now_ms();
+                self.timeouts.proposed(self.clock.now_ms());
                 let propose = |peer| Output::Propose {
                     peer,
                     view: Box::new(view),
@@ -342,17 +320,13 @@ impl EngineCore {
                 honoured: Box::new(honoured),
                 stored: Box::new(stored),
             }),
-            MembershipStep::Frozen(reason) => {
-                self.frozen = true;
-                out.push(Output::Frozen { reason });
-            }
+            MembershipStep::Frozen(reason) => out.push(Output::Frozen { reason }),
             MembershipStep::Installed(view, rebuilt) => {
                 let commit = |peer| Output::Commit { peer, view: Box::new(view) };
                 out.extend(self.membership.answering().iter().map(commit));
                 out.push(Output::ViewChanged { view: Box::new(view) });
                 for peer in rebuilt.iter() {
-                    self.absent[usize::from(peer)] = None;
-                    self.counted = self.counted.without(PeerMask::one(peer));
+                    self.absent.stop_counting(peer);
                     out.push(Output::Rebuilt { peer });
                 }
                 self.skip_resync_if_alone();
@@ -391,37 +365,23 @@ impl EngineCore {
         let step_ms = self.clock.tick(now_ms, self.timeouts.step_ms_max());
         self.charge_rebuilding(step_ms);
         self.check_timeouts(out);
-        self.ping(out);
+        self.timeouts.ping(self.membership.connected(), self.clock.now_ms(), out);
         self.bucket.refill(self.clock.now_ms());
         if let Some(scrub) = &mut self.scrub {
             scrub.refill(self.clock.now_ms());
         }
         self.turn_intent();
         // A member without space may leave as soon as the others are prompt.
-        self.wake.work_if(!self.resyncs.is_empty());
-        self.wake.work_if(self.is_resyncing || self.scrub.is_some() || !self.membership.rebuilding().is_empty());
-    }
-
-    /// Starts to count the regions that `peer` misses. The replica lacks at most the regions that may differ
-    /// now, because they include everything in flight.
-    pub(crate) fn count(&mut self, peer: PeerIndex) {
-        let at = usize::from(peer);
-        if self.absent.len() <= at {
-            self.absent.resize_with(at + 1, || None);
-        }
-        let (count, stamp) = (self.regions.count(), self.clearing.stamp());
-        let absent = self.absent[at].get_or_insert_with(|| Absent::new(RegionSet::empty(count), stamp));
-        absent.disconnected();
-        absent.out_of_sync.insert_all(&self.resync);
-        self.intent.add_dirty_to(&mut absent.out_of_sync);
-        self.counted = self.counted.with(PeerMask::one(peer));
-        self.trusted = self.trusted.with(PeerMask::one(peer));
+        self.wake.work_if(self.space.is_awaited());
+        self.wake.work_if(
+            self.resync.is_under_way() || self.scrub.is_some() || !self.membership.rebuilding().is_empty(),
+        );
     }
 
     /// Returns the regions that `peer`, which is outside the view, is known to miss.
     #[must_use]
     pub fn out_of_sync(&self, peer: PeerIndex) -> Option<&RegionSet> {
-        self.absent.get(usize::from(peer))?.as_ref().map(|absent| &absent.out_of_sync)
+        self.absent.out_of_sync(peer)
     }
 
     /// Returns the newest stamp that any replica was sent.
@@ -435,51 +395,26 @@ impl EngineCore {
     /// [`shorthorn_types::is_current`].
     #[must_use]
     pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
-        self.absent.get(usize::from(peer)).and_then(Option::as_ref).map_or(0, |absent| absent.stamp)
+        self.absent.stamp_of(peer)
     }
 
     /// Counts `peer`, which joins next, as being rebuilt: it becomes no member before [`Event::CopyEnded`].
     /// The state before the copy may have the newest stamp: so `peer` counts as current only after the stamps
     /// of the next turn.
     pub fn is_in_copy(&mut self, peer: PeerIndex) {
-        self.in_copy = self.in_copy.with(PeerMask::one(peer));
-        if let Some(absent) = self.absent.get_mut(usize::from(peer)).and_then(Option::as_mut) {
-            absent.stamp = absent.stamp.max(self.clearing.stamp_of_nobody());
-        }
+        self.rebuilds.start_copy(peer);
+        self.absent.stamped(PeerMask::one(peer), self.clearing.stamp_of_nobody());
     }
 
     /// Marks the out-of-sync set of `peer` as incomplete, because the members do not know more or the peer
     /// has lost more. Rebuilding replicas keep no such set for `peer` until it joins itself and reports what
     /// it lacks.
     pub fn distrust(&mut self, peer: PeerIndex) {
-        self.trusted = self.trusted.without(PeerMask::one(peer));
-    }
-
-    pub(crate) fn next_mark(&mut self) -> u32 {
-        self.next_mark = self.next_mark.wrapping_add(1);
-        self.next_mark
-    }
-
-    fn marked(&mut self, peer: PeerIndex, mark: u32) {
-        if self.clearing.marks.answered(peer, mark) {
-            self.cleared();
-        }
-        self.wake.work_if(self.rebuilds.marks.answered(peer, mark));
-    }
-
-    /// Stops waiting for the answers of `peer` to marks.
-    fn forget_marks_of(&mut self, peer: PeerIndex) {
-        self.clearing.forget(peer, self.membership.in_view().has(peer));
-        if self.clearing.marks.forget(peer) {
-            self.cleared();
-        }
-        // The out-of-sync sets of the others have grown: a replica that is about to join has to get them
-        // again.
-        self.rebuilds.start_over();
+        self.absent.distrust(peer);
     }
 
     /// Returns the job of a copy slot.
-    pub(crate) fn job(&mut self, id: SlotId) -> Option<&mut Job> {
+    fn job(&mut self, id: SlotId) -> Option<&mut Job> {
         self.slots.copy_index(id).map(|index| self.jobs.at(index))
     }
 }

@@ -1,7 +1,7 @@
-use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_MEMBERS};
+use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ByteRange, Regions};
 
-use crate::event::ZeroBlocks;
+use crate::copy::{Copy, Why};
 use crate::membership::PeerMask;
 use crate::slot::SlotId;
 
@@ -23,128 +23,6 @@ pub(crate) enum FlushFor {
     Rebuilding,
 }
 
-/// The reason of a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
-    /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.
-    Resync { region: u32 },
-    /// Replicas that are being rebuilt miss the region. The copy has its range in the range table.
-    Rebuild { region: u32 },
-    /// A scrub has found these to differ. The copy has its range in the range table.
-    Repair { odd: PeerMask, sources: PeerMask },
-    /// A request has found no space on `sources`. It keeps its range in the range table meanwhile.
-    Failed {
-        request: SlotId,
-        sources: PeerMask,
-        /// Members that had no space for the data of another one, and became the source themselves.
-        tried: PeerMask,
-    },
-}
-
-/// A range is made equal on some replicas, a piece at a time: read from one, written to the others.
-#[derive(Clone, Debug)]
-pub(crate) struct Copy {
-    pub why: Why,
-    /// All of it.
-    pub range: ByteRange,
-    /// The part whose turn it is, at most [`MAX_IO_BYTES`].
-    pub piece: ByteRange,
-    /// Replicas that get the copy. Failed ones are removed at once.
-    pub targets: PeerMask,
-    /// The targets at the beginning, but for those that have failed: the source of one piece is a target of
-    /// another.
-    pub all: PeerMask,
-    /// Members that have said that they hold rot in the piece. They get it from a sound one.
-    pub rotten: PeerMask,
-    /// Replicas that get the piece: targets, and members that hold rot there.
-    pub to: PeerMask,
-    /// True if all possible sources of the piece hold rot there: it is copied unchanged.
-    pub is_unchecked: bool,
-    pub step: CopyStep,
-    /// Blocks of zeroes in the piece that need not be sent.
-    pub zeroes: ZeroBlocks,
-    /// True if the piece is read again, from another source, after all replicas have answered.
-    pub starts_over: bool,
-    /// For how long requests have waited for this copy because each replica had not answered.
-    pub held_up_ms: [u64; MAX_MEMBERS],
-}
-
-/// The next step for the piece.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CopyStep {
-    /// The piece has to be read, or read again if its source has failed.
-    Read,
-    /// The piece is in the buffer and written up to this offset.
-    Write { at_bytes: u64 },
-}
-
-impl Copy {
-    pub fn new(why: Why, range: ByteRange, targets: PeerMask) -> Copy {
-        Copy {
-            why,
-            range,
-            piece: piece_at(range, range.offset()),
-            targets,
-            all: targets,
-            rotten: PeerMask::NONE,
-            to: PeerMask::NONE,
-            is_unchecked: false,
-            step: CopyStep::Read,
-            zeroes: [0; 4],
-            starts_over: false,
-            held_up_ms: [0; MAX_MEMBERS],
-        }
-    }
-
-    /// Returns true if the source has to compare what it reads with its sums. If a request has just failed
-    /// there, the source compares only with known rot: both the data of the request and the former data are
-    /// sound.
-    pub fn is_checked(&self) -> bool {
-        !self.is_unchecked
-    }
-
-    /// Returns the next part of the piece that is all zeroes or all to be sent, and whether it is zeroes.
-    pub fn next_run(&self) -> Option<(ByteRange, bool)> {
-        let CopyStep::Write { at_bytes } = self.step else { return None };
-        let end = self.piece.length();
-        if at_bytes >= end {
-            return None;
-        }
-        let is_zero = |at: u64| {
-            let block = usize::try_from(at / BLOCK_BYTES).unwrap_or(usize::MAX);
-            self.zeroes.get(block / 64).is_some_and(|word| word >> (block % 64) & 1 == 1)
-        };
-        let kind = is_zero(at_bytes);
-        let mut to = at_bytes;
-        while to < end && is_zero(to) == kind {
-            to += BLOCK_BYTES;
-        }
-        Some((part(self.piece.offset() + at_bytes, to.min(end) - at_bytes), kind))
-    }
-
-    /// Advances to the next piece. Returns false at the end.
-    pub fn next_piece(&mut self) -> bool {
-        if self.piece.end() >= self.range.end() {
-            return false;
-        }
-        self.piece = piece_at(self.range, self.piece.end());
-        self.step = CopyStep::Read;
-        (self.rotten, self.is_unchecked) = (PeerMask::NONE, false);
-        true
-    }
-
-    /// Narrows the piece to its first block; the others follow. Returns false if the piece is a single block
-    /// already.
-    pub fn narrow(&mut self) -> bool {
-        if self.piece.length() <= BLOCK_BYTES {
-            return false;
-        }
-        self.piece = part(self.piece.offset(), BLOCK_BYTES);
-        self.rotten = PeerMask::NONE;
-        true
-    }
-}
-
 /// Members are asked for the check of a range.
 #[derive(Clone, Debug)]
 pub(crate) struct Check {
@@ -156,24 +34,27 @@ pub(crate) struct Check {
     pub rotten: PeerMask,
 }
 
-/// Returns the part of `range` from `start` on that fits one buffer.
-pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
-    part(start, (range.end() - start).min(u64::from(MAX_IO_BYTES)))
-}
-
-fn part(start: u64, length: u64) -> ByteRange {
-    ByteRange::new(start, length).unwrap_or(ByteRange::EMPTY)
-}
-
 /// The jobs of all copy slots.
 #[derive(Debug)]
 pub(crate) struct Jobs {
     jobs: Vec<(SlotId, Job)>,
+    /// Bytes that were copied by all jobs so far.
+    copied_bytes: u64,
 }
 
 impl Jobs {
     pub fn new(slots: impl Iterator<Item = SlotId>) -> Jobs {
-        Jobs { jobs: slots.map(|slot| (slot, Job::Idle)).collect() }
+        Jobs { jobs: slots.map(|slot| (slot, Job::Idle)).collect(), copied_bytes: 0 }
+    }
+
+    /// Counts bytes that were copied.
+    pub fn copied(&mut self, bytes: u64) {
+        self.copied_bytes += bytes;
+    }
+
+    /// Returns the bytes that were copied so far.
+    pub fn copied_bytes(&self) -> u64 {
+        self.copied_bytes
     }
 
     pub fn at(&mut self, index: usize) -> &mut Job {
@@ -195,7 +76,7 @@ impl Jobs {
     /// Returns the copies to replicas that are rebuilt, and their slots.
     pub fn rebuilds(&mut self) -> impl Iterator<Item = (SlotId, &mut Copy)> {
         self.jobs.iter_mut().filter_map(|(slot, job)| match job {
-            Job::Copy(copy) if matches!(copy.why, Why::Rebuild { .. }) => Some((*slot, copy)),
+            Job::Copy(copy) if matches!(copy.why(), Why::Rebuild { .. }) => Some((*slot, copy)),
             _ => None,
         })
     }
@@ -210,7 +91,7 @@ impl Jobs {
     pub fn is_checking(&self) -> bool {
         let is_scrub = |job: &Job| match job {
             Job::Check(_) => true,
-            Job::Copy(copy) => matches!(copy.why, Why::Repair { .. }),
+            Job::Copy(copy) => matches!(copy.why(), Why::Repair { .. }),
             Job::Idle | Job::Flush(_) => false,
         };
         self.jobs.iter().any(|(_, job)| is_scrub(job))
@@ -218,17 +99,14 @@ impl Jobs {
 
     /// Returns true if the region is being copied.
     pub fn has(&self, why: Why) -> bool {
-        self.copies().any(|copy| copy.why == why)
+        self.copies().any(|copy| copy.why() == why)
     }
 
     /// Drops `lost` from all copies.
     pub fn forget(&mut self, lost: PeerMask) {
         for (_, job) in &mut self.jobs {
             if let Job::Copy(copy) = job {
-                copy.targets = copy.targets.without(lost);
-                copy.all = copy.all.without(lost);
-                copy.to = copy.to.without(lost);
-                copy.rotten = copy.rotten.without(lost);
+                copy.forget(lost);
             }
         }
     }
@@ -236,7 +114,7 @@ impl Jobs {
     /// Returns the regions that are being copied or compared.
     pub fn touched(&self, regions: Regions) -> impl Iterator<Item = std::ops::Range<u32>> {
         self.jobs.iter().filter_map(move |(_, job)| match job {
-            Job::Copy(copy) => Some(regions.touched(copy.range)),
+            Job::Copy(copy) => Some(regions.touched(copy.range())),
             Job::Check(check) => Some(regions.touched(check.range)),
             Job::Idle | Job::Flush(_) => None,
         })
@@ -246,41 +124,49 @@ impl Jobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::slot::Slots;
 
-    fn copy(length: u64, zeroes: ZeroBlocks) -> Copy {
-        let mut copy = Copy::new(Why::Rebuild { region: 0 }, part(8 << 20, length), PeerMask::one(1));
-        copy.zeroes = zeroes;
-        copy
+    fn jobs() -> Jobs {
+        Jobs::new(Slots::new(2, 8, 3).copies())
     }
 
-    fn runs(copy: &mut Copy) -> Vec<(u64, u64, bool)> {
-        let mut runs = Vec::new();
-        copy.step = CopyStep::Write { at_bytes: 0 };
-        while let Some((run, zero)) = copy.next_run() {
-            runs.push((run.offset() - copy.piece.offset(), run.length(), zero));
-            copy.step = CopyStep::Write { at_bytes: run.end() - copy.piece.offset() };
-        }
-        runs
+    fn slot(slot: u16) -> SlotId {
+        SlotId { queue: 0, slot }
+    }
+
+    fn copy(why: Why) -> Job {
+        Job::Copy(Copy::new(why, ByteRange::new(64 << 10, 4096).unwrap(), PeerMask::one(1)))
     }
 
     #[test]
-    fn zeroes_and_data_go_in_runs() {
-        assert_eq!(runs(&mut copy(64 << 10, [0; 4])), [(0, 64 << 10, false)]);
-        assert_eq!(runs(&mut copy(64 << 10, [u64::MAX; 4])), [(0, 64 << 10, true)]);
-        let mixed = runs(&mut copy(16 << 10, [0b0110, 0, 0, 0]));
-        assert_eq!(mixed, [(0, 4096, false), (4096, 8192, true), (12288, 4096, false)]);
-        let short = runs(&mut copy(4096 + 512, [0b10, 0, 0, 0]));
-        assert_eq!(short, [(0, 4096, false), (4096, 512, true)], "the end of the volume");
+    fn the_last_slot_is_kept_for_failed_requests() {
+        let mut jobs = jobs();
+        assert_eq!((jobs.free(), jobs.free_for_resync()), (Some(slot(8)), Some(slot(10))));
+        *jobs.at(0) = Job::Flush(FlushFor::Clearing);
+        *jobs.at(1) = Job::Flush(FlushFor::Rebuilding);
+        assert_eq!((jobs.free(), jobs.free_for_resync()), (None, Some(slot(10))));
+        *jobs.at(2) = copy(Why::Resync { region: 0 });
+        assert_eq!(jobs.free_for_resync(), None);
     }
 
     #[test]
-    fn a_large_region_goes_in_pieces() {
-        let mut copy = copy((2 << 20) + 4096, [0; 4]);
-        let mut lengths = vec![copy.piece.length()];
-        while copy.next_piece() {
-            assert_eq!(copy.step, CopyStep::Read);
-            lengths.push(copy.piece.length());
-        }
-        assert_eq!(lengths, [1 << 20, 1 << 20, 4096]);
+    fn repairs_count_as_part_of_a_check() {
+        let mut jobs = jobs();
+        *jobs.at(0) = copy(Why::Rebuild { region: 1 });
+        assert!(!jobs.is_checking() && jobs.has(Why::Rebuild { region: 1 }));
+        assert!(!jobs.has(Why::Resync { region: 1 }));
+        assert_eq!(jobs.rebuilds().map(|(slot, _)| slot).collect::<Vec<_>>(), [slot(8)]);
+        assert!(jobs.touched(Regions::of(1 << 20)).eq(std::iter::once(1..2)));
+        *jobs.at(1) = copy(Why::Repair { odd: PeerMask::one(1), sources: PeerMask::one(0) });
+        assert!(jobs.is_checking());
+    }
+
+    #[test]
+    fn a_lost_replica_leaves_all_copies() {
+        let mut jobs = jobs();
+        *jobs.at(0) = copy(Why::Rebuild { region: 1 });
+        *jobs.at(1) = copy(Why::Resync { region: 1 });
+        jobs.forget(PeerMask::one(1));
+        assert!(jobs.copies().all(|copy| copy.targets().is_empty()));
     }
 }

@@ -84,6 +84,9 @@ struct Peer {
 }
 
 /// The members of the volume, and the pending change.
+///
+/// The view changes only when the change is through: all its members have stored it, and the arbiter has
+/// granted it if they are half of the view. While the arbiter is asked, no other view is proposed.
 #[derive(Debug)]
 pub struct Membership {
     peers: Vec<Peer>,
@@ -91,6 +94,8 @@ pub struct Membership {
     change: Option<Change>,
     /// True if the arbiter was asked for the change: then either it succeeds or no change does.
     is_asked: bool,
+    /// True if too few replicas are left: no change follows.
+    is_frozen: bool,
     /// Replicas that have stored the view of the change.
     stored: PeerMask,
     next_number: u32,
@@ -134,6 +139,7 @@ impl Membership {
             view,
             change: None,
             is_asked: false,
+            is_frozen: false,
             stored: PeerMask::NONE,
             next_number: view.id.number + 1,
             next_read: 0,
@@ -155,6 +161,11 @@ impl Membership {
     #[must_use]
     pub fn is_changing(&self) -> bool {
         self.change.is_some()
+    }
+
+    /// Returns true if too few replicas are left to change the view ever again.
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.is_frozen
     }
 
     /// Returns the state of replica number `peer`.
@@ -300,21 +311,25 @@ impl Membership {
         let members = self.view.members.filter(is_left);
         if members.is_empty() {
             self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
-            return MembershipStep::Frozen(format!("the last of its members {} is lost", self.view.members));
+            return self.freeze(format!("the last of its members {} is lost", self.view.members));
         }
         if let Some(change) = self.change.as_ref().filter(|_| self.is_asked) {
-            return MembershipStep::Frozen(format!(
-                "a member of {} is lost while the arbiter is asked for that view",
-                change.target
-            ));
+            let target = change.target;
+            return self
+                .freeze(format!("a member of {target} is lost while the arbiter is asked for that view"));
         }
         if quorum(&self.view.members, &members) == Quorum::Less {
             // It could never go through, and once stored it would only stand in the way of others.
             let old = self.view.members;
             self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
-            return MembershipStep::Frozen(format!("{members} is less than half of {old}: no quorum"));
+            return self.freeze(format!("{members} is less than half of {old}: no quorum"));
         }
         self.propose(members)
+    }
+
+    fn freeze(&mut self, reason: String) -> MembershipStep {
+        self.is_frozen = true;
+        MembershipStep::Frozen(reason)
     }
 
     fn propose(&mut self, members: Members) -> MembershipStep {
@@ -363,7 +378,7 @@ impl Membership {
                 MembershipStep::AskGrant(target, change.honoured.clone(), *change.who_stored())
             }
             Progress::NoQuorum => {
-                MembershipStep::Frozen(format!("{} is less than half of {old}: no quorum", target.members))
+                self.freeze(format!("{} is less than half of {old}: no quorum", target.members))
             }
         }
     }
@@ -385,3 +400,6 @@ impl Membership {
         self.view.id.generation
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,23 +1,24 @@
-//! Brings replicas outside the view back: counts the regions that they miss, rebuilds them, and makes them
-//! members.
+//! The last steps of a rebuilt replica, before it becomes a member.
+//!
+//! A replica that misses no more data waits for a flush of all members. It stores the newest stamp, as the
+//! members have. Then it gets the out-of-sync sets of the other absent replicas, because as a member it
+//! has to know what they miss.
 
-use shorthorn_types::{
-    ByteRange, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, RegionsOf, ReplicaId,
-};
+use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf, ReplicaId};
 
-use crate::engine::EngineCore;
-use crate::event::{DropCause, Output, Outputs};
-use crate::job::{Copy, Job, Why};
-use crate::marks::Marks;
-use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
-use crate::ranges::Access;
+use crate::absent::AbsentReplicas;
+use crate::membership::{Membership, PeerIndex, PeerMask};
 use crate::slot::SlotId;
 
-/// The progress of the next replica to become a member: it misses no more data. Others wait.
+/// The progress of the next replica to become a member. Others wait.
+///
+/// The steps start over when a replica is lost or an out-of-sync set changes otherwise: a replica becomes a
+/// member only after all steps without such an event between them.
 #[derive(Debug, Default)]
 pub(crate) struct Rebuilds {
     next: Option<(PeerIndex, RebuildStep)>,
-    pub marks: Marks,
+    /// Rebuilding replicas from which no engine could start yet: they do not become members.
+    in_copy: PeerMask,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +35,39 @@ enum RebuildStep {
     },
 }
 
+/// The next step of a join, which the caller takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum JoinStep {
+    /// Wait for the flush.
+    Wait,
+    /// Send this mark to the rebuilding replica.
+    Send(PeerIndex, MarkRegions),
+    /// Propose the view with the replica, unless a repair may still change out-of-sync sets.
+    Propose(PeerIndex),
+}
+
 impl Rebuilds {
+    /// Keeps `peer` from becoming a member until [`Rebuilds::end_copy`].
+    pub fn start_copy(&mut self, peer: PeerIndex) {
+        self.in_copy = self.in_copy.with(PeerMask::one(peer));
+    }
+
+    pub fn end_copy(&mut self, peer: PeerIndex) {
+        self.in_copy = self.in_copy.without(PeerMask::one(peer));
+    }
+
+    /// Returns true if some replica is taking the last steps.
+    pub fn is_joining(&self) -> bool {
+        self.next.is_some()
+    }
+
+    /// Chooses the first of `rebuilding` that may take the last steps.
+    pub fn choose(&mut self, rebuilding: PeerMask, absent: &AbsentReplicas) {
+        let candidates = rebuilding.without(self.in_copy);
+        let chosen = candidates.iter().find(|peer| absent.is_up_to_date(*peer));
+        self.next = chosen.map(|peer| (peer, RebuildStep::WantsFlush));
+    }
+
     /// Returns true if a flush has to be sent; it counts as sent in `slot` then.
     pub fn takes_flush(&mut self, slot: SlotId) -> bool {
         let Some((_, step @ RebuildStep::WantsFlush)) = &mut self.next else { return false };
@@ -42,244 +75,177 @@ impl Rebuilds {
         true
     }
 
-    /// Starts over after the members' agreement or the out-of-sync sets of others have changed.
-    pub fn start_over(&mut self) {
-        self.next = None;
-        self.marks.abandon();
-    }
-}
-
-impl EngineCore {
-    /// Tracks a replica outside the view that may come (back).
-    pub(crate) fn track(&mut self, peer: PeerIndex, config: PeerConfig) {
-        if self.membership.state(peer) != PeerState::Failed || self.membership.in_view().has(peer) {
-            return; // it is counted, or will be when it leaves
+    /// Continues after every replica has answered the flush in `slot`. Returns the replica that cannot join
+    /// because the flush has failed.
+    pub fn flush_answered(&mut self, slot: SlotId, is_durable: bool) -> Option<PeerIndex> {
+        let (peer, step) = self.next.as_mut()?;
+        if *step != RebuildStep::Flushing(slot) {
+            return None; // another one has been sent since
         }
-        let is_known = self.membership.replica(peer) == Some(config.replica);
-        if is_known && self.counted.has(peer) {
-            return; // all that it misses is counted already
+        if !is_durable {
+            return Some(*peer);
         }
-        self.membership.know(peer, config);
-        self.stop_counting(peer);
-        self.count(peer);
-        self.distrust(peer);
-        self.rebuilds.start_over();
-        self.wake.work();
-    }
-
-    fn stop_counting(&mut self, peer: PeerIndex) {
-        if let Some(absent) = self.absent.get_mut(usize::from(peer)) {
-            *absent = None;
-        }
-        self.counted = self.counted.without(PeerMask::one(peer));
-    }
-
-    /// Begins to rebuild a connected replica outside the view.
-    pub(crate) fn rebuild(&mut self, peer: PeerIndex, missing: &RegionSet, out: &mut Outputs) {
-        if self.membership.state(peer) != PeerState::Failed {
-            return;
-        }
-        if let Some(reason) = self.cannot_rebuild(peer) {
-            return out.push(Output::Drop { peer, reason, cause: DropCause::Unused });
-        }
-        if let Some(absent) = &mut self.absent[usize::from(peer)] {
-            absent.disconnected();
-            absent.out_of_sync.insert_all(missing);
-        }
-        self.trusted = self.trusted.with(PeerMask::one(peer));
-        self.closed.reopen(peer);
-        self.timeouts.forgive(peer, self.clock.now_ms());
-        self.membership.start_rebuild(peer);
-        self.rebuilds.start_over();
-        self.wake.work();
-    }
-
-    fn cannot_rebuild(&self, peer: PeerIndex) -> Option<String> {
-        if !self.counted.has(peer) {
-            Some("it is not known what it misses".to_owned())
-        } else if self.membership.in_view().has(peer) {
-            Some("the view without it is not through yet".to_owned())
-        } else if self.slots.active().any(|slot| slot.pending.has(peer)) {
-            Some("its last connections are not closed yet".to_owned())
-        } else {
-            None
-        }
-    }
-
-    /// Forgets a replica outside the view that is given up.
-    pub(crate) fn forget(&mut self, peer: PeerIndex, out: &mut Outputs) {
-        if self.membership.state(peer) == PeerState::Member {
-            return;
-        }
-        self.lose(peer, "it is given up".to_owned(), out);
-        self.stop_counting(peer);
-        self.rebuilds.start_over();
-        self.wake.work();
-    }
-
-    /// Returns true if anything is left to copy to replicas that are being rebuilt.
-    pub(crate) fn has_regions_to_rebuild(&self) -> bool {
-        let misses = |peer| {
-            self.absent[usize::from(peer)].as_ref().is_some_and(|absent| !absent.out_of_sync.is_empty())
-        };
-        self.membership.rebuilding().iter().any(misses)
-    }
-
-    /// Starts to copy the next region that any of them misses, to all that miss it.
-    pub(crate) fn start_rebuild_copy(&mut self, id: SlotId, out: &mut Outputs) -> bool {
-        let rebuilding = self.membership.rebuilding();
-        let Some(region) = rebuilding.iter().find_map(|peer| self.next_out_of_sync_region(peer)) else {
-            return false;
-        };
-        let range = self.regions.range(region);
-        if !self.bucket.take(range.length()) {
-            return false;
-        }
-        let misses = |peer: &PeerIndex| {
-            self.absent[usize::from(*peer)].as_ref().is_some_and(|absent| absent.out_of_sync.contains(region))
-        };
-        let targets =
-            rebuilding.iter().filter(misses).map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with);
-        for peer in targets.iter() {
-            if let Some(absent) = &mut self.absent[usize::from(peer)] {
-                absent.cursor = region + 1;
-            }
-        }
-        self.take_slot(id, Job::Copy(Copy::new(Why::Rebuild { region }, range, targets)));
-        // It repairs members that hold rot there: until that is done, a verified read of them shows the rot,
-        // which has no sums any more.
-        let access = if self.verify_reads { Access::Modify } else { Access::Rebuild };
-        if self.turns.enter(id, range, access) {
-            self.advance(id, out);
-        }
-        true
-    }
-
-    fn next_out_of_sync_region(&self, peer: PeerIndex) -> Option<u32> {
-        let absent = self.absent[usize::from(peer)].as_ref()?;
-        let from = |start: u32| {
-            std::iter::successors(absent.out_of_sync.next(start), |region| {
-                absent.out_of_sync.next(region + 1)
-            })
-        };
-        // At most as many are being copied as there are slots for it: this ends soon.
-        from(absent.cursor).chain(from(0)).find(|region| !self.jobs.has(Why::Rebuild { region: *region }))
-    }
-
-    /// Handles the end of a region's copy: `range`, which was all of the region when its copy began, was
-    /// copied to the remaining ones of `targets`. If the region has grown since, they still miss it, because
-    /// they were not sent modifications of the new part.
-    pub(crate) fn region_is_rebuilt(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
-        if self.regions.range(region) != range {
-            return;
-        }
-        for peer in targets.iter() {
-            if let Some(absent) = &mut self.absent[usize::from(peer)] {
-                absent.out_of_sync.remove(region);
-                absent.copied.insert(region);
-            }
-        }
-    }
-
-    /// Takes the next step of the replica that becomes a member next.
-    pub(crate) fn finish_rebuild(&mut self, out: &mut Outputs) {
-        if self.is_resyncing {
-            return;
-        }
-        let Some((peer, step)) = self.rebuilds.next else {
-            let is_up = |peer: &PeerIndex| {
-                self.absent[usize::from(*peer)].as_ref().is_some_and(|absent| absent.out_of_sync.is_empty())
-            };
-            self.rebuilds.next = self
-                .membership
-                .rebuilding()
-                .without(self.in_copy)
-                .iter()
-                .find(is_up)
-                .map(|peer| (peer, RebuildStep::WantsFlush));
-            return;
-        };
-        if self.rebuilds.marks.is_outstanding() {
-            return;
-        }
-        if step == RebuildStep::Stamping {
-            self.rebuilds.next = Some((peer, RebuildStep::SendingSets { absent: 0, from: None }));
-            let (number, change) = (self.next_mark(), self.stamp_mark());
-            return self.rebuilds.marks.send(number, PeerMask::one(peer), &change, self.clock.now_ms(), out);
-        }
-        let RebuildStep::SendingSets { absent, from } = step else { return };
-        match self.next_set_to_send(peer, absent, from) {
-            Some((next, change)) => {
-                self.rebuilds.next = Some((peer, next));
-                let number = self.next_mark();
-                self.rebuilds.marks.send(number, PeerMask::one(peer), &change, self.clock.now_ms(), out);
-            }
-            // A repair that follows from a check is something that it would miss.
-            None if self.jobs.is_checking() => {}
-            None => self.propose_rebuilt(peer, out),
-        }
-    }
-
-    /// Returns the next mark for `peer`, and the position from which to continue after it.
-    fn next_set_to_send(
-        &self,
-        peer: PeerIndex,
-        absent: PeerIndex,
-        from: Option<u32>,
-    ) -> Option<(RebuildStep, MarkRegions)> {
-        let mark = |replica: ReplicaId, runs, stamp| MarkRegions {
-            of: RegionsOf::OutOfSync(replica),
-            action: MarkAction::Add,
-            runs,
-            stamp,
-            size_bytes: self.regions.size_bytes(),
-        };
-        let mut from = from;
-        let absent_peers = self.counted.and(self.trusted).without(PeerMask::one(peer));
-        for absent in absent_peers.iter().filter(|other| *other >= absent) {
-            let (Some(replica), Some(kept)) =
-                (self.membership.replica(absent), &self.absent[usize::from(absent)])
-            else {
-                continue;
-            };
-            let Some(start) = from.take() else {
-                return Some((
-                    RebuildStep::SendingSets { absent, from: Some(0) },
-                    mark(replica, Vec::new(), kept.stamp),
-                ));
-            };
-            let runs: Vec<_> = kept.out_of_sync.runs(start).take(RUNS_PER_MARK_MAX).collect();
-            if let Some(last) = runs.last() {
-                let step = RebuildStep::SendingSets { absent, from: Some(last.end) };
-                let runs = runs.iter().map(|run| (run.start, run.end - run.start)).collect();
-                return Some((step, mark(replica, runs, kept.stamp)));
-            }
-        }
+        *step = RebuildStep::Stamping;
         None
     }
 
-    fn propose_rebuilt(&mut self, peer: PeerIndex, out: &mut Outputs) {
-        self.rebuilds.start_over();
-        let is_up =
-            self.absent[usize::from(peer)].as_ref().is_some_and(|absent| absent.out_of_sync.is_empty());
-        if is_up {
-            let step = self.membership.admit(peer);
-            self.follow(step, out);
-        } else {
-            self.wake.work();
+    /// Returns the next step after the flush or the last mark is answered. A mark counts as sent.
+    pub fn next_step(
+        &mut self,
+        membership: &Membership,
+        absent: &AbsentReplicas,
+        stamp: u32,
+        size_bytes: u64,
+    ) -> JoinStep {
+        match self.next {
+            Some((peer, RebuildStep::Stamping)) => {
+                self.next = Some((peer, RebuildStep::SendingSets { absent: 0, from: None }));
+                JoinStep::Send(peer, MarkRegions::stamp(stamp))
+            }
+            Some((peer, RebuildStep::SendingSets { absent: first, from })) => {
+                let others = absent.trusted().without(PeerMask::one(peer)).filter(|other| other >= first);
+                match next_set(membership, absent, others, from, size_bytes) {
+                    Some((next, change)) => {
+                        self.next = Some((peer, next));
+                        JoinStep::Send(peer, change)
+                    }
+                    None => JoinStep::Propose(peer),
+                }
+            }
+            _ => JoinStep::Wait,
         }
     }
 
-    /// Continues a join after every replica has answered its flush.
-    pub(crate) fn rebuild_flushed(&mut self, slot: SlotId, is_durable: bool, out: &mut Outputs) {
-        let Some((peer, RebuildStep::Flushing(sent_in))) = self.rebuilds.next else { return };
-        if sent_in != slot {
-            return; // another one has been sent since
+    /// Starts over after the members' agreement or the out-of-sync sets of others have changed.
+    pub fn start_over(&mut self) {
+        self.next = None;
+    }
+}
+
+/// Returns the next mark with a set of `others`, and the position from which to continue after it. The set of
+/// the first of them was sent up to the region `from`.
+fn next_set(
+    membership: &Membership,
+    absent: &AbsentReplicas,
+    others: PeerMask,
+    mut from: Option<u32>,
+    size_bytes: u64,
+) -> Option<(RebuildStep, MarkRegions)> {
+    let mark = |replica: ReplicaId, runs, stamp| MarkRegions {
+        of: RegionsOf::OutOfSync(replica),
+        action: MarkAction::Add,
+        runs,
+        stamp,
+        size_bytes,
+    };
+    for peer in others.iter() {
+        let (Some(replica), Some(out_of_sync)) = (membership.replica(peer), absent.out_of_sync(peer)) else {
+            continue;
+        };
+        let stamp = absent.stamp_of(peer);
+        let Some(start) = from.take() else {
+            let step = RebuildStep::SendingSets { absent: peer, from: Some(0) };
+            return Some((step, mark(replica, Vec::new(), stamp)));
+        };
+        let runs: Vec<_> = out_of_sync.runs(start).take(RUNS_PER_MARK_MAX).collect();
+        if let Some(last) = runs.last() {
+            let step = RebuildStep::SendingSets { absent: peer, from: Some(last.end) };
+            let runs = runs.iter().map(|run| (run.start, run.end - run.start)).collect();
+            return Some((step, mark(replica, runs, stamp)));
         }
-        if is_durable {
-            self.rebuilds.next = Some((peer, RebuildStep::Stamping));
-        } else {
-            self.lose(peer, "the last member cannot flush".to_owned(), out);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{Generation, Members, RegionSet, View, ViewId};
+
+    use super::*;
+    use crate::membership::PeerConfig;
+
+    const REGIONS: u32 = 8;
+    const SIZE_BYTES: u64 = 8 << 16;
+    const SLOT: SlotId = SlotId { queue: 0, slot: 9 };
+
+    /// Returns four replicas, of which the first is a member and the others are absent.
+    fn replicas(missing: [&[u32]; 3]) -> (Membership, AbsentReplicas) {
+        let peer = |n| PeerConfig { replica: ReplicaId::from_random(n), local: false };
+        let peers: Vec<PeerConfig> = (0..4).map(peer).collect();
+        let id = ViewId { generation: Generation::new(1, 0), number: 1 };
+        let view = View { id, members: Members::new([ReplicaId::from_random(0)]).unwrap() };
+        let mut absent = AbsentReplicas::new(4);
+        for (peer, missing) in (1..).zip(missing) {
+            let mut set = RegionSet::empty(REGIONS);
+            missing.iter().for_each(|region| set.insert_run(*region..region + 1));
+            absent.count(peer, &set, u32::from(peer) * 10);
         }
+        (Membership::new(&peers, view), absent)
+    }
+
+    /// Returns the rebuilds in which replica 1 has flushed.
+    fn flushed(absent: &AbsentReplicas) -> Rebuilds {
+        let mut rebuilds = Rebuilds::default();
+        rebuilds.choose(PeerMask::one(1), absent);
+        assert!(rebuilds.takes_flush(SLOT) && !rebuilds.takes_flush(SLOT));
+        assert_eq!(rebuilds.flush_answered(SLOT, true), None);
+        rebuilds
+    }
+
+    fn set_of(replica: u64, runs: &[(u32, u32)]) -> JoinStep {
+        let of = RegionsOf::OutOfSync(ReplicaId::from_random(replica));
+        let stamp = u32::try_from(replica * 10).unwrap();
+        let (action, runs) = (MarkAction::Add, runs.to_vec());
+        JoinStep::Send(1, MarkRegions { of, action, runs, stamp, size_bytes: SIZE_BYTES })
+    }
+
+    #[test]
+    fn the_stamp_and_every_set_of_the_others_come_before_the_view() {
+        let (membership, absent) = replicas([&[], &[2, 3, 6], &[]]);
+        let mut rebuilds = flushed(&absent);
+        let mut next = || rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES);
+        assert_eq!(next(), JoinStep::Send(1, MarkRegions::stamp(5)));
+        assert_eq!(next(), set_of(2, &[]), "first it learns that the set exists");
+        assert_eq!(next(), set_of(2, &[(2, 2), (6, 1)]));
+        assert_eq!(next(), set_of(3, &[]));
+        assert_eq!(next(), JoinStep::Propose(1));
+        assert_eq!(next(), JoinStep::Propose(1), "until the caller starts over");
+    }
+
+    #[test]
+    fn incomplete_sets_are_not_sent() {
+        let (membership, mut absent) = replicas([&[], &[2], &[]]);
+        absent.distrust(2);
+        let mut rebuilds = flushed(&absent);
+        let mut next = || rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES);
+        assert_eq!(next(), JoinStep::Send(1, MarkRegions::stamp(5)));
+        assert_eq!(next(), set_of(3, &[]));
+        assert_eq!(next(), JoinStep::Propose(1));
+    }
+
+    #[test]
+    fn only_a_replica_that_misses_nothing_and_is_whole_takes_the_last_steps() {
+        let (_, absent) = replicas([&[4], &[], &[]]);
+        let rebuilding = PeerMask::one(1).with(PeerMask::one(2));
+        let mut rebuilds = Rebuilds::default();
+        rebuilds.start_copy(2);
+        rebuilds.choose(rebuilding, &absent);
+        assert!(!rebuilds.is_joining() && !rebuilds.takes_flush(SLOT));
+        rebuilds.end_copy(2);
+        rebuilds.choose(rebuilding, &absent);
+        assert!(rebuilds.is_joining() && rebuilds.takes_flush(SLOT));
+        assert_eq!(rebuilds.flush_answered(SLOT, false), Some(2));
+    }
+
+    #[test]
+    fn an_earlier_flush_counts_for_nothing_after_a_new_start() {
+        let (membership, absent) = replicas([&[], &[], &[]]);
+        let mut rebuilds = flushed(&absent);
+        rebuilds.start_over();
+        assert!(!rebuilds.is_joining());
+        rebuilds.choose(PeerMask::one(1), &absent);
+        assert!(rebuilds.takes_flush(SlotId { slot: 8, ..SLOT }));
+        assert_eq!(rebuilds.flush_answered(SLOT, true), None);
+        assert_eq!(rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES), JoinStep::Wait);
     }
 }

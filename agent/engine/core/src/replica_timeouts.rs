@@ -29,15 +29,20 @@
 //! The others are dropped only when enough such replicas have existed for as long. A replica that is late
 //! beyond [`CoreConfig::late_limit_ms`] is compared with weaker ones: those that have answered all requests
 //! older than half of that limit. Others may be slow because they do its reads too.
+//!
+//! [`CoreConfig::late_limit_ms`]: crate::CoreConfig::late_limit_ms
+//! [`CoreConfig::replica_timeout_ms`]: crate::CoreConfig::replica_timeout_ms
 
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_views::Quorum;
 
-use crate::engine::EngineCore;
-use crate::event::{CoreConfig, Output, Outputs};
-use crate::membership::{PeerIndex, PeerMask, PeerState};
+use crate::copy::Why;
+use crate::event::{Output, Outputs};
+use crate::job::Jobs;
+use crate::marks::Marks;
+use crate::membership::{Membership, PeerIndex, PeerMask};
 use crate::request::Operation;
-use crate::slot::{Slot, SlotPhase};
+use crate::slot::{Slot, Slots};
 
 /// A connection that is silent for so long gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
@@ -53,6 +58,8 @@ const COPY_BYTES_PER_S: u64 = 2 << 20;
 const TIMES_LONGER_FOR_HALF: u64 = 3;
 
 /// The times of questions to the replicas, and of their answers.
+///
+/// A replica that is lost or connected anew owes nothing: its earlier times are forgotten.
 #[derive(Debug)]
 pub(crate) struct ReplicaTimeouts {
     timeout_ms: u64,
@@ -72,6 +79,19 @@ pub(crate) struct ReplicaTimeouts {
     silent: PeerMask,
     /// The members that owe answers for longer than half of the time-out.
     slow: PeerMask,
+    /// True while no majority of the view has answered lately.
+    is_out_of_touch: bool,
+    /// The time at which the pending change of the view was proposed.
+    proposed_at_ms: u64,
+}
+
+/// The replicas that need something after a check.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    /// Replicas to drop.
+    pub late: PeerMask,
+    /// Late members that the volume waits for.
+    pub awaited: PeerMask,
 }
 
 /// A connection of one queue.
@@ -120,7 +140,7 @@ struct Others {
 
 /// For how long a replica owes answers.
 #[derive(Clone, Copy, Debug, Default)]
-struct Debt {
+pub(crate) struct Debt {
     /// To the oldest request, proposal or mark.
     work_ms: u64,
     /// To PING, while nothing else has come from it.
@@ -137,15 +157,18 @@ impl Debt {
     }
 }
 
-type Debts = [Debt; MAX_MEMBERS];
+/// For each replica, for how long it owes answers.
+pub(crate) type Debts = [Debt; MAX_MEMBERS];
 
 impl ReplicaTimeouts {
-    pub fn new(config: &CoreConfig) -> ReplicaTimeouts {
+    /// Creates the times of replicas with so many `queues`, and the limits of
+    /// [`CoreConfig`](crate::CoreConfig).
+    pub fn new(queues: u16, timeout_ms: u64, late_limit_ms: u64) -> ReplicaTimeouts {
         ReplicaTimeouts {
-            timeout_ms: config.replica_timeout_ms,
-            limit_ms: config.late_limit_ms.max(config.replica_timeout_ms),
+            timeout_ms,
+            limit_ms: late_limit_ms.max(timeout_ms),
             connections: Default::default(),
-            queues: usize::from(config.queues.min(MAX_QUEUES)),
+            queues: usize::from(queues.min(MAX_QUEUES)),
             pinged_at_ms: 0,
             pings_soon: false,
             prompt: Steady::default(),
@@ -153,6 +176,8 @@ impl ReplicaTimeouts {
             awaited: PeerMask::NONE,
             silent: PeerMask::NONE,
             slow: PeerMask::NONE,
+            is_out_of_touch: false,
+            proposed_at_ms: 0,
         }
     }
 
@@ -228,111 +253,33 @@ impl ReplicaTimeouts {
             },
         }
     }
-}
 
-impl EngineCore {
-    /// Drops the replicas that are too late, and reports the ones that the volume waits for.
-    pub(crate) fn check_timeouts(&mut self, out: &mut Outputs) {
-        let debts = self.debts();
-        let of = |peer: PeerIndex| debts[usize::from(peer)];
-        let timeout_ms = self.timeouts.timeout_ms;
-        let members = self.membership.answering();
-        let prompt = members.filter(|peer| of(peer).worst_ms() <= timeout_ms / 2);
-        self.timeouts.slow = members.without(prompt);
-        let others = self.others(members, prompt, &debts);
-        let mut awaited = PeerMask::NONE;
-        for peer in self.membership.connected().iter() {
-            let debt = of(peer);
-            // A rebuilding replica is dropped like a member without which the others can continue.
-            let others = if members.has(peer) { others } else { Others { prompt: Quorum::More, ..others } };
-            if self.timeouts.is_over(debt, others) {
-                self.drop_late(peer, debt, out);
-            } else if members.has(peer) && debt.worst_ms() > self.timeouts.reported_late_ms() {
-                awaited = awaited.with(PeerMask::one(peer));
-            }
-        }
-        self.check_rebuilding(out);
-        self.report_awaited(awaited, &debts, out);
-        self.keep_in_touch(&debts);
+    /// Records that a change of the view was proposed.
+    pub fn proposed(&mut self, now_ms: u64) {
+        self.proposed_at_ms = now_ms;
     }
 
-    fn others(&mut self, members: PeerMask, prompt: PeerMask, debts: &Debts) -> Others {
-        let (now_ms, time_ms, limit_ms) = (self.clock.now_ms(), self.timeouts.timeout_ms / 2, self.timeouts.limit_ms);
-        let alive = members.filter(|peer| debts[usize::from(peer)].worst_ms() <= limit_ms / 2);
-        let (prompt, alive) = (self.membership.quorum_of(prompt), self.membership.quorum_of(alive));
-        let is_changing = self.membership.is_changing();
-        Others {
-            prompt: self.timeouts.prompt.update(prompt, now_ms, time_ms),
-            alive: self.timeouts.alive.update(alive, now_ms, time_ms),
-            changing_ms: is_changing.then(|| now_ms.saturating_sub(self.proposed_at_ms)),
-        }
-    }
-
-    fn drop_late(&mut self, peer: PeerIndex, debt: Debt, out: &mut Outputs) {
-        // An earlier one may have taken the quorum with it.
-        if self.frozen || self.membership.state(peer) == PeerState::Failed {
-            return;
-        }
-        let reason = match debt.silent_ms > self.timeouts.timeout_ms {
-            true => format!("no answer for {} ms, not even to PING", debt.worst_ms()),
-            false => format!("no answer for {} ms to a request, though it answers PING", debt.work_ms),
-        };
-        self.lose_late(peer, reason, out);
-    }
-
-    fn report_awaited(&mut self, awaited: PeerMask, debts: &Debts, out: &mut Outputs) {
-        let awaited = awaited.and(self.membership.answering());
-        let silent = awaited.filter(|peer| debts[usize::from(peer)].silent_ms > self.timeouts.timeout_ms / 2);
-        let before = std::mem::replace(&mut self.timeouts.awaited, awaited);
-        let silent_before = std::mem::replace(&mut self.timeouts.silent, silent);
-        for peer in awaited.iter() {
-            let is_silent = silent.has(peer);
-            if !before.has(peer) || is_silent != silent_before.has(peer) {
-                out.push(Output::Awaited { peer, late_ms: debts[usize::from(peer)].worst_ms(), is_silent });
-            }
-        }
-        let answered = before.without(awaited).and(self.membership.answering());
-        out.extend(answered.iter().map(|peer| Output::Prompt { peer }));
-    }
-
-    /// Stops new requests while no majority of the view has answered lately. A newer engine may hold the
-    /// volume, and one of these few would answer reads with data that is older than that engine's.
-    fn keep_in_touch(&mut self, debts: &Debts) {
-        let timeout_ms = self.timeouts.timeout_ms;
-        let heard =
-            self.membership.answering().filter(|peer| debts[usize::from(peer)].silent_ms <= timeout_ms);
-        let was = std::mem::replace(
-            &mut self.is_out_of_touch,
-            !self.frozen
-                && !self.membership.is_changing()
-                && self.membership.quorum_of(heard) != Quorum::More,
-        );
-        if was && !self.is_out_of_touch {
-            self.wake.all();
-        }
+    /// Returns true if new requests have to wait, because no majority of the view has answered lately.
+    pub fn is_out_of_touch(&self) -> bool {
+        self.is_out_of_touch
     }
 
     /// Returns for how long each replica owes answers.
-    fn debts(&self) -> Debts {
-        let now_ms = self.clock.now_ms();
+    pub fn debts(&self, slots: &Slots, membership: &Membership, marks: &Marks, now_ms: u64) -> Debts {
         let mut debts = Debts::default();
         let mut owe = |peers: PeerMask, since_ms: u64| {
             for peer in peers.iter() {
                 debts[usize::from(peer)].owes_since(since_ms, now_ms);
             }
         };
-        for slot in self.slots.active() {
+        for slot in slots.active() {
             owe(slot.pending, slot.sent_at_ms.saturating_add(extra_ms(slot)));
         }
-        if self.membership.is_changing() {
-            owe(self.membership.unstored(), self.proposed_at_ms);
+        if membership.is_changing() {
+            owe(membership.unstored(), self.proposed_at_ms);
         }
-        for marks in [&self.clearing.marks, &self.rebuilds.marks] {
-            if let Some((pending, sent_at_ms)) = marks.pending() {
-                owe(pending, sent_at_ms);
-            }
-        }
-        for (debt, connections) in debts.iter_mut().zip(&self.timeouts.connections) {
+        marks.pending().for_each(|(pending, sent_at_ms)| owe(pending, sent_at_ms));
+        for (debt, connections) in debts.iter_mut().zip(&self.connections) {
             let silent_ms = |connection: &ConnectionTimes| {
                 let since_ms = connection.pinged_at_ms?.max(connection.heard_at_ms);
                 Some(now_ms.saturating_sub(since_ms))
@@ -342,51 +289,99 @@ impl EngineCore {
         debts
     }
 
-    /// Rebuilding replicas that have a part of a copy while a request waits for its range hold that request
-    /// up.
-    pub(crate) fn charge_rebuilding(&mut self, step_ms: u64) {
-        let rebuilding = self.membership.rebuilding();
-        for (id, copy) in self.jobs.rebuilds() {
-            let slot = self.slots.at(id);
-            let is_awaited = self.turns.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
-            if slot.phase == SlotPhase::Active && is_awaited {
-                let held_up_ms = &mut copy.held_up_ms;
-                slot.pending.and(rebuilding).iter().for_each(|peer| held_up_ms[usize::from(peer)] += step_ms);
+    /// Decides which replicas are too late, and for which late ones the volume waits.
+    pub fn check(&mut self, debts: &Debts, membership: &Membership, now_ms: u64) -> Verdict {
+        let of = |peer: PeerIndex| debts[usize::from(peer)];
+        let members = membership.answering();
+        let prompt = members.filter(|peer| of(peer).worst_ms() <= self.timeout_ms / 2);
+        self.slow = members.without(prompt);
+        let others = self.others(prompt, debts, membership, now_ms);
+        let mut verdict = Verdict::default();
+        for peer in membership.connected().iter() {
+            let debt = of(peer);
+            // A rebuilding replica is dropped like a member without which the others can continue.
+            let others = if members.has(peer) { others } else { Others { prompt: Quorum::More, ..others } };
+            if self.is_over(debt, others) {
+                verdict.late = verdict.late.with(PeerMask::one(peer));
+            } else if members.has(peer) && debt.worst_ms() > self.reported_late_ms() {
+                verdict.awaited = verdict.awaited.with(PeerMask::one(peer));
             }
         }
+        verdict
     }
 
-    /// Drops a rebuilding replica that has held requests up for too long by one copy.
-    fn check_rebuilding(&mut self, out: &mut Outputs) {
-        let timeout_ms = self.timeouts.timeout_ms;
-        let mut late = None;
-        for (_, copy) in self.jobs.rebuilds() {
-            let limit_ms = timeout_ms.saturating_add(copy.range.length() * 1000 / COPY_BYTES_PER_S);
-            let held_up = copy.targets.iter().find(|peer| copy.held_up_ms[usize::from(*peer)] > limit_ms);
-            let held_up = held_up.map(|peer| (peer, copy.held_up_ms[usize::from(peer)], copy.range));
-            late = late.or(held_up);
-        }
-        if let Some((peer, held_up_ms, range)) = late {
-            let reason = format!("requests have waited for {held_up_ms} ms for the copy of {range} to it");
-            self.lose_late(peer, reason, out);
+    fn others(&mut self, prompt: PeerMask, debts: &Debts, membership: &Membership, now_ms: u64) -> Others {
+        let (time_ms, limit_ms) = (self.timeout_ms / 2, self.limit_ms);
+        let is_alive = |peer| debts[usize::from(peer)].worst_ms() <= limit_ms / 2;
+        let alive = membership.answering().filter(is_alive);
+        Others {
+            prompt: self.prompt.update(membership.quorum_of(prompt), now_ms, time_ms),
+            alive: self.alive.update(membership.quorum_of(alive), now_ms, time_ms),
+            changing_ms: membership.is_changing().then(|| now_ms.saturating_sub(self.proposed_at_ms)),
         }
     }
 
-    /// Sends PINGs, if it is time for that.
-    pub(crate) fn ping(&mut self, out: &mut Outputs) {
-        let now_ms = self.clock.now_ms();
-        let is_soon = std::mem::take(&mut self.timeouts.pings_soon);
-        if !is_soon && now_ms < self.timeouts.pinged_at_ms + PING_INTERVAL_MS {
+    /// Returns the reason for dropping `peer`, for people.
+    pub fn reason(&self, peer: PeerIndex, debts: &Debts) -> String {
+        let debt = debts[usize::from(peer)];
+        match debt.silent_ms > self.timeout_ms {
+            true => format!("no answer for {} ms, not even to PING", debt.worst_ms()),
+            false => format!("no answer for {} ms to a request, though it answers PING", debt.work_ms),
+        }
+    }
+
+    /// Returns a rebuilding replica that has held requests up for too long by one copy, and the reason for
+    /// people.
+    pub fn holds_requests_up(&self, jobs: &Jobs) -> Option<(PeerIndex, String)> {
+        jobs.copies().filter(|copy| matches!(copy.why(), Why::Rebuild { .. })).find_map(|copy| {
+            let range = copy.range();
+            let limit_ms = self.timeout_ms.saturating_add(range.length() * 1000 / COPY_BYTES_PER_S);
+            let (peer, held_up_ms) = copy.held_up_beyond(limit_ms)?;
+            Some((peer, format!("requests have waited for {held_up_ms} ms for the copy of {range} to it")))
+        })
+    }
+
+    /// Reports the members in `awaited` unless it has before, and the ones that have answered since.
+    pub fn report_awaited(&mut self, awaited: PeerMask, debts: &Debts, members: PeerMask, out: &mut Outputs) {
+        let awaited = awaited.and(members);
+        let silent = awaited.filter(|peer| debts[usize::from(peer)].silent_ms > self.timeout_ms / 2);
+        let before = std::mem::replace(&mut self.awaited, awaited);
+        let silent_before = std::mem::replace(&mut self.silent, silent);
+        for peer in awaited.iter() {
+            let is_silent = silent.has(peer);
+            if !before.has(peer) || is_silent != silent_before.has(peer) {
+                out.push(Output::Awaited { peer, late_ms: debts[usize::from(peer)].worst_ms(), is_silent });
+            }
+        }
+        let answered = before.without(awaited).and(members);
+        out.extend(answered.iter().map(|peer| Output::Prompt { peer }));
+    }
+
+    /// Stops new requests while no majority of the view has answered lately. A newer engine may hold the
+    /// volume, and one of these few would answer reads with data that is older than that engine's. Returns
+    /// true if requests may continue again.
+    pub fn keep_in_touch(&mut self, debts: &Debts, membership: &Membership) -> bool {
+        let is_heard = |peer| debts[usize::from(peer)].silent_ms <= self.timeout_ms;
+        let heard = membership.answering().filter(is_heard);
+        let is_out_of_touch = !membership.is_frozen()
+            && !membership.is_changing()
+            && membership.quorum_of(heard) != Quorum::More;
+        std::mem::replace(&mut self.is_out_of_touch, is_out_of_touch) && !is_out_of_touch
+    }
+
+    /// Sends PINGs to the replicas in `connected`, if it is time for that.
+    pub fn ping(&mut self, connected: PeerMask, now_ms: u64, out: &mut Outputs) {
+        let is_soon = std::mem::take(&mut self.pings_soon);
+        if !is_soon && now_ms < self.pinged_at_ms + PING_INTERVAL_MS {
             return;
         }
-        self.timeouts.pinged_at_ms = now_ms;
-        let queues = self.timeouts.queues;
-        for peer in self.membership.connected().iter() {
-            let Some(connections) = self.timeouts.connections.get_mut(usize::from(peer)) else { continue };
+        self.pinged_at_ms = now_ms;
+        for peer in connected.iter() {
+            let Some(connections) = self.connections.get_mut(usize::from(peer)) else { continue };
             // The PING is sent on every connection: a replica closes a silent one, and a single connection
             // may be dead.
             if connections.iter().all(|connection| connection.pinged_at_ms.is_none()) {
-                for (queue, connection) in (0..).zip(connections.iter_mut().take(queues)) {
+                for (queue, connection) in (0..).zip(connections.iter_mut().take(self.queues)) {
                     connection.pinged_at_ms = Some(now_ms);
                     out.push(Output::Ping { peer, queue });
                 }
@@ -404,3 +399,6 @@ fn extra_ms(slot: &Slot) -> u64 {
         _ => 0,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,87 +1,185 @@
-//! Makes the members equal in regions in which they may differ after an unclean end. Requests that touch such
-//! a region wait for it, so that none is in flight there: these copies need no place in the range table.
+use std::ops::Range;
 
-use shorthorn_types::RegionSet;
+use shorthorn_types::{RegionSet, Regions};
 
-use crate::engine::EngineCore;
-use crate::event::{Output, Outputs};
-use crate::job::{Copy, Job, Why};
-use crate::slot::SlotId;
+use crate::bucket::Bucket;
+use crate::copy::Why;
+use crate::intent::Intent;
+use crate::job::Jobs;
 
-impl EngineCore {
-    /// Starts to copy the region that a request has waited for the longest, or the next one.
-    pub(crate) fn start_region_resync(&mut self, id: SlotId, out: &mut Outputs) -> bool {
-        let region = match self.wanted_region() {
-            Some(region) => {
-                self.bucket.pay(self.regions.range(region).length());
-                Some(region)
-            }
-            None => self.next_region_to_resync(),
-        };
-        let Some(region) = region else { return false };
-        let why = Why::Resync { region };
-        // To all but the source, which is chosen when it is asked.
-        let targets = self.membership.answering();
-        self.take_slot(id, Job::Copy(Copy::new(why, self.regions.range(region), targets)));
-        self.advance(id, out);
-        true
+/// The regions in which the members may differ after an unclean end. Requests read and change none of them
+/// before it is equal, and a region that is equal never comes back: so the set only shrinks.
+#[derive(Debug)]
+pub(crate) struct Resync {
+    left: RegionSet,
+    /// The region from which the search for the next one continues.
+    cursor: u32,
+    /// True until the end of the resync is reported.
+    is_under_way: bool,
+}
+
+impl Resync {
+    /// Starts with the regions in `dirty`, of a volume of so many `regions`.
+    pub fn new(regions: u32, dirty: &RegionSet) -> Resync {
+        let mut left = RegionSet::empty(regions);
+        left.insert_all(dirty);
+        let is_under_way = !left.is_empty();
+        Resync { left, cursor: 0, is_under_way }
     }
 
-    fn wanted_region(&self) -> Option<u32> {
-        let mut requests = self.turns.held().filter(|id| self.slots.copy_index(*id).is_none());
-        let of_request = |id: SlotId| {
-            let touched = self.regions.touched(self.slots.at(id).range);
+    /// Returns the regions that are not equal yet.
+    pub fn left(&self) -> &RegionSet {
+        &self.left
+    }
+
+    /// Returns true until [`Resync::takes_end`] has been true.
+    pub fn is_under_way(&self) -> bool {
+        self.is_under_way
+    }
+
+    /// Returns true once, when all regions are equal.
+    pub fn takes_end(&mut self) -> bool {
+        self.is_under_way && self.left.is_empty() && std::mem::take(&mut self.is_under_way)
+    }
+
+    /// Returns true if a request for some of `regions` has to wait.
+    pub fn holds_up(&self, regions: Range<u32>) -> bool {
+        !self.left.is_empty() && self.left.contains_any(regions)
+    }
+
+    /// Returns the first region for which one of the waiting requests waits, if it is not being copied.
+    pub fn awaited(&self, mut waiting: impl Iterator<Item = Range<u32>>, jobs: &Jobs) -> Option<u32> {
+        waiting.find_map(|touched| {
             let unequal =
-                std::iter::successors(self.resync.next(touched.start), |region| self.resync.next(region + 1));
+                std::iter::successors(self.left.next(touched.start), |region| self.left.next(region + 1));
             unequal
                 .take_while(|region| *region < touched.end)
-                .find(|region| !self.jobs.has(Why::Resync { region: *region }))
-        };
-        requests.find_map(of_request)
+                .find(|region| !jobs.has(Why::Resync { region: *region }))
+        })
     }
 
-    fn next_region_to_resync(&mut self) -> Option<u32> {
-        let region = match self.resync.next(self.resync_cursor) {
-            Some(region) => region,
-            None => self.resync.next(0)?,
-        };
-        let is_free = !self.jobs.has(Why::Resync { region });
-        if is_free && !self.bucket.take(self.regions.range(region).length()) {
+    /// Returns the next region to copy, unless it is being copied or `bucket` does not permit it.
+    pub fn next(&mut self, regions: Regions, jobs: &Jobs, bucket: &mut Bucket) -> Option<u32> {
+        let region = self.left.next(self.cursor).or_else(|| self.left.next(0))?;
+        let is_free = !jobs.has(Why::Resync { region });
+        if is_free && !bucket.take(regions.range(region).length()) {
             return None;
         }
-        self.resync_cursor = region + 1;
+        self.cursor = region + 1;
         is_free.then_some(region)
     }
 
-    /// Lets requests of the region continue. It stays dirty as after any write.
-    pub(crate) fn region_is_resynced(&mut self, region: u32) {
-        self.resync.remove(region);
-        self.intent.touch(region..region + 1);
-        self.wake.all();
+    /// Records that `region` is equal. It stays dirty as after any write.
+    pub fn is_equal(&mut self, region: u32, intent: &mut Intent) {
+        self.left.remove(region);
+        intent.touch(region..region + 1);
     }
 
     /// Settles the regions of a single member, which differs from no other one. While a copy to it runs,
     /// requests wait until that has ended, because its writes would overtake them.
-    pub(crate) fn skip_resync_if_alone(&mut self) {
-        if self.membership.view().members.len() != 1 || self.resync.is_empty() {
-            return;
-        }
-        self.intent.touch_all(&self.resync);
-        let mut copied = RegionSet::empty(self.regions.count());
-        for copy in self.jobs.copies() {
-            if let Why::Resync { region } = copy.why {
+    pub fn is_alone(&mut self, jobs: &Jobs, intent: &mut Intent) {
+        intent.touch_all(&self.left);
+        let mut copied = RegionSet::empty(self.left.limit());
+        for copy in jobs.copies() {
+            if let Why::Resync { region } = copy.why() {
                 copied.insert(region);
             }
         }
-        self.resync.keep_all(&copied);
-        self.wake.all();
+        self.left.keep_all(&copied);
     }
 
-    pub(crate) fn report_resynced(&mut self, out: &mut Outputs) {
-        if self.is_resyncing && self.resync.is_empty() {
-            self.is_resyncing = false;
-            self.wake.work_if(self.expanding.is_some());
-            out.push(Output::Resynced);
+    /// Follows the size of the volume.
+    pub fn grow(&mut self, from: Regions, to: Regions) {
+        self.left = self.left.converted(from, to);
+        if from.region_bytes() != to.region_bytes() {
+            self.cursor = 0;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::ByteRange;
+
+    use super::*;
+    use crate::copy::Copy;
+    use crate::event::CopyLimits;
+    use crate::job::Job;
+    use crate::membership::PeerMask;
+    use crate::slot::Slots;
+
+    const REGIONS: u32 = 8;
+
+    fn resync(dirty: &[u32]) -> Resync {
+        let mut set = RegionSet::empty(REGIONS);
+        dirty.iter().for_each(|region| assert!(set.insert(*region)));
+        Resync::new(REGIONS, &set)
+    }
+
+    /// Returns three copy slots, in which these regions are resynced.
+    fn jobs(copied: &[u32]) -> Jobs {
+        let mut jobs = Jobs::new(Slots::new(1, 1, 3).copies());
+        for (at, region) in copied.iter().enumerate() {
+            let why = Why::Resync { region: *region };
+            *jobs.at(at) = Job::Copy(Copy::new(why, ByteRange::EMPTY, PeerMask::one(1)));
+        }
+        jobs
+    }
+
+    fn bucket(bytes_per_s: u64) -> Bucket {
+        Bucket::new(CopyLimits { bytes_per_s, share_percent: 100 })
+    }
+
+    fn regions() -> Regions {
+        Regions::of(u64::from(REGIONS) << 16)
+    }
+
+    #[test]
+    fn requests_wait_until_their_region_is_equal() {
+        let (mut resync, mut intent) = (resync(&[2, 5]), Intent::new(REGIONS));
+        assert!(resync.is_under_way() && resync.holds_up(0..3) && !resync.holds_up(3..5));
+        resync.is_equal(2, &mut intent);
+        assert!(!resync.holds_up(0..5) && !resync.takes_end());
+        resync.is_equal(5, &mut intent);
+        assert!(resync.is_under_way(), "until the end is reported");
+        assert!(resync.takes_end() && !resync.takes_end() && !resync.is_under_way());
+        let mut dirty = RegionSet::empty(REGIONS);
+        intent.add_dirty_to(&mut dirty);
+        assert_eq!(dirty.iter().collect::<Vec<_>>(), [2, 5], "as after any write");
+    }
+
+    #[test]
+    fn nothing_to_resync_has_no_end() {
+        assert!(!resync(&[]).is_under_way() && !resync(&[]).takes_end());
+    }
+
+    #[test]
+    fn regions_follow_one_another_and_awaited_ones_come_first() {
+        let mut resync = resync(&[1, 4, 6]);
+        let waiting = [3..5, 6..7];
+        assert_eq!(resync.awaited(waiting.clone().into_iter(), &jobs(&[])), Some(4));
+        assert_eq!(resync.awaited(waiting.into_iter(), &jobs(&[4])), Some(6));
+        let mut next = |copied: &[u32]| resync.next(regions(), &jobs(copied), &mut bucket(0));
+        assert_eq!((next(&[]), next(&[1]), next(&[1, 4])), (Some(1), Some(4), Some(6)));
+        assert_eq!(next(&[1, 4, 6]), None, "each is being copied");
+        assert_eq!(next(&[4, 6]), None, "the search continues behind the one that it found");
+    }
+
+    #[test]
+    fn the_search_stays_at_a_region_that_the_limit_does_not_permit() {
+        let (mut resync, mut bucket) = (resync(&[1, 4]), bucket(1));
+        bucket.pay(8 << 20);
+        assert_eq!(resync.next(regions(), &jobs(&[]), &mut bucket), None);
+        assert_eq!(resync.next(regions(), &jobs(&[]), &mut self::bucket(0)), Some(1));
+    }
+
+    #[test]
+    fn a_single_member_differs_only_where_it_is_being_written() {
+        let (mut resync, mut intent) = (resync(&[1, 4, 6]), Intent::new(REGIONS));
+        resync.is_alone(&jobs(&[4]), &mut intent);
+        assert_eq!(resync.left().iter().collect::<Vec<_>>(), [4]);
+        let mut dirty = RegionSet::empty(REGIONS);
+        intent.add_dirty_to(&mut dirty);
+        assert_eq!(dirty.iter().collect::<Vec<_>>(), [1, 4, 6]);
     }
 }

@@ -1,32 +1,44 @@
 //! Comparing the members, a piece at a time, and making those equal to the majority that differ.
 
+use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
-use shorthorn_types::{ByteRange, Errno};
 
 use crate::bucket::Bucket;
-use crate::engine::EngineCore;
-use crate::event::{CopyLimits, Output, Outputs, ScrubConfig};
-use crate::job::{Check, Copy, Job, Why, piece_at};
+use crate::copy::piece_at;
+use crate::event::{CopyLimits, ScrubConfig};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::ranges::Access;
-use crate::request::Operation;
 use crate::scrub_result::{ReplicaChecksums, ScrubResult, compare_checksums};
-use crate::slot::SlotId;
 
-/// A scrub that is under way. One piece is looked at at a time.
+/// A scrub that is under way. Everything before its position was compared; one piece is looked at at a time.
 #[derive(Debug)]
 pub(crate) struct Scrub {
-    repair: bool,
+    repairs: bool,
     bucket: Bucket,
     next_bytes: u64,
     /// The offset up to which the scrub reads single blocks, because a member holds rot in some of them.
     narrow_until_bytes: u64,
 }
 
+/// The next step of a scrub.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ScrubStep {
+    /// Compare the members in this range, which counts as compared.
+    Compare(ByteRange),
+    /// Wait until the limit permits more.
+    Wait,
+    /// The whole volume was compared.
+    End,
+}
+
 impl Scrub {
-    fn new(config: ScrubConfig) -> Scrub {
+    pub fn new(config: ScrubConfig) -> Scrub {
         let limits = CopyLimits { bytes_per_s: config.bytes_per_s, share_percent: 100 };
-        Scrub { repair: config.repair, bucket: Bucket::new(limits), next_bytes: 0, narrow_until_bytes: 0 }
+        Scrub { repairs: config.repair, bucket: Bucket::new(limits), next_bytes: 0, narrow_until_bytes: 0 }
+    }
+
+    /// Returns true if the scrub makes differing blocks equal to the majority.
+    pub fn repairs(&self) -> bool {
+        self.repairs
     }
 
     /// Returns the position before which everything was compared.
@@ -37,11 +49,39 @@ impl Scrub {
     pub fn refill(&mut self, now_ms: u64) {
         self.bucket.refill(now_ms);
     }
+
+    /// Takes the next step in a volume of `size_bytes`.
+    pub fn next_step(&mut self, size_bytes: u64) -> ScrubStep {
+        let left = ByteRange::new(self.next_bytes, size_bytes.saturating_sub(self.next_bytes));
+        let Some(left) = left.ok().filter(|left| !left.is_empty()) else { return ScrubStep::End };
+        let range = match self.next_bytes < self.narrow_until_bytes {
+            true => ByteRange::new(left.offset(), BLOCK_BYTES.min(left.length())).unwrap_or(left),
+            false => piece_at(left, left.offset()),
+        };
+        if !self.bucket.take(range.length()) {
+            return ScrubStep::Wait;
+        }
+        self.next_bytes = range.end();
+        ScrubStep::Compare(range)
+    }
+
+    /// Makes the scrub compare the range again, block by block. False if it has begun anew since.
+    pub fn look_closer(&mut self, range: ByteRange) -> bool {
+        if self.next_bytes != range.end() {
+            return false;
+        }
+        (self.next_bytes, self.narrow_until_bytes) = (range.offset(), range.end());
+        true
+    }
 }
 
 /// Returns the result on the checks of one range: the majority of the members not in `rotten` decides. A
 /// member that knows of its rot counts like one that cannot read.
-fn scrub_result_of(sums: &[Option<u32>; MAX_MEMBERS], rotten: PeerMask, members: PeerMask) -> ScrubResult {
+pub(crate) fn scrub_result_of(
+    sums: &[Option<u32>; MAX_MEMBERS],
+    rotten: PeerMask,
+    members: PeerMask,
+) -> ScrubResult {
     let member = |peer: PeerIndex| match sums[usize::from(peer)] {
         _ if rotten.has(peer) => Some((peer, ReplicaChecksums::default())),
         sum => Some((peer, ReplicaChecksums::of_volume(sum?))),
@@ -49,7 +89,8 @@ fn scrub_result_of(sums: &[Option<u32>; MAX_MEMBERS], rotten: PeerMask, members:
     compare_checksums(&members.iter().filter_map(member).collect::<Vec<_>>())
 }
 
-fn mask(peers: &[PeerIndex]) -> PeerMask {
+/// Returns the set of these replicas.
+pub(crate) fn mask(peers: &[PeerIndex]) -> PeerMask {
     peers.iter().copied().map(PeerMask::one).fold(PeerMask::NONE, PeerMask::with)
 }
 
@@ -57,7 +98,7 @@ fn mask(peers: &[PeerIndex]) -> PeerMask {
 /// read again.
 const SUSPECTS_MAX: usize = 64;
 
-/// Ranges in which a read has found rot.
+/// Ranges in which a read has found rot. One block of them at a time is compared and repaired.
 #[derive(Debug, Default)]
 pub(crate) struct Suspects {
     ranges: Vec<ByteRange>,
@@ -80,16 +121,23 @@ impl Suspects {
         true
     }
 
-    fn give_up(&mut self, block: ByteRange) {
+    /// Ends the comparison and repair of the current block, if any. A hopeless one could not be repaired.
+    pub fn settle(&mut self, is_hopeless: bool) {
+        let Some(block) = self.current.take().filter(|_| is_hopeless) else { return };
         if self.hopeless.len() >= SUSPECTS_MAX {
             self.hopeless.remove(0);
         }
         self.hopeless.push(block);
     }
 
+    /// Forgets which blocks could not be repaired: repaired blocks may rot again.
+    pub fn forget_hopeless(&mut self) {
+        self.hopeless.clear();
+    }
+
     /// Returns the next block of them, of a volume of that size: of two members each may be wrong in another
     /// one.
-    fn next_block(&mut self, size_bytes: u64) -> Option<ByteRange> {
+    pub fn next_block(&mut self, size_bytes: u64) -> Option<ByteRange> {
         let first = self.ranges.first_mut()?;
         let end = first.end().min(size_bytes);
         let block =
@@ -103,162 +151,17 @@ impl Suspects {
     }
 }
 
-impl EngineCore {
-    pub(crate) fn set_scrub(&mut self, config: Option<ScrubConfig>) {
-        self.scrub = config.map(Scrub::new);
-        // Repaired blocks may rot again.
-        self.suspects.hopeless.clear();
-        self.wake.work();
-    }
-
-    /// Starts with the next piece, once the one before is done.
-    pub(crate) fn start_check(&mut self, id: SlotId, out: &mut Outputs) -> bool {
-        if self.jobs.is_checking() {
-            return false;
-        }
-        let Some(last) = self.regions.count().checked_sub(1) else { return false };
-        let size_bytes = self.regions.range(last).end();
-        if let Some(block) = self.suspects.next_block(size_bytes) {
-            self.check(id, block, true, out);
-            return true;
-        }
-        let Some(scrub) = &mut self.scrub else { return false };
-        let left = size_bytes.saturating_sub(scrub.next_bytes);
-        let Some(left) = ByteRange::new(scrub.next_bytes, left).ok().filter(|left| !left.is_empty()) else {
-            self.scrub = None;
-            out.push(Output::ScrubDone);
-            return false;
-        };
-        let range = match scrub.next_bytes < scrub.narrow_until_bytes {
-            true => ByteRange::new(left.offset(), BLOCK_BYTES.min(left.length())).unwrap_or(left),
-            false => piece_at(left, left.offset()),
-        };
-        if !scrub.bucket.take(range.length()) {
-            return false;
-        }
-        scrub.next_bytes = range.end();
-        let repairs = scrub.repair;
-        self.check(id, range, repairs, out);
-        true
-    }
-
-    fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
-        let check = Check { range, sums: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
-        self.take_slot(id, Job::Check(check));
-        if self.turns.enter(id, range, Access::Modify) {
-            self.advance(id, out);
-        }
-    }
-
-    pub(crate) fn send_check(&mut self, id: SlotId, out: &mut Outputs) {
-        if self.is_paused() {
-            return self.hold(id);
-        }
-        let members = self.membership.answering();
-        let Some(Job::Check(check)) = self.job(id) else { return };
-        let range = check.range;
-        self.send(id, Operation::Verify, range, 0, members, out);
-    }
-
-    pub(crate) fn verified(
-        &mut self,
-        peer: PeerIndex,
-        id: SlotId,
-        outcome: Result<u32, Errno>,
-        out: &mut Outputs,
-    ) {
-        if !self.expects(peer, id, out) {
-            return;
-        }
-        let Some(Job::Check(check)) = self.job(id) else {
-            return self.lose(peer, format!("{id:?} is not about a check"), out);
-        };
-        match outcome {
-            Err(Errno::ROTTEN) => {
-                self.take_rot(peer, id, out);
-            }
-            Err(errno) => self.copy_failed(peer, id, errno, out),
-            Ok(sum) => {
-                check.sums[usize::from(peer)] = Some(sum);
-                if self.slots.at_mut(id).answered_by(peer) {
-                    self.advance(id, out);
-                }
-            }
-        }
-    }
-
-    /// Compares the checks of a range after every member has answered or left.
-    pub(crate) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
-        let members = self.membership.answering();
-        let is_unreadable = self.slots.at(id).error.is_some();
-        let suspect = self.suspects.current.take();
-        let Some(Job::Check(check)) = self.job(id) else { return };
-        let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
-        let scrub_result = match is_unreadable {
-            true => ScrubResult::Torn(members.iter().collect()),
-            false => scrub_result_of(&check.sums, rotten, members),
-        };
-        // In other blocks the sound one may be wrong.
-        if !rotten.is_empty() && range.length() > BLOCK_BYTES && self.looks_closer(range) {
-            return self.free_slot(id, out);
-        }
-        match scrub_result {
-            ScrubResult::Odd { odd, sources } if wants_repair => {
-                self.suspects.current = suspect;
-                return self.repair(id, range, mask(&odd), mask(&sources), out);
-            }
-            ScrubResult::Odd { odd, .. } | ScrubResult::Torn(odd) => {
-                suspect.into_iter().for_each(|block| self.suspects.give_up(block));
-                out.push(Output::ScrubFound { range, odd, repaired: false });
-            }
-            // The comparison covers only the data that a reader sees.
-            ScrubResult::Equal | ScrubResult::LookFurther => {}
-        }
-        self.free_slot(id, out);
-    }
-
-    /// Makes the scrub compare the range again, block by block. False if it has ended or begun anew.
-    fn looks_closer(&mut self, range: ByteRange) -> bool {
-        let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.next_bytes == range.end()) else {
-            return false;
-        };
-        (scrub.next_bytes, scrub.narrow_until_bytes) = (range.offset(), range.end());
-        true
-    }
-
-    /// Repairs the piece, which keeps its place in the range table. Replicas outside the view do not get the
-    /// copy.
-    fn repair(&mut self, id: SlotId, range: ByteRange, odd: PeerMask, sources: PeerMask, out: &mut Outputs) {
-        let touched = self.regions.touched(range);
-        for absent in self.absent.iter_mut().flatten() {
-            absent.out_of_sync.insert_run(touched.clone());
-        }
-        self.rebuilds.start_over();
-        self.take_slot(id, Job::Copy(Copy::new(Why::Repair { odd, sources }, range, odd)));
-        self.advance(id, out);
-    }
-
-    pub(crate) fn range_is_repaired(
-        &mut self,
-        range: ByteRange,
-        odd: PeerMask,
-        left: PeerMask,
-        out: &mut Outputs,
-    ) {
-        // A member that had no space for its repair is still a member.
-        let is_left_odd = !odd.and(self.membership.answering()).without(left).is_empty();
-        let repaired = !left.is_empty() && !is_left_odd;
-        let suspect = self.suspects.current.take();
-        if !repaired {
-            suspect.into_iter().for_each(|block| self.suspects.give_up(block));
-        }
-        out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn range(first_block: u64, blocks: u64) -> ByteRange {
+        ByteRange::new(first_block * BLOCK_BYTES, blocks * BLOCK_BYTES).unwrap()
+    }
+
+    fn scrub(bytes_per_s: u64) -> Scrub {
+        Scrub::new(ScrubConfig { bytes_per_s, repair: true })
+    }
 
     #[test]
     fn who_has_not_answered_does_not_count() {
@@ -279,5 +182,75 @@ mod tests {
         assert_eq!(scrub_result(&[0], &[0, 1]), ScrubResult::Odd { odd: vec![0], sources: vec![1] });
         assert_eq!(scrub_result(&[0, 2], &[0, 1, 2]), ScrubResult::Odd { odd: vec![0, 2], sources: vec![1] });
         assert_eq!(scrub_result(&[0, 2], &[0, 2]), ScrubResult::Torn(vec![0, 2]), "there is no sound one");
+    }
+
+    #[test]
+    fn a_scrub_compares_piece_after_piece_up_to_the_end() {
+        let (mut scrub, size_bytes) = (scrub(0), (2 << 20) + 4096);
+        assert!(scrub.repairs());
+        for piece in [range(0, 256), range(256, 256), range(512, 1)] {
+            assert_eq!(scrub.next_step(size_bytes), ScrubStep::Compare(piece));
+            assert_eq!(scrub.at_bytes(), piece.end());
+        }
+        assert_eq!(scrub.next_step(size_bytes), ScrubStep::End);
+        assert_eq!(
+            scrub.next_step(size_bytes + 512),
+            ScrubStep::Compare(ByteRange::new(size_bytes, 512).unwrap())
+        );
+    }
+
+    #[test]
+    fn a_closer_look_goes_block_by_block_and_no_further_than_the_piece() {
+        let mut scrub = scrub(0);
+        assert_eq!(scrub.next_step(3 << 20), ScrubStep::Compare(range(0, 256)));
+        assert!(!scrub.look_closer(range(0, 128)), "it is elsewhere");
+        assert!(scrub.look_closer(range(0, 256)));
+        for block in 0..256 {
+            assert_eq!(scrub.next_step(3 << 20), ScrubStep::Compare(range(block, 1)));
+        }
+        assert_eq!(scrub.next_step(3 << 20), ScrubStep::Compare(range(256, 256)));
+    }
+
+    #[test]
+    fn the_limit_makes_a_scrub_wait_where_it_is() {
+        let mut scrub = scrub(1 << 20);
+        assert_eq!(scrub.next_step(8 << 20), ScrubStep::Compare(range(0, 256)));
+        assert_eq!((scrub.next_step(8 << 20), scrub.at_bytes()), (ScrubStep::Wait, 1 << 20));
+        scrub.refill(1000);
+        assert_eq!(scrub.next_step(8 << 20), ScrubStep::Compare(range(256, 256)));
+    }
+
+    #[test]
+    fn suspects_go_block_by_block_up_to_the_end_of_the_volume() {
+        let mut suspects = Suspects::default();
+        assert!(suspects.add(range(1, 2)) && !suspects.add(range(2, 1)), "it is known");
+        assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(range(1, 1)));
+        assert!(!suspects.add(range(1, 1)), "it is being compared");
+        suspects.settle(false);
+        let short = ByteRange::new(2 * BLOCK_BYTES, 512).unwrap();
+        assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(short));
+        suspects.settle(false);
+        assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), None);
+        assert!(suspects.add(range(1, 1)), "it may have rotted again");
+    }
+
+    #[test]
+    fn hopeless_blocks_are_compared_again_after_the_next_scrub_only() {
+        let mut suspects = Suspects::default();
+        for block in 0..=SUSPECTS_MAX as u64 {
+            assert!(suspects.add(range(block, 1)) && suspects.next_block(1 << 30).is_some());
+            suspects.settle(true);
+        }
+        assert!(!suspects.add(range(1, 1)) && suspects.add(range(0, 1)), "the oldest is forgotten");
+        suspects.forget_hopeless();
+        assert!(suspects.add(range(1, 1)));
+    }
+
+    #[test]
+    fn further_suspects_are_found_again_when_they_are_read_again() {
+        let mut suspects = Suspects::default();
+        assert!((0..SUSPECTS_MAX as u64).all(|block| suspects.add(range(block, 1))));
+        assert!(!suspects.add(range(1000, 1)));
+        assert!(suspects.next_block(1 << 30).is_some() && suspects.add(range(1000, 1)));
     }
 }

@@ -5,12 +5,12 @@ use crate::slot::SlotId;
 
 /// The order in which requests and copies are sent.
 ///
-/// A request first waits until its range is free, in the [`RangeTable`]. Then it has its turn. If it cannot be
-/// sent at that moment, it is *held* behind the ones held before. All held ones are tried again at once, in
-/// that order: one that still cannot be sent is held again.
+/// A request first waits until its range is free, in the [`RangeTable`]. Then it has its turn. If it
+/// cannot be sent at that moment, it is *held* behind all that are held already. The core tries all held
+/// requests again at once, in that order. A request that still cannot be sent is held again.
 ///
-/// A loop over the slots that [`Turns::leave`] or [`Turns::take_held`] returns may change the order. So these
-/// lists are handed out, and the caller gives their memory back: requests allocate nothing.
+/// The core changes the order while it loops over the slots of [`Turns::leave`] or [`Turns::take_held`]. So
+/// the loop owns the list, and gives its memory back at the end: requests allocate nothing.
 #[derive(Debug)]
 pub(crate) struct Turns {
     ranges: RangeTable,
@@ -28,12 +28,12 @@ impl Turns {
         Turns { ranges: RangeTable::new(slots), held: room(), held_spare: room(), ready_spare: room() }
     }
 
-    /// Lets the one in slot `id` wait for its range. Returns true if it has its turn at once.
+    /// Lets the request or copy in slot `id` wait for its range. Returns true if it has its turn at once.
     pub fn enter(&mut self, id: SlotId, range: ByteRange, access: Access) -> bool {
         self.ranges.enter(id, range, access)
     }
 
-    /// Returns the range of the finished one in slot `id` to the others, and the ones that have their turn
+    /// Frees the range of the finished request or copy in slot `id`. Returns the slots that have their turn
     /// now. The caller sends them and returns the list with [`Turns::give_back_ready`].
     #[must_use]
     pub fn leave(&mut self, id: SlotId) -> Vec<SlotId> {
@@ -47,22 +47,22 @@ impl Turns {
         self.ready_spare = list;
     }
 
-    /// Returns the ones that wait for the range of the one in slot `id`.
+    /// Returns the slots that wait for the range of slot `id`.
     pub fn waiting_for(&self, id: SlotId) -> impl Iterator<Item = SlotId> {
         self.ranges.waiting_for(id)
     }
 
-    /// Holds the one in slot `id`, whose turn it is.
+    /// Holds slot `id`, whose turn it is.
     pub fn hold(&mut self, id: SlotId) {
         self.held.push(id);
     }
 
-    /// Returns the held ones, the oldest first.
+    /// Returns the held slots, the oldest first.
     pub fn held(&self) -> impl Iterator<Item = SlotId> {
         self.held.iter().copied()
     }
 
-    /// Takes all held ones to try them again. The caller returns the list with [`Turns::give_back_held`].
+    /// Takes all held slots to try them again. The caller returns the list with [`Turns::give_back_held`].
     #[must_use]
     pub fn take_held(&mut self) -> Vec<SlotId> {
         let spare = std::mem::take(&mut self.held_spare);

@@ -1,6 +1,7 @@
 /// Notes that work may continue after an event.
 ///
-/// Held requests are tried again at the beginning of a round of work: whoever wakes them wakes all work.
+/// The core tries held requests again at the beginning of a round of work. So a wake of requests is a wake of
+/// all work.
 #[derive(Debug)]
 pub(crate) struct Wake {
     work: bool,

@@ -25,7 +25,7 @@ fn what_is_new_is_served_and_counted() {
     assert_eq!(sent_to(&bench.submit(1, WRITE, 15 * REGION_BLOCKS), 1), [0, 1, 2]);
     assert_eq!(bench.core.copy_progress().dirty_bytes, 2 * 65536);
     bench.lose(2);
-    let out_of_sync = bench.core.absent[2].as_ref().unwrap().out_of_sync.iter().collect::<Vec<_>>();
+    let out_of_sync = bench.core.out_of_sync(2).unwrap().iter().collect::<Vec<_>>();
     assert_eq!(out_of_sync, [7, 15]);
 }
 

@@ -3,8 +3,8 @@
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
+use super::EngineCore;
 use crate::cause::{Blamed, Cause, Failure};
-use crate::engine::EngineCore;
 use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::Access;
@@ -18,7 +18,7 @@ fn block_at(range: ByteRange, start: u64) -> ByteRange {
 }
 
 impl EngineCore {
-    pub(crate) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
+    pub(super) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
         let id = self.slots.free_for(queue, &request);
         let Request { operation, range, .. } = request;
         if self.refuses_requests {
@@ -36,7 +36,7 @@ impl EngineCore {
     }
 
     /// Sends a request whose turn has come, or holds it while it may not be sent.
-    pub(crate) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
+    pub(super) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
         let Slot { operation, range, rotten, .. } = *self.slots.at(id);
         let waits = self.is_paused()
             || self.has_to_wait(operation, range)
@@ -96,38 +96,24 @@ impl EngineCore {
 
     /// Returns true if the members may differ in `range`, or are clearing their mark of that.
     fn has_to_wait(&mut self, operation: Operation, range: ByteRange) -> bool {
-        let touched = self.regions.touched(range);
-        if !self.resync.is_empty() && self.resync.contains_any(touched.clone()) {
+        let touched = self.size.regions().touched(range);
+        if self.resync.holds_up(touched.clone()) {
             self.wake.work(); // it is copied next
             return true;
         }
         operation.modifies() && self.intent.is_clearing(touched)
     }
 
-    /// Counts the modification of `range` and returns the replicas that have to do it. A replica that is
-    /// being rebuilt does it too, unless the whole range is copied to it later anyway. It must never combine
-    /// the modification with missing data to a whole block that counts.
+    /// Counts the modification of `range` and returns the replicas that have to do it.
     fn modifies(&mut self, range: ByteRange) -> PeerMask {
-        let touched = self.regions.touched(range);
+        let touched = self.size.regions().touched(range);
         self.intent.touch(touched.clone());
-        let mut to = self.membership.answering();
-        if self.counted.is_empty() {
-            return to;
-        }
-        let rebuilding = self.membership.rebuilding();
-        for peer in self.counted.iter() {
-            let Some(absent) = &mut self.absent[usize::from(peer)] else { continue };
-            if rebuilding.has(peer) && !absent.out_of_sync.contains_all(touched.clone()) {
-                to = to.with(PeerMask::one(peer));
-            } else {
-                absent.out_of_sync.insert_run(touched.clone());
-            }
-        }
-        to
+        let rebuilding = self.absent.modifies(&touched, self.membership.rebuilding());
+        self.membership.answering().with(rebuilding)
     }
 
     /// Sends an operation on a part of the slot's range.
-    pub(crate) fn send(
+    pub(super) fn send(
         &mut self,
         id: SlotId,
         operation: Operation,
@@ -140,7 +126,7 @@ impl EngineCore {
         out.extend(to.iter().map(|peer| Output::Send { peer, slot: id, operation, range, buffer_offset }));
     }
 
-    pub(crate) fn reply(
+    pub(super) fn reply(
         &mut self,
         peer: PeerIndex,
         id: SlotId,
@@ -204,7 +190,7 @@ impl EngineCore {
     /// Records that a replica cannot even answer a PING, so it has failed, whether a request has shown that
     /// or not. Unless it is the last member: its errors go to the frontend, request by request, and its loss
     /// would freeze the volume.
-    pub(crate) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
+    pub(super) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
             self.timeouts.ponged(peer, queue);
             return;
@@ -213,7 +199,7 @@ impl EngineCore {
     }
 
     /// Ends the wait of a slot after the last replica that had to answer is gone.
-    pub(crate) fn slot_answered(&mut self, id: SlotId, out: &mut Outputs) {
+    pub(super) fn slot_answered(&mut self, id: SlotId, out: &mut Outputs) {
         match self.slots.at(id).operation {
             Operation::Read => self.issue_request(id, out),
             _ => self.finish(id, out),
@@ -262,7 +248,7 @@ impl EngineCore {
         self.complete(id, Err(errno), out);
     }
 
-    pub(crate) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
+    pub(super) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
         let slot = self.slots.close(id);
         let Slot { operation, range, .. } = slot;
         if let Err(errno) = outcome {

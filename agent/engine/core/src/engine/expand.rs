@@ -11,61 +11,49 @@
 
 use shorthorn_types::Regions;
 
-use crate::engine::EngineCore;
+use super::EngineCore;
+use crate::copy::Why;
 use crate::event::{Output, Outputs};
-use crate::job::Why;
+use crate::marks::MarkFor;
 
 impl EngineCore {
     /// Returns the division of the volume into regions.
     #[must_use]
     pub fn regions(&self) -> Regions {
-        self.regions
+        self.size.regions()
     }
 
     /// Grows the volume as soon as possible. It never gets smaller.
-    pub(crate) fn expand(&mut self, size_bytes: u64) {
-        self.expanding = Some(size_bytes).max(self.expanding);
+    pub(super) fn expand(&mut self, size_bytes: u64) {
+        self.size.want(size_bytes);
         self.wake.work();
-    }
-
-    /// Returns true if nothing may begin that names a region.
-    pub(crate) fn is_changing_regions(&self) -> bool {
-        let changes = |size| Regions::of(size).region_bytes() != self.regions.region_bytes();
-        self.expanding.is_some_and(changes)
     }
 
     /// Grows, unless other work has to end first.
-    pub(crate) fn grow(&mut self, out: &mut Outputs) {
-        let Some(size_bytes) = self.expanding else { return };
-        if self.is_changing_regions() && self.is_naming_regions() {
+    pub(super) fn grow(&mut self, out: &mut Outputs) {
+        if !self.size.is_wanted() || (self.size.is_changing_regions() && self.is_naming_regions()) {
             return;
         }
-        self.expanding = None;
-        if size_bytes > self.regions.size_bytes() {
-            self.follow_size(Regions::of(size_bytes));
+        if let Some(before) = self.size.grow() {
+            self.follow_size(before);
         }
         self.wake.work();
-        out.push(Output::Expanded { size_bytes: self.regions.size_bytes() });
+        out.push(Output::Expanded { size_bytes: self.size.regions().size_bytes() });
     }
 
     fn is_naming_regions(&self) -> bool {
         let names = |why| matches!(why, Why::Resync { .. } | Why::Rebuild { .. });
-        self.is_resyncing
-            || self.clearing.marks.is_outstanding()
-            || self.jobs.copies().any(|copy| names(copy.why))
+        self.resync.is_under_way()
+            || self.marks.is_outstanding(MarkFor::Clearing)
+            || self.jobs.copies().any(|copy| names(copy.why()))
     }
 
-    fn follow_size(&mut self, regions: Regions) {
-        let before = std::mem::replace(&mut self.regions, regions);
-        self.resync = self.resync.converted(before, regions);
+    fn follow_size(&mut self, before: Regions) {
+        let regions = self.size.regions();
+        self.resync.grow(before, regions);
         self.intent.grow(before, regions);
-        for absent in self.absent.iter_mut().flatten() {
-            absent.grow(before, regions);
-        }
-        if before.region_bytes() != regions.region_bytes() {
-            self.resync_cursor = 0;
-        }
+        self.absent.grow(before, regions);
         // A replica that is about to join gets the out-of-sync sets of the others again.
-        self.rebuilds.start_over();
+        self.start_join_over();
     }
 }

@@ -1,0 +1,255 @@
+//! Runs copies in the slots behind those of queue 0: starts them, advances each, and chooses the next one.
+
+use shorthorn_types::{ByteRange, Errno};
+
+use super::EngineCore;
+use crate::copy::{CopyAction, NoSource, Why};
+use crate::event::{Output, Outputs, ZeroBlocks};
+use crate::job::{FlushFor, Job};
+use crate::membership::{PeerIndex, PeerMask};
+use crate::request::Operation;
+use crate::slot::{Slot, SlotId, SlotPhase};
+
+impl EngineCore {
+    /// Gives work to the copy slots that are free, most urgent first.
+    pub(super) fn start_jobs(&mut self, out: &mut Outputs) {
+        if let Some(id) = self.jobs.free_for_resync() {
+            self.start_resync(id, out);
+        }
+        while let Some(id) = self.jobs.free() {
+            if !self.start_next(id, out) {
+                return;
+            }
+        }
+    }
+
+    fn start_next(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+        if self.clearing.takes_flush(self.membership.connected()) {
+            self.start_flush(id, FlushFor::Clearing, out);
+        } else if self.rebuilds.takes_flush(id) {
+            self.start_flush(id, FlushFor::Rebuilding, out);
+        } else if self.resync.is_under_way() {
+            // Until that is done, the contents of the members are not known.
+            return self.start_region_resync(id, out);
+        } else if self.absent.any_misses(self.membership.rebuilding()) {
+            return !self.size.is_changing_regions() && self.start_rebuild_copy(id, out);
+        } else {
+            return self.start_check(id, out);
+        }
+        true
+    }
+
+    /// Gives the slot a job, whose turn is still to come.
+    pub(super) fn take_slot(&mut self, id: SlotId, job: Job) {
+        let Some(place) = self.job(id) else { return };
+        *place = job;
+        *self.slots.at_mut(id) = Slot { phase: SlotPhase::Waiting, ..Slot::FREE };
+    }
+
+    /// Ends the job in the slot and wakes the requests that waited for its range.
+    pub(super) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
+        self.take_slot(id, Job::Idle);
+        self.slots.at_mut(id).phase = SlotPhase::Free;
+        self.wake.work();
+        self.leave_range(id, out);
+    }
+
+    fn start_flush(&mut self, id: SlotId, why: FlushFor, out: &mut Outputs) {
+        self.take_slot(id, Job::Flush(why));
+        self.send(id, Operation::Flush, ByteRange::EMPTY, 0, self.membership.connected(), out);
+    }
+
+    /// Continues the job when its turn has come, or when all awaited replicas have answered.
+    pub(super) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
+        let was_sent = self.slots.at(id).phase == SlotPhase::Active;
+        match self.job(id) {
+            Some(Job::Copy(_)) => self.advance_copy(id, out),
+            Some(Job::Check(_)) if was_sent => self.compare(id, out),
+            Some(Job::Check(_)) => self.send_check(id, out),
+            Some(Job::Flush(why)) => {
+                let why = *why;
+                let is_durable = self.slots.at(id).error.is_none();
+                self.free_slot(id, out);
+                match why {
+                    FlushFor::Clearing => self.clearing.flush_answered(is_durable),
+                    FlushFor::Rebuilding => self.rebuild_flushed(id, is_durable, out),
+                }
+            }
+            Some(Job::Idle) | None => {}
+        }
+    }
+
+    fn advance_copy(&mut self, id: SlotId, out: &mut Outputs) {
+        if self.is_paused() {
+            return self.hold(id);
+        }
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        match copy.next_action() {
+            CopyAction::Read => self.read_piece(id, out),
+            CopyAction::Write { operation, range, buffer_offset, to } => {
+                self.send(id, operation, range, buffer_offset, to, out);
+            }
+            CopyAction::End => self.end_copy(id, out),
+        }
+    }
+
+    fn read_piece(&mut self, id: SlotId, out: &mut Outputs) {
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        let (why, range, rotten) = (copy.why(), copy.range(), copy.rotten());
+        let touched = self.size.regions().touched(range);
+        if self.intent.is_clearing(touched.clone()) {
+            return self.hold(id); // the copy modifies it
+        }
+        self.intent.touch(touched);
+        let source = self.source_of(why, rotten);
+        if source.is_none() && !rotten.is_empty() && self.has_no_sound_source(id, out) {
+            return self.read_piece(id, out);
+        }
+        let members = self.membership.answering();
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        let Some(operation) = copy.read_from(source, members) else { return self.end_copy(id, out) };
+        let piece = copy.piece();
+        let from = source.map_or(PeerMask::NONE, PeerMask::one);
+        self.send(id, operation, piece, 0, from, out);
+    }
+
+    /// Returns the replica to read a piece from, if the replicas in `rotten` hold rot in it.
+    fn source_of(&mut self, why: Why, rotten: PeerMask) -> Option<PeerIndex> {
+        let sound = self.membership.answering().without(rotten);
+        let preferred = match why {
+            Why::Resync { .. } => self.membership.nearest(),
+            Why::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
+            Why::Repair { sources, .. } => return sources.and(sound).first(),
+            Why::Failed { sources, .. } => sources.and(sound).first(),
+        };
+        preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
+    }
+
+    /// Handles rot in all possible sources of the piece. True if there is something to read again. Data that
+    /// every member has lost is reported.
+    fn has_no_sound_source(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+        let Some(Job::Copy(copy)) = self.job(id) else { return false };
+        match copy.has_no_source() {
+            NoSource::Narrowed => true,
+            NoSource::GivenUp => false,
+            NoSource::Unchecked => {
+                let (why, range) = (copy.why(), copy.piece());
+                if let Some(peer) = self.source_of(why, PeerMask::NONE) {
+                    out.push(Output::RotFound { peer, range, is_copied: true });
+                }
+                true
+            }
+        }
+    }
+
+    /// Handles the answer of `peer` that its data differs from the stored data, if it was asked for that.
+    /// Another member gives the piece of a copy, to this one too. A check of this member counts as
+    /// unreadable.
+    pub(super) fn take_rot(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
+        match self.job(id) {
+            Some(Job::Copy(copy)) if copy.expects_rot() => {
+                if let Some(range) = copy.found_rot(peer) {
+                    out.push(Output::RotFound { peer, range, is_copied: false });
+                }
+            }
+            Some(Job::Check(check)) => check.rotten = check.rotten.with(PeerMask::one(peer)),
+            _ => return false,
+        }
+        if self.slots.at_mut(id).answered_by(peer) {
+            self.advance(id, out);
+        }
+        true
+    }
+
+    /// Ends a copy, because everything was copied or no target is left.
+    fn end_copy(&mut self, id: SlotId, out: &mut Outputs) {
+        let Some(Job::Copy(copy)) = self.job(id) else { return };
+        let (why, range, targets) = (copy.why(), copy.range(), copy.targets());
+        if !targets.is_empty() {
+            self.jobs.copied(range.length());
+        }
+        match why {
+            Why::Resync { region } => self.region_is_resynced(region),
+            Why::Rebuild { region } => self.region_is_rebuilt(region, range, targets),
+            Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
+            Why::Failed { request, .. } => self.is_resynced(request, out),
+        }
+        self.free_slot(id, out);
+    }
+
+    /// Handles an answer like [`EngineCore::reply`], for a copy slot.
+    pub(super) fn copy_reply(
+        &mut self,
+        peer: PeerIndex,
+        id: SlotId,
+        outcome: Result<(), Errno>,
+        out: &mut Outputs,
+    ) {
+        if let Err(errno) = outcome {
+            if errno == Errno::ROTTEN && self.take_rot(peer, id, out) {
+                return;
+            }
+            return self.copy_failed(peer, id, errno, out);
+        }
+        if let Some(Job::Copy(copy)) = self.job(id) {
+            copy.was_read([0; 4]);
+        }
+        if self.slots.at_mut(id).answered_by(peer) {
+            self.advance(id, out);
+        }
+    }
+
+    pub(super) fn copy_read(&mut self, peer: PeerIndex, id: SlotId, zeroes: ZeroBlocks, out: &mut Outputs) {
+        if !self.expects(peer, id, out) {
+            return;
+        }
+        let was_read = match self.job(id) {
+            Some(Job::Copy(copy)) => copy.was_read(zeroes),
+            _ => false,
+        };
+        if !was_read {
+            return self.lose(peer, format!("{id:?} does not read for a copy"), out);
+        }
+        if self.slots.at_mut(id).answered_by(peer) {
+            self.advance(id, out);
+        }
+    }
+
+    fn leaves_rot(&mut self, peer: PeerIndex, id: SlotId) -> bool {
+        let Some(Job::Copy(copy)) = self.job(id) else { return false };
+        copy.leaves_rot(peer)
+    }
+
+    /// Handles the failure of a replica to do the operation of a copy slot. The replica leaves. The last
+    /// member stays, and the replicas that depend on it for a copy do not become members.
+    pub(super) fn copy_failed(&mut self, peer: PeerIndex, id: SlotId, errno: Errno, out: &mut Outputs) {
+        let members = self.membership.answering();
+        // If it leaves rot, it stays, and its block differs from the others: it knows that, and a scrub finds
+        // it.
+        if errno == Errno::NO_SPACE && (self.leaves_rot(peer, id) || self.becomes_source(peer, id)) {
+            if self.slots.at_mut(id).answered_by(peer) {
+                self.advance(id, out);
+            }
+            return;
+        }
+        if !(members.has(peer) && members.is_one()) {
+            // Its answer stays pending until it is closed.
+            return match errno {
+                Errno::NO_SPACE => self.lose_full(peer, "no space left".to_owned(), out),
+                errno => self.lose(peer, format!("copying: {errno}"), out),
+            };
+        }
+        self.slots.at_mut(id).error = Some(errno);
+        if let Some(Job::Copy(copy)) = self.job(id) {
+            let (why, piece, targets) = (copy.why(), copy.piece(), copy.cancel());
+            if matches!(why, Why::Rebuild { .. } | Why::Failed { .. }) {
+                for target in targets.iter() {
+                    self.lose(target, format!("the last member cannot read {piece}: {errno}"), out);
+                }
+            }
+        }
+        if self.slots.at_mut(id).answered_by(peer) {
+            self.advance(id, out);
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Copies the regions in which the members may differ: see [`crate::resync`]. Requests that touch such a
+//! region wait for it, so that none is in flight there: these copies need no place in the range table.
+
+use super::EngineCore;
+use crate::copy::{Copy, Why};
+use crate::event::{Output, Outputs};
+use crate::job::Job;
+use crate::slot::SlotId;
+
+impl EngineCore {
+    /// Starts to copy the region that a request has waited for the longest, or the next one.
+    pub(super) fn start_region_resync(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+        let regions = self.size.regions();
+        let region = match self.awaited_region() {
+            Some(region) => {
+                self.bucket.pay(regions.range(region).length());
+                Some(region)
+            }
+            None => self.resync.next(regions, &self.jobs, &mut self.bucket),
+        };
+        let Some(region) = region else { return false };
+        let why = Why::Resync { region };
+        // To all but the source, which is chosen when it is asked.
+        let targets = self.membership.answering();
+        self.take_slot(id, Job::Copy(Copy::new(why, regions.range(region), targets)));
+        self.advance(id, out);
+        true
+    }
+
+    fn awaited_region(&self) -> Option<u32> {
+        let regions = self.size.regions();
+        let requests = self.turns.held().filter(|id| self.slots.copy_index(*id).is_none());
+        let touched = requests.map(|id| regions.touched(self.slots.at(id).range));
+        self.resync.awaited(touched, &self.jobs)
+    }
+
+    /// Lets requests of the region continue.
+    pub(super) fn region_is_resynced(&mut self, region: u32) {
+        self.resync.is_equal(region, &mut self.intent);
+        self.wake.all();
+    }
+
+    pub(super) fn skip_resync_if_alone(&mut self) {
+        if self.membership.view().members.len() != 1 || self.resync.left().is_empty() {
+            return;
+        }
+        self.resync.is_alone(&self.jobs, &mut self.intent);
+        self.wake.all();
+    }
+
+    pub(super) fn report_resynced(&mut self, out: &mut Outputs) {
+        if self.resync.takes_end() {
+            self.wake.work_if(self.size.is_wanted());
+            out.push(Output::Resynced);
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Compares and repairs ranges in copy slots, for a scrub or after a read that has found rot: see
+//! [`crate::scrub`].
+
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
+use shorthorn_types::{ByteRange, Errno};
+
+use super::EngineCore;
+use crate::copy::{Copy, Why};
+use crate::event::{Output, Outputs, ScrubConfig};
+use crate::job::{Check, Job};
+use crate::membership::{PeerIndex, PeerMask};
+use crate::ranges::Access;
+use crate::request::Operation;
+use crate::scrub::{Scrub, ScrubStep, mask, scrub_result_of};
+use crate::scrub_result::ScrubResult;
+use crate::slot::SlotId;
+
+impl EngineCore {
+    pub(super) fn set_scrub(&mut self, config: Option<ScrubConfig>) {
+        self.scrub = config.map(Scrub::new);
+        self.suspects.forget_hopeless();
+        self.wake.work();
+    }
+
+    /// Starts with the next piece, once the one before is done.
+    pub(super) fn start_check(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+        if self.jobs.is_checking() {
+            return false;
+        }
+        let size_bytes = self.size.regions().size_bytes();
+        if size_bytes == 0 {
+            return false;
+        }
+        if let Some(block) = self.suspects.next_block(size_bytes) {
+            self.check(id, block, true, out);
+            return true;
+        }
+        let Some(scrub) = &mut self.scrub else { return false };
+        let repairs = scrub.repairs();
+        match scrub.next_step(size_bytes) {
+            ScrubStep::Compare(range) => self.check(id, range, repairs, out),
+            ScrubStep::Wait => return false,
+            ScrubStep::End => {
+                self.scrub = None;
+                out.push(Output::ScrubDone);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
+        let check = Check { range, sums: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
+        self.take_slot(id, Job::Check(check));
+        if self.turns.enter(id, range, Access::Modify) {
+            self.advance(id, out);
+        }
+    }
+
+    pub(super) fn send_check(&mut self, id: SlotId, out: &mut Outputs) {
+        if self.is_paused() {
+            return self.hold(id);
+        }
+        let members = self.membership.answering();
+        let Some(Job::Check(check)) = self.job(id) else { return };
+        let range = check.range;
+        self.send(id, Operation::Verify, range, 0, members, out);
+    }
+
+    pub(super) fn verified(
+        &mut self,
+        peer: PeerIndex,
+        id: SlotId,
+        outcome: Result<u32, Errno>,
+        out: &mut Outputs,
+    ) {
+        if !self.expects(peer, id, out) {
+            return;
+        }
+        let Some(Job::Check(check)) = self.job(id) else {
+            return self.lose(peer, format!("{id:?} is not about a check"), out);
+        };
+        match outcome {
+            Err(Errno::ROTTEN) => {
+                self.take_rot(peer, id, out);
+            }
+            Err(errno) => self.copy_failed(peer, id, errno, out),
+            Ok(sum) => {
+                check.sums[usize::from(peer)] = Some(sum);
+                if self.slots.at_mut(id).answered_by(peer) {
+                    self.advance(id, out);
+                }
+            }
+        }
+    }
+
+    /// Compares the checks of a range after every member has answered or left.
+    pub(super) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
+        let members = self.membership.answering();
+        let is_unreadable = self.slots.at(id).error.is_some();
+        let Some(Job::Check(check)) = self.job(id) else { return };
+        let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
+        let scrub_result = match is_unreadable {
+            true => ScrubResult::Torn(members.iter().collect()),
+            false => scrub_result_of(&check.sums, rotten, members),
+        };
+        // In other blocks the sound one may be wrong.
+        if !rotten.is_empty()
+            && range.length() > BLOCK_BYTES
+            && self.scrub.as_mut().is_some_and(|scrub| scrub.look_closer(range))
+        {
+            self.suspects.settle(false);
+            return self.free_slot(id, out);
+        }
+        match scrub_result {
+            ScrubResult::Odd { odd, sources } if wants_repair => {
+                return self.repair(id, range, mask(&odd), mask(&sources), out);
+            }
+            ScrubResult::Odd { odd, .. } | ScrubResult::Torn(odd) => {
+                self.suspects.settle(true);
+                out.push(Output::ScrubFound { range, odd, repaired: false });
+            }
+            // The comparison covers only the data that a reader sees.
+            ScrubResult::Equal | ScrubResult::LookFurther => self.suspects.settle(false),
+        }
+        self.free_slot(id, out);
+    }
+
+    /// Repairs the piece, which keeps its place in the range table. Replicas outside the view do not get the
+    /// copy.
+    fn repair(&mut self, id: SlotId, range: ByteRange, odd: PeerMask, sources: PeerMask, out: &mut Outputs) {
+        let touched = self.size.regions().touched(range);
+        self.absent.miss(&touched);
+        self.start_join_over();
+        self.take_slot(id, Job::Copy(Copy::new(Why::Repair { odd, sources }, range, odd)));
+        self.advance(id, out);
+    }
+
+    pub(super) fn range_is_repaired(
+        &mut self,
+        range: ByteRange,
+        odd: PeerMask,
+        left: PeerMask,
+        out: &mut Outputs,
+    ) {
+        // A member that had no space for its repair is still a member.
+        let is_left_odd = !odd.and(self.membership.answering()).without(left).is_empty();
+        let repaired = !left.is_empty() && !is_left_odd;
+        self.suspects.settle(!repaired);
+        out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
+    }
+}
