@@ -15,9 +15,10 @@ use shorthorn_frontend::{Device, FrontendError};
 use shorthorn_recovery::{LinkError, NotGrown};
 
 use crate::connection::finish;
+use crate::context::EngineContext;
 use crate::error::EngineError;
-use crate::rebuild_task::EngineContext;
-use crate::shared::{MainEvent, lock};
+use crate::events::{ExpansionProgress, MainEvent};
+use crate::shared::lock;
 
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -26,17 +27,6 @@ const STACK_BYTES: usize = 256 << 10;
 
 /// The device, which is resized on a thread of its own: the kernel may wait for requests, and those for us.
 pub type SharedDevice = Arc<Mutex<Box<dyn Device>>>;
-
-/// A report of an expansion.
-#[derive(Debug)]
-pub enum ExpansionProgress {
-    /// The expansion waits, for this reason.
-    Waiting(String),
-    /// The device has this size.
-    Resized { size_bytes: u64 },
-    /// The device cannot be resized while it is in use, and why.
-    NextAttach(String),
-}
 
 /// A step of an expansion that is under way on a thread of its own. It stops soon after this is dropped.
 #[derive(Debug)]

@@ -8,8 +8,11 @@
 //! step by step ([`expansion`]).
 
 mod connection;
+mod connector;
+mod context;
 mod counters;
 mod error;
+mod events;
 mod expansion;
 mod failures;
 mod handover;

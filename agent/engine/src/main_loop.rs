@@ -25,16 +25,19 @@ use shorthorn_types::limits::{
 use shorthorn_types::{Generation, VolumeName};
 
 use crate::connection::Connection;
+use crate::connector::Connector;
+use crate::context::{EngineContext, Peer};
 use crate::counters::{self, QueueCounters, RequestMeter};
 use crate::error::EngineError;
+use crate::events::MainEvent;
 use crate::expansion::SharedDevice;
 use crate::handover;
 use crate::link::{Link, LinkSlots};
-use crate::open::{Connector, Opened, Opener, Opening};
+use crate::open::{Opened, Opener, Opening};
 use crate::queue::Queue;
-use crate::rebuild_task::{EngineContext, Peer, RebuildTasks};
+use crate::rebuild_task::RebuildTasks;
 use crate::serving::{Ending, Serving};
-use crate::shared::{MainEvent, Shared, lock};
+use crate::shared::{Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
@@ -217,17 +220,8 @@ impl Start<'_> {
                 return Ok(Ended::LeftToNext);
             }
         };
-        publish(self.publisher, |engine| {
-            engine.generation = opened.view.id.generation;
-            engine.view = Some(opened.view);
-            engine.members.clone_from(&opened.members);
-            status::of_serving(opened.lost_writes).clone_into(&mut engine.message);
-        });
+        self.show_opened(&opened);
         let opened_ms = self.begin.elapsed().as_millis();
-        if let Some(size_bytes) = opened.expand_to_bytes {
-            // Now that the volume is open it can be done.
-            let _ = self.sender.send(MainEvent::ControlCommand(ProcessCommand::Expand { size_bytes }));
-        }
         let Prepared { queues, mut device } =
             prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
         // The device is recorded before it can be used: after a death from here on, the next process recovers
@@ -254,6 +248,20 @@ impl Start<'_> {
         });
         notify_systemd(sd_notify::NotifyState::Ready);
         self.serve_and_end(&opened, &Arc::new(Mutex::new(device)), &shared, threads)
+    }
+
+    /// Shows the opened volume, and lets the main thread obey an order that had to wait for it.
+    fn show_opened(&self, opened: &Opened) {
+        publish(self.publisher, |engine| {
+            engine.generation = opened.view.id.generation;
+            engine.view = Some(opened.view);
+            engine.members.clone_from(&opened.members);
+            status::of_serving(opened.lost_writes).clone_into(&mut engine.message);
+        });
+        if let Some(size_bytes) = opened.expand_to_bytes {
+            // The receiver is ours: it cannot be gone.
+            let _ = self.sender.send(MainEvent::ControlCommand(ProcessCommand::Expand { size_bytes }));
+        }
     }
 
     fn serve_and_end(

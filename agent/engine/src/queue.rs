@@ -12,9 +12,10 @@ use shorthorn_types::ByteRange;
 use crate::connection::ReadyConnection;
 use crate::counters::RequestMeter;
 use crate::error::EngineError;
+use crate::events::MainEvent;
 use crate::failures::{Limiter, Trouble};
 use crate::link::{self, Link, Notice};
-use crate::shared::{MainEvent, QueueMessage, Shared};
+use crate::shared::{QueueMessage, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
 /// The interval of the core's ticks while requests are in flight.

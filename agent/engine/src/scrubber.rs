@@ -23,49 +23,15 @@ use shorthorn_types::ByteRange;
 use shorthorn_wire::{LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
 
 use crate::connection::{ConnectError, Connection};
+use crate::context::EngineContext;
 use crate::error::EngineError;
+use crate::events::{Done, Finding, MainEvent, ScrubProgress};
 use crate::pacer::Pacer;
-use crate::rebuild_task::EngineContext;
-use crate::shared::MainEvent;
 use sum_writer::SumWriter;
 
 /// The interval of progress reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
-
-/// A report of the scrub of snapshots.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ScrubProgress {
-    /// The current position of the scrub.
-    At { snapshot: String, offset_bytes: u64 },
-    /// Members differ.
-    Found(Finding),
-    /// The scrub has ended. `incomplete` has the reason if it has not seen everything.
-    Ended { incomplete: Option<String> },
-}
-
-/// A place where members differ.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
-    pub snapshot: String,
-    pub range: ByteRange,
-    /// Members with wrong data, or all members if the right one is not known.
-    pub odd: Vec<PeerIndex>,
-    pub done: Done,
-}
-
-/// The outcome of a repair.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Done {
-    /// The range was copied from this member, and reads the same as there.
-    Repaired { from: PeerIndex },
-    /// No repair was requested.
-    Reported,
-    /// The range was left alone, because the right data is not known.
-    Undecided,
-    /// The repair failed.
-    Failed(String),
-}
 
 /// A scrub of the snapshots that is under way. It stops soon after this is dropped.
 #[derive(Debug)]

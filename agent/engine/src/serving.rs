@@ -18,13 +18,15 @@ use shorthorn_recovery::{RejoinDelay, Standing};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
+use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
+use crate::events::{Done, ExpansionProgress, Finding, MainEvent, RebuildProgress, ScrubProgress};
 use crate::expansion::{self, SharedDevice};
 use crate::failures::{self, Trouble};
 use crate::open::Opened;
-use crate::rebuild_task::{EngineContext, Peer, RebuildProgress, RebuildTasks};
-use crate::scrubber::{self, Done, Finding, Scrubbing};
-use crate::shared::{MainEvent, Shared, lock};
+use crate::rebuild_task::RebuildTasks;
+use crate::scrubber::Scrubbing;
+use crate::shared::{Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
 
@@ -444,16 +446,16 @@ impl<'a> Serving<'a> {
         });
     }
 
-    fn scrub_progress(&mut self, scrub: u64, progress: scrubber::ScrubProgress) {
+    fn scrub_progress(&mut self, scrub: u64, progress: ScrubProgress) {
         if self.snapshots.as_ref().is_none_or(|(scrubbing, _)| scrubbing.number() != scrub) {
             return; // it was stopped
         }
         match progress {
-            scrubber::ScrubProgress::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
+            ScrubProgress::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
                 (scrub.snapshot, scrub.at_bytes) = (snapshot, offset_bytes);
             }),
-            scrubber::ScrubProgress::Found(finding) => self.snapshot_differs(finding),
-            scrubber::ScrubProgress::Ended { incomplete } => self.snapshots_done(incomplete),
+            ScrubProgress::Found(finding) => self.snapshot_differs(finding),
+            ScrubProgress::Ended { incomplete } => self.snapshots_done(incomplete),
         }
     }
 
@@ -556,15 +558,15 @@ impl Serving<'_> {
         Ok(())
     }
 
-    fn expansion_progress(&self, progress: expansion::ExpansionProgress) {
+    fn expansion_progress(&self, progress: ExpansionProgress) {
         let volume = &self.spec.volume;
         match progress {
-            expansion::ExpansionProgress::Waiting(message) => self.show_expansion(message, false),
-            expansion::ExpansionProgress::NextAttach(message) => {
+            ExpansionProgress::Waiting(message) => self.show_expansion(message, false),
+            ExpansionProgress::NextAttach(message) => {
                 tracing::warn!(%volume, message, "the device keeps its size until the volume is attached again");
                 self.show_expansion(message, true);
             }
-            expansion::ExpansionProgress::Resized { size_bytes } => {
+            ExpansionProgress::Resized { size_bytes } => {
                 tracing::info!(%volume, size_bytes, "expanded");
                 let is_all = size_bytes >= self.spec.size_bytes;
                 self.publish(|engine| {

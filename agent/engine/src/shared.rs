@@ -1,74 +1,19 @@
 //! State that the threads of an engine share: the core, and a mailbox for each queue.
 
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::mpsc::{Sender, SyncSender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use shorthorn_control::{GrantWanted, ProcessCommand};
-use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex};
+use shorthorn_control::GrantWanted;
+use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex};
 use shorthorn_recovery::PendingView;
 use shorthorn_ring::Waker;
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
-use shorthorn_types::{ByteRange, Generation, ReplicaReport, View};
+use shorthorn_types::{ReplicaReport, View};
 
 use crate::connection::ReadyConnection;
-use crate::failures::Trouble;
-use crate::rebuild_task::RebuildProgress;
-use crate::{expansion, scrubber};
-
-/// News for the main thread.
-#[derive(Debug)]
-pub enum MainEvent {
-    /// SIGTERM or SIGINT.
-    Terminate,
-    /// A client of the control socket asks for something.
-    ControlCommand(ProcessCommand),
-    /// Another view was proposed to the members.
-    Proposed,
-    /// The view has changed.
-    View(View),
-    /// A replica has failed.
-    Dropped { peer: PeerIndex, reason: String, cause: DropCause },
-    /// A member is late, and the volume waits for it.
-    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool },
-    /// The member has answered in time again.
-    Prompt { peer: PeerIndex },
-    /// A view needs the arbiter's grant.
-    AskGrant { wanted: Box<GrantWanted> },
-    /// A rebuilt replica is in the view.
-    Rebuilt { peer: PeerIndex },
-    /// The members are equal everywhere.
-    Resynced,
-    /// The core has grown.
-    Expanded { size_bytes: u64 },
-    /// An expansion reports its progress.
-    Expansion(expansion::ExpansionProgress),
-    /// All that can be is flushed and cleared from the members' write intent.
-    ClearedAll,
-    /// The members do not read the same.
-    ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
-    /// A member does not hold the data that was stored on it.
-    RotFound { peer: PeerIndex, range: ByteRange, is_copied: bool },
-    /// A scrub has seen everything.
-    ScrubDone,
-    /// The scrub of the snapshots with this number reports.
-    Snapshots { scrub: u64, progress: scrubber::ScrubProgress },
-    /// A rebuild task reports on its replica.
-    Rebuild { peer: PeerIndex, progress: RebuildProgress },
-    /// The engine has lost its quorum.
-    Frozen(String),
-    /// A newer engine holds the volume.
-    Deposed { holder: Generation },
-    /// The user of the device has got an error.
-    Trouble(Trouble),
-    /// A queue cannot continue.
-    QueueFailed { queue: u16, reason: String },
-    /// A queue that was to finish its requests has answered all of them. The next process continues with its
-    /// socket, if any.
-    Drained { queue: u16, socket: Option<OwnedFd> },
-}
+use crate::events::MainEvent;
 
 /// A message in the mailbox of a queue thread.
 #[derive(Debug)]

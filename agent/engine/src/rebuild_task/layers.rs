@@ -7,9 +7,10 @@ use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
 
+use super::{RebuildTask, Trouble};
 use crate::connection::{ConnectError, Connection};
+use crate::events::RebuildProgress;
 use crate::pacer::{Pacer, piece_bytes};
-use crate::rebuild_task::{RebuildProgress, RebuildTask, Trouble};
 
 /// The interval of progress reports.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);

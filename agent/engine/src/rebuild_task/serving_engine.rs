@@ -8,9 +8,11 @@ use shorthorn_recovery::{Address, OTHER_RUN, PendingView, ServingEngine, Source}
 use shorthorn_types::ReplicaId;
 use shorthorn_wire::{CopyState, LayerList, Welcome};
 
+use super::{RebuildTask, Trouble};
 use crate::connection::ConnectError;
-use crate::rebuild_task::control_connections::ControlLink;
-use crate::rebuild_task::{EngineContext, RebuildProgress, RebuildTask, Trouble};
+use crate::context::control_link::ControlLink;
+use crate::context::{self, EngineContext};
+use crate::events::RebuildProgress;
 
 /// The time limit for a queue to take over a connection.
 const INSTALL_LIMIT: Duration = Duration::from_secs(5);
@@ -20,7 +22,7 @@ impl ServingEngine for EngineContext {
     type Control<'a> = ControlLink<'a>;
 
     fn peers(&self) -> Vec<(PeerIndex, shorthorn_recovery::Peer)> {
-        let known = |peer: crate::rebuild_task::Peer| shorthorn_recovery::Peer {
+        let known = |peer: context::Peer| shorthorn_recovery::Peer {
             replica: peer.endpoint.replica,
             is_local: peer.endpoint.local,
             is_complete: peer.is_complete,

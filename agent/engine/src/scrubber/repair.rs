@@ -5,8 +5,9 @@ use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
 
-use super::{Done, Layer, Scrubber};
+use super::{Layer, Scrubber};
 use crate::connection::ConnectError;
+use crate::events::Done;
 
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);

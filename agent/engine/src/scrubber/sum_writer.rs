@@ -4,7 +4,7 @@ use shorthorn_core::PeerIndex;
 use shorthorn_wire::{EMPTY_SUM, KeepSums};
 
 use crate::connection::ConnectError;
-use crate::rebuild_task::EngineContext;
+use crate::context::EngineContext;
 
 /// The sums that one member is to keep of one layer. It keeps none of them before it has all.
 #[derive(Debug)]

@@ -9,9 +9,9 @@ use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::{Ending, NO_DELAY, Serving};
+use crate::context::Peer;
 use crate::error::EngineError;
 use crate::main_loop::copy_limits;
-use crate::rebuild_task::Peer;
 use crate::scrubber::Scrubbing;
 use crate::status;
 

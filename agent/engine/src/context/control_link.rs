@@ -1,44 +1,28 @@
-//! Control connections: one to each replica, made when it is needed.
+//! Requests over the control connections, each of which is made when it is needed.
 
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{Address, Link, forget_in_vain};
-use shorthorn_types::limits::MAX_MEMBERS;
-use shorthorn_types::{MarkRegions, ReplicaId, ReplicaReport, View};
+use shorthorn_types::{MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{
     CONTROL_QUEUE, CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome,
 };
 
+use super::control_connections::ControlConnection;
+use super::{EngineContext, Peer};
 use crate::connection::{ConnectError, Connection, finish};
-use crate::rebuild_task::{EngineContext, Peer};
-use crate::shared::lock;
 
-/// The age at which an unused connection is replaced. A replica closes a connection that is silent for a
-/// minute.
-const IDLE_LIMIT: Duration = Duration::from_secs(30);
 /// The time limit of an answer over a control connection. Syncing a layer, or reading the extents of a large
 /// one, takes longer than a request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// The time limit for a replica to grow: it syncs some documents and its head for that.
 const GROW_LIMIT: Duration = Duration::from_secs(30);
 
-/// The control connection of each replica. The user of a connection holds its lock.
-#[derive(Debug, Default)]
-pub struct ControlConnections([Mutex<Option<ControlConnection>>; MAX_MEMBERS]);
-
-#[derive(Debug)]
-struct ControlConnection {
-    replica: ReplicaId,
-    connection: Connection,
-    used: Instant,
-}
-
 impl EngineContext {
     /// Opens a new control connection to a replica, which closes the last one.
     pub fn renew_control(&self, to: Address) -> Result<Welcome, ConnectError> {
-        let mut slot = lock(&self.control_connections.0[usize::from(to.peer)]);
+        let mut slot = self.control_connections.of(to.peer);
         *slot = None;
         let (control, welcome) = self.open_control(to)?;
         *slot = Some(control);
@@ -56,20 +40,16 @@ impl EngineContext {
         to: Address,
         ask: impl FnOnce(&mut Connection) -> Result<T, ConnectError>,
     ) -> Result<T, ConnectError> {
-        let mut slot = lock(&self.control_connections.0[usize::from(to.peer)]);
+        let mut slot = self.control_connections.of(to.peer);
         self.find_at(to)?;
-        // Another replica may have had the number before.
-        let is_usable = |control: &ControlConnection| {
-            control.replica == to.replica && control.used.elapsed() < IDLE_LIMIT
-        };
-        let mut control = match slot.take().filter(is_usable) {
+        let mut control = match slot.take().filter(|control| control.is_usable(to.replica)) {
             Some(control) => control,
             None => self.reopen_control(to)?,
         };
         let answer = ask(&mut control.connection);
         // After a refusal the connection is as good as before.
         if matches!(answer, Ok(_) | Err(ConnectError::Refused { .. })) {
-            control.used = Instant::now();
+            control.used();
             *slot = Some(control);
         }
         answer
@@ -112,7 +92,7 @@ impl EngineContext {
             }
             forgotten => forgotten?,
         }
-        Ok((ControlConnection { replica: to.replica, connection, used: Instant::now() }, welcome))
+        Ok((ControlConnection::new(to.replica, connection), welcome))
     }
 }
 

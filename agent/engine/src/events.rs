@@ -1,0 +1,118 @@
+//! News for the main thread, and the reports in them. All threads send them, so this module uses no thread's
+//! module.
+
+use std::os::fd::OwnedFd;
+
+use shorthorn_control::{GrantWanted, ProcessCommand};
+use shorthorn_core::{DropCause, PeerIndex};
+use shorthorn_types::{ByteRange, Generation, View};
+
+use crate::failures::Trouble;
+
+/// News for the main thread.
+#[derive(Debug)]
+pub enum MainEvent {
+    /// SIGTERM or SIGINT.
+    Terminate,
+    /// A client of the control socket asks for something.
+    ControlCommand(ProcessCommand),
+    /// Another view was proposed to the members.
+    Proposed,
+    /// The view has changed.
+    View(View),
+    /// A replica has failed.
+    Dropped { peer: PeerIndex, reason: String, cause: DropCause },
+    /// A member is late, and the volume waits for it.
+    Awaited { peer: PeerIndex, late_ms: u64, is_silent: bool },
+    /// The member has answered in time again.
+    Prompt { peer: PeerIndex },
+    /// A view needs the arbiter's grant.
+    AskGrant { wanted: Box<GrantWanted> },
+    /// A rebuilt replica is in the view.
+    Rebuilt { peer: PeerIndex },
+    /// The members are equal everywhere.
+    Resynced,
+    /// The core has grown.
+    Expanded { size_bytes: u64 },
+    /// An expansion reports its progress.
+    Expansion(ExpansionProgress),
+    /// All that can be is flushed and cleared from the members' write intent.
+    ClearedAll,
+    /// The members do not read the same.
+    ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
+    /// A member does not hold the data that was stored on it.
+    RotFound { peer: PeerIndex, range: ByteRange, is_copied: bool },
+    /// A scrub has seen everything.
+    ScrubDone,
+    /// The scrub of the snapshots with this number reports.
+    Snapshots { scrub: u64, progress: ScrubProgress },
+    /// A rebuild task reports on its replica.
+    Rebuild { peer: PeerIndex, progress: RebuildProgress },
+    /// The engine has lost its quorum.
+    Frozen(String),
+    /// A newer engine holds the volume.
+    Deposed { holder: Generation },
+    /// The user of the device has got an error.
+    Trouble(Trouble),
+    /// A queue cannot continue.
+    QueueFailed { queue: u16, reason: String },
+    /// A queue that was to finish its requests has answered all of them. The next process continues with its
+    /// socket, if any.
+    Drained { queue: u16, socket: Option<OwnedFd> },
+}
+
+/// A report of an expansion.
+#[derive(Debug)]
+pub enum ExpansionProgress {
+    /// The expansion waits, for this reason.
+    Waiting(String),
+    /// The device has this size.
+    Resized { size_bytes: u64 },
+    /// The device cannot be resized while it is in use, and why.
+    NextAttach(String),
+}
+
+/// A report of a rebuild task on its replica.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RebuildProgress {
+    /// The replica does not come back yet, for this reason.
+    Waiting(String),
+    /// Snapshot layers are being copied to it; bytes in all, and left.
+    Copying { total_bytes: u64, left_bytes: u64 },
+    /// The core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
+    Rebuilding { missing_bytes: u64, is_copy: bool },
+}
+
+/// A report of the scrub of snapshots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ScrubProgress {
+    /// The current position of the scrub.
+    At { snapshot: String, offset_bytes: u64 },
+    /// Members differ.
+    Found(Finding),
+    /// The scrub has ended. `incomplete` has the reason if it has not seen everything.
+    Ended { incomplete: Option<String> },
+}
+
+/// A place where members differ.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    pub snapshot: String,
+    pub range: ByteRange,
+    /// Members with wrong data, or all members if the right one is not known.
+    pub odd: Vec<PeerIndex>,
+    pub done: Done,
+}
+
+/// The outcome of a repair.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Done {
+    /// The range was copied from this member, and reads the same as there.
+    Repaired { from: PeerIndex },
+    /// No repair was requested.
+    Reported,
+    /// The range was left alone, because the right data is not known.
+    Undecided,
+    /// The repair failed.
+    Failed(String),
+}
