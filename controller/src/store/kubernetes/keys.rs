@@ -84,7 +84,7 @@ impl VolumeKeys {
             if volumes.iter().any(|volume| volume.is_needed) {
                 tracing::error!(
                     "Secret {KEY_NAME} is being deleted, and a finalizer keeps it: every volume needs it. Save it \
-                     now (docs/cluster.md), and create it again once it is gone"
+                     now (docs/backup.md), and create it again once it is gone"
                 );
             } else {
                 set_finalizers(secrets, secret, Vec::new()).await?;

@@ -84,7 +84,7 @@ pub enum OpenError {
     Key,
     /// The Secret does not exist, and volumes need it.
     #[error(
-        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (docs/cluster.md); its \
+        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (docs/backup.md); its \
          fingerprint is {fingerprint}. No other key is made: no engine would reach its replicas with it"
     )]
     KeyLost {
@@ -98,7 +98,7 @@ pub enum OpenError {
     /// The Secret has a key that volumes were not made with.
     #[error(
         "Secret {KEY_NAME} has the key {present}, and {count} volumes need the key {needed} ({volume} is one): restore \
-         that from a backup (docs/cluster.md); with this one no engine of theirs reaches its replicas"
+         that from a backup (docs/backup.md); with this one no engine of theirs reaches its replicas"
     )]
     OtherKey {
         /// The number of volumes that need another one.
@@ -436,7 +436,8 @@ impl Inner {
         self.cache.change(|state| if state.forget_left_out(key) { vec![key.clone()] } else { Vec::new() });
     }
 
-    /// After a write that failed, memory must not be older than what it failed on: it would fail again.
+    /// After a failed write, memory must not be older than the version in conflict: the next write would
+    /// fail too.
     async fn failed(&self, key: &Key, expected: u64, error: &WriteError) -> StoreError {
         let error = match error {
             WriteError::Call(error) => error,
