@@ -15,7 +15,7 @@ IMAGE_DIR ?= $(TARGET_DIR)/image
 # Where packages are written.
 PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
-.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual book image chart clean
+.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual docs book image chart clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -89,6 +89,11 @@ manual: build ## man pages and completions of shorthornctl, in MANUAL_DIR
 	for shell in bash zsh fish; do \
 		$(PROGRAMS)/shorthornctl completion $$shell >$(MANUAL_DIR)/completions/shorthornctl.$$shell || exit 1; \
 	done
+
+# The tests that compare the documentation with the code write it. A second run, as in `make test`, compares.
+docs: setup ## the generated tables of docs, from the definitions in the code
+	SHORTHORN_WRITE_DOCS=1 cargo test -p shorthorn-metrics -p shorthorn-controller -p shorthorn-agent -p shorthorn-tests \
+		--lib --bins --test docs --test chart the_documentation_has
 
 book: ## the documentation as a book in target/book; the first run builds mdbook
 	command -v mdbook >/dev/null || cargo install --locked mdbook

@@ -28,7 +28,20 @@ fn write(command: clap::Command, directory: &Path) -> std::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_testkit::docs::{check_commands, check_generated, reference};
+
     use super::*;
+
+    #[test]
+    fn the_documentation_has_each_command() {
+        check_generated("docs/reference/shorthorn-agent.md", "commands", &reference(Cli::command()));
+    }
+
+    #[test]
+    fn commands_of_the_documentation_exist() {
+        let count = check_commands(&Cli::command());
+        assert!(count > 8, "only {count} commands");
+    }
 
     #[test]
     fn each_command_has_a_page_with_its_options() {

@@ -109,7 +109,7 @@ pub struct ServeArgs {
     pub agent_port: Option<u16>,
     /// Action for terminating pods with Shorthorn volumes on lost nodes: delete force-deletes them, so that
     /// they start on other nodes; keep lets them wait for their node or an operator [default: delete]
-    #[arg(long, value_name = "WHAT")]
+    #[arg(long, value_name = "delete|keep")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
     /// Deletes a pod whose device is gone, so that its volume is staged again. Applies only to pods that
     /// a controller re-creates [default: true]
@@ -207,28 +207,28 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration {0}: {1}")]
     Read(PathBuf, std::io::Error),
-    /// The file has something that is not understood; the message has the line.
+    /// The file has an unknown key or a wrong value; the message has the line.
     #[error("the configuration {0} has a mistake:\n{1}")]
     Parse(PathBuf, Box<toml::de::Error>),
     /// A percentage that can never work.
     #[error("{0} = {1}: use {2}")]
     Percentage(&'static str, u32, &'static str),
-    /// A log level that there is not.
+    /// An unknown log level.
     #[error("log: {0}")]
     Log(String),
-    /// Metrics would be served nowhere.
+    /// An address of metrics that can never work.
     #[error("metrics_listen: {0}")]
     MetricsListen(#[from] MetricsListenError),
     /// The CSI listener is for processes on the same host, and the permissions of its file protect it.
     #[error("csi_listen = {0}: use unix:///path/of/csi.sock")]
     CsiListen(Listen),
-    /// CSI would be served where something else is.
+    /// CSI and the API have the same address.
     #[error("csi_listen and listen are both {0}: give each its own")]
     SameListen(Listen),
-    /// The store is configured nowhere.
+    /// No store is configured.
     #[error("no store is configured: give --store FILE or --kubernetes, or the same in the --config file")]
     NoStore,
-    /// Two things say where the store is.
+    /// Two stores are configured.
     #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
     TwoStores(PathBuf),
     /// The option is for Kubernetes only.
@@ -458,6 +458,8 @@ fn read(path: &Path) -> Result<File, ConfigError> {
 
 #[cfg(test)]
 mod maintenance_tests;
+#[cfg(test)]
+mod reference_tests;
 
 #[cfg(test)]
 mod tests {

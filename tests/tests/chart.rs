@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
+use shorthorn_testkit::docs;
 
 const TREE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 /// The values that enable all parts that are off by default.
@@ -160,6 +161,87 @@ fn alerts_and_panels_use_metrics_that_exist() -> Result<()> {
     }
     let unknown: Vec<_> = used.difference(&known).collect();
     ensure!(unknown.is_empty(), "docs/metrics.md does not have {unknown:?}");
+    Ok(())
+}
+
+/// An alert of the chart.
+#[derive(Default)]
+struct Alert {
+    name: String,
+    expression: String,
+    lasts: String,
+    severity: String,
+    description: String,
+    runbook: String,
+}
+
+/// Returns the alerts of the chart, in order.
+fn alerts() -> Result<Vec<Alert>> {
+    let text = fs::read_to_string(chart().join("files/alerts.yaml"))?;
+    let mut alerts = Vec::<Alert>::new();
+    for line in text.lines() {
+        let Some((key, value)) = line.trim_start().trim_start_matches("- ").split_once(": ") else {
+            continue;
+        };
+        let value = value.trim_matches('"').to_owned();
+        if key == "alert" {
+            alerts.push(Alert { name: value, ..Alert::default() });
+            continue;
+        }
+        let Some(alert) = alerts.last_mut() else { continue };
+        match key {
+            "expr" => alert.expression = value,
+            "for" => alert.lasts = value,
+            "labels" => value.trim_matches(['{', '}', ' ']).clone_into(&mut alert.severity),
+            "description" => alert.description = value,
+            "runbook" => {
+                alert.runbook =
+                    value.replace("{{ $labels.volume }}", "NAME").replace("{{ $labels.replica }}", "NAME")
+            }
+            _ => {}
+        }
+    }
+    Ok(alerts)
+}
+
+#[test]
+fn the_documentation_has_each_alert() -> Result<()> {
+    let mut rows = Vec::new();
+    for alert in alerts()? {
+        let severity = alert.severity.strip_prefix("severity: ").context("an alert has only a severity")?;
+        let filled =
+            [&alert.expression, &alert.description, &alert.runbook].iter().all(|text| !text.is_empty());
+        ensure!(filled, "alert {} lacks a part", alert.name);
+        let lasts = if alert.lasts.is_empty() { "at once" } else { &alert.lasts };
+        rows.push(vec![
+            format!("`{}`", alert.name),
+            severity.to_owned(),
+            format!("`{}`", alert.expression),
+            lasts.to_owned(),
+            alert.description,
+            alert.runbook,
+        ]);
+    }
+    ensure!(rows.len() > 10, "only {} alerts", rows.len());
+    let head = ["Alert", "Severity", "Expression", "Lasts", "Meaning", "First look"];
+    docs::check_generated("docs/reference/alerts.md", "alerts", &docs::table(&head, &rows));
+    Ok(())
+}
+
+/// The chart refuses a value that it does not know, and so does this test if a page sets one.
+#[test]
+fn values_of_the_documentation_exist() -> Result<()> {
+    let mut values = BTreeSet::new();
+    for page in docs::pages() {
+        for words in page.code().iter().flat_map(|code| docs::simple_commands(&code.text)) {
+            if words.first().is_some_and(|word| word == "helm") {
+                let set = words.windows(2).filter(|pair| pair[0] == "--set");
+                values.extend(set.map(|pair| pair[1].replace("REGISTRY", "registry.test")));
+            }
+        }
+    }
+    ensure!(values.len() > 4, "only {values:?}");
+    template(&values.iter().map(String::as_str).collect::<Vec<_>>())?;
     Ok(())
 }
 

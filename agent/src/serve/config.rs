@@ -24,7 +24,7 @@ const SIZE_MAX_BYTES: u64 = 1 << 20;
 /// The maximum number of volumes: more devices than a kernel has.
 const MAX_VOLUMES: u32 = 1 << 20;
 
-/// [`shorthorn_control::SUM_BYTES_PER_S`].
+/// The default rate of block checksums, [`shorthorn_control::SUM_BYTES_PER_S`], in MiB.
 #[allow(clippy::cast_possible_truncation)] // it is a few
 pub const SUM_MIB_PER_S: u32 = (shorthorn_control::SUM_BYTES_PER_S >> 20) as u32;
 /// The default retention of the trash: a day, in which a mistaken deletion is noticed.
@@ -54,7 +54,7 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// The directory of device nodes.
     pub device_dir: PathBuf,
-    /// Address that other nodes reach replicas at.
+    /// The address at which other nodes reach replicas.
     pub data_address: Option<IpAddr>,
     /// Ports of replicas on `data_address`.
     pub data_ports: RangeInclusive<u16>,
@@ -66,20 +66,20 @@ pub struct Config {
     pub queues: u16,
     /// Requests in flight per queue.
     pub queue_depth: u16,
-    /// A replica that does not answer for so long has failed.
+    /// The time after which a replica that does not answer has failed.
     pub replica_timeout_ms: u32,
     /// The rate at which each replica reads idle blocks for their sums, in MiB per second; 0: no sums are
     /// kept.
     pub sum_mib_per_s: u32,
     /// The hours for which the data of deleted replicas is kept; 0: not at all.
     pub trash_hours: u32,
-    /// If less than that is free on a disk, its trash is emptied, the oldest first.
+    /// The free space of a disk in percent below which its trash is emptied, the oldest first.
     pub trash_free_percent: u32,
-    /// True if this node has the CSI driver, or automatic.
+    /// The choice of running the CSI driver.
     pub csi: CsiChoice,
-    /// The directory of kubelet; None: it is found.
+    /// The directory of kubelet; none: the agent finds it.
     pub kubelet_root: Option<PathBuf>,
-    /// Volumes that the CSI driver lets be attached; 0: any number.
+    /// The maximum number of volumes that the CSI driver attaches; 0: any number.
     pub max_volumes: u32,
     /// The address of metrics and health.
     pub metrics_listen: MetricsListen,
@@ -362,7 +362,7 @@ fn kubelet_kubeconfig(text: String) -> Result<KubeconfigChoice, String> {
     }
 }
 
-/// kubelet makes it the value of a label.
+/// Checks the zone, which kubelet makes the value of a label.
 fn zone(text: String) -> Result<String, String> {
     let end = |c: char| c.is_ascii_alphanumeric();
     let label = text.len() <= TOPOLOGY_VALUE_MAX_BYTES
@@ -409,13 +409,16 @@ fn host_name() -> Result<String, ConfigError> {
 /// Returns an error unless the API may be served at `address`.
 ///
 /// # Errors
-/// Says why not.
+/// The error has the reason.
 pub fn check_tcp(address: SocketAddr) -> Result<SocketAddr, String> {
     if address.ip().is_unspecified() || address.ip().is_multicast() {
         return Err(format!("{address}: name one address of this host, for instance 127.0.0.1"));
     }
     Ok(address)
 }
+
+#[cfg(test)]
+mod reference_tests;
 
 #[cfg(test)]
 mod tests {

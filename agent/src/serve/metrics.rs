@@ -63,7 +63,7 @@ pub struct AgentMetrics {
 }
 
 impl AgentMetrics {
-    /// Returns the vitals of an agent that does not serve yet.
+    /// Returns the metrics of an agent that does not serve yet.
     pub fn new() -> Arc<AgentMetrics> {
         Arc::new(AgentMetrics { shown: OnceLock::new(), looking: Arc::default() })
     }
@@ -92,24 +92,14 @@ impl MetricsSource for AgentMetrics {
         show_instances(&shown.table.list(), page);
         show_io(&ask_engines(shown.table.engines()).await, page);
         if let Some(driver) = &shown.driver {
-            let registered = page.gauges(
-                "shorthorn_agent_csi_registered",
-                "1 if kubelet has confirmed the registration of the CSI driver, otherwise 0",
-            );
-            registered.set(&[], u64::from(driver.registered.load(Ordering::Relaxed)));
+            show_registration(driver.registered.load(Ordering::Relaxed), page);
         }
         if let Some(tls) = &shown.tls {
-            let expiry = page.gauges(
-                "shorthorn_agent_certificate_expiry_seconds",
-                "Time at which the certificate of this node expires, in seconds since 1970; 0 if it has none",
-            );
-            expiry.set(&[], tls.expiry_s());
+            show_certificate(tls.expiry_s(), page);
         }
         let looked =
             look(Arc::clone(&self.looking), Arc::clone(&shown.disks), shown.device_dir.clone()).await;
-        let answered = page
-            .gauges("shorthorn_agent_disks_answer", "0 if a disk hangs; disks and devices are then omitted");
-        answered.set(&[], u64::from(looked.is_some()));
+        show_answer(looked.is_some(), page);
         if let Some((disks, devices)) = looked {
             show_disks(&disks, page);
             show_devices(&devices, page);
@@ -165,8 +155,11 @@ fn show_instances(instances: &[v1::Instance], page: &mut MetricsPage) {
             gauges.set(&[("state", word)], number(here));
         }
     }
-    let failures =
-        page.gauges("shorthorn_replica_failures", "How often in a row the disk of a replica has failed");
+    let failures = page.gauges(
+        "shorthorn_replica_failures",
+        "Failures of the disk of a replica in a row. Each failure ends its process, which is restarted after \
+         0 s, 60 s, 10 min, then an hour each. 0 after an hour without failures",
+    );
     for instance in instances {
         if let Some(Detail::Replica(replica)) = &instance.detail {
             let labels = [("volume", replica.volume.as_str()), ("replica", replica.replica_id.as_str())];
@@ -185,32 +178,37 @@ fn show_instances(instances: &[v1::Instance], page: &mut MetricsPage) {
 }
 
 fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
-    let sizes =
-        page.gauges("shorthorn_volume_size_bytes", "Size of the device of a volume that has its engine here");
+    let sizes = page
+        .gauges("shorthorn_volume_size_bytes", "Size of the device of a volume with its engine on this node");
     let frozen = page.gauges(
         "shorthorn_volume_frozen",
         "1 if requests of a volume wait for replicas or the arbiter, otherwise 0",
     );
     let lost = page.gauges(
         "shorthorn_volume_lost_writes",
-        "1 if unflushed writes may be gone, so that every request fails, otherwise 0",
+        "1 if every request fails because all replicas lost power and unflushed writes may be gone. 0 again \
+         from the next attachment",
     );
-    let members = page.gauges("shorthorn_volume_replicas", "Replicas of a volume, by mode");
+    let members = page.gauges(
+        "shorthorn_volume_replicas",
+        "Replicas of a volume, by mode: member, rebuilding, connecting or failed",
+    );
     let awaited = page.gauges(
         "shorthorn_volume_replicas_awaited",
         "Late members without which the others cannot continue: requests wait for them",
     );
     let waits = page.counters(
         "shorthorn_volume_replica_waits",
-        "Number of times that requests had to wait for a late member, since the engine started",
+        "Number of times that requests had to wait for a late member, since the engine process started",
     );
     let rot = page.counters(
         "shorthorn_volume_replica_rot",
-        "Number of times that the source of a copy had rot, since the engine started",
+        "Number of times that the source of a copy had rot according to its checksums, since the engine \
+         process started. The data was copied from another member, to the rotten one too",
     );
     let rot_copied = page.counters(
         "shorthorn_volume_replica_rot_copied",
-        "How often that was copied as it is, as no other member could give it",
+        "Number of times that rot was copied as it is, because no other member had sound data",
     );
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
@@ -237,9 +235,11 @@ fn show_copies(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
         "shorthorn_volume_rebuild_total_bytes",
         "Bytes to copy in total to a replica that is being rebuilt",
     );
-    let left = page.gauges("shorthorn_volume_rebuild_left_bytes", "What is left of that");
-    let unequal = page
-        .gauges("shorthorn_volume_resync_left_bytes", "What is left to be made equal after an unclean stop");
+    let left = page.gauges("shorthorn_volume_rebuild_left_bytes", "Bytes that are still to be copied to it");
+    let unequal = page.gauges(
+        "shorthorn_volume_resync_left_bytes",
+        "Bytes that are still to be resynced after an unclean stop",
+    );
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
         for member in &engine.members {
@@ -254,15 +254,20 @@ fn show_copies(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
 }
 
 fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut MetricsPage) {
-    let operations = page.counters("shorthorn_volume_operations", "Requests that were completed");
-    let bytes = page.counters("shorthorn_volume_bytes", "Bytes of the requests that went well");
+    let operations = page.counters(
+        "shorthorn_volume_operations",
+        "Requests completed since the engine process started: read, write, flush and discard (with zeroes)",
+    );
+    let bytes = page.counters("shorthorn_volume_bytes", "Bytes of successful requests");
     let failed = page.counters("shorthorn_volume_operation_errors", "Requests that ended with an error");
     let refused = page.counters(
         "shorthorn_volume_refused_operations",
-        "Requests that no volume can do, which were answered with an error",
+        "Requests that no volume supports, answered with an error",
     );
-    let seconds =
-        page.seconds("shorthorn_volume_operation_seconds", "How long requests took in the engine, added up");
+    let seconds = page.seconds(
+        "shorthorn_volume_operation_seconds",
+        "Total duration of requests in the engine. Divided by the number of operations: the mean latency",
+    );
     for (volume, counters) in answers {
         refused.add(&[("volume", volume.as_str())], counters.refused);
         let kinds = [
@@ -281,14 +286,34 @@ fn show_io(answers: &BTreeMap<VolumeName, IoCounters>, page: &mut MetricsPage) {
     }
 }
 
+fn show_registration(is_registered: bool, page: &mut MetricsPage) {
+    let registered = page.gauges(
+        "shorthorn_agent_csi_registered",
+        "1 if kubelet has confirmed the registration of the CSI driver, otherwise 0; absent if CSI is off",
+    );
+    registered.set(&[], u64::from(is_registered));
+}
+
+fn show_certificate(expiry_s: u64, page: &mut MetricsPage) {
+    let expiry = page.gauges(
+        "shorthorn_agent_certificate_expiry_seconds",
+        "Time at which the certificate of this node expires, in seconds since 1970; 0 if it has none. Absent \
+         if no address is served by TLS",
+    );
+    expiry.set(&[], expiry_s);
+}
+
+fn show_answer(do_disks_answer: bool, page: &mut MetricsPage) {
+    let answered =
+        page.gauges("shorthorn_agent_disks_answer", "0 if a disk hangs; disks and devices are then omitted");
+    answered.set(&[], u64::from(do_disks_answer));
+}
+
 fn show_disks(disks: &[v1::Disk], page: &mut MetricsPage) {
     let sizes = page.gauges("shorthorn_disk_size_bytes", "Size of the file system of a disk");
-    let free = page.gauges("shorthorn_disk_available_bytes", "What is free on it");
+    let free = page.gauges("shorthorn_disk_available_bytes", "Free space of the file system of a disk");
     let usable = page.gauges("shorthorn_disk_usable", "1 if the disk can be used, 0 if it has a problem");
-    let replicas = page.gauges(
-        "shorthorn_disk_replicas",
-        "Directories of replicas on a disk, whether they are in use or not",
-    );
+    let replicas = page.gauges("shorthorn_disk_replicas", "Replica directories on a disk, in use or not");
     for disk in disks {
         let path = [("disk", disk.path.as_str())];
         sizes.set(&path, disk.total_bytes);
@@ -314,11 +339,13 @@ fn number(count: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use shorthorn_control::IoCounter;
+    use shorthorn_testkit::docs::check_generated;
+    use shorthorn_testkit::metrics::documented;
 
     use super::*;
 
-    #[test]
-    fn volumes_are_shown_with_members_copies_and_what_was_done() {
+    /// A page with a sample of every metric.
+    fn full_page() -> String {
         let copy = Some(v1::CopyStatus { total_bytes: 100, left_bytes: 40, bytes_per_s: 1 });
         let member = |id: &str, mode: &str, copy| v1::EngineMember {
             replica_id: id.into(),
@@ -372,7 +399,20 @@ mod tests {
             v1::Disk { path: "/d".into(), available_bytes: 7, problem: "full".into(), ..v1::Disk::default() };
         show_disks(&[disk], &mut page);
         show_devices(&[v1::Device { state: "live".into(), ..v1::Device::default() }], &mut page);
-        let text = page.text().unwrap();
+        show_registration(true, &mut page);
+        show_certificate(7, &mut page);
+        show_answer(true, &mut page);
+        page.text().unwrap()
+    }
+
+    #[test]
+    fn the_documentation_has_every_metric() {
+        check_generated("docs/metrics.md", "agent", &documented(&full_page()));
+    }
+
+    #[test]
+    fn volumes_are_shown_with_members_copies_and_counters() {
+        let text = full_page();
         for line in [
             "shorthorn_agent_engines{state=\"running\"} 1\n",
             "shorthorn_agent_replicas{state=\"running\"} 0\n",

@@ -54,7 +54,7 @@ impl Metrics {
         self.csi_call_durations.observe(&[("method", method)], took);
     }
 
-    /// Counts a pod of a lost node that was released, or an attachment there, or a failure of that.
+    /// Counts the deletion of a pod of a lost node or of its attachment, or the failure of one.
     pub fn force_deleted(&self, object: &'static str, is_ok: bool) {
         self.force_deletions.count(&[("object", object), ("result", if is_ok { "ok" } else { "error" })]);
     }
@@ -67,13 +67,27 @@ impl Metrics {
 
     fn show(&self, page: &mut MetricsPage) {
         let counters = [
-            ("shorthorn_controller_reconciles", "Runs of reconcilers, by result", &self.reconciles),
-            ("shorthorn_controller_store_writes", "Writes of objects, by result", &self.store_writes),
-            ("shorthorn_controller_agent_calls", "Calls to agents, by code of the answer", &self.agent_calls),
-            ("shorthorn_controller_csi_calls", "Calls over CSI, by code of the answer", &self.csi_calls),
+            (
+                "shorthorn_controller_reconciles",
+                "Runs of reconcilers, ok or error; a conflict counts as error and is retried",
+                &self.reconciles,
+            ),
+            (
+                "shorthorn_controller_store_writes",
+                "Writes of objects: ok, conflict, unavailable, refused or failed. With Kubernetes a write is one or \
+                 two API calls, because spec and status are written separately",
+                &self.store_writes,
+            ),
+            ("shorthorn_controller_agent_calls", "Calls to agents, by gRPC code", &self.agent_calls),
+            (
+                "shorthorn_controller_csi_calls",
+                "CSI calls, by gRPC code; Cancelled: the caller disconnected",
+                &self.csi_calls,
+            ),
             (
                 "shorthorn_controller_lost_node_deletions",
-                "Deletions of pods and attachments of lost nodes, by result",
+                "Deletions of objects (pod, attachment) of lost nodes, ok or error; an object that was gone \
+                 already counts as ok",
                 &self.force_deletions,
             ),
         ];
@@ -81,10 +95,14 @@ impl Metrics {
             page.show_counters(name, help, counters);
         }
         let durations = [
-            ("reconcile", "How long a run of a reconciler took", &self.reconcile_durations),
-            ("store_write", "How long a write of an object took", &self.store_write_durations),
-            ("agent_call", "How long a call to an agent took", &self.agent_call_durations),
-            ("csi_call", "How long a call over CSI took", &self.csi_call_durations),
+            (
+                "reconcile",
+                "Duration of runs of reconcilers, including their calls and writes",
+                &self.reconcile_durations,
+            ),
+            ("store_write", "Duration of writes", &self.store_write_durations),
+            ("agent_call", "Duration of calls to agents", &self.agent_call_durations),
+            ("csi_call", "Duration of CSI calls", &self.csi_call_durations),
         ];
         for (what, help, histograms) in durations {
             page.show_histograms(&format!("shorthorn_controller_{what}_duration_seconds"), help, histograms);
@@ -108,12 +126,12 @@ pub struct ControllerMetrics {
 
 impl std::fmt::Debug for ControllerMetrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ControllerVitals").field("readiness", &self.readiness).finish_non_exhaustive()
+        f.debug_struct("ControllerMetrics").field("readiness", &self.readiness).finish_non_exhaustive()
     }
 }
 
 impl ControllerMetrics {
-    /// Returns the vitals of a controller that has not opened its store.
+    /// Returns the metrics of a controller that has not opened its store.
     #[must_use]
     pub fn new(metrics: Metrics, readiness: Arc<Readiness>) -> Arc<ControllerMetrics> {
         Arc::new(ControllerMetrics { metrics, readiness, shown: OnceLock::new() })
@@ -137,21 +155,59 @@ impl MetricsSource for ControllerMetrics {
     }
 
     async fn fill(&self, page: &mut MetricsPage) {
-        let leader = page.gauges("shorthorn_controller_leader", "1 if this controller leads, otherwise 0");
-        leader.set(&[], u64::from(self.readiness.is_leading()));
+        show_leader(self.readiness.is_leading(), page);
         let Some(MetricsInputs { store, fleet, queue }) = self.shown.get() else { return };
         objects::show(&store.state(), page);
         objects::show_agents(&fleet.agents(), page);
-        let depth = page.gauges(
-            "shorthorn_controller_queue_depth",
-            "Objects that are looked at now, wait for it, or for a time",
-        );
         let waiting = queue.depth();
-        for (state, number) in
-            [("ready", waiting.ready), ("active", waiting.active), ("timed", waiting.timed)]
-        {
-            depth.set(&[("state", state)], u64::try_from(number).unwrap_or(u64::MAX));
-        }
+        show_queue([("ready", waiting.ready), ("active", waiting.active), ("timed", waiting.timed)], page);
         self.metrics.show(page);
+    }
+}
+
+fn show_leader(is_leading: bool, page: &mut MetricsPage) {
+    let leader = page.gauges(
+        "shorthorn_controller_leader",
+        "1 if this controller leads, otherwise 0. A controller that does not lead exports no other metric of \
+         this table",
+    );
+    leader.set(&[], u64::from(is_leading));
+}
+
+fn show_queue(numbers: [(&'static str, usize); 3], page: &mut MetricsPage) {
+    let depth = page.gauges(
+        "shorthorn_controller_queue_depth",
+        "Objects that wait for a worker (ready), are being reconciled (active), or are reconciled again at a \
+         known time (timed)",
+    );
+    for (state, number) in numbers {
+        depth.set(&[("state", state)], u64::try_from(number).unwrap_or(u64::MAX));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_controller_core::ClusterState;
+    use shorthorn_controller_core::observed::Agents;
+    use shorthorn_testkit::docs::check_generated;
+    use shorthorn_testkit::metrics::documented;
+
+    use super::*;
+
+    #[test]
+    fn the_documentation_has_every_metric() {
+        let (mut page, metrics, took) =
+            (MetricsPage::default(), Metrics::default(), Duration::from_millis(1));
+        metrics.reconciled(Kind::Volume, true, took);
+        metrics.wrote(Kind::Volume, "update", "ok", took);
+        metrics.called_agent("StartEngine", "Ok", took);
+        metrics.answered_csi("CreateVolume", "Ok", took);
+        metrics.force_deleted("pod", true);
+        show_leader(true, &mut page);
+        objects::show(&ClusterState::default(), &mut page);
+        objects::show_agents(&Agents::default(), &mut page);
+        show_queue([("ready", 1), ("active", 0), ("timed", 0)], &mut page);
+        metrics.show(&mut page);
+        check_generated("docs/metrics.md", "controller", &documented(&page.text().unwrap()));
     }
 }

@@ -28,13 +28,13 @@ fn number(count: usize) -> u64 {
     u64::try_from(count).unwrap_or(u64::MAX)
 }
 
-/// Shows the objects of `cluster`; every state is shown, also with none in it.
+/// Shows the objects of `cluster`, and every state even if it has no object.
 pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
     let mut volumes = [[0; ROBUSTNESSES.len()]; VOLUME_STATES.len()];
     for volume in cluster.volumes.values() {
         volumes[volume.status.state as usize][volume.status.robustness as usize] += 1;
     }
-    let gauges = page.gauges("shorthorn_volumes", "Volumes");
+    let gauges = page.gauges("shorthorn_volumes", "Volumes, by state and robustness");
     for state in VOLUME_STATES {
         for robustness in ROBUSTNESSES {
             let labels = [("state", state.as_str()), ("robustness", robustness.as_str())];
@@ -42,9 +42,9 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
         }
     }
     let engines = cluster.engines.values().map(|engine| engine.status.current_state);
-    show_processes(page, "shorthorn_engines", "Engines, as the store has them", engines);
+    show_processes(page, "shorthorn_engines", "Engines in the store, by state", engines);
     let replicas = cluster.replicas.values().map(|replica| replica.status.current_state);
-    show_processes(page, "shorthorn_replicas", "Replicas, as the store has them", replicas);
+    show_processes(page, "shorthorn_replicas", "Replicas in the store, by state", replicas);
     let frozen = cluster.engines.values().filter(|engine| engine.status.phase == "frozen").count();
     page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
         .set(&[], number(frozen));
@@ -52,10 +52,8 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
     let ready = cluster.nodes.values().filter(|node| is_ready(node)).count();
     nodes.set(&[("ready", "true")], number(ready));
     nodes.set(&[("ready", "false")], number(cluster.nodes.len() - ready));
-    let closed = page.gauges(
-        "shorthorn_unschedulable_nodes",
-        "Nodes that take no new replica, as they are cordoned or drained",
-    );
+    let closed =
+        page.gauges("shorthorn_unschedulable_nodes", "Nodes that are cordoned or drained with shorthornctl");
     closed.set(&[], number(cluster.nodes.values().filter(|node| !node.spec.allow_scheduling).count()));
 }
 
@@ -74,10 +72,10 @@ fn show_processes(page: &mut MetricsPage, name: &str, help: &str, all: impl Iter
     }
 }
 
-/// Shows the agents, as this controller sees them now.
+/// Shows the agents, by their present connection.
 pub(super) fn show_agents(agents: &Agents, page: &mut MetricsPage) {
     let gauges =
-        page.gauges("shorthorn_controller_agents", "Agents, by whether this controller follows them now");
+        page.gauges("shorthorn_controller_agents", "Agents, by whether this controller is connected to them");
     let synced = agents.by_node().values().filter(|view| AgentView::is_synced(view)).count();
     gauges.set(&[("connected", "true")], number(synced));
     gauges.set(&[("connected", "false")], number(agents.by_node().len() - synced));

@@ -1,7 +1,8 @@
-//! The shared parts of the tests of several crates: an NBD client, a client of metrics and health, and a
-//! counting allocator.
+//! The shared parts of the tests of several crates: an NBD client, a client of metrics and health, a counting
+//! allocator, and the documentation.
 
 mod allocations;
+pub mod docs;
 pub mod metrics;
 pub mod nbd;
 

@@ -79,3 +79,45 @@ pub fn samples(text: &str) -> Vec<(String, f64)> {
 pub fn value(samples: &[(String, f64)], series: &str) -> Option<f64> {
     samples.iter().find(|(name, _)| name == series).map(|(_, value)| *value)
 }
+
+/// Returns the families of an OpenMetrics text as a table for the documentation. The help of a family is its
+/// meaning; its samples have the labels.
+///
+/// # Panics
+/// A family has no sample, so that its labels are unknown.
+#[must_use]
+pub fn documented(text: &str) -> String {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let mut family = String::new();
+    for line in text.lines() {
+        if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
+            name.clone_into(&mut family);
+            rows.push(vec![
+                String::new(),
+                String::new(),
+                "?".to_owned(),
+                help.trim_end_matches('.').to_owned(),
+            ]);
+        }
+        let Some(row) = rows.last_mut() else { continue };
+        if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            row[0] = format!("`{name}{suffix}`");
+            kind.clone_into(&mut row[1]);
+        } else if !line.starts_with('#') && row[2] == "?" {
+            row[2] = labels(line);
+        }
+    }
+    let bare: Vec<&str> = rows.iter().filter(|row| row[2] == "?").map(|row| row[0].as_str()).collect();
+    assert!(bare.is_empty(), "the test gives no sample of {bare:?}");
+    super::docs::table(&["Metric", "Type", "Labels", "Meaning"], &rows)
+}
+
+/// Returns the names of the labels of a sample. `le` belongs to every histogram.
+fn labels(sample: &str) -> String {
+    let inner =
+        sample.split_once('{').and_then(|(_, rest)| rest.rsplit_once('}')).map_or("", |(inner, _)| inner);
+    let names =
+        inner.split(',').filter_map(|pair| Some(pair.split_once('=')?.0)).filter(|name| *name != "le");
+    names.collect::<Vec<_>>().join(", ")
+}

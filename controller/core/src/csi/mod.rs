@@ -14,7 +14,7 @@ pub use life::{
     max_volumes, placement, publish, published_node, undo, unpublish, waits_for,
 };
 pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
-pub use parameters::{ParameterError, ignored, parameters};
+pub use parameters::{PARAMETERS, Parameter, ParameterError, ignored, longhorn_parameters, parameters};
 pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
 
 use crate::ClusterState;

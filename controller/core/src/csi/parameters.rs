@@ -68,17 +68,109 @@ fn of_longhorn(key: &str) -> Option<Harmless> {
     OF_LONGHORN.iter().find(|(known, _)| *known == key).map(|(_, harmless)| *harmless)
 }
 
-const KNOWN: &str = "numberOfReplicas, dataLocality, replicaSoftAntiAffinity, replicaZoneSoftAntiAffinity, \
-                     replicaDiskSoftAntiAffinity, nodeSelector, diskSelector, verifyReads, frontend and fsType";
+/// A parameter of a StorageClass that has an effect.
+#[derive(Clone, Copy, Debug)]
+pub struct Parameter {
+    /// The name, which is Longhorn's if Longhorn has the parameter.
+    pub name: &'static str,
+    /// The accepted values.
+    pub values: &'static str,
+    /// The value that an absent parameter stands for.
+    pub default: &'static str,
+    /// The meaning, for the documentation.
+    pub meaning: &'static str,
+}
+
+const SWITCH: &str = "enabled, disabled or ignored";
+
+/// The parameters that have an effect.
+pub const PARAMETERS: [Parameter; 10] = [
+    Parameter {
+        name: "numberOfReplicas",
+        values: "1 to 8",
+        default: "3",
+        meaning: "Number of replicas, each a full copy of the data",
+    },
+    Parameter {
+        name: "dataLocality",
+        values: "disabled or best-effort",
+        default: "disabled",
+        meaning: "best-effort places a replica on the node of the pod if possible",
+    },
+    Parameter {
+        name: "replicaSoftAntiAffinity",
+        values: SWITCH,
+        default: "disabled",
+        meaning: "Allows several replicas on one node",
+    },
+    Parameter {
+        name: "replicaZoneSoftAntiAffinity",
+        values: SWITCH,
+        default: "enabled",
+        meaning: "Allows several replicas in one zone; they are apart if possible",
+    },
+    Parameter {
+        name: "replicaDiskSoftAntiAffinity",
+        values: SWITCH,
+        default: "enabled",
+        meaning: "Allows several replicas on one disk; they are apart if possible",
+    },
+    Parameter {
+        name: "nodeSelector",
+        values: "tags, separated by commas",
+        default: "",
+        meaning: "Tags that a node must have to get a replica",
+    },
+    Parameter {
+        name: "diskSelector",
+        values: "tags, separated by commas",
+        default: "",
+        meaning: "Tags that a disk must have to get a replica",
+    },
+    Parameter {
+        name: "verifyReads",
+        values: SWITCH,
+        default: "disabled",
+        meaning: "Replicas compare every read with their block checksums; another replica answers if one has rot",
+    },
+    Parameter {
+        name: "frontend",
+        values: "auto (or blockdev), ublk or nbd",
+        default: "auto",
+        meaning: "Driver of the device; auto is ublk if the kernel of the node has it, otherwise nbd",
+    },
+    Parameter {
+        name: "fsType",
+        values: "ext4 or xfs",
+        default: "ext4",
+        meaning: "File system of the volume",
+    },
+];
+
+fn known() -> String {
+    PARAMETERS.map(|parameter| parameter.name).join(", ")
+}
+
+/// Returns the parameters of Longhorn that are accepted without effect, each with the accepted values; none
+/// stands for any value.
+pub fn longhorn_parameters() -> impl Iterator<Item = (&'static str, Option<&'static [&'static str]>)> {
+    OF_LONGHORN.iter().map(|(name, harmless)| match harmless {
+        Harmless::Any => (*name, None),
+        Harmless::Only(values) => (*name, Some(*values)),
+    })
+}
 
 /// The reason why parameters cannot be used.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ParameterError {
     /// The parameter is not known.
-    #[error("parameter {0:?} is not known; known are {KNOWN}")]
+    #[error("parameter {0:?} is not known; known are {known}", known = known())]
     Unknown(String),
     /// Longhorn has the parameter, and its value requests a missing feature.
-    #[error("parameter {key} = {value:?} of Longhorn is not supported: leave it out; known are {KNOWN}")]
+    #[error(
+        "parameter {key} = {value:?} of Longhorn is not supported: leave it out; known are {known}",
+        known = known()
+    )]
     Longhorn {
         /// The name of the parameter.
         key: String,
@@ -126,7 +218,7 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
         "numberOfReplicas" => volume.number_of_replicas = number_of_replicas(key, value)?,
         "dataLocality" => {
             let locality: Result<DataLocality, _> = value.parse();
-            locality.map_err(|_| wrong(key, value, "disabled or best-effort"))?;
+            locality.map_err(|_| wrong(key, value))?;
             volume.data_locality = value.to_owned();
         }
         "replicaSoftAntiAffinity" => volume.replica_soft_anti_affinity = switch(key, value, false)?,
@@ -139,7 +231,7 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
         // Sidecars take it for csi.storage.k8s.io/fstype, and hand it on: it is in the capabilities.
         _ if key.eq_ignore_ascii_case("fsType") => {
             if !matches!(value, "" | "ext4" | "xfs") {
-                return Err(wrong(key, value, "ext4 or xfs"));
+                return Err(wrong("fsType", value));
             }
         }
         _ if OF_KUBERNETES.contains(&key) => {}
@@ -171,7 +263,7 @@ pub fn ignored<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> String {
 
 fn number_of_replicas(key: &str, value: &str) -> Result<u32, ParameterError> {
     let number = value.parse().ok().filter(|number: &u32| *number > 0 && *number as usize <= MAX_MEMBERS);
-    number.ok_or_else(|| wrong(key, value, &format!("1 to {MAX_MEMBERS}")))
+    number.ok_or_else(|| wrong(key, value))
 }
 
 /// Parses a switch; Longhorn says `ignored` for its default.
@@ -180,7 +272,7 @@ fn switch(key: &str, value: &str, default: bool) -> Result<bool, ParameterError>
         "enabled" | "true" => Ok(true),
         "disabled" | "false" => Ok(false),
         "ignored" => Ok(default),
-        _ => Err(wrong(key, value, "enabled, disabled or ignored")),
+        _ => Err(wrong(key, value)),
     }
 }
 
@@ -194,12 +286,14 @@ fn frontend(key: &str, value: &str) -> Result<Frontend, ParameterError> {
         "" | "auto" | "blockdev" => Ok(Frontend::Auto),
         "ublk" => Ok(Frontend::Ublk),
         "nbd" => Ok(Frontend::Nbd),
-        _ => Err(wrong(key, value, "auto (or blockdev), ublk or nbd")),
+        _ => Err(wrong(key, value)),
     }
 }
 
-fn wrong(key: &str, value: &str, expected: &str) -> ParameterError {
-    ParameterError::Value { key: key.to_owned(), value: short(value), expected: expected.to_owned() }
+fn wrong(key: &str, value: &str) -> ParameterError {
+    let known = PARAMETERS.iter().find(|parameter| parameter.name == key);
+    let expected = known.map_or("", |parameter| parameter.values).to_owned();
+    ParameterError::Value { key: key.to_owned(), value: short(value), expected }
 }
 
 fn short(text: &str) -> String {
@@ -209,6 +303,8 @@ fn short(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Timestamp;
+    use crate::objects::{SECRET_BYTES, Secret};
 
     fn of(pairs: &[(&str, &str)]) -> Result<CreateVolume, ParameterError> {
         parameters(pairs.iter().copied())
@@ -244,6 +340,19 @@ mod tests {
         assert!(!default.replica_soft_anti_affinity && !default.replica_zone_hard_anti_affinity);
         assert!(!default.replica_disk_hard_anti_affinity);
         assert_eq!(of(&[("frontend", "blockdev")]).unwrap().frontend, "auto");
+    }
+
+    #[test]
+    fn an_absent_parameter_has_the_documented_default() {
+        let spec = |pairs: &[(&str, &str)]| {
+            let volume = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..of(pairs).unwrap() };
+            volume.sketch(Secret::new([1; SECRET_BYTES]), Timestamp::UNIX_EPOCH).unwrap().spec
+        };
+        for Parameter { name, default, .. } in PARAMETERS {
+            assert_eq!(spec(&[(name, default)]), spec(&[]), "{name} = {default:?}");
+            assert!(of_longhorn(name).is_none(), "{name} has an effect");
+        }
+        assert_eq!(PARAMETERS[0].values, format!("1 to {MAX_MEMBERS}"));
     }
 
     #[test]

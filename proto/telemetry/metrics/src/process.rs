@@ -8,7 +8,7 @@ use crate::page::MetricsPage;
 const TICKS_PER_S: f64 = 100.0;
 
 pub fn show(page: &mut MetricsPage, program: &str, version: &str) {
-    let build = page.gauges("shorthorn_build_info", "1, with which program this is");
+    let build = page.gauges("shorthorn_build_info", "1, with the program and its version as labels");
     build.set(&[("program", program), ("version", version)], 1);
     // Unreadable values are not shown.
     if let Some(kib) = field_kib(&fs::read_to_string("/proc/self/status").unwrap_or_default(), "VmRSS:") {
@@ -37,7 +37,17 @@ fn cpu_ticks(stat: &str) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_testkit::docs::check_generated;
+    use shorthorn_testkit::metrics::documented;
+
     use super::*;
+
+    #[test]
+    fn the_documentation_has_every_metric() {
+        let mut page = MetricsPage::default();
+        show(&mut page, "agent", "0.1.0");
+        check_generated("docs/metrics.md", "process", &documented(&page.text().unwrap()));
+    }
 
     #[test]
     fn files_of_proc_are_read() {
