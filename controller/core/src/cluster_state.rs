@@ -1,4 +1,5 @@
 mod index;
+mod rebuilds;
 mod replicas;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ pub struct ClusterState {
     /// By node name.
     pub nodes: BTreeMap<String, Node>,
     index: index::Index,
+    rebuilds: rebuilds::RebuildIndex,
     /// Objects that are stored and cannot be used.
     pub(crate) left_out: LeftOuts,
 }
@@ -87,22 +89,38 @@ impl ClusterState {
             self.left_out.remove(&key);
         }
         self.index.insert(&object);
+        let volume = match &object {
+            Object::Volume(_) | Object::Engine(_) => Some(name.clone()),
+            Object::Replica(replica) => Some(replica.spec.volume_name.to_string()),
+            Object::Node(_) => None,
+        };
         match object {
             Object::Volume(volume) => drop(self.volumes.insert(name, volume)),
             Object::Engine(engine) => drop(self.engines.insert(name, engine)),
             Object::Replica(replica) => self.replicas.insert(replica),
             Object::Node(node) => drop(self.nodes.insert(name, node)),
         }
+        if let Some(volume) = volume {
+            self.follow_rebuilds(&volume);
+        }
     }
 
     /// Takes out the object of that key.
     pub fn remove(&mut self, key: &Key) {
         self.index.remove(key);
+        let volume = match key.kind {
+            Kind::Volume | Kind::Engine => Some(key.name.clone()),
+            Kind::Replica => self.replicas.get(&key.name).map(|replica| replica.spec.volume_name.to_string()),
+            Kind::Node => None,
+        };
         match key.kind {
             Kind::Volume => drop(self.volumes.remove(&key.name)),
             Kind::Engine => drop(self.engines.remove(&key.name)),
             Kind::Replica => self.replicas.remove(&key.name),
             Kind::Node => drop(self.nodes.remove(&key.name)),
+        }
+        if let Some(volume) = volume {
+            self.follow_rebuilds(&volume);
         }
     }
 

@@ -143,10 +143,9 @@ impl ClusterState {
         self.index.growing.iter().filter_map(|name| self.volumes.get(name))
     }
 
-    /// Returns the engines that serve and may have fewer members than wanted.
-    pub fn incomplete_engines(&self) -> impl Iterator<Item = &Engine> {
-        let names = self.index.rebuilding.union(&self.index.incomplete);
-        names.filter_map(|name| self.engines.get(name)).filter(|engine| engine.status.is_serving())
+    /// Returns true if the volume may have fewer members than wanted.
+    pub(super) fn may_lack_member(&self, volume: &str) -> bool {
+        self.index.rebuilding.contains(volume) || self.index.incomplete.contains(volume)
     }
 
     /// Returns the volumes that may lack a replica, or have one that is to leave its place.
@@ -163,6 +162,7 @@ mod tests {
     use proptest::prelude::*;
     use shorthorn_types::{ReplicaId, VolumeName};
 
+    use super::super::rebuilds::RebuildIndex;
     use super::*;
     use crate::Timestamp;
     use crate::objects::{
@@ -238,9 +238,11 @@ mod tests {
                 let mut anew = ClusterState::default();
                 cluster.keys().filter_map(|key: Key| cluster.get(&key)).for_each(|object| anew.insert(object));
                 prop_assert_eq!(&cluster.index, &anew.index);
+                prop_assert_eq!(&cluster.rebuilds, &anew.rebuilds);
             }
             cluster.keys().collect::<Vec<_>>().iter().for_each(|key| cluster.remove(key));
             prop_assert_eq!(&cluster.index, &Index::default());
+            prop_assert_eq!(&cluster.rebuilds, &RebuildIndex::default());
             prop_assert_eq!(cluster.version(&Key::new(Kind::Node, "n1")), 0);
         }
     }

@@ -200,7 +200,8 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
 /// Returns the volumes that look for places.
 fn seeking(cluster: &ClusterState) -> impl Iterator<Item = Key> {
     let keys = cluster.incomplete_or_moving_volumes().into_iter().map(|name| Key::new(Kind::Volume, name));
-    keys.filter(|key| gives_space_away(cluster, key))
+    // A volume places no other replica while one is rebuilt.
+    keys.filter(|key| !cluster.has_rebuild(&key.name) && gives_space_away(cluster, key))
 }
 
 /// The controller's sight of a node.

@@ -2,53 +2,54 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_types::ReplicaId;
-
 use super::{Context, remaining};
+use crate::NodeName;
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
-use crate::{ClusterState, NodeName};
 
 /// The rebuilds in the cluster, as a volume with that many members counts them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Rebuilds {
-    by_node: BTreeMap<NodeName, u32>,
-    /// The number of other volumes that wait for a place and have fewer members.
+#[derive(Clone, Debug)]
+pub(super) struct Rebuilds<'a> {
+    /// The rebuilds of stored replicas.
+    by_node: &'a BTreeMap<NodeName, u32>,
+    /// The rebuilds of replicas that are about to be stored.
+    coming: BTreeMap<NodeName, u32>,
+    /// The maximum number of rebuilds on a node.
+    most: u32,
+    /// The number of other volumes that wait for a place and have fewer members, at most `most`.
     needier: u32,
 }
 
-impl Rebuilds {
-    /// Looks at every engine that serves and may lack a member. Only a volume that is about to place a
-    /// replica needs that.
-    pub(super) fn look(context: &Context<'_>, engine: &Engine) -> Rebuilds {
-        let cluster = context.cluster;
-        let mut rebuilds = Rebuilds::default();
-        let own = members(engine);
-        for other in cluster.incomplete_engines() {
-            let Some(owner) = cluster.volumes.get(&other.metadata.name) else { continue };
-            let coming = coming(cluster, owner, other);
-            let has_fewer = members(other) < own.min(owner.spec.number_of_replicas);
-            let is_needier = has_fewer && coming.is_empty() && waits_for_scheduling(context, owner, other);
-            rebuilds.needier += u32::from(is_needier);
-            for replica in coming {
-                *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
-            }
-        }
+impl<'a> Rebuilds<'a> {
+    /// Looks at the rebuilds. Only a volume that is about to place a replica needs that.
+    pub(super) fn look(context: &Context<'a>, engine: &Engine) -> Rebuilds<'a> {
+        let (cluster, most) = (context.cluster, context.settings.rebuilds_per_node);
+        let own = engine.status.replica_mode_map.values();
+        let own = own.filter(|member| member.mode == MemberMode::Member).count();
+        let waiting = cluster.volumes_without_rebuild(u32::try_from(own).unwrap_or(u32::MAX));
+        let is_needier = |(members, owner, engine): &(u32, &Volume, &Engine)| {
+            *members < owner.spec.number_of_replicas && waits_for_scheduling(context, owner, engine)
+        };
+        // More than a node may have change nothing.
+        let needier = waiting.filter(is_needier).take(most as usize).count();
         // Replicas of new volumes are made, not rebuilt.
         let is_rebuild = |replica: &&Replica| {
             let owner = cluster.volumes.get(replica.spec.volume_name.as_str());
             owner.is_some_and(|owner| owner.status.state != VolumeState::Creating)
         };
+        let mut coming = BTreeMap::new();
         for replica in cluster.replicas.coming().filter(is_rebuild) {
-            *rebuilds.by_node.entry(replica.spec.node_id.clone()).or_default() += 1;
+            *coming.entry(replica.spec.node_id.clone()).or_default() += 1;
         }
-        rebuilds
+        let needier = u32::try_from(needier).unwrap_or(u32::MAX);
+        Rebuilds { by_node: cluster.rebuilds_by_node(), coming, most, needier }
     }
 
     /// Returns how many more replicas may be placed on that node for this volume. Volumes that need a place
     /// more come first.
-    pub(super) fn left(&self, node: &NodeName, most: u32) -> u32 {
-        let there = self.by_node.get(node).copied().unwrap_or(0);
-        most.saturating_sub(there).saturating_sub(self.needier)
+    pub(super) fn left(&self, node: &NodeName) -> u32 {
+        let count = |counts: &BTreeMap<NodeName, u32>| counts.get(node).copied().unwrap_or(0);
+        let there = count(self.by_node).saturating_add(count(&self.coming));
+        self.most.saturating_sub(there).saturating_sub(self.needier)
     }
 }
 
@@ -63,33 +64,4 @@ fn waits_for_scheduling(context: &Context<'_>, volume: &Volume, engine: &Engine)
     };
     scheduled.is_none_or(|scheduled| scheduled.status)
         && !context.cluster.replicas_of(&volume.spec.volume_name).any(may_come)
-}
-
-fn members(engine: &Engine) -> u32 {
-    let members = engine.status.replica_mode_map.values();
-    u32::try_from(members.filter(|member| member.mode == MemberMode::Member).count()).unwrap_or(u32::MAX)
-}
-
-/// Returns the replicas that are being rebuilt, or have been made for that and are not yet.
-fn coming<'a>(cluster: &'a ClusterState, volume: &'a Volume, engine: &'a Engine) -> Vec<&'a Replica> {
-    let mode = |id: ReplicaId| engine.status.replica_mode_map.get(&id).map(|member| member.mode);
-    let is_member = |id: &ReplicaId| mode(*id) == Some(MemberMode::Member);
-    let wanted = volume.spec.number_of_replicas as usize;
-    // Most volumes have all their members: nothing is looked up for those.
-    let modes = &engine.status.replica_mode_map;
-    if modes.len() >= wanted && modes.keys().all(is_member) {
-        return Vec::new();
-    }
-    let is_coming = |replica: &&Replica| {
-        let id = replica.spec.replica_id;
-        let is_new = replica.status.healthy_at.is_none() && !volume.status.first_members.contains(&id);
-        match mode(id) {
-            Some(MemberMode::Member) => false,
-            Some(MemberMode::Rebuilding) => true,
-            Some(MemberMode::Failed | MemberMode::Connecting) | None => {
-                is_new && !replica.metadata.is_deleting() && replica.status.lost_since.is_none()
-            }
-        }
-    };
-    cluster.replicas_of(&volume.spec.volume_name).filter(is_coming).collect()
 }

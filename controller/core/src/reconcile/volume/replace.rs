@@ -283,9 +283,8 @@ impl<'a> Run<'a> {
         let request = self.request();
         let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
         let rebuilds = Rebuilds::look(self.context, engine);
-        let most = self.context.settings.rebuilds_per_node;
         for node in &mut nodes {
-            node.is_busy = rebuilds.left(&node.name, most) == 0;
+            node.is_busy = rebuilds.left(&node.name) == 0;
         }
         let placed = self.place_one(&request, &mut nodes);
         if placed.is_err() && self.nodes_may_come().is_none() {
