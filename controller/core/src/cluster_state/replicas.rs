@@ -33,6 +33,11 @@ impl Replicas {
         self.scheduled.get(node)
     }
 
+    /// Returns the scheduled bytes on the disks of all nodes.
+    pub(crate) const fn scheduled(&self) -> &BTreeMap<NodeName, BTreeMap<String, ScheduledBytes>> {
+        &self.scheduled
+    }
+
     /// Returns the replicas that are about to be stored.
     pub fn coming(&self) -> impl Iterator<Item = &Replica> {
         self.coming.values()

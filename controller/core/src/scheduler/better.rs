@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::scores::{Choice, Gain, compare, spread};
+use super::scores::{Choice, Gain, compare, scores, spread};
 use super::zones::Zones;
 use super::{NodeCandidate, Placement, Request};
 use crate::NodeName;
@@ -62,7 +62,11 @@ fn best(
     let worth = |at: (usize, usize)| Some((at, gain(request, &choice(at), &choice(here))?));
     let worth = choices.into_iter().filter(|at| *at != here).filter_map(worth);
     let worth = worth.filter(|(_, gain)| wanted(*gain));
-    worth.min_by(|(one, _), (other, _)| compare(request, &choice(*one), &choice(*other)))
+    let scored = worth.map(|(at, gain)| {
+        let choice = choice(at);
+        ((scores(request, &choice), choice), (at, gain))
+    });
+    scored.min_by(|(one, _), (other, _)| compare(one, other)).map(|(_, found)| found)
 }
 
 /// Returns the gain of `there` over `here`, if that is worth a copy.

@@ -1,5 +1,8 @@
 //! The nodes of the cluster state as the scheduler sees them.
 
+use std::collections::{BTreeMap, btree_map};
+use std::iter::Peekable;
+
 use super::{DiskCandidate, NodeCandidate};
 use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents, Detail, InstanceKey};
@@ -19,10 +22,17 @@ pub fn candidates_for_new(cluster: &ClusterState, agents: &Agents) -> Vec<NodeCa
 }
 
 fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
+    let mut views = Sorted::new(agents.by_node());
+    let mut scheduled = Sorted::new(cluster.replicas.scheduled());
     let candidate = |node: &Node| {
-        let name = NodeName::new(&node.metadata.name).ok()?;
-        let view = agents.get(&name);
-        let scheduled = cluster.replicas.scheduled_on(name.as_str());
+        let view = views.get(&node.metadata.name);
+        // A known name is not checked again.
+        let name = match view {
+            Some((name, _)) => name.clone(),
+            None => NodeName::new(&node.metadata.name).ok()?,
+        };
+        let view = view.map(|(_, view)| view);
+        let scheduled = scheduled.get(&node.metadata.name).map(|(_, disks)| disks);
         let disk = |(path, spec): (&String, &DiskSpec)| {
             let here = |replica: &&&Replica| replica.spec.node_id == name && replica.spec.disk_path == *path;
             let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
@@ -48,6 +58,22 @@ fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> V
         })
     };
     cluster.nodes.values().filter_map(candidate).collect()
+}
+
+/// The entries of a map, for names that are asked for in their order: with many nodes, a search for each
+/// would take most of the time of a placement.
+struct Sorted<'a, V>(Peekable<btree_map::Iter<'a, NodeName, V>>);
+
+impl<'a, V> Sorted<'a, V> {
+    fn new(map: &'a BTreeMap<NodeName, V>) -> Sorted<'a, V> {
+        Sorted(map.iter().peekable())
+    }
+
+    /// Returns the entry of `name`, which is not before an earlier one.
+    fn get(&mut self, name: &str) -> Option<(&'a NodeName, &'a V)> {
+        while self.0.next_if(|(other, _)| other.as_str() < name).is_some() {}
+        self.0.peek().copied().filter(|(other, _)| other.as_str() == name)
+    }
 }
 
 /// Returns the bytes that the copy of a replica will take at once, as far as agents show them.

@@ -14,6 +14,8 @@ mod room;
 mod scores;
 mod zones;
 
+use std::collections::BTreeMap;
+
 use crate::objects::{DataLocality, Volume};
 use crate::{Label, Labels, NodeName};
 
@@ -196,8 +198,20 @@ pub fn schedule(
     present: u32,
     wanted: u32,
 ) -> Result<Vec<Placement>, Refusal> {
+    if present >= wanted {
+        return Ok(Vec::new());
+    }
     let mut zones = Zones::of(nodes);
-    (present..wanted).map(|placed| take(request, nodes, &mut zones, placed, wanted)).collect()
+    let mut choices = zones.count(request, nodes);
+    let mut placements = Vec::new();
+    for placed in present..wanted {
+        let Some((at, disk_at)) = best(request, nodes, &zones, &choices) else {
+            return Err(Refusal::new(request, nodes, &zones, placed, wanted));
+        };
+        placements.push(take(request, &mut nodes[at], disk_at));
+        zones.follow(request, nodes, at, &mut choices);
+    }
+    Ok(placements)
 }
 
 /// Finds a place for one more replica than the `present` ones.
@@ -205,27 +219,16 @@ pub fn schedule(
 /// # Errors
 /// [`Refusal`] if no place is found.
 pub fn place_one(request: &Request, nodes: &mut [NodeCandidate], present: u32) -> Result<Placement, Refusal> {
-    let mut zones = Zones::of(nodes);
-    take(request, nodes, &mut zones, present, present.saturating_add(1))
+    let mut placements = schedule(request, nodes, present, present.saturating_add(1))?;
+    placements.pop().ok_or_else(|| Refusal::of(request, BTreeMap::new(), present, present))
 }
 
-fn take(
-    request: &Request,
-    nodes: &mut [NodeCandidate],
-    zones: &mut Zones,
-    placed: u32,
-    wanted: u32,
-) -> Result<Placement, Refusal> {
-    let choices = zones.count(request, nodes);
-    let Some((at, disk_at)) = best(request, nodes, zones, &choices) else {
-        return Err(Refusal::new(request, nodes, zones, placed, wanted));
-    };
-    let node = nodes[at].name.clone();
-    let disk = &mut nodes[at].disks[disk_at];
+fn take(request: &Request, node: &mut NodeCandidate, disk_at: usize) -> Placement {
+    let disk = &mut node.disks[disk_at];
     disk.same_volume += 1;
     disk.scheduled_bytes = disk.scheduled_bytes.saturating_add(request.size_bytes);
     disk.available_bytes = disk.available_bytes.saturating_sub(request.used_bytes);
-    Ok(Placement { node, disk_path: disk.path.clone(), disk_uuid: disk.uuid.clone() })
+    Placement { node: node.name.clone(), disk_path: disk.path.clone(), disk_uuid: disk.uuid.clone() }
 }
 
 /// Returns the best of the disks that pass all filters.
@@ -235,11 +238,12 @@ fn best(
     zones: &Zones,
     choices: &[(usize, usize)],
 ) -> Option<(usize, usize)> {
-    let choice = |(at, disk_at): &(usize, usize)| {
+    let scored = choices.iter().map(|(at, disk_at)| {
         let node = &nodes[*at];
-        scores::Choice { node, disk: &node.disks[*disk_at], zone: zones.of_node(*at) }
-    };
-    choices.iter().copied().min_by(|one, other| scores::compare(request, &choice(one), &choice(other)))
+        let choice = scores::Choice { node, disk: &node.disks[*disk_at], zone: zones.of_node(*at) };
+        ((scores::scores(request, &choice), choice), (*at, *disk_at))
+    });
+    scored.min_by(|(one, _), (other, _)| scores::compare(one, other)).map(|(_, place)| place)
 }
 
 #[cfg(test)]

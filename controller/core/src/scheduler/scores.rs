@@ -36,12 +36,27 @@ pub enum Gain {
     Room,
 }
 
-pub(super) fn compare(request: &Request, one: &Choice<'_>, other: &Choice<'_>) -> Ordering {
-    let by = |score: &Score| score(request, one).cmp(&score(request, other));
-    let scores = SPREAD.iter().map(|(_, score)| score).chain(ROOM);
+/// The scores of a choice, the most important first.
+pub(super) type Scores = [u64; SPREAD.len() + ROOM.len()];
+
+/// Returns the scores of a choice. They are computed once for many comparisons.
+pub(super) fn scores(request: &Request, choice: &Choice<'_>) -> Scores {
+    let mut scores = [0; SPREAD.len() + ROOM.len()];
+    let all = SPREAD.iter().map(|(_, score)| score).chain(ROOM);
+    for (value, score) in scores.iter_mut().zip(all) {
+        *value = score(request, choice);
+    }
+    scores
+}
+
+/// Compares two choices with their scores.
+pub(super) fn compare(one: &(Scores, Choice<'_>), other: &(Scores, Choice<'_>)) -> Ordering {
     // Names make it definite.
-    let names = || (&one.node.name, &one.disk.path).cmp(&(&other.node.name, &other.disk.path));
-    scores.map(by).find(|order| order.is_ne()).unwrap_or_else(names)
+    let names = || {
+        let ((_, one), (_, other)) = (one, other);
+        (&one.node.name, &one.disk.path).cmp(&(&other.node.name, &other.disk.path))
+    };
+    one.0.cmp(&other.0).then_with(names)
 }
 
 /// Compares the spread of the replicas with `one` instead of `other`, and returns the reason of the order;

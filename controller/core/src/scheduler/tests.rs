@@ -488,6 +488,21 @@ proptest! {
     }
 
     #[test]
+    fn several_at_once_get_the_places_that_one_after_the_other_gets(
+        nodes in some_nodes(), request in some_request(), wanted in 1u32..9
+    ) {
+        let (mut at_once, mut one_by_one) = (nodes.clone(), nodes);
+        let placed = schedule(&request, &mut at_once, 0, wanted);
+        let one_by_one: Result<Vec<Placement>, Refusal> =
+            (0..wanted).map(|present| place_one(&request, &mut one_by_one, present)).collect();
+        prop_assert_eq!(placed.as_ref().ok(), one_by_one.as_ref().ok());
+        let refused = |result: &Result<Vec<Placement>, Refusal>| {
+            result.as_ref().err().map(|refusal| (refusal.placed, refusal.by_node.clone()))
+        };
+        prop_assert_eq!(refused(&placed), refused(&one_by_one));
+    }
+
+    #[test]
     fn the_largest_volume_has_a_place_and_no_larger_one_has(
         nodes in some_nodes(), request in some_request(), wanted in 1u32..5, more in 1u64..1 << 20,
     ) {

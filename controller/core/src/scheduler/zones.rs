@@ -46,7 +46,7 @@ impl Zones {
             zone.excused += node.excused();
         }
         // Which nodes can be chosen depends on the sums above.
-        let mut choices = Vec::new();
+        let mut choices = Vec::with_capacity(nodes.len());
         let mut rooms = vec![(0u128, 0u128); self.zones.len()];
         for (at, node) in nodes.iter().enumerate() {
             if !filters::takes(request, node, self.of_node(at)) {
@@ -61,10 +61,44 @@ impl Zones {
                 }
             }
         }
-        for (zone, (bytes, disks)) in self.zones.iter_mut().zip(rooms) {
-            let mean = bytes.checked_div(disks).unwrap_or(0);
-            zone.mean_room_bytes = u64::try_from(mean).unwrap_or(u64::MAX);
+        for (zone, room) in self.zones.iter_mut().zip(rooms) {
+            zone.mean_room_bytes = mean(room);
         }
         choices
     }
+
+    /// Follows a replica that was placed on a disk of the node `at`: keeps the choices that still pass all
+    /// filters. Only its zone has changed, and no disk can be chosen that could not be chosen before.
+    pub(super) fn follow(
+        &mut self,
+        request: &Request,
+        nodes: &[NodeCandidate],
+        at: usize,
+        choices: &mut Vec<(usize, usize)>,
+    ) {
+        let changed = self.of_node[at];
+        if !nodes[at].evicted {
+            self.zones[changed].same_volume += 1;
+        }
+        let zone = self.zones[changed];
+        let mut room = (0u128, 0u128);
+        choices.retain(|(at, disk_at)| {
+            if self.of_node[*at] != changed {
+                return true;
+            }
+            let (node, disk) = (&nodes[*at], &nodes[*at].disks[*disk_at]);
+            let is_choice = filters::takes(request, node, &zone) && filters::takes_on(request, disk);
+            if is_choice {
+                room.0 += u128::from(disk.room_bytes(request.limits));
+                room.1 += 1;
+            }
+            is_choice
+        });
+        self.zones[changed].mean_room_bytes = mean(room);
+    }
+}
+
+/// Returns the average of the room on that many disks.
+fn mean((bytes, disks): (u128, u128)) -> u64 {
+    u64::try_from(bytes.checked_div(disks).unwrap_or(0)).unwrap_or(u64::MAX)
 }
