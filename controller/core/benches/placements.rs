@@ -46,7 +46,8 @@ struct Cluster {
 fn main() {
     // `cargo test --benches` runs this too, and wants no more than that it works.
     let is_test = !std::env::args().any(|argument| argument == "--bench");
-    let (nodes, volumes) = if is_test { (20, 50) } else { (NODES, VOLUMES) };
+    let sizes = (option("--nodes").unwrap_or(NODES), option("--volumes").unwrap_or(VOLUMES));
+    let (nodes, volumes) = if is_test { (20, 50) } else { sizes };
     let mut cluster = Cluster::of(nodes);
     let mut deciding = Duration::ZERO;
     let mut slowest = Duration::ZERO;
@@ -77,6 +78,11 @@ fn main() {
     line("most, replicas per node", most.to_string());
     line("volumes not in 3 zones", cluster.badly_zoned().to_string());
     cluster.plan_moves(line);
+}
+
+/// Returns the number that follows that word on the command line.
+fn option(word: &str) -> Option<usize> {
+    std::env::args().skip_while(|argument| argument != word).nth(1).map(|number| number.parse().unwrap())
 }
 
 impl Cluster {
