@@ -224,8 +224,8 @@ impl Store for Contended {
         self.store.remove(key, version).await
     }
 
-    fn reserve(&self, replicas: Vec<Replica>) {
-        self.store.reserve(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) -> bool {
+        self.store.reserve(replicas)
     }
 
     fn forget_reservations(&self, names: &[String]) {

@@ -124,9 +124,23 @@ impl ClusterState {
         }
     }
 
-    /// Reserves the place of a replica that is about to be stored.
-    pub fn reserve(&mut self, replica: Replica) {
-        self.replicas.reserve(replica);
+    /// Reserves the places of replicas that are about to be stored, if each of them is still open. A disk or
+    /// a node may have been cordoned, or removed, since the places were chosen. False: none is reserved.
+    #[must_use]
+    pub fn reserve(&mut self, replicas: Vec<Replica>) -> bool {
+        if !replicas.iter().all(|replica| self.takes(replica)) {
+            return false;
+        }
+        replicas.into_iter().for_each(|replica| self.replicas.reserve(replica));
+        true
+    }
+
+    /// Returns true if the disk of `replica` takes new replicas.
+    fn takes(&self, replica: &Replica) -> bool {
+        let node = self.nodes.get(replica.spec.node_id.as_str());
+        let node = node.filter(|node| node.spec.allow_scheduling && !node.spec.eviction_requested);
+        let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
+        disk.is_some_and(|disk| disk.allow_scheduling && !disk.eviction_requested)
     }
 
     /// Drops the reservation of a replica that is stored, or will not be.

@@ -73,8 +73,8 @@ impl Store for Metered {
         result
     }
 
-    fn reserve(&self, replicas: Vec<Replica>) {
-        self.store.reserve(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) -> bool {
+        self.store.reserve(replicas)
     }
 
     fn forget_reservations(&self, names: &[String]) {
@@ -120,8 +120,8 @@ mod tests {
             self.0.remove(key, version).await
         }
 
-        fn reserve(&self, replicas: Vec<Replica>) {
-            self.0.reserve(replicas);
+        fn reserve(&self, replicas: Vec<Replica>) -> bool {
+            self.0.reserve(replicas)
         }
 
         fn forget_reservations(&self, names: &[String]) {

@@ -42,9 +42,8 @@ impl Cache {
         }
     }
 
-    pub(super) fn reserve(&self, replicas: Vec<Replica>) {
-        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
-        replicas.into_iter().for_each(|replica| state.reserve(replica));
+    pub(super) fn reserve(&self, replicas: Vec<Replica>) -> bool {
+        self.state.write().unwrap_or_else(PoisonError::into_inner).reserve(replicas)
     }
 
     pub(super) fn forget_reservations(&self, names: &[String]) {

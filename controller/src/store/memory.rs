@@ -51,8 +51,8 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn reserve(&self, replicas: Vec<Replica>) {
-        self.cache.reserve(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) -> bool {
+        self.cache.reserve(replicas)
     }
 
     fn forget_reservations(&self, names: &[String]) {

@@ -38,8 +38,10 @@ pub trait Store: Send + Sync + 'static {
     /// Removes the object durably if it still has this version.
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
 
-    /// Reserves the places of replicas that are about to be stored.
-    fn reserve(&self, replicas: Vec<Replica>);
+    /// Reserves the places of replicas that are about to be stored. False: one of them takes no replica any
+    /// more, and none is reserved.
+    #[must_use]
+    fn reserve(&self, replicas: Vec<Replica>) -> bool;
 
     /// Drops the reservations of replicas that are stored, or will not be.
     fn forget_reservations(&self, names: &[String]);

@@ -135,8 +135,8 @@ impl Store for RedbStore {
         self.blocking(move |inner| inner.write(Write::Remove(key, version))).await.map(drop)
     }
 
-    fn reserve(&self, replicas: Vec<Replica>) {
-        self.inner.cache.reserve(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) -> bool {
+        self.inner.cache.reserve(replicas)
     }
 
     fn forget_reservations(&self, names: &[String]) {

@@ -95,7 +95,9 @@ impl Worker {
     async fn one(self: Arc<Worker>, key: Key) {
         let started = Instant::now();
         let outcome = match self.decide_and_reserve(&key) {
-            Ok((decision, version, scheduled)) => {
+            // The next decision knows why the place is not open any more.
+            Ok(None) => Outcome::Failed,
+            Ok(Some((decision, version, scheduled))) => {
                 let outcome = self.carry_out(&key, version, decision).await;
                 if !scheduled.is_empty() {
                     self.store.forget_reservations(&scheduled);
@@ -112,17 +114,22 @@ impl Worker {
     }
 
     /// Returns a decision, the version of the object that it is about, and the names of the new replicas
-    /// whose space is reserved until it is carried out.
-    fn decide_and_reserve(&self, key: &Key) -> Result<(Decision, u64, Vec<String>), getrandom::Error> {
+    /// whose space is reserved until it is carried out. None: a disk or a node that the decision has chosen
+    /// takes no replica any more.
+    fn decide_and_reserve(
+        &self,
+        key: &Key,
+    ) -> Result<Option<(Decision, u64, Vec<String>)>, getrandom::Error> {
         let gives = gives_space_away(&self.store.state(), key);
         let _placing = gives.then(|| self.placing.lock().unwrap_or_else(PoisonError::into_inner));
         let (decision, version) = self.decide(key)?;
         let new: Vec<Replica> = decision.new_replicas(&self.store.state()).cloned().collect();
         let names = new.iter().map(|replica| replica.metadata.name.clone()).collect();
-        if !new.is_empty() {
-            self.store.reserve(new);
+        if !new.is_empty() && !self.store.reserve(new) {
+            tracing::info!(object = %key, "a place was closed after it was chosen: looking again");
+            return Ok(None);
         }
-        Ok((decision, version, names))
+        Ok(Some((decision, version, names)))
     }
 
     fn decide(&self, key: &Key) -> Result<(Decision, u64), getrandom::Error> {

@@ -139,7 +139,7 @@ fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
 fn a_disk_stays_on_which_a_replica_has_a_place() {
     let mut cluster = cluster(false);
     let replica = self::cluster(true).replicas.values().next().unwrap().clone();
-    cluster.reserve(replica.clone());
+    assert!(cluster.reserve(vec![replica.clone()]));
     for change in [
         remove(false, false).apply(&cluster, &agents("")),
         remove(false, false).closed(&cluster, &agents("")),
@@ -167,4 +167,29 @@ fn a_disk_that_its_agent_keeps_is_opened_again() {
     (disk.eviction_requested, disk.allow_scheduling) = (true, false);
     cluster.insert(drained.into());
     assert!(matches!(remove(false, false).reopened(&cluster), Ok(Change::AlreadySo(_))));
+}
+
+/// A replica was given a place, and an operator closes the disk before the place is reserved.
+#[test]
+fn a_place_on_a_disk_that_was_closed_meanwhile_is_not_reserved() {
+    let mut cluster = cluster(false);
+    let replica = self::cluster(true).replicas.values().next().unwrap().clone();
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster, &agents("")) else {
+        panic!("it is open")
+    };
+    let mut open = cluster.nodes["n"].clone();
+    cluster.insert(closed.into());
+    assert!(!cluster.reserve(vec![replica.clone()]) && cluster.replicas.coming().next().is_none());
+    // The same holds for a disk that is gone, and for a node that is drained.
+    let Ok(Change::Store(without)) = remove(false, false).apply(&cluster, &agents("")) else {
+        panic!("nothing is on it")
+    };
+    cluster.insert(without.into());
+    assert!(!cluster.reserve(vec![replica.clone()]));
+    open.spec.eviction_requested = true;
+    cluster.insert(open.clone().into());
+    assert!(!cluster.reserve(vec![replica.clone()]));
+    open.spec.eviction_requested = false;
+    cluster.insert(open.into());
+    assert!(cluster.reserve(vec![replica]));
 }

@@ -223,8 +223,8 @@ impl Store for KubeStore {
         finished(tokio::spawn(async move { inner.remove(&key, version).await })).await
     }
 
-    fn reserve(&self, replicas: Vec<Replica>) {
-        self.inner.cache.reserve(replicas);
+    fn reserve(&self, replicas: Vec<Replica>) -> bool {
+        self.inner.cache.reserve(replicas)
     }
 
     fn forget_reservations(&self, names: &[String]) {
