@@ -4,6 +4,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::de::Error;
 use serde::ser::SerializeSeq;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::{Map, Value};
 
 use crate::{Timestamp, schema};
 
@@ -84,7 +85,14 @@ pub struct Condition {
     /// The time at which `status` last changed.
     #[schemars(with = "schema::Time")]
     pub last_transition_time: Timestamp,
+    /// Fields of a later version, which are kept unchanged.
+    #[serde(flatten, skip_deserializing)]
+    #[schemars(skip)]
+    later: Map<String, Value>,
 }
+
+/// The fields of a condition that this version knows.
+const FIELDS: [&str; 6] = ["type", "status", "observedGeneration", "reason", "message", "lastTransitionTime"];
 
 fn is_zero(number: &u64) -> bool {
     *number == 0
@@ -133,7 +141,12 @@ impl<'de> Deserialize<'de> for Conditions {
         let mut conditions = Conditions::default();
         for condition in Vec::<serde_json::Value>::deserialize(deserializer)? {
             if ConditionType::deserialize(&condition["type"]).is_ok() {
-                conditions.known.push(Condition::deserialize(condition).map_err(D::Error::custom)?);
+                let mut known = Condition::deserialize(&condition).map_err(D::Error::custom)?;
+                if let Value::Object(mut fields) = condition {
+                    fields.retain(|name, _| !FIELDS.contains(&name.as_str()));
+                    known.later = fields;
+                }
+                conditions.known.push(known);
             } else {
                 conditions.later.push(condition);
             }
@@ -184,6 +197,7 @@ impl Conditions {
                 reason,
                 message,
                 last_transition_time: now,
+                later: Map::new(),
             }),
         }
     }
@@ -234,6 +248,22 @@ mod tests {
         assert!(written[0].get("observedGeneration").is_none(), "this store counts none: {written}");
         conditions.observe(7);
         assert_eq!(serde_json::to_value(&conditions).unwrap()[0]["observedGeneration"], 7);
+    }
+
+    #[test]
+    fn fields_of_a_later_version_stay_in_a_condition() {
+        let stored = serde_json::json!([{ "type": "Healthy", "status": "True", "observedGeneration": 3, "reason": "R",
+            "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z", "height": { "cm": 3 } }]);
+        let mut conditions: Conditions = serde_json::from_value(stored.clone()).unwrap();
+        assert_eq!(
+            conditions.get(ConditionType::Healthy).unwrap().later.len(),
+            1,
+            "no known field is there twice"
+        );
+        assert_eq!(serde_json::to_value(&conditions).unwrap(), stored);
+        conditions.set(ConditionType::Healthy, Finding::wrong("A", "b"), Timestamp::UNIX_EPOCH);
+        let written = serde_json::to_value(conditions).unwrap();
+        assert_eq!((&written[0]["status"], &written[0]["height"]["cm"]), (&"False".into(), &3.into()));
     }
 
     #[test]

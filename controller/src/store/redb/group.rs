@@ -6,6 +6,7 @@
 //! is decided on what was committed before.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use redb::{Database, ReadableDatabase};
@@ -223,16 +224,19 @@ fn text(writer: &Writer, name: &str, before: u64, object: &Object) -> Result<(Ve
     if before == 0 || is_ours {
         return Ok((serde_json::to_vec(object).map_err(failed)?, false));
     }
-    let mut new = serde_json::to_value(object).map_err(failed)?;
+    let new = serde_json::to_value(object).map_err(failed)?;
     let objects = writer.database.begin_read()?.open_table(OBJECTS)?;
     let Some(stored) = objects.get(name)? else {
         return Ok((serde_json::to_vec(&new).map_err(failed)?, false));
     };
-    let stored: Value = serde_json::from_slice(stored.value()).map_err(failed)?;
+    let text =
+        std::str::from_utf8(stored.value()).map_err(|error| redb::Error::Io(io::Error::other(error)))?;
+    let stored: Value = serde_json::from_str(text).map_err(failed)?;
     let known: Object = Object::deserialize(&stored).map_err(failed)?;
     let known = serde_json::to_value(known).map_err(failed)?;
-    later::keep(&stored, &known, &mut new);
-    Ok((serde_json::to_vec(&new).map_err(failed)?, stored != known))
+    let kept = later::keep(text, &known, &new)
+        .map_or_else(|| serde_json::to_vec(&new).map_err(failed), |kept| Ok(kept.into_bytes()))?;
+    Ok((kept, stored != known))
 }
 
 fn commit(database: &Database, changes: &[Decided], revision: u64) -> Result<(), redb::Error> {
@@ -254,14 +258,13 @@ fn commit(database: &Database, changes: &[Decided], revision: u64) -> Result<(),
 
 #[cfg(test)]
 mod tests {
-    use std::io;
     use std::path::Path;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use redb::StorageBackend;
     use redb::backends::InMemoryBackend;
     use shorthorn_controller_core::Timestamp;
-    use shorthorn_controller_core::objects::{Kind, Node};
+    use shorthorn_controller_core::objects::{ConditionType, Finding, Kind, Node};
 
     use super::super::RedbStore;
     use super::*;
@@ -378,19 +381,32 @@ mod tests {
         drop(store);
         let mut text = serde_json::to_value(&stored).unwrap();
         text["status"]["levitation"] = 3.into();
+        let condition = serde_json::json!({ "type": "Ready", "status": "True", "height": { "cm": 7 },
+            "lastTransitionTime": "2026-01-02T03:04:05Z" });
+        text["status"]["conditions"] = vec![condition].into();
+        text["spec"]["later"] = 1.into();
+        let big = "123456789012345678901234567890";
+        let bytes = text.to_string().replace("\"later\":1", &format!("\"later\":{big}"));
         let database = Database::open(&path).unwrap();
         let transaction = database.begin_write().unwrap();
-        let bytes = serde_json::to_vec(&text).unwrap();
-        transaction.open_table(OBJECTS).unwrap().insert("node/a", bytes.as_slice()).unwrap();
+        transaction.open_table(OBJECTS).unwrap().insert("node/a", bytes.as_bytes()).unwrap();
         transaction.commit().unwrap();
         drop(database);
         let store = RedbStore::open(&path).unwrap();
-        let mut object = stored;
+        let Some(mut object) = store.state().get(&stored.key()) else { panic!("it cannot be read") };
+        let Object::Node(node) = &mut object else { panic!("no node") };
+        let away = Finding::wrong("AgentAway", "no answer");
+        node.status.conditions.set(ConditionType::Ready, away, Timestamp::UNIX_EPOCH);
         for _ in 0..3 {
             object = at_once(&store, vec![Write::Put(object)]).remove(0).unwrap().unwrap();
         }
         let objects = lock(&store.inner.writer).database.begin_read().unwrap().open_table(OBJECTS).unwrap();
-        let kept: Value = serde_json::from_slice(objects.get("node/a").unwrap().unwrap().value()).unwrap();
+        let stored = objects.get("node/a").unwrap().unwrap();
+        let kept: Value = serde_json::from_slice(stored.value()).unwrap();
         assert_eq!(kept["status"]["levitation"], 3);
+        let condition = &kept["status"]["conditions"][0];
+        assert_eq!((&condition["height"]["cm"], &condition["status"]), (&7.into(), &"False".into()));
+        let text = String::from_utf8_lossy(stored.value()).into_owned();
+        assert!(text.contains(&format!("\"later\":{big}")), "{text}");
     }
 }
