@@ -1,6 +1,7 @@
 //! `shorthorn-controller`: keeps volumes in their desired state.
 
 use std::io::{self, Write};
+use std::time::Duration;
 
 use clap::Parser;
 use shorthorn_controller::config::{Cli, Config, ControllerCommand, CrdsArgs};
@@ -13,6 +14,9 @@ use tokio::signal::unix::{SignalKind, signal};
 /// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API
 /// server is away.
 const QUIET: &[&str] = &["kube_client=off"];
+
+/// The longest that threads with a write may delay the end.
+const THREADS_LIMIT: Duration = Duration::from_secs(5);
 
 fn main() -> anyhow::Result<()> {
     let args = match Cli::parse().command {
@@ -27,8 +31,10 @@ fn main() -> anyhow::Result<()> {
     let config = Config::load(*args)?;
     shorthorn_logging::start(&config.log, config.log_format, QUIET);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(config))?;
-    Ok(())
+    let served = runtime.block_on(serve(config));
+    // A thread that waits for a disk which hangs does not hold up the end.
+    runtime.shutdown_timeout(THREADS_LIMIT);
+    Ok(served?)
 }
 
 /// Waits for a signal, because the first process of a container must handle SIGTERM itself.

@@ -1,9 +1,11 @@
+mod disk;
 mod group;
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLockReadGuard};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
@@ -13,6 +15,7 @@ use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
 
+use self::disk::Disk;
 use self::group::{Queue, Write, Writer};
 use super::cache::Cache;
 use super::{Store, StoreError};
@@ -44,6 +47,9 @@ const REMEDY: &str = "start the release of the controller that stored it, or res
 /// pages.
 const CACHE_BYTES: usize = 16 << 20;
 
+/// The longest that a caller waits for the disk. A commit waits for one fsync.
+const DISK_LIMIT: Duration = Duration::from_secs(30);
+
 #[derive(Debug)]
 struct Inner {
     path: PathBuf,
@@ -57,6 +63,7 @@ struct Inner {
     committed: Condvar,
     /// The writer, which the caller that commits locks.
     writer: Mutex<Writer>,
+    disk: Disk,
 }
 
 impl RedbStore {
@@ -78,6 +85,11 @@ impl RedbStore {
 
     /// The store in that database.
     fn over(path: &Path, database: Database) -> Result<RedbStore, StoreError> {
+        RedbStore::over_disk(path, database, Disk::new(DISK_LIMIT))
+    }
+
+    /// The store in that database on `disk`.
+    fn over_disk(path: &Path, database: Database, disk: Disk) -> Result<RedbStore, StoreError> {
         let drawn = new_cluster()
             .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
         let (revision, cluster) = prepare(&database, &drawn).map_err(|error| error.at(path))?;
@@ -90,6 +102,7 @@ impl RedbStore {
             queue: Mutex::default(),
             committed: Condvar::new(),
             writer: Mutex::new(Writer::new(database, revision)),
+            disk,
         };
         Ok(RedbStore { inner: Arc::new(inner) })
     }
@@ -101,17 +114,21 @@ impl RedbStore {
     }
 
     /// Runs `write` on a thread that may block. It completes even if the caller is gone, so that memory and
-    /// file never differ.
+    /// file never differ. A disk that hangs holds up its threads, and no caller longer than the limit.
     async fn blocking<T: Send + 'static>(
         &self,
         write: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
+        // No thread waits behind one that hangs already.
+        self.inner.disk.check().map_err(|hung| self.inner.hung(hung))?;
         let inner = Arc::clone(&self.inner);
-        match tokio::task::spawn_blocking(move || write(&inner)).await {
-            Ok(result) => result,
-            Err(error) => {
+        let writing = tokio::task::spawn_blocking(move || write(&inner));
+        match tokio::time::timeout(self.inner.disk.limit(), writing).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(error)) => {
                 Err(StoreError::Write { path: self.inner.path.clone(), message: error.to_string() })
             }
+            Err(_) => Err(self.inner.hung(self.inner.disk.limit())),
         }
     }
 }
@@ -153,6 +170,14 @@ impl Store for RedbStore {
 }
 
 impl Inner {
+    /// The error of a write that has not ended. It may still succeed: with the next one, memory has its result.
+    fn hung(&self, waited: Duration) -> StoreError {
+        let (path, waited) = (self.path.display(), waited.as_secs_f64());
+        StoreError::Unavailable {
+            message: format!("{path}: a write has not ended within {waited:.1} s: look at its disk"),
+        }
+    }
+
     fn write_error(&self, error: &redb::Error) -> StoreError {
         StoreError::Write { path: self.path.clone(), message: error.to_string() }
     }
@@ -167,6 +192,7 @@ impl Keeper for RedbKeeper {
     async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
         let loaded = self.0.blocking(|inner| {
             let writer = inner.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            let _access = inner.disk.begin();
             authority(&writer.database).map_err(|error| inner.write_error(&error))
         });
         loaded.await.map_err(|error| KeeperError(error.to_string()))
@@ -175,6 +201,7 @@ impl Keeper for RedbKeeper {
     async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError> {
         let saved = self.0.blocking(move |inner| {
             let writer = inner.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            let _access = inner.disk.begin();
             save_authority(&writer.database, &state).map_err(|error| inner.write_error(&error))
         });
         saved.await.map_err(|error| KeeperError(error.to_string()))

@@ -139,6 +139,7 @@ impl Inner {
     }
 
     fn commit(&self, writer: &mut Writer, batch: Vec<Waiting>) {
+        let _access = self.disk.begin();
         let mut decided = Vec::new();
         for Waiting { write, answer } in batch {
             let revision = writer.revision + 1 + decided.len() as u64;
