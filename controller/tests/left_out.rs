@@ -7,7 +7,7 @@ use std::path::Path;
 
 use redb::{Database, TableDefinition};
 use support::cluster::Cluster;
-use support::csi::{Caller, code, create, publish};
+use support::csi::{Caller, create, publish};
 use tonic::Code;
 
 const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");
@@ -31,6 +31,7 @@ async fn an_object_that_cannot_be_read_is_named_and_counts_all_the_same() {
     let store = cluster.path("store.redb");
     let mut csi = Caller::new(&cluster.path("csi.sock"));
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
+    cluster.ok(&["volume", "create", "u", "--size", "1GiB", "--replicas", "1"]).await;
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     for (name, key) in [("volume/v", "volume v"), ("engine/v", "engine v")] {
         cluster.stop_controller().await;
@@ -39,8 +40,17 @@ async fn an_object_that_cannot_be_read_is_named_and_counts_all_the_same() {
         let doctor = cluster.run(&["doctor"]).await;
         let doctor = String::from_utf8_lossy(&doctor.stdout).into_owned();
         assert!(doctor.contains(&format!("{key} cannot be used")), "{doctor}");
-        let listed = csi.list(0, "").await;
-        assert_eq!(code(&listed), Code::Unavailable, "{listed:?}");
+        let listed = csi.list(0, "").await.unwrap().entries;
+        let shown = |entry: &shorthorn_api::csi::v1::list_volumes_response::Entry| {
+            (entry.volume.clone().unwrap().volume_id, entry.status.clone().unwrap().published_node_ids)
+        };
+        let listed: Vec<_> = listed.iter().map(shown).collect();
+        let expected = [("u".to_owned(), Vec::new()), ("v".to_owned(), vec!["a".to_owned()])];
+        assert_eq!(listed, expected, "the other volume too, and this one where it may be");
+        let first = csi.list(1, "").await.unwrap();
+        assert_eq!((shown(&first.entries[0]).0.as_str(), first.next_token.as_str()), ("u", "after:u"));
+        let second = csi.list(1, "after:u").await.unwrap();
+        assert_eq!((shown(&second.entries[0]).0.as_str(), second.next_token.as_str()), ("v", ""));
         for node in ["a", "b"] {
             let (_, text) = cluster.fails(&["node", "can-reboot", node]).await;
             assert!(text.contains("not safe") && text.contains(key), "{text}");
@@ -65,8 +75,9 @@ async fn an_object_that_cannot_be_read_is_named_and_counts_all_the_same() {
         cluster.start_controller().await;
         cluster.until("v", "healthy", |volume| volume["robustness"] == "healthy").await;
     }
-    assert_eq!(csi.ids().await, ["v"]);
+    assert_eq!(csi.ids().await, ["u", "v"]);
     cluster.ok(&["volume", "detach", "v"]).await;
     cluster.ok(&["volume", "delete", "v", "--yes"]).await;
+    cluster.ok(&["volume", "delete", "u", "--yes"]).await;
     cluster.check();
 }

@@ -56,6 +56,11 @@ impl LeftOut {
         self.nodes.as_ref().is_none_or(|nodes| nodes.contains(node))
     }
 
+    /// Returns the nodes that its text names, as far as it can be read.
+    pub fn nodes(&self) -> impl Iterator<Item = &str> {
+        self.nodes.iter().flatten().map(String::as_str)
+    }
+
     fn may_be_on_disk(&self, node: &str, path: &str) -> bool {
         self.may_be_on(node) && self.disk_path.as_deref().is_none_or(|disk| disk == path)
     }

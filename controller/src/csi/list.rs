@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Bound;
 
 use shorthorn_api::csi::v1;
-use shorthorn_controller_core::objects::{Frontend, Key, Kind, SECRET_BYTES, Secret, Volume};
+use shorthorn_controller_core::objects::{Frontend, SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::requests::{self, CreateVolume};
 use shorthorn_controller_core::{ClusterState, Timestamp, csi};
 use shorthorn_csi::{CsiError, capability};
@@ -28,20 +28,13 @@ impl CsiController {
         let after = after(&request.starting_token)?;
         let start = after.as_ref().map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_str()));
         let cluster = self.store.state();
-        // Whoever lists takes a volume that is missing for one that is gone, or that is attached nowhere.
-        let is_listed = |key: &Key| {
-            matches!(key.kind, Kind::Volume | Kind::Engine)
-                && after.as_ref().is_none_or(|after| key.name.as_str() > after.as_str())
-        };
-        let mut unknown = cluster.left_out().iter().map(|(key, _)| key).filter(|key| is_listed(key));
-        if let Some(sentence) = unknown.find_map(|key| cluster.unknown(key)) {
-            return Err(CsiError::Unavailable(sentence));
-        }
-        let mut volumes =
-            cluster.volumes.range::<str, _>((start, Bound::Unbounded)).map(|(_, volume)| volume);
-        let entries: Vec<_> = volumes.by_ref().take(max).map(|volume| entry(&cluster, volume)).collect();
-        let last =
-            entries.last().and_then(|entry| entry.volume.as_ref()).filter(|_| volumes.next().is_some());
+        let known = cluster.volumes.range::<str, _>((start, Bound::Unbounded)).map(|(name, _)| name.as_str());
+        // A caller takes a volume that is missing for one that is gone. So a volume that is stored and cannot
+        // be used is listed too, and one such volume does not hide the others.
+        let unknown = csi::unknown_volumes(&cluster, after.as_ref().map_or("", VolumeName::as_str));
+        let mut names = merged(known, unknown);
+        let entries: Vec<_> = names.by_ref().take(max).map(|name| entry(&cluster, name)).collect();
+        let last = entries.last().and_then(|entry| entry.volume.as_ref()).filter(|_| names.next().is_some());
         let next_token = last.map(|last| format!("{TOKEN}{}", last.volume_id)).unwrap_or_default();
         Ok(v1::ListVolumesResponse { entries, next_token })
     }
@@ -138,12 +131,30 @@ fn after(token: &str) -> Result<Option<VolumeName>, CsiError> {
     name.map(Some).ok_or_else(|| CsiError::Aborted(message.into()))
 }
 
-fn entry(cluster: &ClusterState, volume: &Volume) -> v1::list_volumes_response::Entry {
-    let status = v1::list_volumes_response::VolumeStatus {
-        published_node_ids: published(cluster, volume),
-        volume_condition: None,
+/// Merges two sequences of names, each in its order.
+fn merged<'a>(
+    one: impl Iterator<Item = &'a str>,
+    other: impl Iterator<Item = &'a str>,
+) -> impl Iterator<Item = &'a str> {
+    let (mut one, mut other) = (one.peekable(), other.peekable());
+    std::iter::from_fn(move || match (one.peek(), other.peek()) {
+        (Some(first), Some(second)) if second < first => other.next(),
+        (Some(_), _) => one.next(),
+        (None, _) => other.next(),
+    })
+}
+
+fn entry(cluster: &ClusterState, name: &str) -> v1::list_volumes_response::Entry {
+    let (volume, published_node_ids) = match cluster.volumes.get(name) {
+        Some(volume) => (shown(volume), published(cluster, volume)),
+        None => {
+            // A capacity of 0 is an unknown one.
+            let volume = v1::Volume { volume_id: name.to_owned(), ..v1::Volume::default() };
+            (volume, csi::published_nodes_of_unknown(cluster, name).into_iter().collect())
+        }
     };
-    v1::list_volumes_response::Entry { volume: Some(shown(volume)), status: Some(status) }
+    let status = v1::list_volumes_response::VolumeStatus { published_node_ids, volume_condition: None };
+    v1::list_volumes_response::Entry { volume: Some(volume), status: Some(status) }
 }
 
 fn published(cluster: &ClusterState, volume: &Volume) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! Counts objects by state.
 
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{ConditionType, CurrentState, Node, Robustness, VolumeState};
+use shorthorn_controller_core::objects::{ConditionType, CurrentState, Kind, Node, Robustness, VolumeState};
 use shorthorn_controller_core::observed::{AgentView, Agents};
 use shorthorn_metrics::MetricsPage;
 
@@ -52,6 +52,14 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
     let ready = cluster.nodes.values().filter(|node| is_ready(node)).count();
     nodes.set(&[("ready", "true")], number(ready));
     nodes.set(&[("ready", "false")], number(cluster.nodes.len() - ready));
+    let unusable = page.gauges(
+        "shorthorn_unusable_objects",
+        "Stored objects that the controller cannot use; shorthornctl doctor names them",
+    );
+    for kind in [Kind::Volume, Kind::Engine, Kind::Replica, Kind::Node] {
+        let count = cluster.left_out().iter().filter(|(key, _)| key.kind == kind).count();
+        unusable.set(&[("kind", kind.as_str())], number(count));
+    }
     let closed =
         page.gauges("shorthorn_unschedulable_nodes", "Nodes that are cordoned or drained with shorthornctl");
     closed.set(&[], number(cluster.nodes.values().filter(|node| !node.spec.allow_scheduling).count()));
@@ -103,6 +111,7 @@ mod tests {
             "shorthorn_engines{state=\"error\"} 0\n",
             "shorthorn_replicas{state=\"unknown\"} 0\n",
             "shorthorn_nodes{ready=\"false\"} 0\n",
+            "shorthorn_unusable_objects{kind=\"volume\"} 0\n",
             "shorthorn_controller_agents{connected=\"true\"} 0\n",
         ] {
             assert!(text.contains(line), "{line:?} is not in {text}");

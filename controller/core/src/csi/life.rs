@@ -1,5 +1,7 @@
 //! The life of a volume as a CSI caller sees it.
 
+use std::collections::BTreeSet;
+
 use thiserror::Error;
 
 use super::size::{self, SizeError};
@@ -245,6 +247,24 @@ pub fn published_node<'a>(cluster: &ClusterState, volume: &'a Volume) -> Option<
         && (engine.status.current_state == CurrentState::Stopped
             || engine.spec.attach <= volume.status.fenced_attach);
     holder(volume).filter(|_| !stopped)
+}
+
+/// Returns the names of the volumes that are stored and cannot be used, after the name `after`.
+pub fn unknown_volumes<'a>(cluster: &'a ClusterState, after: &'a str) -> impl Iterator<Item = &'a str> {
+    let volumes = cluster.left_out().iter().map(|(key, _)| key).filter(|key| key.kind == Kind::Volume);
+    volumes.filter(move |key| cluster.version(key) == 0 && key.name.as_str() > after).map(|key| &*key.name)
+}
+
+/// Returns the nodes on which an engine of a volume may run that is stored and cannot be used.
+#[must_use]
+pub fn published_nodes_of_unknown(cluster: &ClusterState, name: &str) -> BTreeSet<String> {
+    let left_out = cluster.left_out().get(&Key::new(Kind::Volume, name));
+    let mut nodes: BTreeSet<String> =
+        left_out.into_iter().flat_map(|left_out| left_out.nodes()).map(str::to_owned).collect();
+    let engine = cluster.engines.get(name);
+    let running = engine.filter(|engine| engine.status.current_state != CurrentState::Stopped);
+    nodes.extend(running.and_then(|engine| engine.spec.node_id.as_ref()).map(ToString::to_string));
+    nodes
 }
 
 /// Returns the current transition of the volume, and the event that it waits for.

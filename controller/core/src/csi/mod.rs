@@ -11,7 +11,8 @@ mod size;
 
 pub use life::{
     NewVolume, Placement, SizedError, delete, expand, is_away, is_deleted, is_published, is_unknown,
-    max_volumes, placement, publish, published_node, undo, unpublish, waits_for,
+    max_volumes, placement, publish, published_node, published_nodes_of_unknown, undo, unknown_volumes,
+    unpublish, waits_for,
 };
 pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
 pub use parameters::{PARAMETERS, Parameter, ParameterError, ignored, longhorn_parameters, parameters};
