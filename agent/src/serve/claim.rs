@@ -159,6 +159,7 @@ where
         let waiting = self.service.clone();
         let mut service = std::mem::replace(&mut self.service, waiting);
         let (claim, leaders) = (Arc::clone(&self.claim), Arc::clone(&self.leaders));
+        let admitting = Arc::clone(&claim);
         Box::pin(async move {
             let admitted = match cluster {
                 None => Ok(()),
@@ -166,7 +167,8 @@ where
                 Some(Ok(cluster)) => blocking(move || claim.admit(&cluster)).await,
                 Some(Err(error)) => Err(error),
             };
-            if let Err(error) = admitted.and_then(|()| leaders.admit(&request)) {
+            let owner = admitting.owner();
+            if let Err(error) = admitted.and_then(|()| leaders.admit(&request, &owner)) {
                 return Ok(Status::from(error).into_http());
             }
             service.call(request).await

@@ -1,46 +1,68 @@
 //! The newest leader that has called. A controller that was paused may wake after another one has taken
-//! over, and send a call that it decided on before: it deletes nothing here any more.
+//! over, and send calls that it decided on before: it changes nothing here any more.
+//!
+//! Calls of an engine have the number of its attachment, and replicas keep the generation. A stop of a replica,
+//! a salvage, a disk and a start after an undeletion have neither. So the rule is the same for all calls that
+//! change something.
 //!
 //! The number of a leader is the version of the Lease when it took that, which only rises. It is kept in
 //! memory: the pause of a controller would have to outlast this process too.
 
 use std::sync::{Mutex, PoisonError};
 
-use shorthorn_api::LEADER_HEADER;
+use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER};
 use tonic::body::Body;
 use tonic::codegen::http;
 
 use crate::serve::error::NodeError;
 
-/// The calls that delete data.
-const DELETING: [&str; 2] = ["DeleteReplica", "RemoveTrash"];
+/// The calls that change nothing. A call of a later version counts as a change.
+const READING: [&str; 7] =
+    ["GetNode", "ListInstances", "WatchInstances", "ListDisks", "ListTrash", "InspectReplica", "ListDevices"];
 
 /// See the module.
 #[derive(Debug, Default)]
 pub struct Leaders {
-    newest: Mutex<u64>,
+    newest: Mutex<Newest>,
+}
+
+#[derive(Debug, Default)]
+struct Newest {
+    /// The cluster whose leaders are counted.
+    cluster: String,
+    number: u64,
 }
 
 impl Leaders {
-    /// Lets the call through, or says why not. A call without a number is of an earlier release, or of a
-    /// controller with a store of its own, of which there is one at a time.
+    /// Lets the call through, or says why not. `owner`: the cluster of this node. A call without a number is
+    /// of an earlier release, or of a controller with a store of its own, of which there is one at a time.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`]: it deletes data, and a newer leader has called.
-    pub fn admit(&self, request: &http::Request<Body>) -> Result<(), NodeError> {
-        let Some(number) = request.headers().get(LEADER_HEADER) else { return Ok(()) };
-        let number = number.to_str().ok().and_then(|number| number.parse().ok());
+    /// [`NodeError::Precondition`]: it changes something, and a newer leader has called.
+    pub fn admit(&self, request: &http::Request<Body>, owner: &str) -> Result<(), NodeError> {
+        let text = |name: &str| request.headers().get(name).map(http::HeaderValue::to_str);
+        let Some(number) = text(LEADER_HEADER) else { return Ok(()) };
+        let number = number.ok().and_then(|number| number.parse().ok());
         let number: u64 =
             number.ok_or_else(|| NodeError::Invalid(format!("the header {LEADER_HEADER} is no number")))?;
+        if text(CLUSTER_HEADER).and_then(Result::ok).is_some_and(|cluster| cluster != owner) {
+            // A controller of another cluster may ask for the owner. Its number does not count here.
+            return Ok(());
+        }
         let method = request.uri().path().rsplit('/').next().unwrap_or_default();
         let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        if number < *newest && DELETING.contains(&method) {
+        if newest.cluster != owner {
+            // The node was handed over, and each cluster counts its own leaders.
+            *newest = Newest { cluster: owner.to_owned(), number: 0 };
+        }
+        if number < newest.number && !READING.contains(&method) {
             return Err(NodeError::Precondition(format!(
-                "controller {number} is not the leader any more, as {newest} has called: it deletes nothing. If the API server \
-                 was restored from a backup, restart this agent"
+                "controller {number} is not the leader any more, as {} has called: it changes nothing. If the API \
+                 server was restored from a backup, restart this agent",
+                newest.number
             )));
         }
-        *newest = number.max(*newest);
+        newest.number = number.max(newest.number);
         Ok(())
     }
 }
@@ -49,26 +71,56 @@ impl Leaders {
 mod tests {
     use super::*;
 
-    #[test]
-    fn an_older_leader_deletes_nothing_after_a_newer_one_has_called() {
-        let leaders = Leaders::default();
-        let call = |method: &str, number: Option<&str>| {
-            let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Node/{method}"));
-            if let Some(number) = number {
-                request = request.header(LEADER_HEADER, number);
-            }
-            leaders.admit(&request.body(Body::empty()).unwrap())
-        };
-        call("DeleteReplica", Some("7")).unwrap();
-        call("WatchInstances", Some("12")).unwrap();
-        for method in DELETING {
-            let refused = call(method, Some("7")).unwrap_err().to_string();
-            assert!(refused.contains("controller 7") && refused.contains("restart this agent"), "{refused}");
-            call(method, Some("12")).unwrap();
-            call(method, None).unwrap();
+    fn call(leaders: &Leaders, method: &str, number: Option<&str>, cluster: &str) -> Result<(), NodeError> {
+        let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Node/{method}"));
+        request = request.header(CLUSTER_HEADER, "one");
+        if let Some(number) = number {
+            request = request.header(LEADER_HEADER, number);
         }
-        call("StopInstance", Some("7")).unwrap();
-        assert!(call("DeleteReplica", Some("7")).is_err(), "that was no newer one");
-        assert!(matches!(call("DeleteReplica", Some("x")), Err(NodeError::Invalid(_))));
+        leaders.admit(&request.body(Body::empty()).unwrap(), cluster)
+    }
+
+    fn methods() -> Vec<String> {
+        let paths = shorthorn_api::method_paths().unwrap();
+        let of_node = paths.iter().filter_map(|path| path.strip_prefix("/shorthorn.v1.Node/"));
+        of_node.map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn an_older_leader_changes_nothing_after_a_newer_one_has_called() {
+        let leaders = Leaders::default();
+        call(&leaders, "DeleteReplica", Some("7"), "one").unwrap();
+        call(&leaders, "WatchInstances", Some("12"), "one").unwrap();
+        let methods = methods();
+        assert!(READING.iter().all(|reading| methods.iter().any(|method| method == reading)));
+        assert!(methods.len() > READING.len() + 10, "{methods:?}");
+        for method in &methods {
+            let of_older = call(&leaders, method, Some("7"), "one");
+            if READING.contains(&method.as_str()) {
+                of_older.unwrap();
+            } else {
+                let refused = of_older.unwrap_err().to_string();
+                assert!(
+                    refused.contains("controller 7") && refused.contains("restart this agent"),
+                    "{refused}"
+                );
+            }
+            call(&leaders, method, Some("12"), "one").unwrap();
+            call(&leaders, method, None, "one").unwrap();
+        }
+        assert!(call(&leaders, "StopInstance", Some("11"), "one").is_err(), "that was no newer one");
+        assert!(matches!(call(&leaders, "Grant", Some("x"), "one"), Err(NodeError::Invalid(_))));
+    }
+
+    #[test]
+    fn each_cluster_counts_its_own_leaders() {
+        let leaders = Leaders::default();
+        call(&leaders, "StartEngine", Some("12"), "one").unwrap();
+        // A controller of cluster one looks at the claim, after the node was handed over.
+        call(&leaders, "GetNode", Some("99"), "two").unwrap();
+        let mut request = http::Request::builder().uri("http://a/shorthorn.v1.Node/StartEngine");
+        request = request.header(CLUSTER_HEADER, "two").header(LEADER_HEADER, "3");
+        leaders.admit(&request.body(Body::empty()).unwrap(), "two").unwrap();
+        assert_eq!(leaders.newest.lock().unwrap().number, 3);
     }
 }

@@ -63,6 +63,8 @@ pub struct SimAgent {
     pub sizes: BTreeMap<(InstanceKey, u64), u64>,
     /// The newest map of replicas of each engine, and its number.
     pub maps: BTreeMap<InstanceKey, (u64, BTreeSet<ReplicaId>)>,
+    /// Number of the newest leader that has called. Calls of older ones change nothing.
+    pub newest_leader: u64,
 }
 
 impl SimAgent {
@@ -75,6 +77,7 @@ impl SimAgent {
             strays: BTreeSet::new(),
             sizes: BTreeMap::new(),
             maps: BTreeMap::new(),
+            newest_leader: 0,
         }
     }
 

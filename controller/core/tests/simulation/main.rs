@@ -50,6 +50,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => which.clone().prop_map(Op::LeaveOut),
         3 => which.clone().prop_map(Op::TakeIn),
         2 => Just(Op::Crash),
+        1 => Just(Op::TakeOver),
+        6 => which.clone().prop_map(Op::OldLeaderActs),
     ]
 }
 
@@ -92,4 +94,9 @@ proptest! {
         sim.converge();
         sim.check_converged();
     }
+}
+
+#[test]
+fn an_old_leader_stops_no_engine_of_the_new_one() {
+    Sim::new().old_leader_stops_an_engine();
 }

@@ -1,7 +1,9 @@
 //! The simulation: a store, agents, a controller that crashes, and the rules.
 
+mod end;
 mod hidden;
 mod late;
+mod leaders;
 mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -69,6 +71,10 @@ pub enum Op {
     /// The store can read the object again.
     TakeIn(usize),
     Crash,
+    /// Another controller leads. The old one is paused with its decisions.
+    TakeOver,
+    /// A controller that was paused carries out an action.
+    OldLeaderActs(usize),
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -89,6 +95,10 @@ pub struct Sim {
     nodes: Vec<SimAgent>,
     controller: Controller,
     late: Vec<(NodeName, AgentCall)>,
+    /// Number of the leader.
+    leader: u64,
+    /// The decisions of controllers that were paused.
+    paused: Vec<leaders::Paused>,
     random: u64,
     created: u32,
     /// Every engine start: where.
@@ -120,6 +130,8 @@ impl Sim {
             now,
             nodes,
             late: Vec::new(),
+            leader: 1,
+            paused: Vec::new(),
             random: 1,
             created: 0,
             started: BTreeMap::new(),
@@ -199,6 +211,7 @@ impl Sim {
             Op::StreamBreaks(node) => self.controller.close(&self.nodes[node].name, self.now),
             Op::StreamOpens(node) => {
                 if self.lost != Some(node) && !self.controller.streams.contains_key(&self.nodes[node].name) {
+                    self.nodes[node].newest_leader = self.leader;
                     self.controller.open(&self.nodes[node]);
                 }
             }
@@ -208,6 +221,8 @@ impl Sim {
             Op::LeaveOut(which) => self.leave_out(which),
             Op::TakeIn(which) => self.take_in(which),
             Op::Crash => self.controller = Controller::start(&self.nodes, self.now),
+            Op::TakeOver => self.take_over(),
+            Op::OldLeaderActs(which) => self.old_leader_acts(which),
             _ => self.hurt(op),
         }
     }
@@ -506,61 +521,6 @@ impl Sim {
                 self.nodes[at].fence(volume, newest, &mut events);
                 self.publish(at, events);
             }
-        }
-    }
-
-    pub fn stop_faults(&mut self) {
-        self.take_all_in();
-        while !self.late.is_empty() {
-            self.late_call_arrives(0);
-        }
-        for at in 0..self.nodes.len() {
-            self.nodes[at].device_used = false;
-            self.controller.close(&self.nodes[at].name, self.now);
-        }
-        let Some(lost) = self.lost else { return };
-        let lost = self.nodes[lost].name.clone();
-        let there = |volume: &&Volume| volume.spec.node_id.as_ref() == Some(&lost);
-        let names: Vec<String> =
-            self.store.volumes.values().filter(there).map(|volume| volume.metadata.name.clone()).collect();
-        for name in names {
-            if let Ok(Change::Store(volume)) = requests::detach(&self.store, &name) {
-                assert!(self.put(volume.into()));
-            }
-        }
-    }
-
-    /// Opens or closes every device, for a user who does not release it when its volume is detached.
-    pub fn use_devices(&mut self, used: bool) {
-        self.nodes.iter_mut().for_each(|node| node.device_used = used);
-    }
-
-    /// Makes every volume that cannot leave its node wanted there again.
-    pub fn want_back(&mut self) {
-        for (name, _) in self.leaving() {
-            let node = self.store.volumes[&name].status.current_node_id.clone().unwrap();
-            if let Ok(Change::Store(volume)) = requests::detach(&self.store, &name) {
-                assert!(self.put(volume.into()));
-            }
-            let Ok(Change::Store(volume)) = requests::attach(&self.store, &name, node.as_str()) else {
-                panic!("{name} cannot be wanted on {node}");
-            };
-            assert!(self.put(volume.into()));
-            let attach = self.store.volumes[&name].status.attach;
-            self.wanted_back.insert(name, attach);
-        }
-    }
-
-    /// Allows replicas again on all nodes but one, so that each volume finds places. A drained node stays
-    /// drained.
-    pub fn open_nodes(&mut self) {
-        let drained = |at: &usize| {
-            let node = self.store.nodes.get(self.nodes[*at].name.as_str());
-            node.is_some_and(|node| node.spec.eviction_requested)
-        };
-        let closed = self.lost.or_else(|| (0..self.nodes.len()).find(drained));
-        for at in (0..self.nodes.len()).filter(|at| Some(*at) != closed) {
-            self.set_node(at, SetNode { allow_scheduling: Some(true), ..SetNode::default() });
         }
     }
 
