@@ -155,6 +155,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     if let Some(client) = signer {
         tasks.spawn(signer::run(client, Arc::clone(&tls)));
     }
+    source.show_tls(Arc::clone(&tls));
     source.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
     if let (Some(pods), Some(events)) = (pods, events.clone()) {
         pods.look_after(&store, &fleet, &events, &metrics, &mut tasks);

@@ -16,6 +16,7 @@ use shorthorn_metrics::{Counters, Histograms, MetricsPage, MetricsSource};
 
 use crate::agents::Fleet;
 use crate::store::Store;
+use crate::tls::Tls;
 use crate::work::Queue;
 
 pub use readiness::{Readiness, ReadinessPhase};
@@ -122,6 +123,7 @@ pub struct ControllerMetrics {
     metrics: Metrics,
     readiness: Arc<Readiness>,
     shown: OnceLock<MetricsInputs>,
+    tls: OnceLock<Arc<Tls>>,
 }
 
 impl std::fmt::Debug for ControllerMetrics {
@@ -134,7 +136,13 @@ impl ControllerMetrics {
     /// Returns the metrics of a controller that has not opened its store.
     #[must_use]
     pub fn new(metrics: Metrics, readiness: Arc<Readiness>) -> Arc<ControllerMetrics> {
-        Arc::new(ControllerMetrics { metrics, readiness, shown: OnceLock::new() })
+        Arc::new(ControllerMetrics { metrics, readiness, shown: OnceLock::new(), tls: OnceLock::new() })
+    }
+
+    /// Sets the CA whose end is shown.
+    pub fn show_tls(&self, tls: Arc<Tls>) {
+        // It is called once.
+        let _ = self.tls.set(tls);
     }
 
     /// Sets the sources of the metrics: objects, agents and a queue.
@@ -156,6 +164,9 @@ impl MetricsSource for ControllerMetrics {
 
     async fn fill(&self, page: &mut MetricsPage) {
         show_leader(self.readiness.is_leading(), page);
+        if let Some(tls) = self.tls.get() {
+            show_expiry(tls.expiry_s().await, page);
+        }
         let Some(MetricsInputs { store, fleet, queue }) = self.shown.get() else { return };
         objects::show(&store.state(), page);
         objects::show_agents(&fleet.agents(), page);
@@ -168,10 +179,20 @@ impl MetricsSource for ControllerMetrics {
 fn show_leader(is_leading: bool, page: &mut MetricsPage) {
     let leader = page.gauges(
         "shorthorn_controller_leader",
-        "1 if this controller leads, otherwise 0. A controller that does not lead exports no other metric of \
-         this table",
+        "1 if this controller leads, otherwise 0. A controller that does not lead exports only \
+         this metric and the expiry of certificates",
     );
     leader.set(&[], u64::from(is_leading));
+}
+
+/// Shows when the certificates of the CA and of this controller expire.
+fn show_expiry((authority_s, own_s): (u64, u64), page: &mut MetricsPage) {
+    let expiry = page.gauges(
+        "shorthorn_controller_certificate_expiry_seconds",
+        "Seconds since 1970 at which the certificate of the CA (ca) or of this controller (controller) expires",
+    );
+    expiry.set(&[("certificate", "ca")], authority_s);
+    expiry.set(&[("certificate", "controller")], own_s);
 }
 
 fn show_queue(numbers: [(&'static str, usize); 3], page: &mut MetricsPage) {
@@ -204,6 +225,7 @@ mod tests {
         metrics.answered_csi("CreateVolume", "Ok", took);
         metrics.force_deleted("pod", true);
         show_leader(true, &mut page);
+        show_expiry((1, 1), &mut page);
         objects::show(&ClusterState::default(), &mut page);
         objects::show_agents(&Agents::default(), &mut page);
         show_queue([("ready", 1), ("active", 0), ("timed", 0)], &mut page);

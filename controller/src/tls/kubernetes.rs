@@ -9,7 +9,6 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use serde_json::json;
-use shorthorn_pki::Authority;
 use tokio::sync::Mutex;
 
 use super::{Keeper, KeeperError};
@@ -88,7 +87,7 @@ fn secret(state: Vec<u8>) -> Secret {
 
 /// The pin of the CA in a state.
 fn pin_of(state: &[u8]) -> Result<String, KeeperError> {
-    let authority = Authority::from_json(state).map_err(|error| KeeperError(error.to_string()))?;
+    let authority = super::read(state.to_vec()).map_err(|error| KeeperError(error.to_string()))?;
     authority.pin().map(|pin| pin.to_string()).map_err(|error| KeeperError(error.to_string()))
 }
 

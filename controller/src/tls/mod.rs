@@ -3,6 +3,7 @@
 //! Only the controller that leads has the CA. Each change is stored before its result leaves the controller.
 
 mod kubernetes;
+mod packed;
 mod renew;
 mod service;
 pub mod signer;
@@ -24,14 +25,14 @@ use tokio::sync::{Notify, RwLock};
 pub use self::kubernetes::SecretKeeper;
 pub use self::service::TlsApi;
 
-/// The largest state of a CA that signs and makes tokens. A Secret has room for 1 MiB, and a revocation shall
-/// always find some.
+/// The largest state, as it is stored, of a CA that signs and makes tokens. A Secret has room for 1 MiB, and a
+/// revocation shall always find some.
 const RECORDS_MAX_BYTES: usize = 800_000;
 
 /// The place where the state of the CA is stored.
 #[async_trait]
 pub trait Keeper: Send + Sync + 'static {
-    /// The stored state. None: no CA was made yet, and none is lost.
+    /// The stored state, as it was saved. None: no CA was made yet, and none is lost.
     async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError>;
 
     /// Stores the state durably. No other controller has stored one since it was loaded.
@@ -112,14 +113,14 @@ impl Tls {
     /// [`TlsError`]; a CA that is lost or damaged is never replaced.
     pub async fn open(keeper: Arc<dyn Keeper>, cluster: &str) -> Result<Arc<Tls>, TlsError> {
         let expected = ClusterId::new(cluster)?;
-        let stored = keeper.load().await?.map(|state| Authority::from_json(&state)).transpose()?;
+        let stored = keeper.load().await?.map(read).transpose()?;
         // A cluster whose volume key was made anew has another id. Its CA is of use to enrolled nodes only.
         let kept = stored.filter(|stored| *stored.cluster() == expected || !enrolled(stored).1.is_empty());
         let mut authority = match kept {
             Some(stored) => stored,
             None => {
                 let made = Authority::create(expected.clone(), now())?;
-                keeper.save(made.to_json()?).await?;
+                keeper.save(stored_form(&made)?).await?;
                 tracing::warn!(pin = %made.pin()?, "the cluster's CA is made: back it up (docs/security.md)");
                 made
             }
@@ -154,7 +155,7 @@ impl Tls {
         let mut authority = self.authority.write().await;
         let mut changed = authority.clone();
         let result = change(&mut changed)?;
-        let state = changed.to_json()?;
+        let state = stored_form(&changed)?;
         let is_new_trust = changed.trust()?.version() != authority.trust()?.version();
         if !is_new_trust && state.len() > RECORDS_MAX_BYTES {
             return Err(TlsError::Full);
@@ -175,7 +176,7 @@ impl Tls {
     /// the answer is lost, or somebody has touched the state by hand: every later store would fail too.
     async fn take_stored(&self, authority: &mut Authority) {
         let stored = match self.keeper.load().await {
-            Ok(Some(state)) => Authority::from_json(&state).map_err(TlsError::from),
+            Ok(Some(state)) => read(state),
             Ok(None) => return,
             Err(error) => Err(error.into()),
         };
@@ -190,6 +191,14 @@ impl Tls {
         if let Err(error) = taken {
             tracing::warn!(%error, "the stored CA cannot be read again");
         }
+    }
+
+    /// The ends of the CA that signs and of this controller's certificate, in seconds since 1970.
+    pub async fn expiry_s(&self) -> (u64, u64) {
+        let authority_s = self.look(Authority::expires_at_s).await;
+        let current = self.credentials.current();
+        let own = current.identity.as_ref().map_or(0, |identity| identity.certificate().not_after);
+        (authority_s, own)
     }
 
     /// Looks at the CA.
@@ -238,6 +247,18 @@ impl Tls {
             |node: &String| seen.get(node.as_str()).is_some_and(|seen| seen.trust_version == version);
         enrolled.into_iter().filter(|node| !has_it(node)).collect()
     }
+}
+
+/// The CA in these stored bytes.
+fn read(stored: Vec<u8>) -> Result<Authority, TlsError> {
+    let state = packed::unpack(stored).map_err(|error| AuthorityError::Stored(error.to_string()))?;
+    Ok(Authority::from_json(&state)?)
+}
+
+/// The bytes to store for the CA.
+fn stored_form(authority: &Authority) -> Result<Vec<u8>, TlsError> {
+    let packed = packed::pack(authority.to_json()?);
+    Ok(packed.map_err(|error| AuthorityError::Stored(error.to_string()))?)
 }
 
 /// The version of the trust list, and the nodes with a certificate that is valid.

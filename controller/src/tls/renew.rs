@@ -23,14 +23,17 @@ const SOON: Duration = Duration::from_secs(1);
 /// third of the life of its own, and the CA keeps a record of 256 per node.
 const SIGNED_PER_DAY_MAX: usize = 8;
 const DAY_S: u64 = 24 * 3600;
+/// The time before the end of the CA from which the controller warns, as the alert of the chart does.
+const END_WARNING_S: u64 = 180 * DAY_S;
 /// Agents that are asked at a time.
 const AT_ONCE_MAX: usize = 16;
 
 impl Tls {
     /// Renews certificates that are due, until it is dropped.
     pub async fn run(self: Arc<Tls>, fleet: Arc<Fleet>) {
-        let mut failures = 0_u32;
+        let (mut failures, mut warned_s) = (0_u32, None);
         loop {
+            self.warn_of_end(&mut warned_s).await;
             if let Err(error) = self.renew_own().await {
                 tracing::error!(%error, "the certificate of this controller cannot be renewed");
             }
@@ -42,6 +45,20 @@ impl Tls {
                 () = another_connects(&fleet, &known) => {}
                 () = self.changed.notified() => {}
             }
+        }
+    }
+
+    /// Logs once a day that the CA expires soon.
+    async fn warn_of_end(&self, warned_s: &mut Option<u64>) {
+        let (end_s, now_s) = (self.expiry_s().await.0, now().as_secs());
+        let is_new = warned_s.is_none_or(|warned| warned.abs_diff(now_s) >= DAY_S);
+        if expires_soon(end_s, now_s) && is_new {
+            *warned_s = Some(now_s);
+            let days = end_s.saturating_sub(now_s) / DAY_S;
+            tracing::warn!(
+                days,
+                "the CA expires: run shorthornctl tls roll-over three times (docs/security.md)"
+            );
         }
     }
 
@@ -179,6 +196,11 @@ async fn another_connects(fleet: &Fleet, known: &BTreeSet<NodeName>) {
     }
 }
 
+/// Returns true if the CA has less than [`END_WARNING_S`] left.
+const fn expires_soon(end_s: u64, now_s: u64) -> bool {
+    end_s.saturating_sub(now_s) < END_WARNING_S
+}
+
 /// Returns true if two thirds of the certificate's life are over.
 fn is_due(state: &v1::NodeTlsState, now_s: u64) -> bool {
     let life = state.not_after_s.saturating_sub(state.not_before_s);
@@ -203,6 +225,12 @@ mod tests {
         assert_eq!([DAY_S - 1, DAY_S, 2 * DAY_S].map(|seconds| count(&authority, seconds)), [2, 1, 0]);
         authority.revoke(|issued| issued.role == Role::Node("a".to_owned()), at(DAY_S)).unwrap();
         assert_eq!(count(&authority, DAY_S), 0);
+    }
+
+    #[test]
+    fn the_end_of_the_ca_is_near_half_a_year_before() {
+        assert!(!expires_soon(181 * DAY_S, 0) && expires_soon(179 * DAY_S, 0));
+        assert!(expires_soon(5, 7), "it has expired");
     }
 
     #[test]

@@ -45,7 +45,9 @@ impl TlsApi {
         let nodes_behind = self.0.nodes_behind().await;
         let state = self.0.look(|authority| {
             let trust = authority.trust()?;
-            let issued = authority.issued().iter().map(|issued| v1::IssuedCertificate {
+            let now_s = now().as_secs();
+            let valid = authority.issued().iter().filter(|issued| issued.not_after >= now_s);
+            let issued = valid.map(|issued| v1::IssuedCertificate {
                 serial: issued.serial.to_string(),
                 role: issued.role.to_string(),
                 not_after_s: issued.not_after,

@@ -1,6 +1,7 @@
 //! The signer `shorthorn.io/agent` for CertificateSigningRequests of Kubernetes. The API server notes the
 //! maker of a request. A request that the kubelet of a node made proves that its maker is root there.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,15 +11,19 @@ use k8s_openapi::api::certificates::v1::{
 };
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::json;
-use shorthorn_pki::{Request, Role, SIGNER_NAME, chain_to_pem};
+use shorthorn_pki::{CertificateDer, Request, Role, SIGNER_NAME, chain_to_pem};
+use tokio::time::Instant;
 
 use super::{Tls, TlsError, now};
 use crate::store::kubernetes::{CallError, bounded, is_code};
+use crate::work::backoff;
 
 /// The time between two looks at the requests.
 const EVERY: Duration = Duration::from_secs(5);
 /// Requests of one answer of the API server; the next answer has more.
 const PAGE_MAX: u32 = 200;
+/// Attempts to sign one request. Then it has failed for good.
+const ATTEMPTS_MAX: u32 = 8;
 const KUBELET_PREFIX: &str = "system:node:";
 const KUBELET_GROUP: &str = "system:nodes";
 /// The usages that a request may ask for. The certificate has its own.
@@ -35,12 +40,39 @@ enum Verdict {
     Done,
 }
 
+/// The attempts of one request that is not signed yet.
+#[derive(Debug, Default)]
+struct Attempts {
+    /// The certificate, if only its storing has failed. No further one is signed.
+    chain: Option<Vec<CertificateDer<'static>>>,
+    failures: u32,
+    /// The time of the next attempt.
+    next: Option<Instant>,
+    /// The last error.
+    error: String,
+}
+
+impl Attempts {
+    fn is_waiting(&self) -> bool {
+        self.next.is_some_and(|next| Instant::now() < next)
+    }
+
+    fn failed(&mut self, error: &SignError) {
+        self.failures = self.failures.saturating_add(1);
+        self.next = Some(Instant::now() + EVERY.max(backoff(self.failures)));
+        self.error = error.to_string();
+    }
+}
+
+/// The attempts by the uid of the request. Only listed requests have some.
+type AllAttempts = BTreeMap<String, Attempts>;
+
 /// Signs requests of agents, until it is dropped.
 pub async fn run(client: kube::Client, tls: Arc<Tls>) {
     let api: Api<CertificateSigningRequest> = Api::all(client);
-    let mut was_well = true;
+    let (mut was_well, mut attempts) = (true, AllAttempts::new());
     loop {
-        let looked = look(&api, &tls).await;
+        let looked = look(&api, &tls, &mut attempts).await;
         if let Err(error) = &looked
             && was_well
         {
@@ -52,34 +84,64 @@ pub async fn run(client: kube::Client, tls: Arc<Tls>) {
 }
 
 /// Looks at all requests, also at those behind many that are decided: Kubernetes keeps these for an hour.
-async fn look(api: &Api<CertificateSigningRequest>, tls: &Tls) -> Result<(), SignError> {
+async fn look(
+    api: &Api<CertificateSigningRequest>,
+    tls: &Tls,
+    attempts: &mut AllAttempts,
+) -> Result<(), SignError> {
     let mut of_ours = ListParams::default().fields(&format!("spec.signerName={SIGNER_NAME}")).limit(PAGE_MAX);
+    let mut listed = BTreeSet::new();
     loop {
         let page = bounded(api.list(&of_ours)).await?;
         for found in &page.items {
-            match handle(api, tls, found).await {
-                // One node does not hold up the others.
-                Err(SignError::Tls(error)) => {
-                    tracing::error!(request = found.metadata.name, %error, "a request is not signed");
-                }
-                // It was removed or decided meanwhile, or this one is not acceptable.
-                Err(SignError::Call(error)) if [404, 409, 422].iter().any(|code| is_code(&error, *code)) => {
-                    tracing::warn!(request = found.metadata.name, %error, "a request is not decided");
-                }
-                handled => handled?,
-            }
+            let uid = found.metadata.uid.clone().unwrap_or_default();
+            listed.insert(uid.clone());
+            handle_one(api, tls, found, attempts.entry(uid).or_default()).await?;
         }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => of_ours = of_ours.continue_token(&token),
-            None => return Ok(()),
+            None => {
+                attempts.retain(|uid, attempt| listed.contains(uid) && attempt.failures > 0);
+                return Ok(());
+            }
         }
     }
+}
+
+/// Handles a request. One that fails does not hold up the others.
+async fn handle_one(
+    api: &Api<CertificateSigningRequest>,
+    tls: &Tls,
+    found: &CertificateSigningRequest,
+    attempts: &mut Attempts,
+) -> Result<(), SignError> {
+    if attempts.is_waiting() {
+        return Ok(());
+    }
+    let Err(error) = handle(api, tls, found, attempts).await else {
+        *attempts = Attempts::default();
+        return Ok(());
+    };
+    match &error {
+        SignError::Tls(error) => {
+            tracing::error!(request = found.metadata.name, %error, "a request is not signed");
+        }
+        // It was removed or decided meanwhile, or this one is not acceptable.
+        SignError::Call(call) if [404, 409, 422].iter().any(|code| is_code(call, *code)) => {
+            tracing::warn!(request = found.metadata.name, error = %call, "a request is not decided");
+        }
+        // All other requests would fail too.
+        SignError::Call(_) => return Err(error),
+    }
+    attempts.failed(&error);
+    Ok(())
 }
 
 async fn handle(
     api: &Api<CertificateSigningRequest>,
     tls: &Tls,
     found: &CertificateSigningRequest,
+    attempts: &mut Attempts,
 ) -> Result<(), SignError> {
     let name = found.metadata.name.clone().unwrap_or_default();
     match judge(found) {
@@ -88,11 +150,16 @@ async fn handle(
             tracing::warn!(request = name, reason, "a certificate signing request is denied");
             decide(api, found, "Denied", &reason).await?;
         }
+        Verdict::Sign { .. } if attempts.failures >= ATTEMPTS_MAX => {
+            let reason = format!("{ATTEMPTS_MAX} attempts to sign it have failed: {}", attempts.error);
+            tracing::error!(request = name, reason, "a certificate signing request has failed");
+            fail(api, found, &reason).await?;
+        }
         Verdict::Sign { node, request } => {
             if !has_condition(found, "Approved") {
                 decide(api, found, "Approved", "the kubelet of the node made the request").await?;
             }
-            sign(api, tls, &name, &node, &request).await?;
+            sign(api, tls, &name, &node, &request, attempts).await?;
         }
     }
     Ok(())
@@ -113,19 +180,52 @@ async fn sign(
     name: &str,
     node: &str,
     request: &Request,
+    attempts: &mut Attempts,
 ) -> Result<(), SignError> {
     let role = Role::Node(node.to_owned());
-    let signed = tls.change(|authority| {
-        // It may have enrolled anew, and then trusts the CA that signs and no other.
-        tls.seen().remove(node);
-        authority.sign(request, &role, now())
-    });
-    let chain = signed.await?;
-    let certificate = ByteString(chain_to_pem(&chain).into_bytes());
+    let chain = match attempts.chain.take() {
+        Some(chain) => chain,
+        None => {
+            let signed = tls.change(|authority| {
+                // It may have enrolled anew, and then trusts the CA that signs and no other.
+                tls.seen().remove(node);
+                authority.sign(request, &role, now())
+            });
+            signed.await?
+        }
+    };
+    let certificate = ByteString(chain_to_pem(attempts.chain.insert(chain)).into_bytes());
     let change = json!({ "status": { "certificate": certificate } });
     bounded(api.patch_status(name, &PatchParams::default(), &Patch::Merge(change))).await?;
     tracing::info!(request = name, node, "a node has joined by its kubelet");
     Ok(())
+}
+
+/// Marks the request as failed: its agent makes another one, and this one is not tried any more.
+async fn fail(
+    api: &Api<CertificateSigningRequest>,
+    found: &CertificateSigningRequest,
+    message: &str,
+) -> Result<(), CallError> {
+    let status = found.status.as_ref();
+    let mut conditions = status.and_then(|status| status.conditions.clone()).unwrap_or_default();
+    conditions.push(condition("Failed", message));
+    let name = found.metadata.name.clone().unwrap_or_default();
+    let change = json!({
+        "metadata": { "resourceVersion": found.metadata.resource_version },
+        "status": { "conditions": conditions },
+    });
+    bounded(api.patch_status(&name, &PatchParams::default(), &Patch::Merge(change))).await.map(drop)
+}
+
+fn condition(verdict: &str, message: &str) -> CertificateSigningRequestCondition {
+    CertificateSigningRequestCondition {
+        type_: verdict.to_owned(),
+        status: "True".to_owned(),
+        reason: Some("ShorthornSigner".to_owned()),
+        message: Some(message.to_owned()),
+        ..CertificateSigningRequestCondition::default()
+    }
 }
 
 async fn decide(
@@ -134,13 +234,7 @@ async fn decide(
     verdict: &str,
     message: &str,
 ) -> Result<(), CallError> {
-    let condition = CertificateSigningRequestCondition {
-        type_: verdict.to_owned(),
-        status: "True".to_owned(),
-        reason: Some("ShorthornSigner".to_owned()),
-        message: Some(message.to_owned()),
-        ..CertificateSigningRequestCondition::default()
-    };
+    let condition = condition(verdict, message);
     let name = found.metadata.name.clone().unwrap_or_default();
     let change = json!({
         "metadata": { "resourceVersion": found.metadata.resource_version },
@@ -255,5 +349,122 @@ mod tests {
         let mut signed = with("Approved", request("system:node:a", "a"));
         signed.status.as_mut().unwrap().certificate = Some(ByteString(b"x".to_vec()));
         assert!(matches!(judge(&signed), Verdict::Done));
+    }
+
+    /// Keeps the CA in memory, and refuses to store it on request.
+    #[derive(Default)]
+    struct Memory {
+        stored: std::sync::Mutex<Option<Vec<u8>>>,
+        is_full: std::sync::atomic::AtomicBool,
+    }
+
+    #[async_trait::async_trait]
+    impl super::super::Keeper for Memory {
+        async fn load(&self) -> Result<Option<Vec<u8>>, super::super::KeeperError> {
+            Ok(self.stored.lock().unwrap().clone())
+        }
+
+        async fn save(&self, state: Vec<u8>) -> Result<(), super::super::KeeperError> {
+            if self.is_full.load(std::sync::atomic::Ordering::SeqCst) {
+                return Err(super::super::KeeperError("full".to_owned()));
+            }
+            *self.stored.lock().unwrap() = Some(state);
+            Ok(())
+        }
+    }
+
+    /// An API server with one request, whose status it refuses on request.
+    struct OneRequest {
+        found: std::sync::Mutex<serde_json::Value>,
+        refuses: std::sync::atomic::AtomicBool,
+    }
+
+    impl OneRequest {
+        fn client(this: &Arc<OneRequest>) -> kube::Client {
+            let this = Arc::clone(this);
+            let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
+                let this = Arc::clone(&this);
+                async move {
+                    let (head, body) = request.into_parts();
+                    let body = body.collect_bytes().await.unwrap();
+                    let (code, answer) = this.answer(head.uri.path(), &body);
+                    let answer = kube::client::Body::from(serde_json::to_vec(&answer).unwrap());
+                    Ok::<_, std::convert::Infallible>(
+                        http::Response::builder().status(code).body(answer).unwrap(),
+                    )
+                }
+            });
+            kube::Client::new(service, "n")
+        }
+
+        fn answer(&self, path: &str, body: &[u8]) -> (u16, serde_json::Value) {
+            let mut found = self.found.lock().unwrap();
+            if body.is_empty() {
+                let (kind, version) = ("CertificateSigningRequestList", "certificates.k8s.io/v1");
+                return (
+                    200,
+                    json!({ "kind": kind, "apiVersion": version, "metadata": {}, "items": [*found] }),
+                );
+            }
+            let change: serde_json::Value = serde_json::from_slice(body).unwrap();
+            let is_certificate = !change["status"]["certificate"].is_null();
+            if path.ends_with("/status")
+                && is_certificate
+                && self.refuses.load(std::sync::atomic::Ordering::SeqCst)
+            {
+                return (422, json!({ "kind": "Status", "status": "Failure", "message": "no", "code": 422 }));
+            }
+            for (name, value) in change["status"].as_object().unwrap() {
+                found["status"][name] = value.clone();
+            }
+            (200, found.clone())
+        }
+
+        fn conditions(&self) -> Vec<String> {
+            let found = self.found.lock().unwrap();
+            let conditions = found["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            conditions.iter().map(|condition| condition["type"].as_str().unwrap().to_owned()).collect()
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_fails_is_signed_once_and_not_tried_for_ever() {
+        use std::sync::atomic::Ordering;
+        let keeper = Arc::<Memory>::default();
+        let kept: Arc<dyn super::super::Keeper> = Arc::<Memory>::clone(&keeper);
+        let tls = Tls::open(kept, "c0ffee").await.unwrap();
+        for is_full in [false, true] {
+            keeper.is_full.store(is_full, Ordering::SeqCst);
+            let mut found = serde_json::to_value(request("system:node:a", "a")).unwrap();
+            found["metadata"] = json!({ "name": "r", "uid": "u", "resourceVersion": "1" });
+            let (found, refuses) = (found.into(), true.into());
+            let api = Arc::new(OneRequest { found, refuses });
+            let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+            let mut seconds = 0;
+            while api.conditions() != ["Approved", "Failed"] {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                seconds += 1;
+                assert!(seconds < 3600, "it is tried for ever: {:?}", api.conditions());
+            }
+            assert!(seconds > 30, "it is tried again and again within {seconds} s");
+            signing.abort();
+            assert_eq!(tls.look(|authority| authority.issued().len()).await, 1, "one certificate is signed");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_certificate_that_could_not_be_stored_is_stored_later() {
+        use std::sync::atomic::Ordering;
+        let tls = Tls::open(Arc::<Memory>::default(), "c0ffee").await.unwrap();
+        let mut found = serde_json::to_value(request("system:node:a", "a")).unwrap();
+        found["metadata"] = json!({ "name": "r", "uid": "u", "resourceVersion": "1" });
+        let api = Arc::new(OneRequest { found: found.into(), refuses: true.into() });
+        let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        api.refuses.store(false, Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        signing.abort();
+        assert!(!api.found.lock().unwrap()["status"]["certificate"].is_null());
+        assert_eq!(tls.look(|authority| authority.issued().len()).await, 1);
     }
 }

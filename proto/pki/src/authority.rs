@@ -1,6 +1,8 @@
 //! The CA of a cluster. Its state is one value, which the controller stores as a whole before it hands out a
 //! result.
 
+use std::collections::BTreeMap;
+
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
@@ -26,6 +28,9 @@ const ISSUED_MAX: usize = 16_384;
 /// Certificates of one role that can be valid at a time: a node in a loop does not use up the others' room.
 const ISSUED_PER_ROLE_MAX: usize = 256;
 
+/// Revocations of expired certificates that are kept, in case the clock is ahead. Each is a line of every trust list.
+const EXPIRED_REVOKED_MAX: usize = 1024;
+
 /// More changes of the trust list than there are between a backup and its restore.
 const VERSIONS_MAX: u64 = 1 << 32;
 
@@ -42,7 +47,7 @@ pub struct Authority {
     tokens: Vec<StoredToken>,
 }
 
-/// A certificate that the CA gave out and that is not expired.
+/// A certificate that the CA gave out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Issued {
     /// The serial number of the certificate.
@@ -186,7 +191,7 @@ impl Authority {
         Ok(Pin::of(&self.signers.current.der()?))
     }
 
-    /// The valid certificates, the revoked ones included.
+    /// The certificates with a record: the valid ones, the revoked ones included, and some that are expired.
     #[must_use]
     pub fn issued(&self) -> &[Issued] {
         &self.issued
@@ -328,11 +333,34 @@ impl Authority {
     }
 
     /// Removes records of which nothing can come any more. The trust list only gets shorter by it.
+    ///
+    /// The clock may be ahead, and with the right time a removed record would let a certificate count again.
+    /// So expired records are kept for a while: the last [`EXPIRED_REVOKED_MAX`] revocations, and the newest
+    /// certificate of each role for another lifetime.
     fn prune(&mut self, now: UnixTime) {
         let now_s = now.as_secs();
-        self.issued.retain(|issued| issued.not_after >= now_s);
-        self.revoked.retain(|revoked| revoked.not_after >= now_s);
+        // Later ones replace earlier ones.
+        let newest: BTreeMap<String, Serial> =
+            self.issued.iter().map(|issued| (issued.role.to_string(), issued.serial.clone())).collect();
+        self.issued.retain(|issued| {
+            let is_newest = newest.get(&issued.role.to_string()) == Some(&issued.serial);
+            let kept_s = if is_newest { LEAF_SECONDS } else { 0 };
+            issued.not_after.saturating_add(kept_s) >= now_s
+        });
+        let mut expired: Vec<u64> =
+            self.revoked.iter().map(|revoked| revoked.not_after).filter(|end| *end < now_s).collect();
+        if let Some(surplus) = expired.len().checked_sub(EXPIRED_REVOKED_MAX).filter(|surplus| *surplus > 0) {
+            expired.sort_unstable();
+            let oldest_kept = expired.get(surplus).copied().unwrap_or_default();
+            self.revoked.retain(|revoked| revoked.not_after >= oldest_kept);
+        }
         self.tokens.retain(|token| !token.is_over(now));
+    }
+
+    /// The end of the CA that signs, in seconds since 1970.
+    #[must_use]
+    pub fn expires_at_s(&self) -> u64 {
+        self.signers.current.not_after
     }
 
     /// Makes the trust list newer than version `known`, which somebody has: a CA that was restored from a

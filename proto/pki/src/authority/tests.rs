@@ -114,14 +114,38 @@ fn a_restored_ca_gets_a_newer_list_than_everybody_has() {
 }
 
 #[test]
-fn a_revocation_is_kept_until_the_certificate_expires() {
+fn a_clock_that_is_ahead_loses_no_revocation() {
     let mut authority = authority();
-    authority.issue(&node("a"), at(0)).unwrap();
+    let stolen = authority.issue(&node("a"), at(0)).unwrap();
     authority.revoke(|_| true, at(1)).unwrap();
-    authority.issue(&node("b"), at(LEAF_SECONDS)).unwrap();
-    assert_eq!(authority.revoked().len(), 1);
-    authority.issue(&node("c"), at(LEAF_SECONDS + 1)).unwrap();
-    assert_eq!((authority.revoked().len(), authority.issued().len()), (0, 2));
+    authority.issue(&node("b"), at(2)).unwrap();
+    // The clock jumps ahead by 100 days, and the CA signs.
+    authority.issue(&node("c"), at(LEAF_SECONDS + 10 * 86_400)).unwrap();
+    let trust = authority.trust().unwrap();
+    let verified = trust.verify(&stolen.chain()[0], Usage::Server, None, at(3));
+    assert!(matches!(verified, Err(TrustError::Revoked(_))), "{verified:?}");
+    // The time is right again. A certificate that seemed to be expired can still be revoked.
+    assert_eq!(authority.revoke(|issued| issued.role == node("b"), at(3)).unwrap(), 1);
+}
+
+#[test]
+fn records_of_expired_certificates_are_bounded() {
+    let mut authority = authority();
+    for second in 0..3 {
+        authority.issue(&node("a"), at(second)).unwrap();
+    }
+    authority.issue(&node("b"), at(LEAF_SECONDS + 10)).unwrap();
+    assert_eq!(authority.issued().len(), 2, "the newest of each role");
+    authority.issue(&node("b"), at(2 * LEAF_SECONDS + 3)).unwrap();
+    let roles: Vec<&Role> = authority.issued().iter().map(|issued| &issued.role).collect();
+    assert_eq!(roles, [&node("b"), &node("b")], "nothing is kept for ever");
+    let revoked = |number: u64| Revoked { serial: Serial::draw().unwrap(), not_after: at(number).as_secs() };
+    authority.revoked = (0..EXPIRED_REVOKED_MAX as u64 + 5).map(revoked).collect();
+    authority.revoked.push(revoked(3 * LEAF_SECONDS));
+    authority.prune(at(2 * LEAF_SECONDS + 3));
+    assert_eq!(authority.revoked.len(), EXPIRED_REVOKED_MAX + 1);
+    let oldest = authority.revoked.iter().map(|revoked| revoked.not_after).min();
+    assert_eq!(oldest, Some(at(5).as_secs()), "the oldest are removed first");
 }
 
 #[test]
