@@ -31,6 +31,7 @@ use crate::kubernetes::claims::record_claims;
 use crate::kubernetes::discover::{Machines, discover};
 use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::guard_pods::GuardPods;
+use crate::kubernetes::leader_pod;
 use crate::kubernetes::lease_thread::{END_LIMIT, LeaseThread};
 use crate::kubernetes::lost_node_pods::PodForceDeleter;
 use crate::kubernetes::restage::Restager;
@@ -130,7 +131,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
             return Ok(());
         }
     };
-    let Opened { keeper, signer, store, mut lease, events, attachments, workloads, pods, mut tasks } = opened;
+    let Opened { keeper, signer, store, mut lease, leads, events, attachments, workloads, pods, mut tasks } =
+        opened;
     let store: Arc<dyn Store> = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
     let opened = tokio::select! {
         opened = Tls::open(keeper, store.cluster()) => opened,
@@ -197,6 +199,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         tracing::info!(csi = %address, "CSI is served");
     }
 
+    if let Some(leads) = &leads {
+        leads.send_replace(true);
+    }
     readiness.reached(ReadinessPhase::Leading);
     tracing::info!(store = %config.store, listen = %config.listen, nodes = config.nodes.len(), "ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -245,6 +250,8 @@ struct Opened {
     signer: Option<kube::Client>,
     store: Arc<dyn Store>,
     lease: Option<LeaseThread>,
+    /// Notified once this controller serves as the leader.
+    leads: Option<watch::Sender<bool>>,
     events: Option<Events>,
     attachments: Option<ClusterAttachments>,
     workloads: Option<ClusterWorkloads>,
@@ -298,6 +305,7 @@ async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, Ser
                 signer: None,
                 store,
                 lease: None,
+                leads: None,
                 events: None,
                 attachments: None,
                 workloads: None,
@@ -314,7 +322,12 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let status = "waiting for the lease".to_owned();
     // Standing by is all that can be asked of it for now.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status(&status), sd_notify::NotifyState::Ready]);
-    let identity = identity()?;
+    let host = host();
+    let identity = format!("{host}-{:08x}", getrandom::u32()?);
+    let mut tasks = JoinSet::new();
+    let (leads, leading) = watch::channel(false);
+    // The name of a pod is the name of its host.
+    tasks.spawn(leader_pod::run(client.clone(), config.namespace.clone(), host, leading));
     let looked = |error: Option<String>| match error {
         None => readiness.reached(ReadinessPhase::StandingBy),
         error => readiness.heard(error),
@@ -323,7 +336,6 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let leader = lease.acquired(looked).await.map_err(ServeError::LeaseLost)?;
     readiness.reached(ReadinessPhase::Opening);
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
-    let mut tasks = JoinSet::new();
     let (events, recorder) = events(client.clone(), &config.namespace, &identity);
     tasks.spawn(recorder.run());
     let opened = tokio::select! {
@@ -360,13 +372,13 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let signer = Some(client.clone());
     let pods = Some(Pods { client, known, force_deletes, restages: config.ends_pods_without_device });
     let (lease, events) = (Some(lease), Some(events));
-    Ok(Opened { keeper, signer, store, lease, events, attachments, workloads, pods, tasks })
+    let leads = Some(leads);
+    Ok(Opened { keeper, signer, store, lease, leads, events, attachments, workloads, pods, tasks })
 }
 
-/// Returns a name that no other process has: that of the host or the pod, with a part of its own.
-fn identity() -> Result<String, getrandom::Error> {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    Ok(format!("{}-{:08x}", host.trim(), getrandom::u32()?))
+/// Returns the name of the host or the pod.
+fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
 /// Returns the reason when the lease is lost; never returns without a lease.

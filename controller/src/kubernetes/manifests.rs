@@ -15,6 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::leader_pod::LEADER_LABEL;
 use crate::config::Cli;
 
 /// Has a test of its own, and says which files are applied.
@@ -72,4 +73,24 @@ fn the_controller_takes_its_arguments() {
     // The names of variables stand for what the kubelet puts in their place.
     let words = words.iter().map(|word| word.as_str().unwrap().replace("$(", "").replace(')', ""));
     Cli::try_parse_from(words).unwrap();
+}
+
+/// A controller that stands by is ready, and does not serve the API with TLS.
+#[test]
+fn the_service_of_the_api_selects_the_pod_that_leads() {
+    let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/chart/templates/service.yaml");
+    let text = std::fs::read_to_string(chart).unwrap();
+    let (metrics, tls) = text.split_once("# The API with mutual TLS.").unwrap();
+    let selected = format!("{LEADER_LABEL}: \"true\"");
+    assert!(tls.contains(&selected) && !metrics.contains(&selected), "{text}");
+    // The controller may set the label.
+    let may = |rule: &Value| {
+        let has = |list: &str, word: &str| {
+            rule[list].as_array().is_some_and(|words| words.iter().any(|found| found == word))
+        };
+        has("resources", "pods") && has("verbs", "patch") && has("verbs", "list")
+    };
+    let all = documents();
+    let role = all.iter().find(|document| document["kind"] == "Role").unwrap();
+    assert!(role["rules"].as_array().unwrap().iter().any(may), "{role}");
 }

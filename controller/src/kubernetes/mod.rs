@@ -8,6 +8,7 @@ pub mod discover;
 pub mod events;
 pub mod guard;
 pub mod guard_pods;
+pub mod leader_pod;
 pub mod lease;
 pub mod lease_thread;
 pub mod lost_node_pods;

@@ -1,0 +1,167 @@
+//! The label of the pod whose controller leads. The Service of the API with TLS selects it: a controller that
+//! stands by is ready too, and does not serve that API.
+//!
+//! A controller ends as a process when it loses the Lease, and its container starts again in the same pod. So
+//! each controller removes the label of its own pod first. A new leader removes it from the pods of leaders
+//! that did not come back.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::Client;
+use kube::api::{Api, ListParams, Patch, PatchParams};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use crate::store::kubernetes::{CallError, bounded, is_code};
+
+/// The label; a pod that does not lead lacks it.
+pub const LEADER_LABEL: &str = "shorthorn.io/leader";
+/// The wait after a call that has failed.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// Gives the pod of this controller the label once `leads` says so, and removes it before. Ends with the
+/// sender, or runs until it is dropped. A controller outside of a pod has nothing to label.
+pub async fn run(client: Client, namespace: String, pod: String, mut leads: watch::Receiver<bool>) {
+    let pods: Api<Pod> = Api::namespaced(client, &namespace);
+    let mut was_well = true;
+    loop {
+        let is_leader = *leads.borrow_and_update();
+        let applied = apply(&pods, &pod, is_leader).await;
+        match &applied {
+            Ok(()) => {
+                if leads.changed().await.is_err() {
+                    return;
+                }
+            }
+            Err(error) => {
+                if was_well {
+                    tracing::warn!(%error, pod, "the label {LEADER_LABEL} of the pods is not set; is rbac.yaml applied?");
+                }
+                tokio::time::sleep(RETRY).await;
+            }
+        }
+        was_well = applied.is_ok();
+    }
+}
+
+async fn apply(pods: &Api<Pod>, pod: &str, is_leader: bool) -> Result<(), CallError> {
+    if !is_leader {
+        return set(pods, pod, Value::Null).await;
+    }
+    set(pods, pod, json!("true")).await?;
+    let labelled = bounded(pods.list(&ListParams::default().labels(LEADER_LABEL))).await?;
+    let names = labelled.items.into_iter().filter_map(|found| found.metadata.name);
+    for other in names.filter(|name| name != pod) {
+        set(pods, &other, Value::Null).await?;
+    }
+    Ok(())
+}
+
+async fn set(pods: &Api<Pod>, pod: &str, value: Value) -> Result<(), CallError> {
+    let change = json!({ "metadata": { "labels": { LEADER_LABEL: value } } });
+    match bounded(pods.patch(pod, &PatchParams::default(), &Patch::Merge(change))).await {
+        Err(error) if is_code(&error, 404) => Ok(()),
+        changed => changed.map(drop),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::convert::Infallible;
+    use std::sync::{Arc, Mutex};
+
+    use http::{Method, Request, Response};
+    use kube::client::Body;
+    use tower::service_fn;
+
+    use super::*;
+
+    /// The value of the label of each pod.
+    #[derive(Default)]
+    struct Pods {
+        labels: Mutex<BTreeMap<String, Option<String>>>,
+        /// The number of calls to refuse.
+        refused: Mutex<u32>,
+    }
+
+    impl Pods {
+        fn answer(&self, method: &Method, path: &str, body: &[u8]) -> (u16, Value) {
+            let refusal = |code: u16| (code, json!({ "kind": "Status", "status": "Failure", "code": code }));
+            let mut refused = self.refused.lock().unwrap();
+            if *refused > 0 {
+                *refused -= 1;
+                return refusal(503);
+            }
+            let mut labels = self.labels.lock().unwrap();
+            let pod = |name: &str| json!({ "metadata": { "name": name } });
+            if method == Method::GET {
+                let items: Vec<Value> =
+                    labels.iter().filter(|(_, label)| label.is_some()).map(|(name, _)| pod(name)).collect();
+                return (
+                    200,
+                    json!({ "apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": items }),
+                );
+            }
+            let name = path.rsplit('/').next().unwrap();
+            let Some(label) = labels.get_mut(name) else { return refusal(404) };
+            let change: Value = serde_json::from_slice(body).unwrap();
+            *label = change["metadata"]["labels"][LEADER_LABEL].as_str().map(str::to_owned);
+            (200, pod(name))
+        }
+
+        fn leaders(&self) -> Vec<String> {
+            let labels = self.labels.lock().unwrap();
+            let leaders = labels.iter().filter(|(_, label)| label.as_deref() == Some("true"));
+            leaders.map(|(name, _)| name.clone()).collect()
+        }
+    }
+
+    fn client(pods: &Arc<Pods>) -> Client {
+        let pods = Arc::clone(pods);
+        let service = service_fn(move |request: Request<Body>| {
+            let pods = Arc::clone(&pods);
+            async move {
+                let (head, body) = request.into_parts();
+                let body = body.collect_bytes().await.unwrap();
+                let (code, answer) = pods.answer(&head.method, head.uri.path(), &body);
+                let answer = Body::from(serde_json::to_vec(&answer).unwrap());
+                Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
+            }
+        });
+        Client::new(service, "n")
+    }
+
+    async fn until(pods: &Pods, leaders: &[&str]) {
+        for _ in 0..1000 {
+            if pods.leaders() == leaders {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("{:?} lead, not {leaders:?}", pods.leaders());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_label_follows_the_leader() {
+        let pods = Arc::<Pods>::default();
+        let label = |name: &str| (name.to_owned(), Some("true".to_owned()));
+        // Pod a led when its container ended; the node of pod c is gone.
+        *pods.labels.lock().unwrap() = [label("a"), ("b".to_owned(), None), label("c")].into();
+        *pods.refused.lock().unwrap() = 1;
+        let (leads, leading) = watch::channel(false);
+        let a = tokio::spawn(run(client(&pods), "n".to_owned(), "a".to_owned(), leading));
+        until(&pods, &["c"]).await;
+        *pods.refused.lock().unwrap() = 2;
+        leads.send_replace(true);
+        until(&pods, &["a"]).await;
+        drop(leads);
+        a.await.unwrap();
+        // A controller outside of a pod.
+        let (_leads, leading) = watch::channel(true);
+        let other = tokio::spawn(run(client(&pods), "n".to_owned(), "laptop".to_owned(), leading));
+        until(&pods, &[]).await;
+        other.abort();
+    }
+}
