@@ -1,9 +1,9 @@
 //! The newest leader that has called. A controller that was paused may wake after another one has taken
 //! over, and send calls that it decided on before: it changes nothing here any more.
 //!
-//! Calls of an engine have the number of its attachment, and replicas keep the generation. A stop of a replica,
-//! a salvage, a disk and a start after an undeletion have neither. So the rule is the same for all calls that
-//! change something.
+//! Calls of an engine have the number of its attachment, and replicas keep the generation. A stop of a
+//! replica, a salvage, a disk and a start after an undeletion have neither. So the rule is the same for all
+//! calls that change something.
 //!
 //! The number of a leader is the version of the Lease when it took that, which only rises. It is kept in
 //! memory: the pause of a controller would have to outlast this process too.

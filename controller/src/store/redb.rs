@@ -170,7 +170,7 @@ impl Store for RedbStore {
 }
 
 impl Inner {
-    /// The error of a write that has not ended. It may still succeed: with the next one, memory has its result.
+    /// The error of a write that has not ended. It may still succeed, and memory has its result then.
     fn hung(&self, waited: Duration) -> StoreError {
         let (path, waited) = (self.path.display(), waited.as_secs_f64());
         StoreError::Unavailable {

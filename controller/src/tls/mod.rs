@@ -25,8 +25,8 @@ use tokio::sync::{Notify, RwLock};
 pub use self::kubernetes::SecretKeeper;
 pub use self::service::TlsApi;
 
-/// The largest state, as it is stored, of a CA that signs and makes tokens. A Secret has room for 1 MiB, and a
-/// revocation shall always find some.
+/// The largest state, as it is stored, of a CA that signs and makes tokens. A Secret has room for 1 MiB, and
+/// a revocation shall always find some.
 const RECORDS_MAX_BYTES: usize = 800_000;
 
 /// The place where the state of the CA is stored.

@@ -1,5 +1,6 @@
-//! The state of the CA as it is stored. A large state is compressed: a Secret has room for 1 MiB, which is the
-//! records of about 2,000 nodes as plain JSON. A small one stays readable for people and earlier releases.
+//! The state of the CA as it is stored. A large state is compressed: a Secret has room for 1 MiB, which is
+//! the records of about 2,000 nodes as plain JSON. A small one stays readable for people and earlier
+//! releases.
 
 use std::io::{self, Read, Write};
 

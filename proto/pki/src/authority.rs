@@ -28,7 +28,8 @@ const ISSUED_MAX: usize = 16_384;
 /// Certificates of one role that can be valid at a time: a node in a loop does not use up the others' room.
 const ISSUED_PER_ROLE_MAX: usize = 256;
 
-/// Revocations of expired certificates that are kept, in case the clock is ahead. Each is a line of every trust list.
+/// Revocations of expired certificates that are kept, in case the clock is ahead. Each is a line of every
+/// trust list.
 const EXPIRED_REVOKED_MAX: usize = 1024;
 
 /// More changes of the trust list than there are between a backup and its restore.

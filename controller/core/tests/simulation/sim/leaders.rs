@@ -50,7 +50,7 @@ impl Sim {
         }
     }
 
-    /// A leader has decided to stop the engine of volume v0 on node 0, and is paused. The next leader attaches
+    /// Has a leader decide to stop the engine of volume v0 on node 0, and pauses it. The next leader attaches
     /// the volume there again, with the same engine. Then the first leader wakes.
     pub fn old_leader_stops_an_engine(&mut self) {
         self.step(&Op::Create);
