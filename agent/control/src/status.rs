@@ -42,6 +42,12 @@ pub enum ProcessCommand {
         /// The lowest generation that may.
         generation: Generation,
     },
+    /// Only for a replica: listens for engines of other hosts on this address instead of the former one.
+    /// Existing connections continue. The new address shows in the status.
+    Listen {
+        /// The IP address and the port.
+        address: std::net::SocketAddr,
+    },
     /// The volume grows: its replicas first, then its device. It never gets smaller.
     Expand {
         /// The new size of the volume in bytes.

@@ -41,6 +41,7 @@ fn texts() -> Vec<String> {
         engine_spec,
         r#""status""#.to_owned(),
         r#"{"expand":{"size_bytes":8192}}"#.to_owned(),
+        r#"{"listen":{"address":"[fd00::1]:10000"}}"#.to_owned(),
         format!(r#"{{"grant":{{"view":{VIEW}}}}}"#),
         status,
         format!(r#"{{"read":{COUNTER},"write":{COUNTER},"flush":{COUNTER},"discard":{COUNTER}}}"#),

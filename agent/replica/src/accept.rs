@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use shorthorn_ring::set_up_tcp;
+use shorthorn_ring::{bind_tcp, set_up_tcp};
 use tracing::Span;
 
 use crate::error::ReplicaError;
@@ -43,15 +43,20 @@ impl Listeners {
     pub fn bind(path: &Path, address: Option<SocketAddr>) -> Result<Listeners, ReplicaError> {
         let unix = bind_unix(path)
             .map_err(|source| ReplicaError::Listen { address: format!("unix:{}", path.display()), source })?;
-        let tcp = address
-            .map(|address| {
-                let bound = TcpListener::bind(address);
-                bound
-                    .and_then(|tcp| tcp.set_nonblocking(true).map(|()| tcp))
-                    .map_err(|source| ReplicaError::Listen { address: format!("tcp:{address}"), source })
-            })
-            .transpose()?;
+        let tcp = address.map(listen_on).transpose()?;
         Ok(Listeners { unix, path: path.to_owned(), tcp })
+    }
+
+    /// Listens on another TCP address instead of the former one.
+    ///
+    /// # Errors
+    /// [`ReplicaError::Listen`] names the address. The former one stays.
+    fn move_to(&mut self, address: SocketAddr) -> Result<(), ReplicaError> {
+        let now = self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
+        if now != Some(address) {
+            self.tcp = Some(listen_on(address)?);
+        }
+        Ok(())
     }
 
     /// Returns the addresses of this replica in the form of an engine's spec.
@@ -69,6 +74,13 @@ impl Drop for Listeners {
     }
 }
 
+/// Listens on exactly this address: engines of other hosts reach the replica there, and nobody anywhere else.
+fn listen_on(address: SocketAddr) -> Result<TcpListener, ReplicaError> {
+    bind_tcp(address)
+        .and_then(|tcp| tcp.set_nonblocking(true).map(|()| tcp))
+        .map_err(|source| ReplicaError::Listen { address: format!("tcp:{address}"), source })
+}
+
 fn bind_unix(path: &Path) -> io::Result<UnixListener> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.file_type().is_socket() => fs::remove_file(path)?,
@@ -84,6 +96,41 @@ fn bind_unix(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
+/// The TCP address that the accepting thread has to move to, and the event that wakes this thread.
+#[derive(Debug)]
+pub(crate) struct NextAddress {
+    wanted: Mutex<Option<SocketAddr>>,
+    event: EventFd,
+}
+
+impl NextAddress {
+    /// # Errors
+    /// No descriptor is available.
+    pub fn new() -> Result<Arc<NextAddress>, ReplicaError> {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
+        Ok(Arc::new(NextAddress { wanted: Mutex::new(None), event }))
+    }
+
+    /// Makes the accepting thread listen on `address` instead of the former one.
+    pub fn set(&self, address: SocketAddr) {
+        *self.wanted.lock().unwrap_or_else(PoisonError::into_inner) = Some(address);
+        self.wake();
+    }
+
+    fn take(&self) -> Option<SocketAddr> {
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn wake(&self) {
+        // It fails only if the counter is full: then the thread is awake.
+        let _ = self.event.write(1);
+    }
+}
+
+/// Publishes the addresses of the replica after a change.
+type Publish = dyn Fn(Vec<String>) + Send;
+
 /// The thread that takes connections.
 #[derive(Debug)]
 pub(crate) struct Acceptor {
@@ -97,33 +144,31 @@ struct Shared {
     identity: Identity,
     data: Mailbox,
     span: Span,
-    /// Wakes the accepting thread: a handshake has ended, or everything ends.
-    event: EventFd,
+    /// Wakes the accepting thread: a handshake has ended, the address changes, or everything ends.
+    next: Arc<NextAddress>,
     handshakes: Mutex<Handshakes<UnixStream>>,
     stopping: AtomicUsize,
 }
 
 impl Acceptor {
     /// Accepts connections on `listeners`, and sends engines that have proven their identity to the data
-    /// thread.
+    /// thread. Follows `next`, and gives `publish` the addresses after each change.
     ///
     /// # Errors
-    /// No thread or descriptor is available for it.
+    /// No thread is available for it.
     pub fn start(
         listeners: Listeners,
-        identity: Identity,
-        data: Mailbox,
-        span: Span,
+        (identity, data, span): (Identity, Mailbox, Span),
+        next: Arc<NextAddress>,
+        publish: Box<Publish>,
     ) -> Result<Acceptor, ReplicaError> {
-        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
         let (handshakes, stopping) = (Mutex::new(Handshakes::new()), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { identity, data, span, event, handshakes, stopping });
+        let shared = Arc::new(Shared { identity, data, span, next, handshakes, stopping });
         let served = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("accept".into())
             .stack_size(SMALL_STACK_BYTES)
-            .spawn(move || accept(&listeners, &served))
+            .spawn(move || accept(listeners, &served, publish.as_ref()))
             .map_err(|source| ReplicaError::system("start a thread", source))?;
         Ok(Acceptor { thread, shared })
     }
@@ -138,8 +183,7 @@ impl Acceptor {
 
 impl Shared {
     fn wake(&self) {
-        // It fails only where the counter is full: then the thread is awake.
-        let _ = self.event.write(1);
+        self.next.wake();
     }
 
     fn handshakes(&self) -> MutexGuard<'_, Handshakes<UnixStream>> {
@@ -148,16 +192,23 @@ impl Shared {
     }
 }
 
-fn accept(listeners: &Listeners, shared: &Arc<Shared>) {
+fn accept(mut listeners: Listeners, shared: &Arc<Shared>, publish: &Publish) {
     let _in = shared.span.enter();
     while shared.stopping.load(Ordering::Acquire) == 0 {
         let full = shared.handshakes().is_full();
-        if let Err(error) = wait(listeners, shared, full) {
+        if let Err(error) = wait(&listeners, shared, full) {
             tracing::warn!(%error, "waiting for connections failed");
             thread::sleep(ACCEPT_PAUSE);
         }
-        let _ = shared.event.read();
-        if !full && let Err(error) = accept_one(listeners, shared) {
+        let _ = shared.next.event.read();
+        if let Some(address) = shared.next.take() {
+            match listeners.move_to(address) {
+                Ok(()) => tracing::info!(%address, "listening for engines of other hosts"),
+                Err(error) => tracing::warn!("the former address stays: {error}"),
+            }
+            publish(listeners.addresses());
+        }
+        if !full && let Err(error) = accept_one(&listeners, shared) {
             tracing::warn!(%error, "a connection could not be accepted");
             thread::sleep(ACCEPT_PAUSE); // the next try would fail the same way at once
         }
@@ -167,7 +218,7 @@ fn accept(listeners: &Listeners, shared: &Arc<Shared>) {
 /// Waits for a connection or the event; when `full`, for the event only.
 fn wait(listeners: &Listeners, shared: &Shared, full: bool) -> nix::Result<()> {
     let on = |fd| PollFd::new(fd, PollFlags::POLLIN);
-    let mut fds = vec![on(shared.event.as_fd())];
+    let mut fds = vec![on(shared.next.event.as_fd())];
     if !full {
         fds.push(on(listeners.unix.as_fd()));
         fds.extend(listeners.tcp.as_ref().map(|tcp| on(tcp.as_fd())));

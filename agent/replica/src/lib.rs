@@ -41,3 +41,4 @@ mod state;
 
 pub use error::ReplicaError;
 pub use process::run;
+pub use shorthorn_ring::bind_tcp;

@@ -18,7 +18,7 @@ use shorthorn_views::ReplicaViews;
 use shorthorn_wire::directory_fingerprint;
 use tracing::Span;
 
-use crate::accept::{Acceptor, Listeners};
+use crate::accept::{Acceptor, Listeners, NextAddress};
 use crate::error::ReplicaError;
 use crate::executor::{Executor, Marks};
 use crate::handshake::Identity;
@@ -59,9 +59,11 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
 
     let (mailbox, inbox) =
         Mailbox::new().map_err(|source| ReplicaError::system("make an eventfd", source))?;
-    let (_control, publisher) = start_control(&spec, first, &woken, mailbox.clone())?;
+    let next_address = NextAddress::new()?;
+    let (_control, publisher) = start_control(&spec, first, &woken, (mailbox.clone(), &next_address))?;
     let data = DataThread::start(executor, mailbox, inbox, &publisher, &span, &woken)?;
-    let acceptor = Acceptor::start(listeners, identity(&spec), data.mailbox.clone(), span)?;
+    let opened = (identity(&spec), data.mailbox.clone(), span);
+    let acceptor = Acceptor::start(listeners, opened, next_address, publish_addresses(&publisher))?;
     publisher.update(|status| change(status, |replica| replica.serving = true));
     notify(&[sd_notify::NotifyState::Ready]);
     tracing::info!(directory = %spec.directory.display(), "serving");
@@ -147,18 +149,26 @@ fn start_control(
     spec: &ReplicaSpec,
     first: ReplicaStatus,
     woken: &Arc<EventFd>,
-    mailbox: Mailbox,
+    (mailbox, next_address): (Mailbox, &Arc<NextAddress>),
 ) -> Result<(ControlServer, Publisher), ReplicaError> {
-    let told = Arc::clone(woken);
+    let (told, next_address) = (Arc::clone(woken), Arc::clone(next_address));
     let obey = move |order| match order {
         // It fails only where the counter is full: then the process is being woken already.
         ProcessCommand::Stop | ProcessCommand::Handover => drop(told.write(1)),
         // If the data thread is gone, no engine is served any more.
         ProcessCommand::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),
+        ProcessCommand::Listen { address } => next_address.set(address),
         _ => {}
     };
     ControlServer::start(&spec.control_socket, Status::Replica(first), obey).map_err(|source| {
         ReplicaError::Listen { address: format!("control socket {}", spec.control_socket.display()), source }
+    })
+}
+
+fn publish_addresses(publisher: &Publisher) -> Box<dyn Fn(Vec<String>) + Send> {
+    let publisher = publisher.clone();
+    Box::new(move |addresses| {
+        publisher.update(|status| change(status, |replica| replica.addresses = addresses));
     })
 }
 

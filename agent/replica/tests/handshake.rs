@@ -4,14 +4,14 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use common::*;
-use shorthorn_control::{ProcessCommand, Status};
+use shorthorn_control::{ProcessCommand, ReplicaStatus, Status};
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Flags, Opcode};
 
@@ -198,11 +198,62 @@ fn engines_on_other_hosts_come_by_tcp() {
     assert_eq!(client.read(4096, 8192).unwrap(), pattern(1, 8192));
 }
 
+fn tcp_address(replica: &Replica) -> SocketAddr {
+    replica.status().addresses[1].strip_prefix("tcp:").unwrap().parse().unwrap()
+}
+
 fn connect_by_tcp(replica: &Replica) -> UnixStream {
-    let addresses = replica.status().addresses;
-    let address = addresses[1].strip_prefix("tcp:").unwrap();
     // The calls are the same for every kind of stream socket.
-    UnixStream::from(OwnedFd::from(TcpStream::connect(address).unwrap()))
+    UnixStream::from(OwnedFd::from(TcpStream::connect(tcp_address(replica)).unwrap()))
+}
+
+/// Sends the replica to another address, and waits until its status has an address there.
+fn move_to(replica: &Replica, address: SocketAddr) {
+    let client = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap();
+    client.request(&ProcessCommand::Listen { address }).unwrap();
+    let ip = |status: &ReplicaStatus| {
+        let address = status.addresses[1].strip_prefix("tcp:").unwrap();
+        address.parse::<SocketAddr>().unwrap().ip()
+    };
+    let changes = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
+    for status in changes {
+        let Status::Replica(status) = status.unwrap() else { panic!("no replica") };
+        if ip(&status) == address.ip() {
+            return;
+        }
+    }
+    panic!("the replica has ended");
+}
+
+#[test]
+fn a_replica_moves_to_another_address_and_keeps_its_connections() {
+    let base = base();
+    let mut spec = spec(base.path(), MIB);
+    spec.data_address = Some("127.0.0.1:0".parse().unwrap());
+    let replica = Replica::start(&spec);
+    let former = tcp_address(&replica);
+    let (mut old, _) =
+        Client::open(connect_by_tcp(&replica), &replica.claim(generation(1), 0), SECRET).unwrap().unwrap();
+    move_to(&replica, "127.0.0.2:0".parse().unwrap());
+    assert!(TcpStream::connect(former).is_err(), "the former address is closed");
+    old.ping().unwrap();
+    let (mut new, _) =
+        Client::open(connect_by_tcp(&replica), &replica.claim(generation(1), 1), SECRET).unwrap().unwrap();
+    new.ping().unwrap();
+}
+
+#[test]
+fn a_replica_starts_while_its_host_does_not_have_the_address() {
+    let base = base();
+    let mut spec = spec(base.path(), MIB);
+    // An address of documentation (RFC 5737).
+    spec.data_address = Some("192.0.2.77:0".parse().unwrap());
+    let replica = Replica::start(&spec);
+    replica.open(generation(1));
+    move_to(&replica, "127.0.0.1:0".parse().unwrap());
+    let (mut remote, _) =
+        Client::open(connect_by_tcp(&replica), &replica.claim(generation(1), 1), SECRET).unwrap().unwrap();
+    remote.ping().unwrap();
 }
 
 #[test]

@@ -15,7 +15,7 @@ mod token;
 mod wake;
 
 pub use arena::{Arena, IoBuf, SlotPool};
-pub use peer::set_up_tcp;
+pub use peer::{bind_tcp, set_up_tcp};
 pub use process::{ProtectionReport, protect_allocations, protect_thread};
 pub use ring::{Completion, Ring, TaskWork};
 pub use stream::{Received, Stream, StreamLimits};

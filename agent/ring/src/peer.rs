@@ -1,7 +1,10 @@
 use std::io;
-use std::os::fd::AsFd;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, AsRawFd};
 
-use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, SockaddrStorage, bind, listen, setsockopt, socket, sockopt,
+};
 
 /// TCP probes an idle peer after so many seconds,
 const KEEPALIVE_IDLE_S: u32 = 10;
@@ -9,6 +12,8 @@ const KEEPALIVE_IDLE_S: u32 = 10;
 const KEEPALIVE_INTERVAL_S: u32 = 5;
 /// and gives up after so many probes without an answer.
 const KEEPALIVE_PROBES: u32 = 4;
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// Sets up a TCP connection. Small frames are sent at once, and a peer whose host is gone is noticed within
 /// 30 s although nothing is sent to it. TCP_USER_TIMEOUT is not set: it would also end a connection to a peer
@@ -25,9 +30,27 @@ pub fn set_up_tcp(socket: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
+/// Listens on `address`, even while this host does not have it: a link that is down, or a new IPv6 address
+/// that is still checked for duplicates, must not keep a process from starting. Connections arrive as soon
+/// as the host has the address.
+///
+/// # Errors
+/// The error of the system, for instance for a port that another process uses.
+pub fn bind_tcp(address: SocketAddr) -> io::Result<TcpListener> {
+    let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let listener = socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    // As TcpListener::bind does: connections of an earlier process do not hold the port.
+    setsockopt(&listener, sockopt::ReuseAddr, &true)?;
+    // Of IPv6 sockets too: net/ipv6/ipv6_sockglue.c passes the level on.
+    setsockopt(&listener, sockopt::IpFreebind, &true)?;
+    bind(listener.as_raw_fd(), &SockaddrStorage::from(address))?;
+    listen(&listener, Backlog::new(BACKLOG)?)?;
+    Ok(listener.into())
+}
+
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpStream;
 
     use nix::sys::socket::getsockopt;
 
@@ -43,5 +66,24 @@ mod tests {
         let idle_s = getsockopt(&stream, sockopt::TcpKeepIdle).unwrap();
         let probing_s = KEEPALIVE_INTERVAL_S * getsockopt(&stream, sockopt::TcpKeepCount).unwrap();
         assert_eq!(idle_s + probing_s, 30);
+    }
+
+    #[test]
+    fn listens_on_an_address_that_the_host_does_not_have() {
+        // Addresses of documentation (RFC 5737, RFC 3849): no host has them.
+        for address in ["192.0.2.77:0", "[2001:db8::77]:0"] {
+            let address: SocketAddr = address.parse().unwrap();
+            assert!(TcpListener::bind(address).is_err(), "this host has {address}");
+            assert_eq!(bind_tcp(address).unwrap().local_addr().unwrap().ip(), address.ip());
+        }
+    }
+
+    #[test]
+    fn a_port_is_given_once() {
+        let first = bind_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = first.local_addr().unwrap();
+        assert_eq!(bind_tcp(address).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(first);
+        bind_tcp(address).unwrap();
     }
 }

@@ -25,6 +25,7 @@ impl Serving<'_> {
             ProcessCommand::Scrub { scrub } => self.scrub(scrub)?,
             ProcessCommand::Limits { limits } => self.limit(limits),
             ProcessCommand::Fence { .. } => self.ignore("fence", "it is for replicas"),
+            ProcessCommand::Listen { .. } => self.ignore("listen", "it is for replicas"),
             ProcessCommand::Expand { size_bytes } => self.expand(size_bytes)?,
             // The server answers these itself.
             ProcessCommand::Status | ProcessCommand::Watch | ProcessCommand::Io => {}
@@ -112,11 +113,22 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Sets the address of a replica, from the next attempt on.
+    /// Sets the address of a replica. If it keeps none of its former addresses, its host most likely has none
+    /// of them any more: its connections are given up, so that it comes back over the new address at once
+    /// instead of after the time-out of a late replica.
     fn readdress(&self, index: PeerIndex, endpoint: ReplicaEndpoint) {
         let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
-        self.context().update(index, |peer| peer.endpoint = endpoint);
-        self.publish_member(replica, |member| member.address = address);
+        let mut has_moved = false;
+        self.context().update(index, |peer| {
+            has_moved = status::has_moved(&peer.endpoint, &endpoint);
+            peer.endpoint = endpoint;
+        });
+        self.publish_member(replica, |member| member.address.clone_from(&address));
+        if has_moved {
+            tracing::info!(volume = %self.spec.volume, %replica, address, "a replica has another address");
+            let reason = format!("its address has changed to {address}");
+            self.shared().send_to_core(Event::Lost { peer: index, reason });
+        }
     }
 
     fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {
