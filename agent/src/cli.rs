@@ -177,7 +177,7 @@ pub struct ServeArgs {
     /// Check the configuration, and exit
     #[arg(long)]
     pub check: bool,
-    /// Overrides `data_address` of the configuration
+    /// Overrides `data_address`, `data_interface` and `data_network` of the configuration
     #[arg(long, value_name = "IP")]
     pub data_address: Option<IpAddr>,
     /// Overrides `metrics_listen` of the configuration; off turns metrics off

@@ -20,6 +20,7 @@ use clap::Parser;
 
 use cli::{AgentCommand, Cli, LogArgs, ReplicaDirectoryCommand, ServeArgs};
 use serve::config::{Config, DEFAULT_PATH};
+use serve::network::DataSource;
 use shorthorn_engine::EngineError;
 use shorthorn_replica::ReplicaError;
 
@@ -90,8 +91,8 @@ fn start_logs(args: &LogArgs) {
 
 fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let mut config = Config::load(args.config.as_deref())?;
-    if args.data_address.is_some() {
-        config.data_address = args.data_address;
+    if let Some(address) = args.data_address {
+        config.data = DataSource::Fixed(address);
     }
     if let Some(listen) = args.metrics_listen {
         config.metrics_listen = listen;

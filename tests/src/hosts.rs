@@ -29,6 +29,8 @@ pub struct Hosts {
     store: Vec<String>,
     /// The number of agents that the flags name.
     named: usize,
+    /// True if the agents follow the address of eth0; false if their configuration has it.
+    follow: bool,
     /// The address of the controller.
     server: String,
     // Last: with it go all processes on the hosts.
@@ -45,17 +47,35 @@ impl Hosts {
         Hosts::start_with_store(dir, hosts, hosts, vec!["--store".to_owned(), store])
     }
 
+    /// Starts like [`Hosts::start`], with agents that follow the address of their interface.
+    ///
+    /// # Errors
+    /// Something does not start.
+    pub fn start_following(dir: &Path, hosts: usize) -> Result<Hosts> {
+        let store = vec!["--store".to_owned(), dir.join("store.redb").display().to_string()];
+        Hosts::start_all(dir, hosts, (hosts, store), true)
+    }
+
     /// Starts like [`Hosts::start`], with flags for the store of the controller. Other flags name the
     /// addresses of the first `named` agents only.
     ///
     /// # Errors
     /// Something does not start.
     pub fn start_with_store(dir: &Path, hosts: usize, named: usize, store: Vec<String>) -> Result<Hosts> {
+        Hosts::start_all(dir, hosts, (named, store), false)
+    }
+
+    fn start_all(
+        dir: &Path,
+        hosts: usize,
+        (named, store): (usize, Vec<String>),
+        follow: bool,
+    ) -> Result<Hosts> {
         let network = Network::create(hosts)?;
         let agents = (0..hosts).map(|_| None).collect();
         let server = format!("unix://{}", dir.join("ctl.sock").display());
         let mut hosts =
-            Hosts { dir: dir.to_owned(), agents, controller: None, store, named, server, network };
+            Hosts { dir: dir.to_owned(), agents, controller: None, store, named, follow, server, network };
         for host in 0..hosts.agents.len() {
             hosts.write_config(host)?;
             hosts.start_agent(host)?;
@@ -78,14 +98,18 @@ impl Hosts {
         let path = |name: &str| dir.join(name).display().to_string();
         let config = format!(
             "node_name = \"{}\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
-             device_dir = \"{}\"\ninstances = \"children\"\ncsi = \"off\"\ndata_address = \"{}\"\n\
+             device_dir = \"{}\"\ninstances = \"children\"\ncsi = \"off\"\n{}\n\
              replica_timeout_ms = {REPLICA_TIMEOUT_MS}\n",
             name(host),
             path("sock"),
             path("s"),
             path("r"),
             path("dev"),
-            address(host)
+            if self.follow {
+                "data_interface = \"eth0\"".to_owned()
+            } else {
+                format!("data_address = \"{}\"", address(host))
+            }
         );
         Ok(fs::write(dir.join("agent.toml"), config)?)
     }
@@ -236,6 +260,22 @@ impl Hosts {
     /// The host does not exist.
     pub fn set_link(&self, host: usize, up: bool) -> Result<()> {
         self.network.set_link(host, up)
+    }
+
+    /// Sets the interface of a host down or up.
+    ///
+    /// # Errors
+    /// The host does not exist.
+    pub fn set_interface(&self, host: usize, up: bool) -> Result<()> {
+        self.network.set_interface(host, up)
+    }
+
+    /// Gives the interface of a host another address, with its prefix, instead of all that it has.
+    ///
+    /// # Errors
+    /// The host does not exist.
+    pub fn set_address(&self, host: usize, address: &str) -> Result<()> {
+        self.network.set_address(host, address)
     }
 
     /// Returns the processes of a volume on a host whose command line has all these words: `engine`, or

@@ -57,6 +57,25 @@ impl Network {
         ip(&["-n", &self.hub(), "link", "set", &Network::port(host), state]).map(drop)
     }
 
+    /// Sets the interface of a host down or up. Unlike with a cut link, the host notices that itself.
+    ///
+    /// # Errors
+    /// The host does not exist.
+    pub fn set_interface(&self, host: usize, up: bool) -> Result<()> {
+        let state = if up { "up" } else { "down" };
+        ip(&["-n", &self.host(host), "link", "set", "eth0", state]).map(drop)
+    }
+
+    /// Removes all addresses of a host's interface, and gives it another one.
+    ///
+    /// # Errors
+    /// The host does not exist.
+    pub fn set_address(&self, host: usize, address: &str) -> Result<()> {
+        let namespace = self.host(host);
+        ip(&["-n", &namespace, "address", "flush", "dev", "eth0", "scope", "global"])?;
+        ip(&["-n", &namespace, "address", "add", address, "dev", "eth0"]).map(drop)
+    }
+
     /// Returns the processes of a host.
     ///
     /// # Errors

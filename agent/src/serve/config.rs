@@ -15,6 +15,7 @@ use thiserror::Error;
 use toml::Spanned;
 
 use crate::serve::listen::ListenAddress;
+use crate::serve::network::{DataSource, InterfaceFilter, IpNetwork};
 
 /// The default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
@@ -32,6 +33,8 @@ const TRASH_HOURS: u32 = 24;
 /// The maximum retention of the trash: a year.
 const TRASH_HOURS_MAX: u32 = 8784;
 const TRASH_FREE_PERCENT: u32 = 10;
+/// IFNAMSIZ without the zero at the end.
+const INTERFACE_NAME_MAX_BYTES: usize = 15;
 /// The maximum rate of sums: more than a disk reads.
 const SUM_MIB_PER_S_MAX: u32 = 65_536;
 
@@ -54,9 +57,9 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// The directory of device nodes.
     pub device_dir: PathBuf,
-    /// The address at which other nodes reach replicas.
-    pub data_address: Option<IpAddr>,
-    /// Ports of replicas on `data_address`.
+    /// The source of the address that other nodes reach replicas at.
+    pub data: DataSource,
+    /// Ports of replicas on the data address.
     pub data_ports: RangeInclusive<u16>,
     /// Disks, besides those that were added through the API.
     pub disks: Vec<PathBuf>,
@@ -164,6 +167,8 @@ struct File {
     runtime_dir: Option<Spanned<PathBuf>>,
     device_dir: Option<Spanned<PathBuf>>,
     data_address: Option<Spanned<String>>,
+    data_interface: Option<Spanned<String>>,
+    data_network: Option<Spanned<String>>,
     data_ports: Option<Spanned<String>>,
     disks: Option<Vec<Spanned<PathBuf>>>,
     instances: InstancesChoice,
@@ -265,7 +270,7 @@ fn check(file: File) -> Result<Config, Wrong> {
         state_dir,
         runtime_dir: directory("runtime_dir", file.runtime_dir, "/run/shorthorn")?,
         device_dir: directory("device_dir", file.device_dir, "/dev/longhorn")?,
-        data_address: optional("data_address", file.data_address, "", |text| data_address(&text))?,
+        data: data_source(file.data_address, file.data_interface, file.data_network)?,
         data_ports: optional("data_ports", file.data_ports, "10000-14999", |text| ports(&text))?,
         disks: disks.map(|disk| with("disks", disk, absolute)).collect::<Result<_, _>>()?,
         instances: file.instances,
@@ -348,6 +353,42 @@ fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
         return Err(format!("{text} is no address that other nodes could reach this one at"));
     }
     Ok(Some(address))
+}
+
+fn data_source(
+    address: Option<Spanned<String>>,
+    interface: Option<Spanned<String>>,
+    network: Option<Spanned<String>>,
+) -> Result<DataSource, Wrong> {
+    let place = address.as_ref().map_or(0..0, Spanned::span);
+    let address = optional("data_address", address, "", |text| data_address(&text))?;
+    let interface = optional("data_interface", interface, "", |text| interface_name(&text))?;
+    let network = optional("data_network", network, "", |text| match text.as_str() {
+        "" => Ok(None),
+        _ => IpNetwork::parse(&text).map(Some),
+    })?;
+    let is_filtered = interface.is_some() || network.is_some();
+    match address {
+        Some(_) if is_filtered => Err(Wrong(
+            place,
+            "data_address: use either data_address, or data_interface and data_network".to_owned(),
+        )),
+        Some(address) => Ok(DataSource::Fixed(address)),
+        None if is_filtered => Ok(DataSource::Interfaces(InterfaceFilter { interface, network })),
+        None => Ok(DataSource::Off),
+    }
+}
+
+/// Checks the name of a network interface as the kernel does (dev_valid_name of net/core/dev.c).
+fn interface_name(text: &str) -> Result<Option<String>, String> {
+    let is_valid = text.len() <= INTERFACE_NAME_MAX_BYTES
+        && !text.chars().any(|c| c == '/' || c == ':' || c.is_whitespace())
+        && text != "."
+        && text != "..";
+    if !is_valid {
+        return Err(format!("{text:?} is no name of an interface; for a network, use data_network"));
+    }
+    Ok((!text.is_empty()).then(|| text.to_owned()))
 }
 
 fn kubelet_root(text: String) -> Result<Option<PathBuf>, String> {
@@ -453,6 +494,19 @@ mod tests {
     }
 
     #[test]
+    fn the_data_address_is_fixed_or_that_of_an_interface() {
+        let data = |text: &str| parse(text).unwrap().data;
+        assert_eq!(data(""), DataSource::Off);
+        assert_eq!(data("data_address = \"fd00::1\""), DataSource::Fixed("fd00::1".parse().unwrap()));
+        let filter = InterfaceFilter {
+            interface: Some("eth1.7".to_owned()),
+            network: Some(IpNetwork::parse("10.1.0.0/24").unwrap()),
+        };
+        let both = "data_interface = \"eth1.7\"\ndata_network = \"10.1.0.0/24\"";
+        assert_eq!(data(both), DataSource::Interfaces(filter));
+    }
+
+    #[test]
     fn unknown_keys_are_refused_with_their_line() {
         let error = parse("node_name = \"n1\"\n\ncolour = 1\n").unwrap_err();
         assert!(error.starts_with("/etc/agent.toml:3: ") && error.contains("colour"), "{error}");
@@ -469,6 +523,12 @@ mod tests {
             ("state_dir = \"/var/../etc\"", "1: state_dir: "),
             ("zone = \"-a\"", "1: zone: \"-a\" is no label value"),
             ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
+            (
+                "data_interface = \"10.1.0.0/24\"",
+                "1: data_interface: \"10.1.0.0/24\" is no name of an interface",
+            ),
+            ("data_network = \"10.1.0.9/24\"", "1: data_network: \"10.1.0.9/24\" has bits after its prefix"),
+            ("\ndata_address = \"10.1.0.9\"\ndata_interface = \"eth1\"", "2: data_address: use either"),
             ("trash_free_percent = 91", "1: trash_free_percent: 91 is not between 0 and 90"),
             ("sum_mib_per_s = 65537", "1: sum_mib_per_s: 65537 is not between 0 and 65536"),
             ("data_ports = \"9-5\"", "1: data_ports: \"9-5\""),

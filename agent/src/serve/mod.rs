@@ -22,6 +22,7 @@ mod listen;
 mod longhorn;
 mod messages;
 mod metrics;
+pub mod network;
 mod ports;
 mod salvage;
 mod service;
@@ -49,6 +50,7 @@ use error::NodeError;
 use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
 use listen::ListenAddress;
 use metrics::{AgentMetrics, MetricsInputs};
+use network::DataNetwork;
 use service::NodeService;
 use tls::{NodeTls, TlsService};
 
@@ -100,13 +102,15 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     let table = Table::new();
     let (backend, lost) = backend(&config, &paths, &table).await?;
-    let hub = Hub::start(config.clone(), paths, table, backend).await?;
+    let network = DataNetwork::start(config.data.clone(), instance::last_data_address(&paths)).await;
+    let hub = Hub::start(config.data_ports.clone(), network.address(), paths, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
     let tls = NodeTls::open(&config.tls_dir, &config.node_name)?;
     let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
     tokio::spawn(keep_engine_states_few(Arc::clone(&hub), stopping.clone()));
+    tokio::spawn(network.follow(Arc::clone(&hub), stopping.clone()));
     let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));

@@ -67,12 +67,14 @@ impl Node for NodeService {
         };
         let reports = self.frontends.get().await?;
         let device_dir = self.config.device_dir.clone();
-        let warnings =
+        let mut warnings =
             blocking(move || Ok(longhorn::warnings(Path::new(longhorn::PROC), &device_dir))).await?;
+        let data = self.hub.data_address();
+        warnings.extend(Some(data.problem).filter(|problem| !problem.is_empty()));
         Ok(Response::new(v1::NodeInfo {
             name: self.config.node_name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            data_address: self.config.data_address.map(|address| address.to_string()).unwrap_or_default(),
+            data_address: data.address.map(|address| address.to_string()).unwrap_or_default(),
             frontends: reports.into_iter().map(frontend).collect(),
             zone: self.config.zone.clone(),
             max_volumes: self.config.max_volumes,

@@ -245,7 +245,7 @@ impl<'a> Doctor<'a> {
                 findings.push(failed(
                     format!("no other node reaches the replicas on node {name}"),
                     format!(
-                        "set data_address in /etc/shorthorn/agent.toml of node {name}, and restart its agent"
+                        "set data_interface or data_address in /etc/shorthorn/agent.toml of node {name}, and restart its agent"
                     ),
                 ));
             } else if let Some(other) = owners.insert(address, name) {

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
@@ -17,9 +18,9 @@ use shorthorn_store::{StoreError, check_binding, hold};
 use shorthorn_wire::directory_fingerprint;
 use tokio::task::JoinHandle;
 
-use crate::serve::config::Config;
 use crate::serve::error::NodeError;
 use crate::serve::instance::{Backend, InstanceId, InstancePaths, Process, ProcessPhase, Spec, Table};
+use crate::serve::network::{Choice, DataAddress};
 use crate::serve::{blocking, ports};
 
 /// The instances of this node.
@@ -27,7 +28,8 @@ pub struct Hub {
     table: Arc<Table>,
     backend: Box<dyn Backend>,
     paths: InstancePaths,
-    config: Config,
+    data_ports: RangeInclusive<u16>,
+    data_address: DataAddress,
     /// Locks that allow one operation at a time on each instance.
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
     /// The newest list of replicas that each engine was given: attachment and number. Calls that come late
@@ -52,13 +54,14 @@ impl Hub {
     /// # Errors
     /// The directory of spec files cannot be read, or the backend does not answer.
     pub async fn start(
-        config: Config,
+        data_ports: RangeInclusive<u16>,
+        data_address: DataAddress,
         paths: InstancePaths,
         table: Arc<Table>,
         backend: Box<dyn Backend>,
     ) -> Result<Arc<Hub>, NodeError> {
         let (gates, revisions) = Default::default();
-        let hub = Hub { table, backend, paths, config, gates, revisions };
+        let hub = Hub { table, backend, paths, data_ports, data_address, gates, revisions };
         hub.adopt_all().await?;
         Ok(Arc::new(hub))
     }
@@ -87,6 +90,15 @@ impl Hub {
     /// Returns the table of instances.
     pub fn table(&self) -> &Arc<Table> {
         &self.table
+    }
+
+    /// Returns the data address of this node.
+    pub fn data_address(&self) -> Choice {
+        self.data_address.borrow().clone()
+    }
+
+    pub(super) fn data_ports(&self) -> RangeInclusive<u16> {
+        self.data_ports.clone()
     }
 
     pub(super) fn backend(&self) -> &dyn Backend {
@@ -138,7 +150,8 @@ impl Hub {
             let (directory, fingerprint) =
                 (replica.directory.clone(), directory_fingerprint(replica.secret.bytes()));
             blocking(move || bind(&directory, &fingerprint, options.rebind)).await?;
-            ports::choose(replica, &self.config, &self.table.ports_of_others(&id))?;
+            let (address, taken) = (self.data_address().address, self.table.ports_of_others(&id));
+            ports::choose(replica, address, &self.data_ports, &taken)?;
         }
         let stored = (spec.clone(), self.paths.clone());
         blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
@@ -357,7 +370,7 @@ fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
 }
 
 /// Returns the instances that have a spec file in `dir`; other files there are left alone.
-fn spec_files(dir: &Path, kind: v1::InstanceKind) -> Result<Vec<InstanceId>, NodeError> {
+pub(super) fn spec_files(dir: &Path, kind: v1::InstanceKind) -> Result<Vec<InstanceId>, NodeError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(NodeError::at(dir))? {
         let name = entry.map_err(NodeError::at(dir))?.file_name();

@@ -1,5 +1,6 @@
 //! Engines and replicas as processes: their names, managers and states.
 
+mod addresses;
 mod backend;
 mod children;
 mod commands;
@@ -17,6 +18,7 @@ use std::fmt;
 use shorthorn_api::v1;
 use shorthorn_types::{ReplicaId, VolumeName};
 
+pub use addresses::last_data_address;
 pub use backend::{Backend, BackendError};
 pub use children::Children;
 pub use control_watch::io_counters;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance_event::Type;
-use shorthorn_control::Status;
+use shorthorn_control::{EngineSpec, Status};
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast;
 use tokio::task::JoinHandle;
@@ -97,6 +97,24 @@ impl Table {
         living
             .filter_map(|entry| match &entry.spec {
                 Spec::Engine(spec) => Some((spec.volume.clone(), spec.control_socket.clone())),
+                Spec::Replica(_) => None,
+            })
+            .collect()
+    }
+
+    /// Returns the replicas.
+    pub fn replicas(&self) -> Vec<InstanceId> {
+        let inner = self.lock();
+        inner.entries.keys().filter(|id| matches!(id, InstanceId::Replica(..))).cloned().collect()
+    }
+
+    /// Returns the engines with their specs.
+    pub fn engine_specs(&self) -> Vec<(InstanceId, EngineSpec)> {
+        let inner = self.lock();
+        let entries = inner.entries.iter();
+        entries
+            .filter_map(|(id, entry)| match &entry.spec {
+                Spec::Engine(spec) => Some((id.clone(), spec.clone())),
                 Spec::Replica(_) => None,
             })
             .collect()

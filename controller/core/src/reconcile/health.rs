@@ -223,7 +223,7 @@ pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget
         let reason = if local {
             "replica runs without an address".to_owned()
         } else {
-            "replica has no address for other nodes: set data_address in the configuration of its agent"
+            "replica has no address for other nodes: set data_interface or data_address in the configuration of its agent"
                 .to_owned()
         };
         return Err((reason, false));

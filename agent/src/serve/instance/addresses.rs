@@ -1,0 +1,150 @@
+//! Instances and the data address of the node: replicas follow it, and engines lose dead connections.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use shorthorn_api::v1::{self, instance::Detail};
+use shorthorn_control::{ProcessCommand, ReplicaSpec};
+
+use crate::serve::error::NodeError;
+use crate::serve::instance::hub::{finish, spec_files};
+use crate::serve::instance::{Hub, InstanceId, InstancePaths, ProcessPhase, Spec, control_watch};
+use crate::serve::{blocking, ports};
+
+/// Returns the address that the replicas of an earlier agent have: the most frequent one, in case that it
+/// ended in the middle of a change.
+pub fn last_data_address(paths: &InstancePaths) -> Option<IpAddr> {
+    let kind = v1::InstanceKind::Replica;
+    let ids = spec_files(&paths.specs(kind), kind).unwrap_or_default();
+    let specs = ids.iter().filter_map(|id| Spec::load(id, paths).ok());
+    let mut counts = std::collections::BTreeMap::<IpAddr, usize>::new();
+    for spec in specs {
+        if let Spec::Replica(ReplicaSpec { data_address: Some(address), .. }) = spec {
+            *counts.entry(address.ip()).or_default() += 1;
+        }
+    }
+    counts.into_iter().max_by_key(|(_, count)| *count).map(|(address, _)| address)
+}
+
+impl Hub {
+    /// Makes the running replicas listen on `address`. Returns those that do not do so yet: call again.
+    /// Without an address, they stay as they are until they are started again.
+    pub async fn move_replicas(self: &Arc<Hub>, address: Option<IpAddr>) -> Vec<InstanceId> {
+        let Some(address) = address else { return Vec::new() };
+        let mut left = Vec::new();
+        for id in self.table().replicas() {
+            let hub = Arc::clone(self);
+            let moved = id.clone();
+            // A task of its own, like each operation: half of it must not stay undone.
+            let moved = tokio::spawn(async move { hub.move_replica(&moved, address).await });
+            match finish(moved).await {
+                Ok(true) => {}
+                Ok(false) => left.push(id),
+                Err(error) => {
+                    tracing::warn!(instance = %id, %address, "the replica does not move yet: {error}");
+                    left.push(id);
+                }
+            }
+        }
+        left
+    }
+
+    /// Returns true if the replica is stopped or listens on that address.
+    async fn move_replica(&self, id: &InstanceId, address: IpAddr) -> Result<bool, NodeError> {
+        let gate = self.gate(id);
+        let _open = gate.lock().await;
+        let Some((Spec::Replica(mut spec), process)) = self.table().known(id) else { return Ok(true) };
+        if process.phase == ProcessPhase::Stopped {
+            return Ok(true); // its next start chooses the address
+        }
+        let before = spec.data_address;
+        if before.map(|before| before.ip()) != Some(address) {
+            let ports = self.data_ports();
+            let taken = self.table().ports_of_others(id);
+            spec = blocking(move || {
+                ports::choose(&mut spec, Some(address), &ports, &taken)?;
+                Ok(spec)
+            })
+            .await?;
+            // Stored first: a process that is started at this moment reads it.
+            let stored = (Spec::Replica(spec.clone()), self.paths().clone());
+            blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+            self.table().set_spec(Spec::Replica(spec.clone()));
+        }
+        let Some(wanted) = spec.data_address else { return Ok(true) };
+        if before == Some(wanted) && self.shows(id, wanted) {
+            return Ok(true);
+        }
+        let command = ProcessCommand::Listen { address: wanted };
+        let sent = control_watch::request(&spec.control_socket, &command).await;
+        sent.map(|()| false)
+            .map_err(|error| NodeError::Unavailable(format!("{}: {error}", spec.control_socket.display())))
+    }
+
+    /// Returns true if the process shows that address, or nothing at all yet: it has just read its spec.
+    fn shows(&self, id: &InstanceId, address: SocketAddr) -> bool {
+        let shown = self.table().published(id);
+        let Some(Detail::Replica(shown)) = shown.and_then(|shown| shown.detail) else { return true };
+        shown.addresses.is_empty() || shown.addresses.contains(&format!("tcp:{address}"))
+    }
+
+    /// Starts the process of a replica again, with another port: it is of a version that cannot move, or
+    /// another program has its port on the new address.
+    pub async fn restart_replica(self: &Arc<Hub>, id: InstanceId) {
+        let hub = Arc::clone(self);
+        let restarted = tokio::spawn(async move { hub.restart_replica_now(&id).await });
+        if let Err(error) = finish(restarted).await {
+            tracing::warn!("a replica is not started again: {error}");
+        }
+    }
+
+    async fn restart_replica_now(&self, id: &InstanceId) -> Result<(), NodeError> {
+        let gate = self.gate(id);
+        let _open = gate.lock().await;
+        let Some((Spec::Replica(mut spec), process)) = self.table().known(id) else { return Ok(()) };
+        if process.phase != ProcessPhase::Running {
+            return Ok(());
+        }
+        let (address, ports) = (self.data_address().address, self.data_ports());
+        let mut taken = self.table().ports_of_others(id);
+        taken.extend(spec.data_address.map(|address| address.port()));
+        spec = blocking(move || {
+            ports::choose(&mut spec, address, &ports, &taken)?;
+            Ok(spec)
+        })
+        .await?;
+        let stored = (Spec::Replica(spec.clone()), self.paths().clone());
+        blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+        self.table().set_spec(Spec::Replica(spec));
+        tracing::info!(instance = %id, "starting it again, because it does not move to the new address");
+        Ok(self.backend().restart(id).await?)
+    }
+
+    /// Hands the engines with replicas on other hosts over to new processes, after this host has lost the
+    /// address from which they were connected. Their connections are dead, and a new process connects within
+    /// seconds; otherwise they would wait for their replicas for a minute.
+    pub async fn renew_connections(self: &Arc<Hub>) {
+        for (id, spec) in self.table().engine_specs() {
+            let is_remote =
+                |addresses: &[String]| !addresses.iter().any(|address| address.starts_with("unix:"));
+            if !spec.replicas.iter().any(|replica| is_remote(&replica.addresses)) {
+                continue;
+            }
+            let hub = Arc::clone(self);
+            let renewed = tokio::spawn(async move {
+                let gate = hub.gate(&id);
+                let _open = gate.lock().await;
+                let running =
+                    hub.table().known(&id).is_some_and(|(_, process)| process.phase == ProcessPhase::Running);
+                if running {
+                    tracing::info!(instance = %id, "handing over, because its connections came from an address that is gone");
+                    hub.backend().restart(&id).await?;
+                }
+                Ok(())
+            });
+            if let Err(error) = finish(renewed).await {
+                tracing::warn!("an engine keeps its connections: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! The data address of this node: the address at which other nodes reach its replicas.
+//!
+//! It is configured, or it is that of an interface, and then it is followed. A change reaches everything
+//! without a detach: the replicas of this node listen on the new address and show it, the controller sends it
+//! to the engines, and they reconnect. Engines of this node whose connections came from the former address
+//! are handed over to new processes, because their connections are dead.
+
+mod choice;
+mod netlink;
+mod source;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+
+use crate::serve::instance::Hub;
+use choice::choose;
+pub use choice::{Choice, Interfaces};
+use netlink::Netlink;
+pub use source::{DataSource, InterfaceFilter, IpNetwork};
+
+/// Changes that come in a row are one: a DHCP client removes an address and adds the next one.
+const SETTLE: Duration = Duration::from_millis(300);
+/// Time between two readings without a change, and after one that has failed.
+const READ_EVERY: Duration = Duration::from_secs(30);
+/// The same while replicas have not moved yet.
+const RETRY_EVERY: Duration = Duration::from_secs(2);
+
+/// The rounds after the start of the agent in which processes of an earlier agent are found again.
+const EARLY_ROUNDS: u32 = 5;
+/// A replica that has not moved after so many rounds is started again.
+const ROUNDS_BEFORE_RESTART: u32 = 4;
+
+/// The data address, for those who only read it.
+pub type DataAddress = watch::Receiver<Choice>;
+
+/// Reads the interfaces of this host once.
+///
+/// # Errors
+/// The error of the kernel.
+pub async fn interfaces() -> io::Result<Interfaces> {
+    Netlink::open()?.read().await
+}
+
+/// Follows the data address.
+pub struct DataNetwork {
+    source: DataSource,
+    choice: watch::Sender<Choice>,
+    /// None until it could be opened.
+    netlink: Option<Netlink>,
+    /// The interfaces at the last reading.
+    interfaces: Interfaces,
+    /// The address from which the connections of engines most likely come.
+    former: Option<IpAddr>,
+}
+
+impl DataNetwork {
+    /// Finds the address. `last` is that of an earlier agent: replicas still listen on it.
+    pub async fn start(source: DataSource, last: Option<IpAddr>) -> DataNetwork {
+        let first = match &source {
+            DataSource::Off => Choice::default(),
+            DataSource::Fixed(address) => Choice { address: Some(*address), problem: String::new() },
+            DataSource::Interfaces(_) => Choice { address: last, problem: String::new() },
+        };
+        let choice = watch::Sender::new(first);
+        let interfaces = Interfaces::default();
+        let mut network = DataNetwork { source, choice, netlink: None, interfaces, former: last };
+        network.look().await;
+        network
+    }
+
+    /// Returns a reader of the address.
+    pub fn address(&self) -> DataAddress {
+        self.choice.subscribe()
+    }
+
+    /// Follows the address, and moves the replicas of `hub`, until the agent stops.
+    pub async fn follow(mut self, hub: Arc<Hub>, mut stopping: watch::Receiver<bool>) {
+        tokio::select! {
+            () = self.follow_for_ever(&hub) => {}
+            _ = stopping.wait_for(|stopping| *stopping) => {}
+        }
+    }
+
+    async fn follow_for_ever(&mut self, hub: &Arc<Hub>) {
+        let mut early_rounds = EARLY_ROUNDS;
+        // The rounds in which a replica has not moved.
+        let mut rounds = BTreeMap::new();
+        loop {
+            let address = self.choice.borrow().address;
+            let left = hub.move_replicas(address).await;
+            let former = std::mem::replace(&mut self.former, address);
+            if former.is_some() && former != address && !self.has(former) {
+                hub.renew_connections().await;
+            }
+            early_rounds = early_rounds.saturating_sub(1);
+            let pause = if left.is_empty() && early_rounds == 0 { READ_EVERY } else { RETRY_EVERY };
+            rounds.retain(|id, _| left.contains(id));
+            for id in left {
+                let round = rounds.entry(id.clone()).or_insert(0_u32);
+                *round += 1;
+                if *round == ROUNDS_BEFORE_RESTART {
+                    hub.restart_replica(id).await;
+                }
+            }
+            // Without interfaces to follow only replicas that have not moved are left to do.
+            if timeout(pause, self.changed()).await.is_ok() {
+                sleep(SETTLE).await;
+            }
+            self.look().await;
+        }
+    }
+
+    /// Returns true if the host has the address, on a link that is up or not.
+    fn has(&self, address: Option<IpAddr>) -> bool {
+        self.interfaces.addresses.iter().any(|own| Some(own.address) == address)
+    }
+
+    async fn changed(&mut self) {
+        match &mut self.netlink {
+            Some(netlink) => {
+                if let Err(error) = netlink.changed().await {
+                    tracing::warn!("changes of the network are noticed late: {error}");
+                    self.netlink = None;
+                }
+            }
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Reads the interfaces, and chooses the address.
+    async fn look(&mut self) {
+        let read = async {
+            if self.netlink.is_none() {
+                self.netlink = Some(Netlink::open()?);
+            }
+            let Some(netlink) = &mut self.netlink else { return Err(io::ErrorKind::NotConnected.into()) };
+            netlink.read().await
+        };
+        match read.await {
+            Ok(interfaces) => self.interfaces = interfaces,
+            Err(error) => {
+                tracing::warn!("the interfaces of this host cannot be read: {error}");
+                self.netlink = None;
+                return;
+            }
+        }
+        let last = self.choice.borrow().address;
+        let Some(next) = choice_of(&self.source, &self.interfaces, last) else { return };
+        self.choice.send_if_modified(|choice| {
+            if *choice == next {
+                return false;
+            }
+            report(choice, &next);
+            *choice = next;
+            true
+        });
+    }
+}
+
+/// Returns the data address of a host with these interfaces; None if it is configured off.
+pub fn choice_of(source: &DataSource, interfaces: &Interfaces, last: Option<IpAddr>) -> Option<Choice> {
+    match source {
+        DataSource::Off => None,
+        DataSource::Fixed(address) => Some(fixed(*address, interfaces)),
+        DataSource::Interfaces(filter) => Some(choose(interfaces, filter, last)),
+    }
+}
+
+/// Returns the configured address, with a problem if this host does not have it.
+fn fixed(address: IpAddr, interfaces: &Interfaces) -> Choice {
+    let is_there = address.is_loopback() || interfaces.addresses.iter().any(|own| own.address == address);
+    let problem = format!(
+        "this host does not have data_address {address}: correct it in the configuration, or use data_interface"
+    );
+    Choice { address: Some(address), problem: if is_there { String::new() } else { problem } }
+}
+
+fn report(before: &Choice, now: &Choice) {
+    if before.address != now.address {
+        let text = |address: Option<IpAddr>| {
+            address.map_or_else(|| "none".to_owned(), |address| address.to_string())
+        };
+        tracing::info!(before = text(before.address), now = text(now.address), "another data address");
+    }
+    match (before.problem.as_str(), now.problem.as_str()) {
+        (before, now) if before == now => {}
+        (_, "") => tracing::info!("other nodes reach replicas here again"),
+        (_, problem) => tracing::warn!("{problem}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::network::choice::InterfaceAddress;
+
+    #[test]
+    fn a_configured_address_that_the_host_does_not_have_is_a_problem() {
+        let address = "10.1.0.7".parse().unwrap();
+        let own = InterfaceAddress {
+            interface: "eth1".to_owned(),
+            is_link_up: true,
+            address,
+            is_deprecated: false,
+            is_unchecked: false,
+            is_secondary: false,
+        };
+        let there = Interfaces { links: vec![("eth1".to_owned(), true)], addresses: vec![own] };
+        assert_eq!(fixed(address, &there), Choice { address: Some(address), problem: String::new() });
+        let missing = fixed(address, &Interfaces::default());
+        assert!(
+            missing.address == Some(address) && missing.problem.contains("data_interface"),
+            "{missing:?}"
+        );
+    }
+
+    #[tokio::test]
+    async fn the_kernel_shows_the_loopback_interface() {
+        let interfaces = interfaces().await.unwrap();
+        let lo = interfaces.addresses.iter().find(|entry| entry.interface == "lo");
+        assert!(lo.is_none_or(|entry| entry.address.is_loopback()), "{interfaces:?}");
+        assert!(interfaces.links.iter().any(|(name, _)| name == "lo"), "{interfaces:?}");
+    }
+}
