@@ -49,6 +49,8 @@ pub enum AgentCommand {
     Serve(ServeArgs),
     /// Gets a certificate for this node from a controller, with a one-time token
     Join(JoinArgs),
+    /// Checks whether this host can serve volumes, and names the remedy of each problem
+    Check(CheckArgs),
     /// Runs the engine of one volume; started by `serve` and `run`
     Engine(RoleArgs),
     /// Serves, shows or exports a replica directory
@@ -200,6 +202,23 @@ pub struct JoinArgs {
     /// Configuration file of the agent, for the name of the node and `tls_dir`
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
+}
+
+/// Checks whether this host can serve volumes.
+///
+/// Examines kernel, ublk and NBD, multipathd, udev and LVM, kubelet, disks, ports, clock, network and
+/// certificate. It loads the modules of ublk and NBD as the agent does, pings the nodes of replicas that
+/// this node uses, and changes nothing else. Exit code: 0 if all is well, 1 if the worst finding is a
+/// warning, 2 if a check has failed. `shorthornctl doctor` shows the findings of all nodes, except those
+/// that need a ping or a module.
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    /// Configuration file of the agent
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// For people, or for programs
+    #[arg(long, short, default_value = "text", value_name = "FORMAT")]
+    pub output: OutputFormat,
 }
 
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! The agent of a node, and the processes that it starts.
 
+mod check;
 mod cli;
 mod descriptor_store;
 mod enrol;
@@ -36,7 +37,7 @@ const FAILURE: u8 = 1;
 fn main() -> ExitCode {
     let cli = Cli::parse();
     match dispatch(&cli) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => ExitCode::from(code),
         Err(error) => {
             // If standard error is closed, no message is possible.
             let _ = writeln!(std::io::stderr(), "shorthorn-agent: {error:#}");
@@ -56,8 +57,19 @@ fn code_of(error: &anyhow::Error) -> u8 {
     }
 }
 
-fn dispatch(cli: &Cli) -> anyhow::Result<()> {
+/// Returns the exit code.
+fn dispatch(cli: &Cli) -> anyhow::Result<u8> {
+    if let AgentCommand::Check(args) = &cli.command {
+        let (text, code) = check::check(args)?;
+        writeln!(io::stdout(), "{}", text.trim_end()).context("standard output")?;
+        return Ok(code);
+    }
+    run_command(cli).map(|()| 0)
+}
+
+fn run_command(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
+        AgentCommand::Check(_) => Ok(()), // it has more exit codes than the others
         AgentCommand::Serve(args) => serve_node(args, &cli.log),
         AgentCommand::Join(args) => {
             start_logs(&cli.log);

@@ -274,6 +274,13 @@ impl Disks {
     }
 }
 
+/// Returns the disks of a node in their current state. Changes nothing, and works while an agent runs.
+pub fn look_at(configured: &[PathBuf], state_dir: &Path) -> Vec<v1::Disk> {
+    let kept = load_spec::<StoredDisks>(&state_dir.join("disks.json")).unwrap_or_default();
+    let paths: BTreeSet<&PathBuf> = configured.iter().chain(kept.disks.iter()).collect();
+    paths.into_iter().map(|path| look(path)).collect()
+}
+
 /// Returns the directory of a replica.
 pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
     disk.join(REPLICAS).join(id.name())

@@ -15,11 +15,12 @@ mod devices;
 mod disks;
 mod error;
 mod frontends;
+mod host_warnings;
 mod instance;
 mod instance_message;
 mod leaders;
-mod listen;
-mod longhorn;
+pub mod listen;
+pub mod longhorn;
 mod messages;
 mod metrics;
 pub mod network;
@@ -45,7 +46,9 @@ use tonic::transport::Server;
 use crate::pid_file::PidFile;
 use claim::{Claim, Claimed};
 use config::{Config, InstancesChoice};
+pub use csi::KubeletRoots;
 use disks::Disks;
+pub use disks::look_at as look_at_disks;
 use error::NodeError;
 use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
 use listen::ListenAddress;
@@ -133,6 +136,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         hub,
         disks,
         frontends: Arc::default(),
+        host_warnings: Arc::default(),
         claim: Arc::clone(&claim),
         driver: driver_state,
         stopping: stopping.clone(),

@@ -22,6 +22,7 @@ use crate::serve::devices;
 use crate::serve::disks::{self, Disks};
 use crate::serve::error::NodeError;
 use crate::serve::frontends::Frontends;
+use crate::serve::host_warnings::HostWarnings;
 use crate::serve::instance::{
     Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
 };
@@ -42,6 +43,8 @@ pub struct NodeService {
     pub disks: Arc<Disks>,
     /// The frontends that work here.
     pub frontends: Arc<Frontends>,
+    /// The problems of this host.
+    pub host_warnings: Arc<HostWarnings>,
     /// The cluster that it belongs to.
     pub claim: Arc<Claim>,
     /// The CSI driver, if the node has one.
@@ -70,6 +73,7 @@ impl Node for NodeService {
         let mut warnings =
             blocking(move || Ok(longhorn::warnings(Path::new(longhorn::PROC), &device_dir))).await?;
         let data = self.hub.data_address();
+        warnings.extend(self.host_warnings.get(&self.config).await?);
         warnings.extend(Some(data.problem).filter(|problem| !problem.is_empty()));
         Ok(Response::new(v1::NodeInfo {
             name: self.config.node_name.clone(),

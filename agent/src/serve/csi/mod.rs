@@ -28,6 +28,7 @@ use crate::serve::config::{Config, CsiChoice};
 use crate::serve::instance::Hub;
 use crate::serve::{CALLS_MAX, KEEPALIVE};
 use root::Finder;
+pub use root::Finder as KubeletRoots;
 pub use sockets::Inherited;
 use sockets::Socket;
 use volumes::Attached;

@@ -1,0 +1,138 @@
+//! The command check: examines whether this host can serve volumes.
+//!
+//! `collect` reads the facts, `rules` judges them. The rules are pure.
+
+mod collect;
+mod facts;
+mod rules;
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use crate::cli::{CheckArgs, OutputFormat};
+use crate::serve::config::Config;
+
+/// The exit code if a check has failed.
+pub const FAILED: u8 = 2;
+/// The exit code if the worst finding is a warning.
+pub const WARNED: u8 = 1;
+
+/// The checks whose findings the agent shows to the controller. The agent shows the others in other ways, or
+/// they need more than reading.
+const SHOWN: [&str; 6] = ["kernel", "multipath", "udev", "kubelet", "ports", "time"];
+
+/// The result of one check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    /// All is well.
+    Passed,
+    /// The host works now, but may fail after an event, or is slower than it could be.
+    Warned,
+    /// A part of the host does not work.
+    Failed,
+}
+
+impl Level {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Level::Passed => "passed",
+            Level::Warned => "warned",
+            Level::Failed => "failed",
+        }
+    }
+}
+
+/// A finding of a check.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// The name of the check, for programs.
+    pub check: &'static str,
+    /// The severity.
+    pub level: Level,
+    /// The finding, in a sentence.
+    pub message: String,
+    /// The command or the change that mends it; empty if all is well.
+    pub remedy: String,
+}
+
+/// Checks this host, and writes the findings. Returns the exit code.
+///
+/// # Errors
+/// The facts cannot be collected, or the output cannot be written.
+pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
+    let findings = match Config::load(args.config.as_deref()) {
+        Ok(config) => rules::examine(&collect::collect(&config)?),
+        Err(error) => vec![rules::of_configuration(&error.to_string())],
+    };
+    let text = match args.output {
+        OutputFormat::Text => text(&findings),
+        OutputFormat::Json => serde_json::to_string_pretty(&findings)?,
+    };
+    Ok((text, exit_code(&findings)))
+}
+
+/// Returns the findings that are not well, as warnings of the node. The agent shows them to the controller.
+pub fn warnings(config: &Config) -> Vec<String> {
+    let facts = match collect::collect_quietly(config) {
+        Ok(facts) => facts,
+        Err(error) => return vec![format!("this host cannot be checked: {error:#}")],
+    };
+    let is_shown = |finding: &Finding| finding.level != Level::Passed && SHOWN.contains(&finding.check);
+    let findings = rules::examine(&facts).into_iter().filter(is_shown);
+    findings.map(|finding| format!("{}: {}; {}", finding.check, finding.message, finding.remedy)).collect()
+}
+
+fn exit_code(findings: &[Finding]) -> u8 {
+    match findings.iter().map(|finding| finding.level).max() {
+        Some(Level::Failed) => FAILED,
+        Some(Level::Warned) => WARNED,
+        Some(Level::Passed) | None => 0,
+    }
+}
+
+fn text(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for finding in findings {
+        let _ = writeln!(text, "{:<7} {:<12} {}", finding.level.as_str(), finding.check, finding.message);
+        if !finding.remedy.is_empty() {
+            let _ = writeln!(text, "{:<20} {}", "", finding.remedy);
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(level: Level, remedy: &str) -> Finding {
+        let message = "the clock is not synchronised".to_owned();
+        Finding { check: "time", level, message, remedy: remedy.to_owned() }
+    }
+
+    #[test]
+    fn the_worst_finding_is_the_exit_code() {
+        use Level::{Failed, Passed, Warned};
+        for (levels, code) in [
+            (vec![], 0),
+            (vec![Passed, Passed], 0),
+            (vec![Passed, Warned, Passed], 1),
+            (vec![Warned, Failed, Passed], 2),
+        ] {
+            let findings: Vec<Finding> = levels.iter().map(|level| finding(*level, "")).collect();
+            assert_eq!(exit_code(&findings), code, "{levels:?}");
+        }
+    }
+
+    #[test]
+    fn a_finding_is_shown_with_its_remedy() {
+        let shown = text(&[finding(Level::Warned, "timedatectl set-ntp true")]);
+        let lines: Vec<&str> = shown.lines().collect();
+        assert_eq!(lines[0], "warned  time         the clock is not synchronised");
+        assert_eq!(lines[1].trim(), "timedatectl set-ntp true");
+        let json = serde_json::to_value(finding(Level::Failed, "x")).unwrap();
+        assert_eq!((&json["level"], &json["check"]), (&"failed".into(), &"time".into()));
+    }
+}

@@ -1,0 +1,327 @@
+//! Judges the facts about a host. Every function returns the findings of one check.
+
+use std::net::SocketAddr;
+
+use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet};
+use crate::check::{Finding, Level};
+
+/// File systems on which replicas are tested.
+const TESTED_FILESYSTEMS: [&str; 3] = ["xfs", "ext4", "btrfs"];
+/// File systems that keep no data over a restart, or that several hosts can write to.
+const UNFIT_FILESYSTEMS: [&str; 7] = ["tmpfs", "ramfs", "overlay", "nfs", "nfs4", "cifs", "fuse"];
+/// The oldest kernel with everything that the NBD frontend uses.
+const OLDEST_KERNEL: [u32; 2] = [6, 1];
+/// The property that hides devices of volumes from multipathd.
+const MULTIPATH_PROPERTY: &str = "SHORTHORN_VOLUME";
+/// The smallest MTU of IPv6. Less makes no sense for data.
+const MTU_MIN_BYTES: u32 = 1280;
+
+/// Makes all checks.
+pub fn examine(facts: &Facts) -> Vec<Finding> {
+    let checks = [
+        kernel(facts),
+        frontends(facts),
+        multipath(facts),
+        lvm(facts),
+        kubelet(&facts.kubelet),
+        disks(facts),
+        ports(facts),
+        time(facts),
+        network(facts),
+        tls(facts),
+        longhorn(facts),
+    ];
+    checks.into_iter().flatten().collect()
+}
+
+/// Returns the finding for a configuration that cannot be used. Nothing else can be checked then.
+pub fn of_configuration(error: &str) -> Finding {
+    failed("config", error.to_owned(), "shorthorn-agent serve --check, and correct the file".to_owned())
+}
+
+fn passed(check: &'static str, message: String) -> Finding {
+    Finding { check, level: Level::Passed, message, remedy: String::new() }
+}
+
+fn warned(check: &'static str, message: String, remedy: String) -> Finding {
+    Finding { check, level: Level::Warned, message, remedy }
+}
+
+fn failed(check: &'static str, message: String, remedy: String) -> Finding {
+    Finding { check, level: Level::Failed, message, remedy }
+}
+
+/// Returns the findings, or that all is well.
+fn or_passed(check: &'static str, findings: Vec<Finding>, message: String) -> Vec<Finding> {
+    if findings.is_empty() { vec![passed(check, message)] } else { findings }
+}
+
+fn kernel(facts: &Facts) -> Vec<Finding> {
+    let release = &facts.kernel;
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().ok());
+    let version: [Option<u32>; 2] = std::array::from_fn(|_| numbers.next().flatten());
+    let [Some(major), Some(minor)] = version else {
+        let message = format!("the kernel release {release:?} has no version number");
+        return vec![warned("kernel", message, "compare it with the requirements in install.md".to_owned())];
+    };
+    let [oldest_major, oldest_minor] = OLDEST_KERNEL;
+    if [major, minor] < OLDEST_KERNEL {
+        let message = format!("kernel {release} is older than {oldest_major}.{oldest_minor}");
+        return vec![failed("kernel", message, "install a later kernel of the distribution".to_owned())];
+    }
+    vec![passed("kernel", format!("kernel {release}"))]
+}
+
+fn frontends(facts: &Facts) -> Vec<Finding> {
+    let usable: Vec<&str> =
+        facts.frontends.iter().filter(|(_, usable, _)| *usable).map(|(name, ..)| name.as_str()).collect();
+    let mut findings = Vec::new();
+    for (name, is_usable, reason) in &facts.frontends {
+        if *is_usable {
+            findings.push(passed("frontend", format!("{name}: {reason}")));
+            continue;
+        }
+        let remedy = format!("modprobe {}", if name == "ublk" { "ublk_drv" } else { name });
+        let message = format!("{name}: {reason}");
+        findings.push(match (usable.is_empty(), name.as_str()) {
+            (true, _) => failed("frontend", message, remedy),
+            // NBD makes devices too, but it is slower.
+            (false, "ublk") => warned("frontend", message, remedy),
+            (false, _) => passed("frontend", format!("{message}; it is not needed beside {}", usable[0])),
+        });
+    }
+    findings
+}
+
+fn multipath(facts: &Facts) -> Vec<Finding> {
+    let tools = &facts.block_tools;
+    if !tools.multipathd_runs {
+        return vec![passed("multipath", "multipathd does not run".to_owned())];
+    }
+    if tools.multipath_config.contains(MULTIPATH_PROPERTY) {
+        return vec![passed("multipath", "multipathd leaves the devices of volumes alone".to_owned())];
+    }
+    let message =
+        "multipathd runs and is not configured to leave the devices of volumes alone: it may hold them";
+    let remedy = "printf 'blacklist {\\n\\tproperty \"^SHORTHORN_VOLUME$\"\\n}\\n' > \
+                  /etc/multipath/conf.d/shorthorn.conf && multipathd reconfigure";
+    vec![failed("multipath", message.to_owned(), remedy.to_owned())]
+}
+
+fn lvm(facts: &Facts) -> Vec<Finding> {
+    let tools = &facts.block_tools;
+    if !tools.udev_runs {
+        return vec![passed("udev", "udev does not run: nothing scans new devices".to_owned())];
+    }
+    if tools.has_udev_rule {
+        return vec![passed("udev", "udev keeps LVM and others off the devices of volumes".to_owned())];
+    }
+    let remedy = "apt install --reinstall shorthorn-agent (rpm: dnf reinstall shorthorn-agent)".to_owned();
+    let message = "the udev rule 59-shorthorn.rules is not installed".to_owned();
+    vec![if tools.has_lvm {
+        let message = format!("{message}: LVM scans the devices of volumes and may hold them");
+        failed("udev", message, remedy)
+    } else {
+        warned("udev", message, remedy)
+    }]
+}
+
+fn kubelet(kubelet: &Kubelet) -> Vec<Finding> {
+    let Some(root) = &kubelet.root else {
+        let message = "this host has no directory of a kubelet".to_owned();
+        if kubelet.is_wanted {
+            let remedy = "start kubelet, or set kubelet_root or csi = \"off\" in agent.toml".to_owned();
+            return vec![failed("kubelet", message, remedy)];
+        }
+        return vec![passed("kubelet", message)];
+    };
+    let root = root.display();
+    match &kubelet.mount {
+        Some((_, true)) => vec![passed("kubelet", format!("mounts below {root} reach containers"))],
+        Some((point, false)) => {
+            let message = format!(
+                "the mount {} of {root} is not shared: volumes that are mounted later do not reach containers",
+                point.display()
+            );
+            vec![failed("kubelet", message, format!("mount --make-rshared {}", point.display()))]
+        }
+        None => {
+            let message = format!("the mount propagation of {root} is not known");
+            vec![warned("kubelet", message, format!("findmnt -o TARGET,PROPAGATION -T {root}"))]
+        }
+    }
+}
+
+fn disks(facts: &Facts) -> Vec<Finding> {
+    if facts.disks.is_empty() {
+        let message = "this node has no disk: it gets no replicas".to_owned();
+        return vec![warned("disks", message, "shorthorn-agent disk discover".to_owned())];
+    }
+    facts.disks.iter().map(disk).collect()
+}
+
+fn disk(disk: &DiskFacts) -> Finding {
+    let path = disk.path.display();
+    if !disk.problem.is_empty() {
+        let remedy = format!("mend it, or remove {path} from the disks of the node");
+        return failed("disks", format!("{path}: {}", disk.problem), remedy);
+    }
+    let kind = disk.filesystem.as_str();
+    // FUSE file systems have types like fuse.sshfs.
+    if UNFIT_FILESYSTEMS.contains(&kind.split('.').next().unwrap_or(kind)) {
+        let message = format!("{path} is on {kind}, which does not keep replicas safely");
+        return failed("disks", message, "shorthorn-agent disk discover, and use a local disk".to_owned());
+    }
+    let free_percent = disk.available_bytes.saturating_mul(100).checked_div(disk.total_bytes).unwrap_or(0);
+    if free_percent < u64::from(disk.reserve_percent) {
+        let message = format!(
+            "{path} has {free_percent} percent free, less than the reserve of {} percent",
+            disk.reserve_percent
+        );
+        return warned("disks", message, "add a disk, or delete volumes or other files".to_owned());
+    }
+    if disk.is_on_root {
+        let message = format!("{path} is on the root file system: replicas can fill it");
+        return warned(
+            "disks",
+            message,
+            "shorthorn-agent disk discover, and use a disk of its own".to_owned(),
+        );
+    }
+    if !TESTED_FILESYSTEMS.contains(&kind) {
+        let message = format!("{path} is on {kind}, on which replicas are not tested");
+        return warned("disks", message, "use xfs or ext4".to_owned());
+    }
+    passed("disks", format!("{path}: {kind}, {free_percent} percent free"))
+}
+
+/// Returns true if a socket that listens on `listening` receives the connections to `wanted`.
+fn serves(listening: &SocketAddr, wanted: &SocketAddr) -> bool {
+    listening.port() == wanted.port()
+        && (listening.ip() == wanted.ip() || listening.ip().is_unspecified() || wanted.ip().is_unspecified())
+}
+
+fn ports(facts: &Facts) -> Vec<Finding> {
+    let ports = &facts.ports;
+    let mut findings = Vec::new();
+    for (key, address) in &ports.own {
+        let is_listening = ports.listening.iter().any(|listening| serves(listening, address));
+        let port = address.port();
+        match (ports.agent_runs, is_listening) {
+            (true, true) | (false, false) => {}
+            (true, false) => findings.push(failed(
+                "ports",
+                format!("the agent runs, and nothing listens on {address} ({key})"),
+                "systemctl restart shorthorn-agent; journalctl -u shorthorn-agent".to_owned(),
+            )),
+            (false, true) => findings.push(failed(
+                "ports",
+                format!("another program listens on {address}, which is the agent's ({key})"),
+                format!("ss -ltnp 'sport = :{port}', and stop that program or change {key}"),
+            )),
+        }
+    }
+    if let Some(range) = &ports.data_ports {
+        let (first, last) = (range.start(), range.end());
+        let is_foreign = |address: &&SocketAddr| {
+            range.contains(&address.port()) && !ports.replica_ports.contains(&address.port())
+        };
+        let foreign = ports.listening.iter().filter(is_foreign).count();
+        if foreign > 0 {
+            findings.push(warned(
+                "ports",
+                format!("{foreign} other sockets listen between {first} and {last}, the ports of replicas"),
+                format!("ss -ltn 'sport >= :{first} and sport <= :{last}', or change data_ports"),
+            ));
+        }
+        let is_reserved = ports.reserved.iter().any(|kept| kept.start() <= first && kept.end() >= last);
+        if let Some(ephemeral) = &ports.ephemeral
+            && ephemeral.start() <= last
+            && first <= ephemeral.end()
+            && !is_reserved
+        {
+            findings.push(warned(
+                "ports",
+                format!("the kernel may give ports between {first} and {last} to outgoing connections"),
+                format!("sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}, and in /etc/sysctl.d"),
+            ));
+        }
+    }
+    or_passed("ports", findings, "the ports of agent and replicas are theirs".to_owned())
+}
+
+fn time(facts: &Facts) -> Vec<Finding> {
+    vec![match facts.is_clock_synchronised {
+        Some(true) => passed("time", "the clock is synchronised".to_owned()),
+        Some(false) => warned(
+            "time",
+            "the clock is not synchronised: certificates and logs of nodes may disagree".to_owned(),
+            "timedatectl set-ntp true, or start chronyd".to_owned(),
+        ),
+        None => warned(
+            "time",
+            "the kernel does not say whether the clock is synchronised".to_owned(),
+            "timedatectl".to_owned(),
+        ),
+    }]
+}
+
+fn network(facts: &Facts) -> Vec<Finding> {
+    let Some(data) = &facts.data else {
+        let message = "other nodes do not reach replicas here: this node has no data address".to_owned();
+        let remedy = "set data_interface or data_address in /etc/shorthorn/agent.toml".to_owned();
+        return vec![warned("network", message, remedy)];
+    };
+    let mut findings = Vec::new();
+    if !data.choice.problem.is_empty() {
+        findings.push(failed(
+            "network",
+            data.choice.problem.clone(),
+            "ip -br address; ip -br link".to_owned(),
+        ));
+    }
+    findings.extend(mtu(data));
+    let text = data.choice.address.map_or_else(|| "none".to_owned(), |address| address.to_string());
+    let interface = data.interface.as_ref().map(|(name, mtu)| format!(" on {name} with MTU {mtu}"));
+    or_passed("network", findings, format!("data address {text}{}", interface.unwrap_or_default()))
+}
+
+fn mtu(data: &DataFacts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let Some((interface, mtu)) = &data.interface else { return findings };
+    if *mtu < MTU_MIN_BYTES {
+        let message = format!("interface {interface} has an MTU of {mtu} bytes");
+        findings.push(warned("network", message, format!("ip link set {interface} mtu 1500")));
+    }
+    for (peer, answers_small, answers_large) in &data.peers {
+        if *answers_small && !*answers_large {
+            findings.push(failed(
+                "network",
+                format!(
+                    "packets of {mtu} bytes, the MTU of {interface}, do not reach {peer}: writes to its \
+                     replicas hang"
+                ),
+                format!("set the same MTU on all hosts and switches, or ip link set {interface} mtu 1500"),
+            ));
+        }
+    }
+    findings
+}
+
+fn tls(facts: &Facts) -> Vec<Finding> {
+    let remedy = || "shorthorn-agent serve --check; docs/security.md".to_owned();
+    vec![match &facts.tls {
+        None => passed("tls", "the certificate of this node is usable, or not needed".to_owned()),
+        Some((true, problem)) => failed("tls", problem.clone(), remedy()),
+        Some((false, problem)) => warned("tls", problem.clone(), remedy()),
+    }]
+}
+
+fn longhorn(facts: &Facts) -> Vec<Finding> {
+    let warn = |text: &String| warned("longhorn", text.clone(), "stop one of the two".to_owned());
+    let findings = facts.longhorn.iter().map(warn).collect();
+    or_passed("longhorn", findings, "no Longhorn manages volumes here".to_owned())
+}
+
+#[cfg(test)]
+mod tests;

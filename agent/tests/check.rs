@@ -1,0 +1,59 @@
+//! Tests the command check on this host.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+use std::fs;
+use std::process::{Command, Output};
+
+fn check(config: &str, arguments: &[&str]) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("agent.toml");
+    fs::write(&file, config.replace("DIR", folder.path().to_str().unwrap())).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shorthorn-agent"));
+    command.arg("check").arg("--config").arg(&file).args(arguments);
+    command.output().unwrap()
+}
+
+const CONFIG: &str = "node_name = \"n1\"\nstate_dir = \"DIR/s\"\nlisten = [\"unix:DIR/sock\"]\n\
+     metrics_listen = \"off\"\ncsi = \"off\"\n";
+
+#[test]
+fn the_exit_code_is_that_of_the_worst_finding() {
+    let missing = format!("{CONFIG}disks = [\"DIR/missing\"]\n");
+    let output = check(&missing, &["--output", "json"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let findings: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let findings = findings.as_array().unwrap();
+    let disk = findings.iter().find(|finding| finding["check"] == "disks").unwrap();
+    assert_eq!(disk["level"], "failed");
+    assert!(disk["message"].as_str().unwrap().contains("no such directory"), "{disk}");
+    assert!(!disk["remedy"].as_str().unwrap().is_empty());
+    assert!(findings.iter().any(|finding| finding["check"] == "kernel"), "{findings:?}");
+}
+
+#[test]
+fn a_wrong_configuration_is_a_finding() {
+    let output = check("colour = 1\n", &[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text.starts_with("failed  config") && text.contains("colour"), "{text}");
+}
+
+#[test]
+fn a_port_that_another_program_has_is_found() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let config = format!("{CONFIG}\n").replace("\"off\"\ncsi", &format!("\"{address}\"\ncsi"));
+    let output = check(&config, &[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains(&format!("another program listens on {address}")), "{text}");
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn a_check_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = folder.path().join("s");
+    let config = CONFIG.replace("DIR/s\"", &format!("{}\"", state.display()));
+    check(&config, &[]);
+    assert!(!state.exists());
+}
