@@ -9,6 +9,7 @@ use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::VolumeName;
 
+use crate::disks::{Filesystem, UNITS};
 use crate::serve::config::SUM_MIB_PER_S;
 use crate::size::VolumeSize;
 
@@ -51,6 +52,9 @@ pub enum AgentCommand {
     Join(JoinArgs),
     /// Checks whether this host can serve volumes, and names the remedy of each problem
     Check(CheckArgs),
+    /// Finds empty devices, and makes disks of those that an operator has chosen
+    #[command(subcommand)]
+    Disk(DiskCommand),
     /// Runs the engine of one volume; started by `serve` and `run`
     Engine(RoleArgs),
     /// Serves, shows or exports a replica directory
@@ -219,6 +223,55 @@ pub struct CheckArgs {
     /// For people, or for programs
     #[arg(long, short, default_value = "text", value_name = "FORMAT")]
     pub output: OutputFormat,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum DiskCommand {
+    /// Writes a file with the devices of this host that may become disks, for review
+    Discover(DiscoverArgs),
+    /// Makes file systems on the devices that a reviewed file wants, mounts them and adds them as disks
+    Init(InitArgs),
+}
+
+/// Writes a file with the devices of this host that may become disks.
+///
+/// A device fits if it is empty and unused: no signature of a file system, partition table, LVM or RAID, no
+/// partition, no mount, no swap. Devices are only read. The reasons against the others are comments of the
+/// file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
+#[derive(Debug, Args)]
+pub struct DiscoverArgs {
+    /// Devices to look at; all disks and RAID arrays by default
+    #[arg(value_name = "DEVICE")]
+    pub devices: Vec<PathBuf>,
+    /// The file to write; `-` is standard output
+    #[arg(long, short, default_value = "-", value_name = "FILE")]
+    pub file: PathBuf,
+    /// File system to make
+    #[arg(long, value_enum, default_value_t = Filesystem::Xfs)]
+    pub filesystem: Filesystem,
+    /// Configuration file of the agent
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+}
+
+/// Makes file systems on the devices that a reviewed file wants.
+///
+/// It looks at all of them first and does nothing if one must not be used: if it is another device than the
+/// file names, or is not empty and unused any more. After an interruption, run it again: it continues. A
+/// systemd unit mounts each file system by its UUID.
+#[derive(Debug, Args)]
+pub struct InitArgs {
+    /// The reviewed file
+    pub file: PathBuf,
+    /// Only look, and say whether it would begin
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Directory of the mount units
+    #[arg(long, value_name = "DIR", default_value = UNITS)]
+    pub units: PathBuf,
+    /// Configuration file of the agent
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

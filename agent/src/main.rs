@@ -3,6 +3,7 @@
 mod check;
 mod cli;
 mod descriptor_store;
+mod disks;
 mod enrol;
 mod manual;
 mod pid_file;
@@ -19,7 +20,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Parser;
 
-use cli::{AgentCommand, Cli, LogArgs, ReplicaDirectoryCommand, ServeArgs};
+use cli::{AgentCommand, Cli, DiskCommand, LogArgs, ReplicaDirectoryCommand, ServeArgs};
 use serve::config::{Config, DEFAULT_PATH};
 use serve::network::DataSource;
 use shorthorn_engine::EngineError;
@@ -70,6 +71,8 @@ fn dispatch(cli: &Cli) -> anyhow::Result<u8> {
 fn run_command(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         AgentCommand::Check(_) => Ok(()), // it has more exit codes than the others
+        AgentCommand::Disk(DiskCommand::Discover(args)) => disks::discover(args),
+        AgentCommand::Disk(DiskCommand::Init(args)) => disks::init(args),
         AgentCommand::Serve(args) => serve_node(args, &cli.log),
         AgentCommand::Join(args) => {
             start_logs(&cli.log);

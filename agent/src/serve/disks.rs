@@ -281,6 +281,16 @@ pub fn look_at(configured: &[PathBuf], state_dir: &Path) -> Vec<v1::Disk> {
     paths.into_iter().map(|path| look(path)).collect()
 }
 
+/// Prepares a directory as a disk of an agent that does not run.
+///
+/// # Errors
+/// [`NodeError`] has the problem of the directory.
+pub fn add_offline(configured: &[PathBuf], state_dir: &Path, path: &Path) -> Result<(), NodeError> {
+    let path = path.to_str().ok_or_else(|| NodeError::Invalid("the path is no UTF-8".into()))?;
+    fs::create_dir_all(state_dir).map_err(NodeError::at(state_dir))?;
+    Disks::open(configured, state_dir)?.add(path).map(drop)
+}
+
 /// Returns the directory of a replica.
 pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
     disk.join(REPLICAS).join(id.name())

@@ -1,0 +1,251 @@
+//! The known facts about a block device, and the rules that say whether it may become a disk.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// A smaller device holds no useful replicas, and XFS refuses less than 300 MiB.
+const SIZE_MIN_BYTES: u64 = 1 << 30;
+/// The largest block that replicas and the file systems made here work with.
+const BLOCK_MAX_BYTES: u64 = 4096;
+/// Names of devices that `discover` looks at unasked: disks, and RAID arrays of the kernel.
+const USUAL: [&str; 7] = ["sd", "nvme", "vd", "xvd", "hd", "mmcblk", "md"];
+/// Names of devices that are volumes themselves.
+const VOLUMES: [&str; 2] = ["ublkb", "nbd"];
+
+/// The facts by which a device is recognised.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// A link in /dev/disk/by-id, or the name in /dev if it has none.
+    pub device: PathBuf,
+    /// The size in bytes.
+    pub size_bytes: u64,
+    /// The serial number; empty if it has none.
+    #[serde(default)]
+    pub serial: String,
+    /// The world-wide name; empty if it has none.
+    #[serde(default)]
+    pub wwn: String,
+    /// The number that the kernel gives each device since the start of the host (diskseq of sysfs); 0: the
+    /// kernel is older than 5.15.
+    #[serde(default)]
+    pub diskseq: u64,
+}
+
+/// The facts about a block device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockDevice {
+    /// The name of the kernel, like `sdb`.
+    pub name: String,
+    /// The facts by which it is recognised.
+    pub identity: Identity,
+    /// The model, for people.
+    pub model: String,
+    /// True if it is a partition.
+    pub is_partition: bool,
+    /// True if nothing can be written to it.
+    pub is_read_only: bool,
+    /// True if people take it out, as a memory stick.
+    pub is_removable: bool,
+    /// The size of its logical blocks in bytes.
+    pub block_bytes: u64,
+    /// The names of its partitions.
+    pub partitions: Vec<String>,
+    /// The names of devices that use it: LVM, RAID, encryption, multipath.
+    pub holders: Vec<String>,
+    /// The mount points of it and of its partitions.
+    pub mount_points: Vec<PathBuf>,
+    /// True if it or a partition is swap space in use.
+    pub is_swap: bool,
+    /// The signatures that it has: types of file systems, partition tables, LVM, RAID.
+    pub signatures: Vec<Signature>,
+    /// True if its first or last MiB has other bytes than zeroes.
+    pub has_data: bool,
+    /// True if the kernel refuses its exclusive use, because something else has it.
+    pub is_in_use: bool,
+    /// The reason why it cannot be examined; empty if it was.
+    pub problem: String,
+}
+
+/// A signature on a device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Signature {
+    /// The type, as wipefs names it.
+    pub kind: String,
+    /// The UUID of the file system; empty if it has none.
+    pub uuid: String,
+}
+
+/// Returns true if `discover` looks at a device of this name unasked.
+pub fn is_usual(name: &str) -> bool {
+    USUAL.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Returns all reasons why the device must not become a disk; none if it may. `accept_data`: the operator has
+/// confirmed that unknown data may be overwritten.
+pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut refuse = |condition: bool, reason: String| {
+        if condition {
+            found.push(reason);
+        }
+    };
+    refuse(!device.problem.is_empty(), format!("it cannot be examined: {}", device.problem));
+    refuse(
+        VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)),
+        "it is the device of a volume".to_owned(),
+    );
+    refuse(device.is_partition, "it is a partition: name the whole device".to_owned());
+    refuse(device.is_read_only, "it is read-only".to_owned());
+    refuse(device.is_removable, "it is removable".to_owned());
+    let size_bytes = device.identity.size_bytes;
+    refuse(size_bytes < SIZE_MIN_BYTES, format!("it has {size_bytes} bytes, less than {SIZE_MIN_BYTES}"));
+    let block_bytes = device.block_bytes;
+    refuse(
+        block_bytes > BLOCK_MAX_BYTES,
+        format!("it has blocks of {block_bytes} bytes, more than {BLOCK_MAX_BYTES}"),
+    );
+    refuse(!device.partitions.is_empty(), format!("it has partitions: {}", device.partitions.join(", ")));
+    refuse(!device.holders.is_empty(), format!("it is used by {}", device.holders.join(", ")));
+    let points: Vec<String> = device.mount_points.iter().map(|point| point.display().to_string()).collect();
+    refuse(!points.is_empty(), format!("it is mounted at {}", points.join(", ")));
+    refuse(device.is_swap, "it is swap space in use".to_owned());
+    let kinds: Vec<&str> = device.signatures.iter().map(|signature| signature.kind.as_str()).collect();
+    refuse(!kinds.is_empty(), format!("it has a signature: {}", kinds.join(", ")));
+    refuse(device.is_in_use, "another program has it open exclusively".to_owned());
+    let has_only_data = device.has_data && kinds.is_empty() && device.partitions.is_empty();
+    refuse(
+        has_only_data && !accept_data,
+        "it has data without a known signature: set accept_data = true if that may be lost".to_owned(),
+    );
+    found
+}
+
+/// Returns the reason why `found` is not the device that `wanted` names; none if it is. `same_boot`: the host
+/// was not started anew since `wanted` was written.
+pub fn difference(wanted: &Identity, found: &Identity, same_boot: bool) -> Option<String> {
+    let differs = |what: &str, wanted: &str, found: &str| {
+        (wanted != found).then(|| format!("its {what} is {found:?}, and the file says {wanted:?}"))
+    };
+    let size = differs("size_bytes", &wanted.size_bytes.to_string(), &found.size_bytes.to_string());
+    let named = || {
+        differs("serial", &wanted.serial, &found.serial).or_else(|| differs("wwn", &wanted.wwn, &found.wwn))
+    };
+    let seen = || {
+        if same_boot {
+            return differs("diskseq", &wanted.diskseq.to_string(), &found.diskseq.to_string());
+        }
+        let is_unique = !wanted.serial.is_empty() || !wanted.wwn.is_empty();
+        (!is_unique).then(|| {
+            "it has neither a serial number nor a wwn, and the host was started anew: its name may have changed"
+                .to_owned()
+        })
+    };
+    size.or_else(named).or_else(seen)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn empty_disk() -> BlockDevice {
+        BlockDevice {
+            name: "sdb".to_owned(),
+            identity: Identity {
+                device: "/dev/disk/by-id/ata-X_1".into(),
+                size_bytes: 1 << 40,
+                serial: "X1".to_owned(),
+                wwn: "0x5000".to_owned(),
+                diskseq: 7,
+            },
+            block_bytes: 512,
+            ..BlockDevice::default()
+        }
+    }
+
+    type Change = fn(&mut BlockDevice);
+
+    const ILL: [(Change, &str); 15] = [
+        (|disk| disk.name = "ublkb3".to_owned(), "device of a volume"),
+        (|disk| disk.name = "nbd0".to_owned(), "device of a volume"),
+        (|disk| disk.is_partition = true, "a partition"),
+        (|disk| disk.is_read_only = true, "read-only"),
+        (|disk| disk.is_removable = true, "removable"),
+        (|disk| disk.identity.size_bytes = 4096, "4096 bytes"),
+        (|disk| disk.block_bytes = 16384, "blocks of 16384"),
+        (|disk| disk.partitions.push("sdb1".to_owned()), "partitions: sdb1"),
+        (|disk| disk.holders.push("dm-0".to_owned()), "used by dm-0"),
+        (|disk| disk.mount_points.push("/data".into()), "mounted at /data"),
+        (|disk| disk.is_swap = true, "swap"),
+        (
+            |disk| disk.signatures.push(Signature { kind: "LVM2_member".to_owned(), uuid: String::new() }),
+            "signature: LVM2_member",
+        ),
+        (|disk| disk.is_in_use = true, "exclusively"),
+        (|disk| disk.problem = "EPERM".to_owned(), "cannot be examined: EPERM"),
+        (|disk| disk.has_data = true, "accept_data"),
+    ];
+
+    #[test]
+    fn only_an_empty_disk_may_be_used() {
+        assert_eq!(obstacles(&empty_disk(), false), Vec::<String>::new());
+        for (change, reason) in ILL {
+            let mut disk = empty_disk();
+            change(&mut disk);
+            let found = obstacles(&disk, false);
+            assert!(found.len() == 1 && found[0].contains(reason), "{reason}: {found:?}");
+        }
+    }
+
+    proptest! {
+        /// Each obstacle stops the device, with any others. Only unknown data can be accepted.
+        #[test]
+        fn an_obstacle_is_never_hidden_by_others(mask in 1u16..(1 << 15), accept_data: bool) {
+            let mut disk = empty_disk();
+            for (bit, (change, _)) in ILL.iter().enumerate() {
+                if mask & (1 << bit) != 0 {
+                    change(&mut disk);
+                }
+            }
+            let is_only_data = mask == 1 << 14;
+            prop_assert_eq!(obstacles(&disk, accept_data).is_empty(), is_only_data && accept_data);
+        }
+    }
+
+    #[test]
+    fn a_device_is_recognised_by_every_fact() {
+        let wanted = empty_disk().identity;
+        let with = |change: fn(&mut Identity)| {
+            let mut found = empty_disk().identity;
+            change(&mut found);
+            found
+        };
+        assert_eq!(difference(&wanted, &wanted, true), None);
+        let other_size = with(|identity| identity.size_bytes = 4096);
+        let other_serial = with(|identity| identity.serial = "X2".to_owned());
+        let other_wwn = with(|identity| identity.wwn.clear());
+        let other_seq = with(|identity| identity.diskseq = 8);
+        for same_boot in [false, true] {
+            assert!(difference(&wanted, &other_size, same_boot).unwrap().contains("size_bytes"));
+            assert!(difference(&wanted, &other_serial, same_boot).unwrap().contains("serial"));
+            assert!(difference(&wanted, &other_wwn, same_boot).unwrap().contains("wwn"));
+        }
+        // The kernel counts devices anew after a start of the host.
+        assert!(difference(&wanted, &other_seq, true).unwrap().contains("diskseq"));
+        assert_eq!(difference(&wanted, &other_seq, false), None);
+        // Without a serial number, a name says nothing after that.
+        let nameless = Identity { serial: String::new(), wwn: String::new(), ..wanted };
+        assert_eq!(difference(&nameless, &nameless, true), None);
+        assert!(difference(&nameless, &nameless, false).unwrap().contains("started anew"));
+    }
+
+    #[test]
+    fn devices_of_volumes_and_memory_are_not_looked_at() {
+        assert!(["sda", "nvme0n1", "vdb", "md127", "mmcblk0"].into_iter().all(is_usual));
+        assert!(
+            !["loop0", "ram0", "zram0", "sr0", "dm-0", "ublkb0", "nbd0", "fd0"].into_iter().any(is_usual)
+        );
+    }
+}

@@ -1,0 +1,295 @@
+//! The file that `discover` writes, an operator reviews, and `init` obeys.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::disks::device::{BlockDevice, Identity, obstacles};
+use crate::serve::config::absolute;
+
+/// The version of the file.
+const VERSION: u32 = 1;
+/// The directory of mount points.
+const MOUNTS: &str = "/var/lib/shorthorn/disks";
+
+/// The reviewed file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// The version of the file.
+    pub version: u32,
+    /// The node whose devices it names.
+    pub node: String,
+    /// The start of the host in which it was written.
+    pub boot_id: String,
+    /// The devices.
+    #[serde(default, rename = "disk")]
+    pub disks: Vec<PlannedDisk>,
+}
+
+/// A device that may become a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedDisk {
+    /// True if the operator wants it: a file system is made on it.
+    pub init: bool,
+    /// True if data without a known signature may be lost.
+    #[serde(default)]
+    pub accept_data: bool,
+    /// A link in /dev/disk/by-id, or the name in /dev.
+    pub device: PathBuf,
+    /// The size in bytes.
+    pub size_bytes: u64,
+    /// The serial number.
+    #[serde(default)]
+    pub serial: String,
+    /// The world-wide name.
+    #[serde(default)]
+    pub wwn: String,
+    /// The number of the device since the start of the host.
+    #[serde(default)]
+    pub diskseq: u64,
+    /// The file system to make.
+    pub filesystem: Filesystem,
+    /// The UUID that the file system gets.
+    pub uuid: String,
+    /// The directory at which it is mounted.
+    pub mount_point: PathBuf,
+}
+
+/// A file system that `init` makes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Filesystem {
+    /// XFS.
+    #[default]
+    Xfs,
+    /// ext4.
+    Ext4,
+}
+
+impl Filesystem {
+    /// Returns the name of the type.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Filesystem::Xfs => "xfs",
+            Filesystem::Ext4 => "ext4",
+        }
+    }
+
+    /// Returns the program that makes it and its arguments, without a flag that would make it overwrite
+    /// another file system.
+    pub fn make(self, uuid: &str, device: &Path) -> (&'static str, Vec<String>) {
+        let device = device.display().to_string();
+        match self {
+            Filesystem::Xfs => {
+                let uuid = format!("uuid={uuid}");
+                ("mkfs.xfs", ["-q", "-b", "size=4096", "-m", &uuid, &device].map(str::to_owned).into())
+            }
+            // The reserve of root is none of the agent's: it keeps its own.
+            Filesystem::Ext4 => {
+                let arguments = ["-q", "-b", "4096", "-m", "0", "-U", uuid, &device];
+                ("mkfs.ext4", arguments.map(str::to_owned).into())
+            }
+        }
+    }
+}
+
+impl PlannedDisk {
+    /// Returns the facts by which the device is recognised.
+    pub fn identity(&self) -> Identity {
+        Identity {
+            device: self.device.clone(),
+            size_bytes: self.size_bytes,
+            serial: self.serial.clone(),
+            wwn: self.wwn.clone(),
+            diskseq: self.diskseq,
+        }
+    }
+}
+
+impl Plan {
+    /// Parses a reviewed file for the node of this name.
+    ///
+    /// # Errors
+    /// The problem and its line.
+    pub fn parse(text: &str, node: &str) -> Result<Plan, String> {
+        let plan: Plan = toml::from_str(text).map_err(|error| error.to_string().trim().to_owned())?;
+        if plan.version != VERSION {
+            return Err(format!(
+                "version {}: this program knows {VERSION}; run disk discover again",
+                plan.version
+            ));
+        }
+        if plan.node != node {
+            return Err(format!("the file is of node {:?}, and this is node {node:?}", plan.node));
+        }
+        for (at, disk) in plan.disks.iter().enumerate() {
+            let name = disk.device.display();
+            absolute(disk.device.clone()).map_err(|error| format!("device: {error}"))?;
+            absolute(disk.mount_point.clone()).map_err(|error| format!("{name}: mount_point: {error}"))?;
+            if !is_uuid(&disk.uuid) {
+                return Err(format!("{name}: uuid {:?} is no UUID", disk.uuid));
+            }
+            let is_twin = |other: &PlannedDisk| {
+                other.device == disk.device
+                    || other.mount_point == disk.mount_point
+                    || other.uuid == disk.uuid
+            };
+            if plan.disks[..at].iter().any(is_twin) {
+                return Err(format!("{name}: its device, mount_point or uuid is listed twice"));
+            }
+        }
+        Ok(plan)
+    }
+}
+
+fn is_uuid(text: &str) -> bool {
+    text.len() == 36
+        && text.char_indices().all(|(at, c)| match at {
+            8 | 13 | 18 | 23 => c == '-',
+            _ => c.is_ascii_digit() || ('a'..='f').contains(&c),
+        })
+}
+
+/// Returns the text of the file to review: each device that may become a disk, and as comments the reasons
+/// against the others. Nothing is wanted until the operator says so.
+pub fn text(
+    (node, boot_id): (&str, &str),
+    devices: &[BlockDevice],
+    filesystem: Filesystem,
+    mut draw_uuid: impl FnMut() -> String,
+) -> Result<String, toml::ser::Error> {
+    let mut text = String::from(
+        "# Devices of this node that may become disks for replicas. Set init = true for those that are to get a\n\
+         # file system: ALL DATA ON THEM WILL BE LOST. Then run: shorthorn-agent disk init FILE\n",
+    );
+    let fits = |device: &&BlockDevice| obstacles(device, true).is_empty();
+    let disks = devices.iter().filter(fits).map(|device| {
+        let identity = device.identity.clone();
+        let name = identity.device.file_name().map(|name| name.to_string_lossy().into_owned());
+        PlannedDisk {
+            init: false,
+            accept_data: false,
+            mount_point: Path::new(MOUNTS).join(name.unwrap_or_else(|| device.name.clone())),
+            device: identity.device,
+            size_bytes: identity.size_bytes,
+            serial: identity.serial,
+            wwn: identity.wwn,
+            diskseq: identity.diskseq,
+            filesystem,
+            uuid: draw_uuid(),
+        }
+    });
+    let disks = disks.collect();
+    let plan = Plan { version: VERSION, node: node.to_owned(), boot_id: boot_id.to_owned(), disks };
+    text.push_str(&toml::to_string(&plan)?);
+    for device in devices {
+        let reasons = obstacles(device, false);
+        if !reasons.is_empty() {
+            let what = if fits(&device) { "needs a decision" } else { "is left alone" };
+            let _ = writeln!(
+                text,
+                "\n# /dev/{} ({}) {what}: {}",
+                device.name,
+                describe(device),
+                reasons.join("; ")
+            );
+        }
+    }
+    Ok(text)
+}
+
+/// Describes a device for people.
+pub fn describe(device: &BlockDevice) -> String {
+    let gib = device.identity.size_bytes / (1 << 30);
+    let parts = [device.model.trim(), device.identity.serial.trim()];
+    let named: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
+    if named.is_empty() { format!("{gib} GiB") } else { format!("{gib} GiB, {}", named.join(" ")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disks::device::Signature;
+
+    const UUID: &str = "0f8fad5b-d9cb-469f-a165-70867728950e";
+
+    fn device(name: &str, signature: &str) -> BlockDevice {
+        let kind = signature.to_owned();
+        BlockDevice {
+            name: name.to_owned(),
+            identity: Identity {
+                device: format!("/dev/disk/by-id/ata-{name}").into(),
+                size_bytes: 8 << 30,
+                serial: format!("S-{name}"),
+                ..Identity::default()
+            },
+            block_bytes: 512,
+            signatures: if kind.is_empty() {
+                Vec::new()
+            } else {
+                vec![Signature { kind, uuid: String::new() }]
+            },
+            ..BlockDevice::default()
+        }
+    }
+
+    fn written() -> String {
+        let dirty = BlockDevice { has_data: true, ..device("sdc", "") };
+        let devices = [device("sda", "dos"), device("sdb", ""), dirty];
+        let mut count = 0;
+        let uuid = || {
+            count += 1;
+            UUID.replace("0e", &format!("{count:02}"))
+        };
+        text(("n1", "boot"), &devices, Filesystem::Xfs, uuid).unwrap()
+    }
+
+    #[test]
+    fn a_file_names_the_devices_that_fit_and_wants_none_of_them() {
+        let text = written();
+        let plan = Plan::parse(&text, "n1").unwrap();
+        let devices: Vec<_> = plan.disks.iter().map(|disk| disk.identity().serial).collect();
+        assert_eq!(devices, ["S-sdb", "S-sdc"]);
+        assert!(plan.disks.iter().all(|disk| !disk.init && !disk.accept_data));
+        assert_eq!(plan.disks[0].mount_point, Path::new("/var/lib/shorthorn/disks/ata-sdb"));
+        assert!(text.contains("# /dev/sda (8 GiB, S-sda) is left alone: it has a signature: dos"), "{text}");
+        assert!(text.contains("# /dev/sdc (8 GiB, S-sdc) needs a decision: it has data"), "{text}");
+    }
+
+    #[test]
+    fn a_wrong_file_is_refused() {
+        let text = written();
+        for (from, to, problem) in [
+            ("version = 1", "version = 2", "disk discover again"),
+            ("init = false", "init = \"yes\"", "invalid type"),
+            ("init = false", "inti = false", "unknown field"),
+            ("/dev/disk/by-id/ata-sdb", "sdb", "no absolute path"),
+            ("/var/lib/shorthorn/disks/ata-sdb", "/a/../b", "mount_point"),
+            ("0f8fad5b", "0F8FAD5B", "is no UUID"),
+            ("ata-sdc\"\nsize", "ata-sdb\"\nsize", "listed twice"),
+        ] {
+            let changed = text.replacen(from, to, 1);
+            assert_ne!(changed, text, "{from}");
+            let error = Plan::parse(&changed, "n1").unwrap_err();
+            assert!(error.contains(problem), "{to}: {error}");
+        }
+        assert!(Plan::parse(&text, "n2").unwrap_err().contains("this is node \"n2\""));
+    }
+
+    #[test]
+    fn no_program_is_asked_to_overwrite_a_file_system() {
+        for filesystem in [Filesystem::Xfs, Filesystem::Ext4] {
+            let (program, arguments) = filesystem.make(UUID, Path::new("/dev/sdb"));
+            assert!(program.ends_with(filesystem.as_str()));
+            assert!(
+                !arguments.iter().any(|argument| matches!(argument.as_str(), "-f" | "-F")),
+                "{arguments:?}"
+            );
+            assert!(arguments.iter().any(|argument| argument.contains("4096")), "{arguments:?}");
+            assert_eq!(arguments.last().unwrap(), "/dev/sdb");
+        }
+    }
+}
