@@ -71,6 +71,11 @@ pub struct Source {
 }
 
 impl Source {
+    #[cfg(test)]
+    pub(crate) fn new(address: Address, losses: u64) -> Source {
+        Source { address, losses }
+    }
+
     /// Returns true if it has been a member all the time until now. Else it may itself have been made anew
     /// before it was read: nothing that was read from it counts.
     #[must_use]
@@ -98,8 +103,8 @@ pub trait RebuildTask {
     /// [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to wait for that.
     ///
     /// The source compares its reads with its sums. A block in which it holds rot is read from the first of
-    /// `others` that has it sound and has stayed. Without such a member, the rot is copied, and the target
-    /// learns that it is rot.
+    /// `others` that has it sound: see [`judge_other`](crate::judge_other). If none has, the rot is copied,
+    /// and the target learns that it is rot.
     async fn copy_snapshots(
         &self,
         target: Address,

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source};
+use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source, judge_other};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
 
@@ -167,18 +167,12 @@ impl RebuildTask {
     }
 
     /// Fills `block` with the data that a reader of the snapshot sees at another member that has it sound.
-    /// Returns false if no member has; one that does not answer may have it.
+    /// Returns false if no member has.
     fn read_other(&self, layer: &Layer<'_>, at: u64, block: &mut [u8]) -> Result<bool, Trouble> {
         for other in layer.others {
             let read = self.read_snapshot(*other, layer.image, at, block);
-            let is_read = match read {
-                Err(error) if error.is_refusal() => false,
-                read => read.map_err(Trouble::while_reading(
-                    *other,
-                    "reading a block that another member has lost",
-                ))?,
-            };
-            if is_read && self.context.shared.look(|core| other.has_stayed(core)) {
+            let has_stayed = self.context.shared.look(|core| other.has_stayed(core));
+            if judge_other(*other, has_stayed, read)? {
                 return Ok(true);
             }
         }
