@@ -262,8 +262,9 @@ fn a_read_that_is_verified_never_shows_rot_and_has_it_repaired() -> Result<()> {
         ensure!(read(&volume, 8 * MIB + 65536 + 512, 512)? == data[66048..66560], "rot is shown");
     }
     let is_repaired = || {
-        let scrub = engine_status(&volume.engine_control())?.scrub;
-        Ok(scrub.is_some_and(|scrub| (scrub.found, scrub.repaired) == (2, 2)).then_some(()))
+        let status = engine_status(&volume.engine_control())?;
+        ensure!(status.scrub.is_none(), "no scrub was ordered: {:?}", status.scrub);
+        Ok(((status.read_findings.found, status.read_findings.repaired) == (2, 2)).then_some(()))
     };
     until("repair of both", LIMIT, is_repaired)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));

@@ -20,5 +20,5 @@ pub use spec::{
 };
 pub use status::{
     CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, IoCounter, IoCounters, MemberMode,
-    MemberStatus, ProcessCommand, ReplicaStatus, ScrubCommand, ScrubStatus, Status,
+    MemberStatus, ProcessCommand, ReadFindings, ReplicaStatus, ScrubCommand, ScrubStatus, Status,
 };

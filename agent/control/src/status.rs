@@ -120,6 +120,48 @@ impl CopyStatus {
     }
 }
 
+/// The differences between members that verified reads have found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadFindings {
+    /// Places where members differed.
+    pub found: u64,
+    /// The number of differences that were repaired.
+    pub repaired: u64,
+    /// The last difference, for people.
+    pub last: String,
+}
+
+impl ReadFindings {
+    fn is_empty(&self) -> bool {
+        self.found == 0
+    }
+}
+
+impl EngineStatus {
+    /// Counts a difference: for the scrub if one is under way, else for the reads.
+    pub fn count_found(&mut self, repaired: bool, last: String) {
+        match self.scrub.as_mut().filter(|scrub| scrub.running) {
+            Some(scrub) => {
+                scrub.found += 1;
+                scrub.repaired += u64::from(repaired);
+                scrub.last = last;
+            }
+            None => {
+                self.read_findings.found += 1;
+                self.read_findings.repaired += u64::from(repaired);
+                self.read_findings.last = last;
+            }
+        }
+    }
+
+    /// Changes the scrub that is under way, if any.
+    pub fn change_scrub(&mut self, change: impl FnOnce(&mut ScrubStatus)) {
+        if let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.running) {
+            change(scrub);
+        }
+    }
+}
+
 /// The findings of the last or current scrub.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
@@ -139,6 +181,16 @@ pub struct ScrubStatus {
     pub repaired: u64,
     /// The last difference, for people: the replica, the place, and the reaction.
     pub last: String,
+}
+
+impl ScrubStatus {
+    /// Ends the scrub before it has compared everything, which `last` says.
+    pub fn stop(&mut self) {
+        self.running = false;
+        let stopped = "stopped before everything was compared";
+        self.last =
+            if self.last.is_empty() { stopped.to_owned() } else { format!("{}; {stopped}", self.last) };
+    }
 }
 
 /// The status of a process.
@@ -253,6 +305,9 @@ pub struct EngineStatus {
     /// The last or current scrub, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub: Option<ScrubStatus>,
+    /// The differences that reads have found while no scrub was under way.
+    #[serde(default, skip_serializing_if = "ReadFindings::is_empty")]
+    pub read_findings: ReadFindings,
     /// The version of the program that the process runs; empty for a program that does not report it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub version: String,

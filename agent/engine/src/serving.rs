@@ -426,7 +426,7 @@ impl<'a> Serving<'a> {
     }
 
     fn publish_scrub(&self, change: impl FnOnce(&mut ScrubStatus)) {
-        self.publish(|engine| change(engine.scrub.get_or_insert_default()));
+        self.publish(|engine| engine.change_scrub(change));
     }
 
     fn scrub_found(&mut self, range: ByteRange, odd: &[PeerIndex], repaired: bool) {
@@ -439,11 +439,7 @@ impl<'a> Serving<'a> {
     }
 
     fn count_found(&self, repaired: bool, last: String) {
-        self.publish_scrub(|scrub| {
-            scrub.found += 1;
-            scrub.repaired += u64::from(repaired);
-            scrub.last = last;
-        });
+        self.publish(|engine| engine.count_found(repaired, last));
     }
 
     fn scrub_progress(&mut self, scrub: u64, progress: ScrubProgress) {
@@ -495,14 +491,14 @@ impl<'a> Serving<'a> {
     }
 
     fn scrub_done(&mut self) {
-        if self.snapshots.is_some() {
-            return; // of the one before, which was stopped
+        if self.snapshots.is_some() || !self.is_scrubbing {
+            return; // of one that was stopped
         }
         self.is_scrubbing = false;
         let size_bytes = self.spec.size_bytes;
         self.publish_scrub(|scrub| {
-            scrub.running = false;
             scrub.at_bytes = size_bytes;
+            scrub.running = false;
         });
         tracing::info!(volume = %self.spec.volume, "the scrub has seen everything");
     }

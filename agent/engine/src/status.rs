@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shorthorn_control::{
-    CopyStatus, EnginePhase, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
-    Status,
+    CopyStatus, EnginePhase, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReadFindings,
+    ReplicaEndpoint, Status,
 };
 use shorthorn_types::limits::MAX_MEMBERS;
 
@@ -29,6 +29,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         grant_wanted: None,
         resync: None,
         scrub: None,
+        read_findings: ReadFindings::default(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     })
 }
@@ -147,7 +148,8 @@ impl Meter {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_types::ReplicaId;
+    use shorthorn_control::ScrubStatus;
+    use shorthorn_types::{Generation, ReplicaId};
 
     use super::*;
 
@@ -182,6 +184,42 @@ mod tests {
         assert!(has_moved(&at(&[old]), &at(&[new])));
         assert!(!has_moved(&at(&[old]), &at(&[new, old])));
         assert!(!has_moved(&at(&["unix:/r", old]), &at(&["unix:/r", new])), "it is on this host");
+    }
+
+    #[test]
+    fn no_scrub_is_shown_but_one_that_was_ordered() {
+        let mut status = EngineStatus {
+            volume: "v1".parse().unwrap(),
+            pid: 1,
+            phase: EnginePhase::Starting,
+            message: String::new(),
+            generation: Generation::new(1, 0),
+            view: None,
+            members: Vec::new(),
+            frontend: None,
+            endpoint: None,
+            device: None,
+            size_bytes: 4096,
+            lost_writes: false,
+            expansion: None,
+            grant_wanted: None,
+            resync: None,
+            scrub: None,
+            read_findings: ReadFindings::default(),
+            version: String::new(),
+        };
+        status.count_found(true, "a block".to_owned());
+        status.change_scrub(|scrub| scrub.at_bytes = 4096);
+        assert_eq!((&status.scrub, status.read_findings.found), (&None, 1), "a read has found it");
+        status.scrub = Some(ScrubStatus { number: 1, running: true, ..ScrubStatus::default() });
+        status.count_found(false, "another".to_owned());
+        status.change_scrub(ScrubStatus::stop);
+        status.count_found(true, "after the stop".to_owned());
+        status.change_scrub(|scrub| (scrub.running, scrub.at_bytes) = (true, 4096));
+        let scrub = status.scrub.unwrap();
+        assert_eq!((scrub.running, scrub.at_bytes, scrub.found, scrub.repaired), (false, 0, 1, 0));
+        assert_eq!(scrub.last, "another; stopped before everything was compared");
+        assert_eq!((status.read_findings.found, status.read_findings.repaired), (2, 2));
     }
 
     #[test]

@@ -75,11 +75,7 @@ impl Serving<'_> {
         self.snapshots = None;
         self.shared().send_to_core(Event::Scrub(None));
         let Some(order) = order else {
-            self.publish(|engine| {
-                if let Some(scrub) = &mut engine.scrub {
-                    scrub.running = false;
-                }
-            });
+            self.publish(|engine| engine.change_scrub(ScrubStatus::stop));
             return Ok(());
         };
         // An operator who orders a scrub checks the volume: late replicas may try again.
