@@ -5,7 +5,7 @@ use shorthorn_control::SpecError;
 use shorthorn_replica_core::Denied;
 use shorthorn_store::StoreError;
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
-use shorthorn_types::{Errno, ReplicaId, VolumeName};
+use shorthorn_types::{ByteRange, Errno, ReplicaId, VolumeName};
 use thiserror::Error;
 
 /// The reason why a replica does not serve, or refuses a request.
@@ -95,6 +95,20 @@ pub enum ReplicaError {
         /// The number of them.
         count: usize,
     },
+    /// The record of the blocks that are lost cannot be read.
+    #[error(
+        "{0}: without this record rot would pass for data, so the replica does not serve; it tries again when it is started \
+         again; if this stays, replace the replica, or salvage it if it is the last one"
+    )]
+    LostBlocksUnread(StoreError),
+    /// The record of the blocks that are lost cannot be written.
+    #[error("the record of the blocks that are lost cannot be written: {0}")]
+    LostBlocksUnwritten(Errno),
+    /// A repair would make other rot look sound.
+    #[error(
+        "more blocks hold rot than can be tracked, some of them around {0}: scrub the volume, or replace this replica"
+    )]
+    TooMuchRot(ByteRange),
     /// A document that cannot be copied.
     #[error("the document of {0} is no text, so it cannot be copied: repair or replace it")]
     NoText(String),
@@ -133,7 +147,8 @@ impl ReplicaError {
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            ReplicaError::Store(error) => error.errno(),
+            ReplicaError::Store(error) | ReplicaError::LostBlocksUnread(error) => error.errno(),
+            ReplicaError::LostBlocksUnwritten(errno) => *errno,
             ReplicaError::Denied(denied) => denied.errno(),
             ReplicaError::NoLayer(_)
             | ReplicaError::NoPiece { .. }

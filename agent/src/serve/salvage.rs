@@ -110,6 +110,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     // The sets are about other replicas, which are made anew in full, or about regions in which this one may
     // differ from them. They are removed before the state: after an interruption, all steps are done again.
     store.remove_all_regions().map_err(|error| of_store(&error))?;
+    store.drop_damaged_lost_blocks().map_err(|error| of_store(&error))?;
     store.set_rebuilding(false).and_then(|()| store.set_left(false)).map_err(|error| of_store(&error))?;
     store.save_state(&bytes).map_err(|error| of_store(&error))?;
     let before = state.views.report();
@@ -216,7 +217,8 @@ mod tests {
         let directory = dir.path().join("v1-00000001");
         replica(&directory);
         assert!(matches!(salvage(&directory, id(2), 4), Err(NodeError::Precondition(_))));
-        let sets = ["shorthorn.intent", "shorthorn.missed-00000002"].map(|name| directory.join(name));
+        let names = ["shorthorn.intent", "shorthorn.missed-00000002", "shorthorn.lost-blocks"];
+        let sets = names.map(|name| directory.join(name));
         sets.iter().for_each(|set| fs::write(set, "regions").unwrap());
         salvage(&directory, id(1), 4).unwrap();
         assert!(sets.iter().all(|set| !set.exists()));

@@ -146,6 +146,8 @@ pub struct Rotten {
     was: Block,
     /// True if the block is in the snapshot, else it is in the head.
     is_below: bool,
+    /// True if no member had the block when the replica was made, which its disk records.
+    is_lost: bool,
 }
 
 impl Files {
@@ -185,7 +187,7 @@ impl Files {
         }
         let content = Some([ROT; BLOCK_SECTORS]).filter(|_| !vanishes);
         self.file_with(is_below).replace(block, content);
-        self.rot.insert(block, Rotten { was, is_below });
+        self.rot.insert(block, Rotten { was, is_below, is_lost: false });
         true
     }
 
@@ -206,12 +208,13 @@ impl Files {
 
     /// Copies rot to a block of the snapshot, because no member has the former data.
     pub fn is_lost(&mut self, block: u64, was: Block) {
-        self.rot.insert(block, Rotten { was, is_below: true });
+        self.snapshot.replace(block, Some([ROT; BLOCK_SECTORS]));
+        self.rot.insert(block, Rotten { was, is_below: true, is_lost: true });
     }
 
     /// Restores the content of a block from before its rot.
     pub fn heal(&mut self, block: u64) {
-        if let Some(Rotten { was, is_below }) = self.rot.remove(&block) {
+        if let Some(Rotten { was, is_below, .. }) = self.rot.remove(&block) {
             self.file_with(is_below).replace(block, Some(was));
         }
     }
@@ -219,7 +222,7 @@ impl Files {
     /// Overwrites a rotten block with `content`: the disk holds that, or after a loss of power the data from
     /// before the rot. Blocks that rot was merged into stay rotten.
     pub fn overwrite_rot(&mut self, block: u64, content: &Block) {
-        let Some(Rotten { was, is_below }) = self.rot.get(&block).copied() else { return };
+        let Some(Rotten { was, is_below, is_lost }) = self.rot.get(&block).copied() else { return };
         if is_below {
             // From now on it lies below the head.
             self.heal(block);
@@ -231,14 +234,31 @@ impl Files {
             let mut merged = *content;
             let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| **sector == ROT);
             rotten.for_each(|(sector, was)| *sector = was);
-            self.rot.insert(block, Rotten { was: merged, is_below: false });
+            self.rot.insert(block, Rotten { was: merged, is_below: false, is_lost });
         }
     }
 
-    /// Heals all blocks.
-    pub fn heal_all(&mut self) {
-        let rotten: Vec<u64> = self.rot.keys().copied().collect();
+    /// Heals all blocks, with the lost ones if these are given up too.
+    pub fn heal_all(&mut self, with_lost: bool) {
+        let is_healed = |(_, rotten): &(&u64, &Rotten)| with_lost || !rotten.is_lost;
+        let rotten: Vec<u64> = self.rot.iter().filter(is_healed).map(|(block, _)| *block).collect();
         rotten.into_iter().for_each(|block| self.heal(block));
+    }
+
+    /// Returns the lost blocks that hold rot.
+    pub fn lost(&self) -> impl Iterator<Item = u64> {
+        self.rot.iter().filter(|(_, rotten)| rotten.is_lost).map(|(block, _)| *block)
+    }
+
+    /// Returns true if the block was lost when the replica was made, and holds rot.
+    pub fn has_lost(&self, block: u64) -> bool {
+        self.rot.get(&block).is_some_and(|rotten| rotten.is_lost)
+    }
+
+    /// Drops the head, with what rots there.
+    pub fn drop_head(&mut self) {
+        self.head = SparseFile::default();
+        self.rot.retain(|_, rotten| rotten.is_below);
     }
 
     /// Returns the file of an index.

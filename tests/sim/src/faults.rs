@@ -93,6 +93,8 @@ pub enum Broken {
     Read,
     /// Checks.
     Verify,
+    /// Reads of single blocks of a snapshot: an error, a broken connection, or no answer.
+    SnapshotBlock,
     /// The state with the views of the replica.
     State,
     /// Pages of sets of regions.
@@ -125,6 +127,7 @@ impl Broken {
             Broken::Flush => "error: flush",
             Broken::Read => "error: read",
             Broken::Verify => "error: verify",
+            Broken::SnapshotBlock => "error: block of a snapshot",
             Broken::State => "error: state",
             Broken::Page => "error: page",
             Broken::Note => "error: note",
@@ -172,6 +175,7 @@ pub enum Kind {
     Expand,
     RotSets,
     RotBlocks,
+    RotUnderCopy,
     LoseState,
     RestoreController,
     RestoreDisk,

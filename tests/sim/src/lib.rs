@@ -83,6 +83,10 @@ pub enum Sabotage {
     OthersUnread,
     /// A replica that is made anew is not told which blocks all have lost.
     LostUntold,
+    /// Any refusal of another member counts as the answer that it does not have a block.
+    RefusalsBelieved,
+    /// A lost block that has other data after a restart is not lost any more.
+    MergedForgotten,
     /// The first repair takes the sums of a region away, also those beside the rot.
     ForgottenRot,
     /// Known rot is forgotten before the outcome of the request that gives its block other data is known.
@@ -191,6 +195,11 @@ pub const COVERED: &[&str] = &[
     "regions summed",
     "rot told",
     "blocks of snapshots that rot",
+    "blocks of snapshots of another member",
+    "blocks of snapshots that are lost",
+    "snapshot copies cut off",
+    "snapshots kept by copies",
+    "error: block of a snapshot",
     "rot found by copies",
     "rot found by scrubs",
     "fault: lose state file",

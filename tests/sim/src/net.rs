@@ -1,6 +1,7 @@
 //! Connections between engine processes and replica processes.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::rc::Rc;
 
 use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, View};
@@ -47,12 +48,14 @@ pub enum Ask {
     HeadExtents(u64),
     /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
     CopyBegin { has_snapshot: bool },
-    /// The snapshot, for a copy.
-    ReadSnapshot,
+    /// The snapshot, for a copy of these blocks.
+    ReadSnapshot(Range<u64>),
     /// A block of the snapshot in which another one holds rot.
     ReadSnapshotBlock(u64),
-    /// The snapshot, as the other one has it, and the blocks that all have lost.
-    CopySnapshot(Rc<SparseFile>, Vec<RottenBlock>),
+    /// These blocks of the snapshot, as the other one has them, and those that all have lost.
+    CopySnapshot(Rc<SparseFile>, Range<u64>, Vec<RottenBlock>),
+    /// The snapshot is whole.
+    SnapshotEnd,
     /// The copy is whole.
     CopyEnd,
     /// The volume has grown to this size.
@@ -82,10 +85,12 @@ pub enum Answer {
     Page(RegionsPage),
     /// The answer to a question for layers: whether a snapshot exists below the head.
     Layers(bool),
+    /// To the beginning of a copy: whether the snapshot is there already.
+    Copying { is_snapshot_done: bool },
     /// To a read of the snapshot: that, and the blocks that the replica knows to be rotten.
     Snapshot(Rc<SparseFile>, Vec<RottenBlock>),
-    /// To a read of one of its blocks.
-    SnapshotBlock(Box<Block>),
+    /// To a read of one of its blocks; none if the replica has no data there.
+    SnapshotBlock(Option<Box<Block>>),
     /// To a question for extents.
     Extents(ExtentsPage),
     /// The request has failed.

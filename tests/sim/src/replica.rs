@@ -164,6 +164,7 @@ impl Replica {
             rebuilding: false,
             says_left: false,
             has_snapshot,
+            is_snapshot_done: false,
             sums: BTreeMap::new(),
             lost: BTreeMap::new(),
             power_was_lost: false,
@@ -234,7 +235,7 @@ impl Replica {
         let key = keys[rng.usize(0..keys.len())];
         if key == SetKey::Unsummed {
             // Its sums count no more, and the current data is summed.
-            self.files.heal_all();
+            self.files.heal_all(false);
         }
         if rng.u8(0..4) == 0 {
             self.durable.sets.remove(&key);
@@ -298,7 +299,8 @@ impl Replica {
         self.durable.views = views;
         self.durable.views_before = None;
         self.durable.sets.clear();
-        self.files.heal_all();
+        self.files.heal_all(true);
+        self.durable.lost.clear();
         (self.durable.rebuilding, self.durable.says_left) = (false, false);
         self.is_rolled_back = false;
     }
@@ -318,13 +320,13 @@ impl Replica {
         self.files.content(self.size_bytes / BLOCK_BYTES)
     }
 
-    fn restart(&mut self, boot: u64) {
+    fn restart(&mut self, boot: u64, sabotage: Option<crate::Sabotage>) {
         let regions = Regions::of(self.size_bytes);
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
         self.summing = None;
         self.known_rot.forget();
-        self.know_lost();
+        self.know_lost(sabotage);
         self.heal_unknown();
         self.boot = boot;
         self.up = true;
@@ -550,6 +552,9 @@ impl Replica {
             }
             _ => {
                 let outcome = self.modify(op, breaks);
+                if outcome.is_ok() {
+                    self.record_cured(op);
+                }
                 self.sums_have_followed(op, outcome.is_ok());
                 outcome.map_or_else(Answer::Error, |()| Answer::Done)
             }
@@ -604,15 +609,24 @@ impl Replica {
         !self.files.head.is_empty() || !self.files.snapshot.is_empty()
     }
 
+    /// Becomes a copy. A snapshot that is whole, from an interrupted copy, is kept.
     fn copy_begin(&mut self, has_snapshot: bool) -> Result<(), Errno> {
         let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
         self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
-        self.durable.rebuilding = true;
+        let durable = &mut self.durable;
+        durable.is_snapshot_done &=
+            durable.rebuilding && has_snapshot && has_snapshot == durable.has_snapshot;
+        durable.rebuilding = true;
         self.is_rolled_back = false;
-        self.durable.has_snapshot = has_snapshot;
-        self.files = Files::default();
-        self.durable.lost.clear();
+        durable.has_snapshot = has_snapshot;
+        if durable.is_snapshot_done {
+            self.files.drop_head();
+        } else {
+            self.files = Files::default();
+            durable.lost.clear();
+        }
         self.forget_sums();
+        self.know_lost(None);
         self.remap();
         Ok(())
     }

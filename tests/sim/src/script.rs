@@ -76,7 +76,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// The relative probability of each kind of fault.
-const WEIGHTS: [(Kind, u32); 36] = [
+const WEIGHTS: [(Kind, u32); 37] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -110,6 +110,7 @@ const WEIGHTS: [(Kind, u32); 36] = [
     (Kind::Expand, 6),
     (Kind::RotSets, 2),
     (Kind::RotBlocks, 6),
+    (Kind::RotUnderCopy, 6),
     (Kind::LoseState, 2),
     (Kind::RestoreController, 2),
     (Kind::RestoreDisk, 6),
@@ -238,6 +239,15 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
         Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
+        Kind::RotUnderCopy => {
+            let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false };
+            let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
+            let times = rng.u32(0..4);
+            let unread =
+                Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
+            let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
+            return vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace];
+        }
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];

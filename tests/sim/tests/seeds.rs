@@ -11,7 +11,9 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 22] = [
+const SABOTAGES: [&str; 24] = [
+    "refusals-believed",
+    "merged-forgotten",
     "others-unread",
     "lost-untold",
     "holes-unseen",
@@ -124,6 +126,8 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
     match sabotage {
         "unchecked-layers" => Some("rot-in-a-snapshot"),
         "others-unread" | "lost-untold" => Some("a-block-that-all-have-lost"),
+        "refusals-believed" => Some("a-member-that-refuses-a-block"),
+        "merged-forgotten" => Some("a-lost-block-that-is-merged"),
         "early-forgetting" => Some("known-rot-and-no-space"),
         "holes-unseen" => Some("blocks-that-vanish"),
         _ => None,

@@ -11,15 +11,24 @@
 //!
 //! A request that changes a part of a block merges it with the data of the block. If that is rot, the result
 //! is rot too, also if the request succeeds, until such requests have changed every sector.
+//!
+//! A *lost* block is one that no replica had sound. The disk records it, whatever it holds, until other data
+//! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason.
+//!
+//! Places are bounded. A block gives its place back when it gets other data, and when it was read back sound
+//! and its sum is durable again. If a page with rot finds no place, its blocks must not be modified: that
+//! would be the end of its sums. So the rot stays known by the page.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
-/// The maximum number of blocks with a known sum: 64 pages of the file of sums. Beyond that, blocks beside
-/// rot come first.
+/// The maximum number of blocks with a known sum: 64 pages of the file of sums. Lost blocks come on top: the
+/// file that records them has a bound of its own.
 const BLOCKS_MAX: usize = 64 * 512;
+/// The maximum number of pages without a place. Beyond that, every page counts as one.
+const HOMELESS_MAX: usize = 4096;
 /// The maximum number of possible sums of one block. After more failed requests the block is not compared any
 /// more.
 const SUMS_MAX: usize = 4;
@@ -30,6 +39,10 @@ pub struct KnownRot<R> {
     blocks: BTreeMap<u64, Known<R>>,
     /// The number of blocks that requests are modifying.
     under_way: usize,
+    /// The number of lost blocks.
+    lost: usize,
+    /// The pages with rot that have found no place; none: there were too many.
+    homeless: Option<BTreeSet<u64>>,
 }
 
 /// The knowledge about one block.
@@ -41,6 +54,31 @@ struct Known<R> {
     fresh: u8,
     /// The request that is modifying it.
     change: Option<Change<R>>,
+    /// True if the disk records it as lost.
+    is_lost: bool,
+}
+
+/// The state of a block after a request that has ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// It was a repair, or was merged with rot.
+    StaysRot,
+    /// It has other data.
+    OtherData,
+}
+
+impl<R> Known<R> {
+    fn fate(&self, change: Change<R>) -> Fate {
+        match change.after {
+            Some(after) if self.sums.first() == Some(&after) => Fate::StaysRot,
+            None if self.is_lost => Fate::StaysRot,
+            _ => Fate::OtherData,
+        }
+    }
+
+    fn new(sum: u32, is_lost: bool) -> Known<R> {
+        Known { sums: vec![sum], fresh: 0, change: None, is_lost }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -61,19 +99,81 @@ fn sectors(block: u64, range: ByteRange) -> u8 {
 
 impl<R> Default for KnownRot<R> {
     fn default() -> KnownRot<R> {
-        KnownRot { blocks: BTreeMap::new(), under_way: 0 }
+        KnownRot { blocks: BTreeMap::new(), under_way: 0, lost: 0, homeless: Some(BTreeSet::new()) }
     }
 }
 
 impl<R: Copy + PartialEq> KnownRot<R> {
-    /// Keeps the sums, which count, of blocks beside rot. Known blocks stay.
-    pub fn keep(&mut self, sums: impl IntoIterator<Item = (u64, u32)>) {
-        for (block, sum) in sums {
-            let is_full = self.blocks.len() >= BLOCKS_MAX;
-            if !is_full || self.blocks.contains_key(&block) {
-                self.blocks.entry(block).or_insert_with(|| Known { sums: vec![sum], fresh: 0, change: None });
-            }
+    /// Keeps the sums, which count, of some blocks. Known blocks stay. Returns false if not all find a place.
+    pub fn keep_some(&mut self, sums: impl IntoIterator<Item = (u64, u32)>) -> bool {
+        let new: Vec<(u64, u32)> =
+            sums.into_iter().filter(|(block, _)| !self.blocks.contains_key(block)).collect();
+        let has_place = self.blocks.len() - self.lost + new.len() <= BLOCKS_MAX;
+        if has_place {
+            self.blocks.extend(new.into_iter().map(|(block, sum)| (block, Known::new(sum, false))));
         }
+        has_place
+    }
+
+    /// Keeps the sums, which count, of all blocks of a page with rot. Known blocks stay. Returns false if the
+    /// page finds no place: see [`KnownRot::may_modify`].
+    pub fn keep(&mut self, page: u64, sums: impl IntoIterator<Item = (u64, u32)>) -> bool {
+        let has_place = self.keep_some(sums);
+        let Some(homeless) = &mut self.homeless else { return has_place };
+        if has_place {
+            homeless.remove(&page);
+        } else {
+            homeless.insert(page);
+        }
+        if homeless.len() > HOMELESS_MAX {
+            self.homeless = None;
+        }
+        has_place
+    }
+
+    /// Returns false if the page has rot that would be forgotten when its sums end. The sums of a region may
+    /// end once they are kept: see [`KnownRot::keep_some`].
+    #[must_use]
+    pub fn may_modify(&self, page: u64) -> bool {
+        self.homeless.as_ref().is_some_and(|homeless| !homeless.contains(&page))
+    }
+
+    /// Frees the place of a block that was read back with this sum: a sum that says the same is durable, and
+    /// counts. A block with rot, or that a request is modifying, keeps its place.
+    pub fn summed(&mut self, block: u64, found: u32) {
+        let is_over = |known: &Known<R>| !known.is_lost && known.change.is_none();
+        if self.is_rotten(block, found) == Some(false) && self.blocks.get(&block).is_some_and(is_over) {
+            self.forget_block(block);
+        }
+    }
+
+    /// Keeps lost blocks, which the caller bounds, in place of all that is known of them. Each comes with a
+    /// sum that its data does not have.
+    pub fn keep_lost(&mut self, blocks: impl IntoIterator<Item = (u64, u32)>) {
+        for (block, sum) in blocks {
+            self.forget_block(block);
+            self.blocks.insert(block, Known::new(sum, true));
+            self.lost += 1;
+        }
+    }
+
+    /// Returns true if the block is known, and lost.
+    #[must_use]
+    pub fn is_lost(&self, block: u64) -> bool {
+        self.blocks.get(&block).is_some_and(|known| known.is_lost)
+    }
+
+    /// Returns the lost blocks that the request gives other data if it ends well. That is for the caller to
+    /// record before [`KnownRot::ended`] and before the answer: first the data becomes durable, and then the
+    /// record. After a crash in between, a block that was not answered counts as lost. In the other order,
+    /// the disk could show the rot again after a loss of power, and no record of it.
+    pub fn cured_by(&self, request: R) -> impl Iterator<Item = u64> + '_ {
+        let ends = move |known: &Known<R>| {
+            let change = known.change.filter(|change| known.is_lost && change.request == request);
+            change.is_some_and(|change| known.fate(change) == Fate::OtherData)
+        };
+        let blocks = self.blocks.iter().filter(|_| self.under_way > 0);
+        blocks.filter(move |(_, known)| ends(known)).map(|(block, _)| *block)
     }
 
     /// Returns true if no block is known.
@@ -116,7 +216,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             // It is begun once more.
             Some(change) if change.request == request => change.after = after,
             // Two requests modify one block: their order is unknown.
-            Some(_) => self.forget_block(block),
+            Some(_) => self.lose_track(block),
             None if known.sums.len() == 1 && known.sums.first() == after.as_ref() => known.fresh = 0,
             None => {
                 known.change = Some(Change { request, after, part: 0 });
@@ -150,7 +250,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         if self.under_way == 0 {
             return;
         }
-        let mut ended = 0;
+        let (mut ended, mut cured) = (0, 0);
         self.blocks.retain(|_, known| {
             let Some(Change { after, part, .. }) = known.change.filter(|change| change.request == request)
             else {
@@ -158,38 +258,47 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             };
             known.change = None;
             ended += 1;
-            let first = known.sums.first().copied();
-            match after {
-                // It was a repair, or was merged with rot.
-                _ if well && after == first => {
+            match known.fate(Change { request, after, part }) {
+                _ if !well => {
+                    known.sums.extend(after.filter(|after| !known.sums.contains(after)));
+                }
+                Fate::StaysRot => {
                     known.sums.truncate(1);
                     known.fresh = if part == 0 { 0 } else { known.fresh | part };
                 }
-                Some(after) if !well => {
-                    if !known.sums.contains(&after) {
-                        known.sums.push(after);
-                    }
+                Fate::OtherData => {
+                    cured += usize::from(known.is_lost);
+                    return false;
                 }
-                // It has not come to write what it was to merge.
-                None if !well => {}
-                _ => return false,
+            }
+            if known.is_lost && known.sums.len() > SUMS_MAX {
+                // The older requests have failed, and their data may be anywhere: it counts as rot.
+                known.sums.drain(1..known.sums.len() - 1);
             }
             known.sums.len() <= SUMS_MAX
         });
         self.under_way -= ended;
+        self.lost -= cured;
     }
 
-    /// Forgets the block.
+    /// Nobody knows the data of the block any more. That of a lost one is rot until a later request.
+    fn lose_track(&mut self, block: u64) {
+        let known = self.blocks.get(&block).filter(|known| known.is_lost);
+        let lost = known.and_then(|known| known.sums.first().copied());
+        self.forget_block(block);
+        self.keep_lost(lost.map(|sum| (block, sum)));
+    }
+
+    /// Forgets the block, also if it is lost.
     pub fn forget_block(&mut self, block: u64) {
-        if self.blocks.remove(&block).is_some_and(|known| known.change.is_some()) {
-            self.under_way -= 1;
-        }
+        let Some(known) = self.blocks.remove(&block) else { return };
+        self.under_way -= usize::from(known.change.is_some());
+        self.lost -= usize::from(known.is_lost);
     }
 
     /// Forgets all blocks.
     pub fn forget(&mut self) {
-        self.blocks.clear();
-        self.under_way = 0;
+        *self = KnownRot::default();
     }
 }
 
@@ -200,7 +309,7 @@ mod tests {
     /// Blocks 3 to 6 have the sum 70.
     fn known() -> KnownRot<u16> {
         let mut known = KnownRot::default();
-        known.keep((3..7).map(|block| (block, 70)));
+        assert!(known.keep(0, (3..7).map(|block| (block, 70))));
         known
     }
 
@@ -211,7 +320,7 @@ mod tests {
     #[test]
     fn a_sum_is_known_until_its_block_gets_other_data() {
         let mut known = known();
-        known.keep([(3, 71), (7, 71)]);
+        known.keep(0, [(3, 71), (7, 71)]);
         assert_eq!(
             rotten(&known, 3, [70, 71, 72]),
             [Some(false), Some(true), Some(true)],
@@ -314,10 +423,74 @@ mod tests {
     }
 
     #[test]
+    fn a_lost_block_is_cured_by_data_for_all_of_it_and_by_nothing_else() {
+        let mut known = KnownRot::default();
+        known.keep_lost([(4, 70), (5, 70)]);
+        let part = ByteRange::new(4 * 4096 + 512, 512).unwrap();
+        for well in [false, true] {
+            known.modified(1, 4, None);
+            assert_eq!(known.cured_by(1).count(), 0, "it may not even have been merged");
+            known.merged(1, part, 4, (99, 81));
+            assert_eq!(known.cured_by(1).count(), 0);
+            known.ended(1, well);
+            assert_eq!((known.is_lost(4), known.is_rotten(4, 81)), (true, Some(true)), "well: {well}");
+        }
+        // Not even the failure of many requests, or of two at a time.
+        for request in 1..10_u16 {
+            known.modified(request, 4, Some(100 + u32::from(request)));
+            known.ended(request, false);
+        }
+        assert!(known.is_lost(4) && known.is_rotten(4, 99) == Some(true));
+        known.modified(1, 4, Some(80));
+        known.modified(2, 4, Some(81));
+        known.ended(2, true);
+        assert!(known.is_lost(4) && known.is_rotten(4, 99) == Some(true));
+        known.modified(1, 4, Some(80));
+        assert_eq!(known.cured_by(1).collect::<Vec<_>>(), [4]);
+        assert_eq!(known.cured_by(2).count(), 0);
+        known.ended(1, true);
+        assert_eq!((known.has(4), known.is_lost(5), known.lost), (false, true, 1));
+        known.keep(0, [(5, 1), (6, 1)]);
+        known.summed(5, 70);
+        assert_eq!((known.is_lost(5), known.is_lost(6)), (true, false));
+        known.forget_block(5);
+        assert_eq!((known.has(5), known.lost), (false, 0));
+    }
+
+    #[test]
+    fn a_place_is_free_when_the_sum_of_a_sound_block_is_durable() {
+        let mut known = known();
+        known.modified(1, 6, Some(80));
+        (3..7).for_each(|block| known.summed(block, if block == 4 { 99 } else { 70 }));
+        assert_eq!([3, 4, 5, 6].map(|block| known.has(block)), [false, true, false, true]);
+        known.ended(1, false);
+        known.summed(6, 80);
+        assert!(!known.has(6), "it holds the data of the request");
+    }
+
+    #[test]
+    fn a_page_without_a_place_must_not_be_modified() {
+        let mut known = KnownRot::<u16>::default();
+        known.keep_lost([(1 << 40, 7)]);
+        assert!(known.keep(0, (0..BLOCKS_MAX as u64).map(|block| (block, 70))));
+        let far = 100 * 512;
+        assert!(!known.keep(100, [(far, 70)]) && !known.keep_some([(far, 70)]));
+        assert_eq!((known.has(far), known.may_modify(0), known.may_modify(100)), (false, true, false));
+        assert!(known.keep(0, [(3, 70)]), "it is there already");
+        known.summed(3, 70);
+        assert!(known.keep_some([(far, 70)]) && !known.may_modify(100), "that is a part of the page");
+        assert!(known.keep(100, [(far, 70)]) && known.may_modify(100));
+        let homeless = 110..=110 + HOMELESS_MAX as u64;
+        assert!(homeless.clone().all(|page| !known.keep(page, [(page * 512, 70)])));
+        assert!(!known.may_modify(1 << 20), "too many to be listed");
+        known.forget();
+        assert!(known.may_modify(110));
+    }
+
+    #[test]
     fn there_are_bounds() {
         let mut known = KnownRot::default();
-        known.keep((0..=BLOCKS_MAX as u64).map(|block| (block, 70)));
-        assert!(known.has(0) && !known.has(BLOCKS_MAX as u64));
+        known.keep(0, [(9, 70)]);
         for request in 0..u32::try_from(SUMS_MAX).unwrap() {
             assert!(known.has(9));
             known.modified(request, 9, Some(100 + request));

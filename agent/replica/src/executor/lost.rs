@@ -1,12 +1,12 @@
 //! Blocks that were copied as rot, as no member had another copy: they stay known until they get other data.
 //!
 //! Their sums are of no data at all, so that no data matches them; the summer stores such a sum like any
-//! other. The record on the disk is for the time before.
+//! other. The record on the disk says it of a block whatever that holds, until the block has got other data.
 
-use shorthorn_store::{LOST_BLOCKS_MAX, LostBlocks, Store, block_sum};
-use shorthorn_types::ByteRange;
-use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_wire::{Flags, Opcode};
+use shorthorn_replica_core::is_final;
+use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum};
+use shorthorn_types::Errno;
+use shorthorn_wire::Flags;
 
 use super::summer::{block_ranges, number_of};
 use super::{Executor, Outcome, Summer};
@@ -18,9 +18,19 @@ fn sum_of_none(sum: u32) -> u32 {
 }
 
 impl Summer {
-    /// Loads the blocks that the directory records as lost.
+    /// Loads the blocks that the directory records as lost. If the record is damaged, the replica counts as
+    /// one that has to be rebuilt.
     pub fn load_lost(&mut self, store: &mut Store) -> Result<(), ReplicaError> {
-        self.lost = store.load_lost_blocks()?;
+        match store.load_lost_blocks().map_err(ReplicaError::LostBlocksUnread)? {
+            FoundLostBlocks::Known(lost) => self.lost = lost,
+            FoundLostBlocks::Damaged => {
+                tracing::error!(
+                    "the record of the blocks that are lost (shorthorn.lost-blocks) is damaged: this replica has to be \
+                     rebuilt, because it cannot tell rot from data; if it is the last one, salvage it"
+                );
+                store.distrust_data()?;
+            }
+        }
         if !self.lost.is_empty() {
             let blocks = self.lost.len();
             tracing::warn!(
@@ -28,8 +38,13 @@ impl Summer {
                 "some blocks are lost: no replica had a sound copy when this one was made"
             );
         }
-        self.known.keep(self.lost.iter().map(|(block, sum)| (*block, sum_of_none(*sum))));
+        self.know_lost();
         Ok(())
+    }
+
+    /// Knows every recorded block as lost.
+    pub(super) fn know_lost(&mut self) {
+        self.known.keep_lost(self.lost.iter().map(|(block, sum)| (*block, sum_of_none(*sum))));
     }
 }
 
@@ -37,8 +52,10 @@ impl Executor {
     /// A copy begins: blocks of layers that are made anew are not lost.
     pub(super) fn look_at_lost(&mut self, is_anything_kept: bool) -> Result<(), ReplicaError> {
         if is_anything_kept {
-            return self.summer.load_lost(&mut self.store);
+            self.summer.know_lost();
+            return Ok(());
         }
+        self.summer.lost.keys().for_each(|block| self.summer.known.forget_block(*block));
         self.summer.lost.clear();
         Ok(self.store.save_lost_blocks(&self.summer.lost)?)
     }
@@ -59,7 +76,7 @@ impl Executor {
             if is_rotten {
                 let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
                 lost.insert(number, sum);
-                self.summer.known.keep([(number, sum_of_none(sum))]);
+                self.summer.known.keep_lost([(number, sum_of_none(sum))]);
             }
         }
         if is_rotten {
@@ -68,48 +85,56 @@ impl Executor {
         self.record_lost(lost)
     }
 
-    fn record_lost(&mut self, mut lost: LostBlocks) -> Outcome {
+    fn record_lost(&mut self, lost: LostBlocks) -> Outcome {
         if lost.len() > LOST_BLOCKS_MAX {
             tracing::error!(
-                "more than {LOST_BLOCKS_MAX} blocks are lost: the others are forgotten when this process ends"
+                "more than {LOST_BLOCKS_MAX} blocks are lost, which cannot be recorded: this replica cannot be made; restore \
+                 the volume from a backup, or overwrite the damaged blocks"
             );
-            while lost.len() > LOST_BLOCKS_MAX {
-                lost.pop_last();
-            }
+            return Err(Errno::new(libc::EOVERFLOW));
         }
         if lost != self.summer.lost {
-            self.store.save_lost_blocks(&lost).map_err(|error| {
-                tracing::warn!(%error, "cannot record which blocks are lost");
-                error.errno()
-            })?;
+            if let Err(error) = self.store.save_lost_blocks(&lost) {
+                if is_final(error.errno()) {
+                    self.fail(&format!("cannot record which blocks are lost: {error}"));
+                } else {
+                    tracing::warn!(%error, "cannot record which blocks are lost");
+                }
+                return Err(error.errno());
+            }
             self.summer.lost = lost;
         }
         Ok(())
     }
 
-    /// The modification in the slot has succeeded: its blocks are not lost any more, unless they still hold
-    /// rot.
-    pub(super) fn lost_follow(&mut self, slot: u16) {
-        let header = self.header(slot);
-        let modifies = matches!(header.opcode, Opcode::Write | Opcode::Discard | Opcode::WriteZeroes);
-        if self.summer.lost.is_empty() || !modifies {
-            return;
+    /// The modification in the slot has succeeded. If lost blocks have other data by it, that becomes
+    /// durable, then the record. While the replica is being copied, the record stays: another attempt drops the head,
+    /// and keeps the layers. Waits for the disk.
+    pub(super) fn record_cured(&mut self, slot: u16) -> Outcome {
+        if self.summer.lost.is_empty() || self.store.is_copying() {
+            return Ok(());
         }
-        self.forget_lost(header.range().unwrap_or(ByteRange::EMPTY).grown_to_blocks());
+        let cured: Vec<u64> = self.summer.known.cured_by(slot).collect();
+        self.are_cured(&cured)
     }
 
-    /// The blocks of `range` of which nothing is known any more are not lost.
-    pub(super) fn forget_lost(&mut self, range: ByteRange) {
-        let numbers = range.offset() / BLOCK_BYTES..range.end() / BLOCK_BYTES;
-        let is_over = |(block, _): &(&u64, &u32)| !self.summer.known.has(**block);
-        let over: Vec<u64> =
-            self.summer.lost.range(numbers).filter(is_over).map(|(block, _)| *block).collect();
-        if over.is_empty() {
-            return;
-        }
+    /// The copy has ended. Its blocks that have got other data meanwhile are not lost any more.
+    pub(super) fn settle_lost(&mut self) -> Outcome {
+        let is_over = |block: &u64| !self.summer.known.is_lost(*block);
+        let cured: Vec<u64> = self.summer.lost.keys().copied().filter(is_over).collect();
+        self.are_cured(&cured)
+    }
+
+    fn are_cured(&mut self, cured: &[u64]) -> Outcome {
         let mut lost = self.summer.lost.clone();
-        lost.retain(|block, _| !over.contains(block));
-        // If that fails, only the record says that they are lost, and the next opening looks at the data.
-        let _ = self.record_lost(lost);
+        lost.retain(|block, _| !cured.contains(block));
+        if lost.len() == self.summer.lost.len() {
+            return Ok(());
+        }
+        if let Err(error) = self.store.flush() {
+            self.fail(&format!("the data of blocks that were lost could not be made durable: {error}"));
+            return Err(Errno::IO);
+        }
+        self.record_lost(lost)
     }
 }

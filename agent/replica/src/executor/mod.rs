@@ -218,6 +218,7 @@ impl Executor {
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
+                self.check_rot_is_kept(range, ring)?;
                 // The regions are recorded first: otherwise a crash would leave unknown differences between
                 // the replicas.
                 if self.admit(slot, range) {
@@ -402,10 +403,11 @@ impl Executor {
     }
 
     /// Completes the copy: see [`Store::end_copy`]. Waits for the disk.
-    pub fn end_copy(&mut self) -> Result<(), StoreError> {
+    pub fn end_copy(&mut self) -> Result<(), ReplicaError> {
         let ended = self.store.end_copy();
         self.look_at_document(&ended);
-        ended
+        ended?;
+        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
     }
 
     /// Returns the failure after which nothing is served, if any.
@@ -481,6 +483,7 @@ impl Executor {
         if slot == SUM_SLOT {
             return self.sum_read(outcome);
         }
+        let outcome = outcome.and_then(|()| self.record_cured(slot));
         self.sums_followed(slot, outcome);
         if outcome == Err(Errno::NO_SPACE) {
             self.free = None;

@@ -54,8 +54,10 @@ pub(crate) struct Summer {
     fresh: SumPage,
     /// Sums of blocks beside rot; requests are distinguished by their slots.
     pub(super) known: KnownRot<u16>,
-    /// Blocks without any sound copy.
+    /// Blocks without any sound copy, as the directory records them.
     pub(super) lost: LostBlocks,
+    /// Known blocks that the job has read, and their sums. If these become durable, their places are free.
+    read_back: Vec<(u64, u32)>,
     /// The sum of a block of zeroes.
     zero_sum: u32,
     /// The operations in the ring, those of the job and of pages.
@@ -68,6 +70,8 @@ pub(crate) struct Summer {
     checks: usize,
     /// Times that a request has met blocks that are not as they were stored.
     rotten: u64,
+    /// Times that a page with rot has found no place.
+    homeless: u64,
     are_pages_reported: bool,
     /// Regions were summed since the set was written last.
     has_news: bool,
@@ -116,12 +120,14 @@ impl Summer {
             fresh: SumPage::unknown(),
             known: KnownRot::default(),
             lost: LostBlocks::new(),
+            read_back: Vec::new(),
             zero_sum: sum_of_zeroes(),
             in_flight: 0,
             waiting: Vec::with_capacity(SLOTS),
             retried: Vec::with_capacity(SLOTS),
             checks: 0,
             rotten: 0,
+            homeless: 0,
             are_pages_reported: false,
             has_news: false,
         })
@@ -237,6 +243,7 @@ impl Executor {
             return self.summer.pause(unit.length(), true);
         }
         self.summer.fresh.clear();
+        self.summer.read_back.clear();
         let (at_bytes, end_bytes) = (unit.offset(), unit.end());
         self.summer.job =
             Some(Job { at_bytes, end_bytes, read_bytes: 0, step: SummingStep::Next, is_void: false });
@@ -352,12 +359,15 @@ impl Executor {
         let Some(at) = self.sum_page(number, ring) else { return false };
         let series = self.summer.series();
         let Some(fd) = self.summer.fd() else { return false };
-        let Summer { pages, fresh, known, .. } = &mut self.summer;
-        for block in 0..BLOCKS_PER_SUM_PAGE {
-            let sum = fresh.sum(block);
+        let Summer { pages, fresh, known, read_back, .. } = &mut self.summer;
+        for place in 0..BLOCKS_PER_SUM_PAGE {
+            let sum = fresh.sum(place);
             if sum != SUM_UNKNOWN {
-                let sum = known.sum_to_store(number * BLOCKS_PER_SUM_PAGE as u64 + block as u64, sum);
-                pages.sums_mut(at).set(block, sum);
+                let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
+                if known.has(block) {
+                    read_back.push((block, sum));
+                }
+                pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
             }
         }
         if !pages.begin_write(at, series) {
@@ -395,11 +405,24 @@ impl Executor {
                 self.set_step(SummingStep::Next);
             } else {
                 self.state.intent_log_mut().end_sums(true);
+                self.free_known();
                 self.summer.has_news = true;
                 self.end_job(job);
             }
         }
         self.go_on_comparing(ring);
+    }
+
+    /// Frees the places of known blocks that were read back sound: their durable sums count.
+    fn free_known(&mut self) {
+        let mut read_back = std::mem::take(&mut self.summer.read_back);
+        for (block, found) in read_back.drain(..) {
+            let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
+            if range.is_ok_and(|range| self.is_summed(range)) {
+                self.summer.known.summed(block, found);
+            }
+        }
+        self.summer.read_back = read_back;
     }
 
     fn end_job(&mut self, job: Job) {
@@ -468,6 +491,7 @@ impl Executor {
         self.drop_retired();
         self.summer.pages.forget();
         self.summer.known.forget();
+        self.summer.know_lost();
         self.void_job();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().unsum(0..regions.count());
@@ -475,7 +499,7 @@ impl Executor {
             Ok(file) => {
                 self.summer.file = Some(file);
                 (self.summer.search_from, self.summer.next_at) = (Some(0), Some(Instant::now()));
-                self.summer.load_lost(&mut self.store)
+                Ok(())
             }
             Err(error) => {
                 tracing::warn!(%error, "block checksums are off: rot on the disk is not detected until the \
@@ -530,10 +554,7 @@ impl Executor {
     /// Prepares the modification of `range` by the request in the slot: reads of it are not compared any
     /// more, and it has to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
-        if self.summer.file.is_none() {
-            return;
-        }
-        if self.summer.next_at.is_none() {
+        if self.summer.file.is_some() && self.summer.next_at.is_none() {
             self.summer.next_at = Some(Instant::now() + SUM_LOOK_INTERVAL);
         }
         let is_discard = self.work(slot).header.opcode == Opcode::Discard;
@@ -575,9 +596,6 @@ impl Executor {
     /// The request in the slot has ended.
     pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
         self.summer.known.ended(slot, outcome.is_ok());
-        if outcome.is_ok() {
-            self.lost_follow(slot);
-        }
     }
 
     /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A
@@ -593,7 +611,8 @@ impl Executor {
 
     /// Begins the check of the request in the slot, which begins to read.
     pub(super) fn begin_check(&mut self, slot: u16) {
-        let wants = self.summer.file.is_some() && asks_for_check(&self.work(slot).header);
+        let knows_any = self.summer.file.is_some() || !self.summer.known.is_empty();
+        let wants = knows_any && asks_for_check(&self.work(slot).header);
         self.work_mut(slot).wants_check = wants;
         self.summer.checks += usize::from(wants);
     }
@@ -706,10 +725,56 @@ impl Executor {
     fn know_rot(&mut self, block: ByteRange) {
         let start = block.offset() / SUM_PAGE_SPAN_BYTES * SUM_PAGE_SPAN_BYTES;
         let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
-        let mut known = std::mem::take(&mut self.summer.known);
-        let sums = block_ranges(page).map(|block| (number_of(block), self.kept_sum(block)));
-        known.keep(sums.filter(|(_, sum)| *sum != SUM_UNKNOWN));
-        self.summer.known = known;
+        let (number, sums) = (start / SUM_PAGE_SPAN_BYTES, self.kept_sums_of(page));
+        let was_kept = self.summer.known.may_modify(number);
+        if !self.summer.known.keep(number, sums) && was_kept {
+            self.report_too_much_rot(page);
+        }
+    }
+
+    /// Returns the blocks of `range` whose sums count, and these. Their page is in memory.
+    fn kept_sums_of(&self, range: ByteRange) -> Vec<(u64, u32)> {
+        let sums = block_ranges(range).map(|block| (number_of(block), self.kept_sum(block)));
+        sums.filter(|(_, sum)| *sum != SUM_UNKNOWN).collect()
+    }
+
+    fn report_too_much_rot(&mut self, page: ByteRange) {
+        self.summer.homeless += 1;
+        if self.summer.homeless <= REPORTED_ROTTEN_MAX {
+            tracing::error!(%page, "more blocks hold rot than can be tracked: modifications here fail, because they would make \
+                 the rest of the rot look sound; repair the volume by a scrub, or replace this replica");
+        }
+    }
+
+    /// Returns an error if a modification of `range` would make other rot look sound, because nothing but the
+    /// page of sums knows of it. If the sums that it ends find places by now, all is well.
+    pub(super) fn check_rot_is_kept(&mut self, range: ByteRange, ring: &mut Ring) -> Outcome {
+        if self.summer.homeless == 0 {
+            return Ok(());
+        }
+        let intent_log = self.state.intent_log();
+        let regions = intent_log.regions();
+        if !regions.touched(range).any(|region| intent_log.is_summed(region)) {
+            return Ok(()); // they have ended already
+        }
+        let ends = regions.bytes(regions.touched(range));
+        for number in ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES) {
+            if self.summer.known.may_modify(number) {
+                continue;
+            }
+            // If the page is not in memory, it is by the time of a later attempt.
+            if self.sum_page(number, ring).is_none() {
+                return Err(Errno::IO);
+            }
+            let start = ends.offset().max(number * SUM_PAGE_SPAN_BYTES);
+            let end = ends.end().min((number + 1) * SUM_PAGE_SPAN_BYTES);
+            let part = ByteRange::new(start, end.saturating_sub(start)).unwrap_or(ByteRange::EMPTY);
+            let sums = self.kept_sums_of(part);
+            if !self.summer.known.keep_some(sums) {
+                return Err(Errno::IO);
+            }
+        }
+        Ok(())
     }
 
     fn report_rotten(&mut self, block: ByteRange) {

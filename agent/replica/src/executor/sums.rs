@@ -4,7 +4,9 @@
 //! rarely still: that waits for the disk.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, StoreError, sum_of_data};
+use shorthorn_store::{
+    AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data,
+};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
 use shorthorn_wire::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum,
@@ -191,6 +193,10 @@ impl Executor {
             ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
+        let pages = range.offset() / SUM_PAGE_SPAN_BYTES..range.end().div_ceil(SUM_PAGE_SPAN_BYTES);
+        if pages.into_iter().any(|page| !self.summer.known.may_modify(page)) {
+            return Err(ReplicaError::TooMuchRot(range));
+        }
         let shown = self.known_sums_shown(range);
         let is_followed = self.end_sums_in(range);
         let repaired = match is_followed {
@@ -204,7 +210,7 @@ impl Executor {
             }
         };
         if is_followed && repaired.is_ok() {
-            self.known_follow_repair(range, shown);
+            self.known_follow_repair(shown);
         }
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
@@ -238,18 +244,19 @@ impl Executor {
         read.ok().map(|()| sum_of_data(block.as_slice()))
     }
 
-    /// Updates the known sums of the data that a reader sees in `range`, after a layer was repaired. A block
+    /// Updates the known sums of the data that a reader sees, after a layer was repaired. A block
     /// that shows the same sum as before (`shown`) is as rotten as it was: its rot is in another layer.
-    fn known_follow_repair(&mut self, range: ByteRange, shown: Vec<(u64, Option<u32>)>) {
+    fn known_follow_repair(&mut self, shown: Vec<(u64, Option<u32>)>) {
         for (block, before) in shown {
             match self.sum_shown(block * BLOCK_BYTES) {
+                None if self.summer.known.is_lost(block) => {}
                 None => self.summer.known.forget_block(block),
                 after if after == before => {}
                 after => self.summer.known.modified(SUM_SLOT, block, after),
             }
         }
-        self.summer.known.ended(SUM_SLOT, true);
-        self.forget_lost(range);
+        let outcome = self.record_cured(SUM_SLOT);
+        self.summer.known.ended(SUM_SLOT, outcome.is_ok());
     }
 }
 

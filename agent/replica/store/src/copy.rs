@@ -296,6 +296,13 @@ impl Store {
         Ok(())
     }
 
+    /// Of a copy that is under way, no layer counts as complete any more.
+    pub(crate) fn forget_done_layers(&mut self) -> Result<()> {
+        let Some(copy) = self.copy.as_mut().filter(|copy| copy.done.contains(&true)) else { return Ok(()) };
+        copy.done.fill(false);
+        copy.save(&self.directory)
+    }
+
     /// Completes the copy: the replica no longer counts as rebuilding. Repeating that changes nothing.
     ///
     /// # Errors

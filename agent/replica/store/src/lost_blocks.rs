@@ -1,8 +1,9 @@
 //! Blocks of which no replica had a sound copy when this one was made: `shorthorn.lost-blocks`.
 //!
-//! The rot was copied, so that the replica could be made at all; the record says that it is rot. It has the
-//! sum of each block as it was copied. A block with another sum has got other data since, and is not lost any
-//! more.
+//! The rot was copied, so that the replica could be made at all; the record says that it is rot. A recorded
+//! block is lost whatever it holds: a part of it may have been merged with new data, and a crash may have
+//! torn that. The record also has the sum of each block as it was copied. The sum counts only after another
+//! program has had the directory open: a block with another sum has got other data from it.
 
 use std::collections::BTreeMap;
 
@@ -19,11 +20,26 @@ type Result<T> = std::result::Result<T, StoreError>;
 
 const FILE: &str = "shorthorn.lost-blocks";
 const FORMAT: u32 = 1;
-/// More are not recorded, which bounds the file and the time that an opening takes.
+/// The maximum number of recorded blocks, which bounds the file.
 pub const LOST_BLOCKS_MAX: usize = 4096;
 
 /// Numbers of blocks, and the sum of each as it was copied.
 pub type LostBlocks = BTreeMap<u64, u32>;
+
+/// The record as an opening finds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FoundLostBlocks {
+    /// These blocks are lost.
+    Known(LostBlocks),
+    /// The file is damaged: any block may be lost.
+    Damaged,
+}
+
+impl Default for FoundLostBlocks {
+    fn default() -> FoundLostBlocks {
+        FoundLostBlocks::Known(LostBlocks::new())
+    }
+}
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
@@ -47,35 +63,54 @@ impl Record {
 }
 
 impl Store {
-    /// The blocks that are recorded and hold what they held then. A record that is damaged, or from before
-    /// another program has had the directory open, says nothing.
+    /// Returns the blocks that are recorded.
     ///
     /// # Errors
-    /// An I/O error.
-    pub fn load_lost_blocks(&mut self) -> Result<LostBlocks> {
-        let Some(bytes) = self.directory.read(FILE)? else { return Ok(LostBlocks::new()) };
-        let record = Record::parse(&bytes).filter(|record| record.epoch == self.guard.epoch);
-        let Some(record) = record else { return Ok(LostBlocks::new()) };
-        let count = record.blocks.len();
-        let (mut lost, mut is_read) = (LostBlocks::new(), true);
+    /// An I/O error: it is not known which blocks are lost.
+    pub fn load_lost_blocks(&mut self) -> Result<FoundLostBlocks> {
+        let Some(bytes) = self.directory.read(FILE)? else { return Ok(FoundLostBlocks::default()) };
+        let Some(record) = Record::parse(&bytes) else { return Ok(FoundLostBlocks::Damaged) };
+        let size_bytes = self.size_bytes();
+        let is_inside =
+            |block: u64| block.checked_mul(BLOCK_BYTES).is_some_and(|offset_bytes| offset_bytes < size_bytes);
+        let mut lost: LostBlocks = record.blocks.into_iter().filter(|(block, _)| is_inside(*block)).collect();
+        if record.epoch != self.guard.epoch {
+            lost.retain(|block, sum| self.still_has(*block, *sum));
+            self.save_lost_blocks(&lost)?;
+        }
+        Ok(FoundLostBlocks::Known(lost))
+    }
+
+    /// Returns true if the block has this sum, or cannot be read.
+    fn still_has(&mut self, block: u64, sum: u32) -> bool {
         let mut buffer = AlignedBuffer::new(usize::try_from(BLOCK_BYTES).unwrap_or(0));
-        for (block, sum) in record.blocks {
-            let Some(offset_bytes) = block.checked_mul(BLOCK_BYTES).filter(|at| *at < self.size_bytes())
-            else {
-                continue;
-            };
-            // One that cannot be read is not served either.
-            match self.read_at(buffer.as_mut_slice(), offset_bytes) {
-                Ok(()) if sum_of_data(buffer.as_slice()) == sum => drop(lost.insert(block, sum)),
-                read => is_read &= read.is_ok(),
-            }
+        let read = self.read_at(buffer.as_mut_slice(), block * BLOCK_BYTES);
+        read.is_err() || sum_of_data(buffer.as_slice()) == sum
+    }
+
+    /// Makes this a replica that lacks data: it is not known which blocks are lost, so none counts. The next
+    /// copy keeps no layer. First that is durable, then the damaged record goes.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the record is still there then.
+    pub fn distrust_data(&mut self) -> Result<()> {
+        if !self.info().rebuilding {
+            self.set_rebuilding(true)?;
         }
-        if is_read && lost.len() < count {
-            // A later write may give such a block the data that it was copied with, and that is not rot then.
-            // If the record cannot be saved, the next opening looks again.
-            let _ = self.save_lost_blocks(&lost);
+        self.forget_done_layers()?;
+        self.save_lost_blocks(&LostBlocks::new())
+    }
+
+    /// Removes a record that is damaged or cannot be read, because the operator has chosen this replica: from
+    /// then on the blocks that it has listed count as sound.
+    ///
+    /// # Errors
+    /// The record could not be removed.
+    pub fn drop_damaged_lost_blocks(&mut self) -> Result<()> {
+        match self.load_lost_blocks() {
+            Ok(FoundLostBlocks::Known(_)) => Ok(()),
+            Ok(FoundLostBlocks::Damaged) | Err(_) => self.save_lost_blocks(&LostBlocks::new()),
         }
-        Ok(lost)
     }
 
     /// Records these, durably, in place of those that are recorded.
@@ -98,6 +133,8 @@ impl Store {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
     use crate::options::{CreateOptions, OpenOptions};
 
@@ -116,25 +153,83 @@ mod tests {
         assert!(Record::parse(b"{}\n").is_none());
     }
 
-    #[test]
-    fn a_block_is_lost_until_it_has_other_data() {
-        let temp = tempfile::tempdir().unwrap();
-        let path = temp.path().join("replica");
+    /// Makes a replica with data in blocks 1 and 2, of which blocks 1 to 3 are recorded as lost.
+    fn with_lost_blocks(path: &Path) -> Store {
         let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
-        let mut store = Store::create(&path, options).unwrap();
+        let mut store = Store::create(path, options).unwrap();
         store.write_at(&[7; 8192], 4096, true).unwrap();
         let sum = sum_of_data(&[7; 4096]);
-        let lost = LostBlocks::from([(1, sum), (2, sum), (3, sum), (1 << 60, sum)]);
-        store.save_lost_blocks(&lost).unwrap();
-        store.write_at(&[8; 4096], 8192, true).unwrap();
+        store.save_lost_blocks(&LostBlocks::from([(1, sum), (2, sum), (3, sum), (1 << 60, sum)])).unwrap();
+        store
+    }
+
+    fn known(store: &mut Store) -> Vec<u64> {
+        match store.load_lost_blocks().unwrap() {
+            FoundLostBlocks::Known(lost) => lost.into_keys().collect(),
+            FoundLostBlocks::Damaged => panic!("it is damaged"),
+        }
+    }
+
+    #[test]
+    fn a_block_is_lost_until_the_record_says_otherwise() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let mut store = with_lost_blocks(&path);
+        // As after a crash in the middle of a write that was merged with the rot.
+        store.write_at(&[8; 512], 8192, true).unwrap();
         drop(store);
         let mut store = Store::open(&path, OpenOptions::default()).unwrap();
-        assert_eq!(store.load_lost_blocks().unwrap(), LostBlocks::from([(1, sum)]));
-        store.write_at(&[7; 4096], 8192, true).unwrap();
-        assert_eq!(store.load_lost_blocks().unwrap(), LostBlocks::from([(1, sum)]), "it was stored as it is");
+        assert_eq!(known(&mut store), [1, 2, 3]);
+        store.save_lost_blocks(&LostBlocks::from([(2, 0)])).unwrap();
+        assert_eq!(known(&mut store), [2]);
         store.save_lost_blocks(&LostBlocks::new()).unwrap();
-        assert_eq!(store.load_lost_blocks().unwrap(), LostBlocks::new());
-        assert!(!path.join(FILE).exists());
+        assert!(known(&mut store).is_empty() && !path.join(FILE).exists());
         store.save_lost_blocks(&LostBlocks::new()).unwrap();
+    }
+
+    #[test]
+    fn after_another_program_only_the_same_rot_is_lost() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let mut store = with_lost_blocks(&path);
+        store.write_at(&[8; 4096], 8192, true).unwrap();
+        store.close().unwrap();
+        let volume_meta = path.join("volume.meta");
+        let text = std::fs::read(&volume_meta).unwrap();
+        std::fs::remove_file(&volume_meta).unwrap();
+        std::fs::write(&volume_meta, text).unwrap();
+        let mut store = Store::open(&path, OpenOptions::default()).unwrap();
+        assert_eq!(known(&mut store), [1]);
+        // From here on nothing but the record counts.
+        store.write_at(&[9; 512], 4096, true).unwrap();
+        assert_eq!(known(&mut store), [1]);
+    }
+
+    #[test]
+    fn a_damaged_record_makes_the_replica_one_to_be_rebuilt() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let mut store = with_lost_blocks(&path);
+        std::fs::write(path.join(FILE), "damaged").unwrap();
+        assert_eq!(store.load_lost_blocks().unwrap(), FoundLostBlocks::Damaged);
+        assert!(!store.info().rebuilding && path.join(FILE).exists());
+        store.distrust_data().unwrap();
+        assert!(store.info().rebuilding && !path.join(FILE).exists());
+        drop(store);
+        let options = OpenOptions { accept_rebuilding: true, ..OpenOptions::default() };
+        let mut store = Store::open(&path, options).unwrap();
+        assert!(store.info().rebuilding && known(&mut store).is_empty());
+    }
+
+    #[test]
+    fn only_a_record_that_says_nothing_is_dropped_for_the_operator() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let mut store = with_lost_blocks(&path);
+        store.drop_damaged_lost_blocks().unwrap();
+        assert_eq!(known(&mut store), [1, 2, 3]);
+        std::fs::write(path.join(FILE), "damaged").unwrap();
+        store.drop_damaged_lost_blocks().unwrap();
+        assert!(known(&mut store).is_empty() && !path.join(FILE).exists());
     }
 }

@@ -149,8 +149,11 @@ impl<T: Asks> Link for Via<T> {
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, CallError> {
         let has_snapshot = layers.layers.len() > 1;
-        self.done(Ask::CopyBegin { has_snapshot }).await?;
-        Ok(CopyState { done: vec![false; layers.layers.len()] })
+        let Answer::Copying { is_snapshot_done } = self.0.ask(Ask::CopyBegin { has_snapshot }).await? else {
+            return Err(CallError::Broken);
+        };
+        let snapshot = has_snapshot.then_some(is_snapshot_done);
+        Ok(CopyState { done: snapshot.into_iter().chain([false]).collect() })
     }
 
     async fn copy_end(&mut self) -> Result<(), CallError> {

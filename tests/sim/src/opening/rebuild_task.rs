@@ -1,14 +1,20 @@
 //! The rebuild tasks: each brings one replica back, in the steps of [`shorthorn_recovery::rebuild`].
 
+use std::ops::Range;
+
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, BadSources, LinkError, OTHER_RUN, Peer, PendingView, RebuildTask, Source, Trouble,
-    forget_in_vain, rebuild,
+    Address, BadSources, LinkError, OTHER_RUN, Peer, PendingView, RebuildTask, SOURCE_HAS_LEFT, Source,
+    Trouble, forget_in_vain, judge_other, rebuild,
 };
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
 
 use super::link::ControlLink;
 use super::*;
+
+/// The number of pieces in which a snapshot is copied.
+const SNAPSHOT_PIECES: u64 = 4;
 
 impl Process {
     /// Runs the rebuild task of a replica, which brings it back whenever it is absent.
@@ -251,22 +257,61 @@ impl Rebuild<'_> {
         others: &[Source],
         block: u64,
     ) -> Result<Option<crate::disk::Block>, Trouble<CallError>> {
-        let is_sabotaged = self.process.sim.borrow().options.sabotage == Some(Sabotage::OthersUnread);
+        let sabotage = self.process.sim.borrow().options.sabotage;
+        let is_sabotaged = sabotage == Some(Sabotage::OthersUnread);
         for other in others.iter().filter(|_| !is_sabotaged) {
             let read = self.process.with_line(other.address, Ask::ReadSnapshotBlock(block)).await;
             let content = match read {
-                Err(error) if error.is_refusal() => continue,
                 Ok(Answer::SnapshotBlock(content)) => Ok(content),
                 Ok(_) => Err(CallError::Broken),
+                // As if every refusal said that the block is not there.
+                Err(error) if error.is_refusal() && sabotage == Some(Sabotage::RefusalsBelieved) => Ok(None),
                 Err(error) => Err(error),
             };
-            let content =
-                content.map_err(Trouble::while_reading(*other, "reading a block of another member"))?;
-            if self.process.look(|core| other.has_stayed(core)) == Some(true) {
-                return Ok(Some(*content));
+            let has_stayed = self.process.look(|core| other.has_stayed(core)) == Some(true);
+            let (content, read) = match content {
+                Ok(content) => (content, Ok(())),
+                Err(error) => (None, Err(error)),
+            };
+            if judge_other(*other, has_stayed, read.map(|()| content.is_some()))? {
+                return Ok(content.map(|content| *content));
             }
         }
         Ok(None)
+    }
+
+    /// Copies some blocks of the snapshot.
+    async fn copy_blocks(
+        &self,
+        target: Address,
+        source: Source,
+        others: &[Source],
+        blocks: Range<u64>,
+    ) -> Result<(), Trouble<CallError>> {
+        let asked = self.process.with_line(source.address, Ask::ReadSnapshot(blocks.clone())).await;
+        let (file, rotten) = match asked {
+            Ok(Answer::Snapshot(file, rotten)) => Ok((file, rotten)),
+            Ok(_) => Err(CallError::Broken),
+            Err(error) => Err(error),
+        }
+        .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
+        let (mut file, mut lost) = ((*file).clone(), Vec::new());
+        for (block, was) in rotten {
+            match self.read_other(others, block).await? {
+                Some(content) => {
+                    self.process.sim.borrow_mut().count("blocks of snapshots of another member");
+                    file.replace(block, Some(content));
+                }
+                None => lost.push((block, was)),
+            }
+        }
+        self.judge_lost(others, &lost);
+        if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUntold) {
+            lost.clear();
+        }
+        let piece = Ask::CopySnapshot(Rc::new(file), blocks, lost);
+        let written = self.process.with_line(target, piece).await;
+        written.map(drop).map_err(Trouble::while_doing("writing a layer"))
     }
 
     /// Blocks are lost only if no other member that has stayed has them.
@@ -302,41 +347,37 @@ impl RebuildTask for Rebuild<'_> {
         self.process.is_away(self.peer) != Some(self.replica)
     }
 
-    /// A snapshot is copied in one piece, but for blocks in which its source holds rot.
+    /// Copies the snapshot piece by piece. Blocks in which its source holds rot come from other members.
     async fn copy_snapshots(
         &self,
         target: Address,
         source: Source,
         others: &[Source],
         layers: &LayerList,
-        _: &CopyState,
+        state: &CopyState,
     ) -> Result<(), Trouble<CallError>> {
         self.process.sim.borrow_mut().count("full copies");
         if layers.layers.len() < 2 {
             return Ok(());
         }
-        let (file, rotten) = match self.process.with_line(source.address, Ask::ReadSnapshot).await {
-            Ok(Answer::Snapshot(file, rotten)) => Ok((file, rotten)),
-            Ok(_) => Err(CallError::Broken),
-            Err(error) => Err(error),
+        if state.done.first() == Some(&true) {
+            self.process.sim.borrow_mut().count("snapshots kept by copies");
+            return Ok(());
         }
-        .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
-        let (mut file, mut lost) = ((*file).clone(), Vec::new());
-        for (block, was) in rotten {
-            match self.read_other(others, block).await? {
-                Some(content) => {
-                    self.process.sim.borrow_mut().count("blocks of snapshots of another member");
-                    file.replace(block, Some(content));
-                }
-                None => lost.push((block, was)),
+        let count = self.process.size_bytes().div_ceil(BLOCK_BYTES);
+        let piece = count.div_ceil(SNAPSHOT_PIECES).max(1);
+        for piece_number in 0..SNAPSHOT_PIECES {
+            let blocks = (piece_number * piece).min(count)..((piece_number + 1) * piece).min(count);
+            self.copy_blocks(target, source, others, blocks).await?;
+            if self.has_to_end() {
+                return Err(Trouble::Ended);
             }
         }
-        self.judge_lost(others, &lost);
-        if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUntold) {
-            lost.clear();
+        if self.process.look(|core| source.has_stayed(core)) != Some(true) {
+            return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
         }
-        let written = self.process.with_line(target, Ask::CopySnapshot(Rc::new(file), lost)).await;
-        written.map(drop).map_err(Trouble::while_doing("writing a layer"))
+        let ended = self.process.with_line(target, Ask::SnapshotEnd).await;
+        ended.map(drop).map_err(Trouble::while_doing("ending the copy of a layer"))
     }
 
     async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<CallError>> {

@@ -26,6 +26,8 @@ pub(super) struct Durable {
     pub has_snapshot: bool,
     /// Sums of blocks; which of them count is in a set of regions.
     pub sums: BTreeMap<u64, u32>,
+    /// The snapshot is whole, though the copy of the replica may not be.
+    pub is_snapshot_done: bool,
     /// Blocks that were copied as rot, and their sums then.
     pub lost: BTreeMap<u64, u32>,
     /// The host was off while data was not durable, and not all of that has been made equal since.

@@ -142,11 +142,12 @@ impl Simulation {
             | Ask::Commit(_)
             | Ask::Mark(_)
             | Ask::Layers
-            | Ask::ReadSnapshot
+            | Ask::ReadSnapshot(_)
             | Ask::ReadSnapshotBlock(_)
             | Ask::HeadExtents(_)
             | Ask::CopyBegin { .. }
             | Ask::CopySnapshot(..)
+            | Ask::SnapshotEnd
             | Ask::CopyEnd
             | Ask::Expand(_)
             | Ask::Regions(_) => {
@@ -216,7 +217,9 @@ impl Simulation {
             (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) => {
                 let told = replica.rotten_blocks(*range);
                 told.into_iter()
-                    .find(|block| !replica.files.rot.contains_key(block))
+                    .find(|block| {
+                        !replica.files.rot.contains_key(block) && !replica.has_recorded_lost(*block)
+                    })
                     .map(|block| format!("block {block} of replica {at} looks rotten and is sound"))
             }
             (Ask::Write(range, data, _), _) if data.contains(&ROT) => {
@@ -324,7 +327,7 @@ impl Simulation {
                 let has_snapshot = replica.durable.has_snapshot;
                 return self.answer(op.conn, op.number, Answer::Layers(has_snapshot));
             }
-            Ask::ReadSnapshot => return self.read_snapshot(at, &op),
+            Ask::ReadSnapshot(blocks) => return self.read_snapshot(at, &op, blocks),
             Ask::ReadSnapshotBlock(block) => return self.read_snapshot_block(at, &op, *block),
             Ask::HeadExtents(from_bytes) => {
                 let mut page = replica.head_extents(*from_bytes);
@@ -335,14 +338,24 @@ impl Simulation {
                 return self.answer(op.conn, op.number, Answer::Extents(page));
             }
             Ask::CopyBegin { has_snapshot } => {
-                replica.write_document(|replica| replica.copy_begin(*has_snapshot))
+                let begun = replica.write_document(|replica| replica.copy_begin(*has_snapshot));
+                if begun.is_ok() {
+                    let is_snapshot_done = replica.durable.is_snapshot_done;
+                    return self.answer(op.conn, op.number, Answer::Copying { is_snapshot_done });
+                }
+                begun
             }
-            Ask::CopySnapshot(file, lost) => {
-                self.copy_snapshot(at, file, lost);
+            Ask::CopySnapshot(file, blocks, lost) => match self.copy_snapshot(at, file, blocks, lost) {
+                true => Ok(()),
+                false => return,
+            },
+            Ask::SnapshotEnd => replica.write_document(|replica| {
+                replica.durable.is_snapshot_done = true;
                 Ok(())
-            }
+            }),
             Ask::CopyEnd => replica.write_document(|replica| {
                 replica.durable.rebuilding = false;
+                replica.settle_lost();
                 Ok(())
             }),
             Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),
@@ -553,7 +566,10 @@ impl Simulation {
     pub fn start_replica(&mut self, at: usize, boot: u64) {
         if !self.replicas[at].up && !self.replicas[at].gone {
             self.trace(|| format!("replica {at} starts"));
-            self.replicas[at].restart(boot);
+            self.replicas[at].restart(boot, self.options.sabotage);
+            if let Some(block) = self.replicas[at].unknown_lost() {
+                self.violate(format!("replica {at} has forgotten that block {block} is lost"));
+            }
             self.after(1000, Occurrence::Sum { replica: at, boot, is_read: None });
         }
     }

@@ -6,6 +6,8 @@
 //! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
 //! and its simulation keep them in the same way: see [`KnownRot`].
 
+use std::ops::Range;
+
 use super::*;
 use shorthorn_types::limits::SECTOR_BYTES;
 
@@ -26,6 +28,8 @@ pub(super) struct Summing {
     regions: std::ops::Range<u32>,
     /// By block, once they are read.
     sums: BTreeMap<u64, u32>,
+    /// The sums of the data that was read.
+    read_back: BTreeMap<u64, u32>,
     /// True if the sums are not needed any more. The disk still completes its operations for them.
     is_void: bool,
 }
@@ -68,7 +72,7 @@ impl Replica {
     pub(super) fn know_rot(&mut self) {
         let blocks = 0..self.size_bytes / BLOCK_BYTES;
         let sums: Vec<(u64, u32)> = blocks.filter_map(|block| Some((block, self.kept_sum(block)?))).collect();
-        self.known_rot.keep(sums);
+        self.known_rot.keep(0, sums);
     }
 
     /// Invalidates the sums of the regions of `range`, which a request is to modify, whether it is admitted
@@ -76,7 +80,8 @@ impl Replica {
     pub(super) fn sums_end(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
-        let unknown: Vec<u64> = rotten.filter(|block| !self.known_rot.has(*block)).collect();
+        let unknown: Vec<u64> =
+            rotten.filter(|block| !self.known_rot.has(*block) && !self.files.has_lost(*block)).collect();
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
@@ -98,7 +103,7 @@ impl Replica {
             for block in others.filter(|block| self.known_rot.has(*block)).collect::<Vec<_>>() {
                 (0..2).for_each(|number| self.known_rot.modified((ConnId::MAX, number), block, None));
                 let sum = self.sum_of(block);
-                self.known_rot.keep([(block, sum)]);
+                self.known_rot.keep(0, [(block, sum)]);
             }
         }
     }
@@ -139,7 +144,8 @@ impl Replica {
 
     /// Returns true if the replica could give the block for sure.
     fn is_sound(&self, block: u64) -> bool {
-        self.up && !self.failed && !self.durable.rebuilding && !self.files.rot.contains_key(&block)
+        let is_rotten = self.files.rot.contains_key(&block) || self.known_rot.is_lost(block);
+        self.up && !self.failed && !self.durable.rebuilding && !is_rotten
     }
 
     /// Returns true if the snapshot has the block as it was stored, and can be read.
@@ -154,8 +160,9 @@ impl Replica {
 
     /// Heals blocks whose sums do not count any more.
     pub(super) fn heal_unknown(&mut self) {
-        let unknown: Vec<u64> =
-            self.files.rot.keys().copied().filter(|block| !self.is_guarded(*block)).collect();
+        // If a lost block is not known, that is a mistake.
+        let is_unknown = |block: &u64| !self.is_guarded(*block) && !self.files.has_lost(*block);
+        let unknown: Vec<u64> = self.files.rot.keys().copied().filter(is_unknown).collect();
         unknown.into_iter().for_each(|block| self.files.heal(block));
     }
 
@@ -167,6 +174,7 @@ impl Replica {
             // A part of the block may have been written since it rotted. Neither a known nor a stored sum is
             // that of the correct data.
             self.known_rot.forget_block(block);
+            self.durable.lost.remove(&block);
             self.durable.sums.remove(&block);
             if let Some(summing) = &mut self.summing {
                 summing.sums.remove(&block);
@@ -192,11 +200,40 @@ impl Replica {
         }
     }
 
-    /// Records blocks that no member had when the replica was made, and that are unchanged since.
-    pub(super) fn know_lost(&mut self) {
-        let lost = self.durable.lost.iter().filter(|(block, sum)| self.sum_of(**block) == **sum);
+    /// Knows the blocks that no member had when the replica was made.
+    pub(super) fn know_lost(&mut self, sabotage: Option<Sabotage>) {
+        // As if a block with other data than it was copied with were not lost any more.
+        let by_sum = sabotage == Some(Sabotage::MergedForgotten);
+        let lost = self.durable.lost.iter();
+        let lost = lost.filter(|(block, sum)| !by_sum || self.sum_of(**block) == **sum);
         let of_none: Vec<(u64, u32)> = lost.map(|(block, sum)| (*block, (!sum).max(1))).collect();
-        self.known_rot.keep(of_none);
+        self.known_rot.keep_lost(of_none);
+    }
+
+    /// Returns true if the disk records the block as lost.
+    pub(super) fn has_recorded_lost(&self, block: u64) -> bool {
+        self.durable.lost.contains_key(&block)
+    }
+
+    /// Returns a lost block that holds rot, and that the process does not know.
+    pub(super) fn unknown_lost(&self) -> Option<u64> {
+        let counts = !self.durable.rebuilding || self.durable.is_snapshot_done;
+        self.files.lost().find(|block| counts && !self.is_known_rotten(*block))
+    }
+
+    /// The request has given lost blocks other data: that becomes durable, then the record.
+    pub(super) fn record_cured(&mut self, op: &Op) {
+        let cured: Vec<u64> = self.known_rot.cured_by(op.key()).collect();
+        if !self.durable.rebuilding && !cured.is_empty() {
+            self.files.head.sync(usize::MAX);
+            self.durable.lost.retain(|block, _| !cured.contains(block));
+        }
+    }
+
+    /// The copy has ended: see [`Replica::record_cured`].
+    pub(super) fn settle_lost(&mut self) {
+        self.files.head.sync(usize::MAX);
+        self.durable.lost.retain(|block, _| self.known_rot.is_lost(*block));
     }
 
     /// No sum counts any more.
@@ -266,13 +303,14 @@ impl Simulation {
     }
 
     /// The snapshot of a replica is read to be copied. Rot that no sum is known of cannot be noticed.
-    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op) {
+    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op, blocks: &Range<u64>) {
         let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedLayers);
         let replica = &mut self.replicas[at];
         let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
         let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
         unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));
-        let told: Vec<RottenBlock> = replica.files.rot_below().filter(|_| !is_unchecked).collect();
+        let told = replica.files.rot_below().filter(|(block, _)| !is_unchecked && blocks.contains(block));
+        let told: Vec<RottenBlock> = told.collect();
         let file = Rc::new(replica.files.snapshot.clone());
         if !told.is_empty() {
             replica.know_rot();
@@ -284,38 +322,67 @@ impl Simulation {
     /// A block of the snapshot is read in which another replica holds rot.
     pub(super) fn read_snapshot_block(&mut self, at: usize, op: &Op, block: u64) {
         let replica = &mut self.replicas[at];
+        if replica.takes_error(Broken::SnapshotBlock) {
+            let rng = &mut self.replicas[at].rng;
+            let (way, errno) = (rng.u8(0..4), [Errno::IO, Errno::NO_SPACE, Errno::INVALID][rng.usize(0..3)]);
+            self.count(Broken::SnapshotBlock.name());
+            return match way {
+                // No answer comes.
+                0 => {}
+                1 => self.end_at_replica(op.conn),
+                _ => self.answer(op.conn, op.number, Answer::Error(errno)),
+            };
+        }
         let is_below = replica.files.rot_below().any(|(below, _)| below == block);
         if is_below && !replica.is_known_rotten(block) {
             replica.files.heal(block);
         }
-        let answer = match replica.files.snapshot.get(block) {
+        let content = replica.files.snapshot.get(block).filter(|_| replica.durable.has_snapshot);
+        let answer = match content {
             _ if is_below && replica.is_known_rotten(block) => Answer::Error(Errno::ROTTEN),
-            Some(content) if replica.durable.has_snapshot => Answer::SnapshotBlock(Box::new(content)),
-            _ => Answer::Error(Errno::INVALID),
+            content => Answer::SnapshotBlock(content.map(Box::new)),
         };
         self.answer(op.conn, op.number, answer);
     }
 
-    /// A replica that is made anew gets the snapshot. It knows the blocks that all have lost.
-    pub(super) fn copy_snapshot(&mut self, at: usize, file: &SparseFile, lost: &[RottenBlock]) {
+    /// A replica that is made anew gets blocks of the snapshot. It knows the blocks that all have lost.
+    /// Returns false if the process ends by a crash, before the record of these blocks or after it.
+    pub(super) fn copy_snapshot(
+        &mut self,
+        at: usize,
+        file: &SparseFile,
+        blocks: &Range<u64>,
+        lost: &[RottenBlock],
+    ) -> bool {
+        let is_calm = self.calm;
         let replica = &mut self.replicas[at];
-        replica.files.snapshot = file.clone();
+        let is_cut_off = !is_calm && replica.rng.u8(..) < 12;
+        let is_recorded = !is_cut_off || replica.rng.bool();
+        for block in blocks.clone() {
+            replica.files.snapshot.replace(block, file.get(block));
+        }
         replica.remap();
         for (block, was) in lost {
             replica.files.is_lost(*block, *was);
             let sum = replica.sum_of(*block);
-            replica.durable.lost.insert(*block, sum);
+            if is_recorded {
+                replica.durable.lost.insert(*block, sum);
+            }
             self.was_rotten.insert((at, *block));
         }
         let replica = &mut self.replicas[at];
-        replica.know_lost();
-        let blocks = replica.size_bytes / BLOCK_BYTES;
+        replica.know_lost(None);
         let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| sectors.contains(&ROT));
-        let silently =
-            (0..blocks).find(|block| is_rotten(block) && !lost.iter().any(|(lost, _)| lost == block));
-        if let Some(block) = silently {
+        let is_told = |block: &u64| lost.iter().any(|(lost, _)| lost == block);
+        if let Some(block) = blocks.clone().find(|block| is_rotten(block) && !is_told(block)) {
             self.violate(format!("rot is copied to replica {at} in block {block} of its snapshot"));
         }
+        if is_cut_off {
+            self.count("snapshot copies cut off");
+            let mut rng = self.rng.fork();
+            self.kill_replica(at, false, 0, &mut rng);
+        }
+        !is_cut_off
     }
 
     /// Looks for regions to sum.
@@ -341,7 +408,12 @@ impl Simulation {
         let intent_log = replica.state.intent_log_mut();
         let Some(first) = intent_log.next_to_sum(from).or_else(|| intent_log.next_to_sum(0)) else { return };
         let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
-        let mut summing = Summing { regions: run.clone(), sums: BTreeMap::new(), is_void: false };
+        let mut summing = Summing {
+            regions: run.clone(),
+            sums: BTreeMap::new(),
+            read_back: BTreeMap::new(),
+            is_void: false,
+        };
         if is_early {
             // Blocks that are read before the record begins may be modified in between.
             summing.sums = replica.sums_now(run.clone());
@@ -364,6 +436,8 @@ impl Simulation {
         if !is_written {
             if !is_early {
                 summing.sums = replica.sums_now(summing.regions.clone());
+                let found = summing.sums.keys().map(|block| (*block, replica.sum_of(*block)));
+                summing.read_back = found.collect();
             }
             replica.summing = Some(summing);
             let delay = self.disk_delay(at);
@@ -374,6 +448,11 @@ impl Simulation {
         }
         replica.durable.sums.extend(summing.sums);
         replica.state.intent_log_mut().end_sums(true);
+        for (block, found) in summing.read_back {
+            if replica.is_summed(block) {
+                replica.known_rot.summed(block, found);
+            }
+        }
         self.count("regions summed");
         self.write_pages(at);
     }

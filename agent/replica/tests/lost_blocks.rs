@@ -1,0 +1,243 @@
+//! Tests blocks that no replica had sound, and rot beyond all that can be tracked.
+#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use common::*;
+use shorthorn_control::ReplicaSpec;
+use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
+use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, Regions, RegionsOf, ReplicaId};
+use shorthorn_wire::{CopyEnd, CopyState, Flags, LayerList, Opcode, WireLayer};
+
+const BLOCK: u64 = 4096;
+const SIZE: u64 = 32 * MIB;
+const ROTTEN: i32 = Errno::ROTTEN.raw();
+/// A rate that only the disk limits, in bytes per second.
+const FAST: u64 = 1 << 40;
+
+fn record(spec: &ReplicaSpec) -> PathBuf {
+    spec.directory.join("shorthorn.lost-blocks")
+}
+
+fn read_checked(client: &mut Client, block: u64) -> Result<Vec<u8>, i32> {
+    client.call(Opcode::Read, Flags::CHECKED, block * BLOCK, 4096, &[])
+}
+
+/// Returns a new replica that is not in the view, with its files in a new directory.
+fn new_replica(base: &tempfile::TempDir) -> ReplicaSpec {
+    let first_members = Members::new([ReplicaId::from_random(1)]).unwrap();
+    ReplicaSpec { sum_bytes_per_s: FAST, first_members, ..spec(base.path(), SIZE) }
+}
+
+/// Returns the layers of a volume with a snapshot.
+fn layers() -> LayerList {
+    let base = base();
+    let spec = spec(base.path(), SIZE);
+    assert!(Replica::start(&spec).terminate().success());
+    let mut store = Store::open(&spec.directory, StoreOptions::default()).unwrap();
+    store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+    let layers = store.copy_layers().unwrap().into_iter().map(|layer| WireLayer {
+        image: layer.image.to_string(),
+        meta: String::from_utf8(layer.meta).unwrap(),
+        size_bytes: layer.size_bytes,
+    });
+    LayerList { layers: layers.collect() }
+}
+
+/// Copies a snapshot of eight blocks, of which block 3 is lost.
+fn copy_snapshot(client: &mut Client, layers: &LayerList) {
+    let state: CopyState = client.ask(Opcode::CopyBegin, layers).unwrap();
+    assert_eq!(state.done, [false, false]);
+    for block in 0..8 {
+        let flags = if block == 3 { Flags::ROTTEN } else { Flags::NONE };
+        client.call(Opcode::WriteLayer, flags, block * BLOCK, 4096, &pattern(block, 4096)).unwrap();
+    }
+    client.send_text(Opcode::CopyEnd, &CopyEnd { layer: Some(0) }).unwrap();
+}
+
+fn end_copy(client: &mut Client) {
+    client.send_text(Opcode::CopyEnd, &CopyEnd { layer: None }).unwrap();
+}
+
+/// Returns a replica that was made with block 3 lost.
+fn copied(spec: &ReplicaSpec) -> (Replica, Client) {
+    let replica = Replica::start(spec);
+    let mut client = replica.open(generation(1));
+    copy_snapshot(&mut client, &layers());
+    end_copy(&mut client);
+    (replica, client)
+}
+
+fn is_clean(client: &mut Client, size_bytes: u64) {
+    client.flush().unwrap();
+    let runs = vec![(0, Regions::of(size_bytes).count())];
+    let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
+    client.send_text(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
+}
+
+#[test]
+fn rot_that_is_merged_with_new_data_stays_known_after_a_crash() {
+    let base = base();
+    let spec = new_replica(&base);
+    let (mut replica, mut client) = copied(&spec);
+    for attach in 2..5 {
+        client.write(3 * BLOCK + attach * 512, &pattern(attach, 512)).unwrap();
+        assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
+        replica.kill();
+        replica = Replica::start(&spec);
+        client = replica.open(generation(attach));
+        assert_eq!(read_checked(&mut client, 3), Err(ROTTEN), "attach {attach}");
+        assert_eq!(read_checked(&mut client, 2), Ok(pattern(2, 4096)));
+    }
+    client.write(3 * BLOCK, &pattern(9, 4096)).unwrap();
+    assert!(!record(&spec).exists());
+    replica.kill();
+    let replica = Replica::start(&spec);
+    assert_eq!(read_checked(&mut replica.open(generation(9)), 3), Ok(pattern(9, 4096)));
+}
+
+#[test]
+fn a_block_is_lost_without_sums_too() {
+    let base = base();
+    let spec = ReplicaSpec { sum_bytes_per_s: 0, ..new_replica(&base) };
+    let (mut replica, mut client) = copied(&spec);
+    assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
+    client.call(Opcode::Discard, Flags::NONE, 3 * BLOCK, 4096, &[]).unwrap();
+    assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(vec![0; 4096]), false));
+    replica.kill();
+    let replica = Replica::start(&ReplicaSpec { sum_bytes_per_s: FAST, ..spec });
+    assert_eq!(read_checked(&mut replica.open(generation(2)), 3), Ok(vec![0; 4096]));
+}
+
+/// The next attempt drops the head, and keeps the snapshot with the rot.
+#[test]
+fn a_copy_that_is_interrupted_forgets_no_lost_block() {
+    let base = base();
+    let (spec, layers) = (new_replica(&base), layers());
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    copy_snapshot(&mut client, &layers);
+    client.write(3 * BLOCK, &pattern(9, 4096)).unwrap();
+    assert_eq!(read_checked(&mut client, 3), Ok(pattern(9, 4096)));
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    let state: CopyState = client.ask(Opcode::CopyBegin, &layers).unwrap();
+    assert_eq!(state.done, [true, false]);
+    assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
+    client.write(3 * BLOCK, &pattern(9, 4096)).unwrap();
+    assert!(record(&spec).exists());
+    end_copy(&mut client);
+    assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
+}
+
+#[test]
+fn a_replica_whose_record_is_damaged_has_to_be_rebuilt() {
+    let base = base();
+    let (spec, layers) = (new_replica(&base), layers());
+    let mut replica = Replica::start(&spec);
+    copy_snapshot(&mut replica.open(generation(1)), &layers);
+    replica.kill();
+    fs::write(record(&spec), "damaged").unwrap();
+    let replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(2), shorthorn_wire::CONTROL_QUEUE).unwrap();
+    assert!(welcome.rebuilding && !record(&spec).exists());
+    // Nor does a layer count that was whole.
+    copy_snapshot(&mut client, &layers);
+    end_copy(&mut client);
+    assert!(replica.terminate().success());
+    fs::write(record(&spec), "damaged").unwrap();
+    let replica = Replica::start(&spec);
+    let (_, welcome) = replica.try_open(generation(3), shorthorn_wire::CONTROL_QUEUE).unwrap();
+    assert!(welcome.rebuilding && !record(&spec).exists());
+}
+
+#[test]
+fn a_replica_whose_record_cannot_be_read_does_not_serve() {
+    let base = base();
+    let spec = new_replica(&base);
+    let (replica, _) = copied(&spec);
+    assert!(replica.terminate().success());
+    let aside = base.path().join("aside");
+    fs::rename(record(&spec), &aside).unwrap();
+    fs::create_dir(record(&spec)).unwrap();
+    let message = Replica::try_start(&spec).err().unwrap();
+    assert!(message.contains("lost-blocks") && message.contains("rot would pass for data"), "{message}");
+    // It was not the file.
+    fs::remove_dir(record(&spec)).unwrap();
+    fs::rename(&aside, record(&spec)).unwrap();
+    let replica = Replica::start(&spec);
+    let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
+    assert_eq!((welcome.rebuilding, read_checked(&mut client, 3)), (false, Err(ROTTEN)));
+}
+
+#[test]
+fn more_lost_blocks_than_can_be_recorded_are_refused() {
+    let base = base();
+    let spec = new_replica(&base);
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    let _: CopyState = client.ask(Opcode::CopyBegin, &layers()).unwrap();
+    let data = vec![1; usize::try_from(MIB).unwrap()];
+    for piece in 0..16 {
+        let length = u32::try_from(MIB).unwrap();
+        client.call(Opcode::WriteLayer, Flags::ROTTEN, piece * MIB, length, &data).unwrap();
+    }
+    let refused = client.call(Opcode::WriteLayer, Flags::ROTTEN, 16 * MIB, 4096, &data[..4096]);
+    assert_eq!(refused, Err(nix::libc::EOVERFLOW));
+}
+
+/// Changes a byte of a block on the disk.
+fn rot(spec: &ReplicaSpec, block: u64) {
+    let path = spec.directory.join("volume-head-000.img");
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
+    let mut bytes = AlignedBuffer::new(4096);
+    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
+    bytes.as_mut_slice()[100] ^= 1;
+    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
+}
+
+#[test]
+fn modifications_beside_rot_that_cannot_be_tracked_are_refused() {
+    const PAGES: u64 = 65;
+    let (base, size_bytes) = (base(), 256 * MIB);
+    let spec = ReplicaSpec { sum_bytes_per_s: FAST, ..spec(base.path(), size_bytes) };
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    let data = pattern(1, usize::try_from(MIB).unwrap());
+    (0..2 * PAGES).for_each(|piece| client.write(piece * MIB, &data).unwrap());
+    is_clean(&mut client, size_bytes);
+    (0..PAGES).for_each(|page| {
+        let since = Instant::now();
+        loop {
+            rot(&spec, page * 512 + 7);
+            let is_met = read_checked(&mut client, page * 512 + 7) == Err(ROTTEN);
+            rot(&spec, page * 512 + 7);
+            if is_met {
+                break rot(&spec, page * 512 + 9);
+            }
+            assert!(since.elapsed() < TIMEOUT, "page {page} is not summed");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
+    let last = (PAGES - 1) * 512;
+    assert_eq!(client.write((last + 3) * BLOCK, &data[..4096]), Err(Errno::IO.raw()));
+    assert_eq!(read_checked(&mut client, last + 9), Err(ROTTEN), "it is still known");
+    client.write(3 * BLOCK, &data[..4096]).unwrap();
+    // Places are free when a page was repaired, and summed again.
+    client.write(9 * BLOCK, &data[9 * 4096..10 * 4096]).unwrap();
+    is_clean(&mut client, size_bytes);
+    let since = Instant::now();
+    while client.write((last + 3) * BLOCK, &data[..4096]).is_err() {
+        assert!(since.elapsed() < TIMEOUT, "no place is free");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(read_checked(&mut client, last + 9), Err(ROTTEN), "it is known beside the page");
+}
