@@ -1,11 +1,9 @@
-use hmac::Hmac;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use sha2::Sha256;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, Secret, View, VolumeName};
 
 use crate::header::{FrameError, Header, MAX_TEXT_BYTES, Opcode};
-use crate::session::{Holder, Nonce, Proof, derive};
+use crate::session::{Holder, Mac, Nonce, Proof, derive};
 
 /// First frame of a connection, from the replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,18 +87,18 @@ impl Hello {
     /// Creates the hello that answers `challenge`. `nonce` was drawn for it alone.
     #[must_use]
     pub fn new(claim: Claim, nonce: Nonce, challenge: &Challenge, secret: &Secret) -> Hello {
-        let proof = Proof::of(mac_of_hello(secret, challenge, nonce, &claim));
+        let proof = Proof::of(&mac_of_hello(secret, challenge, nonce, &claim));
         Hello { claim, nonce, proof }
     }
 
     /// Returns true if the engine has the volume's secret, and means this connection.
     #[must_use]
     pub fn is_proven(&self, challenge: &Challenge, secret: &Secret) -> bool {
-        self.proof.is(mac_of_hello(secret, challenge, self.nonce, &self.claim))
+        self.proof.is(&mac_of_hello(secret, challenge, self.nonce, &self.claim))
     }
 }
 
-fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &Claim) -> Hmac<Sha256> {
+fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &Claim) -> Mac {
     derive(secret, "shorthorn-2 hello", challenge.nonce, nonce, claim)
 }
 

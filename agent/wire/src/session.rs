@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use hmac::{Hmac, KeyInit, Mac};
+use ring::hmac;
 use serde::{Deserialize, Serialize};
-use sha2::Sha256;
 use shorthorn_types::{Generation, SECRET_BYTES, Secret};
 use siphasher::sip::SipHasher24;
 use thiserror::Error;
@@ -13,8 +12,6 @@ use crate::handshake::{Claim, Welcome};
 use crate::header::{FrameError, HEADER_BYTES, Header};
 
 const BYTES: usize = 32;
-/// HMAC-SHA-256 fills a shorter key up with zeroes to this length.
-const MAC_BLOCK_BYTES: usize = 64;
 
 /// Random bytes that one end draws anew for every connection: 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,7 +105,7 @@ impl Session {
     /// the engine `nonce` with `claim`.
     #[must_use]
     pub fn of_engine(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
-        let key = |label| derive(secret, label, challenge, nonce, claim).finalize().into_bytes().into();
+        let key = |label| derive(secret, label, challenge, nonce, claim).digest();
         Session {
             generation: claim.generation,
             answers: key("shorthorn-2 answers"),
@@ -152,7 +149,7 @@ impl Session {
     #[must_use]
     pub fn prove_welcome(&self, welcome: &Welcome) -> ProvenWelcome {
         let welcome = serde_json::to_string(welcome).unwrap_or_default();
-        let proof = Proof::of(self.mac_of_welcome(&welcome));
+        let proof = Proof::of(&self.mac_of_welcome(&welcome));
         ProvenWelcome { welcome, proof }
     }
 
@@ -161,7 +158,7 @@ impl Session {
     /// # Errors
     /// [`Unproven`]: the replica does not have the secret, or has made this proof for another connection.
     pub fn take_welcome(&self, proven: &ProvenWelcome) -> Result<Welcome, Unproven> {
-        if !proven.proof.is(self.mac_of_welcome(&proven.welcome)) {
+        if !proven.proof.is(&self.mac_of_welcome(&proven.welcome)) {
             return Err(Unproven::Welcome);
         }
         serde_json::from_str(&proven.welcome).map_err(|_| Unproven::Text)
@@ -170,7 +167,7 @@ impl Session {
     /// Returns the generation that a replica refuses the engine for, with its proof.
     #[must_use]
     pub fn prove_holder(&self, generation: Generation) -> Holder {
-        Holder { generation, proof: Proof::of(self.mac_of_holder(generation)) }
+        Holder { generation, proof: Proof::of(&self.mac_of_holder(generation)) }
     }
 
     /// Returns the generation of the newer engine in a refusal.
@@ -178,7 +175,7 @@ impl Session {
     /// # Errors
     /// [`Unproven`]: then the engine must not believe that it is deposed.
     pub fn take_holder(&self, holder: &Holder) -> Result<Generation, Unproven> {
-        if !holder.proof.is(self.mac_of_holder(holder.generation)) {
+        if !holder.proof.is(&self.mac_of_holder(holder.generation)) {
             return Err(Unproven::Holder(holder.generation));
         }
         if holder.generation <= self.generation {
@@ -187,11 +184,11 @@ impl Session {
         Ok(holder.generation)
     }
 
-    fn mac_of_welcome(&self, welcome: &str) -> Hmac<Sha256> {
+    fn mac_of_welcome(&self, welcome: &str) -> Mac {
         mac(&self.answers, "welcome", welcome)
     }
 
-    fn mac_of_holder(&self, holder: Generation) -> Hmac<Sha256> {
+    fn mac_of_holder(&self, holder: Generation) -> Mac {
         mac(&self.answers, "holder", &holder.to_string())
     }
 }
@@ -221,27 +218,15 @@ impl fmt::Debug for Session {
 
 /// Returns a MAC over both nonces and all claims of the engine. None of the fields has a line feed, so no two
 /// different lists of fields give the same text.
-pub(crate) fn derive(
-    secret: &Secret,
-    label: &str,
-    challenge: Nonce,
-    nonce: Nonce,
-    claim: &Claim,
-) -> Hmac<Sha256> {
+pub(crate) fn derive(secret: &Secret, label: &str, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Mac {
     let (challenge, nonce) = (String::from(challenge), String::from(nonce));
     let Claim { volume, replica, generation, queue } = claim;
     mac(secret.bytes(), label, &format!("{challenge}\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n"))
 }
 
-/// Computes the MAC. The label has no line feed.
-fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Hmac<Sha256> {
-    let mut block = [0; MAC_BLOCK_BYTES];
-    block[..SECRET_BYTES].copy_from_slice(key);
-    let mut mac = Hmac::<Sha256>::new(&block.into());
-    mac.update(label.as_bytes());
-    mac.update(b"\n");
-    mac.update(content.as_bytes());
-    mac
+/// Returns the MAC of a text under a label without a line feed.
+fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Mac {
+    Mac { key: hmac::Key::new(hmac::HMAC_SHA256, key), message: format!("{label}\n{content}") }
 }
 
 /// Identifies the volume of the secret, without revealing the secret: 16 hexadecimal digits of an
@@ -249,7 +234,7 @@ fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Hmac<Sha256> {
 #[must_use]
 pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     // Names of state files have it: it must not change.
-    let digest = mac(secret, "shorthorn-1", "fingerprint\n").finalize().into_bytes();
+    let digest = mac(secret, "shorthorn-1", "fingerprint\n").digest();
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -258,8 +243,23 @@ pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
 #[must_use]
 pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     // Replica directories have it: it must not change.
-    let digest = mac(secret, "shorthorn-1", "replica directory\n").finalize().into_bytes();
+    let digest = mac(secret, "shorthorn-1", "replica directory\n").digest();
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The key and the message of an HMAC-SHA-256.
+pub(crate) struct Mac {
+    key: hmac::Key,
+    message: String,
+}
+
+impl Mac {
+    fn digest(&self) -> [u8; BYTES] {
+        let tag = hmac::sign(&self.key, self.message.as_bytes());
+        let mut digest = [0; BYTES];
+        digest.copy_from_slice(tag.as_ref());
+        digest
+    }
 }
 
 impl Nonce {
@@ -271,13 +271,13 @@ impl Nonce {
 }
 
 impl Proof {
-    pub(crate) fn of(mac: Hmac<Sha256>) -> Proof {
-        Proof(mac.finalize().into_bytes().into())
+    pub(crate) fn of(mac: &Mac) -> Proof {
+        Proof(mac.digest())
     }
 
     /// Compares in a time that does not reveal the place of the difference.
-    pub(crate) fn is(&self, mac: Hmac<Sha256>) -> bool {
-        mac.verify_slice(&self.0).is_ok()
+    pub(crate) fn is(&self, mac: &Mac) -> bool {
+        hmac::verify(&mac.key, mac.message.as_bytes(), &self.0).is_ok()
     }
 }
 

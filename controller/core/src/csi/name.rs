@@ -1,6 +1,6 @@
 //! The names that callers give volumes: any text, where ours are DNS labels.
 
-use sha2::{Digest, Sha256};
+use ring::digest::{Context, SHA256, digest};
 use shorthorn_types::limits::MAX_VOLUME_NAME_BYTES;
 use shorthorn_types::{NameError, VolumeName};
 use thiserror::Error;
@@ -49,8 +49,8 @@ pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
     if let Ok(name) = VolumeName::new(csi_name) {
         return Ok(name);
     }
-    let hash = Sha256::digest(csi_name.as_bytes());
-    let hash: String = hash.iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect();
+    let hash = digest(&SHA256, csi_name.as_bytes());
+    let hash: String = hash.as_ref().iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect();
     Ok(VolumeName::new(&format!("{}-{hash}", readable(csi_name)))?)
 }
 
@@ -59,11 +59,11 @@ pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
 /// (`pkg/volume/csi/csi_attacher.go`, `getAttachmentName`).
 #[must_use]
 pub fn attachment_name(handle: &str, driver: &str, machine: &str) -> String {
-    let mut hash = Sha256::new();
+    let mut hash = Context::new(&SHA256);
     for part in [handle, driver, machine] {
         hash.update(part.as_bytes());
     }
-    let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let hash: String = hash.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("csi-{hash}")
 }
 

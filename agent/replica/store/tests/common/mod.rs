@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use sha2::{Digest, Sha256};
+use ring::digest::{SHA256, digest};
 use shorthorn_store::Store;
 use tempfile::TempDir;
 
@@ -84,7 +84,7 @@ pub fn read_all(store: &mut Store) -> Vec<u8> {
 
 pub fn sha256(bytes: &[u8]) -> String {
     let mut text = String::new();
-    for byte in Sha256::digest(bytes) {
+    for byte in digest(&SHA256, bytes).as_ref() {
         write!(text, "{byte:02x}").unwrap();
     }
     text
