@@ -13,7 +13,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::stat::{Mode, SFlag, mknod};
 use nix::unistd::Group;
@@ -22,7 +22,7 @@ use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::{FrontendError, wait};
 
-pub use udev::UdevBefore;
+pub use udev::Events;
 pub use users::in_use;
 
 /// The mode of a device node: root and the group `disk` may open it, as for every disk of the host.
@@ -33,8 +33,6 @@ const NODE_GROUP: &str = "disk";
 /// limit of requests of a working volume: they end by the time-outs of the replicas.
 const WRITE_BACK_LIMIT: Duration = Duration::from_secs(30);
 const SYSFS: &str = "/sys";
-const UDEV_CONTROL: &str = "/run/udev/control";
-const UDEV_DATA: &str = "/run/udev/data";
 
 /// Number of a block device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -150,43 +148,55 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
 }
 
 /// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, if it
-/// runs, has handled it: before that, udev may still have it open. `before` is the record of udev from before
-/// the event that it has to handle; without it, any record of udev suffices.
+/// runs, has handled it: before that, udev may still have it open. `events` are from before the event that
+/// udev has to handle; without them, any record of udev suffices.
 ///
 /// # Errors
-/// [`FrontendError::System`] where the disk does not come up within `limit`. A udev that is slow or stuck is
+/// [`FrontendError::System`] if the disk does not come up within `limit`. A udev that is slow or stuck is
 /// worth a warning only: the device works without its links.
-pub fn wait_for_udev(
+pub fn settle(
     name: &str,
     size_bytes: u64,
-    before: Option<&UdevBefore>,
+    events: Option<&Events>,
     limit: Duration,
 ) -> Result<DeviceNumber, FrontendError> {
     let disk = Path::new(SYSFS).join("block").join(name);
-    let action = || format!("wait for the disk {name} of {size_bytes} bytes in {}", disk.display());
-    let seen = wait::until(limit, || match disk_of(&disk)? {
-        Some((device, size)) if size == size_bytes => Ok(Some(device)),
-        _ => Ok(None),
-    });
-    let device = seen
-        .and_then(|seen| seen.ok_or_else(|| wait::timed_out(limit)))
-        .map_err(|source| FrontendError::System { action: action(), source })?;
-    let handled = || {
-        let is_handled =
-            !Path::new(UDEV_CONTROL).exists() || udev::has_handled(Path::new(UDEV_DATA), device, before);
-        Ok::<_, ()>(is_handled.then_some(()))
+    let failed = |source| FrontendError::System {
+        action: format!("wait for the disk {name} of {size_bytes} bytes in {}", disk.display()),
+        source,
     };
-    if wait::until(limit, handled) != Ok(Some(())) {
-        tracing::warn!(disk = name, "udev has not handled the disk within {limit:?}; continuing without it");
+    let deadline = Instant::now() + limit;
+    let any_record = events.is_none();
+    let own;
+    let events = match events {
+        Some(events) => events,
+        None => {
+            own = Events::listen();
+            &own
+        }
+    };
+    let mut is_heard = false;
+    loop {
+        // The last look comes after the limit: a thread that did not run for a while finds a late result.
+        let rest = deadline.saturating_duration_since(Instant::now());
+        let found = disk_of(&disk).map_err(failed)?.filter(|(_, size)| *size == size_bytes);
+        if let Some((device, _)) = found {
+            let is_handled = is_heard || !events.has_udev() || (any_record && udev::is_recorded(device));
+            if !is_handled && rest.is_zero() {
+                tracing::warn!(
+                    disk = name,
+                    "udev has not handled the disk within {limit:?}; continuing without it"
+                );
+            }
+            if is_handled || rest.is_zero() {
+                return Ok(device);
+            }
+        } else if rest.is_zero() {
+            return Err(failed(wait::timed_out(limit)));
+        }
+        let sequence = read(&disk.join("diskseq")).map_err(failed)?;
+        is_heard |= events.next(name, sequence.as_deref().map(str::trim_end), rest);
     }
-    Ok(device)
-}
-
-/// Returns the record that udev has of the disk `name` (as in /sys/block) now, for [`wait_for_udev`].
-#[must_use]
-pub fn before(name: &str) -> UdevBefore {
-    let number = disk_of(&Path::new(SYSFS).join("block").join(name)).ok().flatten();
-    UdevBefore::look(Path::new(UDEV_DATA), number.map(|(device, _)| device))
 }
 
 /// Writes the page cache of the block device `path` of `volume` back, as far as possible within
@@ -447,8 +457,7 @@ mod tests {
         assert_eq!(disk_of(sys.path()).unwrap(), Some((device, 1 << 20)));
         fs::write(sys.path().join("size"), "many").unwrap();
         assert!(disk_of(sys.path()).is_err());
-        let error =
-            wait_for_udev("no-such-disk", 1 << 20, None, Duration::from_millis(1)).unwrap_err().to_string();
+        let error = settle("no-such-disk", 1 << 20, None, Duration::from_millis(1)).unwrap_err().to_string();
         assert!(error.contains("no-such-disk of 1048576 bytes"), "{error}");
     }
 }

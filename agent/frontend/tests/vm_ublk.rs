@@ -10,6 +10,8 @@ use shorthorn_vmkit::Kernel;
 
 /// The timer of requests that the block layer has by default.
 const BLOCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest time that a new device waits for udev.
+const UDEV_LIMIT: Duration = Duration::from_secs(10);
 
 fn start() -> Result<Guest> {
     Guest::start(Kernel::Ublk, "ublk")
@@ -128,6 +130,42 @@ fn the_host_reads_no_partition_table() -> Result<()> {
     vm.sh("udevadm settle && test -e /sys/block/ublkb0 && ! test -e /sys/block/ublkb0/ublkb0p1")?;
     vm.sh("partx -a /dev/ublkb0 && test -e /sys/block/ublkb0/ublkb0p1")
         .context("on demand they are there")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_device_is_ready_when_udev_has_handled_it() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    vm.sh("udevadm control --stop-exec-queue")?;
+    let command = guest.command("memory", "");
+    let server = vm.spawn(&format!("exec {command} </dev/null >/mem/memory.out 2>/mem/memory.err"))?;
+    vm.sh("for n in $(seq 600); do test -e /sys/block/ublkb0 && exit; sleep 0.05; done; exit 1")?;
+    vm.sh("sleep 2; ! grep device /mem/memory.out").context("ready before udev has seen the disk")?;
+    // Shorter than the rest of the limit, after which it would be ready in any case.
+    vm.sh("udevadm control --start-exec-queue; \
+           for n in $(seq 120); do grep -q device /mem/memory.out && exit; sleep 0.05; done; exit 1")
+        .context("the event of udev was not heard")?;
+    vm.sh("test -e /run/udev/data/b$(cat /sys/block/ublkb0/dev)")?;
+    vm.sh("pkill -TERM -x memory_device")?;
+    let output = server.wait(MINUTE)?;
+    ensure!(output.success(), "{output}");
+    guest.no_io_errors()
+}
+
+#[test]
+fn a_host_without_udevd_is_not_waited_for() -> Result<()> {
+    let guest = start()?;
+    guest.vm.sh(
+        "systemctl stop systemd-udevd-control.socket systemd-udevd-kernel.socket systemd-udevd.service; \
+                 rm -f /run/udev/control",
+    )?;
+    let begin = Instant::now();
+    let pid = guest.serve("memory", "")?;
+    let took = begin.elapsed();
+    ensure!(took < UDEV_LIMIT, "ready after {took:?}, as if udevd had been waited for");
+    guest.vm.sh("! test -e /run/udev/data/b$(cat /sys/block/ublkb0/dev)").context("a udevd runs")?;
+    guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }
 

@@ -20,7 +20,7 @@ use super::protocol::transmission_flags;
 use super::service::Service;
 use super::sysfs;
 use crate::leftovers::remove_node_first;
-use crate::node::{self, DeviceNumber, UdevBefore};
+use crate::node::{self, DeviceNumber, Events};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
     QueueSocket, Quiesced, probe, wait,
@@ -313,12 +313,12 @@ impl Device for NbdDevice {
             None => (self.connect()?, true),
         };
         self.record.kernel_id = Some(index);
-        let mut before = new.then(|| node::before(&sysfs::name(index)));
+        let mut events = new.then(Events::listen);
         if let Err(error) = sysfs::announce(index) {
             tracing::warn!(index, %error, "nbd: udev can not be told of the device: its rules may not have matched");
-            before = None;
+            events = None;
         }
-        let path = self.bring_up(index, new, before.as_ref());
+        let path = self.bring_up(index, new, events.as_ref());
         if path.is_err() && new {
             self.closed.store(true, Ordering::Release);
             let number = self.number.take();
@@ -392,12 +392,7 @@ impl NbdDevice {
         connected.map_err(|source| system(format!("make an NBD device for {}", self.volume), source))
     }
 
-    fn bring_up(
-        &mut self,
-        index: u32,
-        new: bool,
-        before: Option<&UdevBefore>,
-    ) -> Result<PathBuf, FrontendError> {
+    fn bring_up(&mut self, index: u32, new: bool, events: Option<&Events>) -> Result<PathBuf, FrontendError> {
         let name = sysfs::name(index);
         let target = Target { index, backend: self.backend.clone() };
         for socket in std::mem::take(&mut self.kernel_ends) {
@@ -410,7 +405,7 @@ impl NbdDevice {
         if !new {
             self.catch_up(index, &name)?;
         }
-        let number = node::wait_for_udev(&name, self.export.size_bytes(), before, UDEV_LIMIT)?;
+        let number = node::settle(&name, self.export.size_bytes(), events, UDEV_LIMIT)?;
         // Of the size of a slot. Others work as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
         if self.record.queues == 1 {

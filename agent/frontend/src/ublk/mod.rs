@@ -33,7 +33,7 @@ use control::Control;
 use fetching::Fetching;
 use queue::UblkQueue;
 
-use crate::node::DeviceNumber;
+use crate::node::{DeviceNumber, Events};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, node, probe,
     wait,
@@ -348,14 +348,14 @@ impl Device for UblkDevice {
 
     fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
         // A device that is taken over has no new event.
-        let before = (!self.recovered).then(|| node::before(&self.kernel_name()));
+        let events = (!self.recovered).then(Events::listen);
         // Before udev sees the disk; again for one that an earlier version has left.
         let marked = mark::write(&self.device_dir, self.info.id, &self.volume);
         marked.map_err(during(format!("mark {} as a volume", self.kernel_name())))?;
         self.start()?;
         recovery::notice_deaths_soon(&self.kernel_name());
         let size_bytes = self.catch_up()?;
-        let number = node::wait_for_udev(&self.kernel_name(), size_bytes, before.as_ref(), UDEV_LIMIT)?;
+        let number = node::settle(&self.kernel_name(), size_bytes, events.as_ref(), UDEV_LIMIT)?;
         self.number = Some(number);
         node::publish(&self.device_dir, &self.volume, number)
     }
@@ -388,7 +388,7 @@ impl Device for UblkDevice {
         self.control
             .run(abi::CMD_UPDATE_SIZE, self.info.id, size_bytes / SECTOR_BYTES, COMMAND_LIMIT)
             .map_err(during(action))?;
-        node::wait_for_udev(&self.kernel_name(), size_bytes, None, UDEV_LIMIT).map(drop)
+        node::settle(&self.kernel_name(), size_bytes, None, UDEV_LIMIT).map(drop)
     }
 
     fn in_use(&self) -> Option<String> {
