@@ -374,6 +374,31 @@ fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     guest.no_io_errors()
 }
 
+/// Checks that no command to the driver is lost when its process is stopped for a moment, as by a debugger or
+/// by the freezer of control groups: the wait for the command ends then, and the command does not.
+#[test]
+fn paused_again_and_again_during_a_start() -> Result<()> {
+    let guest = start()?;
+    let command = guest.command("memory", "");
+    for round in 0..12 {
+        let script = format!(
+            "rm -f /mem/memory.out; {command} </dev/null >/mem/memory.out 2>/mem/memory.err & pid=$!; \
+             for n in $(seq 400); do \
+                 kill -STOP $pid && kill -CONT $pid || break; grep -q device /mem/memory.out && break; \
+             done; \
+             for n in $(seq 1200); do \
+                 grep -q device /mem/memory.out && break; \
+                 kill -0 $pid || {{ cat /mem/memory.err >&2; exit 1; }}; \
+                 sleep 0.05; \
+             done; \
+             kill -TERM $pid && wait $pid"
+        );
+        let output = guest.vm.command(&script).limit(2 * MINUTE).run()?;
+        ensure!(output.success(), "round {round}: {output}");
+    }
+    guest.no_io_errors()
+}
+
 #[test]
 fn a_kernel_without_ublk_says_what_is_missing() -> Result<()> {
     let guest = Guest::start(Kernel::Nbd, "ublk")?;

@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shorthorn_types::VolumeName;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
@@ -296,7 +296,16 @@ impl UblkDevice {
         };
         let pid = u64::from(process::id());
         let has_failed = || self.fetching.failure().is_some();
-        let started = self.control.run_unless(command, self.info.id, pid, START_LIMIT, has_failed);
+        let deadline = Instant::now() + START_LIMIT;
+        let started = loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            match self.control.run_unless(command, self.info.id, pid, rest, has_failed) {
+                // The driver waits for the queues first, and that wait ends when this process is stopped
+                // for a moment. Nothing has changed by then.
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) && !rest.is_zero() => {}
+                started => break started,
+            }
+        };
         started.map_err(|source| self.not_started(verb, source))
     }
 
