@@ -48,6 +48,17 @@ struct Asked {
     buffer_offset: u32,
 }
 
+/// The phase of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LinkPhase {
+    /// The connection is in use.
+    Open,
+    /// The connection has to end; operations on it may still be under way.
+    Closing,
+    /// The end was reported, or the place has had no connection yet.
+    Closed,
+}
+
 /// The connection of a queue to a replica, or the place for one. Errors end in [`Event::Lost`]; after
 /// [`Link::close`], [`Link::take_closed`] reports the end of the last operation on it.
 #[derive(Debug)]
@@ -56,8 +67,7 @@ pub struct Link {
     queue: u16,
     generation: Generation,
     framed: Option<Framed>,
-    closing: bool,
-    is_close_reported: bool,
+    phase: LinkPhase,
     /// Slots from here on are for copies.
     depth: u16,
     /// Per slot: the read that the slot requested from this replica.
@@ -83,8 +93,7 @@ impl Link {
             queue,
             generation,
             framed: None,
-            closing: true,
-            is_close_reported: true,
+            phase: LinkPhase::Closed,
             depth: slots.depth,
             asked: vec![Asked::default(); usize::from(slots.depth + slots.copies)].into(),
             receiving: None,
@@ -101,7 +110,7 @@ impl Link {
         let ReadyConnection { socket, session } = ready;
         let stream = Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits);
         self.framed = Some(Framed { stream, session });
-        (self.closing, self.is_close_reported, self.receiving) = (false, false, None);
+        (self.phase, self.receiving) = (LinkPhase::Open, None);
         self.asked.fill(Asked::default());
         true
     }
@@ -153,7 +162,7 @@ impl Link {
             return events
                 .push(Event::Lost { peer: self.peer, reason: "no connection to the replica".into() });
         }
-        let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
+        let Some(framed) = self.framed.as_mut().filter(|_| self.phase == LinkPhase::Open) else { return };
         if let Err(error) = framed.send(&header, payload) {
             self.fail(&format!("sending: {error}"), events);
         }
@@ -162,7 +171,7 @@ impl Link {
     /// Queues a PING.
     pub fn ping(&mut self, events: &mut Vec<Event>) {
         let header = Header::request(Opcode::Ping, ID_PING, 0, 0);
-        let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
+        let Some(framed) = self.framed.as_mut().filter(|_| self.phase == LinkPhase::Open) else { return };
         if let Err(error) = framed.send(&header, None) {
             self.fail(&format!("sending: {error}"), events);
         }
@@ -197,7 +206,7 @@ impl Link {
 
     fn send_text(&mut self, opcode: Opcode, id: u64, text: &impl Serialize, events: &mut Vec<Event>) {
         let (header, text) = encode_text(Header::request(opcode, id, 0, 0), text);
-        let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) else { return };
+        let Some(framed) = self.framed.as_mut().filter(|_| self.phase == LinkPhase::Open) else { return };
         if let Err(error) = framed.send_owned(&header, text) {
             self.fail(&format!("sending: {error}"), events);
         }
@@ -205,7 +214,7 @@ impl Link {
 
     /// Sends the queued messages.
     pub fn flush(&mut self, ring: &mut Ring) {
-        if let Some(framed) = self.framed.as_mut().filter(|_| !self.closing) {
+        if let Some(framed) = self.framed.as_mut().filter(|_| self.phase == LinkPhase::Open) {
             framed.stream.flush(ring);
         }
     }
@@ -213,8 +222,7 @@ impl Link {
     /// Ends the connection; later messages do not count. [`Link::take_closed`] reports the end, even if no
     /// connection existed any more.
     pub fn close(&mut self) {
-        self.closing = true;
-        self.is_close_reported = false;
+        self.phase = LinkPhase::Closing;
         if let Some(framed) = &self.framed {
             framed.stream.shutdown();
         }
@@ -224,10 +232,10 @@ impl Link {
     /// buffers are free.
     pub fn take_closed(&mut self) -> Option<Event> {
         let idle = self.framed.as_ref().is_none_or(|framed| framed.stream.is_idle());
-        if !self.closing || self.is_close_reported || !idle {
+        if self.phase != LinkPhase::Closing || !idle {
             return None;
         }
-        self.is_close_reported = true;
+        self.phase = LinkPhase::Closed;
         self.framed = None;
         Some(Event::Closed { peer: self.peer, queue: self.queue })
     }
@@ -249,7 +257,7 @@ impl Link {
             return None;
         }
         let received = stream.on_received(completion);
-        if self.closing {
+        if self.phase != LinkPhase::Open {
             return None;
         }
         let result = match received {
@@ -272,7 +280,7 @@ impl Link {
     }
 
     fn fail(&mut self, reason: &str, events: &mut Vec<Event>) {
-        if !self.closing {
+        if self.phase == LinkPhase::Open {
             self.close();
             events.push(Event::Lost { peer: self.peer, reason: reason.to_owned() });
         }

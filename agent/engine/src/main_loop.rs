@@ -210,11 +210,15 @@ impl Start<'_> {
         }
         let mut opened = match opening? {
             Opening::Open(opened) => *opened,
-            Opening::Ended { for_good } if for_good || self.spec.frontend == FrontendChoice::Socket => {
+            Opening::Ended(Ending::Stop) => {
                 self.discard_device()?;
-                return Ok(if for_good { Ended::Stopped } else { Ended::LeftToNext });
+                return Ok(Ended::Stopped);
             }
-            Opening::Ended { .. } => {
+            Opening::Ended(Ending::Terminate) if self.spec.frontend == FrontendChoice::Socket => {
+                self.discard_device()?;
+                return Ok(Ended::LeftToNext);
+            }
+            Opening::Ended(Ending::Terminate) => {
                 // No request was read from them: the next process can use them.
                 handover::keep(self.state.generation(), std::mem::take(&mut self.sockets));
                 return Ok(Ended::LeftToNext);

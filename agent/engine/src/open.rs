@@ -19,6 +19,7 @@ use crate::connection::{ConnectError, Connection, finish};
 use crate::connector::Connector;
 use crate::error::EngineError;
 use crate::events::MainEvent;
+use crate::serving::Ending;
 use crate::state::EngineState;
 use crate::status;
 
@@ -80,8 +81,8 @@ impl Opened {
 pub enum Opening {
     /// The volume may be served.
     Open(Box<Opened>),
-    /// The process has to end before; whether for good.
-    Ended { for_good: bool },
+    /// The process has to end before.
+    Ended(Ending),
 }
 
 /// The reason why an attempt to open the volume failed.
@@ -90,7 +91,7 @@ enum OpenError {
     /// Never again: a newer engine holds it, or this host fails.
     Fatal(EngineError),
     /// The process has to end.
-    Ended { for_good: bool },
+    Ended(Ending),
     /// Perhaps later; nothing was proposed.
     Missing { reason: String, members: Vec<MemberStatus> },
     /// Perhaps later, with a new generation: a view was proposed and may be stored somewhere.
@@ -122,7 +123,7 @@ impl Opener<'_> {
             match self.attempt(begin, &mut offenders) {
                 Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
-                Err(OpenError::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
+                Err(OpenError::Ended(ending)) => return Ok(Opening::Ended(ending)),
                 Err(OpenError::Missing { reason, members }) => {
                     if reason != reported {
                         tracing::warn!(volume = %self.spec.volume, "the volume waits: {reason}");
@@ -145,7 +146,7 @@ impl Opener<'_> {
             }
             match self.wait(pause.max(offenders.pause())) {
                 Ok(_) => {}
-                Err(Stop::Ended { for_good }) => return Ok(Opening::Ended { for_good }),
+                Err(Stop::Ended(ending)) => return Ok(Opening::Ended(ending)),
                 Err(Stop::Fatal(error)) => return Err(error),
             }
             pause = (pause * 2).min(RETRY_INTERVAL);
@@ -162,16 +163,16 @@ impl Opener<'_> {
     /// Waits at most `pause` for an order, a grant or a signal.
     fn wait(&mut self, pause: Duration) -> Result<Heard, Stop> {
         let order = match self.events.recv_timeout(pause) {
-            Ok(MainEvent::Terminate) => return Err(Stop::Ended { for_good: false }),
+            Ok(MainEvent::Terminate) => return Err(Stop::Ended(Ending::Terminate)),
             Ok(MainEvent::ControlCommand(order)) => order,
             // The queues do not run yet, so no other news can come.
             Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
-            Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended { for_good: false }),
+            Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended(Ending::Terminate)),
         };
         let volume = &self.spec.volume;
         match order {
-            ProcessCommand::Stop => return Err(Stop::Ended { for_good: true }),
-            ProcessCommand::Handover => return Err(Stop::Ended { for_good: false }),
+            ProcessCommand::Stop => return Err(Stop::Ended(Ending::Stop)),
+            ProcessCommand::Handover => return Err(Stop::Ended(Ending::Terminate)),
             ProcessCommand::Grant { view } if view.id.generation.attach <= self.spec.attach => {
                 tracing::info!(%volume, %view, "the arbiter has granted a view");
                 self.state.keep_grant(view)?;
@@ -232,7 +233,7 @@ impl Opener<'_> {
             NotOpen::Torn { reason, .. } => OpenError::Torn { reason, members: members.clone() },
             NotOpen::Deposed(holder) => OpenError::Fatal(EngineError::Deposed { generation, holder }),
             NotOpen::Stopped(Stop::Fatal(error)) => OpenError::Fatal(error),
-            NotOpen::Stopped(Stop::Ended { for_good }) => OpenError::Ended { for_good },
+            NotOpen::Stopped(Stop::Ended(ending)) => OpenError::Ended(ending),
         })?;
         let (name, connected_ms) = (&self.spec.volume, millis(begin.elapsed()));
         let (dirty, in_view) = (opened.dirty.len(), &opened.view.members);
@@ -291,7 +292,7 @@ enum Stop {
     /// This host fails.
     Fatal(EngineError),
     /// The process has to end.
-    Ended { for_good: bool },
+    Ended(Ending),
 }
 
 impl From<EngineError> for Stop {

@@ -48,6 +48,19 @@ struct Arrival {
     installed: SyncSender<()>,
 }
 
+/// The progress of a drain, before the queue is left to the next process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Drain {
+    /// The frontend takes requests.
+    NotRequested,
+    /// The frontend takes no more requests, and some are unfinished.
+    Parking,
+    /// No request was unfinished at the end of the last turn.
+    Quiet,
+    /// The main thread knows that all requests are answered.
+    Reported,
+}
+
 /// A queue and its ring, which belongs to the thread.
 struct Running {
     queue: Queue,
@@ -63,12 +76,7 @@ struct Running {
     arriving: Vec<Arrival>,
     /// True if a connection may be gone since the core got the last event.
     links_closed: bool,
-    /// True if the frontend takes no more requests.
-    is_parking: bool,
-    /// True if the main thread knows that all requests are answered.
-    is_drain_reported: bool,
-    /// True if no request was unfinished at the end of the last turn.
-    is_quiet: bool,
+    drain: Drain,
     /// True if large requests have touched the arena since it was trimmed.
     has_grown_buffer: bool,
     /// True if nothing has happened in the turn before this one.
@@ -109,9 +117,7 @@ impl Queue {
             messages: Vec::new(),
             arriving: Vec::new(),
             links_closed: false,
-            is_parking: false,
-            is_drain_reported: false,
-            is_quiet: false,
+            drain: Drain::NotRequested,
             has_grown_buffer: false,
             was_idle: false,
             limiter: Limiter::default(),
@@ -172,8 +178,8 @@ impl Running {
         if self.queue.index == 0 {
             self.events.push(Event::Tick { now_ms: self.queue.shared.now_ms() });
         }
-        if self.queue.shared.is_draining() && !self.is_parking {
-            self.is_parking = true;
+        if self.queue.shared.is_draining() && self.drain == Drain::NotRequested {
+            self.drain = Drain::Parking;
             self.with_frontend(|frontend, io| frontend.quiesce(io));
         }
         self.decide();
@@ -279,23 +285,25 @@ impl Running {
     /// Reports the answer of the last request to the main thread, once no more requests are taken. The
     /// answers are out one turn later, because the next wait submits them.
     fn report_when_drained(&mut self) {
-        if self.is_drain_reported {
+        if matches!(self.drain, Drain::NotRequested | Drain::Reported) {
             return;
         }
         let socket = match self.queue.frontend.quiesced() {
             Quiesced::NotYet => {
-                self.is_quiet = false;
+                self.drain = Drain::Parking;
                 return;
             }
             Quiesced::Done => None,
             Quiesced::At(socket) => Some(socket),
         };
-        let is_quiet = !self.queue.shared.has_requests();
-        let was_quiet = std::mem::replace(&mut self.is_quiet, is_quiet);
-        if is_quiet && was_quiet {
-            self.is_drain_reported = true;
-            self.queue.shared.send_event(MainEvent::Drained { queue: self.queue.index, socket });
-        }
+        self.drain = match (self.queue.shared.has_requests(), self.drain) {
+            (true, _) => Drain::Parking,
+            (false, Drain::Quiet) => {
+                self.queue.shared.send_event(MainEvent::Drained { queue: self.queue.index, socket });
+                Drain::Reported
+            }
+            (false, _) => Drain::Quiet,
+        };
     }
 
     /// Passes events to the core and performs its outputs, until no more follow.
