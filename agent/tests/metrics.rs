@@ -10,6 +10,7 @@ use std::time::Instant;
 use common::node::{REPLICAS, SIZE, connect, endpoint, start_volume, stop, wait_for};
 use common::{LIMIT, Running, agent};
 use shorthorn_api::v1::InstanceKind;
+use shorthorn_control::MemberMode;
 use shorthorn_testkit::metrics::{get, own_address, samples, value};
 use shorthorn_testkit::nbd::Nbd;
 use tempfile::TempDir;
@@ -41,7 +42,7 @@ async fn volumes_disks_and_io_are_counted() {
     let engine = start_volume(&disk, "socket", &mut client).await;
     let whole = |instance: &shorthorn_api::v1::Instance| match &instance.detail {
         Some(shorthorn_api::v1::instance::Detail::Engine(engine)) => {
-            engine.members.iter().all(|member| member.mode == "member")
+            engine.members.iter().all(|member| member.known_mode() == MemberMode::Member)
         }
         _ => false,
     };

@@ -12,7 +12,7 @@ use std::process::Command;
 use common::{Running, agent, lives, signal_to, wait_for_end, wait_for_status};
 use rustix::process::Signal;
 use serde_json::Value;
-use shorthorn_control::{EnginePhase, Status};
+use shorthorn_control::{EnginePhase, ReplicaPhase, Status};
 use shorthorn_testkit::nbd::Nbd;
 
 fn run(dir: &Path, more: &[&str]) -> Command {
@@ -109,7 +109,7 @@ fn starts_what_dies_again() {
     let id = ready.0["replicas"][0]["id"].as_str().unwrap().to_owned();
     signal_to(replica, Signal::KILL);
     wait_for_status(&dir.path().join("run").join(format!("{id}.control")), move |status| match status {
-        Status::Replica(status) => status.pid != replica && status.serving,
+        Status::Replica(status) => status.pid != replica && status.phase == ReplicaPhase::Serving,
         Status::Engine(_) => false,
     });
 }

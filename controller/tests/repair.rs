@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use shorthorn_api::v1;
+use shorthorn_types::status::{EnginePhase, MemberMode};
 use support::cluster::Cluster;
 use tokio::time::Instant;
 
@@ -31,13 +32,13 @@ async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
     // Without the controller no grant is given; once it runs again it grants at once.
     cluster.kill_controller().await;
     cluster.agents[0].freeze("v", &lost);
-    assert_eq!(cluster.agents[0].engine_says("v").phase, "frozen");
+    assert_eq!(cluster.agents[0].engine_says("v").known_phase(), Some(EnginePhase::Frozen));
     cluster.start_controller().await;
     let ready = Instant::now();
     let degraded = |volume: &Value| volume["robustness"] == "degraded";
     let volume = cluster.until("v", "degraded", degraded).await;
     println!("granted within {:?} of the start of the controller", ready.elapsed());
-    assert_eq!(cluster.agents[0].engine_says("v").phase, "serving");
+    assert_eq!(cluster.agents[0].engine_says("v").known_phase(), Some(EnginePhase::Serving));
     let granted = volume["granted"].as_str().unwrap();
     assert!(granted.starts_with("1.1/2 of {") && !granted.contains(&lost), "{granted}");
     let grants = cluster.truth.lock().unwrap().grants.clone();
@@ -54,7 +55,7 @@ async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
         };
         let kept = engine.members.iter().find(|member| member.replica_id != lost).unwrap();
         let committed = v1::View { restart: 1, ..view(1, &[&kept.replica_id, &lost]) };
-        engine.phase = "frozen".to_owned();
+        engine.report_phase(EnginePhase::Frozen);
         engine.grant_wanted = Some(v1::GrantWanted {
             view: Some(view(1, &[&lost])),
             committed: Some(committed),
@@ -109,7 +110,8 @@ async fn a_replica_that_stays_away_is_replaced_and_deleted_last() {
     assert!(cluster.agents[at(&cluster, lost_node)].directories().contains(&lost_name));
     cluster.agents[0].engine("v", |engine| {
         for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
-            (member.mode, member.copy) = ("member".to_owned(), None);
+            member.report_mode(MemberMode::Member);
+            member.copy = None;
         }
     });
     let whole = |volume: &Value| {

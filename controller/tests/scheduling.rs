@@ -6,6 +6,7 @@ mod support;
 use std::sync::Arc;
 
 use serde_json::Value;
+use shorthorn_types::status::MemberMode;
 use support::agent::FakeAgent;
 use support::cluster::Cluster;
 
@@ -91,7 +92,8 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
     assert!(cluster.agents[1].running().iter().any(|running| running.contains(&name)));
     cluster.agents[0].engine("v", |engine| {
         for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
-            (member.mode, member.copy) = ("member".to_owned(), None);
+            member.report_mode(MemberMode::Member);
+            member.copy = None;
         }
     });
     // It is stopped now; the engine finds that it does not answer any more.
@@ -146,7 +148,8 @@ async fn a_node_can_be_restarted_if_its_volumes_can_do_without_it() {
     assert!(code == 3, "{text}");
     cluster.agents[2].engine("v", |engine| {
         for member in engine.members.iter_mut().filter(|member| member.replica_id == lost) {
-            (member.mode, member.message) = ("member".to_owned(), String::new());
+            member.report_mode(MemberMode::Member);
+            member.message.clear();
         }
     });
     cluster.ok(&["node", "can-reboot", "b", "--wait"]).await;
@@ -182,7 +185,8 @@ async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is
     cluster.until("v", "rebuilding", |volume| volume.to_string().contains("rebuilding")).await;
     cluster.agents[0].engine("v", |engine| {
         for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
-            (member.mode, member.copy) = ("member".to_owned(), None);
+            member.report_mode(MemberMode::Member);
+            member.copy = None;
         }
     });
     let stopped = |volume: &Value| {

@@ -6,7 +6,8 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
     Client, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, ScrubStatus, Secret, Unknown, store_spec,
+    ReplicaEndpoint, ReplicaPhase, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, ScrubStatus, Secret, Unknown,
+    store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -153,7 +154,7 @@ impl BareVolume {
         let control = self.file(index, "control");
         let serves = |pid: u32| {
             let status = replica_status(&control)?;
-            Ok((status.serving && status.pid == pid).then_some(()))
+            Ok((status.phase == ReplicaPhase::Serving && status.pid == pid).then_some(()))
         };
         start_until(&mut command, &mut self.replicas[index], "replica that serves", serves)
     }

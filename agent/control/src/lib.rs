@@ -14,11 +14,12 @@ mod status;
 pub use client::{Client, ControlError};
 pub use server::{Publisher, Server};
 pub use shorthorn_types::Secret;
+pub use shorthorn_types::status::{
+    CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
+    ReadFindings, ReplicaPhase, ReplicaStatus, ScrubStatus,
+};
 pub use spec::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec,
     SUM_BYTES_PER_S, SpecError, Unknown, load_spec, store_spec,
 };
-pub use status::{
-    CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, IoCounter, IoCounters, MemberMode,
-    MemberStatus, ProcessCommand, ReadFindings, ReplicaStatus, ScrubCommand, ScrubStatus, Status,
-};
+pub use status::{IoCounter, IoCounters, ProcessCommand, ScrubCommand, Status};

@@ -207,24 +207,23 @@ fn has_gone(mut client: &UnixStream) -> bool {
 mod tests {
     use std::sync::mpsc;
 
-    use shorthorn_types::{Generation, ReplicaId};
+    use shorthorn_types::ReplicaId;
 
     use super::*;
-    use crate::{Client, IoCounter, ReplicaStatus};
+    use crate::{Client, IoCounter, ReplicaPhase, ReplicaStatus};
 
     fn status() -> Status {
         Status::Replica(ReplicaStatus {
             volume: "v1".parse().unwrap(),
             replica: ReplicaId::from_random(1),
             pid: 1,
-            serving: false,
-            failed: false,
+            phase: ReplicaPhase::Closed,
             failures: 0,
             message: String::new(),
             addresses: vec![],
             size_bytes: 4096,
             allocated_bytes: 0,
-            generation: Generation::NEVER,
+            generation: None,
             views: None,
             directory: "/d".into(),
         })
@@ -241,10 +240,12 @@ mod tests {
         assert_eq!(changes.next().unwrap().unwrap(), status());
         publisher.update(|status| {
             if let Status::Replica(replica) = status {
-                replica.serving = true;
+                replica.phase = ReplicaPhase::Serving;
             }
         });
-        assert!(matches!(changes.next().unwrap().unwrap(), Status::Replica(replica) if replica.serving));
+        let serves =
+            |status| matches!(status, Status::Replica(replica) if replica.phase == ReplicaPhase::Serving);
+        assert!(serves(changes.next().unwrap().unwrap()));
         drop(server);
         assert!(!path.exists());
     }

@@ -116,3 +116,12 @@ pub enum Done {
     /// The repair failed.
     Failed(String),
 }
+
+/// The way in which a start or serving ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// Stops for good and removes the device.
+    Stop,
+    /// Stops for a next process, which continues if the frontend supports that.
+    Terminate,
+}

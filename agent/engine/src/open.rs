@@ -18,8 +18,7 @@ use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, Plan};
 use crate::connection::{ConnectError, Connection, finish};
 use crate::connector::Connector;
 use crate::error::EngineError;
-use crate::events::MainEvent;
-use crate::serving::Ending;
+use crate::events::{Ending, MainEvent};
 use crate::state::EngineState;
 use crate::status;
 

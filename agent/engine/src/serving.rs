@@ -20,7 +20,7 @@ use shorthorn_types::{ByteRange, ReplicaId, View};
 
 use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
-use crate::events::{Done, ExpansionProgress, Finding, MainEvent, RebuildProgress, ScrubProgress};
+use crate::events::{Done, Ending, ExpansionProgress, Finding, MainEvent, RebuildProgress, ScrubProgress};
 use crate::expansion::{self, SharedDevice};
 use crate::failures::{self, Trouble};
 use crate::open::Opened;
@@ -36,15 +36,6 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 const NO_DELAY: RejoinDelay = RejoinDelay::For(Duration::ZERO);
-
-/// The way in which serving ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
-    /// Stops for good and removes the device.
-    Stop,
-    /// Stops for a next process, which continues if the frontend supports that.
-    Terminate,
-}
 
 /// See the module.
 pub struct Serving<'a> {

@@ -10,7 +10,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shorthorn_control::{
-    ProcessCommand, Publisher, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status, load_spec,
+    ProcessCommand, Publisher, ReplicaPhase, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status,
+    load_spec,
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
@@ -64,7 +65,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let data = DataThread::start(executor, mailbox, inbox, &publisher, &span, &woken)?;
     let opened = (identity(&spec), data.mailbox.clone(), span);
     let acceptor = Acceptor::start(listeners, opened, next_address, publish_addresses(&publisher))?;
-    publisher.update(|status| change(status, |replica| replica.serving = true));
+    publisher.update(|status| change(status, |replica| replica.phase = ReplicaPhase::Serving));
     notify(&[sd_notify::NotifyState::Ready]);
     tracing::info!(directory = %spec.directory.display(), "serving");
 
@@ -72,8 +73,8 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     notify(&[sd_notify::NotifyState::Stopping]);
     publisher.update(|status| {
         change(status, |replica| {
-            replica.serving = false;
-            if !replica.failed {
+            if replica.phase != ReplicaPhase::Failed {
+                replica.phase = ReplicaPhase::Closed;
                 replica.message = "stopping".to_owned();
             }
         })
@@ -132,14 +133,13 @@ fn first_status(
         volume: spec.volume.clone(),
         replica: spec.replica,
         pid: std::process::id(),
-        serving: false,
-        failed: false,
+        phase: ReplicaPhase::Closed,
         failures: store.info().failures,
         message: String::new(),
         addresses: listeners.addresses(),
         size_bytes: store.size_bytes(),
         allocated_bytes: allocated_bytes(&spec.directory),
-        generation: views.generation(),
+        generation: views.generation().of_engine(),
         views: Some(views.report().clone()),
         directory: spec.directory.clone(),
     }

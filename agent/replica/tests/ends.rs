@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use common::disks::{Mounted, break_down, may_mount, move_head};
 use common::*;
-use shorthorn_control::ReplicaSpec;
+use shorthorn_control::{ReplicaPhase, ReplicaSpec};
 
 /// The exit code of a replica that is to be started again.
 const FAILED: i32 = 13;
@@ -50,14 +50,14 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     let Broken { replica, mut client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, |_| ());
     assert_eq!(client.ping(), Err(libc::EIO), "the engine may keep it: its errors go to the writer");
     let told = replica.status();
-    assert!(told.failed && !told.serving && told.failures == 1, "{told:?}");
+    assert!(told.phase == ReplicaPhase::Failed && told.failures == 1, "{told:?}");
     drop(client);
     assert_eq!(replica.wait().code(), Some(FAILED));
     drop(head);
 
     let mut replica = Replica::start(&spec);
     let told = replica.status();
-    assert!(told.serving && !told.failed && told.failures == 1, "{told:?}");
+    assert!(told.phase == ReplicaPhase::Serving && told.failures == 1, "{told:?}");
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
     assert!(welcome.lost_cache, "what was written before may be gone");
     client.write(0, &pattern(1, 4096)).unwrap();
@@ -66,7 +66,10 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     // The next failure in a row, in another process.
     let Broken { replica, client, .. } = Broken::new(base.path(), &spec, 3, |_| ());
     let told = replica.status();
-    assert!(told.failed && told.failures == 2 && told.message.contains("60 s"), "{told:?}");
+    assert!(
+        told.phase == ReplicaPhase::Failed && told.failures == 2 && told.message.contains("60 s"),
+        "{told:?}"
+    );
     drop(client);
     let (status, refusal) = replica.try_open(generation(3), 0).err().unwrap();
     assert!(status == libc::EIO && refusal.message.contains("60 s"), "the same engine: {refusal:?}");
@@ -113,7 +116,7 @@ fn it_may_end_if_it_can_note_the_loss_beside_its_socket() {
     let block = |directory: &Path| blocked = Some(RecordBlocked::new(directory));
     let Broken { mut replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
     let told = replica.status();
-    assert!(told.failed && told.message.contains("600 s"), "{told:?}");
+    assert!(told.phase == ReplicaPhase::Failed && told.message.contains("600 s"), "{told:?}");
     drop(client);
     replica.kill();
     drop(head);
@@ -140,7 +143,7 @@ fn it_stays_until_the_disk_says_that_data_may_be_gone() {
     drop(client);
     let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
     assert!(status == libc::EIO && refusal.message.contains("could not be recorded"), "{refusal:?}");
-    assert!(replica.status().failed);
+    assert_eq!(replica.status().phase, ReplicaPhase::Failed);
     blocked.unwrap().end();
     fs::remove_dir(&elsewhere).unwrap();
     assert_eq!(replica.wait().code(), Some(FAILED), "it is recorded at the next try");

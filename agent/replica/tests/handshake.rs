@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use common::*;
-use shorthorn_control::{ProcessCommand, ReplicaStatus, Status};
+use shorthorn_control::{ProcessCommand, ReplicaPhase, ReplicaStatus, Status};
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Flags, Opcode};
 
@@ -25,7 +25,7 @@ fn an_engine_is_told_size_and_views() {
     assert!(welcome.report.proposed.is_empty());
     client.ping().unwrap();
     let status = replica.status();
-    assert!(status.serving && status.generation == generation(3), "{status:?}");
+    assert_eq!((status.phase, status.generation), (ReplicaPhase::Serving, Some(generation(3))));
     assert_eq!(status.addresses, [format!("unix:{}", replica.spec.data_socket.display())]);
     let mode = std::fs::metadata(&replica.spec.data_socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
@@ -49,7 +49,7 @@ fn strangers_are_refused_and_told_why() {
         assert!(status != 0 && refusal.message.contains(words), "{status} {refusal:?}");
         assert!(refusal.holder.is_none());
     }
-    assert_eq!(replica.status().generation, generation(0), "nobody of them has fenced anybody");
+    assert_eq!(replica.status().generation, None, "nobody of them has fenced anybody");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn a_higher_generation_closes_the_older_connections() {
     assert!(old.closed() && old_too.closed());
     new.ping().unwrap();
     assert!(replica.try_open(generation(5), 0).is_err());
-    assert_eq!(replica.status().generation, generation(6));
+    assert_eq!(replica.status().generation, Some(generation(6)));
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
         shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
     control.request(&ProcessCommand::Fence { generation: generation(6) }).unwrap();
     let fenced = statuses.find_map(|status| match status.unwrap() {
-        Status::Replica(status) => (status.generation == generation(6)).then_some(status),
+        Status::Replica(status) => (status.generation == Some(generation(6))).then_some(status),
         Status::Engine(_) => None,
     });
     let views = fenced.unwrap().views.unwrap();
@@ -116,7 +116,7 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
     let spec = replica.spec.clone();
     assert!(replica.terminate().success());
     let replica = Replica::start(&spec);
-    assert_eq!(replica.status().generation, generation(6));
+    assert_eq!(replica.status().generation, Some(generation(6)));
     assert!(replica.try_open(generation(5), 0).is_err());
     replica.open(generation(7)).ping().unwrap();
 }
@@ -167,7 +167,7 @@ fn a_generation_outlives_a_kill() {
     replica.open(generation(5));
     replica.kill();
     let replica = Replica::start(&replica.spec);
-    assert_eq!(replica.status().generation, generation(5));
+    assert_eq!(replica.status().generation, Some(generation(5)));
     let (_, refusal) = replica.try_open(generation(4), 0).err().unwrap();
     assert_eq!(refusal.holder.unwrap().generation, generation(5));
     replica.open(generation(5));

@@ -9,6 +9,7 @@ use std::process::Command;
 
 use common::disks::{Mounted, break_down, may_mount, move_head, run};
 use common::*;
+use shorthorn_control::ReplicaPhase;
 use shorthorn_store::{OpenOptions, Store};
 use shorthorn_types::limits::{ENGINE_FLIGHT_BYTES_MAX, MAX_IO_BYTES};
 use shorthorn_types::{MarkAction, MarkRegions, Members, RegionsOf, ReplicaId, View, ViewId};
@@ -62,7 +63,7 @@ fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
     client.flush().unwrap();
     client.write(written * (64 << 10), &pattern(1001, 64 << 10)).unwrap();
     assert!(client.read(written * (64 << 10), 64 << 10).unwrap() == pattern(1001, 64 << 10));
-    assert!(replica.status().serving);
+    assert_eq!(replica.status().phase, ReplicaPhase::Serving);
     assert!(replica.terminate().success());
 }
 
@@ -132,7 +133,7 @@ fn a_full_disk_refuses_discards_above_a_snapshot(directory: &Path) {
         client.call(Opcode::Discard, Flags::NONE, offset, u32::try_from(bytes).unwrap(), &[])
     };
     assert_eq!(discard(&mut client, 512, BELOW), Err(libc::ENOSPC));
-    assert!(replica.status().serving);
+    assert_eq!(replica.status().phase, ReplicaPhase::Serving);
     let found = client.read(0, u32::try_from(MIB).unwrap()).unwrap();
     assert!(found.chunks(4096).all(|block| block == [7; 4096] || block == [0; 4096]));
     // Without data in lower layers, a discard frees space.
@@ -236,7 +237,7 @@ fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
     let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
     assert!(status == libc::EIO && refusal.message.contains("has failed"), "{refusal:?}");
     let told = replica.status();
-    assert!(!told.serving && !told.message.is_empty(), "{told:?}");
+    assert!(told.phase != ReplicaPhase::Serving && !told.message.is_empty(), "{told:?}");
     replica.kill();
 }
 
@@ -274,7 +275,7 @@ fn a_failed_read_is_answered() {
     break_down(&disk.0);
     assert_eq!(client.read(0, 4096), Err(libc::EIO));
     client.ping().unwrap();
-    assert!(replica.status().serving);
+    assert_eq!(replica.status().phase, ReplicaPhase::Serving);
     replica.kill();
 }
 

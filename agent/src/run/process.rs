@@ -11,7 +11,7 @@ use std::{fs, io};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{Client, ControlError, EnginePhase, ProcessCommand, Status};
+use shorthorn_control::{Client, ControlError, EnginePhase, ProcessCommand, ReplicaPhase, Status};
 use shorthorn_types::ReplicaId;
 
 use crate::descriptor_store::DescriptorStore;
@@ -152,7 +152,7 @@ impl Process {
     pub fn serves(&self) -> bool {
         match &self.status {
             Some(Status::Engine(engine)) => engine.phase == EnginePhase::Serving && engine.endpoint.is_some(),
-            Some(Status::Replica(replica)) => replica.serving,
+            Some(Status::Replica(replica)) => replica.phase == ReplicaPhase::Serving,
             None => false,
         }
     }

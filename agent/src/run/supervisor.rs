@@ -149,7 +149,7 @@ impl Supervisor {
             return Err(RunError::NoReplica(troubles(replicas)));
         }
         let opened_for = replicas.iter().filter_map(|replica| match &replica.status {
-            Some(Status::Replica(status)) => Some(status.generation.attach),
+            Some(Status::Replica(status)) => status.generation.map(|generation| generation.attach),
             _ => None,
         });
         if self.volume.raise_attach_above(opened_for.max().unwrap_or_default())? {

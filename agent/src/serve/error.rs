@@ -2,6 +2,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
+use shorthorn_api::ViewError;
 use shorthorn_control::SpecError;
 use shorthorn_types::{NameError, ReplicaIdError, TooManyMembers};
 use thiserror::Error;
@@ -66,6 +67,12 @@ impl From<ReplicaIdError> for NodeError {
 
 impl From<TooManyMembers> for NodeError {
     fn from(error: TooManyMembers) -> NodeError {
+        NodeError::Invalid(error.to_string())
+    }
+}
+
+impl From<ViewError> for NodeError {
+    fn from(error: ViewError) -> NodeError {
         NodeError::Invalid(error.to_string())
     }
 }

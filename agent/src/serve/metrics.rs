@@ -12,7 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::{self, InstanceKind, InstanceState};
-use shorthorn_control::IoCounters;
+use shorthorn_control::{EnginePhase, IoCounters, MemberMode};
 use shorthorn_metrics::{MetricsPage, MetricsSource};
 use shorthorn_types::VolumeName;
 use tokio::sync::Mutex;
@@ -38,8 +38,6 @@ const STATES: [(InstanceState, &str); 5] = [
     (InstanceState::Stopped, "stopped"),
     (InstanceState::Error, "error"),
 ];
-/// The modes of a replica in its engine.
-const MODES: [&str; 4] = ["member", "rebuilding", "connecting", "failed"];
 
 /// The sources of the metrics once the agent serves.
 pub struct MetricsInputs {
@@ -212,7 +210,9 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     );
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
-        let is_awaited = |member: &&v1::EngineMember| member.mode == "member" && !member.message.is_empty();
+        let is_awaited = |member: &&v1::EngineMember| {
+            member.known_mode() == MemberMode::Member && !member.message.is_empty()
+        };
         awaited.set(&[volume], number(engine.members.iter().filter(is_awaited).count()));
         for member in &engine.members {
             let replica = ("replica", member.replica_id.as_str());
@@ -221,11 +221,11 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
             rot_copied.add(&[volume, replica], member.times_rot_copied);
         }
         sizes.set(&[volume], engine.size_bytes);
-        frozen.set(&[volume], u64::from(engine.phase == "frozen"));
+        frozen.set(&[volume], u64::from(engine.known_phase() == Some(EnginePhase::Frozen)));
         lost.set(&[volume], u64::from(engine.lost_writes));
-        for mode in MODES {
-            let count = engine.members.iter().filter(|member| member.mode == mode).count();
-            members.set(&[volume, ("mode", mode)], number(count));
+        for mode in MemberMode::ALL {
+            let count = engine.members.iter().filter(|member| member.known_mode() == mode).count();
+            members.set(&[volume, ("mode", mode.as_str())], number(count));
         }
     }
 }
@@ -347,30 +347,28 @@ mod tests {
     /// A page with a sample of every metric.
     fn full_page() -> String {
         let copy = Some(v1::CopyStatus { total_bytes: 100, left_bytes: 40, bytes_per_s: 1 });
-        let member = |id: &str, mode: &str, copy| v1::EngineMember {
-            replica_id: id.into(),
-            mode: mode.into(),
-            copy,
-            ..v1::EngineMember::default()
+        let member = |id: &str, mode: MemberMode, copy| {
+            let replica_id = id.into();
+            v1::EngineMember { replica_id, copy, ..v1::EngineMember::default() }.with_mode(mode)
         };
         let engine = v1::EngineStatus {
             volume: "v1".into(),
-            phase: "frozen".into(),
             lost_writes: true,
             size_bytes: 4096,
             members: vec![
-                member("0000000a", "member", None),
-                member("0000000b", "rebuilding", copy),
+                member("0000000a", MemberMode::Member, None),
+                member("0000000b", MemberMode::Rebuilding, copy),
                 v1::EngineMember {
                     message: "late".into(),
                     times_awaited: 2,
                     times_rotten: 3,
                     times_rot_copied: 1,
-                    ..member("0000000c", "member", None)
+                    ..member("0000000c", MemberMode::Member, None)
                 },
             ],
             ..v1::EngineStatus::default()
-        };
+        }
+        .with_phase(EnginePhase::Frozen);
         let instance = v1::Instance {
             kind: InstanceKind::Engine.into(),
             name: "v1".into(),

@@ -21,7 +21,6 @@ mod instance_message;
 mod leaders;
 pub mod listen;
 pub mod longhorn;
-mod messages;
 mod metrics;
 pub mod network;
 mod ports;

@@ -11,7 +11,6 @@ use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;
 
 use crate::serve::error::NodeError;
-use crate::serve::messages;
 
 /// The part of a replica's state that describes its content. The rest is about other replicas, or about
 /// regions that were being written.
@@ -54,8 +53,8 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
         Some(Ok(state)) => {
             let report = state.views.report();
             shown.generation = state.views.generation().to_string();
-            shown.committed = Some(messages::of_view(&report.committed));
-            shown.proposed = report.proposed.iter().map(messages::of_view).collect();
+            shown.committed = Some((&report.committed).into());
+            shown.proposed = report.proposed.iter().map(Into::into).collect();
         }
         Some(Err(error)) => shown.problems.push(format!("its state cannot be read: {error}")),
         None if own.status == "none" => shown.problems.push("no engine has ever opened it".to_owned()),

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use shorthorn_api::v1::node_server::Node;
-use shorthorn_api::{CLUSTER_HEADER, level, v1};
+use shorthorn_api::{CLUSTER_HEADER, ViewError, level, v1};
 use shorthorn_control::ScrubCommand;
 use shorthorn_frontend::probe::FrontendReport;
 use shorthorn_types::{ReplicaId, VolumeName};
@@ -27,7 +27,7 @@ use crate::serve::instance::{
     Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
 };
 use crate::serve::trash::{self, TrashLimits};
-use crate::serve::{longhorn, messages, salvage};
+use crate::serve::{longhorn, salvage};
 
 /// The number of events that wait in the connection of a watcher, besides those in the hub.
 const WATCH_QUEUE: usize = 16;
@@ -133,7 +133,8 @@ impl Node for NodeService {
     async fn grant(&self, request: Request<v1::GrantRequest>) -> Answer<v1::GrantResponse> {
         let request = request.into_inner();
         let view = request.view.ok_or_else(|| NodeError::Invalid("the view is missing".into()))?;
-        self.hub.grant(name(&request.volume)?, request.attach, messages::view(view)?).await?;
+        let view = view.try_into().map_err(|error: ViewError| NodeError::from(error))?;
+        self.hub.grant(name(&request.volume)?, request.attach, view).await?;
         Ok(Response::new(v1::GrantResponse {}))
     }
 

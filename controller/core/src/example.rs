@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use crate::objects::{
-    ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, Finding,
+    ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, EnginePhase, Finding,
     FrontendStatus, MemberMode, MemberStatus, Metadata, Node, NodeSpec, NodeStatus, Replica, ReplicaSpec,
     ReplicaStatus, Robustness, Secret, Volume, VolumeState,
 };
@@ -57,7 +57,7 @@ impl Example {
         engine.spec.desire_state = DesireState::Running;
         (engine.spec.attach, engine.status.seen_attach) = (1, 1);
         engine.status.current_state = CurrentState::Running;
-        engine.status.phase = "serving".to_owned();
+        engine.status.phase = Some(EnginePhase::Serving);
         let mut example = Example { cluster: ClusterState::default(), agents: Agents::default() };
         for (number, node) in [(1, "a"), (2, "b"), (3, "c")] {
             engine.status.replica_mode_map.insert(id(number), MemberStatus::of(MemberMode::Member));
@@ -66,7 +66,7 @@ impl Example {
         }
         example.cluster.insert(volume.into());
         example.cluster.insert(engine.into());
-        let shown = EngineView { attach: 1, version: VERSION.to_owned(), ..EngineView::default() };
+        let shown = EngineView { attach: Some(1), version: VERSION.to_owned(), ..EngineView::default() };
         example.engine_says(shown);
         example
     }

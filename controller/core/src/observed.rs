@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-use shorthorn_types::{Members, ReplicaId, ReplicaReport, View, VolumeName};
+pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ScrubStatus};
+use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
 
 use crate::dead_mounts::DeadMount;
 use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
@@ -319,14 +320,14 @@ pub enum Detail {
 /// The view of an engine process according to itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EngineView {
-    /// Number of the attachment that it was started for.
-    pub attach: u64,
-    /// starting, serving, frozen (no quorum) or stopped.
-    pub phase: String,
+    /// Number of the attachment that it was started for; none if it does not report one.
+    pub attach: Option<u64>,
+    /// The phase; none before the engine has reported one.
+    pub phase: Option<EnginePhase>,
     /// The generation in which it serves.
-    pub generation: String,
+    pub generation: Option<Generation>,
     /// The view in which it serves.
-    pub view: String,
+    pub view: Option<View>,
     /// The frontend that it chose.
     pub frontend: String,
     /// The device, or the socket.
@@ -342,69 +343,15 @@ pub struct EngineView {
     /// The state of each replica in the engine.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
     /// The progress of running rebuilds.
-    pub copies: BTreeMap<ReplicaId, CopyView>,
+    pub copies: BTreeMap<ReplicaId, CopyStatus>,
     /// Regions that are made equal after an unclean stop, while there are any.
-    pub resync: Option<CopyView>,
+    pub resync: Option<CopyStatus>,
     /// The last or current scrub.
-    pub scrub: Option<Box<ScrubView>>,
+    pub scrub: Option<Box<ScrubStatus>>,
     /// The view that waits for the arbiter.
     pub grant_wanted: Option<Box<GrantWanted>>,
     /// Version of its program; empty: it does not say.
     pub version: String,
-}
-
-/// A view that an engine cannot bring through by itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GrantWanted {
-    /// The view.
-    pub view: View,
-    /// The honoured report.
-    pub honoured: ReplicaReport,
-    /// Replicas that have stored the view.
-    pub stored: Members,
-}
-
-/// The progress of a copy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CopyView {
-    /// The bytes to copy at the beginning.
-    pub total_bytes: u64,
-    /// The bytes left to copy.
-    pub left_bytes: u64,
-    /// The rate in bytes per second.
-    pub bytes_per_s: u64,
-}
-
-impl CopyView {
-    /// Returns the completed percentage, 0 to 100.
-    #[must_use]
-    pub fn percent(&self) -> u64 {
-        let done = u128::from(self.total_bytes.saturating_sub(self.left_bytes)) * 100;
-        done.checked_div(self.total_bytes.into()).map_or(100, |percent| u64::try_from(percent).unwrap_or(100))
-    }
-
-    /// Returns the remaining seconds at this speed; none if the copy makes no progress.
-    #[must_use]
-    pub fn left_s(&self) -> Option<u64> {
-        self.left_bytes.checked_div(self.bytes_per_s)
-    }
-}
-
-/// The findings of a scrub.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ScrubView {
-    /// True if it is under way.
-    pub running: bool,
-    /// The snapshot that is being compared; empty: the volume is.
-    pub snapshot: String,
-    /// The position in the snapshot or in the volume.
-    pub at_bytes: u64,
-    /// Places where members differed.
-    pub found: u64,
-    /// The number of differences that were repaired.
-    pub repaired: u64,
-    /// The last of them.
-    pub last: String,
 }
 
 /// The view of a replica process according to itself.
@@ -416,9 +363,9 @@ pub struct ReplicaView {
     pub allocated_bytes: u64,
     /// The directory; empty if not reported.
     pub directory: String,
-    /// The attachment whose engine holds it: those of older ones are refused. 0: none ever did, or it does
-    /// not report one.
-    pub attach: u64,
+    /// The attachment whose engine holds it: those of older ones are refused. None: no engine ever did, or it
+    /// does not report one.
+    pub attach: Option<u64>,
     /// The views that it knows, no older than that.
     pub views: Option<Box<ReplicaReport>>,
 }

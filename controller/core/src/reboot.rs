@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use shorthorn_types::VolumeName;
 
 use crate::objects::{
-    ConditionType, CurrentState, Engine, Key, Kind, MemberMode, Replica, Volume, VolumeState,
+    ConditionType, CurrentState, Engine, EnginePhase, Key, Kind, MemberMode, Replica, Volume, VolumeState,
 };
 use crate::{ClusterState, NodeName, Timestamp, drain, left_out};
 
@@ -205,7 +205,7 @@ fn members<'a>(cluster: &'a ClusterState, volume: &'a Volume) -> Option<Vec<Memb
 fn knows_view(engine: &Engine) -> bool {
     let status = &engine.status;
     let says = matches!(status.current_state, CurrentState::Running | CurrentState::Unknown);
-    says && matches!(status.phase.as_str(), "serving" | "frozen")
+    says && matches!(status.phase, Some(EnginePhase::Serving | EnginePhase::Frozen))
 }
 
 /// Returns the reason why the volume needs the replicas on `node`; none if it does not.
@@ -218,7 +218,7 @@ fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &
                 engine.status.message
             ));
         }
-        if engine.status.phase == "frozen" {
+        if engine.status.phase == Some(EnginePhase::Frozen) {
             return Some(format!(
                 "its engine waits for replicas and may need each of them: shorthornctl volume why {name}"
             ));

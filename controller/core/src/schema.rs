@@ -10,6 +10,7 @@ use std::borrow::Cow;
 use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value};
+use shorthorn_types::status;
 
 macro_rules! stand_in {
     ($(#[$doc:meta])* $name:ident, $schema:tt) => {
@@ -52,6 +53,10 @@ stand_in!(
 stand_in!(
     /// The identity of a replica.
     ReplicaId, { "type": "string", "pattern": "^[0-9a-z]{8}$" }
+);
+stand_in!(
+    /// The mode of a replica in its engine.
+    MemberMode, { "type": "string", "enum": status::MemberMode::ALL.map(status::MemberMode::as_str) }
 );
 stand_in!(
     /// The name of a node.

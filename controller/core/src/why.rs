@@ -9,10 +9,10 @@ use shorthorn_types::{Members, ReplicaId};
 
 use crate::drain::Leaves;
 use crate::objects::{
-    Condition, ConditionType, CurrentState, Engine, MemberMode, MemberStatus, NEXT_ATTACH, REPLICAS_STOPPING,
-    Replica, Volume, VolumeState,
+    Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberStatus, NEXT_ATTACH,
+    REPLICAS_STOPPING, Replica, Volume, VolumeState,
 };
-use crate::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, Link};
+use crate::observed::{Agents, CopyStatus, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
 use crate::{ClusterState, NodeName, Timestamp, drain};
 use text::{age, bytes, duration, passed_ms};
@@ -45,7 +45,7 @@ pub fn explain(
     let place = engine.and_then(|engine| agents.get(engine.spec.node_id.as_ref()?));
     let instance = place.and_then(|view| view.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
     let shown = instance.and_then(|instance| match &instance.detail {
-        Detail::Engine(view) if view.attach == volume.status.attach => Some(view.as_ref()),
+        Detail::Engine(view) if view.attach == Some(volume.status.attach) => Some(view.as_ref()),
         _ => None,
     });
     let replicas = cluster.replicas_of(&volume.spec.volume_name).collect();
@@ -221,11 +221,12 @@ impl Explainer<'_> {
                 self.explain_silence();
                 self.say(format!(
                     "The state of volume {} is unknown; most likely it still serves, as it last did ({}).",
-                    self.name, status.phase
+                    self.name,
+                    status.phase.map_or("unknown", EnginePhase::as_str)
                 ));
             }
             _ if status.is_serving() => self.explain_serving(engine),
-            _ if status.phase == "frozen" => self.explain_frozen(),
+            _ if status.phase == Some(EnginePhase::Frozen) => self.explain_frozen(),
             state => {
                 let why = after_colon(&status.message);
                 self.say(format!("The engine of volume {} is {}{why}.", self.name, state.as_str()));
@@ -311,7 +312,7 @@ impl Explainer<'_> {
             self.explain_arbiter(
                 &wanted.honoured.committed.members.filter(|id| !wanted.view.members.contains(id)),
             );
-        } else if shown.phase == "frozen" {
+        } else if shown.phase == Some(EnginePhase::Frozen) {
             let why = after_colon(self.engine.map_or("", |engine| &engine.status.message));
             self.say(format!(
                 "Volume {} is frozen: too few replicas answer, so requests wait{why}.",
@@ -510,7 +511,7 @@ fn after_colon(text: &str) -> String {
 }
 
 /// Returns the progress of a copy, for the end of a sentence.
-fn progress(copy: CopyView) -> String {
+fn progress(copy: CopyStatus) -> String {
     let left = copy.left_s().map(|seconds| format!(", about {} left", duration(seconds)));
     format!(
         ": {} % done, {} of {} to go at {}/s{}",

@@ -2,20 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_api::v1;
+use shorthorn_api::{report, v1};
 use shorthorn_controller_core::dead_mounts::DeadMount;
-use shorthorn_controller_core::objects::{
-    ExpansionStatus, FrontendStatus, MemberMode, MemberStatus, RebuildLimits,
-};
+use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, MemberStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
-    AgentInfo, CopyView, Detail, DiskView, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind,
-    InstanceState, ReplicaView, ScrubView,
+    AgentInfo, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceKind, InstanceState, ReplicaView,
 };
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::undelete::{Holds, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget};
-use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
+use shorthorn_types::{ReplicaId, VolumeName, status as types};
 
 pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
     let frontends = info.frontends.into_iter().map(|frontend| FrontendStatus {
@@ -78,106 +75,54 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
 }
 
 fn engine(status: v1::EngineStatus) -> EngineView {
-    let copies = status.members.iter().filter_map(|member| {
-        let copy = member.copy.as_ref().map(copy)?;
-        Some((member.replica_id.parse().ok()?, copy))
-    });
-    let copies: BTreeMap<ReplicaId, CopyView> = copies.collect();
-    let member = |member: v1::EngineMember| {
-        let mode = match member.mode.as_str() {
-            "member" => MemberMode::Member,
-            "failed" => MemberMode::Failed,
-            "rebuilding" => MemberMode::Rebuilding,
-            _ => MemberMode::Connecting,
-        };
-        let away_since_ms = member.away_since_ms;
-        Some((member.replica_id.parse().ok()?, MemberStatus { mode, message: member.message, away_since_ms }))
+    let (phase, generation, view) = (status.known_phase(), status.known_generation(), status.known_view());
+    let members = status.members.into_iter().filter_map(|member| types::MemberStatus::try_from(member).ok());
+    let members: Vec<types::MemberStatus> = members.collect();
+    let member = |member: &types::MemberStatus| MemberStatus {
+        mode: member.mode,
+        message: member.message.clone(),
+        away_since_ms: member.away_since_ms,
     };
     EngineView {
         // The generation may come later than the number itself.
-        attach: if status.attach == 0 { attach_of(&status.generation) } else { status.attach },
-        phase: status.phase,
-        generation: status.generation,
-        view: status.view,
+        attach: Some(status.attach)
+            .filter(|attach| *attach > 0)
+            .or_else(|| generation.map(|generation| generation.attach)),
+        phase,
+        generation,
+        view,
         frontend: status.frontend,
         endpoint: status.endpoint,
         size_bytes: status.size_bytes,
         lost_writes: status.lost_writes,
-        damaged_ranges: status.members.iter().map(|member| member.times_rot_copied).sum(),
+        damaged_ranges: members.iter().map(|member| member.times_rot_copied).sum(),
         version: status.version,
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
             next_attach: expansion.next_attach,
         }),
-        members: status.members.into_iter().filter_map(member).collect(),
-        copies,
-        resync: status.resync.as_ref().map(copy),
-        scrub: status.scrub.map(|scrub| {
-            Box::new(ScrubView {
-                running: scrub.running,
-                at_bytes: scrub.at_bytes,
-                found: scrub.found,
-                repaired: scrub.repaired,
-                last: scrub.last,
-                snapshot: scrub.snapshot,
-            })
-        }),
-        grant_wanted: status.grant_wanted.and_then(grant_wanted).map(Box::new),
+        copies: members.iter().filter_map(|member| Some((member.replica, member.copy?))).collect(),
+        members: members.iter().map(|one| (one.replica, member(one))).collect(),
+        resync: status.resync.map(Into::into),
+        scrub: status.scrub.map(|scrub| Box::new(scrub.into())),
+        // An invalid one cannot be granted.
+        grant_wanted: status.grant_wanted.and_then(|wanted| wanted.try_into().ok()).map(Box::new),
     }
 }
 
 fn replica(status: v1::ReplicaStatus) -> ReplicaView {
     ReplicaView {
+        attach: status.known_generation().map(|generation| generation.attach),
         addresses: status.addresses,
         allocated_bytes: status.allocated_bytes,
         directory: status.directory,
-        attach: attach_of(&status.generation),
-        views: report(status.committed, status.proposed).map(Box::new),
+        views: report(status.committed, status.proposed).ok().map(Box::new),
     }
 }
 
 /// Returns the attachment in a generation `<attach>.<restart>`, whatever follows; 0 if it has none.
 fn attach_of(generation: &str) -> u64 {
     generation.split_once('.').and_then(|(attach, _)| attach.parse().ok()).unwrap_or(0)
-}
-
-/// Converts a report; none if a view is missing or invalid here: the others allow no conclusion then.
-fn report(committed: Option<v1::View>, proposed: Vec<v1::View>) -> Option<ReplicaReport> {
-    let proposed = proposed.into_iter().map(view).collect::<Option<_>>()?;
-    Some(ReplicaReport { committed: view(committed?)?, proposed })
-}
-
-fn copy(copy: &v1::CopyStatus) -> CopyView {
-    CopyView { total_bytes: copy.total_bytes, left_bytes: copy.left_bytes, bytes_per_s: copy.bytes_per_s }
-}
-
-/// Converts a view; none for an invalid one, which cannot be granted.
-fn view(view: v1::View) -> Option<View> {
-    let generation = Generation::new(view.attach, view.restart).of_nonce(view.nonce);
-    let id = ViewId { generation, number: view.number };
-    Some(View { id, members: members(&view.members)? })
-}
-
-fn members(ids: &[String]) -> Option<Members> {
-    let ids: Vec<ReplicaId> = ids.iter().map(|id| id.parse().ok()).collect::<Option<_>>()?;
-    Members::new(ids).ok()
-}
-
-fn grant_wanted(wanted: v1::GrantWanted) -> Option<GrantWanted> {
-    let target = view(wanted.view?)?;
-    // An engine that does not report who has stored the view asks once all its members have.
-    let stored = if wanted.stored.is_empty() { target.members } else { members(&wanted.stored)? };
-    Some(GrantWanted { view: target, honoured: report(wanted.committed, wanted.proposed)?, stored })
-}
-
-fn of_view(view: &View) -> v1::View {
-    v1::View {
-        attach: view.id.generation.attach,
-        restart: view.id.generation.restart,
-        nonce: view.id.generation.nonce,
-        number: view.id.number,
-        members: view.members.iter().map(|id| id.to_string()).collect(),
-    }
 }
 
 fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
@@ -188,7 +133,7 @@ fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
 pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
     Inspection {
         usable: found.usable && !found.missing,
-        report: report(found.committed.clone(), found.proposed.clone()),
+        report: report(found.committed.clone(), found.proposed.clone()).ok(),
         dirty: found.dirty,
         rebuilding: found.rebuilding,
         lost_cache: found.lost_cache,
@@ -267,7 +212,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             replicas: addresses(replicas),
             frontend: frontend.to_string(),
             secret: secret.bytes().to_vec(),
-            granted: granted.as_deref().map(of_view),
+            granted: granted.as_deref().map(Into::into),
             rebuild: Some(of_limits(*rebuild)),
             revision: *revision,
             continues: *continues,
@@ -276,7 +221,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
         AgentCall::Grant { volume, attach, view } => Message::Grant(v1::GrantRequest {
             volume: volume.to_string(),
             attach: *attach,
-            view: Some(of_view(view)),
+            view: Some((&**view).into()),
         }),
         AgentCall::UpdateReplicas { volume, attach, replicas, revision } => {
             Message::UpdateReplicas(v1::UpdateReplicasRequest {
@@ -365,7 +310,7 @@ pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Director
 
 /// Returns the age of the data of a directory in the trash.
 fn holds(trashed: &v1::TrashedReplica) -> Holds {
-    let report = report(trashed.committed.clone(), trashed.proposed.clone());
+    let report = report(trashed.committed.clone(), trashed.proposed.clone()).ok();
     Holds {
         committed: report.as_ref().map(|report| report.committed.id),
         proposed: report.and_then(|report| report.proposed.iter().map(|view| view.id).max()),
@@ -400,47 +345,31 @@ fn replica_address(id: ReplicaId, target: &ReplicaTarget) -> v1::ReplicaAddress 
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use shorthorn_controller_core::objects::{EnginePhase, MemberMode};
 
-    fn said(ids: &[&str]) -> v1::View {
-        let members = ids.iter().map(ToString::to_string).collect();
-        v1::View { attach: 1, restart: 2, nonce: 4, number: 3, members }
-    }
+    use super::*;
 
     #[test]
     fn what_a_newer_engine_says_is_taken_as_far_as_it_is_known() {
-        let member = |mode: &str| v1::EngineMember {
-            replica_id: "00000001".to_owned(),
-            mode: mode.to_owned(),
+        let member = |id: &str, mode| v1::EngineMember {
+            replica_id: id.to_owned(),
+            mode,
             ..v1::EngineMember::default()
         };
-        let mode = |member| {
-            let status = v1::EngineStatus { members: vec![member], ..v1::EngineStatus::default() };
-            engine(status).members.into_values().next().unwrap().mode
-        };
-        assert_eq!(mode(member("rebuilding")), MemberMode::Rebuilding);
-        assert_eq!(mode(member("levitating")), MemberMode::Connecting);
+        let rebuilding = v1::MemberMode::Rebuilding.into();
+        let members = vec![member("00000001", rebuilding), member("00000002", 99), member("?", rebuilding)];
+        let status = v1::EngineStatus { attach: 3, phase: 99, members, ..v1::EngineStatus::default() };
+        let shown = engine(status);
+        assert_eq!((shown.attach, shown.phase), (Some(3), Some(EnginePhase::Unknown)));
+        let modes: Vec<MemberMode> = shown.members.into_values().map(|member| member.mode).collect();
+        assert_eq!(modes, [MemberMode::Rebuilding, MemberMode::Connecting]);
     }
 
     #[test]
-    fn a_grant_is_wanted_with_all_that_it_needs_or_not_at_all() {
-        let whole = v1::GrantWanted {
-            view: Some(said(&["00000001"])),
-            committed: Some(said(&["00000001", "00000002"])),
-            ..v1::GrantWanted::default()
-        };
-        let wanted = grant_wanted(whole.clone()).unwrap();
-        assert_eq!(wanted.stored, wanted.view.members);
-        assert_eq!(of_view(&wanted.view), said(&["00000001"]));
-        let stored = vec!["00000001".to_owned(), "00000003".to_owned()];
-        assert_eq!(grant_wanted(v1::GrantWanted { stored, ..whole.clone() }).unwrap().stored.len(), 2);
-        for broken in [
-            v1::GrantWanted { view: None, ..whole.clone() },
-            v1::GrantWanted { committed: None, ..whole.clone() },
-            v1::GrantWanted { view: Some(said(&["x"])), ..whole.clone() },
-            v1::GrantWanted { proposed: vec![said(&["y"])], ..whole },
-        ] {
-            assert_eq!(grant_wanted(broken), None);
-        }
+    fn the_attachment_of_an_engine_that_does_not_say_it_is_that_of_its_generation() {
+        let text = v1::EngineStatus { generation_text: "4.1".to_owned(), ..v1::EngineStatus::default() };
+        assert_eq!(engine(text.clone()).attach, Some(4));
+        assert_eq!(engine(v1::EngineStatus { attach: 5, ..text }).attach, Some(5));
+        assert_eq!(engine(v1::EngineStatus::default()).attach, None);
     }
 }

@@ -224,7 +224,11 @@ mod tests {
         let shown = |attach, allocated_bytes| Instance {
             state: InstanceState::Running,
             message: String::new(),
-            detail: Detail::Replica(ReplicaView { attach, allocated_bytes, ..ReplicaView::default() }),
+            detail: Detail::Replica(ReplicaView {
+                attach: Some(attach),
+                allocated_bytes,
+                ..ReplicaView::default()
+            }),
         };
         let volume = Some(Key::new(Kind::Volume, "v"));
         assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 0)), volume);

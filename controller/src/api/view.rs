@@ -4,7 +4,7 @@ use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{
     Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
 };
-use shorthorn_controller_core::observed::{Agents, CopyView, Detail, EngineView, InstanceKey, ScrubView};
+use shorthorn_controller_core::observed::{Agents, Detail, EngineView, InstanceKey};
 use shorthorn_controller_core::{ClusterState, Labels, NodeName};
 
 fn text(node: Option<&NodeName>) -> String {
@@ -43,8 +43,8 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
             bytes_per_s: spec.rebuild.bytes_per_s,
             share_percent: spec.rebuild.share_percent,
         }),
-        resync: shown.and_then(|shown| shown.resync).map(copy),
-        scrub: shown.and_then(|shown| shown.scrub.as_deref()).map(scrub),
+        resync: shown.and_then(|shown| shown.resync).map(Into::into),
+        scrub: shown.and_then(|shown| shown.scrub.as_deref().cloned()).map(Into::into),
         salvage: status.salvage.as_ref().map(salvage),
         replica_zone_soft_anti_affinity: spec.replica_zone_soft_anti_affinity,
         replica_disk_soft_anti_affinity: spec.replica_disk_soft_anti_affinity,
@@ -64,27 +64,8 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
 fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a EngineView> {
     let view = agents.get(engine.spec.node_id.as_ref()?)?;
     match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
-        Detail::Engine(shown) if shown.attach == engine.spec.attach => Some(shown),
+        Detail::Engine(shown) if shown.attach == Some(engine.spec.attach) => Some(shown),
         _ => None,
-    }
-}
-
-fn copy(copy: CopyView) -> v1::CopyStatus {
-    v1::CopyStatus {
-        total_bytes: copy.total_bytes,
-        left_bytes: copy.left_bytes,
-        bytes_per_s: copy.bytes_per_s,
-    }
-}
-
-fn scrub(scrub: &ScrubView) -> v1::ScrubStatus {
-    v1::ScrubStatus {
-        running: scrub.running,
-        at_bytes: scrub.at_bytes,
-        found: scrub.found,
-        repaired: scrub.repaired,
-        last: scrub.last.clone(),
-        snapshot: scrub.snapshot.clone(),
     }
 }
 
@@ -117,11 +98,12 @@ fn engine(engine: &Engine) -> v1::Engine {
         node: text(engine.spec.node_id.as_ref()),
         desire_state: engine.spec.desire_state.as_str().to_owned(),
         current_state: engine.status.current_state.as_str().to_owned(),
-        phase: engine.status.phase.clone(),
-        view: engine.status.view.clone(),
+        view: engine.status.view.map(|view| view.to_string()).unwrap_or_default(),
         frontend: engine.status.frontend.clone(),
         message: engine.status.message.clone(),
+        ..v1::Engine::default()
     }
+    .with_phase(engine.status.phase)
 }
 
 pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) -> v1::Replica {
@@ -135,7 +117,7 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
         Some(Detail::Replica(view)) => view.allocated_bytes,
         _ => 0,
     };
-    v1::Replica {
+    let shown = v1::Replica {
         name: replica.metadata.name.clone(),
         volume: spec.volume_name.to_string(),
         replica_id: spec.replica_id.to_string(),
@@ -143,15 +125,19 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
         disk_path: spec.disk_path.clone(),
         desire_state: spec.desire_state.as_str().to_owned(),
         current_state: status.current_state.as_str().to_owned(),
-        mode: member.map(|member| member.mode.as_str().to_owned()).unwrap_or_default(),
         message: said.unwrap_or(&status.message).clone(),
         allocated_bytes,
         copy: engine
             .filter(|_| member.is_some_and(|member| member.mode == MemberMode::Rebuilding))
-            .and_then(|engine| shown_of(agents, engine)?.copies.get(&spec.replica_id))
-            .map(|progress| copy(*progress)),
-        away_since_ms: member.map(|member| member.away_since_ms).unwrap_or_default(),
+            .and_then(|engine| shown_of(agents, engine)?.copies.get(&spec.replica_id).copied())
+            .map(Into::into),
+        away_since_ms: member.and_then(|member| member.away_since_ms).unwrap_or_default(),
         deleting: replica.metadata.is_deleting(),
+        ..v1::Replica::default()
+    };
+    match member {
+        Some(member) => shown.with_mode(member.mode),
+        None => shown,
     }
 }
 

@@ -6,6 +6,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_api::v1;
 use shorthorn_types::Generation;
+use shorthorn_types::status::{CopyStatus, MemberMode};
 
 use super::args::Format;
 use super::error::CtlError;
@@ -51,7 +52,7 @@ pub(super) fn members(volume: &v1::Volume) -> String {
     if volume.state != "attached" {
         return volume.number_of_replicas.to_string();
     }
-    let members = volume.replicas.iter().filter(|replica| replica.mode == "member").count();
+    let members = volume.replicas.iter().filter(|replica| replica.known_mode() == MemberMode::Member).count();
     format!("{members}/{}{}", volume.number_of_replicas, copying(&volume.replicas))
 }
 
@@ -68,18 +69,18 @@ pub(super) fn size(volume: &v1::Volume) -> String {
 
 /// Returns the progress of the rebuilds, for a cell of a table.
 fn copying(replicas: &[v1::Replica]) -> String {
-    let least = replicas.iter().filter_map(|replica| replica.copy.as_ref()).map(percent).min();
+    let least = replicas
+        .iter()
+        .filter_map(|replica| replica.copy.as_ref())
+        .map(|copy| CopyStatus::from(*copy).percent())
+        .min();
     least.map(|percent| format!(" ({percent} %)")).unwrap_or_default()
 }
 
-fn percent(copy: &v1::CopyStatus) -> u64 {
-    let done = copy.total_bytes.saturating_sub(copy.left_bytes);
-    done.saturating_mul(100).checked_div(copy.total_bytes).unwrap_or(100)
-}
-
 fn progress(copy: &v1::CopyStatus) -> String {
-    let left = copy.left_bytes.checked_div(copy.bytes_per_s).map(|seconds| format!(", {seconds} s left"));
-    format!("{} % at {}/s{}", percent(copy), human(copy.bytes_per_s), left.unwrap_or_default())
+    let copy = CopyStatus::from(*copy);
+    let left = copy.left_s().map(|seconds| format!(", {seconds} s left"));
+    format!("{} % at {}/s{}", copy.percent(), human(copy.bytes_per_s), left.unwrap_or_default())
 }
 
 /// Limits of copying in words.
@@ -305,10 +306,11 @@ fn replica_table(replicas: &[v1::Replica]) -> String {
 
 /// Returns the cells of a replica: name, node, disk, state, mode, size and message.
 pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
+    let mode = replica.shown_mode().map_or("", MemberMode::as_str);
     let mode = match &replica.copy {
-        Some(copy) => format!("{} {}", replica.mode, progress(copy)),
+        Some(copy) => format!("{mode} {}", progress(copy)),
         None if replica.deleting => "being deleted".to_owned(),
-        None => dash(replica.mode.clone()),
+        None => dash(mode.to_owned()),
     };
     [
         replica.name.clone(),

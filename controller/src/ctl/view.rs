@@ -3,6 +3,7 @@
 
 use serde::Serialize;
 use shorthorn_api::v1;
+use shorthorn_types::status::{EnginePhase, MemberMode};
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -306,7 +307,7 @@ struct EngineView {
     node_id: String,
     desire_state: String,
     current_state: String,
-    phase: String,
+    phase: &'static str,
     view: String,
     frontend: String,
     message: String,
@@ -324,7 +325,7 @@ pub(super) struct ReplicaView {
     disk_path: String,
     desire_state: String,
     current_state: String,
-    mode: String,
+    mode: &'static str,
     allocated_bytes: u64,
     message: String,
     copy: Option<CopyView>,
@@ -501,11 +502,12 @@ impl From<v1::Condition> for ConditionView {
 
 impl From<v1::Engine> for EngineView {
     fn from(engine: v1::Engine) -> EngineView {
+        let phase = engine.known_phase().map_or("", EnginePhase::as_str);
         EngineView {
             node_id: engine.node,
             desire_state: engine.desire_state,
             current_state: engine.current_state,
-            phase: engine.phase,
+            phase,
             view: engine.view,
             frontend: engine.frontend,
             message: engine.message,
@@ -515,6 +517,7 @@ impl From<v1::Engine> for EngineView {
 
 impl From<v1::Replica> for ReplicaView {
     fn from(replica: v1::Replica) -> ReplicaView {
+        let mode = replica.shown_mode().map_or("", MemberMode::as_str);
         ReplicaView {
             name: replica.name,
             volume: replica.volume,
@@ -523,7 +526,7 @@ impl From<v1::Replica> for ReplicaView {
             disk_path: replica.disk_path,
             desire_state: replica.desire_state,
             current_state: replica.current_state,
-            mode: replica.mode,
+            mode,
             allocated_bytes: replica.allocated_bytes,
             message: replica.message,
             copy: replica.copy.map(Into::into),

@@ -1,7 +1,9 @@
 //! Counts objects by state.
 
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{ConditionType, CurrentState, Kind, Node, Robustness, VolumeState};
+use shorthorn_controller_core::objects::{
+    ConditionType, CurrentState, EnginePhase, Kind, Node, Robustness, VolumeState,
+};
 use shorthorn_controller_core::observed::{AgentView, Agents};
 use shorthorn_metrics::MetricsPage;
 
@@ -45,7 +47,8 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
     show_processes(page, "shorthorn_engines", "Engines in the store, by state", engines);
     let replicas = cluster.replicas.values().map(|replica| replica.status.current_state);
     show_processes(page, "shorthorn_replicas", "Replicas in the store, by state", replicas);
-    let frozen = cluster.engines.values().filter(|engine| engine.status.phase == "frozen").count();
+    let frozen =
+        cluster.engines.values().filter(|engine| engine.status.phase == Some(EnginePhase::Frozen)).count();
     page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
         .set(&[], number(frozen));
     let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are reachable");

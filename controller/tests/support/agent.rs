@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_server::{Node, NodeServer};
+use shorthorn_types::status::{EnginePhase, MemberMode};
 use tokio::net::UnixListener;
 use tokio::sync::{broadcast, mpsc};
 use tokio_stream::StreamExt;
@@ -192,7 +193,8 @@ impl FakeAgent {
         let instance = state.instances.get_mut(&key).unwrap();
         let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { unreachable!() };
         let member = engine.members.iter_mut().find(|member| member.replica_id == replica_id).unwrap();
-        (member.mode, member.message) = ("failed".to_owned(), "connection reset".to_owned());
+        member.report_mode(MemberMode::Failed);
+        member.message = "connection reset".to_owned();
         let changed = instance.clone();
         self.send(Type::Set, changed);
     }
@@ -235,9 +237,10 @@ impl FakeAgent {
                 committed: Some(view(1, all.clone())),
                 ..v1::GrantWanted::default()
             });
-            engine.phase = "frozen".to_owned();
+            engine.report_phase(EnginePhase::Frozen);
             for member in engine.members.iter_mut().filter(|member| member.replica_id == lost) {
-                (member.mode, member.message) = ("failed".to_owned(), "no answer".to_owned());
+                member.report_mode(MemberMode::Failed);
+                member.message = "no answer".to_owned();
             }
         });
     }
@@ -249,8 +252,9 @@ impl FakeAgent {
             Some(v1::instance::Detail::Engine(engine)) => Some((name, engine)),
             _ => None,
         });
-        let rebuilding =
-            engines.filter(|(_, engine)| engine.members.iter().any(|member| member.mode == "rebuilding"));
+        let rebuilding = engines.filter(|(_, engine)| {
+            engine.members.iter().any(|member| member.known_mode() == MemberMode::Rebuilding)
+        });
         rebuilding.map(|(name, _)| name.clone()).collect()
     }
 
@@ -456,24 +460,29 @@ impl Node for FakeAgent {
         {
             return Err(Status::already_exists("another engine of this volume is there"));
         }
-        let member = |replica: &v1::ReplicaAddress| v1::EngineMember {
-            replica_id: replica.replica_id.clone(),
-            address: replica.addresses[0].clone(),
-            mode: "member".to_owned(),
-            ..v1::EngineMember::default()
+        let member = |replica: &v1::ReplicaAddress| {
+            let (replica_id, address) = (replica.replica_id.clone(), replica.addresses[0].clone());
+            let member = v1::EngineMember { replica_id, address, ..v1::EngineMember::default() };
+            member.with_mode(MemberMode::Member)
         };
         let status = v1::EngineStatus {
             volume: request.volume.clone(),
-            phase: "serving".to_owned(),
-            generation: format!("{}.1", request.attach),
-            view: format!("{}.1/1", request.attach),
+            generation: Some(v1::Generation { attach: request.attach, restart: 1, nonce: 0 }),
+            view: Some(v1::View {
+                attach: request.attach,
+                restart: 1,
+                nonce: 0,
+                number: 1,
+                members: request.replicas.iter().map(|replica| replica.replica_id.clone()).collect(),
+            }),
             members: request.replicas.iter().map(member).collect(),
             frontend: "ublk".to_owned(),
             endpoint: format!("/dev/longhorn/{}", request.volume),
             size_bytes: request.size_bytes,
             attach: request.attach,
             ..v1::EngineStatus::default()
-        };
+        }
+        .with_phase(EnginePhase::Serving);
         let instance = v1::Instance {
             kind: v1::InstanceKind::Engine.into(),
             name: request.volume,
@@ -516,7 +525,7 @@ impl Node for FakeAgent {
         self.told(&request.volume, request.attach, |engine| {
             if engine.grant_wanted.as_ref().is_some_and(|wanted| wanted.view.as_ref() == Some(&view)) {
                 engine.grant_wanted = None;
-                engine.phase = "serving".to_owned();
+                engine.report_phase(EnginePhase::Serving);
             }
         })?;
         Ok(Response::new(v1::GrantResponse {}))
@@ -531,17 +540,17 @@ impl Node for FakeAgent {
         let names = ids.iter().map(|id| format!("{}-{id}", request.volume));
         self.truth.lock().unwrap().used.extend(names);
         self.told(&request.volume, request.attach, |engine| {
-            engine.members.retain(|member| member.mode == "member" || ids.contains(&member.replica_id));
+            engine.members.retain(|member| {
+                member.known_mode() == MemberMode::Member || ids.contains(&member.replica_id)
+            });
             for replica in &request.replicas {
                 if engine.members.iter().any(|member| member.replica_id == replica.replica_id) {
                     continue;
                 }
-                engine.members.push(v1::EngineMember {
-                    replica_id: replica.replica_id.clone(),
-                    mode: "rebuilding".to_owned(),
-                    copy: Some(v1::CopyStatus { total_bytes: 1000, left_bytes: 250, bytes_per_s: 10 }),
-                    ..v1::EngineMember::default()
-                });
+                let copy = Some(v1::CopyStatus { total_bytes: 1000, left_bytes: 250, bytes_per_s: 10 });
+                let replica_id = replica.replica_id.clone();
+                let member = v1::EngineMember { replica_id, copy, ..v1::EngineMember::default() };
+                engine.members.push(member.with_mode(MemberMode::Rebuilding));
             }
         })?;
         Ok(Response::new(v1::UpdateReplicasResponse {}))
@@ -587,7 +596,7 @@ impl Node for FakeAgent {
             return Err(Status::failed_precondition(format!("{name} does not run here")));
         };
         if let Some(v1::instance::Detail::Replica(replica)) = &mut instance.detail {
-            replica.generation = format!("{}.0", request.attach);
+            replica.generation = Some(v1::Generation { attach: request.attach, restart: 0, nonce: 0 });
             replica.committed = committed;
         }
         let changed = instance.clone();

@@ -2,6 +2,10 @@
 //! Kubernetes and a storage driver. The `.proto` files beside this crate are the contracts and their
 //! documentation.
 
+mod status;
+
+pub use status::{ViewError, report};
+
 /// The header of a call to an agent that says which cluster the controller is of that makes it.
 pub const CLUSTER_HEADER: &str = "shorthorn-cluster";
 

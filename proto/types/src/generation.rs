@@ -1,6 +1,8 @@
 use std::fmt;
+use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
 /// The generation of an engine: a higher one fences every lower one.
 ///
@@ -45,6 +47,53 @@ impl Generation {
     pub const fn of_nonce(self, nonce: u64) -> Generation {
         Generation { nonce, ..self }
     }
+
+    /// Returns the generation of an engine; none for [`Generation::NEVER`].
+    #[must_use]
+    pub fn of_engine(self) -> Option<Generation> {
+        Some(self).filter(|generation| *generation != Generation::NEVER)
+    }
+}
+
+/// An optional generation as stores and sockets have it: [`Generation::NEVER`] is none.
+pub(crate) mod or_never {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::Generation;
+
+    pub(crate) fn serialize<S: Serializer>(
+        generation: &Option<Generation>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        generation.unwrap_or(Generation::NEVER).serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Generation>, D::Error> {
+        Generation::deserialize(deserializer).map(Generation::of_engine)
+    }
+}
+
+/// A text is no generation, or no view.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{0:?} has not the form ATTACH.RESTART#NONCE of a generation, or that of a view")]
+pub struct ParseViewError(pub(crate) String);
+
+impl FromStr for Generation {
+    type Err = ParseViewError;
+
+    fn from_str(text: &str) -> Result<Generation, ParseViewError> {
+        let parse = || {
+            let (pair, nonce) = match text.split_once('#') {
+                Some((pair, nonce)) => (pair, u64::from_str_radix(nonce, 16).ok()?),
+                None => (text, 0),
+            };
+            let (attach, restart) = pair.split_once('.')?;
+            Some(Generation::new(attach.parse().ok()?, restart.parse().ok()?).of_nonce(nonce))
+        };
+        parse().ok_or_else(|| ParseViewError(text.to_owned()))
+    }
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // serde calls it so
@@ -73,6 +122,16 @@ mod tests {
         assert!(pair < lower && lower < higher && higher < Generation::new(7, 1));
         assert_eq!((pair.to_string(), higher.to_string()), ("7.0".into(), "7.0#1f3a".into()));
         assert_eq!(pair.with_nonce(u64::MAX).nonce, (1 << 53) - 1);
+    }
+
+    #[test]
+    fn texts_read_back() {
+        for generation in [Generation::NEVER, Generation::new(7, 1), Generation::new(7, 1).of_nonce(0x1f3a)] {
+            assert_eq!(generation.to_string().parse(), Ok(generation));
+        }
+        for bad in ["", "7", "7.", ".1", "7.1#", "7.1#x", "-7.1", "7.1 "] {
+            assert_eq!(bad.parse::<Generation>(), Err(ParseViewError(bad.to_owned())));
+        }
     }
 
     #[test]

@@ -11,10 +11,11 @@ mod range;
 mod regions;
 mod replica_id;
 mod secret;
+pub mod status;
 mod view;
 
 pub use errno::Errno;
-pub use generation::Generation;
+pub use generation::{Generation, ParseViewError};
 pub use name::{NameError, VolumeName};
 pub use range::{ByteRange, RangeError};
 pub use regions::{

@@ -1,10 +1,11 @@
 use std::fmt;
+use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::limits::MAX_MEMBERS;
-use crate::{Generation, ReplicaId};
+use crate::{Generation, ParseViewError, ReplicaId};
 
 /// The number of a view: the generation of the engine that made it, and a count within that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -42,6 +43,22 @@ impl View {
 impl fmt::Display for View {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.id, self.members)
+    }
+}
+
+impl FromStr for View {
+    type Err = ParseViewError;
+
+    fn from_str(text: &str) -> Result<View, ParseViewError> {
+        let parse = || {
+            let (id, members) = text.split_once(" of {")?;
+            let (generation, number) = id.split_once('/')?;
+            let id = ViewId { generation: generation.parse().ok()?, number: number.parse().ok()? };
+            let members = members.strip_suffix('}')?.split(", ").filter(|member| !member.is_empty());
+            let members: Vec<ReplicaId> = members.map(|id| id.parse().ok()).collect::<Option<_>>()?;
+            Some(View { id, members: Members::new(members).ok()? })
+        };
+        parse().ok_or_else(|| ParseViewError(text.to_owned()))
     }
 }
 
@@ -194,6 +211,9 @@ impl fmt::Debug for Members {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
 
     fn id(n: u64) -> ReplicaId {
@@ -223,6 +243,25 @@ mod tests {
         assert!(number(2, 0, 1) > number(1, 9, 9));
         assert!(number(1, 1, 1) > number(1, 0, 9));
         assert!(number(1, 1, 2) > number(1, 1, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn texts_read_back(
+            (attach, restart, nonce, number) in any::<(u64, u32, u64, u32)>(),
+            ids in vec(any::<u64>(), 0..=MAX_MEMBERS),
+        ) {
+            let id = ViewId { generation: Generation::new(attach, restart).of_nonce(nonce), number };
+            let view = View { id, members: Members::new(ids.into_iter().map(ReplicaId::from_random)).unwrap() };
+            prop_assert_eq!(view.to_string().parse::<View>(), Ok(view));
+        }
+
+        #[test]
+        fn other_texts_are_refused(text in "[0-9./#{} ,of]{0,20}") {
+            if let Ok(view) = text.parse::<View>() {
+                prop_assert_eq!(view.to_string().parse::<View>(), Ok(view));
+            }
+        }
     }
 
     #[test]

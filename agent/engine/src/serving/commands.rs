@@ -8,7 +8,8 @@ use shorthorn_recovery::{ServingEngine, Standing};
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use super::{Ending, NO_DELAY, Serving};
+use super::{NO_DELAY, Serving};
+use crate::events::Ending;
 use crate::context::Peer;
 use crate::error::EngineError;
 use crate::main_loop::copy_limits;

@@ -139,7 +139,7 @@ impl Server {
         let views = self.executor.state().views();
         self.publisher.update(|status| {
             if let Status::Replica(replica) = status {
-                replica.generation = views.generation();
+                replica.generation = views.generation().of_engine();
                 replica.views = Some(views.report().clone());
             }
         });

@@ -13,7 +13,7 @@ mod sums;
 
 use std::time::Instant;
 
-use shorthorn_control::{Publisher, Status};
+use shorthorn_control::{Publisher, ReplicaPhase, Status};
 use shorthorn_replica_core::{Admission, Failure};
 use shorthorn_ring::{Completion, Ring, Token};
 use shorthorn_types::Errno;
@@ -279,7 +279,7 @@ impl Server {
         let (failures, message) = (failure.in_a_row, failure.outlook());
         self.publisher.update(|status| {
             if let Status::Replica(replica) = status {
-                (replica.serving, replica.failed) = (false, true);
+                replica.phase = ReplicaPhase::Failed;
                 (replica.failures, replica.message) = (failures, message);
             }
         });

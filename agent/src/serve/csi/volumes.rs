@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::{self, InstanceState};
+use shorthorn_control::{EnginePhase, MemberMode};
 use shorthorn_csi_node::{Condition, Device, DeviceNumber, Volume, Volumes, VolumesError};
 use shorthorn_types::VolumeName;
 
@@ -69,19 +70,20 @@ fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> Condition {
         let state = instance.state().as_str_name().trim_start_matches("INSTANCE_STATE_").to_lowercase();
         return Condition::Frozen(because(&format!("its engine is {state}")));
     }
-    if engine.phase == "frozen" {
+    if engine.known_phase() == Some(EnginePhase::Frozen) {
         return Condition::Frozen(because("too few replicas can be reached"));
     }
     if engine.lost_writes {
         return Condition::Frozen(because("writes may be lost"));
     }
-    let (members, all) =
-        (engine.members.iter().filter(|one| one.mode == "member").count(), engine.members.len());
+    let is_member = |one: &&v1::EngineMember| one.known_mode() == MemberMode::Member;
+    let (members, all) = (engine.members.iter().filter(is_member).count(), engine.members.len());
     if members == all {
         return Condition::Healthy;
     }
-    let others = engine.members.iter().filter(|one| one.mode != "member");
-    let others: Vec<String> = others.map(|one| format!("{} is {}", one.replica_id, one.mode)).collect();
+    let others = engine.members.iter().filter(|one| !is_member(one));
+    let others: Vec<String> =
+        others.map(|one| format!("{} is {}", one.replica_id, one.known_mode().as_str())).collect();
     Condition::Degraded(format!("{members} of {all} replicas have everything; {}", others.join(", ")))
 }
 
@@ -89,35 +91,34 @@ fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> Condition {
 mod tests {
     use super::*;
 
-    fn engine(phase: &str, modes: &[&str]) -> v1::EngineStatus {
-        let member =
-            |mode: &&str| v1::EngineMember { mode: (*mode).to_owned(), ..v1::EngineMember::default() };
-        v1::EngineStatus {
-            phase: phase.into(),
-            members: modes.iter().map(member).collect(),
-            ..v1::EngineStatus::default()
-        }
+    const MEMBER: MemberMode = MemberMode::Member;
+
+    fn engine(phase: Option<EnginePhase>, modes: &[MemberMode]) -> v1::EngineStatus {
+        let member = |mode: &MemberMode| v1::EngineMember::default().with_mode(*mode);
+        let members = modes.iter().map(member).collect();
+        v1::EngineStatus { members, ..v1::EngineStatus::default() }.with_phase(phase)
     }
 
-    fn of(state: InstanceState, phase: &str, modes: &[&str]) -> Condition {
+    fn of(state: InstanceState, phase: Option<EnginePhase>, modes: &[MemberMode]) -> Condition {
         let instance = v1::Instance { state: state.into(), message: "why".into(), ..v1::Instance::default() };
         condition(&instance, &engine(phase, modes))
     }
 
     #[test]
     fn conditions() {
-        assert_eq!(of(InstanceState::Running, "serving", &["member", "member"]), Condition::Healthy);
-        match of(InstanceState::Running, "serving", &["member", "rebuilding"]) {
+        let serving = Some(EnginePhase::Serving);
+        assert_eq!(of(InstanceState::Running, serving, &[MEMBER, MEMBER]), Condition::Healthy);
+        match of(InstanceState::Running, serving, &[MEMBER, MemberMode::Rebuilding]) {
             Condition::Degraded(text) => assert!(text.starts_with("1 of 2 replicas"), "{text}"),
             other => panic!("{other:?}"),
         }
         for (state, phase) in [
-            (InstanceState::Running, "frozen"),
-            (InstanceState::Starting, "starting"),
-            (InstanceState::Error, "serving"),
-            (InstanceState::Stopped, ""),
+            (InstanceState::Running, Some(EnginePhase::Frozen)),
+            (InstanceState::Starting, Some(EnginePhase::Starting)),
+            (InstanceState::Error, serving),
+            (InstanceState::Stopped, None),
         ] {
-            match of(state, phase, &["member"]) {
+            match of(state, phase, &[MEMBER]) {
                 Condition::Frozen(text) => assert!(text.ends_with(": why"), "{text}"),
                 other => panic!("{other:?}"),
             }
@@ -127,7 +128,7 @@ mod tests {
     #[test]
     fn a_volume_that_has_lost_writes_is_not_healthy() {
         let instance = v1::Instance { state: InstanceState::Running.into(), ..v1::Instance::default() };
-        let engine = v1::EngineStatus { lost_writes: true, ..engine("serving", &["member"]) };
+        let engine = v1::EngineStatus { lost_writes: true, ..engine(Some(EnginePhase::Serving), &[MEMBER]) };
         assert_eq!(condition(&instance, &engine), Condition::Frozen("writes may be lost".to_owned()));
     }
 

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shorthorn_api::v1::{self, instance::Detail};
-use shorthorn_control::{EngineSpec, ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand};
+use shorthorn_control::{
+    EnginePhase, EngineSpec, ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand,
+};
 use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 use tokio::time::{Instant, timeout};
 
@@ -340,7 +342,7 @@ fn is_serving(instance: &v1::Instance) -> bool {
 }
 
 fn says_serving(instance: &v1::Instance) -> bool {
-    matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.phase == "serving")
+    matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving))
 }
 
 /// Watches one process go and the next one come.
@@ -370,8 +372,8 @@ mod tests {
 
     use super::*;
 
-    fn shown(pid: i32, phase: &str) -> v1::InstanceEvent {
-        let engine = v1::EngineStatus { phase: phase.into(), ..v1::EngineStatus::default() };
+    fn shown(pid: i32, phase: Option<EnginePhase>) -> v1::InstanceEvent {
+        let engine = v1::EngineStatus::default().with_phase(phase);
         let instance = v1::Instance {
             kind: v1::InstanceKind::Engine.into(),
             name: "v1".into(),
@@ -383,8 +385,8 @@ mod tests {
         v1::InstanceEvent { instance: Some(instance), ..v1::InstanceEvent::default() }
     }
 
-    fn with_expansion(phase: &str, next_attach: bool) -> v1::InstanceEvent {
-        let mut event = shown(1, phase);
+    fn with_expansion(phase: EnginePhase, next_attach: bool) -> v1::InstanceEvent {
+        let mut event = shown(1, Some(phase));
         if let Some(Detail::Engine(engine)) = event.instance.as_mut().and_then(|shown| shown.detail.as_mut())
         {
             let (size_bytes, message) = (2 << 30, "the driver cannot".to_owned());
@@ -396,10 +398,13 @@ mod tests {
     #[test]
     fn only_a_device_that_cannot_grow_in_use_is_made_anew() {
         let keeps = |event: v1::InstanceEvent| keeps_size(&event.instance.unwrap());
-        assert!(keeps(with_expansion("serving", true)));
+        assert!(keeps(with_expansion(EnginePhase::Serving, true)));
         // A running expansion ends by itself, and an engine that starts or is frozen has no size to take.
-        for event in [with_expansion("serving", false), with_expansion("starting", true), shown(1, "serving")]
-        {
+        for event in [
+            with_expansion(EnginePhase::Serving, false),
+            with_expansion(EnginePhase::Starting, true),
+            shown(1, Some(EnginePhase::Serving)),
+        ] {
             assert!(!keeps(event));
         }
     }
@@ -408,9 +413,12 @@ mod tests {
     async fn a_device_is_made_anew_once_an_engine_serves_it() {
         let (sent, changes) = broadcast::channel(16);
         let mut watch = Watch { now: Vec::new(), changes };
-        for event in
-            [with_expansion("serving", true), shown(0, ""), shown(2, "starting"), shown(2, "serving")]
-        {
+        for event in [
+            with_expansion(EnginePhase::Serving, true),
+            shown(0, None),
+            shown(2, Some(EnginePhase::Starting)),
+            shown(2, Some(EnginePhase::Serving)),
+        ] {
             sent.send(event).unwrap();
         }
         serves(&mut watch, "v1").await.unwrap();
@@ -424,11 +432,11 @@ mod tests {
         let sender = async {
             // The old one still serves, then ends; the new one starts, then serves.
             for (wait_ms, pid, phase) in [
-                (50, 1, "serving"),
-                (10, 1, "stopping"),
-                (20, 0, ""),
-                (30, 2, "starting"),
-                (40, 2, "serving"),
+                (50, 1, Some(EnginePhase::Serving)),
+                (10, 1, Some(EnginePhase::Stopping)),
+                (20, 0, None),
+                (30, 2, Some(EnginePhase::Starting)),
+                (40, 2, Some(EnginePhase::Serving)),
             ] {
                 tokio::time::sleep(Duration::from_millis(wait_ms)).await;
                 sent.send(shown(pid, phase)).unwrap();

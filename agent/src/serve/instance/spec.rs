@@ -9,12 +9,11 @@ use shorthorn_control::{
     SpecError, Unknown, load_spec, store_spec,
 };
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
-use shorthorn_types::{Members, ReplicaId, VolumeName};
+use shorthorn_types::{Members, ReplicaId, View, VolumeName};
 
 use crate::serve::config::{Config, absolute};
 use crate::serve::error::NodeError;
 use crate::serve::instance::{InstanceId, InstancePaths};
-use crate::serve::messages;
 
 /// The most addresses of one replica that an engine is given.
 const ADDRESSES_MAX: usize = 8;
@@ -58,7 +57,7 @@ impl Spec {
             queues: config.queues,
             depth: config.queue_depth,
             replica_timeout_ms: config.replica_timeout_ms,
-            granted: request.granted.map(messages::view).transpose()?,
+            granted: request.granted.map(View::try_from).transpose()?,
             rebuild: rebuild_limits(request.rebuild)?,
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: request.verify_reads,

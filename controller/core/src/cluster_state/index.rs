@@ -189,7 +189,7 @@ mod tests {
                 let mut engine = Engine::of_new(&volume, Timestamp::UNIX_EPOCH);
                 engine.spec.node_id = (place > 0).then(|| node(place));
                 engine.status.current_state = CurrentState::Running;
-                engine.status.phase = "serving".to_owned();
+                engine.status.phase = Some(crate::objects::EnginePhase::Serving);
                 let mode = if odd { MemberMode::Failed } else { MemberMode::Member };
                 let id = ReplicaId::from_random(1);
                 engine.status.replica_mode_map = BTreeMap::from([(id, MemberStatus::of(mode))]);

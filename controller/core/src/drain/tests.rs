@@ -6,8 +6,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    CurrentState, DesireState, DiskSpec, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata,
-    NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    CurrentState, DesireState, DiskSpec, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend,
+    MemberStatus, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{NodeName, Timestamp};
@@ -78,7 +78,7 @@ fn cluster() -> ClusterState {
         },
         status: EngineStatus {
             current_state: CurrentState::Running,
-            phase: "serving".to_owned(),
+            phase: Some(EnginePhase::Serving),
             replica_mode_map: members.collect(),
             ..EngineStatus::default()
         },
@@ -126,7 +126,7 @@ fn what_cannot_be_moved_is_held_and_says_why() {
     );
 
     let mut frozen = cluster();
-    frozen.engines.get_mut("v").unwrap().status.phase = "frozen".to_owned();
+    frozen.engines.get_mut("v").unwrap().status.phase = Some(EnginePhase::Frozen);
     assert_eq!(only(&frozen), (true, "volume v is not served: shorthornctl volume why v".to_owned()));
 }
 

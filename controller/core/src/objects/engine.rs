@@ -2,7 +2,8 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
-use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 
 use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits, Volume};
 use crate::{NodeName, ReplicaTarget, Timestamp, schema};
@@ -72,14 +73,17 @@ pub struct EngineStatus {
     #[serde(default)]
     pub served_attach: u64,
     /// starting, serving, frozen (no quorum) or stopped, as the engine says.
-    #[serde(default)]
-    pub phase: String,
+    #[serde(default, with = "super::optional::phase")]
+    #[schemars(with = "String")]
+    pub phase: Option<EnginePhase>,
     /// The generation in which it serves.
-    #[serde(default)]
-    pub generation: String,
+    #[serde(default, with = "super::optional::text")]
+    #[schemars(with = "String")]
+    pub generation: Option<Generation>,
     /// The view in which it serves.
-    #[serde(default)]
-    pub view: String,
+    #[serde(default, with = "super::optional::text")]
+    #[schemars(with = "String")]
+    pub view: Option<View>,
     /// The frontend that it chose.
     #[serde(default)]
     pub frontend: String,
@@ -160,7 +164,7 @@ impl EngineStatus {
     /// Returns true if the engine serves the volume.
     #[must_use]
     pub fn is_serving(&self) -> bool {
-        self.current_state == CurrentState::Running && self.phase == "serving"
+        self.current_state == CurrentState::Running && self.phase == Some(EnginePhase::Serving)
     }
 }
 
@@ -181,14 +185,16 @@ pub struct ExpansionStatus {
 #[serde(rename_all = "camelCase")]
 pub struct MemberStatus {
     /// In the view or not.
+    #[schemars(with = "schema::MemberMode")]
     pub mode: MemberMode,
     /// The reason why the replica is not a member, or why requests wait for a member, if they do.
     #[serde(default)]
     pub message: String,
     /// The time since which the replica is not a member, in milliseconds since 1970; 0 for a member, or if
     /// unknown.
-    #[serde(default)]
-    pub away_since_ms: u64,
+    #[serde(default, serialize_with = "super::optional::number")]
+    #[schemars(with = "u64")]
+    pub away_since_ms: Option<u64>,
 }
 
 impl<'de> Deserialize<'de> for MemberStatus {
@@ -207,7 +213,7 @@ impl<'de> Deserialize<'de> for MemberStatus {
             of_first_release: Option<u64>,
         }
         let Stored { mode, message, away_since_ms, of_first_release } = Stored::deserialize(deserializer)?;
-        let away_since_ms = away_since_ms.or(of_first_release).unwrap_or_default();
+        let away_since_ms = away_since_ms.or(of_first_release).filter(|since_ms| *since_ms > 0);
         Ok(MemberStatus { mode, message, away_since_ms })
     }
 }
@@ -216,7 +222,7 @@ impl MemberStatus {
     /// Returns a replica in that mode without further data.
     #[must_use]
     pub const fn of(mode: MemberMode) -> MemberStatus {
-        MemberStatus { mode, message: String::new(), away_since_ms: 0 }
+        MemberStatus { mode, message: String::new(), away_since_ms: None }
     }
 
     /// Returns true if requests wait for the replica, because it is late and the other members cannot
@@ -224,32 +230,5 @@ impl MemberStatus {
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         self.mode == MemberMode::Member && !self.message.is_empty()
-    }
-}
-
-/// The relation of a replica to the view of the engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum MemberMode {
-    /// The replica has every acknowledged write.
-    Member,
-    /// The replica has left the view.
-    Failed,
-    /// The state is not known yet.
-    Connecting,
-    /// The replica is being rebuilt: it gets the missing data, and every new write.
-    Rebuilding,
-}
-
-impl MemberMode {
-    /// Returns the word that is stored and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            MemberMode::Member => "member",
-            MemberMode::Failed => "failed",
-            MemberMode::Connecting => "connecting",
-            MemberMode::Rebuilding => "rebuilding",
-        }
     }
 }

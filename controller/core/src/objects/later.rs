@@ -64,7 +64,7 @@ pub(super) fn word<'de, D: Deserializer<'de>, T: OpenEnum>(deserializer: D) -> R
 mod tests {
     use serde_json::json;
 
-    use super::super::{Engine, Node, Object, Replica, Volume};
+    use super::super::{Engine, EnginePhase, Node, Object, Replica, Volume};
     use super::*;
 
     /// Returns objects of each kind as release 0.1.0 has stored them.
@@ -93,11 +93,11 @@ mod tests {
         let read = |member: Value| {
             serde_json::from_value::<super::super::MemberStatus>(member).unwrap().away_since_ms
         };
-        assert_eq!(read(json!({ "mode": "failed", "away_since_ms": 7 })), 7);
-        assert_eq!(read(json!({ "mode": "failed", "awaySinceMs": 8 })), 8);
-        assert_eq!(read(json!({ "mode": "member" })), 0);
+        assert_eq!(read(json!({ "mode": "failed", "away_since_ms": 7 })), Some(7));
+        assert_eq!(read(json!({ "mode": "failed", "awaySinceMs": 8 })), Some(8));
+        assert_eq!(read(json!({ "mode": "member" })), None);
         // A writer that has replaced the one has left the other unchanged.
-        assert_eq!(read(json!({ "mode": "member", "awaySinceMs": 0, "away_since_ms": 7 })), 0);
+        assert_eq!(read(json!({ "mode": "member", "awaySinceMs": 0, "away_since_ms": 7 })), None);
     }
 
     fn changed<T: DeserializeOwned>(kind: &str, changes: &[(&str, Value)]) -> T {
@@ -139,8 +139,13 @@ mod tests {
                 ("/spec/frontend", word.clone()),
                 ("/status/currentState", word.clone()),
                 ("/status/replicaModeMap/8rqh2w91/mode", word.clone()),
+                ("/status/phase", word.clone()),
+                ("/status/generation", word.clone()),
+                ("/status/view", word.clone()),
             ],
         );
+        assert_eq!(engine.status.phase, Some(EnginePhase::Unknown));
+        assert_eq!((engine.status.generation, engine.status.view), (None, None), "they are observed anew");
         assert_eq!(engine.spec.desire_state, DesireState::Running);
         assert!(!engine.status.replica_mode_map.values().any(|member| member.mode == MemberMode::Member));
         let replica: Replica = changed(

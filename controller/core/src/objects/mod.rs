@@ -5,6 +5,7 @@ mod engine;
 mod later;
 mod metadata;
 mod node;
+mod optional;
 mod quoted;
 mod replica;
 mod truth;
@@ -14,10 +15,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
-pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberMode, MemberStatus};
+pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberStatus};
 pub use metadata::{Key, Kind, Metadata};
 pub use node::{Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
+pub use shorthorn_types::status::{EnginePhase, MemberMode};
 pub use shorthorn_types::{SECRET_BYTES, Secret};
 pub use volume::{
     DataLocality, DataLocalityError, Display, Frontend, FrontendError, RebuildLimits, Robustness, Salvage,

@@ -4,8 +4,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    DataState, DesireState, Discovered, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata,
-    Node, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    DataState, DesireState, Discovered, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend,
+    MemberStatus, Metadata, Node, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::requests::{Change, CreateVolume};
 
@@ -73,7 +73,7 @@ fn cluster(wanted: u32, modes: &[MemberMode]) -> ClusterState {
         },
         status: EngineStatus {
             current_state: CurrentState::Running,
-            phase: "serving".to_owned(),
+            phase: Some(EnginePhase::Serving),
             replica_mode_map: (0..).zip(modes).map(|(at, mode)| (id(at), MemberStatus::of(*mode))).collect(),
             ..EngineStatus::default()
         },
@@ -263,7 +263,7 @@ fn an_engine_that_cannot_be_asked_may_need_every_replica() {
     change_engine(&mut unseen, |status| status.current_state = CurrentState::Unknown);
     assert!(message_of(&unseen, "n0").contains("is unreachable"));
     let mut frozen = cluster(3, &[MEMBER, MEMBER, MEMBER]);
-    change_engine(&mut frozen, |status| status.phase = "frozen".to_owned());
+    change_engine(&mut frozen, |status| status.phase = Some(EnginePhase::Frozen));
     assert!(message_of(&frozen, "n1").contains("may need each of them"));
     // A starting engine begins with the known view.
     let mut starting = cluster(3, &[FAILED, MEMBER, MEMBER]);

@@ -1,5 +1,5 @@
 use super::{Context, Reachability, START_CHECK, is_given_up, quiet_left, reachability};
-use crate::objects::{CurrentState, DesireState, Engine, EngineStatus, Key, Kind, Volume};
+use crate::objects::{CurrentState, DesireState, Engine, EnginePhase, EngineStatus, Key, Kind, Volume};
 use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
 use crate::{Action, AgentCall, Decision, NodeName};
 
@@ -56,7 +56,7 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
 /// Returns true if the instance was made for this attachment or an earlier one. It may have no process any
 /// more: its node keeps its spec, with the secret of the volume, until it is stopped.
 fn is_older(instance: &Instance, attach: u64) -> bool {
-    view_of(instance).is_some_and(|view| view.attach <= attach)
+    view_of(instance).is_some_and(|view| view.attach <= Some(attach))
 }
 
 /// Writes the status if it differs from the stored one.
@@ -84,13 +84,13 @@ fn mark_unreachable(engine: &Engine, reason: String) -> Decision {
 /// Returns true if the process has ended for good: its agent does not start it again.
 fn has_ended(instance: &Instance, view: &EngineView) -> bool {
     instance.state == InstanceState::Stopped
-        || (instance.state == InstanceState::Error && view.phase == "stopped")
+        || (instance.state == InstanceState::Error && view.phase == Some(EnginePhase::Stopped))
 }
 
 /// Returns the view of the process of exactly this attachment, unless it has ended or is about to.
 pub(super) fn living<'a>(engine: &Engine, view: &'a AgentView) -> Option<(&'a Instance, &'a EngineView)> {
     let instance = view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
-    let shown = view_of(instance).filter(|shown| shown.attach == engine.spec.attach)?;
+    let shown = view_of(instance).filter(|shown| shown.attach == Some(engine.spec.attach))?;
     let is_living = instance.state != InstanceState::Stopping && !has_ended(instance, shown);
     is_living.then_some((instance, shown))
 }
@@ -110,19 +110,19 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
     let mut decision = Decision::nothing();
     match (instance, shown) {
         // Without the number it could be any engine: it is neither taken for this one nor stopped.
-        (_, Some(shown)) if shown.attach == 0 => {
+        (_, Some(shown)) if shown.attach.is_none() => {
             let message = "the agent does not say which attachment its engine is for: upgrade it".to_owned();
             let status = EngineStatus { current_state: CurrentState::Error, message, ..cleared(engine) };
             write_status(&mut decision, engine, status);
         }
         // A later engine than the one asked for: this decision is made from an old state, the next is not.
-        (_, Some(shown)) if shown.attach > attach => {}
-        (Some(instance), Some(shown)) if shown.attach == attach => {
+        (_, Some(shown)) if shown.attach > Some(attach) => {}
+        (Some(instance), Some(shown)) if shown.attach == Some(attach) => {
             follow(context, engine, instance, shown, &mut decision);
         }
         (_, shown) if engine.status.seen_attach >= attach => {
             let status = lost(engine, format!("the engine process is gone from node {node}"));
-            debug_assert!(shown.is_none_or(|shown| shown.attach < attach));
+            debug_assert!(shown.is_none_or(|shown| shown.attach < Some(attach)));
             write_status(&mut decision, engine, status);
         }
         (_, shown) => {
@@ -137,13 +137,13 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView
             // Before the call: from here on, the stored state says that a process may be there.
             write_status(&mut decision, engine, starting(engine, volume, failure));
             let mut continues = 0;
-            match shown {
+            match shown.and_then(|shown| shown.attach) {
                 // The volume was attached nowhere else since: the device continues, even if it is in use.
-                Some(older) if (1..=older.attach).contains(&volume.status.attached_since) => {
+                Some(older) if (1..=older).contains(&volume.status.attached_since) => {
                     continues = volume.status.attached_since;
                 }
                 Some(older) => {
-                    let stop = AgentCall::StopInstance { instance: key, attach: older.attach };
+                    let stop = AgentCall::StopInstance { instance: key, attach: older };
                     decision.call(node, stop);
                 }
                 None => {}
@@ -201,7 +201,7 @@ fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
     let starts = |state| matches!(state, CurrentState::Starting | CurrentState::Running);
     stored.current_state == CurrentState::Starting
         && starts(shown.current_state)
-        && !matches!(shown.phase.as_str(), "serving" | "frozen")
+        && !matches!(shown.phase, Some(EnginePhase::Serving | EnginePhase::Frozen))
         && shown.message.is_empty()
 }
 
@@ -233,9 +233,11 @@ fn lost(engine: &Engine, message: String) -> EngineStatus {
 
 /// Returns the status from the process of this attachment.
 fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> EngineStatus {
+    let attach = engine.spec.attach;
+    debug_assert_eq!(view.attach, Some(attach));
     if has_ended(instance, view) {
         let why = if instance.message.is_empty() { "no reason given" } else { &instance.message };
-        let seen = EngineStatus { seen_attach: view.attach, ..engine.status.clone() };
+        let seen = EngineStatus { seen_attach: attach, ..engine.status.clone() };
         let engine = Engine { status: seen, ..engine.clone() };
         return lost(&engine, format!("the engine stopped by itself: {why}"));
     }
@@ -246,12 +248,12 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
             InstanceState::Stopping | InstanceState::Stopped => CurrentState::Stopping,
             InstanceState::Error => CurrentState::Error,
         },
-        seen_attach: view.attach,
+        seen_attach: attach,
         lost_attach: engine.status.lost_attach,
         served_attach: engine.status.served_attach,
-        phase: view.phase.clone(),
-        generation: view.generation.clone(),
-        view: view.view.clone(),
+        phase: view.phase,
+        generation: view.generation,
+        view: view.view,
         frontend: view.frontend.clone(),
         endpoint: view.endpoint.clone(),
         replica_mode_map: view.members.clone(),
@@ -266,7 +268,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         rebuild: engine.status.rebuild,
     };
     if status.is_serving() {
-        status.served_attach = view.attach;
+        status.served_attach = attach;
     }
     status
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 use shorthorn_types::ReplicaId;
 
 use crate::objects::{
-    ConditionType, CurrentState, DesireState, Engine, Finding, MemberMode, Replica, Robustness, Volume,
+    ConditionType, CurrentState, DesireState, Engine, EnginePhase, Finding, MemberMode, Replica, Robustness,
+    Volume,
 };
 use crate::{NodeName, ReplicaTarget};
 
@@ -34,10 +35,10 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
         CurrentState::Error => return (Robustness::Faulted, engine_trouble(engine)),
         _ => {}
     }
-    match status.phase.as_str() {
-        "serving" if status.lost_writes => (Robustness::Faulted, lost_writes(engine)),
-        "serving" => members(volume, engine, replicas),
-        "frozen" => {
+    match status.phase {
+        Some(EnginePhase::Serving) if status.lost_writes => (Robustness::Faulted, lost_writes(engine)),
+        Some(EnginePhase::Serving) => members(volume, engine, replicas),
+        Some(EnginePhase::Frozen) => {
             let message = format!(
                 "the engine has lost its quorum and serves nothing ({}); bring the missing replicas back: {}",
                 said(&status.message),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use crate::objects::{Key, Kind, Replica, Robustness, Volume, VolumeState};
+use crate::objects::{EnginePhase, Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::observed::{AgentView, Agents, Link};
 use crate::scheduler::Limits;
 use crate::{ClusterState, Decision, NodeName, Timestamp, drain, lost_disk, lost_node};
@@ -135,7 +135,8 @@ pub fn is_urgent(cluster: &ClusterState, key: &Key) -> bool {
     let (wanted, current) = (&volume.spec.node_id, &volume.status.current_node_id);
     let is_moving = matches!(volume.status.state, VolumeState::Attaching | VolumeState::Detaching)
         || wanted.is_some() && wanted != current;
-    is_moving || cluster.engines.get(name).is_some_and(|engine| engine.status.phase == "frozen")
+    is_moving
+        || cluster.engines.get(name).is_some_and(|engine| engine.status.phase == Some(EnginePhase::Frozen))
 }
 
 /// Returns true if a volume that is to be deleted continues for now, because its device is in use.

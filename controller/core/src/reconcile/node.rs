@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::{Context, GIVE_UP_CHECK, Reachability, reachability};
-use crate::objects::{ConditionType, DiskSpec, DiskStatus, Finding, Frontend, Key, Kind, Node};
+use crate::objects::{ConditionType, DiskSpec, DiskStatus, EnginePhase, Finding, Frontend, Key, Kind, Node};
 use crate::observed::{AgentView, Detail, Instance, InstanceKey};
 use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
 
@@ -68,10 +68,11 @@ fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decisio
     let ownerless = view.instances.iter().filter_map(|(key, instance)| {
         let Detail::Engine(shown) = &instance.detail else { return None };
         let is_known = cluster.engines.contains_key(&key.name) || cluster.volumes.contains_key(&key.name);
-        let may_have_clients = shown.frontend == Frontend::Socket.as_str() && shown.phase == "serving";
+        let may_have_clients =
+            shown.frontend == Frontend::Socket.as_str() && shown.phase == Some(EnginePhase::Serving);
         // Without a number the call would stop any engine of the name.
-        (!is_known && shown.attach > 0 && !may_have_clients && cluster.unknown_of(&key.name).is_none())
-            .then_some((key, shown.attach))
+        (!is_known && !may_have_clients && cluster.unknown_of(&key.name).is_none())
+            .then_some((key, shown.attach?))
     });
     let mut ownerless: Vec<(&InstanceKey, u64)> = ownerless.collect();
     // A call that fails is the last one of its run.

@@ -242,7 +242,7 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
 /// Returns the time since which a replica is absent according to the engine. It is never in the future,
 /// whatever the clock of its node is.
 fn away_since(member: &MemberStatus, now: Timestamp) -> Option<Timestamp> {
-    let since_ms = i64::try_from(member.away_since_ms).ok().filter(|since_ms| *since_ms > 0)?;
+    let since_ms = i64::try_from(member.away_since_ms?).ok()?;
     Timestamp::from_millisecond(since_ms).ok().map(|since| since.min(now))
 }
 

@@ -7,8 +7,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, DiskStatus, Engine,
-    EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberStatus, Metadata, Node, NodeSpec,
-    NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
+    EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberStatus, Metadata, Node,
+    NodeSpec, NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::observed::{
     AgentInfo, Detail, DiskView, EngineView, Failure, Instance, InstanceKey, InstanceState,
@@ -64,7 +64,8 @@ fn agents(on_b: Option<u64>) -> Agents {
         let disk = DiskView { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..DiskView::default() };
         view.disks.insert(DISK.to_owned(), disk);
         if let Some(attach) = on_b.filter(|_| name == "b") {
-            let detail = Detail::Engine(Box::new(EngineView { attach, ..EngineView::default() }));
+            let detail =
+                Detail::Engine(Box::new(EngineView { attach: Some(attach), ..EngineView::default() }));
             let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
             view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
         }
@@ -270,7 +271,7 @@ fn degraded_cluster() -> ClusterState {
     let mut engine = cluster.engines.remove("v").unwrap();
     engine.status.current_state = CurrentState::Running;
     engine.status.seen_attach = ATTACH;
-    engine.status.phase = "serving".to_owned();
+    engine.status.phase = Some(EnginePhase::Serving);
     engine.status.replica_mode_map = BTreeMap::from([
         (kept, MemberStatus::of(MemberMode::Member)),
         (lost, MemberStatus::of(MemberMode::Failed)),
@@ -372,17 +373,19 @@ fn a_replica_of_a_node_that_is_given_up_is_forgotten_at_once_and_then_replaced()
 fn a_replica_that_may_be_in_the_view_stays_although_its_node_is_given_up() {
     let (cluster, agents) = cluster_without_b();
     let id = ReplicaId::from_random(2);
-    for (mode, phase) in [(MemberMode::Member, "serving"), (MemberMode::Failed, "frozen")] {
+    for (mode, phase) in
+        [(MemberMode::Member, EnginePhase::Serving), (MemberMode::Failed, EnginePhase::Frozen)]
+    {
         let mut cluster = cluster.clone();
         let mut engine = cluster.engines["v"].clone();
         engine.status.replica_mode_map.insert(id, MemberStatus::of(mode));
-        engine.status.phase = phase.to_owned();
+        engine.status.phase = Some(phase);
         cluster.insert(engine.into());
         for _ in 0..3 {
             act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
         }
         let replica = cluster.replicas.values().find(|replica| replica.spec.replica_id == id).unwrap();
-        assert!(!replica.metadata.is_deleting(), "{mode:?} {phase}");
+        assert!(!replica.metadata.is_deleting(), "{mode:?} {phase:?}");
     }
 }
 

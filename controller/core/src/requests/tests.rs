@@ -405,26 +405,27 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
 /// An engine that has served may have its device in use: it would not stop, and might serve again.
 #[test]
 fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
-    use crate::objects::{DesireState, Engine, VolumeState};
+    use crate::objects::{DesireState, Engine, EnginePhase, VolumeState};
     let mut volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 3);
-    let check = |state: VolumeState, phase: &str, served_attach| {
+    let check = |state: VolumeState, phase: Option<EnginePhase>, served_attach| {
         let mut volume = volume.clone();
         volume.status.state = state;
         let mut engine = Engine::of_new(&volume, now());
         (engine.spec.attach, engine.spec.desire_state) = (3, DesireState::Running);
         (engine.status.seen_attach, engine.status.served_attach) = (3, served_attach);
-        engine.status.phase = phase.to_owned();
+        engine.status.phase = phase;
         let mut cluster = cluster_with("n", volume.clone());
         cluster.insert(engine.into());
         check_salvageable(&cluster, &volume)
     };
     let refused = Err(RequestError::IsServed("v".to_owned()));
-    assert_eq!(check(VolumeState::Attaching, "frozen", 3), refused, "it has served in this attachment");
-    assert_eq!(check(VolumeState::Attaching, "starting", 3), refused);
-    assert_eq!(check(VolumeState::Attaching, "frozen", 2), Ok(()), "it has only served in an earlier one");
-    assert_eq!(check(VolumeState::Attaching, "frozen", 0), Ok(()));
-    assert_eq!(check(VolumeState::Detached, "", 3), Ok(()), "no engine is there");
+    let (frozen, starting) = (Some(EnginePhase::Frozen), Some(EnginePhase::Starting));
+    assert_eq!(check(VolumeState::Attaching, frozen, 3), refused, "it has served in this attachment");
+    assert_eq!(check(VolumeState::Attaching, starting, 3), refused);
+    assert_eq!(check(VolumeState::Attaching, frozen, 2), Ok(()), "it has only served in an earlier one");
+    assert_eq!(check(VolumeState::Attaching, frozen, 0), Ok(()));
+    assert_eq!(check(VolumeState::Detached, None, 3), Ok(()), "no engine is there");
 }
 
 #[test]

@@ -7,11 +7,11 @@ use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, ViewId, Volume
 
 use super::*;
 use crate::objects::{
-    DesireState, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata, ReplicaSpec,
-    ReplicaStatus, Robustness, Secret,
+    DesireState, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata,
+    ReplicaSpec, ReplicaStatus, Robustness, Secret,
 };
 use crate::observed::AgentView;
-use crate::observed::{DiskView, GrantWanted, Instance, InstanceState, ScrubView};
+use crate::observed::{DiskView, GrantWanted, Instance, InstanceState, ScrubStatus};
 use crate::requests::{Change, CreateVolume};
 use crate::salvage;
 
@@ -72,7 +72,7 @@ fn engine() -> Engine {
         status: EngineStatus {
             current_state: CurrentState::Running,
             seen_attach: 1,
-            phase: "serving".to_owned(),
+            phase: Some(EnginePhase::Serving),
             replica_mode_map: members.collect(),
             ..EngineStatus::default()
         },
@@ -105,12 +105,16 @@ impl Case {
             agents.insert(node(n), view);
         }
         let mut case = Case { cluster, agents };
-        case.engine_says(EngineView { attach: 1, phase: "serving".to_owned(), ..EngineView::default() });
+        case.engine_says(EngineView {
+            attach: Some(1),
+            phase: Some(EnginePhase::Serving),
+            ..EngineView::default()
+        });
         case
     }
 
     fn engine_says(&mut self, view: EngineView) {
-        self.engine().status.phase.clone_from(&view.phase);
+        self.engine().status.phase = view.phase;
         let instance = Instance {
             state: InstanceState::Running,
             message: String::new(),
@@ -136,7 +140,7 @@ impl Case {
 
     /// Sets replica 3 to `mode` since second 0, for that reason.
     fn away(&mut self, mode: MemberMode, message: &str) {
-        let member = MemberStatus { mode, message: message.to_owned(), away_since_ms: 1 };
+        let member = MemberStatus { mode, message: message.to_owned(), away_since_ms: Some(1) };
         self.engine().status.replica_mode_map.insert(id(3), member);
         self.replica(3, |status| status.failed_at = Some(at(0)));
         if mode != MemberMode::Rebuilding {
@@ -205,12 +209,12 @@ fn volumes_that_serve() {
 
     let mut case = Case::healthy();
     case.away(MemberMode::Rebuilding, "");
-    let copy = CopyView { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
+    let copy = CopyStatus { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
     let copies = BTreeMap::from([(id(3), copy)]);
-    let resync = Some(CopyView { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
+    let resync = Some(CopyStatus { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
     case.engine_says(EngineView {
-        attach: 1,
-        phase: "serving".to_owned(),
+        attach: Some(1),
+        phase: Some(EnginePhase::Serving),
         copies,
         resync,
         ..EngineView::default()
@@ -231,13 +235,18 @@ fn volumes_that_serve() {
     );
 
     let mut case = Case::healthy();
-    let scrub = Some(Box::new(ScrubView {
+    let scrub = Some(Box::new(ScrubStatus {
         found: 3,
         repaired: 1,
         last: "at 4096".to_owned(),
-        ..ScrubView::default()
+        ..ScrubStatus::default()
     }));
-    case.engine_says(EngineView { attach: 1, phase: "serving".to_owned(), scrub, ..EngineView::default() });
+    case.engine_says(EngineView {
+        attach: Some(1),
+        phase: Some(EnginePhase::Serving),
+        scrub,
+        ..EngineView::default()
+    });
     check("scrub", &case, false, &["found 3 places", "volume scrub v --repair"]);
 
     let mut case = Case::healthy();
@@ -271,8 +280,8 @@ fn volumes_that_do_not() {
     let honoured = ReplicaReport { committed: view(1, &[1, 2]), proposed: vec![] };
     let wanted = GrantWanted { view: view(3, &[2]), honoured, stored: view(3, &[2]).members };
     let frozen = EngineView {
-        attach: 1,
-        phase: "frozen".to_owned(),
+        attach: Some(1),
+        phase: Some(EnginePhase::Frozen),
         grant_wanted: Some(Box::new(wanted)),
         ..EngineView::default()
     };
@@ -293,7 +302,11 @@ fn volumes_that_do_not() {
     check("refused by the arbiter", &case, false, &words);
 
     let mut case = Case::healthy();
-    case.engine_says(EngineView { attach: 1, phase: "frozen".to_owned(), ..EngineView::default() });
+    case.engine_says(EngineView {
+        attach: Some(1),
+        phase: Some(EnginePhase::Frozen),
+        ..EngineView::default()
+    });
     case.engine().status.message = "1 of 3".to_owned();
     case.away(MemberMode::Failed, "connection reset");
     let words = [
@@ -317,7 +330,7 @@ fn volumes_that_do_not() {
 
     let mut case = Case::healthy();
     case.engine().status.current_state = CurrentState::Error;
-    case.engine().status.phase = String::new();
+    case.engine().status.phase = None;
     case.engine().status.message = "no frontend works".to_owned();
     check(
         "engine error",

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shorthorn_controller_core::objects::{MemberMode, MemberStatus};
+use shorthorn_controller_core::objects::{EnginePhase, MemberMode, MemberStatus};
 use shorthorn_controller_core::observed::{
     Detail, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, ReplicaView,
 };
@@ -107,9 +107,9 @@ impl SimAgent {
             }
             AgentCall::StartEngine { attach, size_bytes, replicas, revision, continues, .. } => {
                 if let Some(Detail::Engine(there)) = self.instances.get(&key).map(|i| &i.detail)
-                    && there.attach != *attach
+                    && there.attach != Some(*attach)
                 {
-                    let carried = *continues != 0 && (*continues..*attach).contains(&there.attach);
+                    let carried = *continues != 0 && (*continues..*attach).contains(&attach_of(there));
                     if !carried {
                         return Err("another engine is there".to_owned());
                     }
@@ -124,8 +124,8 @@ impl SimAgent {
                 }
                 let members = replicas.keys().map(|id| (*id, MemberStatus::of(MemberMode::Connecting)));
                 let view = EngineView {
-                    attach: *attach,
-                    phase: "starting".to_owned(),
+                    attach: Some(*attach),
+                    phase: Some(EnginePhase::Starting),
                     members: members.collect(),
                     ..EngineView::default()
                 };
@@ -173,7 +173,7 @@ impl SimAgent {
         };
         let Detail::Replica(view) = &mut instance.detail else { return Err("it is no replica".to_owned()) };
         views.fence(&key.name, attach);
-        view.attach = views.fences[&key.name];
+        view.attach = Some(views.fences[&key.name]);
         let committed = views.stored[&key.name];
         view.views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
         self.set(key.clone(), instance, events);
@@ -194,10 +194,10 @@ impl SimAgent {
     fn stop(&mut self, key: &InstanceKey, attach: u64, events: &mut Vec<Event>) -> Result<(), String> {
         let Some(instance) = self.instances.get(key) else { return Ok(()) };
         if let Detail::Engine(view) = &instance.detail {
-            if attach != 0 && view.attach > attach {
+            if attach != 0 && view.attach > Some(attach) {
                 return Ok(());
             }
-            if self.device_used && view.phase != "stopped" {
+            if self.device_used && view.phase != Some(EnginePhase::Stopped) {
                 return Err("the device is in use".to_owned());
             }
         }
@@ -221,7 +221,7 @@ impl SimAgent {
     fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, Box<EngineView>), String> {
         match self.instances.get(key) {
             Some(instance) => match &instance.detail {
-                Detail::Engine(view) if view.attach == attach => Ok((instance.clone(), view.clone())),
+                Detail::Engine(view) if view.attach == Some(attach) => Ok((instance.clone(), view.clone())),
                 _ => Err("another engine is there".to_owned()),
             },
             None => Err("there is no engine".to_owned()),
@@ -287,7 +287,7 @@ impl SimAgent {
                 }
                 Detail::Replica(_) => {}
                 Detail::Engine(view) => {
-                    let takes = |name: &&String| !views.refuses(name, view.attach);
+                    let takes = |name: &&String| !views.refuses(name, attach_of(view));
                     let usable: BTreeSet<String> = runs.iter().filter(takes).cloned().collect();
                     let here = |id: &ReplicaId| usable.contains(&format!("{}-{id}", key.name));
                     if instance.state == InstanceState::Starting {
@@ -300,7 +300,7 @@ impl SimAgent {
                         bring_up(view, &key.name, here, views);
                     }
                     view.endpoint = format!("/dev/longhorn/{}", key.name);
-                    let told = self.sizes.get(&(key.clone(), view.attach)).copied();
+                    let told = self.sizes.get(&(key.clone(), attach_of(view))).copied();
                     view.size_bytes = told.unwrap_or(0);
                 }
             }
@@ -316,8 +316,8 @@ impl SimAgent {
         let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
         let Some(instance) = self.instances.get(&key) else { return };
         let Detail::Engine(view) = &instance.detail else { return };
-        if view.attach < newest && view.phase != "stopped" {
-            let view = Box::new(EngineView { phase: "stopped".to_owned(), ..EngineView::clone(view) });
+        if attach_of(view) < newest && view.phase != Some(EnginePhase::Stopped) {
+            let view = Box::new(EngineView { phase: Some(EnginePhase::Stopped), ..EngineView::clone(view) });
             let message = "fenced by a newer engine".to_owned();
             let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(view) };
             self.set(key, fenced, events);
@@ -332,15 +332,15 @@ impl SimAgent {
         let Some((key, mut instance)) = engines.get(which % engines.len().max(1)).cloned() else { return };
         let Detail::Engine(view) = &mut instance.detail else { return };
         let current = views.newest.get(&key.name).copied();
-        let Some(current) = current.filter(|_| view.phase == "serving") else { return };
+        let Some(current) = current.filter(|_| view.phase == Some(EnginePhase::Serving)) else { return };
         let members: Vec<ReplicaId> = current.members.iter().collect();
         let lost = members[which % members.len()];
-        if members.len() < 2 || current.id.generation.attach != view.attach {
+        if members.len() < 2 || Some(current.id.generation.attach) != view.attach {
             return;
         }
         let target = next(current, current.members.without(lost));
         // A replica that refuses the engine stores no view of it.
-        if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), view.attach)) {
+        if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), attach_of(view))) {
             return;
         }
         if let Some(member) = view.members.get_mut(&lost) {
@@ -352,10 +352,15 @@ impl SimAgent {
             let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
             view.grant_wanted =
                 Some(Box::new(GrantWanted { view: target, honoured, stored: target.members }));
-            view.phase = "frozen".to_owned();
+            view.phase = Some(EnginePhase::Frozen);
         }
         self.set(key, instance, events);
     }
+}
+
+/// Returns the attachment of an engine. Those of the simulation all report one.
+fn attach_of(view: &EngineView) -> u64 {
+    view.attach.unwrap_or_default()
 }
 
 fn next(view: View, members: Members) -> View {
@@ -364,8 +369,8 @@ fn next(view: View, members: Members) -> View {
 
 fn go_on(view: &mut EngineView, granted: View) {
     view.grant_wanted = None;
-    view.phase = "serving".to_owned();
-    debug_assert_eq!(granted.id.generation.attach, view.attach);
+    view.phase = Some(EnginePhase::Serving);
+    debug_assert_eq!(Some(granted.id.generation.attach), view.attach);
 }
 
 /// Starts an engine with the running members of the newest view, if they are enough.
@@ -382,7 +387,7 @@ fn start_up(
     if 2 * found.len() <= old.len() {
         return false;
     }
-    let generation = Generation::new(view.attach, 0);
+    let generation = Generation::new(attach_of(view), 0);
     if current.is_some_and(|current| current.id.generation >= generation) {
         // A newer engine, or this one before its death: nothing new comes of it in this simulation.
         if current.is_some_and(|current| current.id.generation > generation) {
@@ -390,7 +395,7 @@ fn start_up(
         }
     } else {
         for id in all.iter().filter(|id| here(id)) {
-            views.fence(&format!("{volume}-{id}"), view.attach);
+            views.fence(&format!("{volume}-{id}"), attach_of(view));
         }
         views.through(volume, View { id: ViewId { generation, number: 1 }, members: found });
     }
@@ -398,7 +403,7 @@ fn start_up(
         member.mode =
             if views.newest[volume].members.contains(*id) { MemberMode::Member } else { MemberMode::Failed };
     }
-    view.phase = "serving".to_owned();
+    view.phase = Some(EnginePhase::Serving);
     true
 }
 
@@ -406,8 +411,8 @@ fn start_up(
 /// for them. A replica that is being rebuilt and does not run any more has failed.
 fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
     let current = views.newest.get(volume).copied();
-    let Some(current) = current.filter(|_| view.phase == "serving") else { return };
-    if current.id.generation.attach != view.attach {
+    let Some(current) = current.filter(|_| view.phase == Some(EnginePhase::Serving)) else { return };
+    if Some(current.id.generation.attach) != view.attach {
         return;
     }
     for (id, member) in &mut view.members {
@@ -430,18 +435,18 @@ fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -
     } else {
         let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
         view.grant_wanted = Some(Box::new(GrantWanted { view: target, honoured, stored: target.members }));
-        view.phase = "frozen".to_owned();
+        view.phase = Some(EnginePhase::Frozen);
     }
 }
 
 /// Rebuilds replicas that are not members; then they join.
 fn bring_up(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
     let Some(current) =
-        views.newest.get(volume).copied().filter(|current| current.id.generation.attach == view.attach)
+        views.newest.get(volume).copied().filter(|current| Some(current.id.generation.attach) == view.attach)
     else {
         return;
     };
-    if view.phase != "serving" {
+    if view.phase != Some(EnginePhase::Serving) {
         return;
     }
     let waiting = view.members.iter_mut().find(|(id, member)| member.mode != MemberMode::Member && here(id));

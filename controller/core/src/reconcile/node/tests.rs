@@ -116,15 +116,15 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
         let unknown = Example { cluster, agents: example.agents.clone() };
         assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
     }
-    let socket = |phase: &str| crate::observed::EngineView {
-        attach: 1,
-        phase: phase.to_owned(),
+    let socket = |phase| crate::observed::EngineView {
+        attach: Some(1),
+        phase: Some(phase),
         frontend: "socket".to_owned(),
         ..Default::default()
     };
-    example.engine_says(socket("serving"));
+    example.engine_says(socket(EnginePhase::Serving));
     assert_eq!(of_volume(&calls(&example).0), None, "its socket may have clients");
-    example.engine_says(socket("frozen"));
+    example.engine_says(socket(EnginePhase::Frozen));
     assert_eq!(of_volume(&calls(&example).0), Some(("v".to_owned(), 1)));
 }
 

@@ -78,7 +78,7 @@ fn a_volume_that_is_deleted_in_use_goes_on_with_the_grant_of_the_arbiter() {
     let honoured = shorthorn_types::ReplicaReport { committed: view(1, &ids), proposed: Vec::new() };
     let wanted = GrantWanted { view: target, honoured, stored: target.members };
     engine_shows(&mut agents, |shown| {
-        shown.phase = "frozen".to_owned();
+        shown.phase = Some(EnginePhase::Frozen);
         shown.grant_wanted = Some(Box::new(wanted.clone()));
     });
     let calls = rounds(&mut cluster, &mut agents);
@@ -251,7 +251,7 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
     // The node is back: the data is moved to the trash, with the record from the deletion of its volume.
     answers(&mut agents, "b");
     let engine = InstanceKey::engine(&left.spec.volume_name);
-    let detail = Detail::Engine(Box::new(EngineView { attach: ATTACH - 1, ..EngineView::default() }));
+    let detail = Detail::Engine(Box::new(EngineView { attach: Some(ATTACH - 1), ..EngineView::default() }));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(engine.clone(), instance);
     let calls = all_rounds(&mut cluster, &agents);

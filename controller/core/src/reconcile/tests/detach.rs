@@ -1,7 +1,7 @@
 //! Tests volumes that are detached, and the treatment of those that cannot be detached yet.
 
 use super::*;
-use crate::objects::{EngineStatus, Robustness, Volume, VolumeState};
+use crate::objects::{EnginePhase, EngineStatus, Robustness, Volume, VolumeState};
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
@@ -30,8 +30,8 @@ pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     agents.insert(NodeName::new("c").unwrap(), free);
     let members = members.iter().map(|(id, mode)| (ReplicaId::from_random(*id), MemberStatus::of(*mode)));
     let shown = EngineView {
-        attach: ATTACH,
-        phase: "serving".to_owned(),
+        attach: Some(ATTACH),
+        phase: Some(EnginePhase::Serving),
         endpoint: "/dev/longhorn/v".to_owned(),
         members: members.collect(),
         ..EngineView::default()

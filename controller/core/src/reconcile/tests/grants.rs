@@ -32,13 +32,13 @@ fn decided(example: &Example) -> Option<Volume> {
 fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
     let mut example = Example::new();
     example.cluster.remove(&Key::new(Kind::Replica, format!("v-{}", id(3))));
-    example.engine().status.generation = Generation::new(1, 1).to_string();
+    example.engine().status.generation = Some(Generation::new(1, 1));
     example.engine().status.replica_mode_map.remove(&id(3));
     let honoured = ReplicaReport { committed: view(1, 2), proposed: Vec::new() };
     let wanted = GrantWanted { view: view(2, 1), honoured: honoured.clone(), stored: view(2, 1).members };
     example.engine_says(EngineView {
-        attach: 1,
-        phase: "frozen".to_owned(),
+        attach: Some(1),
+        phase: Some(EnginePhase::Frozen),
         grant_wanted: Some(Box::new(wanted)),
         ..EngineView::default()
     });
@@ -49,15 +49,18 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
         Arbiter::default().ask(1, view(2, 1), &honoured, &view(2, 1).members).unwrap()
     );
     *example.volume() = granted;
-    let serves = EngineView { attach: 1, phase: "serving".to_owned(), ..EngineView::default() };
+    let serves = EngineView { attach: Some(1), phase: Some(EnginePhase::Serving), ..EngineView::default() };
     example.engine_says(serves);
     let is_reported =
         |example: &Example| decided(example).is_some_and(|volume| !volume.status.grant_unreported);
     assert!(!is_reported(&example), "no replica has reported it");
     let mut view_of = example.agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     let report = ReplicaReport { committed: view(2, 1), proposed: Vec::new() };
-    let detail =
-        Detail::Replica(ReplicaView { attach: 1, views: Some(Box::new(report)), ..ReplicaView::default() });
+    let detail = Detail::Replica(ReplicaView {
+        attach: Some(1),
+        views: Some(Box::new(report)),
+        ..ReplicaView::default()
+    });
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     view_of.instances.insert(InstanceKey::replica(&VolumeName::new("v").unwrap(), id(1)), instance);
     drop(view_of);

@@ -1,7 +1,7 @@
 //! An engine that refuses every request because writes may be lost.
 
 use super::*;
-use crate::objects::{Robustness, Volume, VolumeState};
+use crate::objects::{EnginePhase, Robustness, Volume, VolumeState};
 
 /// Returns a world in which the volume is attached to node a and served there.
 fn serving(lost_writes: bool) -> ClusterState {
@@ -16,7 +16,7 @@ fn serving(lost_writes: bool) -> ClusterState {
     let mut engine = cluster.engines["v"].clone();
     engine.status.current_state = CurrentState::Running;
     engine.status.seen_attach = ATTACH;
-    engine.status.phase = "serving".to_owned();
+    engine.status.phase = Some(EnginePhase::Serving);
     engine.status.lost_writes = lost_writes;
     cluster.insert(engine.into());
     cluster

@@ -135,7 +135,7 @@ fn what_is_left_behind_says_which_engine_it_waits_for() {
     all_rounds(&mut cluster, &agents);
     answers(&mut agents, "b");
     let engine = InstanceKey::engine(&VolumeName::new("v").unwrap());
-    let detail = Detail::Engine(Box::new(EngineView { attach: ATTACH - 1, ..EngineView::default() }));
+    let detail = Detail::Engine(Box::new(EngineView { attach: Some(ATTACH - 1), ..EngineView::default() }));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
     b.instances
         .insert(engine.clone(), Instance { state: InstanceState::Running, message: String::new(), detail });
@@ -165,7 +165,8 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     assert!(cluster.replicas.values().all(|replica| replica.metadata.is_deleting()), "{cluster:#?}");
     answers(&mut agents, "b");
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
-    let shown = EngineView { attach: ATTACH, phase: "serving".to_owned(), ..EngineView::default() };
+    let shown =
+        EngineView { attach: Some(ATTACH), phase: Some(EnginePhase::Serving), ..EngineView::default() };
     let detail = Detail::Engine(Box::new(shown));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
     b.instances

@@ -131,14 +131,14 @@ fn a_volume_that_was_refused_once_is_accepted_when_it_can_be_read() {
 }
 
 /// Returns the stored status of an engine that has just been started and reports that phase.
-fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
+fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<EngineStatus> {
     let mut cluster = starting(VolumeState::Attaching);
     let mut engine = cluster.engines.remove("v").unwrap();
     engine.spec.desire_state = DesireState::Running;
     engine.status.current_state = CurrentState::Starting;
     cluster.insert(engine.into());
     let mut agents = agents(None);
-    let shown = EngineView { attach: ATTACH, phase: phase.to_owned(), ..EngineView::default() };
+    let shown = EngineView { attach: Some(ATTACH), phase: Some(phase), ..EngineView::default() };
     let instance = Instance {
         state: InstanceState::Running,
         message: String::new(),
@@ -160,11 +160,11 @@ fn engine_after(phase: &str, now: Timestamp) -> Option<EngineStatus> {
 
 #[test]
 fn an_engine_that_serves_or_cannot_is_stored_at_once_and_one_that_starts_is_not() {
-    assert!(engine_after("starting", now()).is_none());
-    let slow = engine_after("starting", now() + QUIET_START).unwrap();
+    assert!(engine_after(EnginePhase::Starting, now()).is_none());
+    let slow = engine_after(EnginePhase::Starting, now() + QUIET_START).unwrap();
     assert_eq!(slow.served_attach, 0);
-    assert!(engine_after("frozen", now()).is_some());
-    assert_eq!(engine_after("serving", now()).unwrap().served_attach, ATTACH);
+    assert!(engine_after(EnginePhase::Frozen, now()).is_some());
+    assert_eq!(engine_after(EnginePhase::Serving, now()).unwrap().served_attach, ATTACH);
 }
 
 /// Returns the health of a volume whose engine is frozen in its start, after that time. The start has
@@ -186,7 +186,7 @@ fn health_of_frozen(
     engine.spec.attach = ATTACH;
     engine.status.current_state = CurrentState::Running;
     engine.status.seen_attach = ATTACH;
-    engine.status.phase = "frozen".to_owned();
+    engine.status.phase = Some(EnginePhase::Frozen);
     cluster.insert(engine.into());
     let decision = decide(&cluster, Kind::Volume, "v", now_is);
     let volume = decision.actions.iter().find_map(|action| match action {
@@ -228,7 +228,8 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
 
     let target = view(ATTACH, 1, &[2]);
     let wanted = GrantWanted { view: target, honoured, stored: target.members };
-    let shown = EngineView { attach: ATTACH, grant_wanted: Some(Box::new(wanted)), ..EngineView::default() };
+    let shown =
+        EngineView { attach: Some(ATTACH), grant_wanted: Some(Box::new(wanted)), ..EngineView::default() };
     let detail = Detail::Engine(Box::new(shown));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     let mut agents = agents(None);

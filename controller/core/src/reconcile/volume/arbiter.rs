@@ -109,7 +109,7 @@ impl Run<'_> {
         let view = self.context.agents.get(node).filter(|view| view.is_synced())?;
         let instance = view.instances.get(&InstanceKey::engine(&self.stored.spec.volume_name))?;
         match &instance.detail {
-            Detail::Engine(shown) if shown.attach == self.stored.status.attach => {
+            Detail::Engine(shown) if shown.attach == Some(self.stored.status.attach) => {
                 shown.grant_wanted.as_deref().map(|wanted| (node, wanted))
             }
             _ => None,

@@ -4,8 +4,8 @@ use shorthorn_types::ReplicaId;
 
 use super::{Run, health, remaining};
 use crate::objects::{
-    CurrentState, DataState, DesireState, Engine, EngineSpec, Finding, Replica, ReplicaSpec, ReplicaStatus,
-    Robustness, VolumeState,
+    CurrentState, DataState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Replica, ReplicaSpec,
+    ReplicaStatus, Robustness, VolumeState,
 };
 use crate::reconcile::{ENGINE_RETRY, REPLICA_WAIT};
 use crate::{NodeName, ReplicaTarget};
@@ -30,8 +30,9 @@ impl Run<'_> {
     /// Draws a number above all that any reachable process knows, because the store may be older than the
     /// volume, and above that of its engine.
     pub(super) fn draw_attach(&mut self) {
-        let of_engine = self.engine.map_or(0, |engine| engine.spec.attach);
-        self.next.status.attach = self.next.status.attach.max(self.reported_attach()).max(of_engine) + 1;
+        let of_engine = self.engine.map(|engine| engine.spec.attach);
+        let known = self.reported_attach().max(of_engine).unwrap_or_default();
+        self.next.status.attach = self.next.status.attach.max(known) + 1;
         self.next.status.attach_started_at = Some(self.context.now);
     }
 
@@ -64,7 +65,7 @@ impl Run<'_> {
             // The engine may wait for a replica that comes back, perhaps at another address.
             self.send_replica_addresses(engine, &self.replicas.clone());
         }
-        let frozen = current && status.phase == "frozen" && !self.is_being_granted();
+        let frozen = current && status.phase == Some(EnginePhase::Frozen) && !self.is_being_granted();
         if status.current_state == CurrentState::Error || frozen {
             let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
             self.set_health(robustness, finding.clone());
@@ -182,7 +183,7 @@ impl Run<'_> {
 
     /// Records how safe the data of a volume is whose engine runs.
     pub(super) fn report_health(&mut self, engine: &Engine) {
-        if engine.status.phase == "frozen" && self.is_being_granted() {
+        if engine.status.phase == Some(EnginePhase::Frozen) && self.is_being_granted() {
             return;
         }
         let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);

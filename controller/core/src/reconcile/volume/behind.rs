@@ -17,27 +17,28 @@ use crate::observed::{Detail, InstanceKey};
 use crate::reconcile::START_CHECK;
 
 impl Run<'_> {
-    /// Returns the newest attachment that any reachable process of the volume knows; 0: none.
-    pub(super) fn reported_attach(&self) -> u64 {
+    /// Returns the newest attachment that any reachable process of the volume knows.
+    pub(super) fn reported_attach(&self) -> Option<u64> {
         let key = InstanceKey::engine(&self.stored.spec.volume_name);
         let agents = self.context.agents.by_node().values().filter(|view| view.is_synced());
         let engines = agents.filter_map(|view| match &view.instances.get(&key)?.detail {
-            Detail::Engine(engine) => Some(engine.attach),
+            Detail::Engine(engine) => engine.attach,
             Detail::Replica(_) => None,
         });
-        engines.chain([self.refused_attach()]).max().unwrap_or_default()
+        engines.chain(self.refused_attach()).max()
     }
 
     /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
     /// of this name, a replica is not.
-    fn refused_attach(&self) -> u64 {
-        let attach = |replica: &&Replica| Some(self.replica_view(replica)?.attach);
-        self.replicas.iter().filter_map(attach).max().unwrap_or_default()
+    fn refused_attach(&self) -> Option<u64> {
+        let attach = |replica: &&Replica| self.replica_view(replica)?.attach;
+        self.replicas.iter().filter_map(attach).max()
     }
 
     /// Draws a number above those in use if the stored one is not. Returns true if this run ends with that.
     pub(super) fn catch_up(&mut self) -> bool {
-        let (attach, refused) = (self.stored.status.attach, self.refused_attach());
+        let attach = self.stored.status.attach;
+        let Some(refused) = self.refused_attach() else { return false };
         let is_used = match self.stored.status.state {
             VolumeState::Attaching => refused > attach || (refused == attach && self.is_unused()),
             VolumeState::Attached | VolumeState::Detaching => refused > attach,
@@ -99,7 +100,7 @@ impl Run<'_> {
         })?;
         let reports = self.replicas.iter().filter_map(|replica| self.replica_view(replica)?.views.as_ref());
         let committed = reports.map(|report| report.committed);
-        let own = committed.filter(|view| view.id.generation.to_string() == engine.status.generation);
+        let own = committed.filter(|view| Some(view.id.generation) == engine.status.generation);
         own.max_by_key(|view| view.id)
     }
 }

@@ -7,7 +7,7 @@
 
 use super::{Reachability, Run, reachability};
 use crate::objects::{
-    CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
+    CurrentState, DesireState, Engine, EnginePhase, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
     REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
 };
 use crate::reconcile::{Context, engine, is_given_up};
@@ -99,7 +99,7 @@ impl Run<'_> {
             // Replicas may have got the number that was drawn to fence it.
             self.draw_attach();
         }
-        let serves = is_current && shown.phase == "serving";
+        let serves = is_current && shown.phase == Some(EnginePhase::Serving);
         self.enter(if serves { VolumeState::Attached } else { VolumeState::Attaching });
         self.set_settled(Finding::wrong(
             "Attaching",

@@ -267,7 +267,7 @@ impl Sim {
         let key = InstanceKey::engine(&volume.spec.volume_name);
         for engine in self.nodes.iter().filter_map(|node| node.instances.get(&key)) {
             if let Detail::Engine(view) = &engine.detail
-                && view.attach == volume.status.attach
+                && view.attach == Some(volume.status.attach)
             {
                 let known = view.members.contains_key(&replica.spec.replica_id);
                 assert!(!known, "{name} is deleted, and its engine knows it");
@@ -474,7 +474,7 @@ impl Sim {
 fn may_write(node: &SimAgent, key: &InstanceKey, fenced_attach: u64) -> bool {
     let engine = node.instances.get(key).filter(|_| !node.strays.contains(key));
     engine.is_some_and(|engine| match &engine.detail {
-        Detail::Engine(view) => view.attach > fenced_attach,
+        Detail::Engine(view) => view.attach > Some(fenced_attach),
         Detail::Replica(_) => false,
     })
 }

@@ -1,7 +1,8 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
-    Display, EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode, MemberStatus,
-    NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec, VolumeStatus,
+    Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode,
+    MemberStatus, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec,
+    VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
 use shorthorn_controller_core::{NodeName, ReplicaTarget, Timestamp, labels, salvage};
@@ -37,7 +38,8 @@ fn full() -> Vec<Object> {
     let now: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
     let (volume_name, id) = (VolumeName::new("v").unwrap(), ReplicaId::from_random(3));
     let node = NodeName::new("n1.example").unwrap();
-    let member = MemberStatus { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: 5 };
+    let member =
+        MemberStatus { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: Some(5) };
     let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
     let rebuild = RebuildLimits { bytes_per_s: 1 << 60, share_percent: 40 };
     let tags = labels(["ssd", "fast"]).unwrap();
@@ -103,9 +105,9 @@ fn full() -> Vec<Object> {
             seen_attach: 4,
             lost_attach: 3,
             served_attach: 4,
-            phase: "serving".to_owned(),
-            generation: "4.1".to_owned(),
-            view: "4.1/1".to_owned(),
+            phase: Some(EnginePhase::Serving),
+            generation: "4.1".parse().ok(),
+            view: "4.1/1 of {00000001, 00000002}".parse().ok(),
             frontend: "ublk".to_owned(),
             endpoint: "/dev/x".to_owned(),
             replica_mode_map: [(id, member)].into(),

@@ -5,7 +5,7 @@ use shorthorn_types::{Members, View, ViewId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    CurrentState, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
+    CurrentState, EnginePhase, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
     ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
 };
 use crate::observed::{AgentInfo, AgentView, Agents, Instance, Link};
@@ -83,7 +83,7 @@ impl Lost {
 
     fn replica_says(&mut self, at: usize, attach: u64, committed: View) {
         let views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
-        let detail = Detail::Replica(ReplicaView { attach, views, ..ReplicaView::default() });
+        let detail = Detail::Replica(ReplicaView { attach: Some(attach), views, ..ReplicaView::default() });
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
         let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), id(at));
         self.agents.get_mut(&node(at)).unwrap().instances.insert(key, instance);
@@ -289,8 +289,8 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     engine.spec.desire_state = DesireState::Running;
     engine.status = EngineStatus {
         current_state: CurrentState::Running,
-        phase: "serving".to_owned(),
-        generation: through.id.generation.to_string(),
+        phase: Some(EnginePhase::Serving),
+        generation: Some(through.id.generation),
         endpoint: "/dev/longhorn/v".to_owned(),
         seen_attach: new,
         ..EngineStatus::default()

@@ -1,0 +1,52 @@
+//! Optional values as the stored objects have them: an empty text, or 0, is none.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serializer};
+
+/// Writes an optional number.
+pub(super) fn number<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(value.unwrap_or_default())
+}
+
+/// A value that is a text outside Rust. A text of a later version is none: such values are observed anew.
+pub(super) mod text {
+    use super::*;
+
+    pub(in super::super) fn serialize<T: Display, S: Serializer>(
+        value: &Option<T>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        match value {
+            Some(value) => serializer.collect_str(value),
+            None => serializer.serialize_str(""),
+        }
+    }
+
+    pub(in super::super) fn deserialize<'de, T: FromStr, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<T>, D::Error> {
+        Ok(String::deserialize(deserializer)?.parse().ok())
+    }
+}
+
+/// The phase of an engine as its word. An unknown word is a phase from which nothing follows.
+pub(super) mod phase {
+    use shorthorn_types::status::EnginePhase;
+
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        phase: &Option<EnginePhase>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(phase.map(EnginePhase::as_str).unwrap_or_default())
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<EnginePhase>, D::Error> {
+        Ok(EnginePhase::of_word(&String::deserialize(deserializer)?))
+    }
+}

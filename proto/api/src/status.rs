@@ -1,0 +1,364 @@
+//! The conversion of each status type to its message and back.
+//!
+//! Phases, modes, generations and views were texts in release 0.1.0. Their messages and enums have numbers of
+//! their own: this release writes both, and reads the text if the other is absent. A number of a later
+//! version never makes a status invalid.
+
+use shorthorn_types::status::{
+    CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
+    ReplicaStatus, ScrubStatus,
+};
+use shorthorn_types::{
+    Generation, Members, ReplicaId, ReplicaIdError, ReplicaReport, TooManyMembers, View, ViewId,
+};
+use thiserror::Error;
+
+use crate::v1;
+
+/// A message that has no valid view.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum ViewError {
+    /// A member has no valid id.
+    #[error(transparent)]
+    Member(#[from] ReplicaIdError),
+    /// The view has too many members.
+    #[error(transparent)]
+    Members(#[from] TooManyMembers),
+    /// A part is missing.
+    #[error("the {0} view is missing")]
+    Missing(&'static str),
+}
+
+impl v1::EnginePhase {
+    fn of(phase: EnginePhase) -> v1::EnginePhase {
+        match phase {
+            EnginePhase::Starting => v1::EnginePhase::Starting,
+            EnginePhase::Serving => v1::EnginePhase::Serving,
+            EnginePhase::Frozen => v1::EnginePhase::Frozen,
+            EnginePhase::Stopping => v1::EnginePhase::Stopping,
+            EnginePhase::Stopped => v1::EnginePhase::Stopped,
+            EnginePhase::Unknown => v1::EnginePhase::Unspecified,
+        }
+    }
+
+    fn known(number: i32, word: &str) -> Option<EnginePhase> {
+        Some(match v1::EnginePhase::try_from(number) {
+            Ok(v1::EnginePhase::Starting) => EnginePhase::Starting,
+            Ok(v1::EnginePhase::Serving) => EnginePhase::Serving,
+            Ok(v1::EnginePhase::Frozen) => EnginePhase::Frozen,
+            Ok(v1::EnginePhase::Stopping) => EnginePhase::Stopping,
+            Ok(v1::EnginePhase::Stopped) => EnginePhase::Stopped,
+            Ok(v1::EnginePhase::Unspecified) => return EnginePhase::of_word(word),
+            Err(_) => EnginePhase::Unknown,
+        })
+    }
+}
+
+impl v1::MemberMode {
+    fn of(mode: MemberMode) -> v1::MemberMode {
+        match mode {
+            MemberMode::Member => v1::MemberMode::Member,
+            MemberMode::Failed => v1::MemberMode::Failed,
+            MemberMode::Connecting => v1::MemberMode::Connecting,
+            MemberMode::Rebuilding => v1::MemberMode::Rebuilding,
+        }
+    }
+
+    fn known(number: i32, word: &str) -> MemberMode {
+        match v1::MemberMode::try_from(number) {
+            Ok(v1::MemberMode::Member) => MemberMode::Member,
+            Ok(v1::MemberMode::Failed) => MemberMode::Failed,
+            Ok(v1::MemberMode::Rebuilding) => MemberMode::Rebuilding,
+            Ok(v1::MemberMode::Unspecified) => MemberMode::of_word(word),
+            // A mode of a later version is no member.
+            Ok(v1::MemberMode::Connecting) | Err(_) => MemberMode::Connecting,
+        }
+    }
+}
+
+/// Gives messages with a phase their typed accessors.
+macro_rules! has_phase {
+    ($($message:ty),*) => {$(
+        impl $message {
+            /// Returns the phase; none if it is not reported.
+            #[must_use]
+            pub fn known_phase(&self) -> Option<EnginePhase> {
+                v1::EnginePhase::known(self.phase, &self.phase_word)
+            }
+
+            /// Returns the message with that phase.
+            #[must_use]
+            pub fn with_phase(mut self, phase: impl Into<Option<EnginePhase>>) -> Self {
+                self.report_phase(phase);
+                self
+            }
+
+            /// Sets the phase.
+            pub fn report_phase(&mut self, phase: impl Into<Option<EnginePhase>>) {
+                let phase = phase.into();
+                self.phase = phase.map_or(v1::EnginePhase::Unspecified, v1::EnginePhase::of).into();
+                self.phase_word = phase.map(EnginePhase::as_str).unwrap_or_default().to_owned();
+            }
+        }
+    )*};
+}
+has_phase!(v1::EngineStatus, v1::Engine);
+
+/// Gives messages with a mode their typed accessors.
+macro_rules! has_mode {
+    ($($message:ty),*) => {$(
+        impl $message {
+            /// Returns the mode. A mode that is unknown or absent is no member.
+            #[must_use]
+            pub fn known_mode(&self) -> MemberMode {
+                v1::MemberMode::known(self.mode, &self.mode_word)
+            }
+
+            /// Returns the message with that mode.
+            #[must_use]
+            pub fn with_mode(mut self, mode: MemberMode) -> Self {
+                self.report_mode(mode);
+                self
+            }
+
+            /// Sets the mode.
+            pub fn report_mode(&mut self, mode: MemberMode) {
+                self.mode = v1::MemberMode::of(mode).into();
+                self.mode_word = mode.as_str().to_owned();
+            }
+        }
+    )*};
+}
+has_mode!(v1::EngineMember, v1::Replica);
+
+impl v1::Replica {
+    /// Returns the mode; none unless the volume is attached.
+    #[must_use]
+    pub fn shown_mode(&self) -> Option<MemberMode> {
+        let is_absent = self.mode == i32::from(v1::MemberMode::Unspecified) && self.mode_word.is_empty();
+        (!is_absent).then(|| self.known_mode())
+    }
+}
+
+/// Gives messages with a generation their typed accessor.
+macro_rules! has_generation {
+    ($($message:ty),*) => {$(
+        impl $message {
+            /// Returns the generation; none: no engine holds or held it, or it is not reported.
+            #[must_use]
+            pub fn known_generation(&self) -> Option<Generation> {
+                let of_text = || self.generation_text.parse().ok();
+                self.generation.map(Generation::from).or_else(of_text).and_then(Generation::of_engine)
+            }
+        }
+    )*};
+}
+has_generation!(v1::EngineStatus, v1::ReplicaStatus);
+
+impl From<Generation> for v1::Generation {
+    fn from(generation: Generation) -> v1::Generation {
+        let Generation { attach, restart, nonce } = generation;
+        v1::Generation { attach, restart, nonce }
+    }
+}
+
+impl From<v1::Generation> for Generation {
+    fn from(generation: v1::Generation) -> Generation {
+        Generation::new(generation.attach, generation.restart).of_nonce(generation.nonce)
+    }
+}
+
+impl From<&View> for v1::View {
+    fn from(view: &View) -> v1::View {
+        let ViewId { generation: Generation { attach, restart, nonce }, number } = view.id;
+        v1::View { attach, restart, nonce, number, members: texts(&view.members) }
+    }
+}
+
+impl TryFrom<v1::View> for View {
+    type Error = ViewError;
+
+    fn try_from(view: v1::View) -> Result<View, ViewError> {
+        let generation = Generation::new(view.attach, view.restart).of_nonce(view.nonce);
+        let id = ViewId { generation, number: view.number };
+        Ok(View { id, members: members(&view.members)? })
+    }
+}
+
+/// Converts a report.
+///
+/// # Errors
+/// A view is missing or invalid: the others allow no conclusion then.
+pub fn report(committed: Option<v1::View>, proposed: Vec<v1::View>) -> Result<ReplicaReport, ViewError> {
+    let proposed = proposed.into_iter().map(View::try_from).collect::<Result<_, _>>()?;
+    let committed = committed.ok_or(ViewError::Missing("committed"))?.try_into()?;
+    Ok(ReplicaReport { committed, proposed })
+}
+
+impl From<&GrantWanted> for v1::GrantWanted {
+    fn from(wanted: &GrantWanted) -> v1::GrantWanted {
+        let GrantWanted { view, honoured, stored } = wanted;
+        v1::GrantWanted {
+            view: Some(view.into()),
+            committed: Some((&honoured.committed).into()),
+            proposed: honoured.proposed.iter().map(Into::into).collect(),
+            stored: texts(stored),
+        }
+    }
+}
+
+impl TryFrom<v1::GrantWanted> for GrantWanted {
+    type Error = ViewError;
+
+    fn try_from(wanted: v1::GrantWanted) -> Result<GrantWanted, ViewError> {
+        let v1::GrantWanted { view, committed, proposed, stored } = wanted;
+        let view = View::try_from(view.ok_or(ViewError::Missing("wanted"))?)?;
+        // An engine that does not report the replicas which have stored the view asks once all members have.
+        let stored = if stored.is_empty() { view.members } else { members(&stored)? };
+        Ok(GrantWanted { view, honoured: report(committed, proposed)?, stored })
+    }
+}
+
+fn texts(members: &Members) -> Vec<String> {
+    members.iter().map(|id| id.to_string()).collect()
+}
+
+fn members(ids: &[String]) -> Result<Members, ViewError> {
+    let ids: Vec<ReplicaId> = ids.iter().map(|id| id.parse()).collect::<Result<_, _>>()?;
+    Ok(Members::new(ids)?)
+}
+
+impl From<CopyStatus> for v1::CopyStatus {
+    fn from(copy: CopyStatus) -> v1::CopyStatus {
+        let CopyStatus { total_bytes, left_bytes, bytes_per_s } = copy;
+        v1::CopyStatus { total_bytes, left_bytes, bytes_per_s }
+    }
+}
+
+impl From<v1::CopyStatus> for CopyStatus {
+    fn from(copy: v1::CopyStatus) -> CopyStatus {
+        let v1::CopyStatus { total_bytes, left_bytes, bytes_per_s } = copy;
+        CopyStatus { total_bytes, left_bytes, bytes_per_s }
+    }
+}
+
+impl From<ScrubStatus> for v1::ScrubStatus {
+    fn from(scrub: ScrubStatus) -> v1::ScrubStatus {
+        let ScrubStatus { number, running, snapshot, at_bytes, found, repaired, last } = scrub;
+        v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot, number }
+    }
+}
+
+impl From<v1::ScrubStatus> for ScrubStatus {
+    fn from(scrub: v1::ScrubStatus) -> ScrubStatus {
+        let v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot, number } = scrub;
+        ScrubStatus { number, running, snapshot, at_bytes, found, repaired, last }
+    }
+}
+
+impl From<ExpansionStatus> for v1::Expansion {
+    fn from(expansion: ExpansionStatus) -> v1::Expansion {
+        let ExpansionStatus { size_bytes, message, next_attach } = expansion;
+        v1::Expansion { size_bytes, message, next_attach }
+    }
+}
+
+impl From<v1::Expansion> for ExpansionStatus {
+    fn from(expansion: v1::Expansion) -> ExpansionStatus {
+        let v1::Expansion { size_bytes, message, next_attach } = expansion;
+        ExpansionStatus { size_bytes, message, next_attach }
+    }
+}
+
+impl From<&MemberStatus> for v1::EngineMember {
+    fn from(member: &MemberStatus) -> v1::EngineMember {
+        v1::EngineMember {
+            replica_id: member.replica.to_string(),
+            address: member.address.clone(),
+            message: member.message.clone(),
+            away_since_ms: member.away_since_ms.unwrap_or_default(),
+            times_awaited: member.times_awaited,
+            times_rotten: member.times_rotten,
+            times_rot_copied: member.times_rot_copied,
+            copy: member.copy.map(Into::into),
+            ..v1::EngineMember::default()
+        }
+        .with_mode(member.mode)
+    }
+}
+
+impl TryFrom<v1::EngineMember> for MemberStatus {
+    type Error = ReplicaIdError;
+
+    fn try_from(member: v1::EngineMember) -> Result<MemberStatus, ReplicaIdError> {
+        Ok(MemberStatus {
+            replica: member.replica_id.parse()?,
+            mode: member.known_mode(),
+            address: member.address,
+            message: member.message,
+            times_awaited: member.times_awaited,
+            times_rotten: member.times_rotten,
+            times_rot_copied: member.times_rot_copied,
+            away_since_ms: Some(member.away_since_ms).filter(|since_ms| *since_ms > 0),
+            copy: member.copy.map(Into::into),
+        })
+    }
+}
+
+impl From<&EngineStatus> for v1::EngineStatus {
+    fn from(status: &EngineStatus) -> v1::EngineStatus {
+        let path = status.endpoint.as_ref().map(|path| path.display().to_string());
+        v1::EngineStatus {
+            volume: status.volume.to_string(),
+            generation: Some(status.generation.into()),
+            generation_text: status.generation.to_string(),
+            view: status.view.as_ref().map(Into::into),
+            view_text: status.view.map(|view| view.to_string()).unwrap_or_default(),
+            members: status.members.iter().map(Into::into).collect(),
+            frontend: status.frontend.clone().unwrap_or_default(),
+            endpoint: path.unwrap_or_default(),
+            size_bytes: status.size_bytes,
+            attach: status.generation.attach,
+            grant_wanted: status.grant_wanted.as_ref().map(Into::into),
+            resync: status.resync.map(Into::into),
+            scrub: status.scrub.clone().map(Into::into),
+            expansion: status.expansion.clone().map(Into::into),
+            lost_writes: status.lost_writes,
+            device: status.device.clone().unwrap_or_default(),
+            version: status.version.clone(),
+            ..v1::EngineStatus::default()
+        }
+        .with_phase(status.phase)
+    }
+}
+
+impl v1::EngineStatus {
+    /// Returns the view in which the engine serves; none if it is not reported.
+    #[must_use]
+    pub fn known_view(&self) -> Option<View> {
+        let of_text = || self.view_text.parse().ok();
+        self.view.clone().and_then(|view| view.try_into().ok()).or_else(of_text)
+    }
+}
+
+impl From<&ReplicaStatus> for v1::ReplicaStatus {
+    fn from(status: &ReplicaStatus) -> v1::ReplicaStatus {
+        let generation = status.generation;
+        v1::ReplicaStatus {
+            volume: status.volume.to_string(),
+            replica_id: status.replica.to_string(),
+            addresses: status.addresses.clone(),
+            size_bytes: status.size_bytes,
+            allocated_bytes: status.allocated_bytes,
+            generation: generation.map(Into::into),
+            generation_text: generation.unwrap_or(Generation::NEVER).to_string(),
+            directory: status.directory.display().to_string(),
+            committed: status.views.as_ref().map(|views| (&views.committed).into()),
+            proposed: status.views.iter().flat_map(|views| &views.proposed).map(Into::into).collect(),
+            failures: status.failures,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,374 @@
+//! Status of an engine and of its replicas. Engine, agent and controller share these types.
+//!
+//! The serialised forms are the lines of the control sockets. `shorthorn-api` has the conversion to and from
+//! the messages of node.proto beside them.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName, generation};
+
+/// The phase of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EnginePhase {
+    /// The engine opens replicas and creates its device.
+    Starting,
+    /// The engine serves the device.
+    Serving,
+    /// The engine has no quorum: requests wait.
+    Frozen,
+    /// The engine removes its device.
+    Stopping,
+    /// The engine has learned of a higher generation, or cannot continue; `message` has the reason.
+    Stopped,
+    /// The phase is one of a later version: the engine exists, and nothing follows from its phase.
+    #[serde(other)]
+    Unknown,
+}
+
+impl EnginePhase {
+    /// All phases of this version.
+    const KNOWN: [EnginePhase; 5] = [
+        EnginePhase::Starting,
+        EnginePhase::Serving,
+        EnginePhase::Frozen,
+        EnginePhase::Stopping,
+        EnginePhase::Stopped,
+    ];
+
+    /// Returns the word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            EnginePhase::Starting => "starting",
+            EnginePhase::Serving => "serving",
+            EnginePhase::Frozen => "frozen",
+            EnginePhase::Stopping => "stopping",
+            EnginePhase::Stopped => "stopped",
+            EnginePhase::Unknown => "unknown",
+        }
+    }
+
+    /// Returns the phase with that word; none for the empty word, with which no phase is reported.
+    #[must_use]
+    pub fn of_word(word: &str) -> Option<EnginePhase> {
+        let known = EnginePhase::KNOWN.into_iter().find(|phase| phase.as_str() == word);
+        known.or_else(|| (!word.is_empty()).then_some(EnginePhase::Unknown))
+    }
+}
+
+/// The relation of a replica to the view of the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemberMode {
+    /// The replica is in the view: it has every acknowledged write.
+    Member,
+    /// The replica has left the view, or was never reached.
+    Failed,
+    /// The replica is being rebuilt: it gets the missing data, and every new write.
+    Rebuilding,
+    /// The replica is being opened. Words of later versions mean this too: such a replica is not a member.
+    #[serde(other)]
+    Connecting,
+}
+
+impl MemberMode {
+    /// All modes.
+    pub const ALL: [MemberMode; 4] =
+        [MemberMode::Member, MemberMode::Failed, MemberMode::Connecting, MemberMode::Rebuilding];
+
+    /// Returns the word that is stored and shown.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            MemberMode::Member => "member",
+            MemberMode::Failed => "failed",
+            MemberMode::Connecting => "connecting",
+            MemberMode::Rebuilding => "rebuilding",
+        }
+    }
+
+    /// Returns the mode with that word; an unknown one is no member.
+    #[must_use]
+    pub fn of_word(word: &str) -> MemberMode {
+        let known = MemberMode::ALL.into_iter().find(|mode| mode.as_str() == word);
+        known.unwrap_or(MemberMode::Connecting)
+    }
+}
+
+/// The progress of a copy: a rebuild of a replica, or a resync of the members.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopyStatus {
+    /// The bytes to copy at the beginning, in whole regions, including those counted while the replica was
+    /// absent.
+    pub total_bytes: u64,
+    /// The bytes left to copy.
+    pub left_bytes: u64,
+    /// The rate in bytes per second.
+    pub bytes_per_s: u64,
+}
+
+impl CopyStatus {
+    /// Returns the completed percentage, 0 to 100.
+    #[must_use]
+    pub fn percent(&self) -> u64 {
+        let done = u128::from(self.total_bytes.saturating_sub(self.left_bytes)) * 100;
+        done.checked_div(self.total_bytes.into()).map_or(100, |percent| u64::try_from(percent).unwrap_or(100))
+    }
+
+    /// Returns the remaining seconds at this speed; none if the copy makes no progress.
+    #[must_use]
+    pub fn left_s(&self) -> Option<u64> {
+        self.left_bytes.checked_div(self.bytes_per_s)
+    }
+}
+
+/// The findings of the last or current scrub.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScrubStatus {
+    /// The number of the scrub, counted from 1 since the engine has started.
+    #[serde(default)]
+    pub number: u64,
+    /// True if it is under way.
+    pub running: bool,
+    /// The snapshot that is being compared; empty: the volume is.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub snapshot: String,
+    /// The position in the snapshot or in the volume.
+    pub at_bytes: u64,
+    /// Places where members differed.
+    pub found: u64,
+    /// The number of differences that were repaired.
+    pub repaired: u64,
+    /// The last difference, for people: the replica, the place, and the reaction.
+    pub last: String,
+}
+
+impl ScrubStatus {
+    /// Ends the scrub before it has compared everything, which `last` says.
+    pub fn stop(&mut self) {
+        self.running = false;
+        let stopped = "stopped before everything was compared";
+        self.last =
+            if self.last.is_empty() { stopped.to_owned() } else { format!("{}; {stopped}", self.last) };
+    }
+}
+
+/// The differences between members that verified reads have found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadFindings {
+    /// Places where members differed.
+    pub found: u64,
+    /// The number of differences that were repaired.
+    pub repaired: u64,
+    /// The last difference, for people.
+    pub last: String,
+}
+
+impl ReadFindings {
+    fn is_empty(&self) -> bool {
+        self.found == 0
+    }
+}
+
+/// An expansion that the device has not followed yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpansionStatus {
+    /// The size that the volume is to have.
+    pub size_bytes: u64,
+    /// The reason for waiting, for people; empty if the expansion is under way.
+    pub message: String,
+    /// True if the kernel cannot do it while the device is in use: the next attachment has the new size.
+    #[serde(default)]
+    pub next_attach: bool,
+}
+
+/// A view that the engine cannot bring through without the arbiter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrantWanted {
+    /// The view.
+    pub view: View,
+    /// The report that the engine honours.
+    pub honoured: ReplicaReport,
+    /// Replicas that have stored the view: all of its members, and perhaps others of the honoured views.
+    pub stored: Members,
+}
+
+/// State of one engine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineStatus {
+    /// The volume.
+    pub volume: VolumeName,
+    /// The process.
+    pub pid: u32,
+    /// The phase of the engine.
+    pub phase: EnginePhase,
+    /// The reason for people; empty if all is well.
+    pub message: String,
+    /// The generation of the engine.
+    pub generation: Generation,
+    /// The current view, once there is one.
+    pub view: Option<View>,
+    /// Every replica that it was given.
+    pub members: Vec<MemberStatus>,
+    /// ublk, nbd or socket, once it is chosen.
+    pub frontend: Option<String>,
+    /// The path `/dev/longhorn/<volume>`, or that of the socket, once it exists.
+    pub endpoint: Option<PathBuf>,
+    /// The number of the device that this process serves, like 259:3; none of a socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// The size of the device as its user sees it.
+    pub size_bytes: u64,
+    /// True if writes may be lost that the user of the device believes stored. Every request fails until the
+    /// volume is detached.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lost_writes: bool,
+    /// The pending part of an expansion, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expansion: Option<ExpansionStatus>,
+    /// The view that waits for the arbiter's grant: requests wait, or the start does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grant_wanted: Option<GrantWanted>,
+    /// Regions that are made equal after an unclean stop, while there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "equalising")]
+    pub resync: Option<CopyStatus>,
+    /// The last or current scrub, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scrub: Option<ScrubStatus>,
+    /// The differences that reads have found while no scrub was under way.
+    #[serde(default, skip_serializing_if = "ReadFindings::is_empty")]
+    pub read_findings: ReadFindings,
+    /// The version of the program that the process runs; empty for a program that does not report it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub version: String,
+}
+
+impl EngineStatus {
+    /// Counts a difference: for the scrub if one is under way, else for the reads.
+    pub fn count_found(&mut self, repaired: bool, last: String) {
+        match self.scrub.as_mut().filter(|scrub| scrub.running) {
+            Some(scrub) => {
+                scrub.found += 1;
+                scrub.repaired += u64::from(repaired);
+                scrub.last = last;
+            }
+            None => {
+                self.read_findings.found += 1;
+                self.read_findings.repaired += u64::from(repaired);
+                self.read_findings.last = last;
+            }
+        }
+    }
+
+    /// Changes the scrub that is under way, if any.
+    pub fn change_scrub(&mut self, change: impl FnOnce(&mut ScrubStatus)) {
+        if let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.running) {
+            change(scrub);
+        }
+    }
+}
+
+/// State of one replica as its engine sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberStatus {
+    /// The id of the replica.
+    pub replica: ReplicaId,
+    /// The address in use, or the first one.
+    pub address: String,
+    /// The state of the replica.
+    pub mode: MemberMode,
+    /// The reason why the replica is not a member, or why requests wait for a member. Empty: all is well.
+    pub message: String,
+    /// The number of times that requests had to wait for the replica, because it was late and the others
+    /// could not continue without it.
+    #[serde(default)]
+    pub times_awaited: u64,
+    /// The number of times that the replica, as the source of a copy, held rot according to its sums.
+    #[serde(default)]
+    pub times_rotten: u64,
+    /// The number of times that such rot was copied unchanged, because no other member had the data.
+    #[serde(default)]
+    pub times_rot_copied: u64,
+    /// The time since which the replica is not a member, in milliseconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub away_since_ms: Option<u64>,
+    /// The progress of the rebuild, if one runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy: Option<CopyStatus>,
+}
+
+/// The phase of a replica process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplicaPhase {
+    /// The process does not take connections yet, or not any more.
+    Closed,
+    /// The process takes connections.
+    Serving,
+    /// The replica has failed: it answers everything with an error until its process ends.
+    Failed,
+}
+
+/// State of one replica process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaStatus {
+    /// The volume.
+    pub volume: VolumeName,
+    /// The id of the replica.
+    pub replica: ReplicaId,
+    /// The process.
+    pub pid: u32,
+    /// The phase of the process.
+    #[serde(flatten, with = "phase_flags")]
+    pub phase: ReplicaPhase,
+    /// The number of failures in a row, including earlier processes.
+    #[serde(default)]
+    pub failures: u32,
+    /// The reason for people; empty if all is well.
+    pub message: String,
+    /// `unix:<path>` and `tcp:<ip>:<port>`.
+    pub addresses: Vec<String>,
+    /// Size of the volume.
+    pub size_bytes: u64,
+    /// Bytes on the disk, when this was last looked at.
+    pub allocated_bytes: u64,
+    /// The generation that holds it; none: no engine has opened it.
+    #[serde(with = "generation::or_never")]
+    pub generation: Option<Generation>,
+    /// The views that it knows, no older than the generation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub views: Option<ReplicaReport>,
+    /// The directory of the replica.
+    pub directory: PathBuf,
+}
+
+/// The phase of a replica as the two flags of the control socket.
+mod phase_flags {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::ReplicaPhase;
+
+    #[derive(Serialize, Deserialize)]
+    struct Flags {
+        serving: bool,
+        #[serde(default)]
+        failed: bool,
+    }
+
+    pub(super) fn serialize<S: Serializer>(phase: &ReplicaPhase, serializer: S) -> Result<S::Ok, S::Error> {
+        let flags =
+            Flags { serving: *phase == ReplicaPhase::Serving, failed: *phase == ReplicaPhase::Failed };
+        flags.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ReplicaPhase, D::Error> {
+        Ok(match Flags::deserialize(deserializer)? {
+            Flags { serving: true, .. } => ReplicaPhase::Serving,
+            Flags { failed: true, .. } => ReplicaPhase::Failed,
+            Flags { .. } => ReplicaPhase::Closed,
+        })
+    }
+}
