@@ -1,6 +1,40 @@
 //! Generates the messages, clients and servers; needs `protoc` on the PATH, with the
 //! common types of Protocol Buffers (package libprotobuf-dev).
 
+/// Messages that shorthornctl prints as they are: the JSON of `--output json` has their fields. Scripts rely
+/// on the names.
+const PRINTED: [&str; 15] = [
+    "Condition",
+    "CopyStatus",
+    "Drain",
+    "DrainLeft",
+    "Explanation",
+    "LeftOut",
+    "NodeDisk",
+    "NodeObject",
+    "Orphan",
+    "ReplicaMove",
+    "Salvage",
+    "ScrubStatus",
+    "UpgradeEngineResponse",
+    "View",
+    "Workload",
+];
+
+/// Fields with another name in JSON: that of Longhorn, or of a Kubernetes object.
+const RENAMED: [(&str, &str); 10] = [
+    ("Condition.last_transition", "lastTransitionTime"),
+    ("CopyStatus.bytes_per_s", "bytesPerSecond"),
+    ("NodeDisk.available_bytes", "storageAvailable"),
+    ("NodeDisk.reserved_bytes", "storageReserved"),
+    ("NodeDisk.scheduled_bytes", "storageScheduled"),
+    ("NodeDisk.total_bytes", "storageMaximum"),
+    ("NodeDisk.uuid", "diskUUID"),
+    ("Orphan.disk_uuid", "diskUUID"),
+    ("Orphan.node", "nodeID"),
+    ("Salvage.replica_id", "replicaID"),
+];
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
         "shorthorn/v1/node.proto",
@@ -10,6 +44,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "pluginregistration/v1/registration.proto",
     ];
     let descriptors = std::path::PathBuf::from(std::env::var("OUT_DIR")?).join("descriptors.bin");
-    tonic_prost_build::configure().file_descriptor_set_path(descriptors).compile_protos(&files, &["."])?;
+    let mut builder = tonic_prost_build::configure().file_descriptor_set_path(descriptors);
+    for message in PRINTED {
+        let derive = "#[derive(serde::Serialize)] #[serde(rename_all = \"camelCase\")]";
+        builder = builder.message_attribute(format!(".shorthorn.v1.{message}"), derive);
+    }
+    for (field, name) in RENAMED {
+        let rename = format!("#[serde(rename = {name:?})]");
+        builder = builder.field_attribute(format!(".shorthorn.v1.{field}"), rename);
+    }
+    builder.compile_protos(&files, &["."])?;
     Ok(())
 }

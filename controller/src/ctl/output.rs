@@ -12,10 +12,7 @@ use super::args::Format;
 use super::error::CtlError;
 use super::list::workloads;
 use super::size::human;
-use super::view::{
-    DrainView, ExplanationView, InspectionView, NodeView, OrphanView, RebalanceView, TrashView, UpgradeView,
-    VolumeView,
-};
+use super::view::{InspectionView, RebalanceView, TrashView, VolumeView};
 use super::wait::Drained;
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
@@ -112,7 +109,7 @@ fn salvage(salvage: &v1::Salvage) -> String {
 /// Formats the explanation of a volume's state.
 pub(super) fn explanation(format: Format, why: v1::Explanation) -> Result<String, CtlError> {
     if !format.is_for_people() {
-        return for_programs(format, &ExplanationView::from(why));
+        return for_programs(format, &why);
     }
     let mut text = why.sentences.join("\n");
     if !why.hints.is_empty() {
@@ -129,7 +126,7 @@ pub(super) fn upgrade(
     upgraded: &v1::UpgradeEngineResponse,
 ) -> Result<String, CtlError> {
     if !format.is_for_people() {
-        return for_programs(format, &UpgradeView::from(upgraded));
+        return for_programs(format, upgraded);
     }
     Ok(format!(
         "the engine of volume {volume} is process {} now, {} before; requests waited for {} ms",
@@ -280,18 +277,18 @@ pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Resul
 }
 
 pub(super) fn orphans(format: Format, list: v1::ListOrphansResponse) -> Result<String, CtlError> {
-    let views: Vec<OrphanView> = list.orphans.into_iter().map(Into::into).collect();
+    let orphans = list.orphans;
     if format != Format::Table {
-        return for_programs(format, &views);
+        return for_programs(format, &orphans);
     }
     let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
     let silent: String = list.silent_nodes.iter().map(silent).collect();
-    if views.is_empty() {
+    if orphans.is_empty() {
         return Ok(format!("Every directory belongs to a volume.{silent}"));
     }
     let mut table = table(&["NODE", "DISK", "UUID", "DIRECTORY"]);
-    for view in views {
-        table.add_row([view.node, view.disk_path, view.disk_uuid, view.name]);
+    for orphan in orphans {
+        table.add_row([orphan.node, orphan.disk_path, orphan.disk_uuid, orphan.name]);
     }
     Ok(format!("{table}{silent}"))
 }
@@ -339,7 +336,7 @@ pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
 /// Formats the rest of a drain of a node or disk.
 pub(super) fn drain(format: Format, place: &Drained, drain: v1::Drain) -> Result<String, CtlError> {
     if !format.is_for_people() {
-        return for_programs(format, &DrainView::from(drain));
+        return for_programs(format, &drain);
     }
     if drain.left.is_empty() {
         return Ok(format!("{place} is drained: nothing is left on it"));
@@ -378,7 +375,7 @@ pub(super) fn node(format: Format, node: v1::NodeObject) -> Result<String, CtlEr
         return Ok(format!("node/{}", node.name));
     }
     if !format.is_for_people() {
-        return for_programs(format, &NodeView::from(node));
+        return for_programs(format, &node);
     }
     Ok(node_table(&node))
 }

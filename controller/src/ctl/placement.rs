@@ -13,7 +13,6 @@ use super::args::{Format, SetVolumeArgs};
 use super::commands::{limited, of_tags};
 use super::error::{CtlError, is_unreachable};
 use super::output::{dash, facts, for_programs, node_table};
-use super::view::NodeView;
 use super::wait::{HELD_LIMIT, Progress};
 
 /// The least time between two questions.
@@ -102,7 +101,7 @@ pub(super) async fn evict(
 #[serde(rename_all = "camelCase")]
 struct NodeDetailView {
     #[serde(flatten)]
-    node: NodeView,
+    node: v1::NodeObject,
     frontend_details: Vec<FrontendView>,
     data_address: String,
     max_volumes: u32,
@@ -131,7 +130,7 @@ pub(super) fn node(format: Format, detail: v1::NodeDetail) -> Result<String, Ctl
             FrontendView { name, usable, reason }
         };
         let view = NodeDetailView {
-            node: node.into(),
+            node,
             frontend_details: detail.frontends.into_iter().map(frontend).collect(),
             data_address: detail.data_address,
             max_volumes: detail.max_volumes,

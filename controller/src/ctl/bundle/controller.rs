@@ -15,7 +15,6 @@ use crate::ctl::commands::limited;
 use crate::ctl::doctor::{self, CheckView};
 use crate::ctl::list::{Lister, Options, What};
 use crate::ctl::status;
-use crate::ctl::view::ExplanationView;
 
 /// The maximum number of unhealthy volumes whose explanation is collected.
 const EXPLAINED_MAX: usize = 200;
@@ -95,8 +94,7 @@ async fn explain(
     for name in ill.iter().take(EXPLAINED_MAX) {
         match client.explain_volume(limited(v1::GetVolumeRequest { name: name.clone() })).await {
             Ok(why) => {
-                let why = ExplanationView::from(why.into_inner());
-                told.insert(name.clone(), serde_json::to_value(why).map_err(io::Error::other)?);
+                told.insert(name.clone(), serde_json::to_value(why.into_inner()).map_err(io::Error::other)?);
             }
             Err(status) => archive.add_missing(&format!("why of {name}"), status.message()),
         }

@@ -4,7 +4,6 @@ use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
 use crate::ctl::output::{disk_row, node_rows};
-use crate::ctl::view::{DiskView, NodeView};
 
 const NODES: [Column; 12] = [
     column("NODE"),
@@ -48,7 +47,7 @@ fn node(node: v1::NodeObject) -> Entry {
         row
     };
     let rows = node_rows(&node).into_iter().map(widened).collect();
-    Entry { name, rows, fields: fields(&NodeView::from(node)) }
+    Entry { name, rows, fields: fields(&node) }
 }
 
 /// Returns the disks of all nodes.
@@ -66,7 +65,7 @@ fn disk(node: &str, disk: v1::NodeDisk) -> Entry {
     let name = format!("disk/{node}:{}", disk.path);
     let mut row: Vec<String> = disk_row(node, &disk).into();
     row.insert(6, disk.tags.join(","));
-    let mut fields = fields(&DiskView::from(disk));
+    let mut fields = fields(&disk);
     fields["nodeID"] = node.into();
     Entry { name, rows: vec![row], fields }
 }
