@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ScrubStatus};
+pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ReadFindings, ScrubStatus};
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
 
 use crate::dead_mounts::DeadMount;
@@ -348,6 +348,8 @@ pub struct EngineView {
     pub resync: Option<CopyStatus>,
     /// The last or current scrub.
     pub scrub: Option<Box<ScrubStatus>>,
+    /// The differences that reads have found while no scrub was under way, if any.
+    pub read_findings: Option<Box<ReadFindings>>,
     /// The view that waits for the arbiter.
     pub grant_wanted: Option<Box<GrantWanted>>,
     /// Version of its program; empty: it does not say.

@@ -439,6 +439,14 @@ impl Explainer<'_> {
             ));
             self.hint(format!("shorthornctl volume scrub {} --repair", self.name));
         }
+        if let Some(read) = shown.read_findings.as_ref().filter(|read| read.found > read.repaired) {
+            self.explanation.healthy = false;
+            self.say(format!(
+                "Reads found {} places with differences, and repaired {} ({}).",
+                read.found, read.repaired, read.last
+            ));
+            self.hint(format!("shorthornctl volume scrub {} --repair", self.name));
+        }
     }
 
     /// Disks of the replicas that are full: writes fail there.

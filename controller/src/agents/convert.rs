@@ -105,6 +105,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         members: members.iter().map(|one| (one.replica, member(one))).collect(),
         resync: status.resync.map(Into::into),
         scrub: status.scrub.map(|scrub| Box::new(scrub.into())),
+        read_findings: status.read_findings.map(|findings| Box::new(findings.into())),
         // An invalid one cannot be granted.
         grant_wanted: status.grant_wanted.and_then(|wanted| wanted.try_into().ok()).map(Box::new),
     }

@@ -6,7 +6,7 @@
 
 use shorthorn_types::status::{
     CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
-    ReplicaStatus, ScrubStatus,
+    ReadFindings, ReplicaStatus, ScrubStatus,
 };
 use shorthorn_types::{
     Generation, Members, ReplicaId, ReplicaIdError, ReplicaReport, TooManyMembers, View, ViewId,
@@ -256,6 +256,20 @@ impl From<v1::ScrubStatus> for ScrubStatus {
     }
 }
 
+impl From<ReadFindings> for v1::ReadFindings {
+    fn from(findings: ReadFindings) -> v1::ReadFindings {
+        let ReadFindings { found, repaired, last } = findings;
+        v1::ReadFindings { found, repaired, last }
+    }
+}
+
+impl From<v1::ReadFindings> for ReadFindings {
+    fn from(findings: v1::ReadFindings) -> ReadFindings {
+        let v1::ReadFindings { found, repaired, last } = findings;
+        ReadFindings { found, repaired, last }
+    }
+}
+
 impl From<ExpansionStatus> for v1::Expansion {
     fn from(expansion: ExpansionStatus) -> v1::Expansion {
         let ExpansionStatus { size_bytes, message, next_attach } = expansion;
@@ -322,6 +336,7 @@ impl From<&EngineStatus> for v1::EngineStatus {
             grant_wanted: status.grant_wanted.as_ref().map(Into::into),
             resync: status.resync.map(Into::into),
             scrub: status.scrub.clone().map(Into::into),
+            read_findings: Some(status.read_findings.clone()).filter(|some| some.found > 0).map(Into::into),
             expansion: status.expansion.clone().map(Into::into),
             lost_writes: status.lost_writes,
             device: status.device.clone().unwrap_or_default(),

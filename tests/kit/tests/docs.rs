@@ -63,7 +63,7 @@ fn links_lead_to_pages_and_headings() {
             }
             count += 1;
             let (file, heading) = target.split_once('#').unwrap_or((&target, ""));
-            let folder = page.path.parent().unwrap_or(Path::new(""));
+            let folder = page.path.parent().unwrap_or_else(|| Path::new(""));
             let path = if file.is_empty() { page.path.clone() } else { plain(&folder.join(file)) };
             let is_known = match pages.iter().find(|page| page.path == path) {
                 Some(page) => heading.is_empty() || anchors(page).contains(heading),
@@ -91,7 +91,7 @@ fn the_summary_lists_every_page_of_the_book() {
     assert_eq!(listed.len(), existing.len(), "a page is listed twice");
     let outside = in_book.flat_map(|page| links(page).into_iter().map(move |link| (page, link)));
     let outside = outside.filter(|(page, link)| {
-        let folder = page.path.parent().unwrap_or(Path::new(""));
+        let folder = page.path.parent().unwrap_or_else(|| Path::new(""));
         !link.target.contains("://") && !plain(&folder.join(&link.target)).starts_with("docs")
     });
     none(&outside.map(|(page, link)| page.at(link.line, &link.target)).collect::<Vec<_>>());

@@ -9,9 +9,9 @@ use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::{NO_DELAY, Serving};
-use crate::events::Ending;
 use crate::context::Peer;
 use crate::error::EngineError;
+use crate::events::Ending;
 use crate::main_loop::copy_limits;
 use crate::scrubber::Scrubbing;
 use crate::status;

@@ -118,6 +118,7 @@ fn engine() -> EngineStatus {
         grant_wanted: Some(GrantWanted { view: view(), honoured, stored: view().members }),
         resync: Some(copy()),
         scrub: Some(scrub()),
+        read_findings: ReadFindings { found: 2, repaired: 1, last: "a block".to_owned() },
         version: "9".to_owned(),
     }
 }
@@ -137,6 +138,7 @@ fn each_part_of_a_status_reads_back() {
     let members: Vec<MemberStatus> =
         message.members.into_iter().map(|member| member.try_into().unwrap()).collect();
     assert_eq!(members, status.members);
+    assert_eq!(message.read_findings.map(ReadFindings::from), Some(status.read_findings));
     assert_eq!(message.scrub.map(ScrubStatus::from), status.scrub);
     assert_eq!(message.resync.map(CopyStatus::from), status.resync);
     assert_eq!(message.expansion.map(ExpansionStatus::from), status.expansion);

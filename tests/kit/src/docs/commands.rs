@@ -107,7 +107,7 @@ pub fn reference(program: Command) -> String {
 fn write_command(text: &mut String, command: &Command, name: &str) {
     let subcommands: Vec<&Command> = command.get_subcommands().filter(|one| !one.is_hide_set()).collect();
     if subcommands.is_empty() {
-        let about = command.get_long_about().or(command.get_about());
+        let about = command.get_long_about().or_else(|| command.get_about());
         let about = about.map(ToString::to_string).unwrap_or_default();
         let usage = command.clone().render_usage().to_string();
         let usage = usage.trim_start_matches("Usage:").split_whitespace().collect::<Vec<_>>().join(" ");
@@ -158,7 +158,7 @@ fn takes_value(arg: &Arg) -> bool {
 }
 
 fn meaning(arg: &Arg) -> String {
-    let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
+    let help = arg.get_long_help().or_else(|| arg.get_help()).map(ToString::to_string).unwrap_or_default();
     let mut text = sentence(&help);
     let mut add = |label: &str, values: &[String]| {
         let _ = write!(text, " {label}: {}.", values.join(", "));
