@@ -152,12 +152,14 @@ pub struct RunArgs {
 pub enum FrontendArg {
     /// NBD on a Unix socket: no kernel driver, no root
     Socket,
-    /// A block device: ublk if the kernel has it, otherwise nbd
+    /// A block device: ublk if the kernel has it, otherwise nbd, otherwise iscsi
     Auto,
     /// A block device through the ublk driver
     Ublk,
     /// A block device through the nbd driver
     Nbd,
+    /// A block device through tgt and open-iscsi, for kernels with neither driver
+    Iscsi,
 }
 
 impl From<FrontendArg> for FrontendChoice {
@@ -167,6 +169,7 @@ impl From<FrontendArg> for FrontendChoice {
             FrontendArg::Auto => FrontendChoice::Auto,
             FrontendArg::Ublk => FrontendChoice::Ublk,
             FrontendArg::Nbd => FrontendChoice::Nbd,
+            FrontendArg::Iscsi => FrontendChoice::Iscsi,
         }
     }
 }

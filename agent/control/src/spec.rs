@@ -172,12 +172,14 @@ pub struct ReplicaEndpoint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FrontendChoice {
-    /// The first that works of ublk, nbd.
+    /// The first that works of ublk, nbd, iscsi.
     Auto,
     /// ublk or nothing.
     Ublk,
     /// NBD or nothing.
     Nbd,
+    /// iSCSI or nothing.
+    Iscsi,
     /// NBD on a Unix socket.
     Socket,
 }

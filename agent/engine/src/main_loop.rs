@@ -14,8 +14,8 @@ use shorthorn_control::{
 use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, FlightLimits, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
-    DeviceRecord, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket, discard, prepare_nbd,
-    prepare_socket, prepare_ublk,
+    DeviceRecord, FrontendKind, FrontendSpec, IscsiIdentity, Prepared, QueueFrontend, QueueSocket, discard,
+    prepare_iscsi, prepare_nbd, prepare_socket, prepare_ublk,
 };
 use shorthorn_ring::{Arena, Wake, protect_allocations};
 use shorthorn_types::limits::{
@@ -23,6 +23,7 @@ use shorthorn_types::limits::{
     MAX_QUEUE_DEPTH, MAX_QUEUES, MAX_VOLUME_BYTES,
 };
 use shorthorn_types::{Generation, VolumeName};
+use shorthorn_wire::{derived_password, fingerprint};
 
 use crate::connection::Connection;
 use crate::connector::Connector;
@@ -149,6 +150,7 @@ fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
         FrontendChoice::Socket => Some(FrontendKind::Socket),
         FrontendChoice::Ublk => Some(FrontendKind::Ublk),
         FrontendChoice::Nbd => Some(FrontendKind::Nbd),
+        FrontendChoice::Iscsi => Some(FrontendKind::Iscsi),
         // If the host has no driver, making the device fails and says so.
         FrontendChoice::Auto => choose(None, &probe()).ok(),
     }
@@ -156,9 +158,13 @@ fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
 
 /// Returns the number of queues of a new device. On NBD one: with several sockets the kernel gives one up
 /// whose requests take 15 s, and sends them over another one. The engine may read an old copy of a write from
-/// the first one later, when a newer write is acknowledged already.
+/// the first one later, when a newer write is acknowledged already. On iSCSI one as well: the file of its
+/// target has one descriptor.
 fn queues_on(kind: Option<FrontendKind>, wanted: u16) -> u16 {
-    if kind == Some(FrontendKind::Nbd) { 1 } else { wanted }
+    match kind {
+        Some(FrontendKind::Nbd | FrontendKind::Iscsi) => 1,
+        _ => wanted,
+    }
 }
 
 /// Signals are taken by a thread of their own, so that the main thread waits for one thing only.
@@ -322,7 +328,9 @@ impl Start<'_> {
     fn discard_device(&mut self) -> Result<(), EngineError> {
         let (volume, device_dir) = (&self.spec.volume, &self.spec.device_dir);
         match self.state.device().map(|record| record.kind) {
-            Some(FrontendKind::Ublk | FrontendKind::Nbd) => discard(volume, device_dir)?,
+            Some(FrontendKind::Ublk | FrontendKind::Nbd | FrontendKind::Iscsi) => {
+                discard(volume, device_dir)?
+            }
             Some(FrontendKind::Socket) | None => return Ok(()),
         }
         self.state.set_device(None)
@@ -387,6 +395,7 @@ fn prepare_frontend(
         (_, FrontendChoice::Auto) => choose(None, &probe())?,
         (_, FrontendChoice::Ublk) => choose(Some(FrontendKind::Ublk), &probe())?,
         (_, FrontendChoice::Nbd) => choose(Some(FrontendKind::Nbd), &probe())?,
+        (_, FrontendChoice::Iscsi) => choose(Some(FrontendKind::Iscsi), &probe())?,
     };
     let frontend = FrontendSpec {
         volume: spec.volume.clone(),
@@ -401,8 +410,15 @@ fn prepare_frontend(
     Ok(match kind {
         FrontendKind::Ublk => prepare_ublk(&frontend)?,
         FrontendKind::Nbd => prepare_nbd(&frontend, sockets)?,
+        FrontendKind::Iscsi => prepare_iscsi(&frontend, identity(spec), sockets)?,
         FrontendKind::Socket => prepare_socket(&frontend)?,
     })
+}
+
+/// Returns the names and the password of the volume's iSCSI target: the same for every engine of it.
+fn identity(spec: &EngineSpec) -> IscsiIdentity {
+    let secret = spec.secret.bytes();
+    IscsiIdentity { password: derived_password(secret, "iscsi"), disk_id: fingerprint(secret) }
 }
 
 type Threads = Vec<thread::JoinHandle<()>>;
@@ -519,9 +535,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_nbd_device_has_one_queue() {
+    fn a_new_device_of_nbd_or_iscsi_has_one_queue() {
         let planned_queues = |choice| queues_on(planned(choice), 4);
         assert_eq!(planned_queues(FrontendChoice::Nbd), 1);
+        assert_eq!(planned_queues(FrontendChoice::Iscsi), 1);
         assert_eq!(planned_queues(FrontendChoice::Ublk), 4);
         assert_eq!(planned_queues(FrontendChoice::Socket), 4);
     }

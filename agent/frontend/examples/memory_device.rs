@@ -1,7 +1,7 @@
 //! A volume in one sparse file, served by a frontend: to try a frontend without replicas, and for its tests.
 //!
 //! ```text
-//! memory_device --frontend ublk|nbd|socket|auto --backing FILE --size BYTES --state FILE
+//! memory_device --frontend ublk|nbd|iscsi|socket|auto --backing FILE --size BYTES --state FILE
 //!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR]
 //!               [--fault killed|mapped|stalled] [--task-work cooperative]
 //! ```
@@ -25,8 +25,8 @@ use std::thread::{self, JoinHandle};
 use nix::sys::signal::{SigSet, Signal, raise};
 use shorthorn_core::{Operation, Request};
 use shorthorn_frontend::{
-    DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo, SOURCE,
-    prepare_nbd, prepare_socket, prepare_ublk, probe,
+    DeviceRecord, FrontendError, FrontendKind, FrontendSpec, IscsiIdentity, Prepared, QueueFrontend, QueueIo,
+    SOURCE, prepare_iscsi, prepare_nbd, prepare_socket, prepare_ublk, probe,
 };
 use shorthorn_ring::{Arena, Completion, Ring, TaskWork, Token, Wake, Waker, protect_thread};
 use shorthorn_types::limits::MAX_IO_BYTES;
@@ -195,6 +195,10 @@ fn prepare(kind: FrontendKind, spec: &FrontendSpec) -> Result<Prepared, Frontend
         FrontendKind::Ublk => prepare_ublk(spec),
         FrontendKind::Socket => prepare_socket(spec),
         FrontendKind::Nbd => prepare_nbd(spec, Vec::new()),
+        FrontendKind::Iscsi => {
+            let identity = IscsiIdentity { password: "0123456789abcdef".into(), disk_id: "5ba".into() };
+            prepare_iscsi(spec, identity, Vec::new())
+        }
     }
 }
 

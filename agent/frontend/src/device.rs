@@ -15,6 +15,8 @@ pub enum FrontendKind {
     Ublk,
     /// /dev/nbdN through generic netlink.
     Nbd,
+    /// /dev/sdX through the kernel's iSCSI initiator and a tgtd of its own.
+    Iscsi,
     /// NBD on a Unix socket: no kernel driver, no device.
     Socket,
 }
@@ -24,6 +26,7 @@ impl std::fmt::Display for FrontendKind {
         f.write_str(match self {
             FrontendKind::Ublk => "ublk",
             FrontendKind::Nbd => "nbd",
+            FrontendKind::Iscsi => "iscsi",
             FrontendKind::Socket => "socket",
         })
     }
@@ -40,7 +43,8 @@ pub struct FrontendSpec {
     pub queues: u16,
     /// The number of requests in flight per queue; the arena of a queue has as many slots.
     pub depth: u16,
-    /// The path of the socket, for [`FrontendKind::Socket`].
+    /// The path of the socket, for [`FrontendKind::Socket`]. The files of [`FrontendKind::Iscsi`] are beside
+    /// it.
     pub socket_path: PathBuf,
     /// The directory of the device nodes, `/dev/longhorn`.
     pub device_dir: PathBuf,
@@ -55,7 +59,8 @@ pub struct FrontendSpec {
 pub struct DeviceRecord {
     /// The frontend of the device.
     pub kind: FrontendKind,
-    /// Number of the kernel's device: N of /dev/ublkbN or /dev/nbdN; absent for the socket.
+    /// Number of the kernel's device: N of /dev/ublkbN or /dev/nbdN. For iSCSI the index of the target's
+    /// loopback address; absent for the socket.
     pub kernel_id: Option<u32>,
     /// The number of queues; a recovered device keeps its queues and depth.
     pub queues: u16,

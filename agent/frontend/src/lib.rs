@@ -5,6 +5,7 @@
 //! thread: it brings the device up while the queues already serve, resizes it and takes it away.
 
 mod device;
+mod iscsi;
 mod leftovers;
 mod nbd;
 pub mod node;
@@ -15,6 +16,7 @@ pub mod ublk;
 mod wait;
 
 pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueSocket};
+pub use iscsi::{IscsiIdentity, prepare_iscsi, remove_iscsi_leftovers};
 pub use leftovers::discard;
 #[cfg(shorthorn_fuzzing)]
 pub use nbd::fuzzing;

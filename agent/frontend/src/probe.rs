@@ -3,9 +3,10 @@
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
+use crate::iscsi::{FUSE_DEVICE, Host};
 use crate::ublk::{CONTROL_PATH, REQUIRED_FEATURES};
 use crate::{FrontendError, FrontendKind, ublk, wait};
 
@@ -18,6 +19,10 @@ const NODE_LIMIT: Duration = Duration::from_secs(2);
 
 const UBLK_MODULE: &str = "ublk_drv";
 const NBD_MODULE: &str = "nbd";
+const ISCSI_MODULE: &str = "iscsi_tcp";
+const FUSE_MODULE: &str = "fuse";
+/// The programs of iSCSI, with their packages on Debian.
+const ISCSI_PROGRAMS: [(&str, &str); 3] = [("tgtd", "tgt"), ("tgtadm", "tgt"), ("iscsiadm", "open-iscsi")];
 
 /// The support of one frontend on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,14 +35,21 @@ pub struct FrontendReport {
     pub reason: String,
 }
 
-/// Probes the frontends here, in the order of preference. Loads the module of ublk, and if that is of no use
-/// that of NBD.
+/// Probes the frontends here, in the order of preference. Loads the module of ublk; if that is of no use
+/// that of NBD, and then that of iSCSI.
 #[must_use]
 pub fn probe() -> Vec<FrontendReport> {
     let ublk = probe_ublk();
     let nbd = probe_nbd(ublk.is_err());
+    let iscsi = probe_iscsi(ublk.is_err() && nbd.is_err());
     let socket = Ok("NBD on a Unix socket needs no kernel driver".to_owned());
-    [(FrontendKind::Ublk, ublk), (FrontendKind::Nbd, nbd), (FrontendKind::Socket, socket)]
+    let found = [
+        (FrontendKind::Ublk, ublk),
+        (FrontendKind::Nbd, nbd),
+        (FrontendKind::Iscsi, iscsi),
+        (FrontendKind::Socket, socket),
+    ];
+    found
         .into_iter()
         .map(|(kind, found)| {
             let usable = found.is_ok();
@@ -214,6 +226,36 @@ fn probe_nbd(load: bool) -> Result<String, String> {
     Ok("NBD through generic netlink".into())
 }
 
+/// Loads the modules of iSCSI unless they are loaded, and looks for its programs.
+///
+/// # Errors
+/// The missing parts, and the remedy.
+pub(crate) fn load_iscsi() -> Result<(), String> {
+    probe_iscsi(true).map(drop)
+}
+
+/// Returns the features of iSCSI on this host, or the reason why it is unusable. If `load` is false, an
+/// unloaded module is only searched for.
+fn probe_iscsi(load: bool) -> Result<String, String> {
+    let host = Host::here();
+    let missing: Vec<String> = ISCSI_PROGRAMS
+        .iter()
+        .filter(|(program, _)| host.find(program).is_none())
+        .map(|(program, package)| format!("{program} (package {package})"))
+        .collect();
+    if !missing.is_empty() {
+        return Err(format!("the host has no {}", missing.join(", ")));
+    }
+    let modules = [(ISCSI_MODULE, is_loaded(ISCSI_MODULE)), (FUSE_MODULE, Path::new(FUSE_DEVICE).exists())];
+    for (module, is_there) in modules {
+        if !is_there {
+            let options: &[&str] = if load { &[] } else { &["--dry-run"] };
+            modprobe(module, options).map_err(|missing| missing.to_string())?;
+        }
+    }
+    Ok("iSCSI by tgt and open-iscsi, slower than ublk and NBD".into())
+}
+
 /// A kernel module is missing.
 #[derive(Debug, thiserror::Error)]
 #[error("no module {module}: {reason}; {}", remedy(.module))]
@@ -228,7 +270,10 @@ fn remedy(module: &str) -> &'static str {
             "it needs Linux 6.5 or later with CONFIG_BLK_DEV_UBLK (Debian 12: a kernel of bookworm-backports; \
              Ubuntu: linux-modules-extra of this kernel)"
         }
-        _ => "it needs a kernel with CONFIG_BLK_DEV_NBD (Ubuntu: linux-modules-extra of this kernel)",
+        NBD_MODULE => {
+            "it needs a kernel with CONFIG_BLK_DEV_NBD (Ubuntu: linux-modules-extra of this kernel)"
+        }
+        _ => "iSCSI needs a kernel with CONFIG_ISCSI_TCP and CONFIG_FUSE_FS",
     }
 }
 
@@ -240,10 +285,10 @@ fn load(module: &'static str) -> Result<(), MissingModule> {
     modprobe(module, &[])
 }
 
-fn modprobe(module: &'static str, options: &'static [&str]) -> Result<(), MissingModule> {
+fn modprobe(module: &'static str, options: &'static [&'static str]) -> Result<(), MissingModule> {
     let missing = |reason: String| MissingModule { module, reason };
     let output = wait::within(MODPROBE_LIMIT, move || {
-        Command::new("modprobe").args(options).arg(module).stdin(Stdio::null()).output()
+        Host::here().command("modprobe").args(options).arg(module).stdin(Stdio::null()).output()
     });
     match output {
         Ok(output) if output.status.success() => Ok(()),
@@ -324,38 +369,48 @@ mod tests {
         }
     }
 
-    fn reports(ublk: bool, nbd: bool) -> [FrontendReport; 3] {
-        [(FrontendKind::Ublk, ublk), (FrontendKind::Nbd, nbd), (FrontendKind::Socket, true)]
-            .map(|(kind, usable)| FrontendReport { kind, usable, reason: format!("reason of {kind}") })
+    fn reports(ublk: bool, nbd: bool, iscsi: bool) -> [FrontendReport; 4] {
+        let kinds = [
+            (FrontendKind::Ublk, ublk),
+            (FrontendKind::Nbd, nbd),
+            (FrontendKind::Iscsi, iscsi),
+            (FrontendKind::Socket, true),
+        ];
+        kinds.map(|(kind, usable)| FrontendReport { kind, usable, reason: format!("reason of {kind}") })
     }
 
     #[test]
     fn the_choice() {
-        use FrontendKind::{Nbd, Socket, Ublk};
-        // wanted, ublk usable, nbd usable: chosen
+        use FrontendKind::{Iscsi, Nbd, Socket, Ublk};
+        // wanted, ublk usable, nbd usable, iscsi usable: chosen
         let table = [
-            (None, true, true, Some(Ublk)),
-            (None, true, false, Some(Ublk)),
-            (None, false, true, Some(Nbd)),
-            (None, false, false, None),
-            (Some(Ublk), true, true, Some(Ublk)),
-            (Some(Ublk), false, true, None),
-            (Some(Nbd), true, true, Some(Nbd)),
-            (Some(Nbd), true, false, None),
-            (Some(Socket), false, false, Some(Socket)),
+            (None, true, true, true, Some(Ublk)),
+            (None, true, false, true, Some(Ublk)),
+            (None, false, true, true, Some(Nbd)),
+            (None, false, false, true, Some(Iscsi)),
+            (None, false, false, false, None),
+            (Some(Ublk), true, true, true, Some(Ublk)),
+            (Some(Ublk), false, true, true, None),
+            (Some(Nbd), true, true, true, Some(Nbd)),
+            (Some(Nbd), true, false, true, None),
+            (Some(Iscsi), true, true, true, Some(Iscsi)),
+            (Some(Iscsi), true, true, false, None),
+            (Some(Socket), false, false, false, Some(Socket)),
         ];
-        for (wanted, ublk, nbd, chosen) in table {
-            let found = choose(wanted, &reports(ublk, nbd)).ok();
-            assert_eq!(found, chosen, "{wanted:?} with ublk {ublk}, nbd {nbd}");
+        for (wanted, ublk, nbd, iscsi, chosen) in table {
+            let found = choose(wanted, &reports(ublk, nbd, iscsi)).ok();
+            assert_eq!(found, chosen, "{wanted:?} with ublk {ublk}, nbd {nbd}, iscsi {iscsi}");
         }
         assert_eq!(choose(Some(Socket), &[]).ok(), Some(Socket));
     }
 
     #[test]
     fn a_refusal_names_every_reason() {
-        let text = choose(None, &reports(false, false)).unwrap_err().to_string();
-        assert!(text.contains("ublk: reason of ublk") && text.contains("nbd: reason of nbd"), "{text}");
-        let text = choose(Some(FrontendKind::Nbd), &reports(true, false)).unwrap_err().to_string();
+        let text = choose(None, &reports(false, false, false)).unwrap_err().to_string();
+        for kind in ["ublk", "nbd", "iscsi"] {
+            assert!(text.contains(&format!("{kind}: reason of {kind}")), "{text}");
+        }
+        let text = choose(Some(FrontendKind::Nbd), &reports(true, false, true)).unwrap_err().to_string();
         assert!(text.contains("reason of nbd") && !text.contains("reason of ublk"), "{text}");
     }
 
@@ -364,11 +419,11 @@ mod tests {
         let reports = probe();
         assert_eq!(reports.iter().map(|report| report.kind).collect::<Vec<_>>(), reports_order());
         assert!(reports.iter().all(|report| !report.reason.is_empty()), "{reports:?}");
-        assert!(reports[2].usable);
+        assert!(reports[3].usable);
     }
 
     fn reports_order() -> Vec<FrontendKind> {
-        reports(true, true).into_iter().map(|report| report.kind).collect()
+        reports(true, true, true).into_iter().map(|report| report.kind).collect()
     }
 
     #[test]

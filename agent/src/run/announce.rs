@@ -20,7 +20,7 @@ pub struct Ready {
     pub socket: Option<PathBuf>,
     /// All processes of the volume.
     pub pids: Pids,
-    /// socket, ublk or nbd.
+    /// socket, ublk, nbd or iscsi.
     pub frontend: String,
     /// Size of the volume.
     pub size_bytes: u64,

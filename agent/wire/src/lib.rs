@@ -56,7 +56,8 @@ pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerLis
 pub use pages::BadPage;
 pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
 pub use session::{
-    HexError, Holder, Nonce, Proof, ProvenWelcome, Session, Unproven, directory_fingerprint, fingerprint,
+    HexError, Holder, Nonce, Proof, ProvenWelcome, Session, Unproven, derived_password,
+    directory_fingerprint, fingerprint,
 };
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{

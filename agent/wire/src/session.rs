@@ -238,6 +238,15 @@ pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Returns a password for the `purpose` of a volume: 32 hexadecimal digits of an HMAC-SHA-256. Neither the
+/// secret nor the password of another purpose can be computed from it.
+#[must_use]
+pub fn derived_password(secret: &[u8; SECRET_BYTES], purpose: &str) -> String {
+    // Sessions of living volumes have it: it must not change.
+    let digest = mac(secret, "shorthorn-1", &format!("password\n{purpose}\n")).digest();
+    digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Returns the fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an
 /// HMAC-SHA-256. The secret cannot be computed from it.
 #[must_use]

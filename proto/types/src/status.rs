@@ -213,7 +213,7 @@ pub struct EngineStatus {
     pub view: Option<View>,
     /// Every replica that it was given.
     pub members: Vec<MemberStatus>,
-    /// ublk, nbd or socket, once it is chosen.
+    /// ublk, nbd, iscsi or socket, once it is chosen.
     pub frontend: Option<String>,
     /// The path `/dev/longhorn/<volume>`, or that of the socket, once it exists.
     pub endpoint: Option<PathBuf>,

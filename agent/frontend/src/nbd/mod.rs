@@ -22,6 +22,7 @@ mod sysfs;
 
 pub use kernel::{prepare_nbd, remove_nbd_leftovers};
 pub use socket::prepare_socket;
+pub(crate) use sysfs::read_once;
 
 /// Returns an error unless the kernel's NBD driver answers over generic netlink.
 pub(crate) fn driver_answers() -> std::io::Result<()> {

@@ -97,7 +97,7 @@ pub(super) fn set_request_timer(index: u32, default_ms: u32, value_ms: u32) {
 ///
 /// # Errors
 /// The error of the device; [`io::ErrorKind::TimedOut`] if it does not answer.
-pub(super) fn read_once(path: PathBuf, limit: Duration) -> io::Result<()> {
+pub(crate) fn read_once(path: PathBuf, limit: Duration) -> io::Result<()> {
     /// The alignment of direct reads: no device requires more than a memory page.
     const ALIGNMENT: usize = 4096;
     let length = usize::try_from(SECTOR_BYTES).unwrap_or(ALIGNMENT);

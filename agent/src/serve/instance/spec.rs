@@ -248,7 +248,8 @@ fn frontend(name: &str) -> Result<FrontendChoice, NodeError> {
         "" | "auto" => Ok(FrontendChoice::Auto),
         "ublk" => Ok(FrontendChoice::Ublk),
         "nbd" => Ok(FrontendChoice::Nbd),
+        "iscsi" => Ok(FrontendChoice::Iscsi),
         "socket" => Ok(FrontendChoice::Socket),
-        _ => Err(NodeError::Invalid(format!("frontend {name:?}: use auto, ublk, nbd or socket"))),
+        _ => Err(NodeError::Invalid(format!("frontend {name:?}: use auto, ublk, nbd, iscsi or socket"))),
     }
 }
