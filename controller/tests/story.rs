@@ -63,7 +63,7 @@ async fn errors_say_what_to_do() {
         (&["volume", "create", "v", "--size", "1000"], 1, "multiple of 4096"),
         (&["volume", "create", "v", "--size", "1GB"], 2, "like 10GiB"),
         (&["volume", "create", "v", "--size", "1GiB", "--replicas", "9"], 1, "1 to 8"),
-        (&["volume", "create", "v", "--size", "1GiB", "--frontend", "nvme"], 1, "ublk, nbd or socket"),
+        (&["volume", "create", "v", "--size", "1GiB", "--frontend", "nvme"], 1, "ublk, nbd, iscsi or socket"),
         (&["volume", "create", "v", "--size", "1GiB"], 1, "replicaSoftAntiAffinity"),
         (&["volume", "create", "v", "--size", "2GiB"], 1, "another size"),
         (&["volume", "create", "big", "--size", "1TiB", "--replicas", "1"], 1, "90.0 GiB more"),

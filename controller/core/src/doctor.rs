@@ -227,7 +227,9 @@ impl<'a> Doctor<'a> {
             let reasons: Vec<String> =
                 devices.by_ref().map(|frontend| format!("{}: {}", frontend.name, frontend.reason)).collect();
             let message = format!("node {name} can make no device ({})", reasons.join("; "));
-            let fix = format!("on node {name}: modprobe ublk_drv or nbd, and start its agent again");
+            let fix = format!(
+                "on node {name}: modprobe ublk_drv or nbd, or install tgt and open-iscsi; then start its agent again"
+            );
             Some(warned(message, fix))
         };
         self.infos().filter_map(without).collect()

@@ -306,7 +306,7 @@ pub struct CreateArgs {
     /// The number of replicas, 1 to 8
     #[arg(long, default_value_t = 3, value_name = "COUNT")]
     pub replicas: u32,
-    /// Frontend: auto, ublk, nbd or socket
+    /// Frontend: auto, ublk, nbd, iscsi or socket
     #[arg(long, default_value = "auto")]
     pub frontend: String,
     /// Allows several replicas on one node (replicaSoftAntiAffinity)

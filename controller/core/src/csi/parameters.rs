@@ -135,7 +135,7 @@ pub const PARAMETERS: [Parameter; 10] = [
     },
     Parameter {
         name: "frontend",
-        values: "auto (or blockdev), ublk or nbd",
+        values: "auto (or blockdev), ublk, nbd or iscsi",
         default: "auto",
         meaning: "Driver of the device; auto is ublk if the kernel of the node has it, otherwise nbd",
     },
@@ -286,6 +286,7 @@ fn frontend(key: &str, value: &str) -> Result<Frontend, ParameterError> {
         "" | "auto" | "blockdev" => Ok(Frontend::Auto),
         "ublk" => Ok(Frontend::Ublk),
         "nbd" => Ok(Frontend::Nbd),
+        "iscsi" => Ok(Frontend::Iscsi),
         _ => Err(wrong(key, value)),
     }
 }
@@ -408,7 +409,7 @@ mod tests {
             ("dataLocality", "strict-local", "best-effort"),
             ("replicaSoftAntiAffinity", "yes", "enabled"),
             ("frontend", "socket", "ublk"),
-            ("frontend", "iscsi", "nbd"),
+            ("frontend", "nvmf", "iscsi"),
             ("fsType", "btrfs", "ext4"),
             ("fromBackup", "s3://a@b/?backup=c", "of Longhorn"),
             ("encrypted", "true", "of Longhorn"),

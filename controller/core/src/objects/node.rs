@@ -128,7 +128,7 @@ pub struct NodeStatus {
 /// The support of one frontend on a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FrontendStatus {
-    /// ublk, nbd, socket
+    /// ublk, nbd, iscsi, socket
     pub name: String,
     /// True if the frontend works there.
     pub usable: bool,

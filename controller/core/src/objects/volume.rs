@@ -347,6 +347,8 @@ pub enum Frontend {
     Ublk,
     /// The NBD driver of the kernel.
     Nbd,
+    /// The iSCSI initiator of the kernel, for kernels with neither ublk nor NBD.
+    Iscsi,
     /// NBD on a Unix socket, no kernel device.
     Socket,
     /// The frontend is one of a later version: no engine can be started.
@@ -393,7 +395,7 @@ impl FromStr for DataLocality {
 
 /// A text names no frontend.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("unknown frontend {0:?}: use auto, ublk, nbd or socket")]
+#[error("unknown frontend {0:?}: use auto, ublk, nbd, iscsi or socket")]
 pub struct FrontendError(String);
 
 impl Frontend {
@@ -404,6 +406,7 @@ impl Frontend {
             Frontend::Auto => "auto",
             Frontend::Ublk => "ublk",
             Frontend::Nbd => "nbd",
+            Frontend::Iscsi => "iscsi",
             Frontend::Socket => "socket",
             Frontend::Unknown => "unknown",
         }
@@ -413,7 +416,7 @@ impl Frontend {
 impl FromStr for Frontend {
     type Err = FrontendError;
     fn from_str(text: &str) -> Result<Frontend, FrontendError> {
-        let all = [Frontend::Auto, Frontend::Ublk, Frontend::Nbd, Frontend::Socket];
+        let all = [Frontend::Auto, Frontend::Ublk, Frontend::Nbd, Frontend::Iscsi, Frontend::Socket];
         all.into_iter()
             .find(|frontend| frontend.as_str() == text)
             .ok_or_else(|| FrontendError(text.chars().take(80).collect()))
