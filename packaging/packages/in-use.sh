@@ -22,6 +22,7 @@ attached_volumes() {
             [ ! -f "$mark" ] || cat "$mark"
         done
         cat /sys/block/nbd*/backend 2>/dev/null | sed -n 's/^shorthorn://p'
+        cat /sys/class/iscsi_session/*/targetname 2>/dev/null | sed -n 's/^iqn.2026-11.io.shorthorn://p'
     } | sort -u
 }
 
