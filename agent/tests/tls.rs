@@ -222,7 +222,7 @@ async fn a_certificate_is_renewed_under_a_stream() {
     let kept = shorthorn_pki::load(&node_dir.file()).unwrap().unwrap();
     assert_eq!(kept.identity.unwrap().certificate().serial.to_string(), after.serial);
 
-    // The stream goes on: what happens next is told on it.
+    // The stream continues to report changes.
     let _ = watching.list_instances(v1::ListInstancesRequest {}).await.unwrap();
     ask(port, bundle).await.unwrap();
     drop(events);

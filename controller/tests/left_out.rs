@@ -1,4 +1,4 @@
-//! An object that the store cannot read is named by whoever needs it, and nothing is decided without it.
+//! Errors name an object that the store cannot read, and no rule decides without it.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod support;

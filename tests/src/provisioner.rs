@@ -92,7 +92,7 @@ impl<'a> Provisioner<'a> {
     fn live(&self) -> Result<()> {
         let started = Instant::now();
         while UnixStream::connect(&self.socket).is_err() {
-            ensure!(started.elapsed() < CONNECT_LIMIT, "nobody serves the socket");
+            ensure!(started.elapsed() < CONNECT_LIMIT, "no process serves the socket");
             if self.is_stopped() {
                 return Ok(());
             }

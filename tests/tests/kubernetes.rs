@@ -303,7 +303,7 @@ fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     ensure!(told.contains("which is no pod in namespace"), "{told}");
     let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/shorthorn-controller");
     let lease = cluster.api.ok("GET", &leases, None)?;
-    let holder = lease["spec"]["holderIdentity"].as_str().context("nobody leads")?;
+    let holder = lease["spec"]["holderIdentity"].as_str().context("no controller leads")?;
     let host = holder.rsplit_once('-').context("no identity of a controller")?.0;
     let container = json!({ "name": "controller", "image": "none",
         "ports": [{ "name": "api", "containerPort": 9521 }] });

@@ -71,7 +71,7 @@ fn only_volumes_are_marked(host: &VmHost) -> Result<()> {
 }
 
 fn upgraded_under_load(host: &VmHost) -> Result<()> {
-    // One short run after the other, so that the load ends soon after it is told to.
+    // One short run after the other, so that the load ends soon after its stop.
     let load = host.spawn(
         "while test ! -e /root/enough; do \
          fio --name=load --filename=/dev/longhorn/v1 --size=8m --rw=randwrite --bs=16k --direct=1 \

@@ -123,7 +123,7 @@ impl Scrubber {
         match self.scrub_all() {
             Ok(()) => {}
             Err(Trouble::Failed(reason)) => self.incomplete = Some(reason),
-            Err(Trouble::Stopped) => return, // nobody listens any more
+            Err(Trouble::Stopped) => return, // the receiver is gone
         }
         let incomplete = self.incomplete.take();
         self.report(ScrubProgress::Ended { incomplete });

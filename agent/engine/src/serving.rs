@@ -352,7 +352,7 @@ impl<'a> Serving<'a> {
     fn rebuild_progress(&mut self, peer: PeerIndex, progress: RebuildProgress) {
         let Some(replica) = self.replica(peer) else { return };
         if self.view.members.contains(replica) {
-            return; // it was told before the replica is a member
+            return; // the report came before the replica is a member
         }
         let (volume, now) = (&self.spec.volume, Instant::now());
         match progress {

@@ -158,8 +158,8 @@ impl EngineState {
         self.content.live_boot.is_some()
     }
 
-    /// Stores that writes may be lost that the user of the device believes stored. Without a user there is no
-    /// such belief, and the call stores nothing.
+    /// Stores that writes may be lost that the user of the device believes stored. Without a user, the call
+    /// stores nothing.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -52,7 +52,7 @@ pub(crate) const TICK: Duration = Duration::from_secs(5);
 pub(crate) const SILENT_TICKS_MAX: u32 = 12;
 /// The interval of reading the free space for the status.
 pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
-/// For how long the space on the disk is told to engines without asking the file system again.
+/// The time for which engines get the last known free space before the file system is asked again.
 pub(crate) const FREE_SPACE_PERIOD: Duration = Duration::from_secs(1);
 /// Stack of a thread that does nothing deep.
 pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;

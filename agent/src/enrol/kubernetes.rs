@@ -15,8 +15,8 @@ use tokio::time::{Instant, sleep};
 use crate::enrol::https::{ApiServer, HttpsError};
 
 const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
-/// A request that nobody has decided by then is forgotten, and another one is made. Kubernetes removes it
-/// after a day.
+/// The time after which the agent gives up a pending request and makes another one. Kubernetes removes the
+/// request after a day.
 const DECISION_LIMIT: Duration = Duration::from_hours(1);
 /// First pause before the request is read again, and the longest one.
 const POLL_FIRST: Duration = Duration::from_millis(500);
@@ -53,8 +53,8 @@ pub enum CsrError {
     },
     /// The request was not decided in time.
     #[error(
-        "nobody has signed the CertificateSigningRequest {name}, of signer {SIGNER_NAME}, within {} s: does the \
-         controller run?", DECISION_LIMIT.as_secs()
+        "the CertificateSigningRequest {name} of signer {SIGNER_NAME} was not signed within {} s: check that the \
+         controller runs", DECISION_LIMIT.as_secs()
     )]
     Late {
         /// The request.

@@ -30,7 +30,7 @@ pub struct Cluster(pub Authority);
 
 impl Cluster {
     pub fn new(id: &str) -> Cluster {
-        // Long ago, so that it can have signed what is expired now.
+        // Long ago, so that certificates that it signed are expired now.
         Cluster(Authority::create(ClusterId::new(id).unwrap(), ago(400 * DAY)).unwrap())
     }
 
@@ -51,7 +51,7 @@ impl Cluster {
     }
 }
 
-/// A port that nobody uses at this moment.
+/// Returns a port that is free at this moment.
 pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }

@@ -143,11 +143,11 @@ impl Flags {
     pub const NONE: Flags = Flags(0);
     /// The write is durable before it is answered.
     pub const FUA: Flags = Flags(1);
-    /// The replica answers the read with [`Errno::ROTTEN`] if it knows that its data is not what was stored
-    /// there.
+    /// The replica answers the read with [`Errno::ROTTEN`] if it knows that its data differs from the
+    /// stored data.
     pub const CHECKED: Flags = Flags(2);
-    /// The data of a layer that is written is rot: no member has what was stored there. It has to stay known
-    /// as that.
+    /// The written data of a layer is rot: no member has the stored data. The replica has to record it as
+    /// rot.
     pub const ROTTEN: Flags = Flags(4);
     /// The frame answers the request with the same id.
     pub const RESPONSE: Flags = Flags(1 << 15);

@@ -198,7 +198,7 @@ impl AgentCall {
         match self {
             AgentCall::StartReplica { .. } => "start replica",
             AgentCall::StartEngine { .. } => "start engine",
-            AgentCall::Grant { .. } => "tell what is granted",
+            AgentCall::Grant { .. } => "send the grant",
             AgentCall::UpdateReplicas { .. } => "tell where the replicas are",
             AgentCall::SetRebuildLimits { .. } => "set the limits of copying",
             AgentCall::FenceReplica { .. } => "keep older engines from replica",

@@ -10,9 +10,9 @@
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
 //! - [`doctor`]: whether the cluster is set up well, check by check.
-//! - [`drain`]: what is left on a node that everything is to leave.
+//! - [`drain`]: the replicas that are left on a drained node.
 //! - [`left_out`]: stored objects that the controller cannot use, and that still count.
-//! - [`lost_disk`], [`lost_node`]: giving up what does not come back.
+//! - [`lost_disk`], [`lost_node`]: giving up disks and nodes that do not come back.
 //! - [`orphans`]: directories of replicas that nothing stored names.
 //! - [`overview`]: the whole cluster on one screen.
 //! - [`rebalance`]: which replicas would be better elsewhere.

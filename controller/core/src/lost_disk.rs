@@ -20,7 +20,7 @@ pub fn is_lost(cluster: &ClusterState, replica: &Replica) -> bool {
     disk.is_some_and(|disk| disk.lost)
 }
 
-/// The operator's word that a disk is used no more.
+/// The operator's decision to remove a disk.
 #[derive(Clone, Debug, Default)]
 pub struct RemoveDisk {
     /// The node.
@@ -78,8 +78,8 @@ impl RemoveDisk {
         Ok(Change::Store(node))
     }
 
-    /// Returns the node, with no new replicas on the disk from here on: none is placed there while its agent
-    /// has it be no disk any more.
+    /// Returns the node with the disk closed for new replicas, so that none is placed there while its agent
+    /// removes it.
     ///
     /// # Errors
     /// [`RequestError`] has the obstacle.
@@ -93,10 +93,10 @@ impl RemoveDisk {
         Ok(Change::Store(node))
     }
 
-    /// The node, with the disk open for new replicas again: its agent has not removed it.
+    /// Returns the node with the disk open for new replicas again, after its agent has refused to remove it.
     ///
     /// # Errors
-    /// [`RequestError`] says what is in the way.
+    /// [`RequestError`] has the obstacle.
     pub fn reopened(&self, cluster: &ClusterState) -> Result<Change<Node>, RequestError> {
         let mut node = find_node(cluster, &self.node)?.clone();
         match node.spec.disks.get_mut(&self.path).filter(|disk| !disk.allow_scheduling && !disk.lost) {

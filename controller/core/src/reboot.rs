@@ -85,7 +85,7 @@ impl Needed {
     /// Looks again at the volumes for which a change of `node` counts: those with a replica there, if it was
     /// cordoned or uncordoned.
     pub fn look_at_node(&mut self, cluster: &ClusterState, node: &str) {
-        // Of a node that has just come, nobody knows whether it is needed by what cannot be read.
+        // An object that cannot be read may need a new node.
         cluster.left_out().volumes().into_iter().for_each(|volume| self.look_at(cluster, volume));
         let since = NodeName::new(node).ok().and_then(|node| cordoned_since(cluster, &node));
         if self.cordoned.get(node).copied() == since {

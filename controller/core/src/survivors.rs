@@ -95,7 +95,7 @@ impl<'a> Losses<'a> {
         self.all.iter().find_map(|name| cluster.unknown_of(name))
     }
 
-    /// The volumes of which nobody is left.
+    /// Returns the names of the volumes without a complete replica left.
     pub(crate) fn everything(&self) -> Option<String> {
         Losses::named(&self.everything)
     }
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(without_first(&example), TooFew);
     }
 
-    /// The arbiter has let the first replica go on alone, and nothing stored says so yet.
+    /// The arbiter has granted a view of the first replica alone, which no replica has reported yet.
     #[test]
     fn a_view_that_was_granted_and_not_reported_counts() {
         let mut example = Example::new();

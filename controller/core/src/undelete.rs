@@ -347,7 +347,7 @@ impl<'a> Life<'a> {
 fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -> Replica {
     let mut status = ReplicaStatus {
         deletion_record: None,
-        // Kept until the volume is stored: whoever is cut off before that has no other record.
+        // Kept until the volume is stored: an undeletion that is interrupted before that has no other record.
         undeletion_record: replica.status.deletion_record.clone(),
         message: String::new(),
         // A process of it, on a node that does not answer, has the secret that the volume had before.

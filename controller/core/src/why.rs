@@ -290,9 +290,9 @@ impl Explainer<'_> {
     fn explain_lost_writes(&mut self, node: &str) {
         let name = self.name;
         self.say(format!(
-            "Volume {name} may have lost writes: all its replicas were without power at some time while it was in use on node \
-             {node}, and what was written and not flushed by then may be gone. What was flushed is there. Every request is \
-             answered with an error, so that nobody goes on with data that is not what he wrote."
+            "Volume {name} may have lost writes: all its replicas lost power while it was in use on node {node}. Writes \
+             that were not flushed by then may be gone; flushed data is there. Every request is answered with an error, \
+             so that no user continues with other data than it wrote."
         ));
         self.hint(format!(
             "Stop the users of the device and unmount it (in Kubernetes: scale the workload to 0). Then run \

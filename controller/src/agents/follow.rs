@@ -47,7 +47,8 @@ impl Fleet {
         for node in left {
             let Some(mut link) = following.remove(&node) else { continue };
             link.task.abort();
-            // It may be at work on another thread: nothing of the old agent may be taken for the new one's.
+            // The task may still run on another thread. State of the old agent must not count as the new
+            // one's.
             let _ = (&mut link.task).await;
             self.remove(&node);
             tracing::info!(%node, url = %link.url, "stopped watching the agent");

@@ -130,7 +130,7 @@ impl FoundTrash {
     /// Returns the missing parts, in sentences.
     #[must_use]
     pub fn unknown(&self) -> Vec<String> {
-        let silent = self.silent.iter().map(|node| format!("node {node} does not say what is in its trash"));
+        let silent = self.silent.iter().map(|node| format!("node {node} does not list its trash"));
         silent.chain(self.problems.iter().cloned()).collect()
     }
 }

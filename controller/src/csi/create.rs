@@ -120,7 +120,7 @@ impl CsiController {
     }
 
     fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
-        // Before the state is locked: whoever has the lock of the rooms may wait for the state.
+        // Before the state is locked: the holder of the lock of the rooms may wait for the state.
         self.rooms.forget();
         let cluster = self.store.state();
         let found = cluster.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());

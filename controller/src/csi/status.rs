@@ -29,7 +29,7 @@ impl IntoCsiError for RequestError {
             RequestError::Exists { .. } => CsiError::Exists(message),
             // Kubernetes asks again until it is mended.
             RequestError::LeftOut(_) => CsiError::Unavailable(message),
-            // It is on its way, and takes nobody's attention.
+            // The deletion is in progress, and needs no operator.
             RequestError::Deleting(_) => CsiError::Aborted(message),
             RequestError::AttachedElsewhere { .. }
             | RequestError::NotServed { .. }

@@ -17,12 +17,12 @@ use crate::address::{AddressError, ServerUrl};
 #[command(name = "shorthornctl", version, about, long_about = None, after_help = "\
 Exit codes:
   0  done
-  1  refused or failed; the message says what to do
+  1  refused or failed; the message has the remedy
   2  wrong usage
   3  no such volume or node
-  4  not done within --timeout; the controller goes on with it
-  5  the controller is out of reach
-  6  status or doctor has found something wrong")]
+  4  not done within --timeout; the controller continues
+  5  the controller does not answer
+  6  status or doctor has found a problem")]
 pub struct Cli {
     /// Address of the controller.
     #[command(flatten)]
@@ -429,7 +429,7 @@ pub enum NodeCommand {
     },
     /// Reports whether a node can be restarted without leaving a volume with too few replicas, for scripts
     /// and kured. Exits with 0 if it can, otherwise with 1 and a list of the volumes that hold the node and
-    /// what they wait for
+    /// their reasons
     CanReboot(CanRebootArgs),
     /// Gives up a node that never comes back. The controller forgets its replicas once their volumes are
     /// served without them. Drain a node that answers instead

@@ -90,7 +90,7 @@ pub(super) async fn evict(
         let Some(deadline) = deadline else { continue };
         if timeout_at(deadline, sleep(POLL)).await.is_err() {
             return Err(CtlError::Timeout(format!(
-                "replica {name} is still there: {state}. The controller goes on"
+                "replica {name} is still there: {state}. The controller continues"
             )));
         }
     }

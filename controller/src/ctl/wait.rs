@@ -213,7 +213,7 @@ pub(super) async fn drained(
             )));
         }
         if timeout_at(deadline, sleep(DRAIN_POLL)).await.is_err() {
-            return Err(CtlError::Timeout(format!("{left}\nThe controller goes on with it")));
+            return Err(CtlError::Timeout(format!("{left}\nThe controller continues")));
         }
     }
 }

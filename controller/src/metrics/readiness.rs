@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub enum ReadinessPhase {
     /// The controller has not opened its store, or has not requested the lease yet.
     Opening,
-    /// Another one leads. Standing by is all that can be asked of it.
+    /// Another controller leads, and this one stands by.
     StandingBy,
     /// The controller leads.
     Leading,
@@ -53,7 +53,7 @@ impl Readiness {
     /// Returns an error unless the controller can work.
     ///
     /// # Errors
-    /// Why not.
+    /// The error has the reason.
     pub fn check(&self) -> Result<(), String> {
         let state = self.state();
         match (state.phase, &state.away) {

@@ -51,7 +51,7 @@ impl SecretKeeper {
         Ok(key.metadata.annotations.and_then(|all| all.get(PIN_ANNOTATION).cloned()))
     }
 
-    /// Notes at the Secret with the volume key that there is a CA.
+    /// Records the pin of the CA at the Secret with the volume key.
     async fn mark(&self, pin: &str) -> Result<(), KeeperError> {
         let change = json!({ "metadata": { "annotations": { PIN_ANNOTATION: pin } } });
         let (parameters, change) = (PatchParams::default(), Patch::Merge(change));

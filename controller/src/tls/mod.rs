@@ -173,7 +173,7 @@ impl Tls {
     }
 
     /// Continues with the stored state after a store that has failed. The store may have come about although
-    /// the answer is lost, or somebody has touched the state by hand: every later store would fail too.
+    /// the answer is lost, or an administrator has changed the state: every later store would fail too.
     async fn take_stored(&self, authority: &mut Authority) {
         let stored = match self.keeper.load().await {
             Ok(Some(state)) => read(state),

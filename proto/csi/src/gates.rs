@@ -48,6 +48,6 @@ mod tests {
         assert!(gates.enter(&b).is_some());
         drop(pass);
         assert!(gates.enter(&a).is_some());
-        assert!(gates.lock().is_empty(), "nothing is kept of volumes that nobody works on");
+        assert!(gates.lock().is_empty(), "nothing is kept of volumes without a call");
     }
 }

@@ -151,7 +151,7 @@ impl Bundle {
     /// Reads a bundle.
     ///
     /// # Errors
-    /// [`BundleError`] says what is wrong with it.
+    /// [`BundleError`] names the problem.
     pub fn from_pem(text: &[u8]) -> Result<Bundle, BundleError> {
         let (mut keys, mut chain, mut trusts) = (Vec::new(), Vec::new(), Vec::new());
         for block in sections(text)? {

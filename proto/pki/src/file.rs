@@ -47,7 +47,7 @@ pub enum StoreError {
     },
 }
 
-/// Loads the bundle in `path`; none if there is no such file.
+/// Loads the bundle in `path`; none if the file does not exist.
 ///
 /// # Errors
 /// [`StoreError`].
@@ -83,7 +83,7 @@ pub fn store(path: &Path, bundle: &Bundle) -> Result<(), StoreError> {
         let path = path.to_owned();
         move |error| StoreError::Io { verb, path, error }
     };
-    // One of an interrupted store. Opening a new file follows no link that somebody left there.
+    // Removes the file of an interrupted store. Opening a new file does not follow a link in its place.
     match fs::remove_file(&temporary) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(failed("remove", &temporary)(error));

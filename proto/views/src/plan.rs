@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(found.members, ids(&[1]));
         assert_eq!(found.basis.holders, now.members, "both are waited for");
         let all = plan(&[lost(1), lost(2)], None).unwrap();
-        assert_eq!(all.members, now.members, "there is nobody better");
+        assert_eq!(all.members, now.members, "no replica is better");
     }
 
     #[test]

@@ -14,7 +14,7 @@ const LONG_FILES: usize = 15;
 /// Functions of more than [`FUNCTION_LINES_MAX`] lines.
 const LONG_FUNCTIONS: usize = 35;
 
-/// Words that say only later, or never, what a comment is about. See "Words and English" in CONTRIBUTING.md.
+/// Words that delay the subject of a comment. See "Words and English" in CONTRIBUTING.md.
 const OPENERS: [&str; 28] = [
     "as",
     "everybody",

@@ -431,8 +431,8 @@ impl Simulation {
         }
         self.ask(engine, peer, slot.queue, ID_REQUEST | u64::from(slot.slot), ask);
         if modifies && self.is_sabotaged(Sabotage::NoRangeTable) {
-            // The core takes it for done, and sends overlapping requests; the guest gets the answer when it
-            // really is done.
+            // The core believes that the request is done, and sends overlapping ones. The guest gets the
+            // answer when it is done.
             if let Some(process) = self.engines.get_mut(&engine) {
                 process.lies.entry(key(slot)).or_default().waits_for.push(peer);
             }

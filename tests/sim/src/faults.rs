@@ -437,8 +437,8 @@ impl Simulation {
         has_state
     }
 
-    /// Restores the controller from the copy. Later records are lost, except for the size: the replicas show
-    /// it to whoever restores.
+    /// Restores the controller from the copy. Later records are lost, except for the size, which the replicas
+    /// show.
     fn restore_controller(&mut self, rng: &mut Rng) -> bool {
         let Some(saved) = self.saved_controller.clone() else { return false };
         let before = self.controller.attach;

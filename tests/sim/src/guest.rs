@@ -203,7 +203,7 @@ impl Simulation {
     /// Completes a request.
     pub fn completed(&mut self, engine: u64, id: SlotId, outcome: Result<(), Errno>) {
         if self.guest.engine != Some(engine) {
-            return; // nobody uses that device any more
+            return; // the device has no user any more
         }
         let Some(request) = self.guest.slots[place(id)].take() else {
             return self.violate(format!("slot {id:?} is completed twice"));

@@ -58,7 +58,7 @@ pub enum Sabotage {
     LyingFlush,
     /// A new engine is admitted while the disk still executes requests of an older one.
     ServeBeforeFenced,
-    /// After an unclean stop the members are taken for equal.
+    /// After an unclean stop, the engine believes that the members are equal.
     NoResync,
     /// Requests continue while a view is being changed.
     NotHeld,

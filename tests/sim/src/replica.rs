@@ -578,7 +578,7 @@ impl Replica {
                         self.put(block, content);
                     }
                 }
-                self.remap(); // nobody knows any more where there is what
+                self.remap(); // the former places of the data are unknown
             }
             return Err(if breaks { Errno::IO } else { Errno::NO_SPACE });
         }

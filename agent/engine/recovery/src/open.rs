@@ -248,7 +248,7 @@ fn plan_view<E: OpeningEngine>(
     let limit_ms = if loses { volume.member_limit_ms } else { volume.missing_limit_ms };
     let has_waited = engine.waited_ms() > limit_ms;
     if !silent.is_empty() && !has_waited {
-        let why = if loses { ", and the others have lost what was not flushed" } else { "" };
+        let why = if loses { ", and the others have lost unflushed writes" } else { "" };
         return Err(NotOpen::Waiting(format!("{silent} of the view do not answer{why}")));
     }
     // An offender is left out no sooner than a replica that does not answer: it has to be rebuilt later too.

@@ -265,7 +265,8 @@ impl<C: RebuildTask> Attempt<'_, C> {
         self.decide(|core, _| core.distrust(self.me))?;
         for tracker in self.trackers()? {
             let forgotten = self.engine.control(tracker).mark(&MarkRegions::forget(self.replica)).await;
-            forgotten.map_err(Trouble::while_doing("having a member forget what a replica missed"))?;
+            forgotten
+                .map_err(Trouble::while_doing("removing the out-of-sync set of a replica from a member"))?;
         }
         self.send_view().await
     }
@@ -410,7 +411,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
             // An out-of-sync set of a replica that was made anew says nothing of this volume.
             if is_copy || !is_complete {
                 let forgotten = self.control().mark(&MarkRegions::forget(other)).await;
-                forgotten.map_err(Trouble::while_doing("having it forget what others have missed"))?;
+                forgotten.map_err(Trouble::while_doing("removing its out-of-sync sets of others"))?;
             }
             if is_complete {
                 self.add_out_of_sync(&[self.address()], other, &nothing, regions).await?;

@@ -80,7 +80,8 @@ impl Serving<'_> {
         let Some(replica) = self.replica(peer) else { return };
         let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };
         let message = format!(
-            "it has been late for {late_ms} ms and answers {answers}; requests wait for it, as the others cannot go on without it"
+            "it has been late for {late_ms} ms and answers {answers}; requests wait for it, because the others cannot \
+             continue without it"
         );
         tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, "requests wait for a member that is late");
         self.publish_member(replica, |member| {

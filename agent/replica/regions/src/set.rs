@@ -103,8 +103,8 @@ impl PagedSet {
         }
     }
 
-    /// Returns the set for the volume after it has grown. As with [`PagedSet::empty`], whoever keeps it puts
-    /// it on the disk before.
+    /// Returns the set for the volume after it has grown. As with [`PagedSet::empty`], the caller writes it
+    /// to the disk first.
     pub fn grown(&self, regions: Regions) -> PagedSet {
         let PagedSet { name, epoch, version, .. } = *self;
         let mut grown =
@@ -136,7 +136,7 @@ impl PagedSet {
                     set.add_page(number);
                 }
             }
-            // What is read again after the next crash is the same, until it is written.
+            // After the next crash, the page reads the same until it is written.
             set.pages[number].durable = set.pages[number].wanted;
         }
         (set, damages)

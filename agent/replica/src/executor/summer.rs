@@ -588,7 +588,7 @@ impl Executor {
         self.summer.known.merged(slot, range, number_of(block), sums);
     }
 
-    /// Returns true if the request in the slot has to report what it merges.
+    /// Returns true if the request in the slot has to report the data that it merges.
     pub(super) fn sums_await(&self, slot: u16) -> bool {
         self.summer.known.awaits(slot)
     }

@@ -25,7 +25,7 @@ const IDLE: Duration = Duration::from_secs(60);
 /// The pause after an attempt that has failed, at first and at most.
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(300);
-/// The pause after a denied request: somebody has to do something about it.
+/// The pause after a denied request, which an administrator has to resolve.
 const DENIED_PAUSE: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Error)]

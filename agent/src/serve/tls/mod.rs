@@ -163,7 +163,7 @@ impl NodeTls {
         change.seen = stamp;
         let told = change.problem.take();
         if stamp.is_none() {
-            // Whoever has removed it wants another enrolment, at the next start.
+            // The file was removed for another enrolment, at the next start.
             return;
         }
         if let Err(error) = self.load() {

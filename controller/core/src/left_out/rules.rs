@@ -105,7 +105,7 @@ fn no_volume_is_made_or_undeleted_beside_what_was_left_out_of_it() {
     }
 }
 
-/// The losses that the operator was told are those among the replicas that are known.
+/// The losses that the operator has confirmed are those among the known replicas.
 #[test]
 fn no_replica_is_made_the_volume_beside_one_that_was_left_out() {
     let salvaged = |example: &Example| {
@@ -239,7 +239,7 @@ fn a_volume_waits_for_its_engine_that_was_left_out() {
         }
         let (reason, others) = settled(decide(&example, &key_of(Kind::Volume, 0)));
         assert_eq!((reason.as_deref(), others.len()), (Some("ObjectUnknown"), 0), "{state:?}: {others:#?}");
-        // Nor does the data of a replica go that somebody has deleted.
+        // The data of a deleted replica stays too.
         example.replica(1, |replica| replica.metadata.deletion_timestamp = Some(now()));
         let decision = decide(&example, &key_of(Kind::Replica, 1));
         let deletes = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));

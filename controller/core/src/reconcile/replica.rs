@@ -281,7 +281,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     }
     let mut record = Record::of(volume, replica, with_volume);
     if record.is_empty() {
-        // The volume is only half undeleted: what was kept of it is still its record.
+        // The volume is only half undeleted: the kept record still describes it.
         record = replica.status.undeletion_record.clone().unwrap_or_default();
     }
     remove(context, replica, record, Some((volume, with_volume)))

@@ -229,7 +229,7 @@ pub enum RequestError {
     },
     /// The disk is usable, so it can be drained.
     #[error(
-        "disk {path} of node {node} can be used, as far as its agent sees: shorthornctl disk drain {node} \
+        "disk {path} of node {node} can be used, as its agent reports: shorthornctl disk drain {node} \
          {path} moves its replicas; with --force its replicas are given up anyway"
     )]
     DiskIsUsable {
@@ -253,9 +253,9 @@ pub enum RequestError {
     },
     /// The trash of the disk is not empty, and could be neither listed nor deleted any more.
     #[error(
-        "{directories} directories are in the trash of disk {path} of node {node}, and nobody lists or deletes them once the disk \
-         is removed: shorthornctl volume trash shows them, and volume undelete or volume trash --remove empties it; with --force \
-         they stay there, and are listed again if the disk is added again"
+        "{directories} directories are in the trash of disk {path} of node {node}, and the controller does not list or delete them \
+         once the disk is removed: shorthornctl volume trash shows them, and volume undelete or volume trash --remove empties it; \
+         with --force they stay there, and are listed again if the disk is added again"
     )]
     DiskHasTrash {
         /// The node.
@@ -294,9 +294,7 @@ pub enum RequestError {
     #[error("deleting node {0} gives up the replicas on it: confirm it with the name of the node")]
     NodeNotConfirmed(String),
     /// The node has as many volumes as it takes.
-    #[error(
-        "node {node} has {max_volumes} volumes attached, which is the most that its agent allows (max_volumes)"
-    )]
+    #[error("node {node} has {max_volumes} volumes attached, the maximum of its agent (max_volumes)")]
     NodeFull {
         /// The node.
         node: String,

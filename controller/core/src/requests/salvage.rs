@@ -47,7 +47,7 @@ impl SalvageVolume {
         if status.pending_salvage().is_some_and(|salvage| salvage.replica_id == replica_id) {
             return Ok(Change::AlreadySo(volume.clone()));
         }
-        // A replica that cannot be used may have everything, and nobody has looked into it.
+        // An unreadable replica may have everything: its data is unknown.
         check_all_known(cluster, &self.name)?;
         check_salvageable(cluster, volume)?;
         let attach = status.attach + 1;

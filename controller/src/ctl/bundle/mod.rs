@@ -25,7 +25,7 @@ const UNIT: &str = "shorthorn-controller";
 /// The options of the bundle.
 #[derive(Clone, Debug, Args)]
 pub struct BundleArgs {
-    /// The file; it must not be there [default: shorthorn-support-TIME.tar.gz]
+    /// The file to write, which must not exist [default: shorthorn-support-TIME.tar.gz]
     pub file: Option<PathBuf>,
     /// The last lines of each log; 0: no logs
     #[arg(long, value_name = "NUMBER", default_value_t = 10_000)]

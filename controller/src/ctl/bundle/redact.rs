@@ -18,7 +18,7 @@ const SECRET_WORDS: [&str; 9] = [
 ];
 /// Fields that hold a whole object as text, with all that is secret in it.
 const WHOLE_OBJECTS: [&str; 1] = ["kubectl.kubernetes.io/last-applied-configuration"];
-/// A run of letters and digits as long as this, of all sorts, is taken for a key: 30 bytes in base64.
+/// The length from which a run of letters and digits counts as a key: 30 bytes in base64.
 const KEY_CHARS: usize = 40;
 /// The same for one of hexadecimal digits: 32 bytes.
 const HEX_CHARS: usize = 64;

@@ -16,7 +16,7 @@ const PAGE: u32 = 500;
 /// The options of a list.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Options {
-    /// In the order of this field of -o json, like size or engine.phase
+    /// Sorts by this field of -o json, like size or engine.phase
     #[arg(long, value_name = "FIELD")]
     pub sort_by: Option<String>,
     /// Shows changes until it is interrupted

@@ -38,13 +38,13 @@ pub struct ReachArgs {
     /// Certificate for a controller on another host, from shorthornctl tls issue
     #[arg(long, global = true, value_name = "FILE", env = "SHORTHORN_TLS_IDENTITY")]
     pub tls_identity: Option<PathBuf>,
-    /// Goes through the cluster of this kubeconfig to the controller that leads there, whatever --server is
+    /// Connects through the cluster of this kubeconfig to its leading controller, even with --server
     #[arg(long, global = true, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
     /// Connects through the cluster of this context of the kubeconfig
     #[arg(long, global = true, value_name = "NAME")]
     pub context: Option<String>,
-    /// Namespace that the controller is in
+    /// Namespace of the controller
     #[arg(long, global = true, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
     pub system_namespace: String,
 }

@@ -257,7 +257,7 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
         match hold(inner, key, &object).await {
             Ok(held) => object = held,
             Err(error) if is_code(&error, 404) => return Ok(Read::Nothing),
-            // Somebody was first: the watch brings what it is now.
+            // Another writer was first: the watch brings the new version.
             Err(error) if is_code(&error, 409) => {
                 let (why, remedy) = ("it was changed while the controller marked it", "wait a moment");
                 return Ok(Read::LeftOut(left_out(key, &object, why.to_owned(), remedy.to_owned())));
@@ -296,7 +296,7 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     if let Err(error) = inner.send(key, version, Part::Status(status)).await {
         // If another writer was first, the watch brings the current state.
-        tracing::debug!(%key, %error, "what is wrong with it is not recorded");
+        tracing::debug!(%key, %error, "the problem of the object is not recorded");
         return;
     }
     let message = format!("nothing is done for this volume: {error}");

@@ -51,7 +51,7 @@ impl Order {
         true
     }
 
-    /// An object that cannot be used, from anywhere. True: it is newer than what was known.
+    /// Records an object that cannot be used. Returns true if it is newer than the known version.
     pub fn leave_out(&self, state: &mut ClusterState, key: &Key, left_out: LeftOut) -> bool {
         let removed = self.removed.get(key).copied().unwrap_or(0);
         let is_newer = left_out.version == 0 || left_out.version > state.version(key).max(removed);

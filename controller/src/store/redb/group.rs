@@ -3,7 +3,7 @@
 //! Each caller puts its write into the queue. One of those that wait commits the writes at the front of the
 //! queue, its own or not, and leaves each answer with its caller. All writes of a commit are durable, or none
 //! is. They count in the order of the queue, and one commit has at most one write of an object, so that each
-//! is decided on what was committed before.
+//! is compared with the versions that were committed before.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
@@ -51,7 +51,7 @@ struct Waiting {
     answer: Slot,
 }
 
-/// Writes that nobody has begun to commit.
+/// Writes whose commit has not begun.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
@@ -78,7 +78,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// The database, and what only whoever commits needs.
+/// The database, and the state of the caller that commits.
 #[derive(Debug)]
 pub(super) struct Writer {
     pub(super) database: Database,
@@ -275,7 +275,7 @@ mod tests {
         Node::new(name, Timestamp::UNIX_EPOCH).into()
     }
 
-    /// Puts these writes into the queue, in this order, while somebody else commits.
+    /// Puts these writes into the queue, in this order, while another caller commits.
     fn at_once(store: &RedbStore, writes: Vec<Write>) -> Vec<Answer> {
         lock(&store.inner.queue).is_committing = true;
         let mut threads = Vec::new();

@@ -2,11 +2,11 @@
 //!
 //! - `/metrics`: numbers, as OpenMetrics text;
 //! - `/healthz`: the process lives;
-//! - `/readyz`: it can do its work; else 503, and why not.
+//! - `/readyz`: it can do its work; else 503 with the reason.
 //!
-//! The pages are read-only, so that any address may be configured; by default it is one of the loopback
-//! device. A page is made at the request, one at a time, and requests are bounded in number, size and time:
-//! no client can delay the program.
+//! The pages are read-only, so any address may be configured; the default is a loopback address. Pages are
+//! made at the request, one at a time. Requests are bounded in number, size and time, so no client can
+//! delay the program.
 #![forbid(unsafe_code)]
 
 mod address;

@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(value("shorthorn_call_duration_seconds_bucket{le=\"+Inf\"}"), Some(1.0));
         assert_eq!(value("shorthorn_call_duration_seconds_count"), Some(1.0));
         let escaped = "shorthorn_disk_size_bytes{disk=\"/mnt/\\\"quoted\\\"\\n\"}";
-        #[allow(clippy::cast_precision_loss)] // as whoever reads it
+        #[allow(clippy::cast_precision_loss)] // as a client that reads it
         let most = i64::MAX as f64;
         assert_eq!(value(escaped), Some(most), "{samples:?}");
         assert_eq!(value("shorthorn_busy_seconds_total"), Some(0.5));

@@ -171,7 +171,7 @@ impl Run<'_> {
         true
     }
 
-    /// Records what is being waited for, or that nothing is.
+    /// Records the event that the volume waits for, if any.
     fn set_settled(&mut self, finding: Finding) {
         self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
     }
