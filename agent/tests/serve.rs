@@ -442,11 +442,13 @@ async fn an_instance_that_cannot_start_says_why() {
     assert!(list(&mut client).await.is_empty());
 }
 
-#[test]
-fn a_second_agent_is_refused() {
+/// The agent looks at its own host in between: it must keep its lock, and not take itself for a stranger.
+#[tokio::test]
+async fn a_second_agent_is_refused() {
     let node = Node::new();
-    let first = node.agent();
-    first.wait_for_log(": ready node=");
+    let (first, mut client) = node.start().await;
+    let info = client.get_node(v1::GetNodeRequest {}).await.unwrap().into_inner();
+    assert!(!info.warnings.iter().any(|warning| warning.starts_with("ports:")), "{:?}", info.warnings);
     let log = node.agent().failed();
     assert!(log.contains(&format!("held by process {}", first.pid())), "{log}");
 }

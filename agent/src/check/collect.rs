@@ -34,7 +34,8 @@ const SMALL_PING_BYTES: u32 = 56;
 /// # Errors
 /// The interfaces of this host cannot be read.
 pub fn collect(config: &Config) -> anyhow::Result<Facts> {
-    let mut facts = collect_quietly(config)?;
+    let agent_runs = matches!(Holder::find(&config.state_dir.join("agent.pid")), Ok(Some(_)));
+    let mut facts = collect_quietly(config, agent_runs)?;
     facts.disks = disks(config);
     let devices = probe().into_iter().filter(|report| report.kind != FrontendKind::Socket);
     facts.frontends = devices.map(|report| (report.kind.to_string(), report.usable, report.reason)).collect();
@@ -53,9 +54,12 @@ pub fn collect(config: &Config) -> anyhow::Result<Facts> {
 
 /// Collects the facts that only have to be read, and that no disk can delay.
 ///
+/// The agent says itself that it runs: a process does not see its own record lock of the pid file, and loses
+/// the lock when it closes the file (fcntl(2)).
+///
 /// # Errors
 /// The interfaces of this host cannot be read.
-pub fn collect_quietly(config: &Config) -> anyhow::Result<Facts> {
+pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Facts> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let interfaces = runtime.block_on(network::interfaces())?;
     Ok(Facts {
@@ -64,7 +68,7 @@ pub fn collect_quietly(config: &Config) -> anyhow::Result<Facts> {
         block_tools: block_tools(),
         kubelet: kubelet(config),
         disks: Vec::new(),
-        ports: ports(config),
+        ports: ports(config, agent_runs),
         is_clock_synchronised: is_clock_synchronised(),
         data: data(config, &interfaces),
         tls: None,
@@ -140,7 +144,7 @@ fn disks(config: &Config) -> Vec<DiskFacts> {
     facts.collect()
 }
 
-fn ports(config: &Config) -> Ports {
+fn ports(config: &Config, agent_runs: bool) -> Ports {
     let mut own: Vec<(&'static str, SocketAddr)> = Vec::new();
     for listen in &config.listen {
         if let ListenAddress::Tcp(address) | ListenAddress::Tls(address) = listen {
@@ -156,7 +160,7 @@ fn ports(config: &Config) -> Ports {
         spec.data_address.map(|address| address.port())
     });
     Ports {
-        agent_runs: matches!(Holder::find(&config.state_dir.join("agent.pid")), Ok(Some(_))),
+        agent_runs,
         own,
         listening,
         data_ports: Some(config.data_ports.clone()),

@@ -73,9 +73,10 @@ pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
     Ok((text, exit_code(&findings)))
 }
 
-/// Returns the findings that are not well, as warnings of the node. The agent shows them to the controller.
+/// Returns the findings that are not well, as warnings of the node. Only the agent that runs calls this, and
+/// shows them to the controller.
 pub fn warnings(config: &Config) -> Vec<String> {
-    let facts = match collect::collect_quietly(config) {
+    let facts = match collect::collect_quietly(config, true) {
         Ok(facts) => facts,
         Err(error) => return vec![format!("this host cannot be checked: {error:#}")],
     };

@@ -1,0 +1,243 @@
+//! Tests iSCSI on a real kernel that has neither ublk nor NBD: both modules are on the kernel's command line
+//! as not to be loaded. These tests fail where VMs cannot run.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use shorthorn_tests::{NODE, VmHost, until};
+use shorthorn_vmkit::{Kernel, Running};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const LOAD_LIMIT: Duration = Duration::from_secs(300);
+const ENGINE: &str = "shorthorn-engine@v1.service";
+/// Flushes the device, through a descriptor that has written nothing.
+const FLUSH: &str = "python3 -c 'import os; os.fsync(os.open(\"/dev/longhorn/v1\", os.O_RDWR))'";
+
+#[test]
+fn a_volume_lives_through_kills_on_iscsi() -> Result<()> {
+    let host = VmHost::start(VmHost::options(Kernel::Iscsi))?;
+    host.ctl("volume create v1 --size 128MiB --replicas 2 --soft-anti-affinity")?;
+    attach(&host)?;
+    the_disk_tells_the_truth(&host)?;
+    a_flush_is_one_of_all_replicas(&host)?;
+    a_discard_frees_space(&host)?;
+
+    host.sh("mkfs.ext4 -q /dev/longhorn/v1 && mkdir /mnt/v1 && mount /dev/longhorn/v1 /mnt/v1")?;
+    let load = load(&host)?;
+    a_restart_keeps_the_session(&host)?;
+    kills(&host)?;
+    grows_in_use(&host)?;
+    host.sh("touch /root/enough")?;
+    host.finish(load, LOAD_LIMIT).context("fio saw an error")?;
+    host.sh("umount /mnt/v1 && e2fsck -fn /dev/longhorn/v1")?;
+
+    host.ctl("volume detach v1")?;
+    nothing_is_left(&host)?;
+    a_dead_engine_leaves_nothing(&host)?;
+    an_engine_in_a_container_uses_the_host(&host)?;
+    let complaints = host.sh("dmesg | grep -iE 'i/o error|medium error|oops:|bug:|call trace' || true")?;
+    ensure!(complaints.is_empty(), "the kernel complains:\n{complaints}");
+    Ok(())
+}
+
+fn attach(host: &VmHost) -> Result<()> {
+    host.ctl(&format!("volume attach v1 --node {NODE}"))?;
+    let volume = host.inspect("v1")?;
+    let frontend = &volume["engine"]["frontend"];
+    ensure!(frontend == "iscsi", "auto took {frontend}");
+    Ok(())
+}
+
+/// Returns a command that finds the name of the volume's disk in /sys/block.
+const DISK: &str = "disk=$(basename $(readlink /sys/dev/block/$(stat --format '%Hr:%Lr' /dev/longhorn/v1)))";
+
+fn the_disk_tells_the_truth(host: &VmHost) -> Result<()> {
+    host.sh("test $(blockdev --getsize64 /dev/longhorn/v1) = $((128 << 20))")?;
+    for (file, expected) in [
+        ("queue/write_cache", "write back"),
+        ("queue/fua", "1"),
+        ("queue/logical_block_size", "512"),
+        ("queue/physical_block_size", "4096"),
+        ("device/vendor", "SHRTHORN"),
+        ("device/timeout", "604800"),
+    ] {
+        let found = host.sh(&format!("{DISK}; cat /sys/block/$disk/{file}"))?;
+        ensure!(found.trim_end() == expected, "{file} is {found}, not {expected}");
+    }
+    host.sh("udevadm settle --timeout 60; number=$(stat --format '%Hr:%Lr' /dev/longhorn/v1); \
+         data=/run/udev/data/b$number; grep -q SHORTHORN_VOLUME=1 $data && ! grep -q S:disk/by-id $data")?;
+    // No other program can reach the target: its port is on a loopback address, and needs a password.
+    let listening =
+        host.sh("ss --listening --tcp --numeric --no-header | awk '{ print $4 }' | grep :1326")?;
+    ensure!(listening.lines().count() == 1 && listening.starts_with("127.83."), "{listening}");
+    let stored = host.sh("grep --recursive --no-filename . /etc/iscsi/nodes")?;
+    ensure!(stored.contains("authmethod = CHAP") && stored.contains("node.startup = manual"), "{stored}");
+    let anonymous = format!(
+        "name=$(cat /sys/class/iscsi_session/*/targetname); \
+         node=\"iscsiadm -m node -T $name -p {portal} -I thief --op\"; \
+         iscsiadm -m iface -I thief --op new && $node new && \
+         $node update -n node.session.auth.authmethod -v None && \
+         $node update -n node.session.initial_login_retry_max -v 1 && \
+         iscsiadm -m node -T $name -p {portal} -I thief --login; status=$?; \
+         $node delete; iscsiadm -m iface -I thief --op delete; exit $status",
+        portal = listening.trim_end()
+    );
+    let output = host.vm.run(&anonymous)?;
+    ensure!(output.status == 24, "a login without a password: {output}");
+    Ok(())
+}
+
+/// Returns a counter of the requests that the engine has served.
+fn served(host: &VmHost, operation: &str) -> Result<u64> {
+    let text = host.sh("echo '\"io\"' | socat -t 5 - UNIX-CONNECT:/run/shorthorn/engine/v1.control")?;
+    let counters: Value = serde_json::from_str(text.lines().next().unwrap_or_default())
+        .with_context(|| format!("reading {text}"))?;
+    counters[operation]["operations"].as_u64().with_context(|| format!("no {operation} in {text}"))
+}
+
+/// Tests that a fsync of the disk waits for the flush of the replicas.
+fn a_flush_is_one_of_all_replicas(host: &VmHost) -> Result<()> {
+    let before = served(host, "flush")?;
+    host.sh(FLUSH)?;
+    ensure!(served(host, "flush")? > before, "a fsync of the disk is no flush of the volume");
+    let units = host.replica_units("v1")?;
+    let pids = host.sh(&format!("systemctl show --property MainPID --value {}", units.join(" ")))?;
+    let pids = pids.split_whitespace().collect::<Vec<_>>().join(" ");
+    host.sh(&format!("kill -STOP {pids}"))?;
+    let waiting = host.spawn(&format!("{FLUSH} && touch /root/flushed"))?;
+    let early = host.vm.run("sleep 3; test -e /root/flushed");
+    host.sh(&format!("kill -CONT {pids}"))?;
+    host.finish(waiting, LIMIT)?;
+    ensure!(!early?.success(), "a fsync was answered before the replicas had flushed");
+    Ok(())
+}
+
+/// Tests that a discard reaches the replicas, and that the range reads as zeroes.
+fn a_discard_frees_space(host: &VmHost) -> Result<()> {
+    let allocated = || -> Result<u64> {
+        Ok(host.sh("du --summarize --block-size=1 /var/lib/longhorn/replicas | cut -f1")?.trim().parse()?)
+    };
+    host.sh("dd if=/dev/urandom of=/dev/longhorn/v1 bs=1M count=16 oflag=direct conv=fsync status=none")?;
+    let before = allocated()?;
+    host.sh("blkdiscard --offset 0 --length 16MiB /dev/longhorn/v1")?;
+    host.sh("cmp --bytes=16777216 /dev/longhorn/v1 /dev/zero")?;
+    let freed = before.saturating_sub(allocated()?);
+    ensure!(freed >= 30 << 20, "two replicas have freed {freed} bytes");
+    Ok(())
+}
+
+/// Starts a load that verifies its data, until /root/enough exists.
+fn load(host: &VmHost) -> Result<Running> {
+    host.spawn(
+        "while test ! -e /root/enough; do \
+         fio --name=load --directory=/mnt/v1 --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
+         --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 \
+         --do_verify=1 --fsync=64 --output-format=terse || exit 1; echo run >> /root/runs; done",
+    )
+}
+
+/// Waits until the load has made another run.
+fn the_load_goes_on(host: &VmHost) -> Result<()> {
+    let runs = || -> Result<usize> { Ok(host.sh("touch /root/runs; wc -l < /root/runs")?.trim().parse()?) };
+    let before = runs()?;
+    until("another run of fio", LOAD_LIMIT, || Ok((runs()? > before).then_some(())))
+}
+
+fn engine_pid(host: &VmHost) -> Result<String> {
+    host.sh(&format!("systemctl show --property MainPID --value {ENGINE}"))
+}
+
+fn lost_connections(host: &VmHost) -> Result<usize> {
+    Ok(host.sh("dmesg | grep -c 'detected conn error' || true")?.trim().parse()?)
+}
+
+/// Waits until another process serves than `before`, and the load goes on.
+fn serves_again(host: &VmHost, before: &str) -> Result<()> {
+    until("a new engine", LIMIT, || {
+        let is_new = engine_pid(host)? != before;
+        Ok((is_new && host.inspect("v1")?["engine"]["phase"] == "serving").then_some(()))
+    })?;
+    the_load_goes_on(host)
+}
+
+/// Tests that an engine that ends in order hands the file over: the initiator notices nothing.
+fn a_restart_keeps_the_session(host: &VmHost) -> Result<()> {
+    the_load_goes_on(host)?;
+    let (before, lost) = (engine_pid(host)?, lost_connections(host)?);
+    host.sh(&format!("systemctl restart {ENGINE}"))?;
+    serves_again(host, &before)?;
+    ensure!(lost_connections(host)? == lost, "the session has lost its connection at a restart");
+    Ok(())
+}
+
+/// Kills the engine, and then tgtd.
+fn kills(host: &VmHost) -> Result<()> {
+    let (before, begin) = (engine_pid(host)?, Instant::now());
+    host.kill(ENGINE)?;
+    serves_again(host, &before)?;
+    println!("the load goes on {:.1} s after a kill of the engine", begin.elapsed().as_secs_f32());
+    ensure!(lost_connections(host)? > 0, "the kill has cut no connection: the test shows nothing");
+    let lost = lost_connections(host)?;
+    host.sh("kill -9 $(pgrep --exact tgtd)")?;
+    until("a lost connection", LIMIT, || Ok((lost_connections(host)? > lost).then_some(())))?;
+    the_load_goes_on(host)
+}
+
+fn grows_in_use(host: &VmHost) -> Result<()> {
+    host.ctl("volume expand v1 192MiB --wait")?;
+    host.sh("test $(blockdev --getsize64 /dev/longhorn/v1) = $((192 << 20)) && resize2fs /dev/longhorn/v1")?;
+    the_load_goes_on(host)
+}
+
+fn nothing_is_left(host: &VmHost) -> Result<()> {
+    host.sh("test ! -e /dev/longhorn/v1; test -z \"$(ls /sys/class/iscsi_session)\"; ! pgrep --exact tgtd; \
+         ! grep fuse.shorthorn /proc/mounts; test -z \"$(ls /etc/iscsi/nodes)\"; \
+         test -z \"$(ls -d /run/shorthorn/engine/*.iscsi 2>/dev/null)\"")
+        .map(drop)
+        .context("the detached volume has left something behind")
+}
+
+/// Tests that the disk of an engine that cannot start again is removed, with its target and its session.
+fn a_dead_engine_leaves_nothing(host: &VmHost) -> Result<()> {
+    attach(host)?;
+    let units = host.replica_units("v1")?.join(" ");
+    host.sh(&format!("systemctl kill --signal STOP {units}"))?;
+    let before = engine_pid(host)?;
+    host.kill(ENGINE)?;
+    until("another engine", LIMIT, || {
+        let pid = engine_pid(host)?;
+        Ok((pid != before && pid.trim() != "0").then_some(()))
+    })?;
+    let detach = host.spawn("shorthornctl volume detach v1 --timeout 100")?;
+    until("the end of the session", LIMIT, || {
+        Ok(host.vm.run("test -z \"$(ls /sys/class/iscsi_session)\"")?.success().then_some(()))
+    })?;
+    host.sh(&format!("systemctl kill --signal CONT {units}"))?;
+    host.finish(detach, LIMIT)?;
+    nothing_is_left(host)
+}
+
+/// Tests an engine in a mount namespace of its own, in which the programs of iSCSI cannot run.
+fn an_engine_in_a_container_uses_the_host(host: &VmHost) -> Result<()> {
+    let pid = host.sh("unshare --mount --propagation unchanged sh -c 'mount --make-private / && \
+         for program in tgtd tgtadm iscsiadm; do \
+             mount --bind /dev/null $(command -v $program) || exit 1; \
+         done; \
+         exec shorthorn-agent run c1 --dir /var/lib/longhorn/c1 --size 64MiB --replicas 1 --frontend iscsi' \
+         </dev/null >/root/run.log 2>&1 & echo $!")?;
+    let ended = || host.vm.run(&format!("cat /root/run.log; test -e /proc/{pid}", pid = pid.trim()));
+    until("the device of the container", LIMIT, || {
+        let output = ended()?;
+        ensure!(output.success(), "{output}");
+        Ok(host.vm.run("test -b /dev/longhorn/c1")?.success().then_some(()))
+    })?;
+    host.sh("grep -q shorthorn:c1 /proc/1/mounts && mkfs.ext4 -q /dev/longhorn/c1 && \
+         mount /dev/longhorn/c1 /mnt/v1 && touch /mnt/v1/file && sync && umount /mnt/v1")?;
+    host.sh(&format!("kill -TERM {}", pid.trim()))?;
+    until("the end of the container", LIMIT, || Ok((!ended()?.success()).then_some(())))?;
+    host.sh(
+        "test ! -e /dev/longhorn/c1 && test -z \"$(ls /sys/class/iscsi_session)\" && ! pgrep --exact tgtd",
+    )
+    .map(drop)
+}
