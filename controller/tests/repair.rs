@@ -219,7 +219,10 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let (code, text) = cluster.fails(&["volume", "undelete", "v"]).await;
-    assert!(code == 1 && text.contains("is restored, perhaps incompletely: node b does not say"), "{text}");
+    assert!(
+        code == 1 && text.contains("is restored, perhaps incompletely: node b does not list its trash"),
+        "{text}"
+    );
     assert_eq!(cluster.inspect("v").await["state"], "detached");
     cluster.start_agent(1);
     cluster.retry(&["volume", "undelete", "v"]).await;

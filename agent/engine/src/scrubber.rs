@@ -3,8 +3,8 @@
 //! Snapshots never change: no request waits for this, and it uses control connections. The members are asked
 //! for the sum of each piece of each layer, and for the one that they have kept from the last agreement.
 //! [`compare_checksums`] decides who is right. Rotten pieces are copied
-//! from a right member and checked again ([`repair`]). Sums that all agree on are kept ([`sum_writer`]). The oldest
-//! layer comes first, because the others build on it.
+//! from a right member and checked again ([`repair`]). Sums that all agree on are kept ([`sum_writer`]). The
+//! oldest layer comes first, because the others build on it.
 
 mod repair;
 mod sum_writer;

@@ -137,6 +137,8 @@ pub struct Files {
     pub snapshot: SparseFile,
     /// Blocks that the disk has changed by itself, where a reader sees them.
     pub rot: BTreeMap<u64, Rotten>,
+    /// The number of blocks whose content from before their rot was restored.
+    heals: u64,
 }
 
 /// A block that the disk has changed by itself.
@@ -212,9 +214,15 @@ impl Files {
         self.rot.insert(block, Rotten { was, is_below: true, is_lost: true });
     }
 
+    /// Returns the number of blocks that were healed so far.
+    pub const fn heals(&self) -> u64 {
+        self.heals
+    }
+
     /// Restores the content of a block from before its rot.
     pub fn heal(&mut self, block: u64) {
         if let Some(Rotten { was, is_below, .. }) = self.rot.remove(&block) {
+            self.heals += 1;
             self.file_with(is_below).replace(block, Some(was));
         }
     }

@@ -52,7 +52,7 @@ pub enum Ask {
     ReadSnapshot(Range<u64>),
     /// A block of the snapshot in which another one holds rot.
     ReadSnapshotBlock(u64),
-    /// These blocks of the snapshot, as the other one has them, and those that all have lost.
+    /// Blocks of the snapshot, as the other replica has them, and those that all have lost.
     CopySnapshot(Rc<SparseFile>, Range<u64>, Vec<RottenBlock>),
     /// The snapshot is whole.
     SnapshotEnd,

@@ -239,7 +239,8 @@ impl IscsiDevice {
         system(format!("{action} the iSCSI disk of {}", self.volume()), source)
     }
 
-    /// Makes the session, or waits until it has a connection again. Returns the events since before a new one.
+    /// Makes the session, or waits until it has a connection again. Returns the events since before a new
+    /// one.
     fn connect(&self) -> Result<Option<Events>, FrontendError> {
         let session = Session::find(self.volume()).map_err(|source| self.failed("look for", source))?;
         if let Some(session) = session {

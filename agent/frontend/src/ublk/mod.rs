@@ -303,6 +303,9 @@ impl UblkDevice {
                 // The driver waits for the queues first, and that wait ends when this process is stopped
                 // for a moment. Nothing has changed by then.
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) && !rest.is_zero() => {}
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    break Err(wait::timed_out(START_LIMIT));
+                }
                 started => break started,
             }
         };

@@ -61,9 +61,9 @@ struct Known<R> {
 /// The state of a block after a request that has ended well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// It was a repair, or was merged with rot.
+    /// Rot: the request was a repair, or was merged with rot.
     StaysRot,
-    /// It has other data.
+    /// Other data than before.
     OtherData,
 }
 
@@ -281,7 +281,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.lost -= cured;
     }
 
-    /// Nobody knows the data of the block any more. That of a lost one is rot until a later request.
+    /// Forgets the data that the block may have. That of a lost block is rot until a later request.
     fn lose_track(&mut self, block: u64) {
         let known = self.blocks.get(&block).filter(|known| known.is_lost);
         let lost = known.and_then(|known| known.sums.first().copied());

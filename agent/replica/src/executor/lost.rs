@@ -108,8 +108,8 @@ impl Executor {
     }
 
     /// The modification in the slot has succeeded. If lost blocks have other data by it, that becomes
-    /// durable, then the record. While the replica is being copied, the record stays: another attempt drops the head,
-    /// and keeps the layers. Waits for the disk.
+    /// durable, then the record. While the replica is being copied, the record stays: another attempt drops
+    /// the head, and keeps the layers. Waits for the disk.
     pub(super) fn record_cured(&mut self, slot: u16) -> Outcome {
         if self.summer.lost.is_empty() || self.store.is_copying() {
             return Ok(());

@@ -296,7 +296,7 @@ impl Store {
         Ok(())
     }
 
-    /// Of a copy that is under way, no layer counts as complete any more.
+    /// Makes each layer of a copy that is under way count as incomplete.
     pub(crate) fn forget_done_layers(&mut self) -> Result<()> {
         let Some(copy) = self.copy.as_mut().filter(|copy| copy.done.contains(&true)) else { return Ok(()) };
         copy.done.fill(false);

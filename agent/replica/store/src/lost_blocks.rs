@@ -29,7 +29,7 @@ pub type LostBlocks = BTreeMap<u64, u32>;
 /// The record as an opening finds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundLostBlocks {
-    /// These blocks are lost.
+    /// The lost blocks.
     Known(LostBlocks),
     /// The file is damaged: any block may be lost.
     Damaged,

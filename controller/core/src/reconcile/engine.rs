@@ -5,12 +5,14 @@ use crate::{Action, AgentCall, Decision, NodeName};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(engine) = context.cluster.engines.get(name) else { return Decision::nothing() };
-    let Some(node) = &engine.spec.node_id else { return Decision::nothing() };
+    let Some(node) = &engine.spec.node_id else {
+        let actions = if has_no_volume(context, engine) { vec![remove(engine)] } else { Vec::new() };
+        return Decision { actions, look_again: None };
+    };
     if is_left_behind(context, engine)
         && (engine.status.current_state == CurrentState::Stopped || is_given_up(context, node))
     {
-        let remove = Action::Remove(Key::new(Kind::Engine, name), engine.metadata.resource_version);
-        return Decision { actions: vec![remove], look_again: None };
+        return Decision { actions: vec![remove(engine)], look_again: None };
     }
     let mut decision = match reachability(context, node) {
         Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
@@ -23,6 +25,20 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     // Last, because a stray that cannot be stopped must not hold up anything.
     stop_strays(context, engine, node, &mut decision);
     decision
+}
+
+fn remove(engine: &Engine) -> Action {
+    Action::Remove(Key::new(Kind::Engine, &engine.metadata.name), engine.metadata.resource_version)
+}
+
+/// Returns true if the engine was never attached and has no volume. A former leader that was paused made it
+/// after another one had deleted the volume.
+fn has_no_volume(context: &Context<'_>, engine: &Engine) -> bool {
+    let name = &engine.metadata.name;
+    engine.spec.attach == 0
+        && engine.spec.desire_state == DesireState::Stopped
+        && !context.cluster.volumes.contains_key(name)
+        && context.cluster.unknown(&Key::new(Kind::Volume, name)).is_none()
 }
 
 /// Returns true if the engine was left behind by a deleted volume. It is fenced, and its process will be

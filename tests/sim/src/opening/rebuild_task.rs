@@ -297,15 +297,18 @@ impl Rebuild<'_> {
         .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
         let (mut file, mut lost) = ((*file).clone(), Vec::new());
         for (block, was) in rotten {
+            let before = self.sound_below(others, block);
             match self.read_other(others, block).await? {
                 Some(content) => {
                     self.process.sim.borrow_mut().count("blocks of snapshots of another member");
                     file.replace(block, Some(content));
                 }
-                None => lost.push((block, was)),
+                None => {
+                    self.judge_lost(others, block, &before);
+                    lost.push((block, was));
+                }
             }
         }
-        self.judge_lost(others, &lost);
         if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUntold) {
             lost.clear();
         }
@@ -314,20 +317,28 @@ impl Rebuild<'_> {
         written.map(drop).map_err(Trouble::while_doing("writing a layer"))
     }
 
-    /// Blocks are lost only if no other member that has stayed has them.
-    fn judge_lost(&self, others: &[Source], lost: &[crate::net::RottenBlock]) {
+    /// Returns the members that have stayed and have the block of the snapshot sound. With each is the number
+    /// of blocks that its disk has healed: as long as that stays, the block was sound all the time.
+    fn sound_below(&self, others: &[Source], block: u64) -> Vec<(ReplicaId, u64)> {
         let stays = |other: &&Source| self.process.look(|core| other.has_stayed(core)) == Some(true);
         let staying: Vec<ReplicaId> =
             others.iter().filter(stays).map(|other| other.address.replica).collect();
+        let sim = self.process.sim.borrow();
+        let sound = staying.into_iter().filter_map(|id| {
+            let replica = &sim.replicas[sim.replica_index(id)?];
+            replica.has_sound_below(block).then_some((id, replica.files.heals()))
+        });
+        sound.collect()
+    }
+
+    /// Checks that the block is lost only if no other member has had it since it was asked. `before` has those
+    /// that had it then.
+    fn judge_lost(&self, others: &[Source], block: u64, before: &[(ReplicaId, u64)]) {
+        let still = self.sound_below(others, block);
         let mut sim = self.process.sim.borrow_mut();
-        for (block, _) in lost {
-            sim.count("blocks of snapshots that are lost");
-            let has = |id: &ReplicaId| {
-                sim.replica_index(*id).is_some_and(|at| sim.replicas[at].has_sound_below(*block))
-            };
-            if let Some(id) = staying.iter().copied().find(has) {
-                sim.violate(format!("block {block} counts as lost, and {id} has it"));
-            }
+        sim.count("blocks of snapshots that are lost");
+        if let Some((id, _)) = still.into_iter().find(|one| before.contains(one)) {
+            sim.violate(format!("block {block} counts as lost, and {id} has it"));
         }
     }
 }
