@@ -137,6 +137,23 @@ fn a_copy_that_is_interrupted_forgets_no_lost_block() {
     assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
 }
 
+/// A copy of a region of the head writes all of its blocks, also those that every member has lost.
+#[test]
+fn the_same_rot_in_the_head_ends_no_record() {
+    let base = base();
+    let spec = new_replica(&base);
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    copy_snapshot(&mut client, &layers());
+    client.write(3 * BLOCK, &pattern(3, 4096)).unwrap();
+    assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
+    end_copy(&mut client);
+    client.write(3 * BLOCK, &pattern(3, 4096)).unwrap();
+    assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Err(ROTTEN), true));
+    client.write(3 * BLOCK, &pattern(9, 4096)).unwrap();
+    assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
+}
+
 #[test]
 fn a_replica_whose_record_is_damaged_has_to_be_rebuilt() {
     let base = base();

@@ -4,7 +4,7 @@
 //! other. The record on the disk says it of a block whatever that holds, until the block has got other data.
 
 use shorthorn_replica_core::is_final;
-use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum};
+use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum, sum_of_zeroes};
 use shorthorn_types::Errno;
 use shorthorn_wire::Flags;
 
@@ -45,6 +45,14 @@ impl Summer {
     /// Knows every recorded block as lost.
     pub(super) fn know_lost(&mut self) {
         self.known.keep_lost(self.lost.iter().map(|(block, sum)| (*block, sum_of_none(*sum))));
+    }
+
+    /// The sum that counts for a block that gets data with the sum `given`. If every member has lost a block,
+    /// a copy of its region writes the same rot once more, which is no other data. Zeroes always are: a
+    /// client that clears a block ends its record.
+    pub(super) fn sum_given(&self, block: u64, given: u32) -> u32 {
+        let is_same_rot = self.lost.get(&block) == Some(&given) && given != sum_of_zeroes();
+        if is_same_rot { sum_of_none(given) } else { given }
     }
 }
 

@@ -604,7 +604,10 @@ impl Executor {
         let work = self.work(slot);
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
         is_whole.then(|| match work.header.opcode {
-            Opcode::Write => block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c()),
+            Opcode::Write => {
+                let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
+                self.summer.sum_given(number_of(block), sum)
+            }
             _ => self.summer.zero_sum,
         })
     }
