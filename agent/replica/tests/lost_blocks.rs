@@ -13,7 +13,7 @@ use common::*;
 use shorthorn_control::ReplicaSpec;
 use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, Regions, RegionsOf, ReplicaId};
-use shorthorn_wire::{CopyEnd, CopyState, Flags, LayerList, Opcode, WireLayer};
+use shorthorn_wire::{CopyEnd, CopyState, Flags, Header, LayerList, Opcode, WireLayer};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 32 * MIB;
@@ -37,11 +37,18 @@ fn new_replica(base: &tempfile::TempDir) -> ReplicaSpec {
 
 /// Returns the layers of a volume with a snapshot.
 fn layers() -> LayerList {
+    layers_of(&["below"])
+}
+
+/// Returns the layers of a volume with these snapshots, the oldest first.
+fn layers_of(snapshots: &[&str]) -> LayerList {
     let base = base();
     let spec = spec(base.path(), SIZE);
     assert!(Replica::start(&spec).terminate().success());
     let mut store = Store::open(&spec.directory, StoreOptions::default()).unwrap();
-    store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+    for name in snapshots {
+        store.snapshot(name, true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+    }
     let layers = store.copy_layers().unwrap().into_iter().map(|layer| WireLayer {
         image: layer.image.to_string(),
         meta: String::from_utf8(layer.meta).unwrap(),
@@ -135,6 +142,39 @@ fn a_copy_that_is_interrupted_forgets_no_lost_block() {
     assert!(record(&spec).exists());
     end_copy(&mut client);
     assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
+}
+
+/// Writes a block of a layer that is being copied. The number of the layer is in the status field.
+fn write_layer(client: &mut Client, layer: i32, block: u64, data: &[u8]) {
+    let mut header = Header::request(Opcode::WriteLayer, 1 << 40, block * BLOCK, 4096);
+    (header.status, header.data_check) = (layer, crc32c(data));
+    client.raw(&[&client.encode(&header)[..], data].concat());
+    assert_eq!(client.receive().unwrap().0.status, 0);
+}
+
+/// Until then the next attempt makes it anew, maybe from a member that has the same data in another layer.
+#[test]
+fn a_later_snapshot_ends_a_record_once_it_is_whole() {
+    let base = base();
+    let (spec, layers) = (new_replica(&base), layers_of(&["below", "above"]));
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    let _: CopyState = client.ask(Opcode::CopyBegin, &layers).unwrap();
+    client.call(Opcode::WriteLayer, Flags::ROTTEN, 3 * BLOCK, 4096, &pattern(3, 4096)).unwrap();
+    client.send_text(Opcode::CopyEnd, &CopyEnd { layer: Some(0) }).unwrap();
+    write_layer(&mut client, 1, 3, &pattern(9, 4096));
+    replica.kill();
+    replica = Replica::start(&spec);
+    client = replica.open(generation(2));
+    let state: CopyState = client.ask(Opcode::CopyBegin, &layers).unwrap();
+    assert_eq!(state.done, [true, false, false]);
+    assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
+    write_layer(&mut client, 1, 3, &pattern(9, 4096));
+    assert!(record(&spec).exists());
+    client.send_text(Opcode::CopyEnd, &CopyEnd { layer: Some(1) }).unwrap();
+    assert!(!record(&spec).exists());
+    end_copy(&mut client);
+    assert_eq!(read_checked(&mut client, 3), Ok(pattern(9, 4096)));
 }
 
 /// A copy of a region of the head writes all of its blocks, also those that every member has lost.

@@ -69,6 +69,8 @@ impl Executor {
     }
 
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
+    /// Sound data ends no record before the layer is whole, and its data durable: another attempt makes the
+    /// layer anew, and keeps the ones below it.
     pub(super) fn layer_is_written(&mut self, slot: u16) -> Outcome {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;
@@ -76,20 +78,20 @@ impl Executor {
         if !is_rotten && self.summer.lost.is_empty() {
             return Ok(());
         }
+        for block in block_ranges(blocks) {
+            self.summer.known.forget_block(number_of(block));
+        }
+        if !is_rotten {
+            return Ok(());
+        }
         let mut lost = self.summer.lost.clone();
         for block in block_ranges(blocks) {
             let number = number_of(block);
-            self.summer.known.forget_block(number);
-            lost.remove(&number);
-            if is_rotten {
-                let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-                lost.insert(number, sum);
-                self.summer.known.keep_lost([(number, sum_of_none(sum))]);
-            }
+            let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+            lost.insert(number, sum);
+            self.summer.known.keep_lost([(number, sum_of_none(sum))]);
         }
-        if is_rotten {
-            tracing::error!(%blocks, "copied data that no member has a sound copy of: reads of it that are verified fail");
-        }
+        tracing::error!(%blocks, "copied data that no member has a sound copy of: reads of it that are verified fail");
         self.record_lost(lost)
     }
 
@@ -126,7 +128,8 @@ impl Executor {
         self.are_cured(&cured)
     }
 
-    /// The copy has ended. Its blocks that have got other data meanwhile are not lost any more.
+    /// The copy, or that of a layer, has ended. Blocks that have got other data meanwhile are not lost any
+    /// more.
     pub(super) fn settle_lost(&mut self) -> Outcome {
         let is_over = |block: &u64| !self.summer.known.is_lost(*block);
         let cured: Vec<u64> = self.summer.lost.keys().copied().filter(is_over).collect();

@@ -395,11 +395,12 @@ impl Executor {
     }
 
     /// Completes the copy of a layer: see [`Store::copy_done`]. Waits for the disk.
-    pub fn copy_done(&mut self, layer: usize) -> Result<(), StoreError> {
+    pub fn copy_done(&mut self, layer: usize) -> Result<(), ReplicaError> {
         let done = self.store.copy_done(layer);
         self.look_at_store();
         self.look_at_document(&done);
-        done
+        done?;
+        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
     }
 
     /// Completes the copy: see [`Store::end_copy`]. Waits for the disk.

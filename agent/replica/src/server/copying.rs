@@ -71,7 +71,7 @@ impl Server {
     pub(super) fn take_copy_end(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(end) = self.text::<CopyEnd>(index, slot, header) else { return };
         let ended = match end.layer {
-            Some(layer) => self.executor.copy_done(layer as usize).map_err(ReplicaError::from),
+            Some(layer) => self.executor.copy_done(layer as usize),
             None => self.executor.end_copy(),
         };
         match ended {
