@@ -83,7 +83,7 @@ impl Session {
     /// # Errors
     /// The error of sysfs.
     pub(super) fn give_up(&self) -> io::Result<()> {
-        fs::write(self.folder.join("recovery_tmo"), SHORT_WAIT_S.to_string())
+        given_up(fs::write(self.folder.join("recovery_tmo"), SHORT_WAIT_S.to_string()))
     }
 
     /// Lets a request of the disk wait for the engine for as long as one of NBD. The kernel's own limit of 30
@@ -126,6 +126,15 @@ pub(super) fn wait_for_disk(volume: &VolumeName, limit: Duration) -> io::Result<
         Ok::<_, io::Error>(session.and_then(|session| Some((session.clone(), session.disk()?))))
     })?;
     found.ok_or_else(|| wait::timed_out(limit))
+}
+
+/// Returns the result of a write to `recovery_tmo`. The kernel refuses it for a session without a connection.
+/// That session needs no limit: the removal of its disk fails the requests that wait.
+fn given_up(written: io::Result<()>) -> io::Result<()> {
+    match written {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(()),
+        written => written,
+    }
 }
 
 /// Returns the content of an attribute without the line's end; none if it does not exist.
@@ -175,5 +184,12 @@ mod tests {
         fs::write(new.folder.join("state"), "FAILED\n").unwrap();
         assert!(!new.is_logged_in() && new.wait(Duration::ZERO).is_err());
         assert_eq!(Session::find_in(&dir.path().join("none"), &VolumeName::new("v").unwrap()).unwrap(), None);
+    }
+
+    #[test]
+    fn a_session_without_a_connection_is_given_up_too() {
+        assert!(given_up(Ok(())).is_ok());
+        assert!(given_up(Err(io::Error::from_raw_os_error(libc::EBUSY))).is_ok());
+        assert!(given_up(Err(io::Error::from_raw_os_error(libc::EACCES))).is_err());
     }
 }
