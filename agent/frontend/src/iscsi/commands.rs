@@ -213,6 +213,8 @@ impl Target {
         let (wait_s, ping_s) = (WAIT_S.to_string(), PING_S.to_string());
         let settings = [
             ("node.startup", "manual"),
+            // The host's defaults may be others. With several sessions a volume would have several disks.
+            ("node.session.nr_sessions", "1"),
             ("node.session.auth.authmethod", "CHAP"),
             ("node.session.auth.username", self.volume.as_str()),
             ("node.session.auth.password", password),
@@ -304,6 +306,7 @@ mod tests {
         assert!(lines[1..].iter().all(|line| line.starts_with(node)), "{lines:?}");
         assert!(lines[2].contains("-n node.session.timeo.replacement_timeout -v 604800"), "{}", lines[2]);
         assert!(lines[2].contains("-n node.startup -v manual"), "{}", lines[2]);
+        assert!(lines[2].contains("-n node.session.nr_sessions -v 1"), "{}", lines[2]);
         assert!(lines[3].ends_with("--login"));
     }
 
