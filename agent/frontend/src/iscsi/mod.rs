@@ -118,19 +118,22 @@ fn portal_of(record: &DeviceRecord) -> Option<Portal> {
     record.kernel_id.and_then(|index| u16::try_from(index).ok()).map(Portal)
 }
 
-/// Returns the address of the volume's session. Without a session it is one on which nothing listens. If two
-/// volumes take the same at the same time, the tgtd of the second fails, and its next engine chooses again.
+/// Returns the address of the volume's session. Without a session it is one on which nothing listens, and of
+/// no other session: the target of another volume may just be replaced. If two volumes take the same at the
+/// same time, the tgtd of the second fails, and its next engine chooses again.
 fn choose_portal(spec: &FrontendSpec) -> Result<Portal, FrontendError> {
     let volume = &spec.volume;
-    let session = Session::find(volume)
-        .map_err(|source| system(format!("look for the iSCSI session of {volume}"), source))?;
+    let failed = |source| system(format!("look for the iSCSI session of {volume}"), source);
+    let session = Session::find(volume).map_err(failed)?;
     let previous = spec.previous.as_ref().and_then(portal_of);
     if let (Some(portal), Some(_)) = (previous, session) {
         return Ok(portal);
     }
+    let taken = session::addresses().map_err(failed)?;
     let mut portal = previous.unwrap_or_else(|| Portal::first(volume));
     for _ in 0..PORTALS_TRIED {
-        if TcpListener::bind(portal.address()).is_ok() {
+        let is_taken = taken.contains(&portal.ip().to_string());
+        if !is_taken && TcpListener::bind(portal.address()).is_ok() {
             return Ok(portal);
         }
         portal = portal.next();

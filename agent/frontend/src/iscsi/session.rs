@@ -11,6 +11,7 @@ use super::commands::{LUN, WAIT_S, target_name};
 use crate::{node, wait};
 
 const SESSIONS: &str = "/sys/class/iscsi_session";
+const CONNECTIONS: &str = "/sys/class/iscsi_connection";
 /// The state of a session that has a connection.
 const LOGGED_IN: &str = "LOGGED_IN";
 /// The seconds that requests wait in a session that is to end.
@@ -128,6 +129,26 @@ pub(super) fn wait_for_disk(volume: &VolumeName, limit: Duration) -> io::Result<
     found.ok_or_else(|| wait::timed_out(limit))
 }
 
+/// Returns the addresses of all targets that have a session, also of those that do not listen at the moment.
+///
+/// # Errors
+/// The error of sysfs.
+pub(super) fn addresses() -> io::Result<Vec<String>> {
+    addresses_in(Path::new(CONNECTIONS))
+}
+
+fn addresses_in(connections: &Path) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(connections) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut addresses = Vec::new();
+    for entry in entries {
+        addresses.extend(attribute(&entry?.path(), "persistent_address"));
+    }
+    Ok(addresses)
+}
+
 /// Returns the result of a write to `recovery_tmo`. The kernel refuses it for a session without a connection.
 /// That session needs no limit: the removal of its disk fails the requests that wait.
 fn given_up(written: io::Result<()>) -> io::Result<()> {
@@ -184,6 +205,20 @@ mod tests {
         fs::write(new.folder.join("state"), "FAILED\n").unwrap();
         assert!(!new.is_logged_in() && new.wait(Duration::ZERO).is_err());
         assert_eq!(Session::find_in(&dir.path().join("none"), &VolumeName::new("v").unwrap()).unwrap(), None);
+    }
+
+    #[test]
+    fn the_addresses_of_all_sessions_are_known() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(addresses_in(&dir.path().join("none")).unwrap(), Vec::<String>::new());
+        for (connection, address) in [("connection1:0", Some("127.83.1.2")), ("connection2:0", None)] {
+            let folder = dir.path().join(connection);
+            fs::create_dir(&folder).unwrap();
+            if let Some(address) = address {
+                fs::write(folder.join("persistent_address"), format!("{address}\n")).unwrap();
+            }
+        }
+        assert_eq!(addresses_in(dir.path()).unwrap(), ["127.83.1.2"]);
     }
 
     #[test]
