@@ -73,6 +73,7 @@ fn the_disk_tells_the_truth(host: &VmHost) -> Result<()> {
     ensure!(listening.lines().count() == 1 && listening.starts_with("127.83."), "{listening}");
     let stored = host.sh("grep --recursive --no-filename . /etc/iscsi/nodes")?;
     ensure!(stored.contains("authmethod = CHAP") && stored.contains("node.startup = manual"), "{stored}");
+    ensure!(stored.contains("username_in = v1.target"), "the target need not prove itself: {stored}");
     let anonymous = format!(
         "name=$(cat /sys/class/iscsi_session/*/targetname); \
          node=\"iscsiadm -m node -T $name -p {portal} -I thief --op\"; \

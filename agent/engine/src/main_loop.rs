@@ -415,10 +415,14 @@ fn prepare_frontend(
     })
 }
 
-/// Returns the names and the password of the volume's iSCSI target: the same for every engine of it.
+/// Returns the names and the passwords of the volume's iSCSI target: the same for every engine of it.
 fn identity(spec: &EngineSpec) -> IscsiIdentity {
     let secret = spec.secret.bytes();
-    IscsiIdentity { password: derived_password(secret, "iscsi"), disk_id: fingerprint(secret) }
+    IscsiIdentity {
+        password: derived_password(secret, "iscsi"),
+        target_password: derived_password(secret, "iscsi-target"),
+        disk_id: fingerprint(secret),
+    }
 }
 
 type Threads = Vec<thread::JoinHandle<()>>;

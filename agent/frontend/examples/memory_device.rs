@@ -196,7 +196,11 @@ fn prepare(kind: FrontendKind, spec: &FrontendSpec) -> Result<Prepared, Frontend
         FrontendKind::Socket => prepare_socket(spec),
         FrontendKind::Nbd => prepare_nbd(spec, Vec::new()),
         FrontendKind::Iscsi => {
-            let identity = IscsiIdentity { password: "0123456789abcdef".into(), disk_id: "5ba".into() };
+            let identity = IscsiIdentity {
+                password: "0123456789abcdef".into(),
+                target_password: "fedcba9876543210".into(),
+                disk_id: "5ba".into(),
+            };
             prepare_iscsi(spec, identity, Vec::new())
         }
     }

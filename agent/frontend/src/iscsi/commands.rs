@@ -39,6 +39,8 @@ const NOT_FOUND: i32 = 21;
 pub struct IscsiIdentity {
     /// The password with which the initiator proves that it may use the target (CHAP).
     pub password: String,
+    /// The password with which the target proves that it is the volume's. It must be another one.
+    pub target_password: String,
     /// The number of the disk: hexadecimal digits that no other volume has.
     pub disk_id: String,
 }
@@ -54,8 +56,8 @@ impl fmt::Debug for IscsiIdentity {
 pub(super) struct Call {
     pub(super) program: &'static str,
     pub(super) arguments: Vec<String>,
-    /// The index of an argument that must not be shown.
-    secret: Option<usize>,
+    /// The indexes of arguments that must not be shown.
+    secrets: Vec<usize>,
     /// Exit statuses that mean success, beside 0.
     accepted: &'static [i32],
 }
@@ -65,14 +67,14 @@ impl Call {
         Call {
             program,
             arguments: arguments.into_iter().map(str::to_owned).collect(),
-            secret: None,
+            secrets: Vec::new(),
             accepted: &[],
         }
     }
 
     /// Hides the argument that is `secret` in texts.
     fn hiding(mut self, secret: &str) -> Call {
-        self.secret = self.arguments.iter().position(|argument| argument == secret);
+        self.secrets.extend(self.arguments.iter().position(|argument| argument == secret));
         self
     }
 
@@ -91,7 +93,7 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.program)?;
         for (index, argument) in self.arguments.iter().enumerate() {
-            let shown = if self.secret == Some(index) { "***" } else { argument };
+            let shown = if self.secrets.contains(&index) { "***" } else { argument };
             write!(f, " {shown}")?;
         }
         Ok(())
@@ -107,6 +109,12 @@ impl fmt::Debug for Call {
 /// The name of a volume's target.
 pub(super) fn target_name(volume: &VolumeName) -> String {
     format!("{NAMING_AUTHORITY}:{volume}")
+}
+
+/// The name of a volume's target in CHAP: another one than that of the initiator. No volume has a dot in its
+/// name.
+fn target_user(volume: &VolumeName) -> String {
+    format!("{volume}.target")
 }
 
 /// The address of a target: one of 127.83.0.0/16, by its index.
@@ -179,7 +187,8 @@ impl Target {
             "vendor_id={VENDOR},product_id={PRODUCT},product_rev=1,scsi_id={disk_id},scsi_sn={disk_id},\
              thin_provisioning=1"
         );
-        let password = &self.identity.password;
+        let (password, target_password) = (&self.identity.password, &self.identity.target_password);
+        let target_user = target_user(&self.volume);
         let portal = |operation: &'static str, address: String| {
             admin(&["portal", "--op", operation, "--param", &format!("portal={address}")])
         };
@@ -194,6 +203,9 @@ impl Target {
             unit("update", &["--params", &disk]),
             admin(&["account", "--op", "new", "--user", user, "--password", password]).hiding(password),
             admin(&["account", "--op", "bind", "--tid", TID, "--user", user]),
+            admin(&["account", "--op", "new", "--user", &target_user, "--password", target_password])
+                .hiding(target_password),
+            admin(&["account", "--op", "bind", "--tid", TID, "--user", &target_user, "--outgoing"]),
             of_target("bind", &["--initiator-address", "127.0.0.1"]),
             portal("new", self.portal.address()),
             portal("delete", self.portal.setup_address()),
@@ -209,7 +221,9 @@ impl Target {
     /// Returns the calls that make a session with the target. Nothing is discovered, and the settings are of
     /// this target alone.
     pub(super) fn log_in(&self) -> Vec<Call> {
-        let password = self.identity.password.as_str();
+        let (password, target_password) =
+            (self.identity.password.as_str(), self.identity.target_password.as_str());
+        let target_user = target_user(&self.volume);
         let (wait_s, ping_s) = (WAIT_S.to_string(), PING_S.to_string());
         let settings = [
             ("node.startup", "manual"),
@@ -218,6 +232,9 @@ impl Target {
             ("node.session.auth.authmethod", "CHAP"),
             ("node.session.auth.username", self.volume.as_str()),
             ("node.session.auth.password", password),
+            // While no tgtd listens, any user of the host can listen on its port.
+            ("node.session.auth.username_in", target_user.as_str()),
+            ("node.session.auth.password_in", target_password),
             ("node.session.timeo.replacement_timeout", wait_s.as_str()),
             ("node.conn[0].timeo.noop_out_interval", ping_s.as_str()),
             ("node.conn[0].timeo.noop_out_timeout", ping_s.as_str()),
@@ -231,7 +248,7 @@ impl Target {
         vec![
             forget(&self.volume),
             self.of_node(&["--op", "new"]),
-            self.of_node(&update).hiding(password),
+            self.of_node(&update).hiding(password).hiding(target_password),
             self.of_node(&["--login"]).accepting(&[SESSION_EXISTS]),
         ]
     }
@@ -262,7 +279,11 @@ mod tests {
         Target {
             volume: VolumeName::new("v-1").unwrap(),
             portal: Portal(0x0102),
-            identity: IscsiIdentity { password: "secretsecret".into(), disk_id: "0123456789abcdef".into() },
+            identity: IscsiIdentity {
+                password: "secretsecret".into(),
+                target_password: "hiddenhidden".into(),
+                disk_id: "0123456789abcdef".into(),
+            },
         }
     }
 
@@ -283,19 +304,22 @@ mod tests {
         assert!(at("--backing-store /run/v/disk --bstype rdwr") < at("thin_provisioning=1"));
         assert!(at("vendor_id=SHRTHORN,product_id=VOLUME") < at("portal=127.83.1.2:13260"));
         assert!(at("account --op bind --tid 1 --user v-1") < at("portal=127.83.1.2:13260"));
+        assert!(at("account --op bind --tid 1 --user v-1.target --outgoing") < at("portal=127.83.1.2:13260"));
         assert!(at("--op bind --tid 1 --initiator-address 127.0.0.1") < at("portal=127.83.1.2:13260"));
         assert!(lines.last().unwrap().ends_with("portal --op delete --param portal=127.83.1.2:13261"));
     }
 
     #[test]
-    fn the_password_is_in_the_arguments_and_in_no_text() {
+    fn the_passwords_are_in_the_arguments_and_in_no_text() {
         let target = target();
         let mut calls = target.set_up(Path::new("/run/v/disk"));
         calls.extend(target.log_in());
-        let with = |call: &&Call| call.arguments.iter().any(|argument| argument == "secretsecret");
-        assert_eq!(calls.iter().filter(with).count(), 2);
-        assert!(!format!("{calls:?} {target:?} {:?}", target.identity).contains("secretsecret"));
-        assert!(lines(&calls).iter().all(|line| !line.contains("secretsecret")));
+        for secret in ["secretsecret", "hiddenhidden"] {
+            let with = |call: &&Call| call.arguments.iter().any(|argument| argument == secret);
+            assert_eq!(calls.iter().filter(with).count(), 2);
+            assert!(!format!("{calls:?} {target:?} {:?}", target.identity).contains(secret));
+            assert!(lines(&calls).iter().all(|line| !line.contains(secret)));
+        }
     }
 
     #[test]
@@ -306,6 +330,7 @@ mod tests {
         assert!(lines[1..].iter().all(|line| line.starts_with(node)), "{lines:?}");
         assert!(lines[2].contains("-n node.session.timeo.replacement_timeout -v 604800"), "{}", lines[2]);
         assert!(lines[2].contains("-n node.startup -v manual"), "{}", lines[2]);
+        assert!(lines[2].contains("-n node.session.auth.username_in -v v-1.target"), "{}", lines[2]);
         assert!(lines[2].contains("-n node.session.nr_sessions -v 1"), "{}", lines[2]);
         assert!(lines[3].ends_with("--login"));
     }
