@@ -298,7 +298,7 @@ impl Start<'_> {
         // that.
         let (ending, is_cleared) = serving.clear_all(&self.events, ending, CLEAR_LIMIT)?;
         publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
-        if ending == Ending::Terminate && may_be_left {
+        if ending == Ending::Terminate && may_be_left && !lock(device).ends_with_host() {
             let sockets = drain(&serving, (&volume, generation), &self.events, shared, threads.len())?;
             // Much was written since: one more flush takes less time than requests would wait for copies.
             if is_cleared && serving.dirty_bytes() > LEFT_DIRTY_MAX_BYTES {

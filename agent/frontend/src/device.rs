@@ -121,6 +121,12 @@ pub trait Device: Send {
     /// has none.
     fn in_use(&self) -> Option<String>;
 
+    /// Returns true if a process that ends must stop the device, and not leave it to the next one: the host
+    /// goes down, its kernel would wait for the device, and nobody uses it.
+    fn ends_with_host(&self) -> bool {
+        false
+    }
+
     /// Takes the node away first, then the device; the queues still serve meanwhile.
     ///
     /// # Errors

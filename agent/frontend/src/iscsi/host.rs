@@ -18,6 +18,8 @@ const ENTER: [&str; 6] = ["nsenter", "--target", "1", "--mount", "--net", "--"];
 const SCOPE: &str = "systemd-run";
 /// The directories that programs of the host are in.
 const PROGRAM_DIRECTORIES: [&str; 4] = ["usr/sbin", "usr/bin", "sbin", "bin"];
+/// The time limit for systemd to tell the state of the host.
+const STATE_LIMIT: Duration = Duration::from_secs(10);
 /// The longest part of an error text of a program that is repeated.
 const TEXT_BYTES_MAX: usize = 500;
 
@@ -78,6 +80,14 @@ impl Host {
         command
     }
 
+    /// Returns true if systemd is about to halt or restart the host.
+    pub(super) fn goes_down(&self) -> bool {
+        let mut command = self.command("systemctl");
+        command.arg("is-system-running").stdin(Stdio::null()).stderr(Stdio::null());
+        let state = wait::within(STATE_LIMIT, move || command.output());
+        state.is_ok_and(|state| is_stopping(&state.stdout))
+    }
+
     /// Runs `call` and waits for its end, at most `limit`.
     ///
     /// # Errors
@@ -104,6 +114,11 @@ impl Host {
         }
         Err(failed(io::Error::other(format!("{status}: {}", said(&mut child)))))
     }
+}
+
+/// Returns true if this answer of `systemctl is-system-running` means that the host goes down.
+fn is_stopping(answer: &[u8]) -> bool {
+    answer.trim_ascii() == b"stopping"
 }
 
 /// Returns the message of a program that has ended: what fits into a pipe, shortened.
@@ -134,6 +149,14 @@ mod tests {
             .into_iter()
             .chain(command.get_args().map(|word| word.to_string_lossy().into_owned()))
             .collect()
+    }
+
+    #[test]
+    fn a_host_that_goes_down_is_known() {
+        assert!(is_stopping(b"stopping\n"));
+        for answer in [&b"running\n"[..], b"degraded\n", b"starting\n", b"offline\n", b""] {
+            assert!(!is_stopping(answer));
+        }
     }
 
     #[test]

@@ -356,6 +356,10 @@ impl Device for IscsiDevice {
         self.number.and_then(|_| node::in_use(&self.device_dir.join(self.volume().as_str())))
     }
 
+    fn ends_with_host(&self) -> bool {
+        self.server.host.goes_down() && self.in_use().is_none()
+    }
+
     fn stop(&mut self) -> Result<(), FrontendError> {
         if let Some(number) = self.number {
             node::remove(&self.device_dir, self.volume(), number)?;
