@@ -241,6 +241,7 @@ impl Authority {
         now: UnixTime,
     ) -> Result<Vec<CertificateDer<'static>>, AuthorityError> {
         self.prune(now);
+        self.make_room(now);
         let of_role = self.issued.iter().filter(|issued| issued.role == *role);
         // Revoked ones give no room for an attack, and a holder whose certificates were revoked enrols again.
         let of_role = of_role.filter(|issued| !self.is_revoked(&issued.serial)).count();
@@ -284,6 +285,10 @@ impl Authority {
             .collect();
         if meant.is_empty() {
             return Err(AuthorityError::NothingToRevoke);
+        }
+        if self.revoked.len() + meant.len() > REVOKED_MAX {
+            // Those of expired certificates are only kept in case the clock is ahead.
+            self.revoked.retain(|revoked| revoked.not_after >= now.as_secs());
         }
         if self.revoked.len() + meant.len() > REVOKED_MAX {
             return Err(AuthorityError::TooManyRevoked);
@@ -356,6 +361,18 @@ impl Authority {
             self.revoked.retain(|revoked| revoked.not_after >= oldest_kept);
         }
         self.tokens.retain(|token| !token.is_over(now));
+    }
+
+    /// Removes the oldest records of expired certificates if there is no room for one more certificate.
+    fn make_room(&mut self, now: UnixTime) {
+        let now_s = now.as_secs();
+        let surplus = (self.issued.len() + 1).saturating_sub(ISSUED_MAX);
+        let ends = self.issued.iter().map(|issued| issued.not_after).filter(|end| *end < now_s);
+        let mut expired: Vec<u64> = ends.collect();
+        expired.sort_unstable();
+        if let Some(last) = expired.into_iter().take(surplus).next_back() {
+            self.issued.retain(|issued| issued.not_after > last);
+        }
     }
 
     /// The end of the CA that signs, in seconds since 1970.

@@ -148,6 +148,30 @@ fn records_of_expired_certificates_are_bounded() {
     assert_eq!(oldest, Some(at(5).as_secs()), "the oldest are removed first");
 }
 
+/// As in a cluster whose nodes are replaced by new ones with other names all the time.
+#[test]
+fn records_of_expired_certificates_leave_room_for_valid_ones() {
+    let mut authority = authority();
+    let signer = authority.pin().unwrap();
+    let expired = |number: u64| Issued {
+        serial: Serial::draw().unwrap(),
+        role: node(&format!("old-{number}")),
+        not_after: at(number).as_secs(),
+        signer: signer.clone(),
+    };
+    let most = ISSUED_MAX as u64;
+    authority.issued = (0..most).map(expired).collect();
+    authority.issue(&node("new"), at(most)).unwrap();
+    assert_eq!((authority.issued.len(), &authority.issued[0].role), (ISSUED_MAX, &node("old-1")));
+    let revoked = |number: u64| Revoked { serial: Serial::draw().unwrap(), not_after: at(number).as_secs() };
+    authority.revoked = (0..EXPIRED_REVOKED_MAX as u64).map(revoked).collect();
+    let valid = REVOKED_MAX - EXPIRED_REVOKED_MAX;
+    authority.revoked.extend((0..valid).map(|_| revoked(2 * most)));
+    assert_eq!(authority.revoke(|issued| issued.role == node("new"), at(most)).unwrap(), 1);
+    assert_eq!(authority.revoked.len(), valid + 1);
+    authority.trust().unwrap();
+}
+
 #[test]
 fn a_node_joins_once_by_token_and_only_under_its_name() {
     let mut authority = authority();
