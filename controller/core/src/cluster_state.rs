@@ -138,7 +138,10 @@ impl ClusterState {
     /// Returns true if the disk of `replica` takes new replicas.
     fn takes(&self, replica: &Replica) -> bool {
         let node = self.nodes.get(replica.spec.node_id.as_str());
-        let node = node.filter(|node| node.spec.allow_scheduling && !node.spec.eviction_requested);
+        let is_open = |node: &&Node| {
+            node.spec.allow_scheduling && !node.spec.eviction_requested && !node.metadata.is_deleting()
+        };
+        let node = node.filter(is_open);
         let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
         disk.is_some_and(|disk| disk.allow_scheduling && !disk.eviction_requested)
     }

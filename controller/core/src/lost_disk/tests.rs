@@ -190,6 +190,10 @@ fn a_place_on_a_disk_that_was_closed_meanwhile_is_not_reserved() {
     cluster.insert(open.clone().into());
     assert!(!cluster.reserve(vec![replica.clone()]));
     open.spec.eviction_requested = false;
+    open.metadata.deletion_timestamp = Some(now());
+    cluster.insert(open.clone().into());
+    assert!(!cluster.reserve(vec![replica.clone()]), "the node is given up");
+    open.metadata.deletion_timestamp = None;
     cluster.insert(open.into());
     assert!(cluster.reserve(vec![replica]));
 }
