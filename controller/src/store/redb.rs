@@ -4,6 +4,7 @@ mod group;
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLockReadGuard};
 use std::time::Duration;
 
@@ -64,6 +65,8 @@ struct Inner {
     /// The writer, which the caller that commits locks.
     writer: Mutex<Writer>,
     disk: Disk,
+    /// The number of states of the CA that were to be saved.
+    saves: AtomicU64,
 }
 
 impl RedbStore {
@@ -103,6 +106,7 @@ impl RedbStore {
             committed: Condvar::new(),
             writer: Mutex::new(Writer::new(database, revision)),
             disk,
+            saves: AtomicU64::new(0),
         };
         Ok(RedbStore { inner: Arc::new(inner) })
     }
@@ -199,8 +203,14 @@ impl Keeper for RedbKeeper {
     }
 
     async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError> {
+        let number = self.0.inner.saves.fetch_add(1, Ordering::SeqCst) + 1;
         let saved = self.0.blocking(move |inner| {
             let writer = inner.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            if inner.saves.load(Ordering::SeqCst) != number {
+                // It has waited for so long that its caller got an error, and has gone on to another state.
+                let message = "another state of the CA was to be stored since".to_owned();
+                return Err(StoreError::Unavailable { message });
+            }
             let _access = inner.disk.begin();
             save_authority(&writer.database, &state).map_err(|error| inner.write_error(&error))
         });

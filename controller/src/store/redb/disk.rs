@@ -56,6 +56,7 @@ impl Disk {
 mod tests {
     use std::io;
     use std::path::Path;
+    use std::sync::atomic::Ordering;
     use std::sync::{Arc, Condvar, PoisonError};
 
     use redb::backends::InMemoryBackend;
@@ -152,5 +153,25 @@ mod tests {
         assert!(readiness.check().is_ok());
         let names: Vec<String> = store.state().nodes.keys().cloned().collect();
         assert!(names.contains(&"b".to_owned()) && !names.contains(&"e".to_owned()), "{names:?}");
+    }
+
+    /// A state of the CA waits behind other writes for so long that its caller goes on to another state.
+    #[tokio::test]
+    #[allow(clippy::await_holding_lock, reason = "the lock is what the write waits for")]
+    async fn an_older_state_of_the_ca_never_replaces_a_later_one() {
+        let database = Database::builder().create_with_backend(InMemoryBackend::new()).unwrap();
+        let store = RedbStore::over_disk(Path::new("store"), database, Disk::new(LIMIT)).unwrap();
+        let keeper = store.keeper();
+        let busy = store.inner.writer.lock().unwrap();
+        let late = keeper.save(b"older".to_vec()).await;
+        assert!(late.is_err(), "other writes hold it up");
+        store.inner.saves.fetch_add(1, Ordering::SeqCst);
+        drop(busy);
+        while Arc::strong_count(&store.inner) > 2 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(keeper.load().await.unwrap(), None);
+        keeper.save(b"later".to_vec()).await.unwrap();
+        assert_eq!(keeper.load().await.unwrap().as_deref(), Some(&b"later"[..]));
     }
 }
