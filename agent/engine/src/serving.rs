@@ -487,10 +487,7 @@ impl<'a> Serving<'a> {
         }
         self.is_scrubbing = false;
         let size_bytes = self.spec.size_bytes;
-        self.publish_scrub(|scrub| {
-            scrub.at_bytes = size_bytes;
-            scrub.running = false;
-        });
+        self.publish(|engine| engine.complete_scrub(size_bytes));
         tracing::info!(volume = %self.spec.volume, "the scrub has seen everything");
     }
 }

@@ -220,6 +220,10 @@ mod tests {
         assert_eq!((scrub.running, scrub.at_bytes, scrub.found, scrub.repaired), (false, 0, 1, 0));
         assert_eq!(scrub.last, "another; stopped before everything was compared");
         assert_eq!((status.read_findings.found, status.read_findings.repaired), (2, 2));
+        status.scrub = Some(ScrubStatus { number: 2, running: true, ..ScrubStatus::default() });
+        status.complete_scrub(4096);
+        assert_eq!(status.read_findings, ReadFindings::default(), "a complete scrub has seen them too");
+        assert!(status.scrub.is_some_and(|scrub| !scrub.running && scrub.at_bytes == 4096));
     }
 
     #[test]

@@ -264,6 +264,15 @@ impl EngineStatus {
         }
     }
 
+    /// Ends the scrub that is under way: it has compared the whole volume of that size. So its findings
+    /// replace those of earlier reads.
+    pub fn complete_scrub(&mut self, size_bytes: u64) {
+        if let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.running) {
+            (scrub.running, scrub.at_bytes) = (false, size_bytes);
+            self.read_findings = ReadFindings::default();
+        }
+    }
+
     /// Changes the scrub that is under way, if any.
     pub fn change_scrub(&mut self, change: impl FnOnce(&mut ScrubStatus)) {
         if let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.running) {
