@@ -57,16 +57,14 @@ fn array(stored: &str, known: &[Value], new: &[Value]) -> Option<String> {
     let stored = items(stored)?;
     // Items without an identity keep their place.
     let is_parallel = stored.len() == known.len() && known.len() == new.len();
-    let identities: Vec<Option<Value>> =
-        stored.iter().map(|item| identity(&serde_json::from_str(item).unwrap_or_default())).collect();
+    let stored_values: Vec<Value> =
+        stored.iter().map(|item| serde_json::from_str(item).unwrap_or_default()).collect();
     let mut kept = Vec::new();
     for (at, value) in new.iter().enumerate() {
         let own = identity(value);
-        let same = |other: &Option<Value>| own.is_some() && *other == own;
+        let same = |other: &Value| own.is_some_and(|(name, own)| other.get(name) == Some(own));
         let before = match own {
-            Some(_) => {
-                identities.iter().position(same).zip(known.iter().position(|item| same(&identity(item))))
-            }
+            Some(_) => stored_values.iter().position(same).zip(known.iter().position(same)),
             None => is_parallel.then_some((at, at)),
         };
         let text = match before
@@ -80,11 +78,10 @@ fn array(stored: &str, known: &[Value], new: &[Value]) -> Option<String> {
     Some(format!("[{}]", kept.join(",")))
 }
 
-/// The field that tells an item from the others, with its value.
-fn identity(item: &Value) -> Option<Value> {
-    let fields = item.as_object()?;
-    let name = IDENTITIES.into_iter().find(|name| fields.contains_key(*name))?;
-    Some(Value::from(vec![Value::from(name), fields.get(name)?.clone()]))
+/// The field that tells an item of this version from the others, with its value. The stored item may have an
+/// unknown field of another of the names.
+fn identity(item: &Value) -> Option<(&'static str, &Value)> {
+    IDENTITIES.into_iter().find_map(|name| Some((name, item.get(name)?)))
 }
 
 /// Returns the names of a JSON object with the texts of their values.
@@ -190,6 +187,11 @@ mod tests {
         );
         let fewer = json!({ "conditions": [], "places": [{ "path": "/b" }] });
         assert_eq!(kept(&stored, &known, &fewer), fewer);
+        // An unknown field has the name of one that tells items apart.
+        let stored = json!({ "frontends": [{ "name": "a", "type": "x" }, { "name": "b", "type": "x" }] });
+        let known = json!({ "frontends": [{ "name": "a" }, { "name": "b" }] });
+        let new = json!({ "frontends": [{ "name": "b" }] });
+        assert_eq!(kept(&stored, &known, &new), json!({ "frontends": [{ "name": "b", "type": "x" }] }));
     }
 
     #[test]
