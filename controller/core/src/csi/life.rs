@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use shorthorn_types::VolumeName;
 use thiserror::Error;
 
 use super::size::{self, SizeError};
@@ -249,10 +250,12 @@ pub fn published_node<'a>(cluster: &ClusterState, volume: &'a Volume) -> Option<
     holder(volume).filter(|_| !stopped)
 }
 
-/// Returns the names of the volumes that are stored and cannot be used, after the name `after`.
+/// Returns the names of the volumes that are stored and cannot be used, after the name `after`. An object
+/// whose name no volume can have is none: no call can be about it, and no page can begin after it.
 pub fn unknown_volumes<'a>(cluster: &'a ClusterState, after: &'a str) -> impl Iterator<Item = &'a str> {
     let volumes = cluster.left_out().iter().map(|(key, _)| key).filter(|key| key.kind == Kind::Volume);
-    volumes.filter(move |key| cluster.version(key) == 0 && key.name.as_str() > after).map(|key| &*key.name)
+    let volumes = volumes.filter(move |key| cluster.version(key) == 0 && VolumeName::new(&key.name).is_ok());
+    volumes.map(|key| &*key.name).filter(move |name| *name > after)
 }
 
 /// Returns the nodes on which an engine of a volume may run that is stored and cannot be used.

@@ -1,7 +1,8 @@
 use super::*;
+use crate::left_out::LeftOut;
 use crate::objects::{
-    ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding,
-    Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, Volume, VolumeState,
+    ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding, Key,
+    Kind, Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, Volume, VolumeState,
 };
 use crate::requests::{self, Change, CreateVolume, RequestError};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -290,4 +291,15 @@ fn nodes_are_known_by_name_and_zone() {
     ] {
         assert_eq!(has_node(&cluster, node, zone), there, "{node:?} {zone:?}");
     }
+}
+
+#[test]
+fn an_object_whose_name_no_volume_can_have_is_not_listed() {
+    let mut cluster = ClusterState::default();
+    for name in ["b", "a.b", "a", "c"] {
+        let left_out = LeftOut::new(Kind::Volume, None, "it is damaged", "mend it");
+        cluster.leave_out(Key::new(Kind::Volume, name), left_out);
+    }
+    assert_eq!(unknown_volumes(&cluster, "").collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert_eq!(unknown_volumes(&cluster, "a").collect::<Vec<_>>(), ["b", "c"]);
 }
