@@ -162,6 +162,7 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
     Ok(BlockDevice {
         name: name.to_owned(),
         identity,
+        vendor: attribute(name, "device/vendor"),
         model: first_of([property(&number, "ID_MODEL"), attribute(name, "device/model")]),
         is_partition: is_partition(name),
         is_read_only: attribute(name, "ro") != "0",

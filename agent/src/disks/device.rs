@@ -12,6 +12,8 @@ const BLOCK_MAX_BYTES: u64 = 4096;
 const USUAL: [&str; 7] = ["sd", "nvme", "vd", "xvd", "hd", "mmcblk", "md"];
 /// Names of devices that are volumes themselves.
 const VOLUMES: [&str; 2] = ["ublkb", "nbd"];
+/// The vendor of disks of iSCSI that are volumes. Their names are those of any SCSI disk.
+const VOLUME_VENDOR: &str = "SHRTHORN";
 
 /// The facts by which a device is recognised.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +41,8 @@ pub struct BlockDevice {
     pub name: String,
     /// The facts by which it is recognised.
     pub identity: Identity,
+    /// The vendor of a SCSI disk; empty if it is none.
+    pub vendor: String,
     /// The model, for people.
     pub model: String,
     /// True if it is a partition.
@@ -92,7 +96,7 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
     };
     refuse(!device.problem.is_empty(), format!("it cannot be examined: {}", device.problem));
     refuse(
-        VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)),
+        VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)) || device.vendor == VOLUME_VENDOR,
         "it is the device of a volume".to_owned(),
     );
     refuse(device.is_partition, "it is a partition: name the whole device".to_owned());
@@ -167,9 +171,10 @@ mod tests {
 
     type Change = fn(&mut BlockDevice);
 
-    const ILL: [(Change, &str); 15] = [
+    const ILL: [(Change, &str); 16] = [
         (|disk| disk.name = "ublkb3".to_owned(), "device of a volume"),
         (|disk| disk.name = "nbd0".to_owned(), "device of a volume"),
+        (|disk| disk.vendor = "SHRTHORN".to_owned(), "device of a volume"),
         (|disk| disk.is_partition = true, "a partition"),
         (|disk| disk.is_read_only = true, "read-only"),
         (|disk| disk.is_removable = true, "removable"),
@@ -202,14 +207,14 @@ mod tests {
     proptest! {
         /// Each obstacle stops the device, with any others. Only unknown data can be accepted.
         #[test]
-        fn an_obstacle_is_never_hidden_by_others(mask in 1u16..(1 << 15), accept_data: bool) {
+        fn an_obstacle_is_never_hidden_by_others(mask in 1u32..(1 << 16), accept_data: bool) {
             let mut disk = empty_disk();
             for (bit, (change, _)) in ILL.iter().enumerate() {
                 if mask & (1 << bit) != 0 {
                     change(&mut disk);
                 }
             }
-            let is_only_data = mask == 1 << 14;
+            let is_only_data = mask == 1 << 15;
             prop_assert_eq!(obstacles(&disk, accept_data).is_empty(), is_only_data && accept_data);
         }
     }
