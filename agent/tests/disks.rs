@@ -221,6 +221,20 @@ fn a_mounted_device_is_left_alone() {
 }
 
 #[test]
+fn a_device_that_a_program_has_open_is_left_alone() {
+    let host = Host::new();
+    let plan = host.review(&host.discover(&[]));
+    // As a virtual machine has its disk: open, without a claim.
+    let device = File::open(&host.device).unwrap();
+    let mut machine = Command::new("sleep").arg("600").stdin(device).spawn().unwrap();
+    host.assert_refused(&plan, &format!("opened by process {} (sleep)", machine.id()));
+    machine.kill().unwrap();
+    machine.wait().unwrap();
+    let output = host.agent(&["disk", "init", &plan, "--dry-run"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
 fn another_device_of_the_same_name_is_left_alone() {
     let host = Host::new();
     let text = host.discover(&[]);

@@ -23,7 +23,7 @@ use shorthorn_types::limits::SECTOR_BYTES;
 use crate::{FrontendError, wait};
 
 pub use udev::Events;
-pub use users::in_use;
+pub use users::{in_use, shared_with};
 
 /// The mode of a device node: root and the group `disk` may open it, as for every disk of the host.
 const NODE_MODE: u32 = 0o660;

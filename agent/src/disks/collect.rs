@@ -11,6 +11,7 @@ use std::process::Command;
 use anyhow::{Context, bail, ensure};
 use nix::libc;
 use serde::Deserialize;
+use shorthorn_frontend::node::shared_with;
 
 use crate::disks::device::{BlockDevice, Identity, Signature, is_usual};
 
@@ -175,6 +176,7 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
         signatures: signatures(&path)?,
         has_data: has_data(&path).with_context(|| path.display().to_string())?,
         is_in_use: open_exclusively(&path).is_err(),
+        users: shared_with(&path).unwrap_or_default(),
         problem: String::new(),
     })
 }

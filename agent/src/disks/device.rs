@@ -67,6 +67,8 @@ pub struct BlockDevice {
     pub has_data: bool,
     /// True if the kernel refuses its exclusive use, because something else has it.
     pub is_in_use: bool,
+    /// Those that use it without a claim, like a virtual machine or a loop device; empty if none does.
+    pub users: String,
     /// The reason why it cannot be examined; empty if it was.
     pub problem: String,
 }
@@ -117,6 +119,7 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
     let kinds: Vec<&str> = device.signatures.iter().map(|signature| signature.kind.as_str()).collect();
     refuse(!kinds.is_empty(), format!("it has a signature: {}", kinds.join(", ")));
     refuse(device.is_in_use, "another program has it open exclusively".to_owned());
+    refuse(!device.users.is_empty(), format!("it is in use: {}", device.users));
     let has_only_data = device.has_data && kinds.is_empty() && device.partitions.is_empty();
     refuse(
         has_only_data && !accept_data,
@@ -171,7 +174,7 @@ mod tests {
 
     type Change = fn(&mut BlockDevice);
 
-    const ILL: [(Change, &str); 16] = [
+    const ILL: [(Change, &str); 17] = [
         (|disk| disk.name = "ublkb3".to_owned(), "device of a volume"),
         (|disk| disk.name = "nbd0".to_owned(), "device of a volume"),
         (|disk| disk.vendor = "SHRTHORN".to_owned(), "device of a volume"),
@@ -189,6 +192,7 @@ mod tests {
             "signature: LVM2_member",
         ),
         (|disk| disk.is_in_use = true, "exclusively"),
+        (|disk| disk.users = "sdb opened by process 7 (qemu)".to_owned(), "in use: sdb opened by process 7"),
         (|disk| disk.problem = "EPERM".to_owned(), "cannot be examined: EPERM"),
         (|disk| disk.has_data = true, "accept_data"),
     ];
@@ -207,14 +211,14 @@ mod tests {
     proptest! {
         /// Each obstacle stops the device, with any others. Only unknown data can be accepted.
         #[test]
-        fn an_obstacle_is_never_hidden_by_others(mask in 1u32..(1 << 16), accept_data: bool) {
+        fn an_obstacle_is_never_hidden_by_others(mask in 1u32..(1 << 17), accept_data: bool) {
             let mut disk = empty_disk();
             for (bit, (change, _)) in ILL.iter().enumerate() {
                 if mask & (1 << bit) != 0 {
                     change(&mut disk);
                 }
             }
-            let is_only_data = mask == 1 << 15;
+            let is_only_data = mask == 1 << 16;
             prop_assert_eq!(obstacles(&disk, accept_data).is_empty(), is_only_data && accept_data);
         }
     }

@@ -37,7 +37,7 @@ pub fn in_use(path: &Path) -> Option<String> {
         Ok(claim) => {
             // Else it would be found among the users.
             drop(claim);
-            lasting_users(path)
+            lasting_users(path, |_| true)
         }
         Err(error) if is_gone(&error) => None,
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
@@ -48,14 +48,23 @@ pub fn in_use(path: &Path) -> Option<String> {
     }
 }
 
-/// Returns the users of a device without an exclusive user.
-fn lasting_users(path: &Path) -> Option<String> {
+/// Returns the non-exclusive users of the block device at `path`, this process left out; none if it has none.
+/// An exclusive one, which the kernel knows, is not searched.
+#[must_use]
+pub fn shared_with(path: &Path) -> Option<String> {
+    let own = format!("opened by process {} (", std::process::id());
+    lasting_users(path, |user| !user.contains(&own))
+}
+
+/// Returns the users of a device without an exclusive user that count.
+fn lasting_users(path: &Path, counts: impl Fn(&String) -> bool) -> Option<String> {
     let meta = fs::metadata(path).ok().filter(|meta| meta.file_type().is_block_device())?;
     let (device, node_fs) = (DeviceNumber::of(meta.rdev()), DeviceNumber::of(meta.dev()));
     let host = Host::default();
     let mut users = Vec::new();
     let free = wait::until(GLANCE_LIMIT, || {
         users = host.sharers(device, node_fs);
+        users.retain(&counts);
         Ok::<_, std::convert::Infallible>(users.is_empty().then_some(()))
     });
     matches!(free, Ok(None)).then(|| listed(&users))
