@@ -240,10 +240,14 @@ fn ports(facts: &Facts) -> Vec<Finding> {
             && first <= ephemeral.end()
             && !is_reserved
         {
+            // A write replaces the whole list: those that are reserved for others stay in it.
+            let kept = ports.reserved.iter().chain([range]);
+            let kept: Vec<String> = kept.map(|kept| format!("{}-{}", kept.start(), kept.end())).collect();
+            let kept = kept.join(",");
             findings.push(warned(
                 "ports",
                 format!("the kernel may give ports between {first} and {last} to outgoing connections"),
-                format!("sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}, and in /etc/sysctl.d"),
+                format!("sysctl -w net.ipv4.ip_local_reserved_ports={kept}, and in /etc/sysctl.d"),
             ));
         }
     }

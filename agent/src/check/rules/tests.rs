@@ -181,6 +181,13 @@ fn ports_have_one_owner() {
         "outgoing connections",
         "ip_local_reserved_ports=10000-14999",
     );
+    // The list has those of others as well, and a write replaces it.
+    let of_others = |facts: &mut Facts| {
+        facts.ports.ephemeral = Some(1024..=65535);
+        facts.ports.reserved = vec![8080..=8080, 30000..=32767];
+    };
+    let remedy = "ip_local_reserved_ports=8080-8080,30000-32767,10000-14999";
+    assert_ill(of_others, "ports", Level::Warned, "outgoing connections", remedy);
     let mut reserved = well();
     reserved.ports.ephemeral = Some(1024..=65535);
     reserved.ports.reserved = vec![9000..=14999];
