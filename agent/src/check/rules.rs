@@ -16,6 +16,8 @@ const MULTIPATH_PROPERTY: &str = "SHORTHORN_VOLUME";
 /// The smallest MTU of IPv6. Less makes no sense for data.
 const MTU_MIN_BYTES: u32 = 1280;
 
+/// The loopback interface.
+const LOOPBACK: &str = "lo";
 /// Sockets of others on one of so many ports of replicas are too many.
 const FOREIGN_PORTS_PART: usize = 10;
 
@@ -297,6 +299,10 @@ fn network(facts: &Facts) -> Vec<Finding> {
 fn mtu(data: &DataFacts) -> Vec<Finding> {
     let mut findings = Vec::new();
     let Some((interface, mtu)) = &data.interface else { return findings };
+    // Where a router announces an address of lo, packets leave through others, whose MTU is not that of lo.
+    if interface == LOOPBACK {
+        return findings;
+    }
     if *mtu < MTU_MIN_BYTES {
         let message = format!("interface {interface} has an MTU of {mtu} bytes");
         findings.push(warned("network", message, format!("ip link set {interface} mtu 1500")));
