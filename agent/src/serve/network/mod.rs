@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -31,6 +31,9 @@ const READ_EVERY: Duration = Duration::from_secs(30);
 /// The same while replicas have not moved yet.
 const RETRY_EVERY: Duration = Duration::from_secs(2);
 
+/// The time without an address of the last family after which one of the other family is taken.
+const FAMILY_PATIENCE: Duration = Duration::from_secs(20);
+
 /// The rounds after the start of the agent in which processes of an earlier agent are found again.
 const EARLY_ROUNDS: u32 = 5;
 /// A replica that has not moved after so many rounds is started again.
@@ -47,6 +50,36 @@ pub async fn interfaces() -> io::Result<Interfaces> {
     Netlink::open()?.read().await
 }
 
+/// Holds a change to the other family of addresses back for a while. After a start of the host or of a link,
+/// IPv6 addresses are there seconds before DHCP has given an IPv4 address. The change would last, and hosts
+/// without IPv6 would not reach this one any more.
+#[derive(Debug, Default)]
+struct FamilyChange {
+    /// The time since which only the other family is there.
+    since: Option<Instant>,
+}
+
+impl FamilyChange {
+    /// Returns the choice to take: `next`, or the last address for some time more.
+    fn hold(&mut self, last: Option<IpAddr>, next: Choice, now: Instant) -> Choice {
+        let (Some(last), Some(address)) = (last, next.address) else { return next };
+        if last.is_ipv4() == address.is_ipv4() {
+            self.since = None;
+            return next;
+        }
+        let since = *self.since.get_or_insert(now);
+        if now.saturating_duration_since(since) >= FAMILY_PATIENCE {
+            self.since = None;
+            return next;
+        }
+        let limit_s = FAMILY_PATIENCE.as_secs();
+        let problem = format!(
+            "{last} is not usable: without an address of its family, {address} is taken after {limit_s} s"
+        );
+        Choice { address: Some(last), problem }
+    }
+}
+
 /// Follows the data address.
 pub struct DataNetwork {
     source: DataSource,
@@ -57,6 +90,7 @@ pub struct DataNetwork {
     interfaces: Interfaces,
     /// The address from which the connections of engines most likely come.
     former: Option<IpAddr>,
+    family_change: FamilyChange,
 }
 
 impl DataNetwork {
@@ -69,7 +103,9 @@ impl DataNetwork {
         };
         let choice = watch::Sender::new(first);
         let interfaces = Interfaces::default();
-        let mut network = DataNetwork { source, choice, netlink: None, interfaces, former: last };
+        let family_change = FamilyChange::default();
+        let mut network =
+            DataNetwork { source, choice, netlink: None, interfaces, former: last, family_change };
         network.look().await;
         network
     }
@@ -99,7 +135,8 @@ impl DataNetwork {
                 hub.renew_connections().await;
             }
             early_rounds = early_rounds.saturating_sub(1);
-            let pause = if left.is_empty() && early_rounds == 0 { READ_EVERY } else { RETRY_EVERY };
+            let is_quiet = left.is_empty() && early_rounds == 0 && self.family_change.since.is_none();
+            let pause = if is_quiet { READ_EVERY } else { RETRY_EVERY };
             rounds.retain(|id, _| left.contains(id));
             for id in left {
                 let round = rounds.entry(id.clone()).or_insert(0_u32);
@@ -152,6 +189,7 @@ impl DataNetwork {
         }
         let last = self.choice.borrow().address;
         let Some(next) = choice_of(&self.source, &self.interfaces, last) else { return };
+        let next = self.family_change.hold(last, next, Instant::now());
         self.choice.send_if_modified(|choice| {
             if *choice == next {
                 return false;
@@ -218,6 +256,29 @@ mod tests {
             missing.address == Some(address) && missing.problem.contains("data_interface"),
             "{missing:?}"
         );
+    }
+
+    #[test]
+    fn the_family_changes_only_after_some_time_without_the_last_one() {
+        let ip = |text: &str| text.parse::<IpAddr>().ok();
+        let is = |address: Option<IpAddr>| Choice { address, problem: String::new() };
+        let (last, other, sibling) = (ip("10.1.0.7"), ip("fd00::7"), ip("10.1.0.8"));
+        let start = Instant::now();
+        let mut change = FamilyChange::default();
+        // A link comes back: IPv6 is there at once, and DHCP answers later.
+        for seconds in [0, 19] {
+            let held = change.hold(last, is(other), start + Duration::from_secs(seconds));
+            assert!(held.address == last && held.problem.contains("fd00::7"), "{held:?}");
+        }
+        assert_eq!(change.hold(last, is(last), start + Duration::from_secs(19)), is(last));
+        // The next time counts anew, and ends.
+        let again = start + Duration::from_secs(30);
+        assert_eq!(change.hold(last, is(other), again).address, last);
+        assert_eq!(change.hold(last, is(other), again + FAMILY_PATIENCE), is(other));
+        assert_eq!(change.hold(other, is(other), again + FAMILY_PATIENCE), is(other));
+        // The first address, and one of the same family, are taken at once.
+        assert_eq!(change.hold(None, is(other), again), is(other));
+        assert_eq!(change.hold(last, is(sibling), again), is(sibling));
     }
 
     #[tokio::test]
