@@ -15,6 +15,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::disks::collect::{device_at, open_exclusively};
 use crate::disks::device::{BlockDevice, difference, obstacles};
 use crate::disks::plan::PlannedDisk;
+use crate::serve::missing_mount;
 
 /// The place of mount units.
 pub const UNITS: &str = "/etc/systemd/system";
@@ -35,7 +36,7 @@ pub enum Mounts {
 pub fn init(disk: &PlannedDisk, same_boot: bool, units: &Path, mounts: &Mounts) -> anyhow::Result<String> {
     let shown = disk.device.display();
     let device = find(disk, same_boot)?;
-    check_mount_point(&disk.mount_point, &device)?;
+    check_mount_point(&disk.mount_point, &device, missing_mount(&disk.mount_point))?;
     if is_made(disk, &device) {
         if device.mount_points.contains(&disk.mount_point) {
             write_unit(disk, units)?;
@@ -57,7 +58,7 @@ pub fn init(disk: &PlannedDisk, same_boot: bool, units: &Path, mounts: &Mounts) 
 /// The reason why not.
 pub fn check(disk: &PlannedDisk, same_boot: bool) -> anyhow::Result<()> {
     let device = find(disk, same_boot)?;
-    check_mount_point(&disk.mount_point, &device)?;
+    check_mount_point(&disk.mount_point, &device, missing_mount(&disk.mount_point))?;
     if is_made(disk, &device) { Ok(()) } else { refuse(disk, &device) }
 }
 
@@ -100,11 +101,16 @@ fn make(disk: &PlannedDisk, same_boot: bool) -> anyhow::Result<()> {
     run(Command::new(program).args(&arguments)).with_context(|| format!("{shown}: no file system was made"))
 }
 
-/// Checks that a mount hides nothing. The device may be mounted there already.
-fn check_mount_point(path: &Path, device: &BlockDevice) -> anyhow::Result<()> {
+/// Checks that a mount hides nothing. The device may be mounted there already. `missing`: the mount of
+/// /etc/fstab at or above the path that is not there. A unit would take precedence over it, or the directory
+/// would be made below it.
+fn check_mount_point(path: &Path, device: &BlockDevice, missing: Option<String>) -> anyhow::Result<()> {
     let shown = path.display();
     if device.mount_points.iter().any(|point| point == path) {
         return Ok(());
+    }
+    if let Some(point) = missing {
+        bail!("{point} of /etc/fstab is not mounted: mount it, or choose another mount_point than {shown}");
     }
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -257,7 +263,7 @@ mod tests {
     fn a_mount_point_must_not_hide_files() {
         let folder = tempfile::tempdir().unwrap();
         let device = BlockDevice::default();
-        let check = |path: &Path| check_mount_point(path, &device);
+        let check = |path: &Path| check_mount_point(path, &device, None);
         check(&folder.path().join("new")).unwrap();
         check(folder.path()).unwrap();
         fs::write(folder.path().join("file"), "x").unwrap();
@@ -265,6 +271,10 @@ mod tests {
         assert!(check(&folder.path().join("file")).is_err());
         assert!(check(Path::new("/proc")).is_err(), "something else is mounted there");
         let mounted = BlockDevice { mount_points: vec!["/proc".into()], ..BlockDevice::default() };
-        check_mount_point(Path::new("/proc"), &mounted).unwrap();
+        check_mount_point(Path::new("/proc"), &mounted, None).unwrap();
+        // fstab has another file system for the place, whose disk is not there now.
+        let new = folder.path().join("new");
+        let refused = check_mount_point(&new, &device, Some("/data".to_owned())).unwrap_err();
+        assert!(refused.to_string().contains("/data of /etc/fstab is not mounted"), "{refused}");
     }
 }

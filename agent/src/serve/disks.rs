@@ -440,7 +440,7 @@ fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
 
 /// Returns the mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the
 /// directory is another one then.
-fn missing_mount(path: &Path) -> Option<String> {
+pub fn missing_mount(path: &Path) -> Option<String> {
     let fstab = fs::read_to_string("/etc/fstab").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     missing_mount_in(&fstab, &mounts, path)
