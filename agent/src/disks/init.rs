@@ -112,6 +112,11 @@ fn check_mount_point(path: &Path, device: &BlockDevice, missing: Option<String>)
     if let Some(point) = missing {
         bail!("{point} of /etc/fstab is not mounted: mount it, or choose another mount_point than {shown}");
     }
+    // systemd mounts on no such path, and the node adds none.
+    let above = path.ancestors().find_map(|above| Some((above, fs::canonicalize(above).ok()?)));
+    if let Some((above, real)) = above.filter(|(above, real)| above != real) {
+        bail!("{} of mount_point {shown} leads to {}: use that path", above.display(), real.display());
+    }
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error).with_context(|| shown.to_string()),
@@ -272,6 +277,9 @@ mod tests {
         assert!(check(Path::new("/proc")).is_err(), "something else is mounted there");
         let mounted = BlockDevice { mount_points: vec!["/proc".into()], ..BlockDevice::default() };
         check_mount_point(Path::new("/proc"), &mounted, None).unwrap();
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink("/usr", &link).unwrap();
+        assert!(check(&link.join("new")).unwrap_err().to_string().contains("leads to /usr"));
         // fstab has another file system for the place, whose disk is not there now.
         let new = folder.path().join("new");
         let refused = check_mount_point(&new, &device, Some("/data".to_owned())).unwrap_err();
