@@ -54,10 +54,16 @@ impl Hub {
         let gate = self.gate(id);
         let _open = gate.lock().await;
         let Some((Spec::Replica(mut spec), process)) = self.table().known(id) else { return Ok(true) };
-        if process.phase == ProcessPhase::Stopped {
-            return Ok(true); // its next start chooses the address
-        }
         let before = spec.data_address;
+        if process.phase == ProcessPhase::Stopped {
+            // Its next start chooses the port. But the next agent takes the address of most specs for the one
+            // that this host had last.
+            if let Some(before) = before.filter(|before| before.ip() != address) {
+                spec.data_address = Some(SocketAddr::new(address, before.port()));
+                self.keep(spec).await?;
+            }
+            return Ok(true);
+        }
         if before.map(|before| before.ip()) != Some(address) {
             let ports = self.data_ports();
             let taken = self.table().ports_of_others(id);
@@ -67,9 +73,7 @@ impl Hub {
             })
             .await?;
             // Stored first: a process that is started at this moment reads it.
-            let stored = (Spec::Replica(spec.clone()), self.paths().clone());
-            blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
-            self.table().set_spec(Spec::Replica(spec.clone()));
+            self.keep(spec.clone()).await?;
         }
         let Some(wanted) = spec.data_address else { return Ok(true) };
         if before == Some(wanted) && self.shows(id, wanted) {
@@ -79,6 +83,14 @@ impl Hub {
         let sent = control_watch::request(&spec.control_socket, &command).await;
         sent.map(|()| false)
             .map_err(|error| NodeError::Unavailable(format!("{}: {error}", spec.control_socket.display())))
+    }
+
+    /// Stores the spec of a replica, and shows it.
+    async fn keep(&self, spec: ReplicaSpec) -> Result<(), NodeError> {
+        let stored = (Spec::Replica(spec.clone()), self.paths().clone());
+        blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+        self.table().set_spec(Spec::Replica(spec));
+        Ok(())
     }
 
     /// Returns true if the process shows that address, or nothing at all yet: it has just read its spec.
@@ -113,9 +125,7 @@ impl Hub {
             Ok(spec)
         })
         .await?;
-        let stored = (Spec::Replica(spec.clone()), self.paths().clone());
-        blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
-        self.table().set_spec(Spec::Replica(spec));
+        self.keep(spec).await?;
         tracing::info!(instance = %id, "starting it again, because it does not move to the new address");
         Ok(self.backend().restart(id).await?)
     }
@@ -146,5 +156,53 @@ impl Hub {
                 tracing::warn!("an engine keeps its connections: {error}");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_control::Unknown;
+    use shorthorn_types::{Members, ReplicaId, Secret};
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::serve::instance::{Children, Table};
+    use crate::serve::network::Choice;
+
+    fn replica(id: ReplicaId, port: u16) -> Spec {
+        Spec::Replica(ReplicaSpec {
+            volume: "v1".parse().unwrap(),
+            replica: id,
+            directory: "/data/v1".into(),
+            size_bytes: 1 << 20,
+            create: false,
+            first_members: Members::new([id]).unwrap(),
+            secret: Secret::new([1; 32]),
+            data_socket: "/data.sock".into(),
+            data_address: Some(SocketAddr::from(([10, 1, 0, 1], port))),
+            control_socket: "/control.sock".into(),
+            sum_bytes_per_s: 0,
+            unknown: Unknown::default(),
+        })
+    }
+
+    #[tokio::test]
+    async fn replicas_that_are_stopped_bring_no_former_address_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = InstancePaths::prepare(&folder.path().join("s"), &folder.path().join("r")).unwrap();
+        for (id, port) in [(ReplicaId::from_random(1), 10001), (ReplicaId::from_random(2), 10002)] {
+            replica(id, port).store(&paths).unwrap();
+        }
+        let table = Table::new();
+        let backend = Box::new(Children::new(paths.clone(), Arc::clone(&table)).unwrap());
+        let (_choice, address) = watch::channel(Choice::default());
+        let hub = Hub::start(10000..=10009, address, paths.clone(), table, backend).await.unwrap();
+        // The host was started anew, with another address.
+        let now: IpAddr = "10.1.0.2".parse().unwrap();
+        assert!(hub.move_replicas(Some(now)).await.is_empty());
+        assert_eq!(last_data_address(&paths), Some(now));
+        let specs = hub.table().replicas();
+        let ports = specs.iter().filter_map(|id| ports::of(&hub.table().known(id)?.0)).collect::<Vec<_>>();
+        assert_eq!(ports, [10001, 10002], "they keep their ports");
     }
 }
