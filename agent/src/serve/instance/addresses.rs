@@ -130,37 +130,46 @@ impl Hub {
         Ok(self.backend().restart(id).await?)
     }
 
-    /// Hands the engines with replicas on other hosts over to new processes, after this host has lost the
-    /// address from which they were connected. Their connections are dead, and a new process connects within
-    /// seconds; otherwise they would wait for their replicas for a minute.
-    pub async fn renew_connections(self: &Arc<Hub>) {
-        for (id, spec) in self.table().engine_specs() {
-            let is_remote =
-                |addresses: &[String]| !addresses.iter().any(|address| address.starts_with("unix:"));
-            if !spec.replicas.iter().any(|replica| is_remote(&replica.addresses)) {
-                continue;
-            }
-            let hub = Arc::clone(self);
+    /// Returns the engines with replicas on other hosts.
+    pub fn engines_of_remote_replicas(&self) -> Vec<InstanceId> {
+        let is_remote = |addresses: &[String]| !addresses.iter().any(|address| address.starts_with("unix:"));
+        let specs = self.table().engine_specs().into_iter();
+        let engines = specs.filter(|(_, spec)| spec.replicas.iter().any(|one| is_remote(&one.addresses)));
+        engines.map(|(id, _)| id).collect()
+    }
+
+    /// Hands these engines over to new processes, after this host has lost the address from which they were
+    /// connected. Their connections are dead, and a new process connects within seconds; otherwise they would
+    /// wait for their replicas for a minute. Returns those that do not run.
+    pub async fn renew_connections(self: &Arc<Hub>, engines: Vec<InstanceId>) -> Vec<InstanceId> {
+        let mut left = Vec::new();
+        for id in engines {
+            let (hub, engine) = (Arc::clone(self), id.clone());
             let renewed = tokio::spawn(async move {
-                let gate = hub.gate(&id);
+                let gate = hub.gate(&engine);
                 let _open = gate.lock().await;
-                let running =
-                    hub.table().known(&id).is_some_and(|(_, process)| process.phase == ProcessPhase::Running);
-                if running {
-                    tracing::info!(instance = %id, "handing over, because its connections came from an address that is gone");
-                    hub.backend().restart(&id).await?;
+                let known = hub.table().known(&engine);
+                let runs = known.is_some_and(|(_, process)| process.phase == ProcessPhase::Running);
+                if runs {
+                    tracing::info!(instance = %engine, "handing over, because its connections came from an address that is gone");
+                    hub.backend().restart(&engine).await?;
                 }
-                Ok(())
+                Ok(runs)
             });
-            if let Err(error) = finish(renewed).await {
-                tracing::warn!("an engine keeps its connections: {error}");
+            match finish(renewed).await {
+                Ok(true) => {}
+                Ok(false) => left.push(id),
+                Err(error) => tracing::warn!("an engine keeps its connections: {error}"),
             }
         }
+        left
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use shorthorn_control::Unknown;
     use shorthorn_types::{Members, ReplicaId, Secret};
     use tokio::sync::watch;
@@ -186,10 +195,9 @@ mod tests {
         })
     }
 
-    #[tokio::test]
-    async fn replicas_that_are_stopped_bring_no_former_address_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let paths = InstancePaths::prepare(&folder.path().join("s"), &folder.path().join("r")).unwrap();
+    /// Returns an agent that has found two replicas of an earlier one, which do not run.
+    async fn hub(folder: &Path) -> (Arc<Hub>, InstancePaths) {
+        let paths = InstancePaths::prepare(&folder.join("s"), &folder.join("r")).unwrap();
         for (id, port) in [(ReplicaId::from_random(1), 10001), (ReplicaId::from_random(2), 10002)] {
             replica(id, port).store(&paths).unwrap();
         }
@@ -197,6 +205,22 @@ mod tests {
         let backend = Box::new(Children::new(paths.clone(), Arc::clone(&table)).unwrap());
         let (_choice, address) = watch::channel(Choice::default());
         let hub = Hub::start(10000..=10009, address, paths.clone(), table, backend).await.unwrap();
+        (hub, paths)
+    }
+
+    #[tokio::test]
+    async fn instances_that_are_not_found_running_yet_are_left_for_the_next_round() {
+        let folder = tempfile::tempdir().unwrap();
+        let (hub, _) = hub(folder.path()).await;
+        let found = hub.table().replicas();
+        assert_eq!(hub.renew_connections(found.clone()).await, found);
+        assert!(hub.engines_of_remote_replicas().is_empty());
+    }
+
+    #[tokio::test]
+    async fn replicas_that_are_stopped_bring_no_former_address_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (hub, paths) = hub(folder.path()).await;
         // The host was started anew, with another address.
         let now: IpAddr = "10.1.0.2".parse().unwrap();
         assert!(hub.move_replicas(Some(now)).await.is_empty());

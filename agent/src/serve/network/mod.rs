@@ -125,6 +125,8 @@ impl DataNetwork {
 
     async fn follow_for_ever(&mut self, hub: &Arc<Hub>) {
         let mut early_rounds = EARLY_ROUNDS;
+        // The engines that were not found running when their address was gone.
+        let mut late_engines = Vec::new();
         // The rounds in which a replica has not moved.
         let mut rounds = BTreeMap::new();
         loop {
@@ -132,9 +134,13 @@ impl DataNetwork {
             let left = hub.move_replicas(address).await;
             let former = std::mem::replace(&mut self.former, address);
             if former.is_some() && former != address && !self.has(former) {
-                hub.renew_connections().await;
+                late_engines = hub.engines_of_remote_replicas();
             }
+            late_engines = hub.renew_connections(late_engines).await;
             early_rounds = early_rounds.saturating_sub(1);
+            if early_rounds == 0 {
+                late_engines.clear(); // those that start now connect from the new address
+            }
             let is_quiet = left.is_empty() && early_rounds == 0 && self.family_change.since.is_none();
             let pause = if is_quiet { READ_EVERY } else { RETRY_EVERY };
             rounds.retain(|id, _| left.contains(id));
