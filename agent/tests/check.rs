@@ -39,6 +39,16 @@ fn a_wrong_configuration_is_a_finding() {
 }
 
 #[test]
+fn a_host_that_cannot_be_checked_is_a_finding() {
+    // The agent's folder cannot be read, as by a user other than root.
+    let output = check(&CONFIG.replace("DIR/s\"", "DIR/agent.toml\""), &[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.starts_with("failed  host") && text.contains("as root"), "{text}");
+    assert!(!text.contains("another program"), "{text}");
+}
+
+#[test]
 fn a_port_that_another_program_has_is_found() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();

@@ -6,6 +6,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use anyhow::Context;
 use nix::libc;
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::FrontendKind;
@@ -32,9 +33,11 @@ const SMALL_PING_BYTES: u32 = 56;
 /// Collects all facts. Loads the modules of frontends, as the agent does, and pings other nodes.
 ///
 /// # Errors
-/// The interfaces of this host cannot be read.
+/// The interfaces of this host cannot be read, or whether an agent runs: not every user may.
 pub fn collect(config: &Config) -> anyhow::Result<Facts> {
-    let agent_runs = matches!(Holder::find(&config.state_dir.join("agent.pid")), Ok(Some(_)));
+    let pid_file = config.state_dir.join("agent.pid");
+    let unknown = || format!("{}: whether the agent runs is unknown; check as root", pid_file.display());
+    let agent_runs = Holder::find(&pid_file).with_context(unknown)?.is_some();
     let mut facts = collect_quietly(config, agent_runs)?;
     facts.disks = disks(config);
     let devices = probe().into_iter().filter(|report| report.kind != FrontendKind::Socket);

@@ -60,10 +60,13 @@ pub struct Finding {
 /// Checks this host, and writes the findings. Returns the exit code.
 ///
 /// # Errors
-/// The facts cannot be collected, or the output cannot be written.
+/// The output cannot be written.
 pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
     let findings = match Config::load(args.config.as_deref()) {
-        Ok(config) => rules::examine(&collect::collect(&config)?),
+        Ok(config) => match collect::collect(&config) {
+            Ok(facts) => rules::examine(&facts),
+            Err(error) => vec![rules::of_host(&format!("{error:#}"))],
+        },
         Err(error) => vec![rules::of_configuration(&error.to_string())],
     };
     let text = match args.output {

@@ -44,6 +44,12 @@ pub fn of_configuration(error: &str) -> Finding {
     failed("config", error.to_owned(), "shorthorn-agent serve --check, and correct the file".to_owned())
 }
 
+/// Returns the finding for a host whose facts cannot be read.
+pub fn of_host(error: &str) -> Finding {
+    let message = format!("this host cannot be checked: {error}");
+    failed("host", message, "shorthorn-agent check, as root".to_owned())
+}
+
 fn passed(check: &'static str, message: String) -> Finding {
     Finding { check, level: Level::Passed, message, remedy: String::new() }
 }
