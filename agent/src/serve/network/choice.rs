@@ -32,7 +32,8 @@ pub struct InterfaceAddress {
     pub is_deprecated: bool,
     /// The kernel still checks whether another host has it, or has found one.
     pub is_unchecked: bool,
-    /// A second IPv4 address of a network, or a temporary IPv6 address (RFC 8981).
+    /// A second IPv4 address of a network, one without a network (/32), or a temporary IPv6 address
+    /// (RFC 8981).
     pub is_secondary: bool,
 }
 

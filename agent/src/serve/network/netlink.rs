@@ -20,6 +20,8 @@ use crate::serve::network::choice::{InterfaceAddress, Interfaces};
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// The most interfaces and addresses that are read: a host of many pods has some thousand.
 const ENTRIES_MAX: usize = 65_536;
+/// The length of the prefix of an IPv4 address that has no network.
+const IPV4_BITS: u8 = 32;
 /// The most messages that are dropped at once: those that came while the interfaces were being read.
 const BURST_MAX: usize = 4096;
 
@@ -141,6 +143,8 @@ fn entry(message: &AddressMessage, links: &HashMap<u32, (String, bool)>) -> Opti
         _ => None,
     });
     let flags = flags.unwrap_or_else(|| AddressFlags::from_bits_retain(message.header.flags.bits().into()));
+    // An address of a service, which moves between hosts, has no network of its own.
+    let has_network = !(address.is_ipv4() && message.header.prefix_len == IPV4_BITS);
     let is_tentative = flags.contains(AddressFlags::Tentative) && !flags.contains(AddressFlags::Optimistic);
     Some(InterfaceAddress {
         interface: interface.clone(),
@@ -148,6 +152,26 @@ fn entry(message: &AddressMessage, links: &HashMap<u32, (String, bool)>) -> Opti
         address,
         is_deprecated: flags.contains(AddressFlags::Deprecated),
         is_unchecked: is_tentative || flags.contains(AddressFlags::Dadfailed),
-        is_secondary: flags.contains(AddressFlags::Secondary),
+        is_secondary: flags.contains(AddressFlags::Secondary) || !has_network,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_without_a_network_is_no_first_choice() {
+        let links = HashMap::from([(2, ("eth1".to_owned(), true))]);
+        let is_secondary = |text: &str, prefix_len: u8| {
+            let mut message = AddressMessage::default();
+            (message.header.index, message.header.prefix_len) = (2, prefix_len);
+            message.attributes.push(AddressAttribute::Local(text.parse().unwrap()));
+            entry(&message, &links).unwrap().is_secondary
+        };
+        assert!(!is_secondary("10.1.0.7", 24));
+        assert!(is_secondary("10.1.0.5", 32), "keepalived adds such addresses of services");
+        // DHCP gives IPv6 addresses without a network.
+        assert!(!is_secondary("fd00::7", 128));
+    }
 }
