@@ -67,7 +67,7 @@ pub struct BlockDevice {
     pub has_data: bool,
     /// True if the kernel refuses its exclusive use, because something else has it.
     pub is_in_use: bool,
-    /// Those that use it without a claim, like a virtual machine or a loop device; empty if none does.
+    /// Users of the device without a claim, like a virtual machine or a loop device; empty if none.
     pub users: String,
     /// The reason why it cannot be examined; empty if it was.
     pub problem: String,

@@ -148,7 +148,7 @@ fn records_of_expired_certificates_are_bounded() {
     assert_eq!(oldest, Some(at(5).as_secs()), "the oldest are removed first");
 }
 
-/// As in a cluster whose nodes are replaced by new ones with other names all the time.
+/// Nodes may be replaced by new ones with other names all the time.
 #[test]
 fn records_of_expired_certificates_leave_room_for_valid_ones() {
     let mut authority = authority();
@@ -157,7 +157,7 @@ fn records_of_expired_certificates_leave_room_for_valid_ones() {
         serial: Serial::draw().unwrap(),
         role: node(&format!("old-{number}")),
         not_after: at(number).as_secs(),
-        signer: signer.clone(),
+        signer,
     };
     let most = ISSUED_MAX as u64;
     authority.issued = (0..most).map(expired).collect();

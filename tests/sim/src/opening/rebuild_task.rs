@@ -331,8 +331,8 @@ impl Rebuild<'_> {
         sound.collect()
     }
 
-    /// Checks that the block is lost only if no other member has had it since it was asked. `before` has those
-    /// that had it then.
+    /// Checks that the block is lost only if no other member has had it since it was asked. `before` has
+    /// those that had it then.
     fn judge_lost(&self, others: &[Source], block: u64, before: &[(ReplicaId, u64)]) {
         let still = self.sound_below(others, block);
         let mut sim = self.process.sim.borrow_mut();
