@@ -74,7 +74,7 @@ impl Drop for Listeners {
     }
 }
 
-/// Listens on exactly this address: engines of other hosts reach the replica there, and nobody anywhere else.
+/// Listens on exactly this address, so that engines of other hosts reach the replica at no other one.
 fn listen_on(address: SocketAddr) -> Result<TcpListener, ReplicaError> {
     bind_tcp(address)
         .and_then(|tcp| tcp.set_nonblocking(true).map(|()| tcp))

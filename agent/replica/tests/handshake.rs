@@ -49,7 +49,7 @@ fn strangers_are_refused_and_told_why() {
         assert!(status != 0 && refusal.message.contains(words), "{status} {refusal:?}");
         assert!(refusal.holder.is_none());
     }
-    assert_eq!(replica.status().generation, None, "nobody of them has fenced anybody");
+    assert_eq!(replica.status().generation, None, "none of them has fenced another");
 }
 
 #[test]

@@ -73,7 +73,7 @@ impl Node for NodeService {
         let mut warnings =
             blocking(move || Ok(longhorn::warnings(Path::new(longhorn::PROC), &device_dir))).await?;
         let data = self.hub.data_address();
-        warnings.extend(self.host_warnings.get(&self.config).await?);
+        warnings.extend(self.host_warnings.get(&self.config).await);
         warnings.extend(Some(data.problem).filter(|problem| !problem.is_empty()));
         Ok(Response::new(v1::NodeInfo {
             name: self.config.node_name.clone(),

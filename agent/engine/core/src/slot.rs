@@ -119,7 +119,7 @@ impl Slots {
     pub fn free_for(&self, queue: u16, request: &Request) -> SlotId {
         let id = SlotId { queue, slot: request.slot };
         let is_request = self.has(id) && self.copy_index(id).is_none();
-        assert!(is_request, "there is no slot {id:?} for requests");
+        assert!(is_request, "slot {id:?} is not one for requests");
         assert!(self.at(id).phase == SlotPhase::Free, "slot {id:?} is submitted twice");
         id
     }

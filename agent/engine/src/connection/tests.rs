@@ -16,7 +16,7 @@ fn pair(timeout: Duration) -> (Connection, UnixStream) {
 }
 
 #[test]
-fn a_listener_that_takes_nobody_is_not_waited_for_without_a_limit() {
+fn the_wait_for_a_listener_that_accepts_no_connection_is_bounded() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
     let listener = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();

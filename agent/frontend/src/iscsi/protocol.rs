@@ -226,7 +226,7 @@ pub(super) fn attributes(unique: u64, size_bytes: u64) -> Reply {
         .zeroes(4)
 }
 
-/// The numbers of statfs(2), which nobody needs.
+/// The answer to statfs(2). tgtd does not read the numbers.
 pub(super) fn file_system_status(unique: u64) -> Reply {
     Reply::new(unique).zeroes(40).u32(BLOCK_BYTES).zeroes(36)
 }

@@ -28,7 +28,7 @@ const NO_MOUNT: i32 = libc::ENODEV;
 pub(super) struct FileState {
     /// The size of the volume.
     pub(super) size_bytes: AtomicU64,
-    /// True if the mount may be gone: it is being taken away.
+    /// True if the mount may be gone, because the device is being removed.
     pub(super) is_closed: AtomicBool,
 }
 

@@ -372,7 +372,7 @@ mod tests {
         let listener = UnixListener::bind(dir.path().join("c.0")).unwrap();
         assert_eq!(files.process().unwrap().unwrap().pid, i32::try_from(std::process::id()).unwrap());
         drop(listener);
-        assert!(files.process().unwrap().is_none(), "nobody listens any more");
+        assert!(files.process().unwrap().is_none(), "no process listens any more");
         files.remove();
         files.remove();
         assert!(!dir.path().exists());

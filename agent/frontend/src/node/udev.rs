@@ -19,7 +19,7 @@ use super::DeviceNumber;
 const CONTROL: &str = "/run/udev/control";
 /// The interval of looking without an event: the queue of a monitor may overflow and lose one.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval of looking where there is no monitor.
+/// The interval of looking if no monitor can be opened.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Hears all events of block devices from now on.

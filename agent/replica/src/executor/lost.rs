@@ -137,6 +137,9 @@ impl Executor {
     }
 
     fn are_cured(&mut self, cured: &[u64]) -> Outcome {
+        if cured.is_empty() {
+            return Ok(());
+        }
         let mut lost = self.summer.lost.clone();
         lost.retain(|block, _| !cured.contains(block));
         if lost.len() == self.summer.lost.len() {

@@ -56,7 +56,7 @@ impl EngineCore {
 
     fn cannot_rebuild(&self, peer: PeerIndex) -> Option<String> {
         if !self.absent.is_counted(peer) {
-            Some("it is not known what it misses".to_owned())
+            Some("the regions that it has missed are not known".to_owned())
         } else if self.membership.in_view().has(peer) {
             Some("the view without it is not through yet".to_owned())
         } else if self.slots.active().any(|slot| slot.pending.has(peer)) {
