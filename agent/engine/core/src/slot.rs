@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "no slot")]
+    #[should_panic(expected = "is not one for requests")]
     fn copy_slots_take_no_requests() {
         slots().free_for(0, &request(4, WRITE, 0));
     }
