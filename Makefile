@@ -24,7 +24,7 @@ demo: demo-build ## a replicated volume as a block device in a virtual machine, 
 	$(PROGRAMS)/shorthorn-vm prepare
 	$(PROGRAMS)/shorthorn-demo
 
-test: setup lint few-regions test-build apiserver ## every test: units, properties, processes, virtual machines
+test: setup lint book few-regions test-build apiserver ## every test: units, properties, processes, virtual machines
 	$(TEST_PROGRAMS)/shorthorn-vm prepare
 	SHORTHORN_BIN_DIR=$(TEST_PROGRAMS) tests/run
 
@@ -95,9 +95,8 @@ docs: setup ## the generated tables of docs, from the definitions in the code
 	SHORTHORN_WRITE_DOCS=1 cargo test -p shorthorn-metrics -p shorthorn-controller -p shorthorn-agent -p shorthorn-tests \
 		--lib --bins --test docs --test chart the_documentation_has
 
-book: ## the documentation as a book in target/book; the first run builds mdbook
-	command -v mdbook >/dev/null || cargo install --locked mdbook
-	mdbook build
+book: setup ## the documentation as a book in target/book; the first run builds mdbook
+	tests/book $(TARGET_DIR)/book
 
 image: setup ## the image of the controller with its list of contents, in IMAGE_DIR; IMAGE=NAME:TAG names it
 	cargo build --profile release -p shorthorn-controller --bins
