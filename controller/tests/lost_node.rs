@@ -3,11 +3,9 @@
 
 mod support;
 
-use std::time::Duration;
-
+use shorthorn_testkit::waiting::wait_for_async;
 use support::cluster::{Cluster, LIMIT};
 use support::csi::{Caller, create, publish};
-use tokio::time::{Instant, sleep};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_there() {
@@ -63,11 +61,12 @@ async fn a_pod_comes_back_on_another_node() {
     csi.delete("pvc-1").await.unwrap();
     assert!(cluster.agents[1..].iter().all(|agent| agent.directories().is_empty()));
     cluster.start_agent(0);
-    let deadline = Instant::now() + LIMIT;
-    while !cluster.agents[0].running().is_empty() || !cluster.agents[0].directories().is_empty() {
-        assert!(Instant::now() < deadline, "{:?} is left", cluster.agents[0].running());
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_for_async("the node is empty", LIMIT, async || {
+        let agent = &cluster.agents[0];
+        let left: Vec<_> = agent.running().into_iter().chain(agent.directories()).collect();
+        if left.is_empty() { Ok(()) } else { Err(left) }
+    })
+    .await;
     cluster.check();
 }
 
@@ -110,13 +109,9 @@ async fn a_node_that_never_comes_back_is_deleted() {
 
 /// Waits until the list of nodes looks like that.
 async fn until_nodes(cluster: &Cluster, what: &str, seen: impl Fn(&str) -> bool) {
-    let deadline = Instant::now() + LIMIT;
-    loop {
+    wait_for_async(what, LIMIT, async || {
         let nodes = cluster.ok(&["node", "list", "-o", "json"]).await;
-        if seen(&nodes) {
-            return;
-        }
-        assert!(Instant::now() < deadline, "never {what}: {nodes}");
-        sleep(Duration::from_millis(20)).await;
-    }
+        if seen(&nodes) { Ok(()) } else { Err(nodes) }
+    })
+    .await;
 }

@@ -4,25 +4,21 @@
 mod support;
 
 use std::process::Stdio;
-use std::time::Duration;
 
 use shorthorn_testkit::metrics::{get, own_address, samples, value};
+use shorthorn_testkit::waiting::wait_for_async;
 use support::cluster::{Cluster, LIMIT};
 use support::csi::{Caller, create, publish};
 use tokio::process::{Child, Command};
-use tokio::time::{Instant, sleep};
 
 /// Asks again until it is answered with that.
 async fn until_answered(address: std::net::SocketAddr, path: &str, status: u16, text: &str) {
-    let deadline = Instant::now() + LIMIT;
-    loop {
+    wait_for_async(&format!("{path} answers {status} with {text:?}"), LIMIT, async || {
         let answer = get(address, path);
-        if answer.as_ref().is_ok_and(|(code, body)| *code == status && body.contains(text)) {
-            return;
-        }
-        assert!(Instant::now() < deadline, "{path} never answers {status} with {text:?}: {answer:?}");
-        sleep(Duration::from_millis(20)).await;
-    }
+        let is_wanted = answer.as_ref().is_ok_and(|(code, body)| *code == status && body.contains(text));
+        if is_wanted { Ok(()) } else { Err(answer) }
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

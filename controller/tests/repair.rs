@@ -3,12 +3,11 @@
 
 mod support;
 
-use std::time::Duration;
-
 use serde_json::Value;
 use shorthorn_api::v1;
+use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::status::{EnginePhase, MemberMode};
-use support::cluster::Cluster;
+use support::cluster::{Cluster, LIMIT};
 use tokio::time::Instant;
 
 /// Returns the id of the replica of `volume` on `node`.
@@ -176,12 +175,12 @@ async fn a_running_engine_is_told_what_changes() {
     let cluster = Cluster::start(&["a", "b"]).await;
     attached(&cluster, "1").await;
     cluster.ok(&["volume", "rebuild-limit", "v", "--bytes-per-s", "10MiB", "--share", "50"]).await;
-    let deadline = Instant::now() + Duration::from_secs(60);
     let wanted = v1::RebuildLimits { bytes_per_s: 10 << 20, share_percent: 50 };
-    while cluster.agents[0].limits() != Some(wanted) {
-        assert!(Instant::now() < deadline, "{:?}", cluster.agents[0].limits());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_for_async("the engine has the limits", LIMIT, async || {
+        let limits = cluster.agents[0].limits();
+        if limits == Some(wanted) { Ok(()) } else { Err(limits) }
+    })
+    .await;
     let said = cluster.ok(&["volume", "upgrade-engine", "v"]).await;
     assert!(said.contains("process 3 now, 2 before; requests waited for 42 ms"), "{said}");
     cluster.ok(&["volume", "scrub", "v", "--rate", "1MiB"]).await;
@@ -213,11 +212,11 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     assert!(cluster.ok(&["volume", "trash", "w"]).await.contains("nothing in the trash"));
 
     cluster.stop_agent(1);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !cluster.ok(&["node", "list"]).await.contains("unreachable") {
-        assert!(Instant::now() < deadline, "node b is never lost");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_for_async("node b is lost", LIMIT, async || {
+        let nodes = cluster.ok(&["node", "list"]).await;
+        if nodes.contains("unreachable") { Ok(()) } else { Err(nodes) }
+    })
+    .await;
     let (code, text) = cluster.fails(&["volume", "undelete", "v"]).await;
     assert!(
         code == 1 && text.contains("is restored, perhaps incompletely: node b does not list its trash"),
@@ -270,11 +269,11 @@ async fn a_deletion_goes_on_without_a_node_that_is_down() {
 
     cluster.ok(&["volume", "delete", "v", "--yes"]).await;
     cluster.start_agent(1);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while cluster.ok(&["replica", "list"]).await.contains("v-") {
-        assert!(Instant::now() < deadline, "what is on b is never deleted");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_for_async("the replica on b is deleted", LIMIT, async || {
+        let replicas = cluster.ok(&["replica", "list"]).await;
+        if replicas.contains("v-") { Err(replicas) } else { Ok(()) }
+    })
+    .await;
     assert!(cluster.agents[1].directories().is_empty());
     cluster.retry(&["volume", "undelete", "v"]).await;
     assert!(cluster.agents.iter().all(|agent| agent.directories().len() == 1));

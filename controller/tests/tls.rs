@@ -8,19 +8,19 @@ use std::path::PathBuf;
 use std::process::{Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_pki::{Bundle, Connector, Credentials, Key, Pin, Role, load};
 use shorthorn_testkit::metrics::own_address;
+use shorthorn_testkit::waiting::wait_for_async;
 use support::agent::FakeAgent;
 use support::cluster::LIMIT;
 use support::tls_agent::{TlsAgent, enrol, enrol_with_pin};
 use tokio::net::{TcpListener, UnixDatagram};
 use tokio::process::{Child, Command};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
@@ -80,15 +80,11 @@ impl Cluster {
     }
 
     async fn until(&self, step: &str, words: &[&str], is_well: impl Fn(&Result<String, String>) -> bool) {
-        let deadline = Instant::now() + LIMIT;
-        loop {
+        wait_for_async(step, LIMIT, async || {
             let result = self.ctl(words).await;
-            if is_well(&result) {
-                return;
-            }
-            assert!(Instant::now() < deadline, "never {step}: {result:?}");
-            sleep(Duration::from_millis(50)).await;
-        }
+            if is_well(&result) { Ok(()) } else { Err(result) }
+        })
+        .await;
     }
 
     /// Until the controller uses the agent of node a, or does not.

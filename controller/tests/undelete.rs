@@ -24,11 +24,11 @@ use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
 use shorthorn_controller_core::undelete::Record;
 use shorthorn_controller_core::{ClusterState, NodeName, Timestamp};
+use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::ReplicaId;
 use support::agent::{FakeAgent, Truth};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
 use tonic::{Code, Request};
 
 const DISK: &str = "/var/lib/longhorn";
@@ -111,11 +111,11 @@ impl Nodes {
         let queue = Arc::new(Queue::new());
         let fleet = Fleet::new(&known, Arc::clone(&store), Arc::clone(&queue), Metrics::default()).unwrap();
         tasks.spawn(Arc::clone(&fleet).run());
-        let deadline = Instant::now() + LIMIT;
-        while fleet.agents().by_node().values().any(|view| !view.is_synced()) {
-            assert!(Instant::now() < deadline, "the agents are never in reach");
-            sleep(Duration::from_millis(5)).await;
-        }
+        wait_for_async("the agents are in reach", LIMIT, async || {
+            let has_all = fleet.agents().by_node().values().all(|view| view.is_synced());
+            if has_all { Ok(()) } else { Err(()) }
+        })
+        .await;
         for agent in &agents {
             fleet.add_disk(&NodeName::new(&agent.name).unwrap(), DISK).await.unwrap();
         }
@@ -169,12 +169,12 @@ async fn a_deletion_that_was_decided_before_an_undeletion_deletes_nothing() {
         undeleted.put(volume.into()).await.unwrap();
     });
     nodes.work();
-    let deadline = Instant::now() + LIMIT;
-    while !nodes.agents[0].running().contains(&name) {
+    wait_for_async("the replica is started", LIMIT, async || {
         assert!(nodes.agents[0].trashed().is_empty(), "the data of the undeleted volume is in the trash");
-        assert!(Instant::now() < deadline, "the replica is never started");
-        sleep(Duration::from_millis(5)).await;
-    }
+        let running = nodes.agents[0].running();
+        if running.contains(&name) { Ok(()) } else { Err(running) }
+    })
+    .await;
     assert!(nodes.agents[0].directories().contains(&name));
     nodes.check();
 }

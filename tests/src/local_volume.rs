@@ -3,13 +3,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Deserializer};
 use shorthorn_control::ReplicaStatus;
+
+use shorthorn_vmkit::wait_at_most;
 
 use crate::{NbdClient, binary, engine_status, replica_status};
 
@@ -205,19 +207,13 @@ impl LocalVolume {
             return Ok(());
         }
         kill(pid_of(&self.child)?, Signal::SIGTERM)?;
-        let deadline = Instant::now() + STOP_LIMIT;
-        loop {
-            if let Some(status) = self.child.try_wait()? {
-                if status.success() {
-                    return Ok(());
-                }
-                bail!("shorthorn-agent run ended with {status}");
-            }
-            if Instant::now() > deadline {
+        match wait_at_most(&mut self.child, STOP_LIMIT)? {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => bail!("shorthorn-agent run ended with {status}"),
+            None => {
                 self.child.kill()?;
                 bail!("shorthorn-agent run did not stop within {STOP_LIMIT:?}");
             }
-            thread::sleep(Duration::from_millis(20)); // there is no wait with a time limit in std
         }
     }
 }

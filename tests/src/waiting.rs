@@ -1,28 +1,23 @@
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-
-/// The pause between two looks at a condition without a notification.
-const PAUSE: Duration = Duration::from_millis(10);
+use anyhow::{Context, Result, anyhow};
+use shorthorn_testkit::waiting::retry;
 
 /// Looks again and again until `look` finds something, and returns it.
 ///
 /// # Errors
 /// Nothing is found within `limit`; the message has the last error, or the last reason for `Err`.
 pub fn until<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
-    let deadline = Instant::now() + limit;
-    loop {
-        let found = look();
-        if let Ok(Some(found)) = found {
-            return Ok(found);
-        }
-        if Instant::now() >= deadline {
-            let message = format!("no {what} within {limit:?}");
-            match found {
-                Ok(_) => bail!("{message}"),
-                Err(error) => return Err(error).context(message),
-            }
-        }
-        std::thread::sleep(PAUSE);
+    let message = || format!("no {what} within {limit:?}");
+    // None stands for a look that found nothing.
+    let found = retry(limit, || match look() {
+        Ok(Some(found)) => Ok(found),
+        Ok(None) => Err(None),
+        Err(error) => Err(Some(error)),
+    });
+    match found {
+        Ok(found) => Ok(found),
+        Err(Some(error)) => Err(error).with_context(message),
+        Err(None) => Err(anyhow!(message())),
     }
 }

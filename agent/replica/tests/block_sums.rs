@@ -9,7 +9,7 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::disks::{Mounted, may_mount};
 use common::*;
@@ -18,6 +18,7 @@ use proptest::prelude::*;
 use shorthorn_control::ReplicaSpec;
 use shorthorn_regions::WriteIntentLog;
 use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
+use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId};
 use shorthorn_wire::{
     CopyEnd, CopyState, ExpandReplica, Flags, Header, LayerCheck, LayerList, LayerPatch, LayerRange, Opcode,
@@ -68,11 +69,10 @@ fn is_summed(spec: &ReplicaSpec, size_bytes: u64, region: u32) -> bool {
 }
 
 fn wait_until_summed(spec: &ReplicaSpec, size_bytes: u64, regions: &[u32]) {
-    let since = Instant::now();
-    while !regions.iter().all(|region| is_summed(spec, size_bytes, *region)) {
-        assert!(since.elapsed() < TIMEOUT, "regions {regions:?} are not summed");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_for("all regions are summed", TIMEOUT, || {
+        let unsummed = regions.iter().find(|region| !is_summed(spec, size_bytes, **region));
+        unsummed.map_or(Ok(()), Err)
+    });
 }
 
 fn read_checked(client: &mut Client, offset: u64, length: u64) -> Result<Vec<u8>, i32> {
@@ -461,13 +461,10 @@ fn a_page_of_sums_that_is_damaged_makes_nothing_look_rotten() {
     let mut client = replica.open(generation(2));
     assert_eq!(verify(&mut client, 0, MIB).map(drop), Ok(()));
     // They are made again.
-    let mut page = vec![0; 4096];
-    let since = Instant::now();
-    while &page[..8] != b"SHRNBSUM" {
-        assert!(since.elapsed() < TIMEOUT);
-        std::thread::sleep(Duration::from_millis(20));
-        page = std::fs::read(spec.directory.join("shorthorn.block-sums")).unwrap()[..4096].to_vec();
-    }
+    wait_for("the sums are stored", TIMEOUT, || {
+        let page = std::fs::read(spec.directory.join("shorthorn.block-sums")).unwrap()[..4096].to_vec();
+        if &page[..8] == b"SHRNBSUM" { Ok(()) } else { Err(page) }
+    });
     wait_until_summed(&spec, SIZE, &[0, 2]);
     rot(&spec, 1);
     assert_eq!(verify(&mut client, 0, MIB), Err(ROTTEN));

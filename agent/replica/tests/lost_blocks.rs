@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 use common::*;
 use shorthorn_control::ReplicaSpec;
 use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
+use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, Regions, RegionsOf, ReplicaId};
 use shorthorn_wire::{CopyEnd, CopyState, Flags, Header, LayerList, Opcode, WireLayer};
 
@@ -272,17 +272,13 @@ fn modifications_beside_rot_that_cannot_be_tracked_are_refused() {
     (0..2 * PAGES).for_each(|piece| client.write(piece * MIB, &data).unwrap());
     is_clean(&mut client, size_bytes);
     (0..PAGES).for_each(|page| {
-        let since = Instant::now();
-        loop {
+        wait_for("the page is summed", TIMEOUT, || {
             rot(&spec, page * 512 + 7);
-            let is_met = read_checked(&mut client, page * 512 + 7) == Err(ROTTEN);
+            let read = read_checked(&mut client, page * 512 + 7);
             rot(&spec, page * 512 + 7);
-            if is_met {
-                break rot(&spec, page * 512 + 9);
-            }
-            assert!(since.elapsed() < TIMEOUT, "page {page} is not summed");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+            if read == Err(ROTTEN) { Ok(()) } else { Err(page) }
+        });
+        rot(&spec, page * 512 + 9);
     });
     let last = (PAGES - 1) * 512;
     assert_eq!(client.write((last + 3) * BLOCK, &data[..4096]), Err(Errno::IO.raw()));
@@ -291,10 +287,6 @@ fn modifications_beside_rot_that_cannot_be_tracked_are_refused() {
     // Places are free when a page was repaired, and summed again.
     client.write(9 * BLOCK, &data[9 * 4096..10 * 4096]).unwrap();
     is_clean(&mut client, size_bytes);
-    let since = Instant::now();
-    while client.write((last + 3) * BLOCK, &data[..4096]).is_err() {
-        assert!(since.elapsed() < TIMEOUT, "no place is free");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_for("a place is free", TIMEOUT, || client.write((last + 3) * BLOCK, &data[..4096]));
     assert_eq!(read_checked(&mut client, last + 9), Err(ROTTEN), "it is known beside the page");
 }

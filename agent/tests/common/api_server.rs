@@ -5,7 +5,6 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -20,6 +19,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use serde_json::{Value, json};
 use shorthorn_pki::{Authority, Role, chain_to_pem};
+use shorthorn_testkit::waiting::wait_for_async;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
@@ -110,11 +110,11 @@ impl ApiServer {
 
     /// Waits until so many requests were made.
     pub async fn wait_for_requests(&self, count: usize) {
-        let start = Instant::now();
-        while self.requests().len() < count {
-            assert!(start.elapsed() < LIMIT, "only {} requests", self.requests().len());
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        wait_for_async("so many requests are made", LIMIT, async || {
+            let made = self.requests().len();
+            if made >= count { Ok(()) } else { Err(made) }
+        })
+        .await;
     }
 }
 

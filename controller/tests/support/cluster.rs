@@ -7,10 +7,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use shorthorn_testkit::metrics::own_address;
+use shorthorn_testkit::waiting::wait_for_async;
 use tokio::net::UnixDatagram;
 use tokio::process::{Child, Command};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 
 use super::agent::{FakeAgent, Truth};
 
@@ -153,15 +154,12 @@ impl Cluster {
 
     /// Tries until it works.
     pub async fn retry(&self, words: &[&str]) {
-        let deadline = Instant::now() + LIMIT;
-        loop {
+        wait_for_async(&format!("{words:?} succeeds"), LIMIT, async || {
             let output = self.run(words).await;
-            if output.status.success() {
-                return;
-            }
-            assert!(Instant::now() < deadline, "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-            sleep(Duration::from_millis(20)).await;
-        }
+            let error = || String::from_utf8_lossy(&output.stderr).into_owned();
+            if output.status.success() { Ok(()) } else { Err(error()) }
+        })
+        .await;
     }
 
     pub async fn inspect(&self, volume: &str) -> serde_json::Value {
@@ -175,24 +173,20 @@ impl Cluster {
         what: &str,
         seen: impl Fn(&serde_json::Value) -> bool,
     ) -> serde_json::Value {
-        let deadline = Instant::now() + LIMIT;
-        loop {
+        wait_for_async(what, LIMIT, async || {
             let shown = self.inspect(volume).await;
-            if seen(&shown) {
-                return shown;
-            }
-            assert!(Instant::now() < deadline, "never {what}: {shown:#}");
-            sleep(Duration::from_millis(20)).await;
-        }
+            if seen(&shown) { Ok(shown) } else { Err(shown) }
+        })
+        .await
     }
 
     /// Waits until nothing runs on any node: replicas stop in the background.
     pub async fn until_stopped(&self) {
-        let deadline = Instant::now() + LIMIT;
-        while let Some(agent) = self.agents.iter().find(|agent| !agent.running().is_empty()) {
-            assert!(Instant::now() < deadline, "{:?} runs on", agent.running());
-            sleep(Duration::from_millis(20)).await;
-        }
+        wait_for_async("all instances are stopped", LIMIT, async || {
+            let running: Vec<String> = self.agents.iter().flat_map(|agent| agent.running()).collect();
+            if running.is_empty() { Ok(()) } else { Err(running) }
+        })
+        .await;
     }
 
     /// Fails if a forbidden event has happened.

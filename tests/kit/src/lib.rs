@@ -1,9 +1,10 @@
 //! The shared parts of the tests of several crates: an NBD client, a client of metrics and health, a counting
-//! allocator, and the documentation.
+//! allocator, waits for conditions, and the documentation.
 
 mod allocations;
 pub mod docs;
 pub mod metrics;
 pub mod nbd;
+pub mod waiting;
 
 pub use allocations::CountingAllocator;

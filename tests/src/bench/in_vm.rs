@@ -3,13 +3,13 @@
 //! Virtual time is the number of instructions executed. So the figures show the length of the CPU's path, not
 //! the speed of this host, and repeat under any other load.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use shorthorn_vmkit::{Kernel, Running, VmOptions};
 
 use super::workload::Workload;
-use crate::{Ready, VmHost, parse_fio};
+use crate::{Ready, VmHost, parse_fio, until};
 
 const START_LIMIT: Duration = Duration::from_secs(120);
 const LOAD_LIMIT: Duration = Duration::from_secs(600);
@@ -63,15 +63,10 @@ fn start(host: &VmHost, frontend: &str, replicas: u32) -> Result<(Running, Ready
         "shorthorn-agent run bench --dir /mnt/bench/volume --size 128MiB --replicas {replicas} \
          --frontend {frontend}"
     ))?;
-    let deadline = Instant::now() + START_LIMIT;
-    loop {
+    let ready = until("volume that is ready", START_LIMIT, || {
         let output = running.output_so_far().text();
-        if let Some(line) = output.lines().find(|line| line.starts_with('{')) {
-            return Ok((running, serde_json::from_str(line)?));
-        }
-        if Instant::now() > deadline {
-            bail!("the volume is not ready after {START_LIMIT:?}: {output}");
-        }
-        std::thread::sleep(Duration::from_millis(50)); // the harness collects output, it does not signal it
-    }
+        let line = output.lines().find(|line| line.starts_with('{')).map(str::to_owned);
+        line.with_context(|| format!("its output: {output}")).map(Some)
+    })?;
+    Ok((running, serde_json::from_str(&ready)?))
 }

@@ -4,14 +4,14 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use shorthorn_store::{SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES};
 
 use super::rebuild::{USED, WRITE, load};
 use super::workload::Workload;
-use crate::{LocalVolume, LocalVolumeOptions};
+use crate::{LocalVolume, LocalVolumeOptions, until};
 
 /// Before anything is measured: long enough that regions which are left alone have been cleared.
 const WARM_UP_S: u32 = 12;
@@ -125,13 +125,12 @@ impl Subject {
 fn wait_for_sums(volume: &LocalVolume) -> Result<()> {
     const SECTOR_BYTES: u64 = 512;
     let wanted_bytes = USED_BYTES / SUM_PAGE_SPAN_BYTES * SUM_PAGE_BYTES as u64;
-    let since = Instant::now();
     for replica in &volume.ready.replicas {
         let path = replica.directory.join("shorthorn.block-sums");
-        while std::fs::metadata(&path)?.blocks() * SECTOR_BYTES < wanted_bytes {
-            ensure!(since.elapsed() < SUMS_LIMIT, "{}: not all blocks are summed", path.display());
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        until(&format!("sums of all blocks in {}", path.display()), SUMS_LIMIT, || {
+            let stored_bytes = std::fs::metadata(&path)?.blocks() * SECTOR_BYTES;
+            Ok((stored_bytes >= wanted_bytes).then_some(()))
+        })?;
     }
     Ok(())
 }

@@ -1,15 +1,14 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use tempfile::TempDir;
 
 use super::process::Usage;
 use super::workload::Workload;
-use crate::{FioJob, LocalVolume, LocalVolumeOptions, fio};
+use crate::{FioJob, LocalVolume, LocalVolumeOptions, fio, until};
 
 const SERVER_LIMIT: Duration = Duration::from_secs(20);
 
@@ -175,13 +174,7 @@ fn one_hop(folder: &Path) -> Result<Server> {
         .stdout(Stdio::null())
         .spawn()
         .context("starting qemu-nbd")?;
-    let deadline = Instant::now() + SERVER_LIMIT;
-    while !fs::exists(&socket)? {
-        if Instant::now() > deadline {
-            bail!("qemu-nbd does not listen after {SERVER_LIMIT:?}");
-        }
-        thread::sleep(Duration::from_millis(20)); // qemu-nbd tells nobody when it is ready
-    }
+    until("socket of qemu-nbd", SERVER_LIMIT, || Ok(fs::exists(&socket)?.then_some(())))?;
     Ok(Server::OneHop { child, socket })
 }
 

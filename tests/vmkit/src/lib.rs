@@ -40,6 +40,7 @@ pub use disk::{DataDisk, Durability, FileSystem};
 pub use image::Image;
 pub use lan::Lan;
 pub use machine::Kernel;
+pub use process::wait_at_most;
 pub use template::{Template, prepare};
 pub use terminal::{interactive_shell, print as print_output};
 pub use vm::{HOST_SIDE, Vm, VmOptions};

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use shorthorn_testkit::waiting::wait_for;
 use shorthorn_vmkit::{DataDisk, Durability, FileSystem, Kernel, Lan, Vm, VmOptions, check_template};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -61,11 +62,10 @@ fn a_command_over_its_limit_is_killed() -> Result<()> {
     vm.command("while pidof -q sleep; do sleep 0.1; done").limit(MINUTE).run()?;
 
     let background = vm.spawn("echo begun; sleep 54321")?;
-    let deadline = Instant::now() + MINUTE;
-    while background.output_so_far().stdout != b"begun\n" {
-        ensure!(Instant::now() < deadline, "no output from the background command");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_for("the command in the background writes its line", MINUTE, || {
+        let output = background.output_so_far().stdout;
+        if output == b"begun\n" { Ok(()) } else { Err(output) }
+    });
     background.kill();
     vm.command("while pgrep -x sleep; do :; done").limit(MINUTE).run()?;
     ensure!(vm.spawn("sleep 0.2; exit 3")?.wait(MINUTE)?.status == 3);
@@ -210,11 +210,10 @@ fn nothing_outlives_a_killed_process() -> Result<()> {
 
     process.kill()?;
     process.wait()?;
-    let deadline = Instant::now() + MINUTE;
-    while !qemus_of(process.id())?.is_empty() {
-        ensure!(Instant::now() < deadline, "QEMU is still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_for("QEMU ends", MINUTE, || {
+        let qemus = qemus_of(process.id()).map_err(|error| format!("{error:#}"))?;
+        if qemus.is_empty() { Ok(()) } else { Err(format!("{qemus:?} still run")) }
+    });
     Ok(())
 }
 

@@ -4,11 +4,10 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use shorthorn_control::EnginePhase;
 use shorthorn_testkit::nbd::Nbd;
+use shorthorn_testkit::waiting::wait_for;
 
 use crate::LIMIT;
 use crate::volume::Volume;
@@ -58,15 +57,11 @@ fn write(volume: &Volume, fill: u8) {
 
 /// Returns the state of a replica after its next `stamps`.
 fn after(volume: &Volume, stamps: u32) -> State {
-    let (begin, first) = (Instant::now(), State::of(volume).stamp());
-    loop {
+    let first = State::of(volume).stamp();
+    wait_for("so many stamps are stored", LIMIT, || {
         let state = State::of(volume);
-        if state.stamp() >= first + stamps {
-            return state;
-        }
-        assert!(begin.elapsed() < LIMIT, "no stamp comes\n{}", volume.log_of_engine());
-        thread::sleep(Duration::from_millis(10)); // nobody tells when a file has changed
-    }
+        if state.stamp() >= first + stamps { Ok(state) } else { Err(volume.log_of_engine()) }
+    })
 }
 
 /// Returns a volume of three with a write that an older state of one of them lacks.

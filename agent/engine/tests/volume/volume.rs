@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
@@ -21,6 +20,7 @@ use shorthorn_control::{
 };
 use shorthorn_regions::{Marked, SetKey, WriteIntentLog};
 use shorthorn_store::{OpenOptions, Store};
+use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{MarkAction, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId};
 
 use crate::LIMIT;
@@ -243,11 +243,9 @@ impl Volume {
 
     /// Waits until the engine has logged `text` more than `times` times.
     pub fn wait_for_log(&self, text: &[&str], times: usize) {
-        let begin = Instant::now();
-        while self.count_in_log(text) <= times {
-            assert!(begin.elapsed() < LIMIT, "never logged: {text:?}\n{}", self.log_of_engine());
-            thread::sleep(Duration::from_millis(10)); // nobody tells when a file has grown
-        }
+        wait_for(&format!("the engine logs {text:?}"), LIMIT, || {
+            if self.count_in_log(text) > times { Ok(()) } else { Err(self.log_of_engine()) }
+        });
     }
 
     /// Returns the number of log lines with all of `text`.
@@ -314,11 +312,10 @@ impl Volume {
 
     /// Waits until a replica has grown.
     pub fn wait_for_growth(&self, number: usize) {
-        let begin = Instant::now();
-        while !self.log_of_replica(number).contains("the volume has grown") {
-            assert!(begin.elapsed() < LIMIT, "replica {number} never grows\n{}", self.log_of_engine());
-            thread::sleep(Duration::from_millis(10)); // nobody tells when a file has grown
-        }
+        wait_for(&format!("replica {number} grows"), LIMIT, || {
+            let has_grown = self.log_of_replica(number).contains("the volume has grown");
+            if has_grown { Ok(()) } else { Err(self.log_of_engine()) }
+        });
     }
 
     pub fn log_of_engine(&self) -> String {

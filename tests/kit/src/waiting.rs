@@ -1,0 +1,84 @@
+//! Waiting for a condition that nothing notifies of: a file, a status, a log, another process.
+//!
+//! Each wait looks again after a short pause, and ends with the last reason when its limit has passed.
+
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+/// The pause between two looks.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Looks again and again until `look` succeeds, and returns its value.
+///
+/// # Errors
+/// The last error, if `look` does not succeed within `limit`.
+pub fn retry<T, E>(limit: Duration, mut look: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let result = look();
+        if result.is_ok() || Instant::now() >= deadline {
+            return result;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// The asynchronous form of [`retry`].
+///
+/// # Errors
+/// The last error, if `look` does not succeed within `limit`.
+pub async fn retry_async<T, E>(limit: Duration, mut look: impl AsyncFnMut() -> Result<T, E>) -> Result<T, E> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let result = look().await;
+        if result.is_ok() || Instant::now() >= deadline {
+            return result;
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+/// Returns the value of the first `look` that succeeds.
+///
+/// # Panics
+/// No look succeeds within `limit`; the message has the condition and the last reason.
+#[track_caller]
+pub fn wait_for<T, E: Debug>(condition: &str, limit: Duration, look: impl FnMut() -> Result<T, E>) -> T {
+    retry(limit, look).unwrap_or_else(|error| panic!("not within {limit:?}: {condition}: {error:?}"))
+}
+
+/// The asynchronous form of [`wait_for`].
+///
+/// # Panics
+/// No look succeeds within `limit`; the message has the condition and the last reason.
+pub async fn wait_for_async<T, E: Debug>(
+    condition: &str,
+    limit: Duration,
+    look: impl AsyncFnMut() -> Result<T, E>,
+) -> T {
+    retry_async(limit, look)
+        .await
+        .unwrap_or_else(|error| panic!("not within {limit:?}: {condition}: {error:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_returns_the_first_success_or_the_last_error() {
+        let mut looks = 0;
+        let third = retry(Duration::from_secs(60), || {
+            looks += 1;
+            if looks == 3 { Ok(looks) } else { Err(looks) }
+        });
+        assert_eq!(third, Ok(3));
+        assert_eq!(retry(Duration::ZERO, || Err::<(), _>("not there")), Err("not there"));
+    }
+
+    #[test]
+    #[should_panic(expected = "the file is there: \"no file\"")]
+    fn a_wait_that_ends_names_its_condition() {
+        wait_for("the file is there", Duration::ZERO, || Err::<(), _>("no file"));
+    }
+}
