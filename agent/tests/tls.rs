@@ -12,13 +12,14 @@ use std::process::Command;
 use common::api_server::{ApiServer, Decision};
 use common::tls::{Cluster, DAY, ago, certificates, client, dial, free_port, node};
 use common::{Running, agent};
-use shorthorn_api::v1;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
+use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
 use shorthorn_pki::{Bundle, CertificateDer, Request, Role, Trust};
 use tempfile::TempDir;
-use tonic::Code;
+use tonic::service::Interceptor;
 use tonic::transport::Channel;
+use tonic::{Code, Request as Call};
 
 /// A node whose agent has an address with TLS.
 struct Node {
@@ -348,4 +349,27 @@ async fn a_node_joins_with_a_token_once() {
     let address = common::controller::start(other.0, controller).await;
     let (ok, text) = tokio::task::block_in_place(|| first.join(&token, &address));
     assert!(!ok && text.contains("another CA"), "{text}");
+}
+
+#[tokio::test]
+async fn an_older_leader_changes_no_certificate_after_a_newer_one_has_called() {
+    fn of_leader(number: u64) -> impl Interceptor {
+        move |mut call: Call<()>| {
+            call.metadata_mut().insert(CLUSTER_HEADER, "one".parse().unwrap());
+            call.metadata_mut().insert(LEADER_HEADER, number.into());
+            Ok(call)
+        }
+    }
+    let node = Node::new();
+    let _agent = node.start();
+    // The calls of both services count together.
+    let mut newer = NodeClient::with_interceptor(node.local().await, of_leader(7));
+    newer.list_instances(v1::ListInstancesRequest {}).await.unwrap();
+    let mut older = NodeTlsClient::with_interceptor(node.local().await, of_leader(6));
+    older.get_node_tls(v1::GetNodeTlsRequest {}).await.unwrap();
+    let refused = older.set_trust(v1::TrustList::default()).await.unwrap_err();
+    assert!(refused.message().contains("controller 6 is not the leader any more"), "{refused}");
+    let mut newer = NodeTlsClient::with_interceptor(node.local().await, of_leader(7));
+    let refused = newer.set_trust(v1::TrustList::default()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument, "only the empty list is wrong: {refused}");
 }

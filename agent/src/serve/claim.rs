@@ -130,9 +130,10 @@ pub struct Claimed<S> {
 }
 
 impl<S> Claimed<S> {
-    /// Returns `service` behind `claim`.
-    pub fn new(service: S, claim: Arc<Claim>) -> Claimed<S> {
-        Claimed { service, claim, leaders: Arc::default() }
+    /// Returns `service` behind `claim`. All services of an agent share `leaders`: a leader that has called
+    /// one of them is the newest for the others too.
+    pub fn new(service: S, claim: Arc<Claim>, leaders: Arc<Leaders>) -> Claimed<S> {
+        Claimed { service, claim, leaders }
     }
 }
 

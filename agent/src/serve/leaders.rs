@@ -17,8 +17,16 @@ use tonic::codegen::http;
 use crate::serve::error::NodeError;
 
 /// The calls that change nothing. A call of a later version counts as a change.
-const READING: [&str; 7] =
-    ["GetNode", "ListInstances", "WatchInstances", "ListDisks", "ListTrash", "InspectReplica", "ListDevices"];
+const READING: [&str; 8] = [
+    "GetNode",
+    "GetNodeTls",
+    "ListInstances",
+    "WatchInstances",
+    "ListDisks",
+    "ListTrash",
+    "InspectReplica",
+    "ListDevices",
+];
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -72,7 +80,7 @@ mod tests {
     use super::*;
 
     fn call(leaders: &Leaders, method: &str, number: Option<&str>, cluster: &str) -> Result<(), NodeError> {
-        let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Node/{method}"));
+        let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Any/{method}"));
         request = request.header(CLUSTER_HEADER, "one");
         if let Some(number) = number {
             request = request.header(LEADER_HEADER, number);
@@ -80,10 +88,14 @@ mod tests {
         leaders.admit(&request.body(Body::empty()).unwrap(), cluster)
     }
 
+    /// The methods of both services of an agent.
     fn methods() -> Vec<String> {
         let paths = shorthorn_api::method_paths().unwrap();
-        let of_node = paths.iter().filter_map(|path| path.strip_prefix("/shorthorn.v1.Node/"));
-        of_node.map(str::to_owned).collect()
+        let of = |service: &str| {
+            let methods = paths.iter().filter_map(|path| path.strip_prefix(service)).map(str::to_owned);
+            methods.collect::<Vec<_>>()
+        };
+        [of("/shorthorn.v1.Node/"), of("/shorthorn.v1.NodeTls/")].concat()
     }
 
     #[test]

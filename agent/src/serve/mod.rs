@@ -50,6 +50,7 @@ use disks::Disks;
 pub use disks::{add_offline as add_disk_offline, look_at as look_at_disks, missing_mount};
 use error::NodeError;
 use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
+use leaders::Leaders;
 use listen::ListenAddress;
 use metrics::{AgentMetrics, MetricsInputs};
 use network::DataNetwork;
@@ -143,12 +144,11 @@ async fn run(config: Config) -> anyhow::Result<()> {
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
 
-    let node = Claimed::new(
-        NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES),
-        Arc::clone(&claim),
-    );
+    let leaders = Arc::<Leaders>::default();
+    let node = NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES);
+    let node = Claimed::new(node, Arc::clone(&claim), Arc::clone(&leaders));
     let certificates = NodeTlsServer::new(TlsService(tls)).max_decoding_message_size(TRUST_MAX_BYTES);
-    let certificates = Claimed::new(certificates, claim);
+    let certificates = Claimed::new(certificates, claim, leaders);
     // Each with a server of its own: only those that come over TLS have a certificate to check.
     let plain = server()
         .add_service(node.clone())

@@ -7,7 +7,7 @@ use tonic::{Request, Status};
 
 /// Says with every call for which cluster it is, and of which leader.
 #[derive(Clone, Debug)]
-pub(super) struct OfCluster {
+pub(crate) struct OfCluster {
     cluster: Option<MetadataValue<Ascii>>,
     leader: Option<u64>,
 }

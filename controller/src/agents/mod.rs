@@ -45,8 +45,11 @@ const STOP_LIMIT: Duration = Duration::from_secs(90);
 /// The longest that an agent may take to replace the process of an engine.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
 
-/// A client of an agent, whose calls say which cluster they are for.
-type Client = NodeClient<InterceptedService<Channel, OfCluster>>;
+/// The connection to an agent. Each call over it says which cluster it is for, and of which leader.
+pub(crate) type AgentChannel = InterceptedService<Channel, OfCluster>;
+
+/// A client of an agent.
+type Client = NodeClient<AgentChannel>;
 
 /// The reason why a call to an agent failed.
 #[derive(Debug, Error)]
@@ -231,21 +234,27 @@ impl Fleet {
     fn client(&self, node: &NodeName) -> Result<Client, CallError> {
         let peers = self.peers();
         let peer = peers.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
-        let of_cluster = OfCluster::new(self.store.cluster(), self.store.leader());
-        Ok(NodeClient::with_interceptor(peer.channel.clone(), of_cluster))
+        Ok(NodeClient::new(self.marked(peer)))
     }
 
-    /// The nodes whose agents are connected, with a channel to each.
-    #[must_use]
-    pub fn connected(&self) -> Vec<(NodeName, Channel)> {
+    fn marked(&self, peer: &Peer) -> AgentChannel {
+        let of_cluster = OfCluster::new(self.store.cluster(), self.store.leader());
+        InterceptedService::new(peer.channel.clone(), of_cluster)
+    }
+
+    /// Returns the nodes whose agents are connected.
+    pub(crate) fn connected(&self) -> Vec<NodeName> {
         let agents = self.agents();
-        let is_synced = |node: &NodeName| agents.get(node).is_some_and(AgentView::is_synced);
-        let peers = self.peers();
-        peers
-            .iter()
-            .filter(|(node, _)| is_synced(node))
-            .map(|(node, peer)| (node.clone(), peer.channel.clone()))
-            .collect()
+        let synced = agents.by_node().iter().filter(|(_, view)| view.is_synced());
+        synced.map(|(node, _)| node.clone()).collect()
+    }
+
+    /// Returns the connection to the agent of `node`, if it is connected.
+    pub(crate) fn channel(&self, node: &NodeName) -> Option<AgentChannel> {
+        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
+            return None;
+        }
+        self.peers().get(node).map(|peer| self.marked(peer))
     }
 
     async fn ask_for_disks(&self, node: &NodeName) -> Option<OwnedMutexGuard<()>> {
@@ -573,3 +582,6 @@ pub(crate) fn limited<T>(message: T, limit: Duration) -> tonic::Request<T> {
     request.set_timeout(limit);
     request
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,13 +13,20 @@ use super::{Store, StoreError};
 pub struct MemoryStore {
     cache: Cache,
     revision: Mutex<u64>,
+    leader: Option<u64>,
 }
 
 impl MemoryStore {
     /// Creates an empty store.
     #[must_use]
     pub fn new() -> MemoryStore {
-        MemoryStore { cache: Cache::new(ClusterState::default()), revision: Mutex::new(0) }
+        MemoryStore { cache: Cache::new(ClusterState::default()), revision: Mutex::new(0), leader: None }
+    }
+
+    /// Returns the store with the number of the leader that uses it.
+    #[must_use]
+    pub fn led_by(self, leader: u64) -> MemoryStore {
+        MemoryStore { leader: Some(leader), ..self }
     }
 }
 
@@ -65,5 +72,9 @@ impl Store for MemoryStore {
 
     fn cluster(&self) -> &str {
         "in-memory"
+    }
+
+    fn leader(&self) -> Option<u64> {
+        self.leader
     }
 }

@@ -9,11 +9,10 @@ use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_controller_core::NodeName;
 use shorthorn_pki::{Authority, Issued, LEAF_SECONDS, Request, Role, Trust};
 use tokio::task::JoinSet;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::{NodeSeen, Tls, now, pin_texts, trust_message};
-use crate::agents::{CALL_LIMIT, Fleet, limited};
+use crate::agents::{AgentChannel, CALL_LIMIT, Fleet, limited};
 
 /// The time between two looks at all agents.
 const EVERY: Duration = Duration::from_secs(60);
@@ -37,7 +36,7 @@ impl Tls {
             if let Err(error) = self.renew_own().await {
                 tracing::error!(%error, "the certificate of this controller cannot be renewed");
             }
-            let known: BTreeSet<NodeName> = fleet.connected().into_iter().map(|(node, _)| node).collect();
+            let known: BTreeSet<NodeName> = fleet.connected().into_iter().collect();
             failures = if self.look_at(&fleet).await { failures.saturating_add(1) } else { 0 };
             let pause = if failures == 0 { EVERY } else { EVERY.min(SOON * (1 << failures.min(8))) };
             tokio::select! {
@@ -68,7 +67,8 @@ impl Tls {
         let (mut asking, mut is_behind) = (JoinSet::new(), false);
         loop {
             while asking.len() < AT_ONCE_MAX {
-                let Some((node, channel)) = waiting.next() else { break };
+                let Some(node) = waiting.next() else { break };
+                let Some(channel) = fleet.channel(&node) else { continue };
                 let tls = Arc::clone(self);
                 asking.spawn(async move {
                     let kept = tls.keep(&node, channel).await;
@@ -87,7 +87,7 @@ impl Tls {
     }
 
     /// Brings the agent of `node` up to date.
-    async fn keep(&self, node: &NodeName, channel: Channel) -> Result<(), Status> {
+    async fn keep(&self, node: &NodeName, channel: AgentChannel) -> Result<(), Status> {
         let mut client = NodeTlsClient::new(channel);
         let state = match client.get_node_tls(limited(v1::GetNodeTlsRequest {}, CALL_LIMIT)).await {
             Ok(state) => state.into_inner(),
@@ -132,7 +132,7 @@ impl Tls {
     async fn set_certificate(
         &self,
         node: &NodeName,
-        client: &mut NodeTlsClient<Channel>,
+        client: &mut NodeTlsClient<AgentChannel>,
         state: v1::NodeTlsState,
         trust: &Trust,
     ) -> Result<v1::NodeTlsState, Status> {
@@ -165,7 +165,7 @@ impl Tls {
 }
 
 async fn set_trust(
-    client: &mut NodeTlsClient<Channel>,
+    client: &mut NodeTlsClient<AgentChannel>,
     state: v1::NodeTlsState,
     trust: &Trust,
 ) -> Result<v1::NodeTlsState, Status> {
@@ -190,7 +190,7 @@ fn signed_lately(authority: &Authority, node: &str, now_s: u64) -> usize {
 async fn another_connects(fleet: &Fleet, known: &BTreeSet<NodeName>) {
     loop {
         tokio::time::sleep(SOON).await;
-        if fleet.connected().iter().any(|(node, _)| !known.contains(node)) {
+        if fleet.connected().iter().any(|node| !known.contains(node)) {
             return;
         }
     }

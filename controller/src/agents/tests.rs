@@ -1,0 +1,92 @@
+//! Tests the calls to an agent over a socket.
+
+use std::path::Path;
+
+use shorthorn_api::v1::node_tls_client::NodeTlsClient;
+use shorthorn_api::v1::node_tls_server::{NodeTls, NodeTlsServer};
+use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER};
+use shorthorn_controller_core::observed::Link;
+use tokio::net::UnixListener;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+use tonic::{Request, Response};
+
+use super::*;
+use crate::store::MemoryStore;
+
+/// An agent that keeps the cluster and the leader of each call about certificates.
+#[derive(Clone, Default)]
+struct Recorder(Arc<std::sync::Mutex<Vec<[String; 2]>>>);
+
+impl Recorder {
+    fn called<T, A: Default>(&self, request: &Request<T>) -> Result<Response<A>, Status> {
+        let header = |name: &str| {
+            let value = request.metadata().get(name);
+            value.map_or("none", |value| value.to_str().unwrap()).to_owned()
+        };
+        self.0.lock().unwrap().push([header(CLUSTER_HEADER), header(LEADER_HEADER)]);
+        Ok(Response::new(A::default()))
+    }
+}
+
+#[tonic::async_trait]
+impl NodeTls for Recorder {
+    async fn get_node_tls(
+        &self,
+        request: Request<v1::GetNodeTlsRequest>,
+    ) -> Result<Response<v1::NodeTlsState>, Status> {
+        self.called(&request)
+    }
+
+    async fn create_certificate_request(
+        &self,
+        request: Request<v1::CreateCertificateRequestRequest>,
+    ) -> Result<Response<v1::CertificateRequest>, Status> {
+        self.called(&request)
+    }
+
+    async fn set_certificate(
+        &self,
+        request: Request<v1::SetCertificateRequest>,
+    ) -> Result<Response<v1::NodeTlsState>, Status> {
+        self.called(&request)
+    }
+
+    async fn set_trust(&self, request: Request<v1::TrustList>) -> Result<Response<v1::NodeTlsState>, Status> {
+        self.called(&request)
+    }
+}
+
+/// Serves the calls about certificates, and no others.
+fn serve(recorder: &Recorder, socket: &Path) -> JoinHandle<()> {
+    let incoming = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
+    let server = Server::builder().add_service(NodeTlsServer::new(recorder.clone()));
+    tokio::spawn(async move { server.serve_with_incoming(incoming).await.unwrap() })
+}
+
+fn fleet(node: &NodeName, socket: &Path) -> Arc<Fleet> {
+    let url = format!("unix://{}", socket.display()).parse().unwrap();
+    let known = BTreeMap::from([(node.clone(), url)]);
+    let store = Arc::new(MemoryStore::new().led_by(7));
+    Fleet::new(&known, store, Arc::new(Queue::new()), Metrics::default()).unwrap()
+}
+
+#[tokio::test]
+async fn calls_about_certificates_say_the_cluster_and_the_leader_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("agent.sock");
+    let recorder = Recorder::default();
+    let serving = serve(&recorder, &socket);
+    let node = NodeName::new("a").unwrap();
+    let fleet = fleet(&node, &socket);
+    assert!(fleet.connected().is_empty() && fleet.channel(&node).is_none(), "not reached yet");
+    fleet.change(&node, |view| view.link = Link::Synced);
+    assert_eq!(fleet.connected(), std::slice::from_ref(&node));
+    let mut client = NodeTlsClient::new(fleet.channel(&node).unwrap());
+    client.get_node_tls(v1::GetNodeTlsRequest {}).await.unwrap();
+    client.set_certificate(v1::SetCertificateRequest::default()).await.unwrap();
+    let of_leader = ["in-memory".to_owned(), "7".to_owned()];
+    assert_eq!(*recorder.0.lock().unwrap(), [of_leader.clone(), of_leader]);
+    serving.abort();
+}
