@@ -20,6 +20,6 @@ pub use shorthorn_types::status::{
 };
 pub use spec::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec,
-    SUM_BYTES_PER_S, SpecError, Unknown, load_spec, store_spec,
+    SUM_BYTES_PER_S, SpecError, Unknown, load_spec, store_spec, update_spec,
 };
 pub use status::{IoCounter, IoCounters, ProcessCommand, ScrubCommand, Status};

@@ -1,3 +1,5 @@
+mod nested;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write};
@@ -6,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
@@ -14,7 +17,7 @@ use thiserror::Error;
 /// another file name instead of a field.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Unknown(BTreeMap<String, serde_json::Value>);
+pub struct Unknown(BTreeMap<String, Value>);
 
 /// The settings of a replica process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -224,6 +227,23 @@ pub fn store_spec<T: Serialize>(path: &Path, spec: &T) -> Result<(), SpecError> 
     write_durably(path, &bytes).map_err(|source| SpecError::Io { path: path.to_owned(), source })
 }
 
+/// Writes a changed spec into its file, like [`store_spec`]. Fields of a later version stay at any depth, in
+/// `replicas` as well. The types of this version keep those of the top level only.
+///
+/// # Errors
+/// [`SpecError`] has the file and its problem.
+pub fn update_spec<T: Serialize + DeserializeOwned>(path: &Path, spec: &T) -> Result<(), SpecError> {
+    let content = |source| SpecError::Content { path: path.to_owned(), source };
+    let mut new = serde_json::to_value(spec).map_err(content)?;
+    // A file that this version cannot read has nothing to keep.
+    if let Ok(stored) = load_spec::<Value>(path)
+        && let Ok(known) = serde_json::from_value::<T>(stored.clone())
+    {
+        nested::keep(&stored, &serde_json::to_value(known).map_err(content)?, &mut new);
+    }
+    store_spec(path, &new)
+}
+
 fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension("tmp");
     let mut file =
@@ -316,6 +336,42 @@ mod tests {
         store_spec(&path, &EngineSpec { attach: 9, ..known }).unwrap();
         let kept: serde_json::Value = load_spec(&path).unwrap();
         assert_eq!((&kept["colour"]["hue"], &kept["attach"]), (&7.into(), &9.into()));
+    }
+
+    #[test]
+    fn an_update_keeps_fields_of_a_later_version_at_any_depth() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.json");
+        let second = ReplicaEndpoint { replica: ReplicaId::from_random(2), ..spec().replicas[0].clone() };
+        let replicas = vec![spec().replicas[0].clone(), second.clone()];
+        let mut later = serde_json::to_value(EngineSpec { replicas, ..spec() }).unwrap();
+        later["colour"] = serde_json::json!({ "hue": 7 });
+        later["rebuild"]["haste"] = true.into();
+        later["replicas"][0]["rack"] = "a".into();
+        later["replicas"][1]["rack"] = "b".into();
+        fs::write(&path, later.to_string()).unwrap();
+        let known: EngineSpec = load_spec(&path).unwrap();
+        let third = ReplicaEndpoint { replica: ReplicaId::from_random(3), ..second.clone() };
+        let rebuild = RebuildLimits { bytes_per_s: 5, ..known.rebuild };
+        let changed = EngineSpec { attach: 9, rebuild, replicas: vec![third, second], ..known };
+        update_spec(&path, &changed).unwrap();
+        assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), changed);
+        let kept: Value = load_spec(&path).unwrap();
+        assert_eq!((&kept["colour"]["hue"], &kept["rebuild"]["haste"]), (&7.into(), &true.into()));
+        assert_eq!(kept["rebuild"]["bytes_per_s"], 5);
+        // The replica that is left has its field, and a new one does not get that of another.
+        assert_eq!((&kept["replicas"][0]["rack"], &kept["replicas"][1]["rack"]), (&Value::Null, &"b".into()));
+    }
+
+    #[test]
+    fn an_update_does_not_need_an_earlier_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.json");
+        update_spec(&path, &spec()).unwrap();
+        assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), spec());
+        fs::write(&path, "{").unwrap();
+        update_spec(&path, &spec()).unwrap();
+        assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), spec());
     }
 
     #[test]

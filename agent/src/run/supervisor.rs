@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use nix::sys::signalfd::SignalFd;
 use shorthorn_control::{
     EngineSpec, FrontendChoice, ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status, Unknown,
-    load_spec, store_spec,
+    load_spec, store_spec, update_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -158,7 +158,7 @@ impl Supervisor {
                 attach,
                 "volume.json is older than the replicas: the next attachment is above theirs"
             );
-            store_spec(&engine.files.spec, &EngineSpec { attach, ..load_spec(&engine.files.spec)? })?;
+            update_spec(&engine.files.spec, &EngineSpec { attach, ..load_spec(&engine.files.spec)? })?;
         }
         engine.start(&self.sender)
     }

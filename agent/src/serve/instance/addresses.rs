@@ -88,7 +88,7 @@ impl Hub {
     /// Stores the spec of a replica, and shows it.
     async fn keep(&self, spec: ReplicaSpec) -> Result<(), NodeError> {
         let stored = (Spec::Replica(spec.clone()), self.paths().clone());
-        blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+        blocking(move || Ok(stored.0.update(&stored.1)?)).await?;
         self.table().set_spec(Spec::Replica(spec));
         Ok(())
     }

@@ -208,7 +208,7 @@ impl Hub {
         if spec != before {
             let spec = Spec::Engine(spec);
             let stored = (spec.clone(), self.paths().clone());
-            blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+            blocking(move || Ok(stored.0.update(&stored.1)?)).await?;
             self.table().set_spec(spec);
         }
         if process.phase == ProcessPhase::Stopped {
@@ -368,9 +368,33 @@ async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded
 
 #[cfg(test)]
 mod tests {
-    use tokio::sync::broadcast;
+    use serde_json::{Value, json};
+    use tokio::sync::{broadcast, watch};
 
     use super::*;
+    use crate::serve::instance::{Children, InstancePaths, Table};
+    use crate::serve::network::Choice;
+
+    #[tokio::test]
+    async fn a_changed_spec_keeps_nested_fields_of_a_later_version() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = InstancePaths::prepare(&folder.path().join("s"), &folder.path().join("r")).unwrap();
+        let stored = include_str!("../../../control/tests/releases/0.1.0/engine.json");
+        let mut stored: Value = serde_json::from_str(stored).unwrap();
+        stored["rebuild"] = json!({ "bytes_per_s": 0, "share_percent": 30, "later": { "x": 1 } });
+        stored["replicas"][1]["later"] = true.into();
+        let volume: VolumeName = stored["volume"].as_str().unwrap().parse().unwrap();
+        let path = paths.spec(&InstanceId::Engine(volume.clone()));
+        std::fs::write(&path, stored.to_string()).unwrap();
+        let table = Table::new();
+        let backend = Box::new(Children::new(paths.clone(), Arc::clone(&table)).unwrap());
+        let (_choice, address) = watch::channel(Choice::default());
+        let hub = Hub::start(10000..=10009, address, paths, table, backend).await.unwrap();
+        hub.set_limits(volume, 4, RebuildLimits { bytes_per_s: 7, share_percent: 30 }).await.unwrap();
+        let kept: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(kept["rebuild"], json!({ "bytes_per_s": 7, "share_percent": 30, "later": { "x": 1 } }));
+        assert_eq!(kept["replicas"][1]["later"], true);
+    }
 
     fn shown(pid: i32, phase: Option<EnginePhase>) -> v1::InstanceEvent {
         let engine = v1::EngineStatus::default().with_phase(phase);

@@ -128,7 +128,7 @@ impl Hub {
         let id = spec.id();
         let gate = self.gate(&id);
         let _open = gate.lock().await;
-        let mut takes_over = false;
+        let (mut takes_over, mut is_known) = (false, false);
         if let Some((known, process)) = self.table.known(&id) {
             refuse_older(&spec, &known)?;
             let same = spec.is_same_request(&known);
@@ -145,6 +145,10 @@ impl Hub {
             }
             ports::keep(&mut spec, &known);
             spec.keep_size(&known);
+            is_known = same;
+            if same {
+                spec.keep_unknown(&known);
+            }
         }
         if let Spec::Replica(replica) = &mut spec {
             let (directory, fingerprint) =
@@ -154,7 +158,12 @@ impl Hub {
             ports::choose(replica, address, &self.data_ports, &taken)?;
         }
         let stored = (spec.clone(), self.paths.clone());
-        blocking(move || Ok(stored.0.store(&stored.1)?)).await?;
+        let store = move || {
+            let (spec, paths) = &stored;
+            let stored = if is_known { spec.update(paths) } else { spec.store(paths) };
+            Ok(stored?)
+        };
+        blocking(store).await?;
         self.set_revision(&id, spec.attach().unwrap_or_default(), options.revision);
         let started = if takes_over {
             self.table.set_spec(spec);

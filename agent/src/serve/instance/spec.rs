@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use shorthorn_api::v1;
 use shorthorn_control::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret,
-    SpecError, Unknown, load_spec, store_spec,
+    SpecError, Unknown, load_spec, store_spec, update_spec,
 };
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{Members, ReplicaId, View, VolumeName};
@@ -122,6 +122,19 @@ impl Spec {
         }
     }
 
+    /// Writes a spec that comes from the same request as the one in the file, like [`Spec::store`]. Fields of a
+    /// later version stay.
+    ///
+    /// # Errors
+    /// [`SpecError`].
+    pub fn update(&self, paths: &InstancePaths) -> Result<(), SpecError> {
+        let path = paths.spec(&self.id());
+        match self {
+            Spec::Engine(spec) => update_spec(&path, spec),
+            Spec::Replica(spec) => update_spec(&path, spec),
+        }
+    }
+
     /// Returns the id of the instance.
     pub fn id(&self) -> InstanceId {
         match self {
@@ -134,6 +147,15 @@ impl Spec {
     pub fn keep_size(&mut self, known: &Spec) {
         if let (Spec::Engine(asked), Spec::Engine(known)) = (self, known) {
             asked.size_bytes = asked.size_bytes.max(known.size_bytes);
+        }
+    }
+
+    /// Takes over the fields of a later version from `known`, which comes from the same request.
+    pub fn keep_unknown(&mut self, known: &Spec) {
+        match (self, known) {
+            (Spec::Engine(asked), Spec::Engine(known)) => asked.unknown.clone_from(&known.unknown),
+            (Spec::Replica(asked), Spec::Replica(known)) => asked.unknown.clone_from(&known.unknown),
+            _ => {}
         }
     }
 
