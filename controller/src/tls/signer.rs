@@ -16,14 +16,17 @@ use tokio::time::Instant;
 
 use super::{Tls, TlsError, now};
 use crate::store::kubernetes::{CallError, bounded, is_code};
-use crate::work::backoff;
 
 /// The time between two looks at the requests.
 const EVERY: Duration = Duration::from_secs(5);
 /// Requests of one answer of the API server; the next answer has more.
 const PAGE_MAX: u32 = 200;
-/// Attempts to sign one request. Then it has failed for good.
+/// The longest time between two looks while the API server or the store of the CA fails.
+const LOOK_PAUSE_MAX: Duration = Duration::from_mins(1);
+/// Attempts to sign one request that the API server refuses, with growing pauses. Then it has failed for good.
 const ATTEMPTS_MAX: u32 = 8;
+/// The longest pause between two of these attempts.
+const ATTEMPT_PAUSE_MAX: Duration = Duration::from_mins(5);
 const KUBELET_PREFIX: &str = "system:node:";
 const KUBELET_GROUP: &str = "system:nodes";
 /// The usages that a request may ask for. The certificate has its own.
@@ -59,9 +62,15 @@ impl Attempts {
 
     fn failed(&mut self, error: &SignError) {
         self.failures = self.failures.saturating_add(1);
-        self.next = Some(Instant::now() + EVERY.max(backoff(self.failures)));
+        self.next = Some(Instant::now() + pause(self.failures).min(ATTEMPT_PAUSE_MAX));
         self.error = error.to_string();
     }
+}
+
+/// Returns the pause after that many failures in a row.
+fn pause(failures: u32) -> Duration {
+    let factor = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+    EVERY.saturating_mul(factor)
 }
 
 /// The attempts by the uid of the request. Only listed requests have some.
@@ -70,16 +79,21 @@ type AllAttempts = BTreeMap<String, Attempts>;
 /// Signs requests of agents, until it is dropped.
 pub async fn run(client: kube::Client, tls: Arc<Tls>) {
     let api: Api<CertificateSigningRequest> = Api::all(client);
-    let (mut was_well, mut attempts) = (true, AllAttempts::new());
+    let (mut failures, mut attempts) = (0_u32, AllAttempts::new());
     loop {
-        let looked = look(&api, &tls, &mut attempts).await;
-        if let Err(error) = &looked
-            && was_well
-        {
-            tracing::warn!(%error, "certificate signing requests cannot be signed; is rbac.yaml applied?");
+        match look(&api, &tls, &mut attempts).await {
+            Ok(()) => failures = 0,
+            Err(error) => {
+                if failures == 0 {
+                    tracing::warn!(
+                        %error,
+                        "certificate signing requests cannot be signed; trying again; is rbac.yaml applied?"
+                    );
+                }
+                failures = failures.saturating_add(1);
+            }
         }
-        was_well = looked.is_ok();
-        tokio::time::sleep(EVERY).await;
+        tokio::time::sleep(pause(failures).min(LOOK_PAUSE_MAX)).await;
     }
 }
 
@@ -123,15 +137,15 @@ async fn handle_one(
         return Ok(());
     };
     match &error {
-        SignError::Tls(error) => {
+        SignError::Tls(TlsError::Authority(error)) => {
             tracing::error!(request = found.metadata.name, %error, "a request is not signed");
         }
         // It was removed or decided meanwhile, or this one is not acceptable.
         SignError::Call(call) if [404, 409, 422].iter().any(|code| is_code(call, *code)) => {
             tracing::warn!(request = found.metadata.name, error = %call, "a request is not decided");
         }
-        // All other requests would fail too.
-        SignError::Call(_) => return Err(error),
+        // All other requests would fail too, for a reason that is none of theirs.
+        SignError::Tls(_) | SignError::Call(_) => return Err(error),
     }
     attempts.failed(&error);
     Ok(())
@@ -356,6 +370,7 @@ mod tests {
     struct Memory {
         stored: std::sync::Mutex<Option<Vec<u8>>>,
         is_full: std::sync::atomic::AtomicBool,
+        saves: std::sync::atomic::AtomicU32,
     }
 
     #[async_trait::async_trait]
@@ -365,6 +380,7 @@ mod tests {
         }
 
         async fn save(&self, state: Vec<u8>) -> Result<(), super::super::KeeperError> {
+            self.saves.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             if self.is_full.load(std::sync::atomic::Ordering::SeqCst) {
                 return Err(super::super::KeeperError("full".to_owned()));
             }
@@ -380,6 +396,16 @@ mod tests {
     }
 
     impl OneRequest {
+        fn new(refuses: bool) -> Arc<OneRequest> {
+            let mut found = serde_json::to_value(request("system:node:a", "a")).unwrap();
+            found["metadata"] = json!({ "name": "r", "uid": "u", "resourceVersion": "1" });
+            Arc::new(OneRequest { found: found.into(), refuses: refuses.into() })
+        }
+
+        fn is_signed(&self) -> bool {
+            !self.found.lock().unwrap()["status"]["certificate"].is_null()
+        }
+
         fn client(this: &Arc<OneRequest>) -> kube::Client {
             let this = Arc::clone(this);
             let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
@@ -429,42 +455,52 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_request_that_fails_is_signed_once_and_not_tried_for_ever() {
+        let tls = Tls::open(Arc::<Memory>::default(), "c0ffee").await.unwrap();
+        let api = OneRequest::new(true);
+        let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+        let mut seconds = 0;
+        while api.conditions() != ["Approved", "Failed"] {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            seconds += 1;
+            assert!(seconds < 3600, "it is tried for ever: {:?}", api.conditions());
+        }
+        assert!(seconds > 600, "it is given up after {seconds} s");
+        signing.abort();
+        assert_eq!(tls.look(|authority| authority.issued().len()).await, 1, "one certificate is signed");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_fails_for_long_fails_no_request() {
         use std::sync::atomic::Ordering;
         let keeper = Arc::<Memory>::default();
         let kept: Arc<dyn super::super::Keeper> = Arc::<Memory>::clone(&keeper);
         let tls = Tls::open(kept, "c0ffee").await.unwrap();
-        for is_full in [false, true] {
-            keeper.is_full.store(is_full, Ordering::SeqCst);
-            let mut found = serde_json::to_value(request("system:node:a", "a")).unwrap();
-            found["metadata"] = json!({ "name": "r", "uid": "u", "resourceVersion": "1" });
-            let (found, refuses) = (found.into(), true.into());
-            let api = Arc::new(OneRequest { found, refuses });
-            let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
-            let mut seconds = 0;
-            while api.conditions() != ["Approved", "Failed"] {
-                tokio::time::sleep(Duration::from_secs(1)).await;
-                seconds += 1;
-                assert!(seconds < 3600, "it is tried for ever: {:?}", api.conditions());
-            }
-            assert!(seconds > 30, "it is tried again and again within {seconds} s");
-            signing.abort();
-            assert_eq!(tls.look(|authority| authority.issued().len()).await, 1, "one certificate is signed");
-        }
+        keeper.is_full.store(true, Ordering::SeqCst);
+        let api = OneRequest::new(false);
+        let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+        let before = keeper.saves.load(Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_mins(50)).await;
+        assert_eq!(api.conditions(), ["Approved"]);
+        let saves = keeper.saves.load(Ordering::SeqCst) - before;
+        assert!((40..60).contains(&saves), "the pauses do not grow, or grow too much: {saves} attempts");
+        keeper.is_full.store(false, Ordering::SeqCst);
+        tokio::time::sleep(LOOK_PAUSE_MAX).await;
+        signing.abort();
+        assert!(api.is_signed(), "it is not signed soon after the store works again");
+        assert_eq!(tls.look(|authority| authority.issued().len()).await, 1);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_certificate_that_could_not_be_stored_is_stored_later() {
         use std::sync::atomic::Ordering;
         let tls = Tls::open(Arc::<Memory>::default(), "c0ffee").await.unwrap();
-        let mut found = serde_json::to_value(request("system:node:a", "a")).unwrap();
-        found["metadata"] = json!({ "name": "r", "uid": "u", "resourceVersion": "1" });
-        let api = Arc::new(OneRequest { found: found.into(), refuses: true.into() });
+        let api = OneRequest::new(true);
         let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
         tokio::time::sleep(Duration::from_secs(12)).await;
         api.refuses.store(false, Ordering::SeqCst);
         tokio::time::sleep(Duration::from_secs(60)).await;
         signing.abort();
-        assert!(!api.found.lock().unwrap()["status"]["certificate"].is_null());
+        assert!(api.is_signed());
         assert_eq!(tls.look(|authority| authority.issued().len()).await, 1);
     }
 }
