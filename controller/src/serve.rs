@@ -133,7 +133,9 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     };
     let Opened { keeper, signer, store, mut lease, leads, events, attachments, workloads, pods, mut tasks } =
         opened;
-    let store: Arc<dyn Store> = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
+    let store = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
+    tasks.spawn(Arc::clone(&store).follow());
+    let store: Arc<dyn Store> = store;
     let opened = tokio::select! {
         opened = Tls::open(keeper, store.cluster()) => opened,
         reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),

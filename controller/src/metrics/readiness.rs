@@ -45,6 +45,11 @@ impl Readiness {
         self.state().away = error;
     }
 
+    /// Returns true if the last call of the store failed.
+    pub fn is_away(&self) -> bool {
+        self.state().away.is_some()
+    }
+
     /// Returns true if this controller leads.
     pub fn is_leading(&self) -> bool {
         self.state().phase == ReadinessPhase::Leading

@@ -1,7 +1,7 @@
 //! A store that counts the writes.
 
 use std::sync::{Arc, RwLockReadGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use shorthorn_controller_core::ClusterState;
@@ -10,6 +10,9 @@ use tokio::sync::broadcast;
 
 use super::{Metrics, Readiness};
 use crate::store::{Store, StoreError};
+
+/// The time between two checks of a store that does not answer.
+const CHECK_EVERY: Duration = Duration::from_secs(5);
 
 /// A store around another one; every write is counted and timed, and shows whether the store answers.
 pub struct Metered {
@@ -46,10 +49,28 @@ impl Metered {
             Err(_) => "failed",
         };
         self.metrics.wrote(kind, operation, word, started.elapsed());
+        self.heard(result);
+    }
+
+    fn heard<T>(&self, result: &Result<T, StoreError>) {
         self.readiness.heard(match result {
             Ok(_) | Err(StoreError::Conflict { .. } | StoreError::Refused { .. }) => None,
             Err(error) => Some(error.to_string()),
         });
+    }
+
+    /// Checks the store while it does not answer, until this is dropped: a controller without work writes
+    /// nothing that would show its return. One check is under way at a time, and each has a time limit.
+    pub async fn follow(self: Arc<Metered>) {
+        loop {
+            tokio::time::sleep(CHECK_EVERY).await;
+            if self.readiness.is_away() {
+                let result = self.store.check().await;
+                if self.readiness.is_away() {
+                    self.heard(&result);
+                }
+            }
+        }
     }
 }
 
@@ -71,6 +92,10 @@ impl Store for Metered {
         let result = self.store.remove(key, version).await;
         self.observe(key.kind, "remove", started, &result);
         result
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        self.store.check().await
     }
 
     fn reserve(&self, replicas: Vec<Replica>) -> bool {
@@ -96,6 +121,8 @@ impl Store for Metered {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use shorthorn_controller_core::Timestamp;
     use shorthorn_controller_core::objects::{Metadata, Node, NodeSpec, NodeStatus};
 
@@ -103,8 +130,14 @@ mod tests {
     use crate::metrics::ReadinessPhase;
     use crate::store::MemoryStore;
 
-    /// A store that is out of reach.
-    struct Away(MemoryStore);
+    /// A store that is out of reach, and comes back without a write.
+    struct Away(MemoryStore, AtomicBool);
+
+    impl Away {
+        fn new() -> Arc<Away> {
+            Arc::new(Away(MemoryStore::new(), AtomicBool::new(false)))
+        }
+    }
 
     #[async_trait]
     impl Store for Away {
@@ -118,6 +151,13 @@ mod tests {
 
         async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
             self.0.remove(key, version).await
+        }
+
+        async fn check(&self) -> Result<(), StoreError> {
+            if self.1.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            Err(StoreError::Unavailable { message: "still no route".to_owned() })
         }
 
         fn reserve(&self, replicas: Vec<Replica>) -> bool {
@@ -148,8 +188,7 @@ mod tests {
 
     #[test]
     fn agents_hear_of_the_leader_of_the_store_inside() {
-        let away = Arc::new(Away(MemoryStore::new()));
-        let store = Metered::new(away, Metrics::default(), Arc::default());
+        let store = Metered::new(Away::new(), Metrics::default(), Arc::default());
         assert_eq!(store.leader(), Some(7));
     }
 
@@ -166,11 +205,28 @@ mod tests {
         store.remove(&node().key(), 1).await.unwrap();
         assert_eq!((count("put", "ok"), count("put", "conflict"), count("remove", "ok")), (1, 1, 1));
         assert!(readiness.check().is_ok());
-        let away = Metered::new(Arc::new(Away(MemoryStore::new())), metrics.clone(), Arc::clone(&readiness));
+        let away = Metered::new(Away::new(), metrics.clone(), Arc::clone(&readiness));
         away.put(node()).await.unwrap_err();
         assert_eq!(count("put", "unavailable"), 1);
         assert!(readiness.check().unwrap_err().contains("no route"));
         store.put(node()).await.unwrap();
         assert!(readiness.check().is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_answers_again_is_noticed_without_a_write() {
+        let readiness = Arc::<Readiness>::default();
+        readiness.reached(ReadinessPhase::Leading);
+        let away = Away::new();
+        let inner: Arc<dyn Store> = Arc::<Away>::clone(&away);
+        let store = Arc::new(Metered::new(inner, Metrics::default(), Arc::clone(&readiness)));
+        let following = tokio::spawn(Arc::clone(&store).follow());
+        store.put(node()).await.unwrap_err();
+        tokio::time::sleep(CHECK_EVERY * 2).await;
+        assert!(readiness.check().unwrap_err().contains("still no route"));
+        away.1.store(true, Ordering::SeqCst);
+        tokio::time::sleep(CHECK_EVERY * 2).await;
+        readiness.check().unwrap();
+        following.abort();
     }
 }

@@ -46,6 +46,12 @@ pub trait Store: Send + Sync + 'static {
     /// Drops the reservations of replicas that are stored, or will not be.
     fn forget_reservations(&self, names: &[String]);
 
+    /// Checks that the store takes writes. Called while it does not answer, so that its return is noticed
+    /// without a write.
+    async fn check(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
     /// Returns the key of everything that is written from now on.
     fn changes(&self) -> broadcast::Receiver<Key>;
 

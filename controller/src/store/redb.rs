@@ -164,6 +164,15 @@ impl Store for RedbStore {
         self.inner.cache.forget_reservations(names);
     }
 
+    async fn check(&self) -> Result<(), StoreError> {
+        self.blocking(|inner| {
+            let writer = inner.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            let _access = inner.disk.begin();
+            commit_nothing(&writer.database).map_err(|error| inner.write_error(&error))
+        })
+        .await
+    }
+
     fn changes(&self) -> broadcast::Receiver<Key> {
         self.inner.cache.changes()
     }
@@ -171,6 +180,14 @@ impl Store for RedbStore {
     fn cluster(&self) -> &str {
         &self.inner.cluster
     }
+}
+
+/// Commits the format that is stored already: the disk has to take it.
+fn commit_nothing(database: &Database) -> Result<(), redb::Error> {
+    let transaction = database.begin_write()?;
+    transaction.open_table(NUMBERS)?.insert("format", FORMAT)?;
+    transaction.commit()?;
+    Ok(())
 }
 
 impl Inner {

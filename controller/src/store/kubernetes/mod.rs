@@ -24,7 +24,9 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::Client;
-use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
+use kube::api::{
+    Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions,
+};
 use kube::core::Status;
 use serde_json::{Value, json};
 use shorthorn_controller_core::ClusterState;
@@ -221,6 +223,12 @@ impl Store for KubeStore {
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
         let (inner, key) = (Arc::clone(&self.inner), key.clone());
         finished(tokio::spawn(async move { inner.remove(&key, version).await })).await
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        let one = bounded(self.inner.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
+        let unavailable = |error: CallError| StoreError::Unavailable { message: error.to_string() };
+        one.map(drop).map_err(unavailable)
     }
 
     fn reserve(&self, replicas: Vec<Replica>) -> bool {
