@@ -3,7 +3,7 @@
 //!
 //! A controller ends as a process when it loses the Lease, and its container starts again in the same pod. So
 //! each controller removes the label of its own pod first. A new leader removes it from the pods of leaders
-//! that did not come back.
+//! that did not come back. While it leads, it checks the labels of all pods: anybody may change them.
 
 use std::time::Duration;
 
@@ -19,6 +19,8 @@ use crate::store::kubernetes::{CallError, bounded, is_code};
 pub const LEADER_LABEL: &str = "shorthorn.io/leader";
 /// The wait after a call that has failed.
 const RETRY: Duration = Duration::from_secs(5);
+/// The time between two checks of a leader.
+const CHECK_EVERY: Duration = Duration::from_secs(30);
 
 /// Gives the pod of this controller the label once `leads` says so, and removes it before. Ends with the
 /// sender, or runs until it is dropped. A controller outside of a pod has nothing to label.
@@ -30,7 +32,13 @@ pub async fn run(client: Client, namespace: String, pod: String, mut leads: watc
         let applied = apply(&pods, &pod, is_leader).await;
         match &applied {
             Ok(()) => {
-                if leads.changed().await.is_err() {
+                let changed = leads.changed();
+                let ended = if is_leader {
+                    tokio::time::timeout(CHECK_EVERY, changed).await.is_ok_and(|changed| changed.is_err())
+                } else {
+                    changed.await.is_err()
+                };
+                if ended {
                     return;
                 }
             }
@@ -49,11 +57,15 @@ async fn apply(pods: &Api<Pod>, pod: &str, is_leader: bool) -> Result<(), CallEr
     if !is_leader {
         return set(pods, pod, Value::Null).await;
     }
-    set(pods, pod, json!("true")).await?;
     let labelled = bounded(pods.list(&ListParams::default().labels(LEADER_LABEL))).await?;
-    let names = labelled.items.into_iter().filter_map(|found| found.metadata.name);
-    for other in names.filter(|name| name != pod) {
-        set(pods, &other, Value::Null).await?;
+    let is_named = |found: &Pod| found.metadata.name.as_deref() == Some(pod);
+    let label = |found: &Pod| found.metadata.labels.as_ref()?.get(LEADER_LABEL).cloned();
+    let is_true = |found: &Pod| label(found).as_deref() == Some("true");
+    if !labelled.items.iter().any(|found| is_named(found) && is_true(found)) {
+        set(pods, pod, json!("true")).await?;
+    }
+    for other in labelled.items.iter().filter(|found| !is_named(found)) {
+        set(pods, other.metadata.name.as_deref().unwrap_or_default(), Value::Null).await?;
     }
     Ok(())
 }
@@ -84,6 +96,8 @@ mod tests {
         labels: Mutex<BTreeMap<String, Option<String>>>,
         /// The number of calls to refuse.
         refused: Mutex<u32>,
+        /// The number of calls that were not refused.
+        calls: Mutex<u32>,
     }
 
     impl Pods {
@@ -95,10 +109,11 @@ mod tests {
                 return refusal(503);
             }
             let mut labels = self.labels.lock().unwrap();
-            let pod = |name: &str| json!({ "metadata": { "name": name } });
+            *self.calls.lock().unwrap() += 1;
+            let pod = |name: &str, label: &Option<String>| json!({ "metadata": { "name": name, "labels": { LEADER_LABEL: label } } });
             if method == Method::GET {
-                let items: Vec<Value> =
-                    labels.iter().filter(|(_, label)| label.is_some()).map(|(name, _)| pod(name)).collect();
+                let labelled = labels.iter().filter(|(_, label)| label.is_some());
+                let items: Vec<Value> = labelled.map(|(name, label)| pod(name, label)).collect();
                 return (
                     200,
                     json!({ "apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": items }),
@@ -108,7 +123,7 @@ mod tests {
             let Some(label) = labels.get_mut(name) else { return refusal(404) };
             let change: Value = serde_json::from_slice(body).unwrap();
             *label = change["metadata"]["labels"][LEADER_LABEL].as_str().map(str::to_owned);
-            (200, pod(name))
+            (200, pod(name, label))
         }
 
         fn leaders(&self) -> Vec<String> {
@@ -131,6 +146,25 @@ mod tests {
             }
         });
         Client::new(service, "n")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_leader_restores_a_label_that_somebody_has_changed() {
+        let pods = Arc::<Pods>::default();
+        *pods.labels.lock().unwrap() = ["a", "b"].map(|name| (name.to_owned(), None)).into();
+        let (_leads, leading) = watch::channel(true);
+        let a = tokio::spawn(run(client(&pods), "n".to_owned(), "a".to_owned(), leading));
+        until(&pods, &["a"]).await;
+        for (name, label) in [("a", None), ("a", Some("false")), ("b", Some("true"))] {
+            pods.labels.lock().unwrap().insert(name.to_owned(), label.map(str::to_owned));
+            until(&pods, &["a"]).await;
+        }
+        // Nothing is written while nothing differs.
+        let before = *pods.calls.lock().unwrap();
+        tokio::time::sleep(CHECK_EVERY * 10).await;
+        let calls = *pods.calls.lock().unwrap() - before;
+        assert!((9..=11).contains(&calls), "{calls} calls");
+        a.abort();
     }
 
     async fn until(pods: &Pods, leaders: &[&str]) {
