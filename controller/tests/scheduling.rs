@@ -4,11 +4,17 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::Value;
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
+use shorthorn_testkit::metrics::{get, samples, value};
 use shorthorn_types::status::MemberMode;
 use support::agent::FakeAgent;
-use support::cluster::Cluster;
+use support::cluster::{Cluster, LIMIT};
+use tokio::time::{Instant, sleep};
+use tonic::transport::Endpoint;
 
 fn nodes_of(volume: &Value) -> Vec<String> {
     let replicas = volume["replicas"].as_array().unwrap().iter();
@@ -46,6 +52,54 @@ async fn tags_zones_and_cordons_say_where_replicas_go() {
     cluster.until("u", "placed", |volume| nodes_of(volume) == ["b"]).await;
     let (code, text) = cluster.fails(&["node", "set", "b", "--tags", "a b"]).await;
     assert!(code == 1 && text.contains("is no tag or zone"), "{text}");
+}
+
+/// More volumes wait than a search adds to the queue in one step.
+const WAITING: u32 = 150;
+
+/// Returns the sum of the series with that begin.
+fn sum(cluster: &Cluster, begin: &str) -> f64 {
+    let shown = samples(&get(cluster.metrics, "/metrics").unwrap().1);
+    shown.iter().filter(|(name, _)| name.starts_with(begin)).map(|(_, value)| value).sum()
+}
+
+async fn until_sum(cluster: &Cluster, begin: &str, wanted: f64) {
+    let deadline = Instant::now() + LIMIT;
+    while sum(cluster, begin) < wanted {
+        assert!(Instant::now() < deadline, "{begin} is {}, never {wanted}", sum(cluster, begin));
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn volumes_that_wait_for_a_place_cost_nothing_until_there_may_be_one() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    for node in ["a", "b"] {
+        cluster.ok(&["node", "cordon", node]).await;
+    }
+    let socket = format!("unix://{}", cluster.path("controller.sock").display());
+    let mut api = ControllerClient::new(Endpoint::from_shared(socket).unwrap().connect_lazy());
+    for at in 0..WAITING {
+        let (name, size_bytes, number_of_replicas) = (format!("v{at}"), 64 << 20, 1);
+        let request = v1::CreateVolumeRequest { name, size_bytes, number_of_replicas, ..Default::default() };
+        api.create_volume(request).await.unwrap();
+    }
+    let refused = "shorthorn_controller_reconciles_total{kind=\"volume\"";
+    until_sum(&cluster, refused, f64::from(WAITING)).await;
+    let last = format!("v{}", WAITING - 1);
+    cluster.until(&last, "refused", |volume| volume.to_string().contains("cordoned")).await;
+    let before = sum(&cluster, refused);
+    for zone in ["x", "y", "z"] {
+        cluster.ok(&["node", "set", "b", "--zone", zone]).await;
+    }
+    let runs = sum(&cluster, refused) - before;
+    assert!(runs < f64::from(WAITING), "three changes of a cordoned node have run {runs} reconcilers");
+    cluster.ok(&["node", "uncordon", "a"]).await;
+    until_sum(&cluster, "shorthorn_volumes{state=\"detached\"", f64::from(WAITING)).await;
+    assert_eq!(nodes_of(&cluster.inspect("v7").await), ["a"]);
+    let shown = samples(&get(cluster.metrics, "/metrics").unwrap().1);
+    assert_eq!(value(&shown, "shorthorn_replicas{state=\"stopped\"}"), Some(f64::from(WAITING)));
+    cluster.check();
 }
 
 #[tokio::test(flavor = "multi_thread")]

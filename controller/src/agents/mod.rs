@@ -273,6 +273,8 @@ impl Fleet {
         keys.extend(replicas.map(|replica| Key::new(Kind::Replica, &replica.metadata.name)));
         drop(cluster);
         self.queue.add(keys);
+        // A node without an agent in reach takes no replica.
+        self.queue.open_places();
     }
 
     /// Changes the view of the agent of `node`.

@@ -4,15 +4,17 @@ mod execute;
 mod queue;
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{Key, Replica};
+use shorthorn_controller_core::reconcile::places::{self, Search};
 use shorthorn_controller_core::reconcile::{Context, Settings, concerned, gives_space_away, reconcile};
 use shorthorn_controller_core::{Decision, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
 
 use crate::agents::Fleet;
 use crate::kubernetes::events::Events;
@@ -26,6 +28,12 @@ pub use queue::{Depth, Outcome, Queue};
 const RUNS_MAX: usize = 64;
 /// The number of urgent ones besides them: no call to a slow agent delays a fail-over.
 const URGENT_RUNS_MAX: usize = 32;
+/// The number of waiting volumes that a search for places adds to the queue at a time.
+const SEARCHED_MAX: usize = 64;
+/// The time between two of these steps.
+const SEARCH_EVERY: Duration = Duration::from_millis(100);
+/// The longest that a step waits for a queue with fewer than [`SEARCHED_MAX`] objects.
+const SEARCH_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// The shared state of all runs.
 pub struct Worker {
@@ -68,23 +76,41 @@ impl Worker {
     pub async fn run(self: Arc<Worker>) {
         let mut changes = self.store.changes();
         self.look_at_everything();
-        let mut runs = JoinSet::new();
+        let (mut runs, mut search, mut stepped) = (JoinSet::new(), Search::default(), Instant::now());
+        let mut step = tokio::time::interval(SEARCH_EVERY);
+        step.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            let is_due = || self.queue.depth().ready < SEARCHED_MAX || stepped.elapsed() >= SEARCH_WAIT_MAX;
+            let searches = search.is_running() && is_due();
             tokio::select! {
                 change = changes.recv() => match change {
-                    Ok(key) => {
-                        let keys = concerned(&self.store.state(), &key);
-                        self.queue.add(keys);
-                    }
+                    Ok(key) => self.look_at_concerned(&key, &mut search),
                     Err(RecvError::Lagged(_)) => self.look_at_everything(),
                     Err(RecvError::Closed) => return,
                 },
                 key = self.queue.next(runs.len() >= RUNS_MAX), if runs.len() < RUNS_MAX + URGENT_RUNS_MAX => {
                     runs.spawn(Arc::clone(&self).one(key));
                 }
+                () = self.queue.places_opened() => search.start(),
+                _ = step.tick(), if searches => {
+                    stepped = Instant::now();
+                    let keys = search.next(&self.store.state(), SEARCHED_MAX);
+                    self.queue.add(keys);
+                }
                 Some(_) = runs.join_next() => {}
             }
         }
+    }
+
+    fn look_at_concerned(&self, key: &Key, search: &mut Search) {
+        let cluster = self.store.state();
+        let keys = concerned(&cluster, key);
+        if places::may_open(&cluster, self.settings.scheduling, key) {
+            search.start();
+        }
+        // The queue looks at the cluster state itself.
+        drop(cluster);
+        self.queue.add(keys);
     }
 
     fn look_at_everything(&self) {

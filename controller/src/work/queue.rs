@@ -17,6 +17,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(10);
 pub struct Queue {
     state: Mutex<State>,
     wake: Notify,
+    /// A place for a replica may have opened.
+    opened: Notify,
     is_urgent: Option<Box<IsUrgent>>,
 }
 
@@ -110,6 +112,16 @@ impl Queue {
         }
         drop(state);
         self.wake.notify_one();
+    }
+
+    /// Has the volumes looked at that wait for places, a few at a time.
+    pub fn open_places(&self) {
+        self.opened.notify_one();
+    }
+
+    /// Waits until a place may have opened. For one caller only.
+    pub(super) async fn places_opened(&self) {
+        self.opened.notified().await;
     }
 
     /// Returns the next object, or the next urgent one; waits until one is ready. For one caller only.

@@ -44,8 +44,10 @@ pub(super) struct Index {
     volumes: ByNode,
     engines: ByNode,
     replicas: ByNode,
-    /// Volumes that may lack a replica.
-    incomplete: BTreeSet<String>,
+    /// Volumes that may lack a replica, with their sizes in bytes.
+    incomplete: BTreeMap<String, u64>,
+    /// The number of these for each size.
+    incomplete_by_size: BTreeMap<u64, usize>,
     /// Volumes that are to grow.
     growing: BTreeSet<String>,
     /// Engines that serve with a replica that is no member.
@@ -93,8 +95,29 @@ impl Index {
         let is_incomplete = |volume: &Volume| {
             volume.status.state == VolumeState::Creating || volume.status.robustness == Robustness::Degraded
         };
-        set(&mut self.incomplete, name, volume.is_some_and(is_incomplete));
+        self.set_incomplete(
+            name,
+            volume.filter(|volume| is_incomplete(volume)).map(|volume| volume.spec.size),
+        );
         set(&mut self.growing, name, volume.is_some_and(Volume::is_expanding));
+    }
+
+    fn set_incomplete(&mut self, name: &str, size_bytes: Option<u64>) {
+        if self.incomplete.get(name).copied() == size_bytes {
+            return;
+        }
+        if let Some(before) = self.incomplete.remove(name)
+            && let Some(count) = self.incomplete_by_size.get_mut(&before)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.incomplete_by_size.remove(&before);
+            }
+        }
+        if let Some(size_bytes) = size_bytes {
+            self.incomplete.insert(name.to_owned(), size_bytes);
+            *self.incomplete_by_size.entry(size_bytes).or_default() += 1;
+        }
     }
 
     fn set_engine(&mut self, name: &str, engine: Option<&Engine>) {
@@ -145,7 +168,7 @@ impl ClusterState {
 
     /// Returns true if the volume may have fewer members than wanted.
     pub(super) fn may_lack_member(&self, volume: &str) -> bool {
-        self.index.rebuilding.contains(volume) || self.index.incomplete.contains(volume)
+        self.index.rebuilding.contains(volume) || self.index.incomplete.contains_key(volume)
     }
 
     /// Returns the volumes that may lack a replica, or have one that is to leave its place.
@@ -153,7 +176,23 @@ impl ClusterState {
         let on_left = self.index.left.iter().flat_map(|node| self.replicas_on(node));
         let leaving = self.index.leaving.iter().filter_map(|name| self.replicas.get(name));
         let names = leaving.chain(on_left).map(|replica| replica.spec.volume_name.as_str());
-        self.index.incomplete.iter().map(String::as_str).chain(names).collect()
+        self.index.incomplete.keys().map(String::as_str).chain(names).collect()
+    }
+
+    /// Returns the number of volumes that may lack a replica.
+    #[must_use]
+    pub fn waiting_volumes(&self) -> usize {
+        self.index.incomplete.len()
+    }
+
+    /// Returns the size of the smallest volume that may lack a replica. 0: a replica is to leave its place. None:
+    /// no volume looks for a place.
+    #[must_use]
+    pub fn smallest_waiting_bytes(&self) -> Option<u64> {
+        if !self.index.leaving.is_empty() || !self.index.left.is_empty() {
+            return Some(0);
+        }
+        self.index.incomplete_by_size.keys().next().copied()
     }
 }
 
@@ -177,7 +216,8 @@ mod tests {
 
     fn object(kind: u8, name: u8, place: u8, odd: bool) -> Object {
         let metadata = |name: String| Metadata::new(name, Timestamp::UNIX_EPOCH);
-        let wanted = CreateVolume { name: format!("v{name}"), size_bytes: 4096, ..CreateVolume::default() };
+        let size_bytes = if place > 1 { 8192 } else { 4096 };
+        let wanted = CreateVolume { name: format!("v{name}"), size_bytes, ..CreateVolume::default() };
         let made = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH);
         let Ok(Change::Store(mut volume)) = made else { panic!("the volume is refused") };
         volume.spec.node_id = (place > 0).then(|| node(place));

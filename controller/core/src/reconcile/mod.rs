@@ -3,6 +3,7 @@
 mod engine;
 mod health;
 mod node;
+pub mod places;
 mod rebuilds;
 mod replica;
 mod volume;
@@ -146,7 +147,7 @@ fn is_held(cluster: &ClusterState, volume: &Volume) -> bool {
 }
 
 /// Returns the objects whose reconcilers look at the object `key`, that one included: they run when it
-/// changes.
+/// changes. Volumes that wait for a place are not among them; see [`places`].
 #[must_use]
 pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
     let mut keys = vec![key.clone()];
@@ -169,15 +170,13 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
         }
         Kind::Replica => match cluster.replicas.get(&key.name) {
             Some(replica) => keys.push(Key::new(Kind::Volume, replica.spec.volume_name.as_str())),
-            // The replica is gone: its volume continues its deletion, and other volumes may want its place.
+            // The replica is gone: its volume continues its deletion.
             None => {
                 let volume = key.name.rsplit_once('-').map_or("", |(volume, _)| volume);
                 keys.push(Key::new(Kind::Volume, volume));
-                keys.extend(seeking(cluster));
             }
         },
         Kind::Node => {
-            keys.extend(seeking(cluster));
             // Replicas that were to leave the node may stay now.
             keys.extend(cluster.replicas_on(&key.name).flat_map(|replica| {
                 let volume = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
@@ -196,13 +195,6 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
         }
     }
     keys
-}
-
-/// Returns the volumes that look for places.
-fn seeking(cluster: &ClusterState) -> impl Iterator<Item = Key> {
-    let keys = cluster.incomplete_or_moving_volumes().into_iter().map(|name| Key::new(Kind::Volume, name));
-    // A volume places no other replica while one is rebuilt.
-    keys.filter(|key| !cluster.has_rebuild(&key.name) && gives_space_away(cluster, key))
 }
 
 /// The controller's sight of a node.

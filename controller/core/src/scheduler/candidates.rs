@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, btree_map};
 use std::iter::Peekable;
 
-use super::{DiskCandidate, NodeCandidate};
+use super::{DiskCandidate, Limits, NodeCandidate};
 use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents, Detail, InstanceKey};
 use crate::{ClusterState, NodeName};
@@ -74,6 +74,19 @@ impl<'a, V> Sorted<'a, V> {
         while self.0.next_if(|(other, _)| other.as_str() < name).is_some() {}
         self.0.peek().copied().filter(|(other, _)| other.as_str() == name)
     }
+}
+
+/// Returns the most bytes that can be scheduled on one disk of the node, as far as its object shows. None: no
+/// disk takes a replica.
+pub(crate) fn largest_room_bytes(cluster: &ClusterState, node: &Node, limits: Limits) -> Option<u64> {
+    let scheduled = cluster.replicas.scheduled_on(&node.metadata.name);
+    let room = |(path, spec): (&String, &DiskSpec)| {
+        let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
+        let scheduled_bytes = u64::try_from(scheduled.bytes).unwrap_or(u64::MAX);
+        let disk = DiskCandidate { scheduled_bytes, ..disk_candidate(node, None, path, spec) };
+        disk.refusal.is_none().then(|| disk.room_bytes(limits))
+    };
+    node.spec.disks.iter().filter_map(room).max()
 }
 
 /// Returns the bytes that the copy of a replica will take at once, as far as agents show them.

@@ -20,6 +20,7 @@ use crate::objects::{DataLocality, Volume};
 use crate::{Label, Labels, NodeName};
 
 pub use better::better_location;
+pub(crate) use candidates::largest_room_bytes;
 pub use candidates::{candidates, candidates_for_new, taken_bytes};
 pub use filters::Filter;
 pub use growth::room_to_grow;

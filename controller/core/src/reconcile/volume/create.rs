@@ -8,7 +8,7 @@ use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     VolumeState,
 };
-use crate::reconcile::SPACE_CHECK;
+use crate::reconcile::{SPACE_CHECK, places};
 use crate::scheduler::{self, Placement, Refusal, Request};
 
 /// The message of a volume whose undeletion was interrupted.
@@ -85,7 +85,7 @@ impl Run<'_> {
             Ok(placements) => self.write_scheduled(placements),
             Err(refusal) => {
                 if let Some(wait) = self.nodes_may_come() {
-                    self.decision.again_after(wait);
+                    self.check_places_after(wait);
                     self.set_settled(Finding::wrong("WaitingForNodes", refusal.to_string()));
                     return false;
                 }
@@ -121,9 +121,14 @@ impl Run<'_> {
         }
     }
 
+    /// Checks again after that time, or later if many volumes wait. An event that may open a place comes first.
+    pub(super) fn check_places_after(&mut self, least: Duration) {
+        self.decision.again_after(places::check_after(self.context.cluster, least));
+    }
+
     pub(super) fn report_unschedulable(&mut self, refusal: &Refusal) {
         if refusal.waits_for_space() {
-            self.decision.again_after(SPACE_CHECK);
+            self.check_places_after(SPACE_CHECK);
         }
         let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
         if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {

@@ -223,9 +223,9 @@ impl<'a> Run<'a> {
         match self.place_one_more(engine) {
             Ok(placement) => self.write_replacement(placement, lost, evicted.map(|(_, replica)| replica)),
             Err(refusal) => match self.nodes_may_come() {
-                Some(wait) => self.decision.again_after(wait),
+                Some(wait) => self.check_places_after(wait),
                 // Places exist, and the rebuilds are over soon.
-                None if refusal.waits_for_rebuilds() => self.decision.again_after(REBUILD_CHECK),
+                None if refusal.waits_for_rebuilds() => self.check_places_after(REBUILD_CHECK),
                 None => self.report_unschedulable(&refusal),
             },
         }
@@ -238,7 +238,7 @@ impl<'a> Run<'a> {
         let better = scheduler::better_location(&self.request(), &mut nodes, here, |_| true);
         match (better, self.nodes_may_come()) {
             (Some((_, placement)), _) => self.write_replacement(placement, None, Some(replica)),
-            (None, Some(wait)) => self.decision.again_after(wait),
+            (None, Some(wait)) => self.check_places_after(wait),
             (None, None) => {
                 let spec = ReplicaSpec { eviction_requested: false, ..replica.spec.clone() };
                 self.decision.write(Replica { spec, ..replica.clone() });
