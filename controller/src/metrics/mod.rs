@@ -165,7 +165,7 @@ impl MetricsSource for ControllerMetrics {
     async fn fill(&self, page: &mut MetricsPage) {
         show_leader(self.readiness.is_leading(), page);
         if let Some(tls) = self.tls.get() {
-            show_expiry(tls.expiry_s().await, page);
+            show_expiry(tls.expiry_s(), page);
         }
         let Some(MetricsInputs { store, fleet, queue }) = self.shown.get() else { return };
         objects::show(&store.state(), page);

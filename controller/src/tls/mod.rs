@@ -9,6 +9,7 @@ mod service;
 pub mod signer;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -87,6 +88,8 @@ pub struct Tls {
     keeper: Arc<dyn Keeper>,
     /// Held for writing while a change is stored: changes have an order.
     authority: RwLock<Authority>,
+    /// The end of the CA that signs, in seconds since 1970, for readers that must not wait for a store.
+    authority_end_s: AtomicU64,
     credentials: Credentials,
     seen: Mutex<BTreeMap<NodeName, NodeSeen>>,
     /// Nodes for which the trust list was made newer. Once for each: one that lies makes no endless work.
@@ -132,6 +135,7 @@ impl Tls {
         let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
         Ok(Arc::new(Tls {
             keeper,
+            authority_end_s: AtomicU64::new(authority.expires_at_s()),
             authority: RwLock::new(authority),
             credentials: Credentials::new(bundle)?,
             seen: Mutex::default(),
@@ -164,12 +168,17 @@ impl Tls {
             self.take_stored(&mut authority).await;
             return Err(error.into());
         }
-        *authority = changed;
+        self.set(&mut authority, changed);
         if is_new_trust {
             self.take_certificate(&mut authority)?;
             self.changed.notify_one();
         }
         Ok(result)
+    }
+
+    fn set(&self, authority: &mut Authority, changed: Authority) {
+        self.authority_end_s.store(changed.expires_at_s(), Ordering::Relaxed);
+        *authority = changed;
     }
 
     /// Continues with the stored state after a store that has failed. The store may have come about although
@@ -185,7 +194,7 @@ impl Tls {
                 let (found, expected) = (stored.cluster().clone(), authority.cluster().clone());
                 return Err(TlsError::OtherCluster { found, expected });
             }
-            *authority = stored;
+            self.set(authority, stored);
             self.take_certificate(authority)
         });
         if let Err(error) = taken {
@@ -193,9 +202,10 @@ impl Tls {
         }
     }
 
-    /// The ends of the CA that signs and of this controller's certificate, in seconds since 1970.
-    pub async fn expiry_s(&self) -> (u64, u64) {
-        let authority_s = self.look(Authority::expires_at_s).await;
+    /// Returns the ends of the CA that signs and of this controller's certificate, in seconds since 1970. Does
+    /// not wait for a change that is being stored.
+    pub fn expiry_s(&self) -> (u64, u64) {
+        let authority_s = self.authority_end_s.load(Ordering::Relaxed);
         let current = self.credentials.current();
         let own = current.identity.as_ref().map_or(0, |identity| identity.certificate().not_after);
         (authority_s, own)
@@ -292,7 +302,12 @@ pub(crate) fn pin_texts(trust: &Trust) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use shorthorn_metrics::{MetricsPage, MetricsSource};
+
     use super::*;
+    use crate::metrics::{ControllerMetrics, Metrics};
     use crate::store::RedbStore;
 
     /// Keeps nothing, and fails on request.
@@ -326,6 +341,72 @@ mod tests {
         assert_eq!(tls.look(|authority| authority.revoked().len()).await, 0);
         assert!(tls.credentials().current().trust.revoked().is_empty());
         assert_eq!(tls.nodes_behind().await, ["a"]);
+    }
+
+    /// Never ends a store after the first.
+    #[derive(Default)]
+    struct Hanging(std::sync::atomic::AtomicBool);
+
+    #[async_trait]
+    impl Keeper for Hanging {
+        async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+            Ok(None)
+        }
+
+        async fn save(&self, _: Vec<u8>) -> Result<(), KeeperError> {
+            if self.0.swap(true, Ordering::SeqCst) {
+                std::future::pending::<()>().await;
+            }
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn metrics_do_not_wait_for_a_store_of_the_ca() {
+        let tls = Tls::open(Arc::<Hanging>::default(), "c0ffee").await.unwrap();
+        let end_s = tls.look(Authority::expires_at_s).await;
+        let changing = Arc::clone(&tls);
+        let issuing = tokio::spawn(async move {
+            changing.change(|authority| authority.issue(&Role::node("a").unwrap(), now())).await
+        });
+        while tls.authority.try_read().is_ok() {
+            tokio::task::yield_now().await;
+        }
+        let metrics = ControllerMetrics::new(Metrics::default(), Arc::default());
+        metrics.show_tls(Arc::clone(&tls));
+        let mut page = MetricsPage::default();
+        let filling = metrics.fill(&mut page);
+        tokio::time::timeout(Duration::from_secs(20), filling).await.expect("it waits");
+        let shown = page.text().unwrap();
+        assert!(shown.contains(&format!("{{certificate=\"ca\"}} {end_s}\n")), "{shown}");
+        issuing.abort();
+    }
+
+    /// Has a CA of a day ago.
+    struct Old;
+
+    #[async_trait]
+    impl Keeper for Old {
+        async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+            let yesterday = UnixTime::since_unix_epoch(Duration::from_secs(now().as_secs() - 24 * 3600));
+            let made = Authority::create(ClusterId::new("c0ffee").unwrap(), yesterday).unwrap();
+            Ok(Some(stored_form(&made).unwrap()))
+        }
+
+        async fn save(&self, _: Vec<u8>) -> Result<(), KeeperError> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_replaced_ca_is_known() {
+        let tls = Tls::open(Arc::new(Old), "c0ffee").await.unwrap();
+        let before = tls.expiry_s().0;
+        tls.change(|authority| authority.begin_roll_over(now())).await.unwrap();
+        assert_eq!(tls.expiry_s().0, before);
+        tls.change(Authority::switch_signer).await.unwrap();
+        assert!(tls.expiry_s().0 > before);
+        assert_eq!(tls.expiry_s().0, tls.look(Authority::expires_at_s).await);
     }
 
     #[tokio::test]

@@ -32,7 +32,7 @@ impl Tls {
     pub async fn run(self: Arc<Tls>, fleet: Arc<Fleet>) {
         let (mut failures, mut warned_s) = (0_u32, None);
         loop {
-            self.warn_of_end(&mut warned_s).await;
+            self.warn_of_end(&mut warned_s);
             if let Err(error) = self.renew_own().await {
                 tracing::error!(%error, "the certificate of this controller cannot be renewed");
             }
@@ -48,8 +48,8 @@ impl Tls {
     }
 
     /// Logs once a day that the CA expires soon.
-    async fn warn_of_end(&self, warned_s: &mut Option<u64>) {
-        let (end_s, now_s) = (self.expiry_s().await.0, now().as_secs());
+    fn warn_of_end(&self, warned_s: &mut Option<u64>) {
+        let (end_s, now_s) = (self.expiry_s().0, now().as_secs());
         let is_new = warned_s.is_none_or(|warned| warned.abs_diff(now_s) >= DAY_S);
         if expires_soon(end_s, now_s) && is_new {
             *warned_s = Some(now_s);
