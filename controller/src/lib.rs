@@ -7,6 +7,7 @@
 //! - [`api`][]: the gRPC interface of the controller.
 //! - [`csi`][]: the Controller service of CSI.
 //! - [`metrics`][]: the metrics for Prometheus, and probes.
+//! - [`open_files`][]: the limit of open files.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
 //! - [`tls`][]: the cluster's CA, and the certificates of this controller, nodes and administrators.
 //! - [`ctl`][]: `shorthornctl`.
@@ -22,6 +23,7 @@ pub mod ctl;
 pub mod kubernetes;
 pub mod manual;
 pub mod metrics;
+pub mod open_files;
 mod random;
 pub mod serve;
 pub mod store;

@@ -8,6 +8,7 @@ use shorthorn_controller::config::{Cli, Config, ControllerCommand, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
 use shorthorn_controller::kubernetes::guard;
 use shorthorn_controller::manual;
+use shorthorn_controller::open_files;
 use shorthorn_controller::serve::serve;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -30,6 +31,7 @@ fn main() -> anyhow::Result<()> {
     };
     let config = Config::load(*args)?;
     shorthorn_logging::start(&config.log, config.log_format, QUIET);
+    open_files::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let served = runtime.block_on(serve(config));
     // A thread that waits for a disk which hangs does not hold up the end.
