@@ -31,21 +31,44 @@ impl Fleet {
         self.align(&mut following).await;
         loop {
             match changes.recv().await {
-                Ok(key) if key.kind != Kind::Node => continue,
-                Ok(_) | Err(RecvError::Lagged(_)) => {}
+                Ok(key) if key.kind != Kind::Node => {}
+                // With thousands of nodes, a look at all of them takes long, and their objects change often.
+                Ok(key) => {
+                    if let Ok(node) = NodeName::new(&key.name) {
+                        let wanted = self.wanted_of(&node);
+                        self.align_one(&mut following, node, wanted).await;
+                    }
+                }
+                Err(RecvError::Lagged(_)) => self.align(&mut following).await,
                 Err(RecvError::Closed) => return,
             }
-            self.align(&mut following).await;
         }
     }
 
     /// Follows exactly the agents that are wanted now.
     async fn align(self: &Arc<Fleet>, following: &mut BTreeMap<NodeName, Following>) {
         let wanted = self.wanted();
-        let is_left = |(node, link): &(&NodeName, &Following)| wanted.get(*node) != Some(&link.url);
-        let left: Vec<NodeName> = following.iter().filter(is_left).map(|(node, _)| node.clone()).collect();
+        let left: Vec<NodeName> =
+            following.keys().filter(|node| !wanted.contains_key(*node)).cloned().collect();
         for node in left {
-            let Some(mut link) = following.remove(&node) else { continue };
+            self.align_one(following, node, None).await;
+        }
+        for (node, url) in wanted {
+            self.align_one(following, node, Some(url)).await;
+        }
+    }
+
+    /// Follows the agent of `node` at that address; none: does not follow it.
+    async fn align_one(
+        self: &Arc<Fleet>,
+        following: &mut BTreeMap<NodeName, Following>,
+        node: NodeName,
+        wanted: Option<ServerUrl>,
+    ) {
+        if following.get(&node).map(|link| &link.url) == wanted.as_ref() {
+            return;
+        }
+        if let Some(mut link) = following.remove(&node) {
             link.task.abort();
             // The task may still run on another thread. State of the old agent must not count as the new
             // one's.
@@ -54,16 +77,9 @@ impl Fleet {
             tracing::info!(%node, url = %link.url, "stopped watching the agent");
             self.wake_all(&node);
         }
-        for (node, url) in wanted {
-            if following.contains_key(&node) {
-                continue;
-            }
-            if !self.know(&node, &url) {
-                continue;
-            }
-            let task = tokio::spawn(link::follow(Arc::clone(self), node.clone()));
-            following.insert(node, Following { url, task });
-        }
+        let Some(url) = wanted.filter(|url| self.know(&node, url)) else { return };
+        let task = tokio::spawn(link::follow(Arc::clone(self), node.clone()));
+        following.insert(node, Following { url, task });
     }
 
     /// Adds all agents with a known address.
@@ -88,6 +104,15 @@ impl Fleet {
         let mut wanted: BTreeMap<NodeName, ServerUrl> = cluster.nodes.values().filter_map(address).collect();
         wanted.extend(self.configured.clone());
         wanted
+    }
+
+    /// Returns the address of one agent; none: it has none, or none that can be used.
+    fn wanted_of(&self, node: &NodeName) -> Option<ServerUrl> {
+        let stored = || {
+            let cluster = self.store.state();
+            cluster.nodes.get(node.as_str()).and_then(address).map(|(_, url)| url)
+        };
+        self.configured.get(node).cloned().or_else(stored)
     }
 }
 

@@ -19,11 +19,14 @@ use crate::reconcile::START_CHECK;
 impl Run<'_> {
     /// Returns the newest attachment that any reachable process of the volume knows.
     pub(super) fn reported_attach(&self) -> Option<u64> {
-        let key = InstanceKey::engine(&self.stored.spec.volume_name);
-        let agents = self.context.agents.by_node().values().filter(|view| view.is_synced());
-        let engines = agents.filter_map(|view| match &view.instances.get(&key)?.detail {
-            Detail::Engine(engine) => engine.attach,
-            Detail::Replica(_) => None,
+        let volume = &self.stored.spec.volume_name;
+        let key = InstanceKey::engine(volume);
+        let views = self.context.agents.with_engine(volume).map(|(_, view)| view);
+        let engines = views.filter(|view| view.is_synced()).filter_map(|view| {
+            match &view.instances.get(&key)?.detail {
+                Detail::Engine(engine) => engine.attach,
+                Detail::Replica(_) => None,
+            }
         });
         engines.chain(self.refused_attach()).max()
     }
