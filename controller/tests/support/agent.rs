@@ -66,7 +66,8 @@ pub struct FakeAgent {
     pub name: String,
     state: Arc<Mutex<State>>,
     truth: Arc<Mutex<Truth>>,
-    events: broadcast::Sender<v1::InstanceEvent>,
+    /// Shared: the channel has room for all of them at once, and a benchmark has thousands of agents.
+    events: broadcast::Sender<Arc<v1::InstanceEvent>>,
     /// Actions to do once, within the next call of that name, before anything else.
     before: Arc<Mutex<BTreeMap<&'static str, Meanwhile>>>,
     /// Connections that were opened since it last hung up.
@@ -319,7 +320,9 @@ impl FakeAgent {
     }
 
     fn send(&self, kind: Type, instance: v1::Instance) {
-        let _ = self.events.send(v1::InstanceEvent { r#type: kind.into(), instance: Some(instance) });
+        let event = v1::InstanceEvent { r#type: kind.into(), instance: Some(instance) };
+        // Nothing has to watch it.
+        let _ = self.events.send(Arc::new(event));
     }
 
     /// Starts an instance like a real agent: first it is starting, and a little later it runs.
@@ -675,7 +678,7 @@ impl Node for FakeAgent {
                 }
             }
             while let Ok(event) = events.recv().await {
-                if sender.send(Ok(event)).await.is_err() {
+                if sender.send(Ok((*event).clone())).await.is_err() {
                     return;
                 }
             }
