@@ -5,7 +5,7 @@ use std::path::Path;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_api::v1::node_tls_server::{NodeTls, NodeTlsServer};
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER};
-use shorthorn_controller_core::observed::Link;
+use shorthorn_controller_core::observed::{AgentInfo, InstanceKey, Link};
 use tokio::net::UnixListener;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -88,5 +88,32 @@ async fn calls_about_certificates_say_the_cluster_and_the_leader_too() {
     client.set_certificate(v1::SetCertificateRequest::default()).await.unwrap();
     let of_leader = ["in-memory".to_owned(), "7".to_owned()];
     assert_eq!(*recorder.0.lock().unwrap(), [of_leader.clone(), of_leader]);
+    serving.abort();
+}
+
+#[tokio::test]
+async fn a_call_that_an_older_agent_does_not_know_names_the_agent_to_upgrade() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("agent.sock");
+    let serving = serve(&Recorder::default(), &socket);
+    let node = NodeName::new("a").unwrap();
+    let fleet = fleet(&node, &socket);
+    let volume = VolumeName::new("v").unwrap();
+    let call = AgentCall::StopInstance { instance: InstanceKey::engine(&volume), attach: 1 };
+    let away = fleet.call(&node, &call).await.unwrap_err();
+    assert!(matches!(away, CallError::OutOfReach(_)), "{away}");
+    fleet.change(&node, |view| {
+        view.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
+        view.link = Link::Synced;
+    });
+    let refused = fleet.call(&node, &call).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    let text = refused.to_string();
+    assert!(text.contains("version 0.0.9") && text.contains("upgrade the agent of node a"), "{text}");
+    // The next decision, and with it the object, has the remedy too.
+    let agents = fleet.agents();
+    let failure = &agents.get(&node).unwrap().failures[&call.instance()];
+    assert!(failure.message.contains("upgrade the agent of node a"), "{failure:?}");
+    assert!(fleet.can(&node, 0) && !fleet.can(&node, 1), "it has shown no feature");
     serving.abort();
 }

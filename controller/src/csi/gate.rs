@@ -62,3 +62,55 @@ impl Service<http::Request<Body>> for CsiGate {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shorthorn_api::csi::v1;
+    use shorthorn_api::csi::v1::controller_client::ControllerClient;
+    use shorthorn_api::csi::v1::identity_client::IdentityClient;
+    use shorthorn_controller_core::reconcile::Settings;
+    use shorthorn_csi::Identity;
+    use tokio::net::UnixListener;
+    use tokio::sync::watch;
+    use tokio_stream::wrappers::UnixListenerStream;
+    use tonic::Code;
+    use tonic::transport::{Endpoint, Server};
+
+    use super::*;
+    use crate::agents::Fleet;
+    use crate::metrics::Metrics;
+    use crate::store::{MemoryStore, Store};
+    use crate::work::Queue;
+
+    #[tokio::test]
+    async fn a_standby_is_not_ready_and_refuses_calls_until_it_leads() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("csi.sock");
+        let gate = CsiGate::default();
+        let identity = Identity::new("driver", "1").ready_while(gate.ready()).server();
+        let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
+        let server = Server::builder().add_service(identity).add_service(gate.clone());
+        let serving = tokio::spawn(server.serve_with_incoming(incoming));
+        let channel = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap().connect_lazy();
+        let mut probe = IdentityClient::new(channel.clone());
+        let mut csi = ControllerClient::new(channel);
+        let is_ready = probe.probe(v1::ProbeRequest {}).await.unwrap().into_inner().ready;
+        assert_eq!(is_ready, Some(false), "a sidecar waits");
+        let nameless = v1::CreateVolumeRequest::default;
+        let refused = csi.create_volume(nameless()).await.unwrap_err();
+        assert_eq!((refused.code(), refused.message()), (Code::Unavailable, NOT_READY));
+
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        let (metrics, queue) = (Metrics::default(), Arc::new(Queue::new()));
+        let fleet = Fleet::new(&BTreeMap::new(), Arc::clone(&store), queue, metrics.clone()).unwrap();
+        let (_stop, stopping) = watch::channel(false);
+        gate.open(CsiController::new(store, fleet, stopping, Settings::default(), metrics));
+        let is_ready = probe.probe(v1::ProbeRequest {}).await.unwrap().into_inner().ready;
+        assert_eq!(is_ready, Some(true));
+        let refused = csi.create_volume(nameless()).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "the service answers: {refused}");
+        serving.abort();
+    }
+}

@@ -219,7 +219,91 @@ async fn set_finalizers(
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+    use std::sync::{Arc, Mutex};
+
+    use http::{Method, Request, Response};
+    use kube::Client;
+    use kube::client::Body;
+    use serde_json::Value;
+    use tower::service_fn;
+
     use super::*;
+
+    /// An API server with the Secret. A Secret that is being deleted is gone with its last finalizer.
+    #[derive(Default)]
+    struct OneSecret(Mutex<Option<Value>>);
+
+    impl OneSecret {
+        fn secrets(this: &Arc<OneSecret>) -> Api<KubernetesSecret> {
+            let this = Arc::clone(this);
+            let service = service_fn(move |request: Request<Body>| {
+                let this = Arc::clone(&this);
+                async move {
+                    let (head, body) = request.into_parts();
+                    let body = body.collect_bytes().await.unwrap();
+                    let (code, answer) = this.answer(&head.method, &body);
+                    let answer = Body::from(serde_json::to_vec(&answer).unwrap());
+                    Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
+                }
+            });
+            Api::namespaced(Client::new(service, "n"), "n")
+        }
+
+        fn answer(&self, method: &Method, body: &[u8]) -> (u16, Value) {
+            let mut secret = self.0.lock().unwrap();
+            if method == Method::POST {
+                *secret = Some(serde_json::from_slice(body).unwrap());
+            }
+            let Some(found) = secret.as_mut() else {
+                return (404, json!({ "kind": "Status", "status": "Failure", "code": 404 }));
+            };
+            if method == Method::PATCH {
+                let change: Value = serde_json::from_slice(body).unwrap();
+                found["metadata"]["finalizers"] = change["metadata"]["finalizers"].clone();
+            }
+            let answer = found.clone();
+            let is_gone = !found["metadata"]["deletionTimestamp"].is_null()
+                && found["metadata"]["finalizers"].as_array().is_none_or(Vec::is_empty);
+            if is_gone {
+                *secret = None;
+            }
+            (200, answer)
+        }
+
+        fn finalizers(&self) -> Value {
+            self.0.lock().unwrap().as_ref().unwrap()["metadata"]["finalizers"].clone()
+        }
+
+        fn set(&self, field: &str, value: Value) {
+            self.0.lock().unwrap().as_mut().unwrap()["metadata"][field] = value;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_secret_that_is_deleted_stays_while_a_volume_needs_its_key() {
+        let api = Arc::<OneSecret>::default();
+        let secrets = OneSecret::secrets(&api);
+        let first = VolumeKeys::open(&secrets, &[]).await.unwrap().fingerprint();
+        assert_eq!(api.finalizers(), json!([KEY_FINALIZER]));
+        let needing = [volume("v", Some(&first), true)];
+        // Restored without it, or of an earlier release.
+        api.set("finalizers", Value::Null);
+        VolumeKeys::open(&secrets, &needing).await.unwrap();
+        assert_eq!(api.finalizers(), json!([KEY_FINALIZER]));
+        api.set("deletionTimestamp", json!("2026-01-01T00:00:00Z"));
+        assert_eq!(VolumeKeys::open(&secrets, &needing).await.unwrap().fingerprint(), first);
+        assert_eq!(api.finalizers(), json!([KEY_FINALIZER]));
+        // Without volumes it may go, and the next cluster gets another key.
+        let next = VolumeKeys::open(&secrets, &[volume("new", None, false)]).await.unwrap().fingerprint();
+        assert_ne!(next, first);
+        let lost = VolumeKeys::open(&secrets, &needing).await.unwrap_err();
+        assert!(matches!(lost, OpenError::OtherKey { .. }), "{lost}");
+        *api.0.lock().unwrap() = None;
+        let lost = VolumeKeys::open(&secrets, &needing).await.unwrap_err();
+        assert!(lost.to_string().contains(&first), "{lost}");
+        assert!(api.0.lock().unwrap().is_none(), "no other key is made");
+    }
 
     #[test]
     fn each_volume_has_a_secret_of_its_own() {
