@@ -1,6 +1,6 @@
 //! Limits on TLS handshakes. A handshake costs a signature, so clients that cannot authenticate get few of
 //! them. No number of them keeps the controller out: addresses that authenticated lately have a share of
-//! their own.
+//! their own, and a new handshake takes the place of the oldest one that waits, silent ones first.
 //!
 //! Pure: the caller gives the time.
 
@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 /// An address that has authenticated lately may have so many times the handshakes of another one.
 const FRIEND_FACTOR: usize = 4;
 /// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
-const FAILURES_MAX: u32 = 20;
-const FORGIVEN_EVERY: Duration = Duration::from_secs(1);
+/// Fifty signatures a second are a small part of a processor. A controller behind the same address as a client
+/// that always fails is lucky in one of its tries.
+const FAILURES_MAX: u32 = 50;
+const FORGIVEN_EVERY: Duration = Duration::from_millis(20);
 /// An address counts as a friend for so long after it has authenticated, and after its last connection has
 /// ended.
 const FRIEND_FOR: Duration = Duration::from_hours(1);
@@ -25,10 +27,10 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     addresses: HashMap<IpAddr, Address>,
-    /// In progress of addresses that have not authenticated lately, and of those that have. Each at most
-    /// `max`.
-    strangers: usize,
-    friends: usize,
+    /// In progress, from the oldest to the newest. At most `max` are of addresses that have authenticated
+    /// lately, and at most `max` of others.
+    running: Vec<Running>,
+    next_id: u64,
     max: usize,
     max_of_source: usize,
     logged_at: Option<Instant>,
@@ -44,6 +46,28 @@ pub(crate) enum Outcome {
     Anonymous,
     /// With an error, or not in time.
     Failed,
+    /// The client has sent nothing: that has cost no signature.
+    Silent,
+}
+
+/// A handshake in progress.
+#[derive(Debug)]
+struct Running {
+    id: u64,
+    address: IpAddr,
+    is_friend: bool,
+    stage: Stage,
+}
+
+/// The progress of a handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    /// The client has sent nothing yet.
+    Silent,
+    /// The client has sent something.
+    Heard,
+    /// The client has authenticated, and waits for the server. Nothing takes its place.
+    Authenticated,
 }
 
 #[derive(Debug)]
@@ -60,8 +84,11 @@ struct Address {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) struct Begun {
+    /// The number of the handshake.
+    pub id: u64,
+    /// The handshake whose place it has taken, which has to be ended.
+    pub displaced: Option<u64>,
     address: IpAddr,
-    is_friend: bool,
 }
 
 impl Address {
@@ -70,7 +97,7 @@ impl Address {
     }
 
     fn forgive(&mut self, now: Instant) {
-        let periods = now.duration_since(self.forgiven_at).as_secs() / FORGIVEN_EVERY.as_secs();
+        let periods = now.duration_since(self.forgiven_at).as_millis() / FORGIVEN_EVERY.as_millis();
         let periods = u32::try_from(periods).unwrap_or(u32::MAX);
         self.failures = self.failures.saturating_sub(periods);
         self.forgiven_at = if self.failures == 0 { now } else { self.forgiven_at + FORGIVEN_EVERY * periods };
@@ -84,8 +111,8 @@ impl Address {
 impl Handshakes {
     /// At most `max` handshakes at once, and `max_of_source` of one address.
     pub fn new(max: usize, max_of_source: usize) -> Handshakes {
-        let (addresses, strangers, friends) = Default::default();
-        Handshakes { addresses, strangers, friends, max, max_of_source, logged_at: None, not_logged: 0 }
+        let (addresses, running, next_id) = Default::default();
+        Handshakes { addresses, running, next_id, max, max_of_source, logged_at: None, not_logged: 0 }
     }
 
     /// Begins a handshake with a client at this address. Returns none if the client has to be disconnected.
@@ -103,30 +130,75 @@ impl Handshakes {
         });
         known.forgive(now);
         let is_friend = known.is_friend(now);
-        let (all, own_max) = if is_friend {
-            (&mut self.friends, self.max_of_source * FRIEND_FACTOR)
-        } else {
-            (&mut self.strangers, self.max_of_source)
-        };
         // The failures of a friend may be those of another client at its address.
-        let has_failed = !is_friend && known.failures >= FAILURES_MAX;
-        if *all >= self.max || known.under_way >= own_max || has_failed {
+        if !is_friend && known.failures >= FAILURES_MAX {
             return None;
         }
-        *all += 1;
-        known.under_way += 1;
-        Some(Begun { address, is_friend })
+        let under_way = known.under_way;
+        let displaced = self.make_place(address, is_friend, under_way)?;
+        let id = self.next_id;
+        self.next_id += 1;
+        self.running.push(Running { id, address, is_friend, stage: Stage::Silent });
+        if let Some(known) = self.addresses.get_mut(&address) {
+            known.under_way += 1;
+        }
+        Some(Begun { id, displaced, address })
+    }
+
+    /// Ends a handshake for a new one if the places are taken: the oldest one of the same address, or of the
+    /// address that has the most. Returns its number, and None if every place is of a client that has
+    /// authenticated.
+    fn make_place(&mut self, address: IpAddr, is_friend: bool, under_way: usize) -> Option<Option<u64>> {
+        let own_max = if is_friend { self.max_of_source * FRIEND_FACTOR } else { self.max_of_source };
+        let alike = |one: &Running| one.is_friend == is_friend;
+        let is_full = self.running.iter().filter(|one| alike(one)).count() >= self.max;
+        let victim = if under_way >= own_max {
+            self.oldest(|one| one.address == address && (!is_full || alike(one)))?
+        } else if is_full {
+            let of = |address| self.running.iter().filter(|one| alike(one) && one.address == address).count();
+            let waiting = |one: &&Running| alike(one) && one.stage != Stage::Authenticated;
+            let most = self.running.iter().filter(waiting).map(|one| of(one.address)).max()?;
+            self.oldest(|one| alike(one) && of(one.address) == most)?
+        } else {
+            return Some(None);
+        };
+        let Running { id, address, .. } = self.running.remove(victim);
+        if let Some(known) = self.addresses.get_mut(&address) {
+            known.under_way = known.under_way.saturating_sub(1);
+        }
+        Some(Some(id))
+    }
+
+    /// Returns the place of the oldest of these handshakes that waits, a silent one if any is.
+    fn oldest(&self, is_one: impl Fn(&Running) -> bool) -> Option<usize> {
+        let waiting = self.running.iter().enumerate();
+        let waiting = waiting.filter(|(_, one)| one.stage != Stage::Authenticated && is_one(one));
+        waiting.min_by_key(|(at, one)| (one.stage, *at)).map(|(at, _)| at)
+    }
+
+    /// The client of a handshake has sent something.
+    pub fn hear(&mut self, begun: Begun) {
+        if let Some(one) = self.running.iter_mut().find(|one| one.id == begun.id) {
+            one.stage = Stage::Heard;
+        }
+    }
+
+    /// The client of a handshake has authenticated: it keeps its place until the server takes the connection.
+    /// Returns false if another handshake has taken the place.
+    pub fn keep(&mut self, begun: Begun) -> bool {
+        let one = self.running.iter_mut().find(|one| one.id == begun.id);
+        one.map(|one| one.stage = Stage::Authenticated).is_some()
     }
 
     /// A handshake has ended.
     pub fn end(&mut self, begun: Begun, outcome: Outcome, now: Instant) {
-        let all = if begun.is_friend { &mut self.friends } else { &mut self.strangers };
-        *all = all.saturating_sub(1);
+        let place = self.running.iter().position(|one| one.id == begun.id);
+        let is_running = place.map(|at| self.running.remove(at)).is_some();
         let Some(known) = self.addresses.get_mut(&begun.address) else { return };
-        known.under_way = known.under_way.saturating_sub(1);
+        known.under_way = known.under_way.saturating_sub(usize::from(is_running));
         match outcome {
             Outcome::Authenticated => (known.failures, known.authenticated_at) = (0, Some(now)),
-            Outcome::Anonymous => {}
+            Outcome::Anonymous | Outcome::Silent => {}
             Outcome::Failed => known.failures = known.failures.saturating_add(1),
         }
     }
@@ -215,14 +287,39 @@ mod tests {
         let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
         let begun = all.begin(address(0), now).unwrap();
         all.end(begun, Outcome::Authenticated, now);
+        let friend = all.begin(address(0), now).unwrap();
         let held: Vec<Begun> = (1..100).filter_map(|n| all.begin(address(n), now)).collect();
-        assert_eq!(held.len(), 16);
+        assert_eq!(all.running.len(), 1 + 16, "each takes the place of another stranger");
+        assert!(held.iter().all(|begun| begun.displaced != Some(friend.id)));
         let friends: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(0), now)).collect();
-        assert_eq!(friends.len(), 16);
-        for begun in held.into_iter().chain(friends) {
+        assert_eq!(all.running.len(), 16 + 16);
+        for begun in held.into_iter().chain(friends).chain([friend]) {
             all.end(begun, Outcome::Authenticated, now);
         }
-        assert_eq!((all.strangers, all.friends), (0, 0));
+        assert!(all.running.is_empty() && all.addresses.values().all(|known| known.under_way == 0));
+    }
+
+    #[test]
+    fn a_handshake_takes_the_place_of_the_oldest_of_its_address() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let begin = |all: &mut Handshakes| all.begin(address(1), now).unwrap();
+        let silent: Vec<Begun> = (0..4).map(|_| begin(&mut all)).collect();
+        let controller = begin(&mut all);
+        assert_eq!(controller.displaced, Some(silent[0].id));
+        all.hear(controller);
+        // Other silent ones take the places of silent ones only.
+        for _ in 0..100 {
+            assert_ne!(begin(&mut all).displaced, Some(controller.id));
+        }
+        assert!(all.keep(controller) && !all.keep(silent[0]));
+        // Nothing takes the place of a client that has authenticated, and waits for the server.
+        let talking: Vec<Begun> = (0..3).map(|_| begin(&mut all)).collect();
+        talking.iter().for_each(|one| assert!(all.keep(*one)));
+        assert_eq!(all.begin(address(1), now), None);
+        all.end(controller, Outcome::Authenticated, now);
+        assert_eq!(all.addresses[&address(1)].under_way, 3);
+        all.end(silent[0], Outcome::Silent, now);
+        assert_eq!(all.addresses[&address(1)].under_way, 3, "its place was taken before");
     }
 
     #[test]
@@ -242,13 +339,13 @@ mod tests {
     fn one_address_holds_few_handshakes_and_many_addresses_are_forgotten() {
         let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
         let held: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(1), now)).collect();
-        assert_eq!(held.len(), 4);
+        assert_eq!((held.len(), all.running.len()), (100, 4));
         for n in 2..5000 {
             let begun = all.begin(address(n), now).unwrap();
             all.end(begun, Outcome::Failed, now);
         }
         assert!(all.addresses.len() <= ADDRESSES_MAX);
-        assert_eq!(all.begin(address(1), now), None, "those under way still count");
+        assert_eq!(all.begin(address(1), now).unwrap().displaced, Some(held[96].id), "those under way count");
         let friend = all.begin(address(6000), now).unwrap();
         all.end(friend, Outcome::Authenticated, now);
         for n in 7000..9000 {
@@ -263,12 +360,14 @@ mod tests {
     fn addresses_of_one_network_count_together() {
         let (mut all, now) = (Handshakes::new(16, 2), Instant::now());
         let mut begin = |text: &str| all.begin(text.parse().unwrap(), now);
-        let held = [begin("fd00::1"), begin("fd00::2")];
-        assert!(held.iter().all(Option::is_some));
-        assert_eq!(begin("fd00::3"), None, "the same /64");
+        let displaced = |begun: Option<Begun>| begun.and_then(|begun| begun.displaced);
+        let first = begin("fd00::1").unwrap();
+        assert_eq!(displaced(begin("fd00::2")), None);
+        assert_eq!(displaced(begin("fd00::3")), Some(first.id), "the same /64");
         let others = [begin("fd00:0:0:1::1"), begin("10.0.0.1"), begin("::ffff:10.0.0.1")];
-        assert!(others.iter().all(Option::is_some));
-        assert_eq!(begin("10.0.0.1"), None, "IPv4, also when it is written as IPv6");
+        assert!(others.iter().all(|begun| begun.unwrap().displaced.is_none()));
+        let other = others[1].unwrap().id;
+        assert_eq!(displaced(begin("10.0.0.1")), Some(other), "IPv4, also when it is written as IPv6");
     }
 
     #[test]

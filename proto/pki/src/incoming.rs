@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -31,7 +31,7 @@ pub struct Limits {
     /// Handshakes in progress of addresses that have authenticated lately, and as many of others.
     pub handshakes_max: usize,
     /// Handshakes in progress of one address (of one /64 with IPv6). An address that has authenticated lately
-    /// may have four times as many.
+    /// may have four times as many. A further one takes the place of the oldest that waits.
     pub handshakes_per_source_max: usize,
     /// The longest handshake.
     pub handshake_timeout: Duration,
@@ -99,19 +99,28 @@ type Ready = mpsc::Sender<io::Result<Guarded<TlsStream<TcpStream>>>>;
 
 async fn accept(listener: TcpListener, door: Arc<Door>, ready: Ready) {
     let mut running = JoinSet::new();
+    // Of the handshakes, by their numbers.
+    let mut handles: HashMap<u64, AbortHandle> = HashMap::new();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = ready.closed() => return,
         };
         while running.try_join_next().is_some() {}
+        handles.retain(|_, handle| !handle.is_finished());
         match accepted {
             Ok((stream, address)) => {
                 let Some(shaking) = door.begin(address) else {
                     door.log(address, &"too many handshakes, or too many that failed");
                     continue;
                 };
-                running.spawn(handshake(Arc::clone(&door), stream, address, ready.clone(), shaking));
+                let Begun { id, displaced, .. } = shaking.begun;
+                if let Some(handle) = displaced.and_then(|displaced| handles.remove(&displaced)) {
+                    handle.abort();
+                    door.log(address, &"a newer handshake has taken the place of one that waited");
+                }
+                let shaken = handshake(Arc::clone(&door), stream, address, ready.clone(), shaking);
+                handles.insert(id, running.spawn(shaken));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -128,12 +137,23 @@ async fn handshake(
     ready: Ready,
     mut shaking: Shaking,
 ) {
-    let shaken = tokio::time::timeout(door.limits.handshake_timeout, door.shake(stream, address)).await;
-    shaking.outcome = match &shaken {
-        Ok(Ok(guarded)) if guarded.peer().certificate.is_some() => Outcome::Authenticated,
-        Ok(Ok(_)) => Outcome::Anonymous,
-        _ => Outcome::Failed,
+    let shake = async {
+        // Nothing is signed for a client that sends nothing.
+        stream.readable().await?;
+        shaking.hear();
+        door.shake(stream, address).await
     };
+    let shaken = tokio::time::timeout(door.limits.handshake_timeout, shake).await;
+    match &shaken {
+        Ok(Ok(guarded)) if guarded.peer().certificate.is_some() => {
+            shaking.outcome = Outcome::Authenticated;
+            if !lock(&door.handshakes).keep(shaking.begun) {
+                return; // at this moment, a newer one has taken its place
+            }
+        }
+        Ok(Ok(_)) => shaking.outcome = Outcome::Anonymous,
+        _ => {}
+    }
     match shaken {
         Ok(Ok(guarded)) => drop(ready.send(Ok(guarded)).await),
         Ok(Err(error)) => door.log(address, &error),
@@ -153,7 +173,7 @@ pub(crate) struct StrangerPlace {
 impl Door {
     fn begin(&self, address: SocketAddr) -> Option<Shaking> {
         let begun = lock(&self.handshakes).begin(address.ip(), Instant::now())?;
-        Some(Shaking { handshakes: Arc::clone(&self.handshakes), begun, outcome: Outcome::Failed })
+        Some(Shaking { handshakes: Arc::clone(&self.handshakes), begun, outcome: Outcome::Silent })
     }
 
     /// Scanners and health checks fail too: no warning, and not each of them.
@@ -205,6 +225,13 @@ struct Shaking {
     handshakes: Arc<Mutex<Handshakes>>,
     begun: Begun,
     outcome: Outcome,
+}
+
+impl Shaking {
+    fn hear(&mut self) {
+        self.outcome = Outcome::Failed; // unless it ends otherwise
+        lock(&self.handshakes).hear(self.begun);
+    }
 }
 
 impl Drop for Shaking {

@@ -201,13 +201,48 @@ async fn connections_that_do_not_shake_hands_do_not_hold_up_others() {
     for _ in 0..6 {
         silent.push(TcpStream::connect(address).await.unwrap());
     }
-    // Three are closed at once, for their number, and three for their time.
+    // Three are closed at once, because newer ones take their places, and three for their time.
     for mut silent in silent {
         let mut byte = [0];
         let ended = timeout(LIMIT, silent.read(&mut byte)).await.unwrap();
         assert!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");
     }
     greet(address, &connector(&client, &node("a"))).await.unwrap();
+}
+
+/// Opens connections that send `bytes` each, and nothing else.
+async fn flood(address: SocketAddr, count: usize, bytes: &[u8]) -> Vec<TcpStream> {
+    let mut held = Vec::new();
+    for _ in 0..count {
+        let mut stray = TcpStream::connect(address).await.unwrap();
+        // One whose place was taken at once is closed already.
+        let _ = stray.write_all(bytes).await;
+        held.push(stray);
+    }
+    held
+}
+
+#[tokio::test]
+async fn a_pod_behind_the_address_of_the_controller_cannot_hold_its_handshakes() {
+    let mut ca = authority();
+    let server = credentials(&ca, Some(issue(&mut ca.clone(), &node("a"), now_s())));
+    let client = issued(&mut ca, &Role::Controller);
+    // No stray ends by itself in this test.
+    let limits = Limits { handshake_timeout: 10 * LIMIT, ..Limits::default() };
+    let address = serve(&server, ClientAuth::Required, limits).await;
+    let silent = flood(address, 400, b"").await;
+    timeout(LIMIT, greet(address, &connector(&client, &node("a")))).await.unwrap().unwrap();
+    drop(silent);
+
+    // The same for strays that have begun a handshake, on a server that has not met the controller yet.
+    let address = serve(&server, ClientAuth::Required, limits).await;
+    let talking = flood(address, 400, &[22, 3, 1]).await;
+    let greeted = async {
+        let connector = connector(&client, &node("a"));
+        while greet(address, &connector).await.is_err() {}
+    };
+    timeout(LIMIT, greeted).await.unwrap();
+    drop(talking);
 }
 
 #[tokio::test]
