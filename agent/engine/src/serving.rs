@@ -3,6 +3,7 @@
 
 mod commands;
 mod members;
+mod moves;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -29,9 +30,12 @@ use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
+use moves::Moves;
 
 /// The interval of asking the core for the progress of running copies.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval of looking at members that are to be moved to new addresses.
+const MOVES_INTERVAL: Duration = Duration::from_millis(200);
 /// The interval of logging the progress of a copy.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -55,6 +59,8 @@ pub struct Serving<'a> {
     /// Per replica: how often it was dropped.
     standings: [Standing; MAX_MEMBERS],
     begun: Instant,
+    /// The members whose addresses have changed.
+    moves: Moves,
     is_scrubbing: bool,
     /// The running scrub of the snapshots, and the settings with which the scrub of the volume follows.
     snapshots: Option<(Scrubbing, ScrubConfig)>,
@@ -90,6 +96,7 @@ impl<'a> Serving<'a> {
             copies: [const { None }; MAX_MEMBERS],
             standings: Default::default(),
             begun: now,
+            moves: Moves::default(),
             is_scrubbing: false,
             snapshots: None,
             scrubs: 0,
@@ -118,9 +125,11 @@ impl<'a> Serving<'a> {
     pub fn run(&mut self, events: &Receiver<MainEvent>) -> Result<Ending, EngineError> {
         let mut polled = Instant::now();
         loop {
-            let item = match self.is_copying() {
-                true => events.recv_timeout(POLL_INTERVAL.saturating_sub(polled.elapsed())),
-                false => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let limit = self.is_copying().then(|| POLL_INTERVAL.saturating_sub(polled.elapsed())).into_iter();
+            let limit = limit.chain((!self.moves.is_idle()).then_some(MOVES_INTERVAL)).min();
+            let item = match limit {
+                Some(limit) => events.recv_timeout(limit),
+                None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             match item {
                 Ok(item) => {
@@ -136,6 +145,7 @@ impl<'a> Serving<'a> {
                 polled = Instant::now();
                 self.poll();
             }
+            self.move_members();
         }
     }
 
@@ -330,6 +340,7 @@ impl<'a> Serving<'a> {
     }
 
     fn joined(&mut self, peer: PeerIndex) {
+        self.moves.end(peer);
         let meter = self.copies[usize::from(peer)].take();
         let Some(replica) = self.replica(peer) else { return };
         let seconds = meter.as_ref().map_or(0.0, |meter| meter.elapsed().as_secs_f64());

@@ -125,6 +125,13 @@ impl EngineCore {
         &self.membership
     }
 
+    /// Returns the time since the last answer of a connected replica. A silent connection gets a PING within a
+    /// second.
+    #[must_use]
+    pub fn silent_ms(&self, peer: PeerIndex) -> u64 {
+        self.timeouts.silent_ms(peer, self.clock.now_ms())
+    }
+
     /// Returns the progress of copies and comparisons.
     #[must_use]
     pub fn copy_progress(&self) -> CopyProgress {

@@ -204,6 +204,13 @@ impl ReplicaTimeouts {
         self.connection(peer, queue)?.pinged_at_ms.take()
     }
 
+    /// Returns the time since the last answer of `peer`, of whatever kind and over whichever connection.
+    pub fn silent_ms(&self, peer: PeerIndex, now_ms: u64) -> u64 {
+        let connections = self.connections.get(usize::from(peer)).into_iter();
+        let heard = connections.flat_map(|connections| connections.iter().take(self.queues));
+        now_ms.saturating_sub(heard.map(|connection| connection.heard_at_ms).max().unwrap_or(now_ms))
+    }
+
     /// Forgets the debts of `peer`, which is lost or connected anew.
     pub fn forgive(&mut self, peer: PeerIndex, now_ms: u64) {
         if let Some(connections) = self.connections.get_mut(usize::from(peer)) {

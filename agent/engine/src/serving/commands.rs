@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use shorthorn_control::{ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand, ScrubStatus};
-use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_core::{EngineCore, Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
 use shorthorn_recovery::{ServingEngine, Standing};
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
+use super::moves::Peering;
 use super::{NO_DELAY, Serving};
 use crate::context::Peer;
 use crate::error::EngineError;
@@ -111,9 +112,9 @@ impl Serving<'_> {
     }
 
     /// Sets the address of a replica. If it keeps none of its former addresses, its host most likely has none
-    /// of them any more: its connections are given up, so that it comes back over the new address at once
-    /// instead of after the time-out of a late replica.
-    fn readdress(&self, index: PeerIndex, endpoint: ReplicaEndpoint) {
+    /// of them any more: its connections are to be given up, so that it comes back over the new address instead
+    /// of after the time-out of a late replica.
+    fn readdress(&mut self, index: PeerIndex, endpoint: ReplicaEndpoint) {
         let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
         let mut has_moved = false;
         self.context().update(index, |peer| {
@@ -123,8 +124,24 @@ impl Serving<'_> {
         self.publish_member(replica, |member| member.address.clone_from(&address));
         if has_moved {
             tracing::info!(volume = %self.spec.volume, %replica, address, "a replica has another address");
-            let reason = format!("its address has changed to {address}");
-            self.shared().send_to_core(Event::Lost { peer: index, reason });
+            self.moves.add(index, format!("its address has changed to {address}"));
+        }
+    }
+
+    /// Gives up the connections of members that are to move to their new addresses now.
+    pub(super) fn move_members(&mut self) {
+        if self.moves.is_idle() {
+            return;
+        }
+        let peering = |core: &EngineCore, peer: PeerIndex| Peering {
+            is_member: core.membership().state(peer) == PeerState::Member,
+            silent_ms: core.silent_ms(peer),
+        };
+        let mut moves = std::mem::take(&mut self.moves);
+        let taken = self.shared().look(|core| moves.take(|peer| peering(core, peer)));
+        self.moves = moves;
+        for (peer, reason) in taken {
+            self.shared().send_to_core(Event::Lost { peer, reason });
         }
     }
 
@@ -171,6 +188,7 @@ impl Serving<'_> {
             }
             tracing::info!(volume = %self.spec.volume, %replica, "a replica is given up");
             self.copies[usize::from(index)] = None;
+            self.moves.end(index);
             self.rebuild_tasks.give_up(index, replica)?;
             self.publish(|engine| engine.members.retain(|member| member.replica != replica));
         }

@@ -7,6 +7,7 @@ mod expansions;
 mod late;
 mod load;
 mod lost_writes;
+mod moves;
 mod out_of_sync_sets;
 mod rolled_back;
 mod slow_clients;

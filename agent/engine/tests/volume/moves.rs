@@ -1,0 +1,44 @@
+//! Replicas whose addresses change while the former ones still work.
+
+use std::time::Instant;
+
+use shorthorn_control::ProcessCommand;
+
+use crate::LIMIT;
+use crate::load::Load;
+use crate::volume::Volume;
+
+const FAILED: &str = "a replica has failed";
+const BACK: &str = "a replica is a member again";
+
+#[test]
+fn two_of_three_replicas_that_move_together_move_one_after_the_other() {
+    let mut volume = Volume::start(3, 64 << 20);
+    let load = Load::start(&volume, 51);
+    load.wait_for_writes(100);
+    let mut replicas = volume.endpoints();
+    for replica in &mut replicas[1..] {
+        // Another path of the same socket.
+        let former = replica.addresses[0].strip_prefix("unix:").unwrap().to_owned();
+        let next = format!("{former}-next");
+        std::os::unix::fs::symlink(&former, &next).unwrap();
+        replica.addresses = vec![format!("unix:{next}")];
+    }
+    volume.request(&ProcessCommand::Replicas { replicas });
+    let begin = Instant::now();
+    while volume.log_of_engine().matches(BACK).count() < 2 {
+        assert!(begin.elapsed() < LIMIT, "{}", volume.log_of_engine());
+        load.wait_for_writes(20);
+    }
+    load.wait_for_writes(100);
+    load.stop_and_verify(&volume);
+    let log = volume.log_of_engine();
+    let events: Vec<&str> = log
+        .lines()
+        .flat_map(|line| [FAILED, BACK].into_iter().filter(|event| line.contains(event)))
+        .collect();
+    assert_eq!(events, [FAILED, BACK, FAILED, BACK], "a majority of members at any time: {log}");
+    assert_eq!(log.matches("its address has changed to").count(), 2, "{log}");
+    volume.stop();
+    volume.assert_equal();
+}
