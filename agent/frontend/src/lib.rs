@@ -16,7 +16,7 @@ pub mod ublk;
 mod wait;
 
 pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueSocket};
-pub use iscsi::{IscsiIdentity, prepare_iscsi, remove_iscsi_leftovers};
+pub use iscsi::{IscsiIdentity, IscsidState, iscsid, prepare_iscsi, remove_iscsi_leftovers};
 pub use leftovers::discard;
 #[cfg(shorthorn_fuzzing)]
 pub use nbd::fuzzing;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use crate::iscsi::{FUSE_DEVICE, Host};
+use crate::iscsi::{FUSE_DEVICE, Host, judge_tgt};
 use crate::ublk::{CONTROL_PATH, REQUIRED_FEATURES};
 use crate::{FrontendError, FrontendKind, ublk, wait};
 
@@ -253,7 +253,17 @@ fn probe_iscsi(load: bool) -> Result<String, String> {
             modprobe(module, options).map_err(|missing| missing.to_string())?;
         }
     }
-    Ok("iSCSI by tgt and open-iscsi, slower than ublk and NBD".into())
+    let tgt = tgt_version(host)?;
+    Ok(format!("iSCSI by tgt ({tgt}) and open-iscsi, slower than ublk and NBD"))
+}
+
+/// Returns the version of tgt, for people.
+fn tgt_version(host: Host) -> Result<String, String> {
+    let answer = wait::within(ANSWER_LIMIT, move || {
+        host.command("tgtd").arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output()
+    });
+    let answer = answer.map_err(|error| format!("tgtd does not tell its version: {error}"))?;
+    judge_tgt(&String::from_utf8_lossy(&answer.stdout))
 }
 
 /// A kernel module is missing.

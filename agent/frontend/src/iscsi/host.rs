@@ -10,12 +10,15 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use super::commands::Call;
+use super::tools;
 use crate::{FrontendError, wait};
 
 /// The program that runs others in the namespaces of the host, and its options.
 const ENTER: [&str; 6] = ["nsenter", "--target", "1", "--mount", "--net", "--"];
 /// The program that puts a process out of the control group of the engine, which ends with the engine.
 const SCOPE: &str = "systemd-run";
+/// The program that talks to iscsid.
+const INITIATOR: &str = "iscsiadm";
 /// The directories that programs of the host are in.
 const PROGRAM_DIRECTORIES: [&str; 4] = ["usr/sbin", "usr/bin", "sbin", "bin"];
 /// The time limit for systemd to tell the state of the host.
@@ -98,7 +101,11 @@ impl Host {
         environment: &[(&str, &Path)],
         limit: Duration,
     ) -> Result<(), FrontendError> {
-        let failed = |source: io::Error| FrontendError::System { action: format!("run {call}"), source };
+        let hint = || if call.program == INITIATOR { tools::hint(tools::iscsid()) } else { "" };
+        let failed = |source: io::Error| {
+            let source = io::Error::new(source.kind(), format!("{source}{}", hint()));
+            FrontendError::System { action: format!("run {call}"), source }
+        };
         let mut command = self.command(call.program);
         command.args(&call.arguments).envs(environment.iter().copied());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

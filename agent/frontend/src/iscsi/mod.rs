@@ -17,6 +17,7 @@ mod protocol;
 mod queue;
 mod session;
 mod target;
+mod tools;
 
 use std::io;
 use std::net::TcpListener;
@@ -45,6 +46,8 @@ use self::target::{Files, Process, Server};
 pub(crate) use self::channel::FUSE_DEVICE;
 pub use self::commands::IscsiIdentity;
 pub(crate) use self::host::Host;
+pub(crate) use self::tools::judge_tgt;
+pub use self::tools::{IscsidState, iscsid};
 
 /// The time limit of one call of iscsiadm: it may start iscsid first.
 const CALL_LIMIT: Duration = Duration::from_secs(60);
@@ -112,6 +115,11 @@ pub fn prepare_iscsi(
 
 fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
     FrontendError::System { action: action.into(), source }
+}
+
+/// Adds the state of iscsid to an error, because only iscsid connects sessions.
+fn hinted(source: io::Error) -> io::Error {
+    io::Error::new(source.kind(), format!("{source}{}", tools::hint(iscsid())))
 }
 
 fn portal_of(record: &DeviceRecord) -> Option<Portal> {
@@ -247,7 +255,7 @@ impl IscsiDevice {
     fn connect(&self) -> Result<Option<Events>, FrontendError> {
         let session = Session::find(self.volume()).map_err(|source| self.failed("look for", source))?;
         if let Some(session) = session {
-            session.wait(RECONNECT_LIMIT).map_err(|source| self.failed("reconnect", source))?;
+            session.wait(RECONNECT_LIMIT).map_err(|source| self.failed("reconnect", hinted(source)))?;
             return Ok(None);
         }
         let events = Events::listen();
@@ -348,7 +356,7 @@ impl Device for IscsiDevice {
         self.server.restart()?;
         let (session, disk) = session::wait_for_disk(self.volume(), DISK_LIMIT)
             .map_err(|source| self.failed("find", source))?;
-        session.wait(RECONNECT_LIMIT).map_err(|source| self.failed("reconnect", source))?;
+        session.wait(RECONNECT_LIMIT).map_err(|source| self.failed("reconnect", hinted(source)))?;
         self.catch_up(&session, &disk)
     }
 
