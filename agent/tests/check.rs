@@ -67,3 +67,48 @@ fn a_check_changes_nothing() {
     check(&config, &[]);
     assert!(!state.exists());
 }
+
+/// A file system whose server never answers, like NFS without its server.
+struct DeadFileSystem {
+    point: std::path::PathBuf,
+    _server: fs::File,
+}
+
+impl DeadFileSystem {
+    fn mount(point: &std::path::Path) -> DeadFileSystem {
+        use std::os::fd::AsRawFd;
+        fs::create_dir(point).unwrap();
+        let server = fs::File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+        let flags = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("dead"), point, Some("fuse"), flags, Some(options.as_str())).unwrap();
+        DeadFileSystem { point: point.to_owned(), _server: server }
+    }
+}
+
+impl Drop for DeadFileSystem {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.point, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn a_dead_file_system_is_a_finding_and_delays_no_other() {
+    assert!(nix::unistd::geteuid().is_root(), "a mount needs root");
+    let folder = tempfile::tempdir().unwrap();
+    let (dead, missing) = (folder.path().join("dead"), folder.path().join("missing"));
+    let _mounted = DeadFileSystem::mount(&dead);
+    let disks = format!("{CONFIG}disks = [\"{}\", \"{}\"]\n", dead.display(), missing.display());
+    let begin = std::time::Instant::now();
+    let output = check(&disks, &["--output", "json"]);
+    assert!(begin.elapsed() < std::time::Duration::from_secs(60), "{:?}", begin.elapsed());
+    let findings: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let messages: Vec<&str> =
+        findings.as_array().unwrap().iter().filter_map(|finding| finding["message"].as_str()).collect();
+    let of = |path: &std::path::Path, text: &str| {
+        let path = path.display().to_string();
+        messages.iter().any(|message| message.contains(&path) && message.contains(text))
+    };
+    assert!(of(&dead, "does not answer"), "{messages:?}");
+    assert!(of(&missing, "no such directory"), "{messages:?}");
+}

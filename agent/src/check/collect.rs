@@ -5,20 +5,23 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::libc;
+use shorthorn_api::v1;
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
-use shorthorn_frontend::FrontendKind;
 use shorthorn_frontend::probe::probe;
+use shorthorn_frontend::{FrontendKind, iscsid};
 use shorthorn_metrics::MetricsListen;
 
+use crate::check::bounded::Bounded;
 use crate::check::facts::{BlockTools, DataFacts, DiskFacts, Facts, Kubelet, Ports};
 use crate::pid_file::Holder;
 use crate::serve::config::{Config, CsiChoice};
 use crate::serve::listen::ListenAddress;
 use crate::serve::network::{self, Interfaces};
-use crate::serve::{KubeletRoots, longhorn, look_at_disks, tls};
+use crate::serve::{KubeletRoots, known_disks, longhorn, look_at_disk, tls};
 
 /// The directories of the rule that hides devices of volumes.
 const UDEV_RULES: [&str; 3] = ["/etc/udev/rules.d", "/usr/lib/udev/rules.d", "/lib/udev/rules.d"];
@@ -29,6 +32,8 @@ const PEERS_MAX: usize = 16;
 const PING_HEADER_BYTES: u32 = 28;
 const PING6_HEADER_BYTES: u32 = 48;
 const SMALL_PING_BYTES: u32 = 56;
+/// The time limit for all disks together.
+const DISKS_LIMIT: Duration = Duration::from_secs(5);
 
 /// Collects all facts. Loads the modules of frontends, as the agent does, and pings other nodes.
 ///
@@ -68,6 +73,7 @@ pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Fact
     Ok(Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         frontends: Vec::new(),
+        iscsid: iscsid(),
         block_tools: block_tools(),
         kubelet: kubelet(config),
         disks: Vec::new(),
@@ -130,9 +136,18 @@ fn mount_of(mounts: &str, path: &Path) -> Option<(PathBuf, bool)> {
 
 fn disks(config: &Config) -> Vec<DiskFacts> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let disks = look_at_disks(&config.disks, &config.state_dir).into_iter();
-    let facts = disks.map(|disk| {
-        let path = PathBuf::from(&disk.path);
+    // All at once: a dead NFS server holds up every call that concerns its file system.
+    let looks = known_disks(&config.disks, &config.state_dir).into_iter().map(|path| {
+        let looked = path.clone();
+        (path, Bounded::start(move || look_at_disk(&looked)))
+    });
+    let looks: Vec<_> = looks.collect();
+    let deadline = Instant::now() + DISKS_LIMIT;
+    let facts = looks.into_iter().map(|(path, look)| {
+        let silent = |problem| v1::Disk { problem, ..v1::Disk::default() };
+        let disk = look.and_then(|look| look.wait_until(deadline)).unwrap_or_else(|error| {
+            silent(format!("the file system does not answer ({error}): its server or its device may be dead"))
+        });
         let is_on_root = mount_of(&mounts, &path).is_some_and(|(point, _)| point == Path::new("/"));
         DiskFacts {
             path,

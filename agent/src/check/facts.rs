@@ -4,6 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
+use shorthorn_frontend::IscsidState;
+
 use crate::serve::network::Choice;
 
 /// The facts about this host.
@@ -13,6 +15,8 @@ pub struct Facts {
     pub kernel: String,
     /// The frontends that make a device: name, whether each is usable, and the reason.
     pub frontends: Vec<(String, bool, String)>,
+    /// The daemon of the iSCSI initiator.
+    pub iscsid: IscsidState,
     /// The daemons and rules of other block device tools.
     pub block_tools: BlockTools,
     /// The kubelet of this host.

@@ -2,12 +2,15 @@
 //!
 //! `collect` reads the facts, `rules` judges them. The rules are pure.
 
+mod bounded;
 mod collect;
 mod facts;
 mod rules;
 
 use std::fmt::Write as _;
+use std::time::{Duration, Instant};
 
+use bounded::Bounded;
 use serde::Serialize;
 
 use crate::cli::{CheckArgs, OutputFormat};
@@ -17,6 +20,9 @@ use crate::serve::config::Config;
 pub const FAILED: u8 = 2;
 /// The exit code if the worst finding is a warning.
 pub const WARNED: u8 = 1;
+
+/// The time limit for a check. Many other nodes that do not answer take a minute.
+const LIMIT: Duration = Duration::from_secs(180);
 
 /// The checks whose findings the agent shows to the controller. The agent shows the others in other ways, or
 /// they need more than reading.
@@ -63,10 +69,15 @@ pub struct Finding {
 /// The output cannot be written.
 pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
     let findings = match Config::load(args.config.as_deref()) {
-        Ok(config) => match collect::collect(&config) {
-            Ok(facts) => rules::examine(&facts),
-            Err(error) => vec![rules::of_host(&format!("{error:#}"))],
-        },
+        Ok(config) => {
+            // Anything may be on a file system that does not answer.
+            let collected = Bounded::start(move || collect::collect(&config));
+            let collected = collected.and_then(|collecting| collecting.wait_until(Instant::now() + LIMIT));
+            match collected.map_err(anyhow::Error::from).flatten() {
+                Ok(facts) => rules::examine(&facts),
+                Err(error) => vec![rules::of_host(&format!("{error:#}"))],
+            }
+        }
         Err(error) => vec![rules::of_configuration(&error.to_string())],
     };
     let text = match args.output {

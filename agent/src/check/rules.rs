@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+use shorthorn_frontend::IscsidState;
+
 use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet};
 use crate::check::{Finding, Level};
 
@@ -16,6 +18,8 @@ const MULTIPATH_PROPERTY: &str = "SHORTHORN_VOLUME";
 /// The smallest MTU of IPv6. Less makes no sense for data.
 const MTU_MIN_BYTES: u32 = 1280;
 
+/// The name of the frontend iSCSI.
+const ISCSI: &str = "iscsi";
 /// The loopback interface.
 const LOOPBACK: &str = "lo";
 /// Sockets of others on one of so many ports of replicas are too many.
@@ -92,7 +96,12 @@ fn frontends(facts: &Facts) -> Vec<Finding> {
             findings.push(passed("frontend", format!("{name}: {reason}")));
             continue;
         }
-        let remedy = format!("modprobe {}", if name == "ublk" { "ublk_drv" } else { name });
+        let remedy = match name.as_str() {
+            "ublk" => "modprobe ublk_drv",
+            ISCSI => "apt install tgt open-iscsi (dnf install scsi-target-utils iscsi-initiator-utils)",
+            _ => "modprobe nbd",
+        };
+        let remedy = remedy.to_owned();
         let message = format!("{name}: {reason}");
         findings.push(match (usable.is_empty(), name.as_str()) {
             (true, _) => failed("frontend", message, remedy),
@@ -101,7 +110,23 @@ fn frontends(facts: &Facts) -> Vec<Finding> {
             (false, _) => passed("frontend", format!("{message}; it is not needed beside {}", usable[0])),
         });
     }
+    if usable == [ISCSI] {
+        findings.push(iscsid(facts.iscsid));
+    }
     findings
+}
+
+/// Judges the daemon that a host with iSCSI alone depends on.
+fn iscsid(state: IscsidState) -> Finding {
+    match state {
+        IscsidState::Runs => passed("iscsi", "iscsid runs".to_owned()),
+        IscsidState::OnDemand => passed("iscsi", "systemd starts iscsid on demand".to_owned()),
+        IscsidState::Dead => {
+            let message =
+                "iscsid does not run: volumes get no disk, and none reconnects after an interruption";
+            failed("iscsi", message.to_owned(), "systemctl enable --now iscsid".to_owned())
+        }
+    }
 }
 
 fn multipath(facts: &Facts) -> Vec<Finding> {

@@ -274,11 +274,10 @@ impl Disks {
     }
 }
 
-/// Returns the disks of a node in their current state. Changes nothing, and works while an agent runs.
-pub fn look_at(configured: &[PathBuf], state_dir: &Path) -> Vec<v1::Disk> {
+/// Returns the disks of a node. Reads only the configuration and the state, not the disks.
+pub fn known_offline(configured: &[PathBuf], state_dir: &Path) -> BTreeSet<PathBuf> {
     let kept = load_spec::<StoredDisks>(&state_dir.join("disks.json")).unwrap_or_default();
-    let paths: BTreeSet<&PathBuf> = configured.iter().chain(kept.disks.iter()).collect();
-    paths.into_iter().map(|path| look(path)).collect()
+    configured.iter().cloned().chain(kept.disks).collect()
 }
 
 /// Prepares a directory as a disk of an agent that does not run.
@@ -370,8 +369,9 @@ fn remove_trash(disk: &Path) {
     }
 }
 
-/// Returns the current state of a disk, with its problem in words.
-fn look(path: &Path) -> v1::Disk {
+/// Returns the current state of a disk, with its problem in words. Changes nothing, and works while an agent
+/// runs.
+pub fn look(path: &Path) -> v1::Disk {
     let mut disk = v1::Disk { path: path.display().to_string(), ..v1::Disk::default() };
     if let Some(problem) = obstacle(path) {
         disk.problem = problem;

@@ -47,7 +47,9 @@ use claim::{Claim, Claimed};
 use config::{Config, InstancesChoice};
 pub use csi::KubeletRoots;
 use disks::Disks;
-pub use disks::{add_offline as add_disk_offline, look_at as look_at_disks, missing_mount};
+pub use disks::{
+    add_offline as add_disk_offline, known_offline as known_disks, look as look_at_disk, missing_mount,
+};
 use error::NodeError;
 use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
 use leaders::Leaders;

@@ -19,6 +19,7 @@ fn well() -> Facts {
             ("ublk".to_owned(), true, "features".to_owned()),
             ("nbd".to_owned(), false, "no module".to_owned()),
         ],
+        iscsid: IscsidState::Runs,
         block_tools: BlockTools {
             multipathd_runs: true,
             multipath_config: "blacklist {\n\tproperty \"^SHORTHORN_VOLUME$\"\n}".to_owned(),
@@ -100,6 +101,23 @@ fn kernels_and_drivers() {
     facts.frontends[0].1 = false;
     let failures = frontends(&facts);
     assert!(failures.len() == 2 && failures.iter().all(|finding| finding.level == Failed), "{failures:?}");
+}
+
+#[test]
+fn a_host_with_iscsi_alone_needs_iscsid() {
+    let mut facts = well();
+    facts.frontends = vec![("iscsi".to_owned(), true, "tgt 1.0.97".to_owned())];
+    let levels = |facts: &Facts| frontends(facts).iter().map(|finding| finding.level).collect::<Vec<_>>();
+    assert_eq!(levels(&facts), [Level::Passed; 2]);
+    facts.iscsid = IscsidState::Dead;
+    let found = frontends(&facts);
+    assert_eq!((found[1].check, found[1].level), ("iscsi", Level::Failed));
+    assert!(found[1].remedy.contains("systemctl"), "{found:?}");
+    // Beside another driver nothing needs it.
+    facts.frontends.push(("nbd".to_owned(), true, "netlink".to_owned()));
+    assert_eq!(levels(&facts), [Level::Passed; 2]);
+    facts.frontends = vec![("iscsi".to_owned(), false, "the host has no tgtd".to_owned())];
+    assert!(frontends(&facts)[0].remedy.contains("apt install tgt open-iscsi"));
 }
 
 #[test]
