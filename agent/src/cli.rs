@@ -243,7 +243,8 @@ pub enum DiskCommand {
 /// file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
 #[derive(Debug, Args)]
 pub struct DiscoverArgs {
-    /// Devices to look at; all disks and RAID arrays by default
+    /// Devices to look at; all disks and RAID arrays by default. Disks of a network, as of iSCSI, are left out
+    /// unless they are named
     #[arg(value_name = "DEVICE")]
     pub devices: Vec<PathBuf>,
     /// The file to write; `-` is standard output
@@ -269,6 +270,9 @@ pub struct InitArgs {
     /// Only look, and say whether it would begin
     #[arg(long)]
     pub dry_run: bool,
+    /// Make file systems of the file again that an interrupted mkfs has not completed
+    #[arg(long)]
+    pub redo: bool,
     /// Directory of the mount units
     #[arg(long, value_name = "DIR", default_value = UNITS)]
     pub units: PathBuf,

@@ -282,3 +282,35 @@ fn unknown_data_is_lost_only_with_consent() {
     let output = host.init(&host.review(&text.replace("accept_data = false", "accept_data = true")));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
+
+#[test]
+fn an_interrupted_mkfs_is_repeated_only_on_demand() {
+    let host = Host::new();
+    let text = host.discover(&[]);
+    let plan = host.review(&text);
+    let uuid =
+        text.lines().find_map(|line| line.strip_prefix("uuid = ")).unwrap().trim_matches('"').to_owned();
+    let device = host.device.to_str().unwrap();
+    run("mkfs.xfs", &["-q", "-m", &format!("uuid={uuid}"), device]);
+    // The state before the last write of mkfs.xfs.
+    run("xfs_db", &["-x", "-c", "sb 0", "-c", "write -d inprogress 1", device]);
+    host.assert_refused(&plan, "--redo makes it again");
+    // Nothing else of the file system's owner is in the way, and another file does not own it.
+    let other = host.review(&text.replace(&uuid, "0f8fad5b-d9cb-469f-a165-70867728950e"));
+    let before = host.content();
+    let output = host.agent(&["disk", "init", &other, "--redo", "--units", &host.path("units")]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("it has a signature: xfs"), "{output:?}");
+    assert_eq!(host.content(), before);
+
+    let plan = host.review(&text);
+    let redo = || host.agent(&["disk", "init", &plan, "--redo", "--units", &host.path("units")]);
+    let output = redo();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let file = host.path("mount/file");
+    fs::write(&file, "data").unwrap();
+    // A complete file system is never made again.
+    run("umount", &[&host.path("mount")]);
+    let output = redo();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(fs::read_to_string(&file).unwrap(), "data");
+}

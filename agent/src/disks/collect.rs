@@ -13,7 +13,7 @@ use nix::libc;
 use serde::Deserialize;
 use shorthorn_frontend::node::shared_with;
 
-use crate::disks::device::{BlockDevice, Identity, Signature, is_usual};
+use crate::disks::device::{BlockDevice, Identity, Signature, is_left_out, is_usual, transport};
 
 const SYSFS: &str = "/sys/class/block";
 const UDEV: &str = "/run/udev/data";
@@ -38,17 +38,39 @@ pub fn usual_devices() -> anyhow::Result<Vec<BlockDevice>> {
         }
     }
     names.sort();
-    let unexamined = |name: &String, error: anyhow::Error| BlockDevice {
-        name: name.clone(),
-        identity: Identity {
-            device: Path::new("/dev").join(name),
-            size_bytes: size_bytes(name),
-            ..Identity::default()
-        },
-        problem: format!("{error:#}"),
+    let found = names.iter().map(|name| {
+        let transport = transport_of(name);
+        if is_left_out(&transport, false) {
+            return BlockDevice { transport, ..unexamined(name) };
+        }
+        let failed = |error: anyhow::Error| BlockDevice { problem: format!("{error:#}"), ..unexamined(name) };
+        look(name, &links).unwrap_or_else(failed)
+    });
+    Ok(found.collect())
+}
+
+/// Returns the facts that sysfs has about a device. The other ones are those of a fit device, so the caller
+/// has to set an obstacle.
+fn unexamined(name: &str) -> BlockDevice {
+    let (device, size_bytes) = (Path::new("/dev").join(name), size_bytes(name));
+    BlockDevice {
+        name: name.to_owned(),
+        identity: Identity { device, size_bytes, ..Identity::default() },
+        vendor: attribute(name, "device/vendor"),
+        model: attribute(name, "device/model"),
         ..BlockDevice::default()
-    };
-    Ok(names.iter().map(|name| look(name, &links).unwrap_or_else(|error| unexamined(name, error))).collect())
+    }
+}
+
+/// Returns the network over which a device is reached; empty if it is in the host.
+fn transport_of(name: &str) -> String {
+    let path = fs::canonicalize(Path::new(SYSFS).join(name)).unwrap_or_default();
+    // A namespace of NVMe has the transport at its controller, or a subsystem with controllers.
+    let controllers = entries(&path.join("device"), |entry| entry.join("transport").exists());
+    let below =
+        controllers.first().map(|controller| attribute(name, &format!("device/{controller}/transport")));
+    let nvme = first_of([attribute(name, "device/transport"), below.unwrap_or_default()]);
+    transport(&path.to_string_lossy(), &nvme)
 }
 
 /// Returns the facts about the device at `path`, which may be a link.
@@ -63,7 +85,8 @@ pub fn device_at(path: &Path) -> anyhow::Result<BlockDevice> {
     let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
     let link = fs::read_link(format!("/sys/dev/block/{major}:{minor}")).with_context(|| shown.to_string())?;
     let name = link.file_name().map(|name| name.to_string_lossy().into_owned());
-    look(&name.with_context(|| format!("{shown} has no name"))?, &links_by_id())
+    let device = look(&name.with_context(|| format!("{shown} has no name"))?, &links_by_id())?;
+    Ok(BlockDevice { is_named: true, ..device })
 }
 
 /// Returns the id of this start of the host.
@@ -174,9 +197,12 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
         partitions,
         holders,
         signatures: signatures(&path)?,
+        is_incomplete: is_incomplete(&path).with_context(|| path.display().to_string())?,
         has_data: has_data(&path).with_context(|| path.display().to_string())?,
         is_in_use: open_exclusively(&path).is_err(),
         users: shared_with(&path).unwrap_or_default(),
+        transport: transport_of(name),
+        is_named: false,
         problem: String::new(),
     })
 }
@@ -246,6 +272,16 @@ fn parse_signatures(text: &[u8]) -> serde_json::Result<Vec<Signature>> {
         uuid: found.uuid.unwrap_or_default(),
     };
     Ok(found.signatures.into_iter().map(signature).collect())
+}
+
+/// Returns true if a device has the superblock of an XFS that mkfs.xfs has not completed: it sets `sb_inprogress`
+/// first, and clears it last (fs/xfs/libxfs/xfs_format.h of Linux). No kernel mounts such a file system.
+fn is_incomplete(path: &Path) -> io::Result<bool> {
+    const MAGIC: &[u8] = b"XFSB";
+    const IN_PROGRESS_AT: usize = 126;
+    let mut start = Vec::new();
+    File::open(path)?.take(SECTOR_BYTES).read_to_end(&mut start)?;
+    Ok(start.starts_with(MAGIC) && start.get(IN_PROGRESS_AT).is_some_and(|byte| *byte != 0))
 }
 
 /// Returns true if the first or the last MiB has other bytes than zeroes.

@@ -63,12 +63,18 @@ pub struct BlockDevice {
     pub is_swap: bool,
     /// The signatures that it has: types of file systems, partition tables, LVM, RAID.
     pub signatures: Vec<Signature>,
+    /// True if an mkfs was interrupted before it had completed the XFS of the device.
+    pub is_incomplete: bool,
     /// True if its first or last MiB has other bytes than zeroes.
     pub has_data: bool,
     /// True if the kernel refuses its exclusive use, because something else has it.
     pub is_in_use: bool,
     /// Users of the device without a claim, like a virtual machine or a loop device; empty if none.
     pub users: String,
+    /// The network that it is reached over, like `iscsi`; empty if it is in the host.
+    pub transport: String,
+    /// True if the operator has named the device. Nothing is read from devices of a network that were not.
+    pub is_named: bool,
     /// The reason why it cannot be examined; empty if it was.
     pub problem: String,
 }
@@ -87,6 +93,28 @@ pub fn is_usual(name: &str) -> bool {
     USUAL.iter().any(|prefix| name.starts_with(prefix))
 }
 
+/// Returns true if a device is left out until the operator names it: a blank disk of a network may be the
+/// future disk of another host.
+pub fn is_left_out(transport: &str, is_named: bool) -> bool {
+    !transport.is_empty() && !is_named
+}
+
+/// Returns the network over which a device is reached, by its path in sysfs and the transport of its NVMe
+/// controller; empty if it is in the host.
+pub fn transport(sysfs_path: &str, nvme: &str) -> String {
+    let has = |prefix: &str| {
+        let number = |part: &str| part.strip_prefix(prefix).and_then(|rest| rest.chars().next());
+        sysfs_path.split('/').any(|part| number(part).is_some_and(|first| first.is_ascii_digit()))
+    };
+    // Linux names the parents of a disk so: drivers/scsi/scsi_transport_iscsi.c, scsi_transport_fc.c.
+    match nvme {
+        _ if has("session") => "iscsi".to_owned(),
+        _ if has("rport-") => "fibre channel".to_owned(),
+        "" | "pcie" | "apple-nvme" => String::new(),
+        network => format!("nvme {network}"),
+    }
+}
+
 /// Returns all reasons why the device must not become a disk; none if it may. `accept_data`: the operator has
 /// confirmed that unknown data may be overwritten.
 pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
@@ -100,6 +128,13 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
     refuse(
         VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)) || device.vendor == VOLUME_VENDOR,
         "it is the device of a volume".to_owned(),
+    );
+    refuse(
+        is_left_out(&device.transport, device.is_named),
+        format!(
+            "it is reached over {}, and may be of another host: name the device to use it",
+            device.transport
+        ),
     );
     refuse(device.is_partition, "it is a partition: name the whole device".to_owned());
     refuse(device.is_read_only, "it is read-only".to_owned());
@@ -174,10 +209,11 @@ mod tests {
 
     type Change = fn(&mut BlockDevice);
 
-    const ILL: [(Change, &str); 17] = [
+    const ILL: [(Change, &str); 18] = [
         (|disk| disk.name = "ublkb3".to_owned(), "device of a volume"),
         (|disk| disk.name = "nbd0".to_owned(), "device of a volume"),
         (|disk| disk.vendor = "SHRTHORN".to_owned(), "device of a volume"),
+        (|disk| disk.transport = "iscsi".to_owned(), "reached over iscsi"),
         (|disk| disk.is_partition = true, "a partition"),
         (|disk| disk.is_read_only = true, "read-only"),
         (|disk| disk.is_removable = true, "removable"),
@@ -211,15 +247,31 @@ mod tests {
     proptest! {
         /// Each obstacle stops the device, with any others. Only unknown data can be accepted.
         #[test]
-        fn an_obstacle_is_never_hidden_by_others(mask in 1u32..(1 << 17), accept_data: bool) {
+        fn an_obstacle_is_never_hidden_by_others(mask in 1u32..(1 << 18), accept_data: bool) {
             let mut disk = empty_disk();
             for (bit, (change, _)) in ILL.iter().enumerate() {
                 if mask & (1 << bit) != 0 {
                     change(&mut disk);
                 }
             }
-            let is_only_data = mask == 1 << 16;
+            let is_only_data = mask == 1 << 17;
             prop_assert_eq!(obstacles(&disk, accept_data).is_empty(), is_only_data && accept_data);
+        }
+    }
+
+    #[test]
+    fn a_disk_of_a_network_is_used_only_if_it_is_named() {
+        let disk = BlockDevice { transport: "iscsi".to_owned(), is_named: true, ..empty_disk() };
+        assert_eq!(obstacles(&disk, false), Vec::<String>::new());
+        for (path, nvme, found) in [
+            ("/sys/devices/platform/host3/session7/target3:0:0/3:0:0:1/block/sdc", "", "iscsi"),
+            ("/sys/devices/pci0000:00/0000:00:1f.2/ata1/host0/target0:0:0/0:0:0:0/block/sda", "", ""),
+            ("/sys/devices/pci0000:00/host5/rport-5:0-2/target5:0:0/5:0:0:0/block/sdd", "", "fibre channel"),
+            ("/sys/devices/pci0000:00/0000:01:00.0/nvme/nvme0/nvme0n1", "pcie", ""),
+            ("/sys/devices/virtual/nvme-subsystem/nvme-subsys1/nvme1n1", "tcp", "nvme tcp"),
+            ("/sys/devices/virtual/block/md-session", "", ""),
+        ] {
+            assert_eq!(transport(path, nvme), found, "{path}");
         }
     }
 

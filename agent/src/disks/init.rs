@@ -29,21 +29,32 @@ pub enum Mounts {
     Direct,
 }
 
+/// The options of a run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// True if the host was not started anew since the file was written.
+    pub same_boot: bool,
+    /// True if file systems of this file that an interrupted mkfs has not completed are made again.
+    pub redo: bool,
+}
+
 /// Makes the file system of `disk`, unless that was done before, and mounts it. Returns a line about it.
 ///
 /// # Errors
 /// The device must not be used, with the reason; nothing was written to it then. Or a later step has failed.
-pub fn init(disk: &PlannedDisk, same_boot: bool, units: &Path, mounts: &Mounts) -> anyhow::Result<String> {
+pub fn init(disk: &PlannedDisk, options: Options, units: &Path, mounts: &Mounts) -> anyhow::Result<String> {
     let shown = disk.device.display();
-    let device = find(disk, same_boot)?;
+    let device = find(disk, options.same_boot)?;
     check_mount_point(&disk.mount_point, &device, missing_mount(&disk.mount_point))?;
-    if is_made(disk, &device) {
+    if is_made(disk, &device) && device.is_incomplete {
+        make(disk, options)?;
+    } else if is_made(disk, &device) {
         if device.mount_points.contains(&disk.mount_point) {
             write_unit(disk, units)?;
             return Ok(format!("{shown} is mounted at {} already", disk.mount_point.display()));
         }
     } else {
-        make(disk, same_boot)?;
+        make(disk, options)?;
     }
     fs::create_dir_all(&disk.mount_point).with_context(|| disk.mount_point.display().to_string())?;
     let unit = write_unit(disk, units)?;
@@ -56,10 +67,31 @@ pub fn init(disk: &PlannedDisk, same_boot: bool, units: &Path, mounts: &Mounts) 
 ///
 /// # Errors
 /// The reason why not.
-pub fn check(disk: &PlannedDisk, same_boot: bool) -> anyhow::Result<()> {
-    let device = find(disk, same_boot)?;
+pub fn check(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
+    let device = find(disk, options.same_boot)?;
     check_mount_point(&disk.mount_point, &device, missing_mount(&disk.mount_point))?;
-    if is_made(disk, &device) { Ok(()) } else { refuse(disk, &device) }
+    match is_made(disk, &device) {
+        true if device.is_incomplete => refuse_incomplete(disk, &device, options).map(drop),
+        true => Ok(()),
+        false => refuse(disk, &device),
+    }
+}
+
+/// Refuses to make an interrupted file system again, unless the operator has asked for that and nothing else is
+/// in the way. Returns the device without that file system.
+fn refuse_incomplete(
+    disk: &PlannedDisk,
+    device: &BlockDevice,
+    options: Options,
+) -> anyhow::Result<BlockDevice> {
+    ensure!(
+        options.redo,
+        "{} is left alone: an mkfs was interrupted before it had completed the file system; --redo makes it again",
+        disk.device.display()
+    );
+    let without = BlockDevice { signatures: Vec::new(), has_data: false, ..device.clone() };
+    refuse(disk, &without)?;
+    Ok(without)
 }
 
 /// Returns the device that the file names.
@@ -87,16 +119,25 @@ fn refuse(disk: &PlannedDisk, device: &BlockDevice) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn make(disk: &PlannedDisk, same_boot: bool) -> anyhow::Result<()> {
+fn make(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
     let shown = disk.device.display();
     // udev and others that obey https://systemd.io/BLOCK_DEVICE_LOCKING keep off until this is closed.
     let lock = File::open(&disk.device).with_context(|| shown.to_string())?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)
         .with_context(|| format!("{shown} is locked by another program: try again when that has ended"))?;
-    let device = find(disk, same_boot)?;
-    refuse(disk, &device)?;
+    let device = find(disk, options.same_boot)?;
+    let is_incomplete = is_made(disk, &device) && device.is_incomplete;
+    if is_incomplete {
+        refuse_incomplete(disk, &device, options)?;
+    } else {
+        refuse(disk, &device)?;
+    }
     let path = Path::new("/dev").join(&device.name);
     drop(open_exclusively(&path).with_context(|| format!("{shown} is in use"))?);
+    if is_incomplete {
+        // mkfs overwrites no file system; after an interruption here, the file needs accept_data.
+        run(Command::new("wipefs").args(["--all", "--types", disk.filesystem.as_str()]).arg(&path))?;
+    }
     let (program, arguments) = disk.filesystem.make(&disk.uuid, &path);
     run(Command::new(program).args(&arguments)).with_context(|| format!("{shown}: no file system was made"))
 }

@@ -70,13 +70,13 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
     let shown = args.file.display();
     let text = fs::read_to_string(&args.file).with_context(|| shown.to_string())?;
     let plan = Plan::parse(&text, &config.node_name).map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
-    let same_boot = plan.boot_id == collect::boot_id()?;
+    let options = init::Options { same_boot: plan.boot_id == collect::boot_id()?, redo: args.redo };
     let wanted: Vec<&PlannedDisk> = plan.disks.iter().filter(|disk| disk.init).collect();
     if wanted.is_empty() {
         bail!("{shown} wants no device: set init = true for those to use");
     }
     for disk in &wanted {
-        init::check(disk, same_boot)?;
+        init::check(disk, options)?;
     }
     let mut output = io::stdout();
     for disk in wanted {
@@ -85,7 +85,7 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
             continue;
         }
         let mounts = if Path::new(SYSTEMD).is_dir() { Mounts::Systemd } else { Mounts::Direct };
-        let done = init::init(disk, same_boot, &args.units, &mounts)?;
+        let done = init::init(disk, options, &args.units, &mounts)?;
         writeln!(output, "{done}").context("standard output")?;
         add(&config, &disk.mount_point)?;
         writeln!(output, "{} is a disk of this node", disk.mount_point.display())
