@@ -3,6 +3,7 @@
 //! can cut.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -33,6 +34,8 @@ pub struct Hosts {
     follow: bool,
     /// The address of the controller.
     server: String,
+    /// The program of the agents.
+    agent_program: PathBuf,
     // Last: with it go all processes on the hosts.
     network: Network,
 }
@@ -74,8 +77,10 @@ impl Hosts {
         let network = Network::create(hosts)?;
         let agents = (0..hosts).map(|_| None).collect();
         let server = format!("unix://{}", dir.join("ctl.sock").display());
+        let (dir, controller) = (dir.to_owned(), None);
+        let agent_program = binary("shorthorn-agent")?;
         let mut hosts =
-            Hosts { dir: dir.to_owned(), agents, controller: None, store, named, follow, server, network };
+            Hosts { dir, agents, controller, store, named, follow, server, agent_program, network };
         for host in 0..hosts.agents.len() {
             hosts.write_config(host)?;
             hosts.start_agent(host)?;
@@ -115,11 +120,27 @@ impl Hosts {
     }
 
     /// Returns a command on a host: with its network.
-    fn on(&self, host: usize, program: &str) -> Result<Command> {
+    fn on(&self, host: usize, program: &Path) -> Command {
         let mut command = Command::new("nsenter");
-        command.arg(format!("--net={}", self.network.file(host).display())).arg(binary(program)?);
+        command.arg(format!("--net={}", self.network.file(host).display())).arg(program);
         command.stdin(Stdio::null());
-        Ok(command)
+        command
+    }
+
+    /// Installs another build of the agent's program on all hosts: the agents that are started from now on run it.
+    /// Engines and replicas keep the former one.
+    ///
+    /// # Errors
+    /// The program cannot be copied.
+    pub fn install_other_build(&mut self) -> Result<()> {
+        let installed = self.dir.join("shorthorn-agent");
+        let copy = self.dir.join("shorthorn-agent.new");
+        fs::copy(&self.agent_program, &copy)?;
+        // Bytes behind the last section of an ELF file do not matter.
+        fs::OpenOptions::new().append(true).open(&copy)?.write_all(b"another build")?;
+        fs::rename(&copy, &installed)?;
+        self.agent_program = installed;
+        Ok(())
     }
 
     /// Starts the agent of a host.
@@ -128,7 +149,7 @@ impl Hosts {
     /// It does not start.
     pub fn start_agent(&mut self, host: usize) -> Result<()> {
         let config = self.host_dir(host).join("agent.toml");
-        let child = self.on(host, "shorthorn-agent")?.args(["serve", "--config"]).arg(config).spawn()?;
+        let child = self.on(host, &self.agent_program).args(["serve", "--config"]).arg(config).spawn()?;
         self.agents[host] = Some(child);
         Ok(())
     }
@@ -214,15 +235,20 @@ impl Hosts {
     }
 
     fn try_ctl(&self, arguments: &[&str]) -> Result<String> {
-        let output = Command::new(binary("shorthornctl")?)
-            .env("SHORTHORN_SERVER", &self.server)
-            .args(arguments)
-            .stdin(Stdio::null())
-            .output()
-            .context("starting shorthornctl")?;
+        let output = self.ctl_command(arguments)?.output().context("starting shorthornctl")?;
         let told = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "shorthornctl {}: {}", arguments.join(" "), told.trim());
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Returns a shorthornctl for these hosts.
+    ///
+    /// # Errors
+    /// The program does not exist.
+    pub fn ctl_command(&self, arguments: &[&str]) -> Result<Command> {
+        let mut command = Command::new(binary("shorthornctl")?);
+        command.env("SHORTHORN_SERVER", &self.server).args(arguments).stdin(Stdio::null());
+        Ok(command)
     }
 
     /// Runs shorthornctl until it works: agents and controller may just have been started.
@@ -340,7 +366,7 @@ impl Hosts {
         }
         let file = dir.join("spec.json");
         shorthorn_control::store_spec(&file, &spec)?;
-        let child = self.on(to, "shorthorn-agent")?.args(["engine", "--spec"]).arg(file).spawn()?;
+        let child = self.on(to, &self.agent_program).args(["engine", "--spec"]).arg(file).spawn()?;
         Ok(HandMadeEngine { child, dir, volume: volume.to_owned() })
     }
 

@@ -187,6 +187,10 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
         "1 if every request fails because all replicas lost power and unflushed writes may be gone. 0 again \
          from the next attachment",
     );
+    let outdated = page.gauges(
+        "shorthorn_volume_engine_outdated",
+        "1 if the engine of a volume runs another program than the one that is installed, otherwise 0",
+    );
     let members = page.gauges(
         "shorthorn_volume_replicas",
         "Replicas of a volume, by mode: member, rebuilding, connecting or failed",
@@ -223,6 +227,7 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
         sizes.set(&[volume], engine.size_bytes);
         frozen.set(&[volume], u64::from(engine.known_phase() == Some(EnginePhase::Frozen)));
         lost.set(&[volume], u64::from(engine.lost_writes));
+        outdated.set(&[volume], u64::from(engine.needs_upgrade));
         for mode in MemberMode::ALL {
             let count = engine.members.iter().filter(|member| member.known_mode() == mode).count();
             members.set(&[volume, ("mode", mode.as_str())], number(count));

@@ -194,16 +194,16 @@ impl<'a> Doctor<'a> {
             let Some(installed) = view.info.as_ref().map(|info| info.version.as_str()) else { continue };
             for (key, instance) in &view.instances {
                 let Detail::Engine(engine) = &instance.detail else { continue };
-                if engine.version.is_empty() || engine.version == installed {
-                    continue;
-                }
                 let (volume, version) = (&key.name, &engine.version);
-                findings.push(warned(
-                    format!(
-                        "the engine of volume {volume} is version {version}, node {node} has {installed}"
-                    ),
-                    format!("shorthornctl volume upgrade-engine {volume}; the device stays in use"),
-                ));
+                let message = if !version.is_empty() && version != installed {
+                    format!("the engine of volume {volume} is version {version}, node {node} has {installed}")
+                } else if engine.needs_upgrade {
+                    format!("the engine of volume {volume} runs another build than node {node} has")
+                } else {
+                    continue;
+                };
+                findings
+                    .push(warned(message, "shorthornctl upgrade engines; devices stay in use".to_owned()));
             }
         }
         findings

@@ -143,7 +143,9 @@ impl Overview {
         for condition in status.conditions.iter().filter(|condition| !condition.status) {
             let matters = match condition.kind {
                 // They report the progress of work that continues by itself.
-                ConditionType::Settled | ConditionType::Expanded => &mut self.waiting,
+                ConditionType::Settled | ConditionType::Expanded | ConditionType::EngineCurrent => {
+                    &mut self.waiting
+                }
                 // A detached volume is not served: the condition says nothing about its data.
                 ConditionType::Healthy if status.robustness == Robustness::Unknown && !is_attached => {
                     continue;

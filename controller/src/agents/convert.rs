@@ -97,6 +97,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         lost_writes: status.lost_writes,
         damaged_ranges: members.iter().map(|member| member.times_rot_copied).sum(),
         version: status.version,
+        needs_upgrade: status.needs_upgrade,
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
             next_attach: expansion.next_attach,

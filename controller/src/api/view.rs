@@ -101,6 +101,7 @@ fn engine(engine: &Engine) -> v1::Engine {
         view: engine.status.view.map(|view| view.to_string()).unwrap_or_default(),
         frontend: engine.status.frontend.clone(),
         message: engine.status.message.clone(),
+        needs_upgrade: engine.status.needs_upgrade,
         ..v1::Engine::default()
     }
     .with_phase(engine.status.phase)

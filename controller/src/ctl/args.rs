@@ -10,6 +10,7 @@ use super::list;
 use super::reach::ReachArgs;
 use super::size::Size;
 use super::tls::{TlsCommand, TokenArgs};
+use super::upgrade::UpgradeCommand;
 use crate::address::{AddressError, ServerUrl};
 
 /// Creates, attaches, detaches and deletes Shorthorn volumes, and shows their state.
@@ -98,6 +99,9 @@ pub enum CtlCommand {
     /// Certificates: of administrators, nodes, and the cluster's CA
     #[command(subcommand)]
     Tls(TlsCommand),
+    /// Upgrades of programs that run
+    #[command(subcommand)]
+    Upgrade(UpgradeCommand),
     /// Moves replicas of attached volumes to better places, a few at a time, and waits for the moves. Better
     /// places are apart from each other, on the node of the volume if it asks for that, on disks with more
     /// room

@@ -16,7 +16,7 @@ use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::tls::Certificates;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{bundle, cluster_checks, confirm, doctor, manual, output, placement, status};
+use super::{bundle, cluster_checks, confirm, doctor, manual, output, placement, status, upgrade};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -71,6 +71,9 @@ impl Session {
             CtlCommand::Orphan(command) => session.orphan(command).await?,
             CtlCommand::Rebalance(args) => session.rebalance(args).await?,
             CtlCommand::Tls(command) => session.certificates().run(command).await?,
+            CtlCommand::Upgrade(command) => {
+                upgrade::run(&session.client, &session.server, session.format, command).await?
+            }
         };
         output::print(&text)
     }

@@ -17,6 +17,7 @@ mod reboot;
 mod size;
 mod status;
 mod tls;
+mod upgrade;
 mod view;
 mod wait;
 

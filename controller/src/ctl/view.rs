@@ -162,6 +162,7 @@ struct EngineView {
     view: String,
     frontend: String,
     message: String,
+    needs_upgrade: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -253,6 +254,7 @@ impl From<v1::Engine> for EngineView {
             view: engine.view,
             frontend: engine.frontend,
             message: engine.message,
+            needs_upgrade: engine.needs_upgrade,
         }
     }
 }

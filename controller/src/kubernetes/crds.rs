@@ -220,6 +220,7 @@ fn columns(kind: Kind) -> Value {
             column("Node", ".status.currentNodeID", 0),
             column("Claim", ".status.claim", 1),
             condition("Scheduled", "Scheduled", 1),
+            condition("Engine current", "EngineCurrent", 1),
             column("Reason", ".status.display.reason", 1),
             age,
         ]),
@@ -228,6 +229,7 @@ fn columns(kind: Kind) -> Value {
             column("Phase", ".status.phase", 0),
             column("Node", ".spec.nodeID", 0),
             column("Endpoint", ".status.endpoint", 1),
+            with(column("Needs upgrade", ".status.needsUpgrade", 1), "type", "boolean".into()),
             age,
         ]),
         Kind::Replica => json!([

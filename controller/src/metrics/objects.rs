@@ -51,6 +51,12 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
         cluster.engines.values().filter(|engine| engine.status.phase == Some(EnginePhase::Frozen)).count();
     page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
         .set(&[], number(frozen));
+    let outdated = cluster.engines.values().filter(|engine| engine.status.needs_upgrade).count();
+    page.gauges(
+        "shorthorn_outdated_engines",
+        "Engines that run another program than the one that is installed on their node",
+    )
+    .set(&[], number(outdated));
     let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are reachable");
     let ready = cluster.nodes.values().filter(|node| is_ready(node)).count();
     nodes.set(&[("ready", "true")], number(ready));
@@ -114,6 +120,7 @@ mod tests {
             "shorthorn_engines{state=\"error\"} 0\n",
             "shorthorn_replicas{state=\"unknown\"} 0\n",
             "shorthorn_nodes{ready=\"false\"} 0\n",
+            "shorthorn_outdated_engines 0\n",
             "shorthorn_unusable_objects{kind=\"volume\"} 0\n",
             "shorthorn_controller_agents{connected=\"true\"} 0\n",
         ] {

@@ -26,7 +26,7 @@ use crate::pid_file::Holder;
 use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, order_end};
 use crate::serve::instance::{
-    Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table,
+    Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table, program,
 };
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
@@ -255,10 +255,8 @@ impl Instance {
     }
 
     fn command(&self, pid_file: &Path) -> Command {
-        // The currently installed program, so that a start after an upgrade runs the new one.
-        let program = std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into());
-        let program = if program.exists() { program } else { "/proc/self/exe".into() };
-        let mut command = Command::new(program);
+        // A start after an upgrade runs the new one.
+        let mut command = Command::new(program::installed());
         command.arg0("shorthorn-agent");
         match self.id {
             InstanceId::Engine(_) => command.arg("engine"),

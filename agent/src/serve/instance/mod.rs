@@ -8,6 +8,7 @@ mod control_watch;
 mod hub;
 mod paths;
 mod process;
+mod program;
 mod spec;
 mod systemd;
 mod table;

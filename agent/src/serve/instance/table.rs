@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shorthorn_api::v1;
+use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_control::{EngineSpec, Status};
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast;
 use tokio::task::JoinHandle;
 
-use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
+use crate::serve::instance::{InstanceId, Process, Spec, control_watch, program};
 use crate::serve::{instance_message, ports};
 
 /// The number of events that a watcher may be behind before it is disconnected.
@@ -33,9 +34,25 @@ struct Entry {
     spec: Spec,
     process: Process,
     status: Option<Status>,
+    program: Comparison,
     published: v1::Instance,
     /// Follows the control socket while the process lives.
     follower: Option<JoinHandle<()>>,
+}
+
+/// The comparison of the program of an engine with the installed one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Comparison {
+    /// The process has not shown yet that it runs the engine.
+    #[default]
+    NotBegun,
+    /// The programs are being compared, or cannot be: their versions count.
+    ByVersion,
+    /// The programs were compared.
+    Done {
+        /// True if the process runs another program.
+        differs: bool,
+    },
 }
 
 impl Drop for Entry {
@@ -131,7 +148,8 @@ impl Table {
     pub fn insert(&self, spec: Spec, process: Process) {
         let id = spec.id();
         let published = instance_message::instance(&spec, &process, None);
-        let entry = Entry { spec, process, status: None, published: published.clone(), follower: None };
+        let (program, status, follower) = Default::default();
+        let entry = Entry { spec, process, status, program, published: published.clone(), follower };
         let mut inner = self.lock();
         inner.entries.insert(id, entry);
         inner.broadcast(Type::Set, published);
@@ -162,7 +180,7 @@ impl Table {
         let changed = entry.process.pid != process.pid;
         entry.process = process;
         if changed {
-            entry.status = None;
+            (entry.status, entry.program) = Default::default();
             if let Some(follower) = entry.follower.take() {
                 follower.abort();
             }
@@ -176,11 +194,45 @@ impl Table {
         inner.publish(id);
     }
 
-    fn set_status(&self, id: &InstanceId, pid: i32, status: Option<Status>) {
+    fn set_status(self: &Arc<Table>, id: &InstanceId, pid: i32, status: Option<Status>) {
         let mut inner = self.lock();
         if let Some(entry) = inner.entries.get_mut(id).filter(|entry| entry.process.pid == Some(pid)) {
+            // Before its first status, the process may still be the program of systemd that starts it.
+            if matches!(status, Some(Status::Engine(_))) && entry.program == Comparison::NotBegun {
+                entry.program = Comparison::ByVersion;
+                tokio::spawn(Arc::clone(self).compare(id.clone(), pid));
+            }
             entry.status = status;
             inner.publish(id);
+        }
+    }
+
+    async fn compare(self: Arc<Table>, id: InstanceId, pid: i32) {
+        let compared = tokio::task::spawn_blocking(move || program::differs(pid)).await;
+        let differs = match compared {
+            Ok(Ok(differs)) => differs,
+            Ok(Err(error)) => {
+                return tracing::info!(instance = %id, pid, "only the version is compared: {error}");
+            }
+            Err(lost) => return tracing::warn!(instance = %id, pid, "only the version is compared: {lost}"),
+        };
+        let mut inner = self.lock();
+        if let Some(entry) = inner.entries.get_mut(&id).filter(|entry| entry.process.pid == Some(pid)) {
+            entry.program = Comparison::Done { differs };
+            inner.publish(&id);
+        }
+    }
+}
+
+impl Entry {
+    /// Returns true if its process is an engine of another program than the installed one.
+    fn needs_upgrade(&self) -> bool {
+        match (self.program, &self.status) {
+            (Comparison::Done { differs }, Some(Status::Engine(_))) => differs,
+            (_, Some(Status::Engine(engine))) => {
+                !engine.version.is_empty() && engine.version != env!("CARGO_PKG_VERSION")
+            }
+            _ => false,
         }
     }
 }
@@ -188,7 +240,10 @@ impl Table {
 impl Inner {
     fn publish(&mut self, id: &InstanceId) {
         let Some(entry) = self.entries.get_mut(id) else { return };
-        let shown = instance_message::instance(&entry.spec, &entry.process, entry.status.as_ref());
+        let mut shown = instance_message::instance(&entry.spec, &entry.process, entry.status.as_ref());
+        if let Some(Detail::Engine(engine)) = &mut shown.detail {
+            engine.needs_upgrade = entry.needs_upgrade();
+        }
         if shown != entry.published {
             entry.published = shown.clone();
             self.broadcast(Type::Set, shown);

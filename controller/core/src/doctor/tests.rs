@@ -54,7 +54,15 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
         },
         "engine-versions",
         Warned,
-        &["volume upgrade-engine v"],
+        &["engine of volume v is version 0.9.0", "shorthornctl upgrade engines"],
+    );
+    assert_ill(
+        |example| {
+            example.engine_says(crate::observed::EngineView { needs_upgrade: true, ..Default::default() })
+        },
+        "engine-versions",
+        Warned,
+        &["engine of volume v runs another build", "shorthornctl upgrade engines"],
     );
     assert_ill(
         |example| example.info("c").warnings.push("a Longhorn manager runs here".to_owned()),

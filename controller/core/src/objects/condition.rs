@@ -29,6 +29,8 @@ pub enum ConditionType {
     Granted,
     /// The volume has the size that its owner wants.
     Expanded,
+    /// The engine of the volume runs the program that is installed on its node.
+    EngineCurrent,
     /// The agent of the node answers.
     Ready,
 }
@@ -44,6 +46,7 @@ impl ConditionType {
             ConditionType::Settled => "Settled",
             ConditionType::Granted => "Granted",
             ConditionType::Expanded => "Expanded",
+            ConditionType::EngineCurrent => "EngineCurrent",
             ConditionType::Ready => "Ready",
         }
     }
@@ -57,6 +60,7 @@ impl ConditionType {
             ConditionType::Settled => "AsWanted",
             ConditionType::Granted => "NotWaiting",
             ConditionType::Expanded => "SizeReached",
+            ConditionType::EngineCurrent => "InstalledProgram",
             ConditionType::Ready => "AgentAnswers",
         }
     }

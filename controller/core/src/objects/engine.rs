@@ -126,6 +126,9 @@ pub struct EngineStatus {
     /// The limits that the process was given last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rebuild: Option<RebuildLimits>,
+    /// True if the process runs another program than the one that is installed on its node.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub needs_upgrade: bool,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]

@@ -282,6 +282,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
         damaged_ranges: view.damaged_ranges,
         expansion: view.expansion.clone(),
         rebuild: engine.status.rebuild,
+        needs_upgrade: view.needs_upgrade,
     };
     if status.is_serving() {
         status.served_attach = attach;

@@ -7,7 +7,7 @@ use crate::ctl::output;
 use crate::ctl::size::human;
 use crate::ctl::view::VolumeView;
 
-const COLUMNS: [Column; 14] = [
+const COLUMNS: [Column; 15] = [
     column("NAME"),
     column("NAMESPACE"),
     column("PVC"),
@@ -21,6 +21,7 @@ const COLUMNS: [Column; 14] = [
     wide("PV"),
     column("DEVICE"),
     wide("CREATED"),
+    wide("NEEDS-UPGRADE"),
     wide("REASON"),
 ];
 
@@ -51,12 +52,23 @@ fn entry(volume: v1::Volume) -> Entry {
         volume.persistent_volume.clone(),
         volume.endpoint.clone(),
         volume.created.clone(),
+        needs_upgrade(&volume).to_owned(),
         wrong.map(|wrong| wrong.reason.clone()).unwrap_or_default(),
     ];
     Entry {
         name: format!("volume/{}", volume.name),
         rows: vec![row],
         fields: fields(&VolumeView::from(volume)),
+    }
+}
+
+/// Returns a word if the engine of a volume has one to be replaced; empty without an engine.
+fn needs_upgrade(volume: &v1::Volume) -> &'static str {
+    let is_attached = !volume.current_node.is_empty();
+    match volume.engine.as_ref().filter(|_| is_attached) {
+        Some(engine) if engine.needs_upgrade => "yes",
+        Some(_) => "no",
+        None => "",
     }
 }
 

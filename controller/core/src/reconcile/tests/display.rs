@@ -47,3 +47,22 @@ fn nothing_is_shown_of_a_start_whose_steps_are_not_stored() {
     cluster.insert(volume.into());
     assert_eq!(shown(&cluster, &agents(None)).status.display, Default::default());
 }
+
+#[test]
+fn an_engine_of_another_program_is_a_condition_until_it_is_replaced() {
+    let (mut cluster, agents) = (degraded_cluster(), agents(None));
+    let volume = shown(&cluster, &agents);
+    assert!(volume.status.conditions.get(ConditionType::EngineCurrent).is_none(), "it always was current");
+    cluster.insert(volume.into());
+    for needs_upgrade in [true, false] {
+        let engine = cluster.engines["v"].clone();
+        let status = EngineStatus { needs_upgrade, ..engine.status.clone() };
+        cluster.insert(Engine { status, ..engine }.into());
+        let volume = shown(&cluster, &agents);
+        let current = volume.status.conditions.get(ConditionType::EngineCurrent).unwrap().clone();
+        let reason = if needs_upgrade { "EngineNeedsUpgrade" } else { "InstalledProgram" };
+        assert_eq!((current.status, current.reason.as_str()), (!needs_upgrade, reason));
+        assert_eq!(current.message.contains("shorthornctl upgrade engines"), needs_upgrade);
+        cluster.insert(volume.into());
+    }
+}

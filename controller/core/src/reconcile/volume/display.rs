@@ -1,7 +1,8 @@
 //! Computes the columns that kubectl shows of a volume, because kubectl cannot compute anything itself.
 
 use super::Run;
-use crate::objects::{ConditionType, Display, Engine, Replica, Volume, VolumeState};
+use crate::NodeName;
+use crate::objects::{ConditionType, Display, Engine, Finding, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
 use crate::reconcile::quiet_left;
 
@@ -10,19 +11,23 @@ const GIB: u64 = 1 << 30;
 const LEAST_CHANGE_BYTES: u64 = 64 << 20;
 /// The divisor for the other minimum: changes of less than this part of the stored value are not stored.
 const LEAST_CHANGE_PART: u64 = 64;
+/// The reason of [`ConditionType::EngineCurrent`] if it does not hold.
+const NEEDS_UPGRADE: &str = "EngineNeedsUpgrade";
 /// The conditions in the order of their importance for the display.
-const BY_WEIGHT: [ConditionType; 6] = [
+const BY_WEIGHT: [ConditionType; 7] = [
     ConditionType::Accepted,
     ConditionType::Healthy,
     ConditionType::Granted,
     ConditionType::Scheduled,
     ConditionType::Settled,
     ConditionType::Expanded,
+    ConditionType::EngineCurrent,
 ];
 
 impl Run<'_> {
     /// Updates the displayed fields. A start does not change them as long as its steps are not stored.
     pub(super) fn show(&mut self) {
+        self.note_program();
         self.next.status.conditions.observe(self.stored.metadata.generation);
         if self.next.status.state == VolumeState::Attaching
             && !quiet_left(self.context, Some(self.stored)).is_zero()
@@ -37,6 +42,27 @@ impl Run<'_> {
         }
         self.next.status.display = display(&self.next, self.engine);
     }
+
+    /// Notes whether the engine runs the program that is installed on its node. A volume whose engine always did
+    /// has no such condition.
+    fn note_program(&mut self) {
+        let outdated = self.engine.filter(|engine| engine.status.needs_upgrade);
+        let finding = match outdated {
+            Some(engine) => needs_upgrade(engine),
+            None if self.next.status.conditions.get(ConditionType::EngineCurrent).is_none() => return,
+            None => Finding::Well,
+        };
+        self.next.status.conditions.set(ConditionType::EngineCurrent, finding, self.context.now);
+    }
+}
+
+fn needs_upgrade(engine: &Engine) -> Finding {
+    let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
+    let message = format!(
+        "the engine runs another program than the one that is installed on node {node}; shorthornctl upgrade \
+         engines replaces it, and the device stays in use"
+    );
+    Finding::wrong(NEEDS_UPGRADE, message)
 }
 
 fn allocated_bytes(agents: &Agents, replica: &Replica) -> Option<u64> {

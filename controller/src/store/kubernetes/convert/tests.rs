@@ -120,6 +120,7 @@ fn full() -> Vec<Object> {
             damaged_ranges: 2,
             expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
             rebuild: Some(rebuild),
+            needs_upgrade: true,
         },
     };
     let replica = Replica {

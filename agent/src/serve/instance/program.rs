@@ -1,0 +1,93 @@
+//! The program that a process runs, compared with the installed one.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// The program of this process, also if its file was replaced or removed.
+const OWN: &str = "/proc/self/exe";
+/// The bytes that are compared at a time.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// Returns the path of the program that new processes run: the file of this one, which an upgrade has
+/// replaced.
+pub fn installed() -> PathBuf {
+    let program = std::env::current_exe().unwrap_or_else(|_| OWN.into());
+    if program.exists() { program } else { OWN.into() }
+}
+
+/// Returns true if the process runs another program than the installed one. A copy of the same build is the
+/// same program, as after the package was installed again.
+///
+/// # Errors
+/// The process has ended, or the agent may not read its program.
+pub fn differs(pid: i32) -> io::Result<bool> {
+    have_other_content(Path::new(&format!("/proc/{pid}/exe")), &installed())
+}
+
+fn have_other_content(one: &Path, other: &Path) -> io::Result<bool> {
+    let named = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
+    };
+    let (mut one, mut other) =
+        (File::open(one).map_err(named(one))?, File::open(other).map_err(named(other))?);
+    let (first, second) = (one.metadata()?, other.metadata()?);
+    if (first.dev(), first.ino()) == (second.dev(), second.ino()) {
+        return Ok(false);
+    }
+    if first.len() != second.len() {
+        return Ok(true);
+    }
+    let (mut piece, mut other_piece) = (vec![0; PIECE_BYTES], vec![0; PIECE_BYTES]);
+    let mut left_bytes = first.len();
+    while left_bytes > 0 {
+        let bytes = usize::try_from(left_bytes).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+        one.read_exact(&mut piece[..bytes])?;
+        other.read_exact(&mut other_piece[..bytes])?;
+        if piece[..bytes] != other_piece[..bytes] {
+            return Ok(true);
+        }
+        left_bytes -= bytes as u64;
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn programs_differ_by_their_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, content: &[u8]| {
+            let path = folder.path().join(name);
+            fs::write(&path, content).unwrap();
+            path
+        };
+        let long = vec![7; 3 * PIECE_BYTES + 1];
+        let mut changed = long.clone();
+        *changed.last_mut().unwrap() = 8;
+        let old = file("old", &long);
+        assert!(!have_other_content(&old, &old).unwrap());
+        assert!(!have_other_content(&old, &file("copy", &long)).unwrap());
+        assert!(have_other_content(&old, &file("changed", &changed)).unwrap(), "the last byte differs");
+        assert!(have_other_content(&old, &file("short", &long[1..])).unwrap());
+        let missing = have_other_content(&old, &folder.path().join("none")).unwrap_err();
+        assert!(missing.to_string().contains("/none: "), "{missing}");
+    }
+
+    #[test]
+    fn this_process_runs_the_installed_program() {
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert!(!differs(own).unwrap());
+        let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let found = differs(i32::try_from(other.id()).unwrap());
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert!(found.unwrap());
+    }
+}
