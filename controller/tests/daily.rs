@@ -181,3 +181,16 @@ async fn a_replica_is_evicted_once_another_one_has_its_place() {
     assert_eq!(cluster.fails(&["node", "inspect", "z"]).await.0, 3);
     cluster.check();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn devices_that_may_become_disks_are_listed() {
+    let cluster = Cluster::start(&["a", "b"]).await;
+    let names = cluster.ok(&["disk", "discover", "-o", "name"]).await;
+    assert_eq!(names, "device/a:/dev/sdb\ndevice/b:/dev/sdb\n");
+    let table = cluster.ok(&["disk", "discover", "--node", "b", "--all"]).await;
+    assert!(table.contains("it has a signature: dos"), "{table}");
+    let all = json(&cluster, &["disk", "discover", "--node", "b", "-o", "json"]).await;
+    let all = all.as_array().unwrap();
+    assert_eq!((all.len(), &all[1]["nodeID"], &all[1]["fits"]), (2, &"b".into(), &true.into()));
+    assert_eq!(cluster.fails(&["disk", "discover", "--node", "z"]).await.0, 3);
+}

@@ -3,9 +3,10 @@
 
 /// Messages that shorthornctl prints as they are: the JSON of `--output json` has their fields. Scripts rely
 /// on the names.
-const PRINTED: [&str; 15] = [
+const PRINTED: [&str; 16] = [
     "Condition",
     "CopyStatus",
+    "DiscoveredDevice",
     "Drain",
     "DrainLeft",
     "Explanation",

@@ -20,6 +20,7 @@ use crate::pid_file::Holder;
 use crate::serve::add_disk_offline;
 use crate::serve::config::Config;
 use crate::serve::listen::ListenAddress;
+use device::{BlockDevice, obstacles};
 use init::Mounts;
 pub use init::UNITS;
 pub use plan::Filesystem;
@@ -59,6 +60,33 @@ pub fn discover(args: &DiscoverArgs) -> anyhow::Result<()> {
         devices.len()
     );
     writeln!(io::stdout(), "{message}").context("standard output")
+}
+
+/// Returns the devices of this host that may become disks, and the others with the reasons against them.
+///
+/// # Errors
+/// sysfs cannot be read.
+pub fn discovered() -> anyhow::Result<Vec<v1::DiscoveredDevice>> {
+    Ok(collect::usual_devices()?.into_iter().map(shown).collect())
+}
+
+fn shown(device: BlockDevice) -> v1::DiscoveredDevice {
+    let reasons = obstacles(&device, false);
+    let fits = reasons.is_empty();
+    let needs_consent = !fits && obstacles(&device, true).is_empty();
+    let BlockDevice { name, identity, model, transport, .. } = device;
+    v1::DiscoveredDevice {
+        path: identity.device.display().to_string(),
+        name,
+        size_bytes: identity.size_bytes,
+        model,
+        serial: identity.serial,
+        wwn: identity.wwn,
+        transport,
+        fits,
+        needs_consent,
+        obstacles: reasons,
+    }
 }
 
 /// Makes, mounts and adds the disks of a reviewed file.

@@ -12,6 +12,7 @@ mod claim;
 pub mod config;
 mod csi;
 mod devices;
+mod discovery;
 mod disks;
 mod error;
 mod frontends;
@@ -138,6 +139,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         hub,
         disks,
         frontends: Arc::default(),
+        discovery: Arc::default(),
         host_warnings: Arc::default(),
         claim: Arc::clone(&claim),
         driver: driver_state,

@@ -19,6 +19,7 @@ use crate::serve::claim::Claim;
 use crate::serve::config::{Config, absolute};
 use crate::serve::csi::DriverState;
 use crate::serve::devices;
+use crate::serve::discovery::Discovery;
 use crate::serve::disks::{self, Disks};
 use crate::serve::error::NodeError;
 use crate::serve::frontends::Frontends;
@@ -43,6 +44,8 @@ pub struct NodeService {
     pub disks: Arc<Disks>,
     /// The frontends that work here.
     pub frontends: Arc<Frontends>,
+    /// The block devices of this host.
+    pub discovery: Arc<Discovery>,
     /// The problems of this host.
     pub host_warnings: Arc<HostWarnings>,
     /// The cluster that it belongs to.
@@ -321,6 +324,13 @@ impl Node for NodeService {
             devices::list(&dir, |volume| instances.iter().any(|engine| runs(engine) && engine.name == volume))
         });
         Ok(Response::new(v1::ListDevicesResponse { devices: devices.await? }))
+    }
+
+    async fn discover_devices(
+        &self,
+        _: Request<v1::DiscoverDevicesRequest>,
+    ) -> Answer<v1::DiscoverDevicesResponse> {
+        Ok(Response::new(v1::DiscoverDevicesResponse { devices: self.discovery.devices().await? }))
     }
 }
 

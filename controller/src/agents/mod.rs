@@ -2,6 +2,7 @@
 
 mod cluster;
 pub(crate) mod convert;
+mod discover;
 mod follow;
 mod link;
 

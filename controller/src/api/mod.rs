@@ -1,6 +1,7 @@
 //! The gRPC interface of the controller: checks and stores the desired state, and returns the current one.
 
 mod diagnostics;
+mod discover;
 mod list;
 mod lost;
 mod overview;

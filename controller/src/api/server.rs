@@ -301,6 +301,13 @@ impl Controller for Api {
         self.show_node(name.as_str()).map(Response::new)
     }
 
+    async fn discover_devices(
+        &self,
+        request: Request<v1::DiscoverNodeDevicesRequest>,
+    ) -> Reply<v1::DiscoverNodeDevicesResponse> {
+        self.discover(request.into_inner()).await.map(Response::new)
+    }
+
     async fn remove_disk(&self, request: Request<v1::RemoveNodeDiskRequest>) -> Reply<v1::NodeObject> {
         self.take_disk_away(request.into_inner()).await.map(Response::new)
     }

@@ -553,6 +553,17 @@ pub struct RebalanceArgs {
     pub timeout: Duration,
 }
 
+/// Arguments of disk discover.
+#[derive(Debug, Args)]
+pub struct DiscoverArgs {
+    /// Asks only this node; can be given several times
+    #[arg(long = "node", value_name = "NODE")]
+    pub nodes: Vec<String>,
+    /// Also shows devices that do not fit, with the reasons
+    #[arg(long)]
+    pub all: bool,
+}
+
 /// Commands for disks.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
@@ -563,6 +574,9 @@ pub enum DiskCommand {
         /// Absolute path of the directory, on a mounted file system
         path: String,
     },
+    /// Lists the block devices of all nodes that may become disks. Changes nothing: shorthorn-agent disk init
+    /// makes disks of them on their host, from a reviewed file
+    Discover(DiscoverArgs),
     /// Lists the disks of all nodes, with their UUIDs
     #[command(visible_alias = "ls")]
     List {

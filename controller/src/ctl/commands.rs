@@ -16,7 +16,7 @@ use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::tls::Certificates;
 use super::wait::{Drained, Goal, drained, wait};
-use super::{bundle, cluster_checks, confirm, doctor, manual, output, placement, status, upgrade};
+use super::{bundle, cluster_checks, confirm, discover, doctor, manual, output, placement, status, upgrade};
 
 /// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
 /// stands behind some calls.
@@ -495,6 +495,9 @@ impl Session {
     async fn disk(&mut self, command: DiskCommand) -> Result<String, CtlError> {
         let request = match command {
             DiskCommand::Add { node, path } => return self.add_disk(node, path).await,
+            DiskCommand::Discover(args) => {
+                return discover::run(&mut self.client, &self.server, self.format, args).await;
+            }
             DiskCommand::Drain { node, path, no_wait, timeout } => {
                 return self.drain_disk(node, path, no_wait, timeout).await;
             }

@@ -5,6 +5,7 @@ mod bundle;
 mod cluster_checks;
 mod commands;
 mod confirm;
+mod discover;
 mod doctor;
 mod error;
 mod list;

@@ -800,4 +800,20 @@ impl Node for FakeAgent {
     ) -> Result<Response<v1::ListDevicesResponse>, Status> {
         Ok(Response::new(v1::ListDevicesResponse { devices: Vec::new() }))
     }
+
+    async fn discover_devices(
+        &self,
+        _: Request<v1::DiscoverDevicesRequest>,
+    ) -> Result<Response<v1::DiscoverDevicesResponse>, Status> {
+        let device = |name: &str, obstacle: &str| v1::DiscoveredDevice {
+            path: format!("/dev/{name}"),
+            name: name.to_owned(),
+            size_bytes: 8 << 30,
+            fits: obstacle.is_empty(),
+            obstacles: Some(obstacle.to_owned()).filter(|text| !text.is_empty()).into_iter().collect(),
+            ..v1::DiscoveredDevice::default()
+        };
+        let devices = vec![device("sda", "it has a signature: dos"), device("sdb", "")];
+        Ok(Response::new(v1::DiscoverDevicesResponse { devices }))
+    }
 }

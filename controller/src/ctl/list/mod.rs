@@ -1,5 +1,6 @@
 //! Lists of objects, as people, programs and scripts want them.
 
+mod devices;
 mod fetch;
 mod nodes;
 mod replicas;
@@ -16,6 +17,7 @@ use super::args::Format;
 use super::error::CtlError;
 use super::output::for_programs;
 
+pub(super) use devices::devices;
 pub(super) use fetch::{Lister, Options, What};
 pub(super) use volumes::workloads;
 pub(super) use watch::watch;

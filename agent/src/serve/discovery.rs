@@ -1,0 +1,72 @@
+//! The block devices of this host, for the node API.
+
+use std::time::Duration;
+
+use shorthorn_api::v1;
+use tokio::sync::Mutex;
+use tokio::task::JoinHandle;
+
+use crate::disks;
+use crate::serve::error::NodeError;
+
+/// The time limit for the examination of all devices. One may hang.
+const LIMIT: Duration = Duration::from_secs(30);
+
+type Found = anyhow::Result<Vec<v1::DiscoveredDevice>>;
+
+/// The examination of block devices. At most one runs, and an abandoned one is not repeated beside it.
+#[derive(Debug, Default)]
+pub struct Discovery(Mutex<Option<JoinHandle<Found>>>);
+
+impl Discovery {
+    /// Returns the devices.
+    ///
+    /// # Errors
+    /// [`NodeError::Unavailable`] if a device does not answer, or sysfs cannot be read.
+    pub async fn devices(&self) -> Result<Vec<v1::DiscoveredDevice>, NodeError> {
+        self.devices_from(disks::discovered, LIMIT).await
+    }
+
+    async fn devices_from(
+        &self,
+        look: impl FnOnce() -> Found + Send + 'static,
+        limit: Duration,
+    ) -> Result<Vec<v1::DiscoveredDevice>, NodeError> {
+        let busy = |_| NodeError::Unavailable("the devices are being examined: try again".to_owned());
+        let mut running = self.0.try_lock().map_err(busy)?;
+        let look = running.get_or_insert_with(|| tokio::task::spawn_blocking(look));
+        let Ok(ended) = tokio::time::timeout(limit, look).await else {
+            return Err(NodeError::Unavailable(format!(
+                "the examination of the devices does not end within {limit:?}: one may hang; run \
+                 shorthorn-agent disk discover DEVICE on the host"
+            )));
+        };
+        *running = None;
+        let found = ended.map_err(NodeError::lost)?;
+        found.map_err(|error| NodeError::Unavailable(format!("{error:#}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_device_that_hangs_holds_up_one_examination_only() {
+        let (release, held) = mpsc::channel::<()>();
+        let discovery = Discovery::default();
+        let look = move || {
+            let _ = held.recv();
+            Ok(Vec::new())
+        };
+        let soon = Duration::from_millis(20);
+        let refused = discovery.devices_from(look, soon).await.unwrap_err();
+        assert!(refused.to_string().contains("does not end within 20ms"), "{refused}");
+        let again = discovery.devices_from(|| panic!("a second one runs beside it"), soon).await;
+        assert!(again.is_err());
+        drop(release);
+        assert!(discovery.devices_from(|| panic!("the first one has ended"), LIMIT).await.is_ok());
+    }
+}
