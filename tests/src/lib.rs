@@ -18,7 +18,7 @@ mod kubelet;
 mod load;
 mod local_volume;
 mod nbd_client;
-mod network;
+pub mod network;
 mod packages;
 mod processes;
 mod provisioner;

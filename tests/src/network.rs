@@ -14,12 +14,14 @@ const PREFIX: &str = "shorthorn";
 /// Network namespaces called after the process that made them, joined by a bridge in one more; gone when
 /// dropped.
 #[derive(Debug)]
-pub(crate) struct Network {
+pub struct Network {
     name: String,
     hosts: usize,
 }
 
 impl Network {
+    /// Makes the namespaces.
+    ///
     /// # Errors
     /// This is not root, or the kernel has no network namespaces.
     pub fn create(hosts: usize) -> Result<Network> {
@@ -85,6 +87,7 @@ impl Network {
     }
 
     /// Returns the file that the network of a host is entered with.
+    #[must_use]
     pub fn file(&self, host: usize) -> PathBuf {
         Path::new("/run/netns").join(self.host(host))
     }
@@ -140,7 +143,8 @@ fn processes_in(namespace: &str) -> Result<Vec<i32>> {
 }
 
 /// Returns the address of a host.
-pub(crate) fn address(host: usize) -> String {
+#[must_use]
+pub fn address(host: usize) -> String {
     format!("10.77.0.{}", host + 1)
 }
 
