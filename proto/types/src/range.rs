@@ -106,6 +106,17 @@ impl ByteRange {
         self.offset_bytes < other.end() && other.offset_bytes < self.end()
     }
 
+    /// Splits the range at the byte `end`. The rest is none if the range ends there or before. The first part
+    /// is the whole range unless it begins before `end`.
+    #[must_use]
+    pub const fn split_at(self, end: u64) -> (ByteRange, Option<ByteRange>) {
+        if end <= self.offset_bytes || end >= self.end() {
+            return (self, None);
+        }
+        let first = ByteRange { offset_bytes: self.offset_bytes, length_bytes: end - self.offset_bytes };
+        (first, Some(ByteRange { offset_bytes: end, length_bytes: self.end() - end }))
+    }
+
     /// Returns the range grown to whole blocks of [`BLOCK_BYTES`].
     #[must_use]
     pub const fn grown_to_blocks(self) -> ByteRange {
@@ -155,6 +166,17 @@ mod tests {
         assert!(matches!(check(1, 512), Err(RangeError::Unaligned { .. })));
         assert!(matches!(check(0, 0), Err(RangeError::Empty(0))));
         assert!(matches!(check(1 << 20, 512), Err(RangeError::PastEnd { .. })));
+    }
+
+    #[test]
+    fn only_an_end_inside_splits() {
+        let range = |offset, length| ByteRange::new(offset, length).unwrap();
+        let whole = range(10, 20);
+        assert_eq!(whole.split_at(11), (range(10, 1), Some(range(11, 19))));
+        assert_eq!(whole.split_at(29), (range(10, 19), Some(range(29, 1))));
+        for end in [0, 10, 30, u64::MAX] {
+            assert_eq!(whole.split_at(end), (whole, None), "{end}");
+        }
     }
 
     proptest! {

@@ -325,11 +325,7 @@ fn checked(offset_bytes: u64, length_bytes: u64, size_bytes: u64) -> Result<Byte
 fn first_part(range: ByteRange) -> (ByteRange, Option<ByteRange>) {
     let limit_bytes = u64::from(MAX_ZERO_BYTES);
     let end = (range.offset() / limit_bytes + 1) * limit_bytes;
-    let part = |start: u64, end: u64| ByteRange::new(start, end - start).ok();
-    match part(range.offset(), end.min(range.end())) {
-        Some(first) if end < range.end() => (first, part(end, range.end())),
-        _ => (range, None),
-    }
+    range.split_at(end)
 }
 
 #[cfg(test)]
