@@ -21,7 +21,7 @@ use tracing::Span;
 
 use crate::accept::{Acceptor, Listeners, NextAddress};
 use crate::error::ReplicaError;
-use crate::executor::{Executor, Marks};
+use crate::executor::{Executor, Loaded};
 use crate::handshake::Identity;
 use crate::limits::STATUS_PERIOD;
 use crate::mailbox::{Inbox, Mailbox, Message};
@@ -46,15 +46,15 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let views = load_views(&mut store, &mut owner, &spec)?;
     // After the state: it says whether the directory is of this replica at all.
     store.bind(&directory_fingerprint(spec.secret.bytes()))?;
-    let (state, marks, summer) = Marks::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
+    let loaded = Loaded::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
     // Only the process that holds the directory may take the sockets: another one may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
-    let first = first_status(&spec, state.views(), &listeners, &store);
+    let first = first_status(&spec, loaded.state().views(), &listeners, &store);
     // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
-    let executor = Executor::new(store, owner, state, marks, summer)
+    let executor = Executor::new(store, owner, loaded)
         .map_err(|source| ReplicaError::system("map memory for buffers", source))?;
     report_protection(&protect_thread());
 

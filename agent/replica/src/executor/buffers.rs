@@ -3,6 +3,7 @@ use std::io;
 use shorthorn_ring::{Arena, IoBuf};
 use shorthorn_types::ByteRange;
 
+use super::block::{distance, length_of};
 use crate::limits::{
     BLOCK_BYTES_USIZE, EDGE_BLOCKS, SLOT_BYTES, SLOT_MEMORY_IDLE_BYTES, SLOT_MEMORY_MAX, SLOTS,
     ZERO_WRITE_BYTES,
@@ -80,17 +81,6 @@ impl Buffers {
         debug_assert!(length <= ZERO_WRITE_BYTES);
         self.arena.buf(SLOTS + 1).part(0, distance(length))
     }
-}
-
-/// Returns the length of a range that lies in a buffer.
-pub(super) fn length_of(range: ByteRange) -> usize {
-    distance(range.length())
-}
-
-/// Returns a distance inside a buffer, which always fits.
-#[allow(clippy::cast_possible_truncation)]
-pub(super) fn distance(bytes: u64) -> usize {
-    bytes as usize
 }
 
 #[cfg(test)]

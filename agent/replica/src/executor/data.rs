@@ -1,13 +1,16 @@
 //! Reads and writes.
 
-use shorthorn_ring::{Ring, Token};
-use shorthorn_store::{BlockSource, FileIndex, StoreError, block_sum};
+use shorthorn_ring::Ring;
+use shorthorn_store::{BlockSource, StoreError, block_sum};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
-use super::buffers::length_of;
-use super::{Executor, Outcome, Piece, SOURCE_DISK, SUM_SLOT, is_durable, is_passing, kind};
-use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
+use super::Executor;
+use super::block::{block_count, distance, length_of};
+use super::operation::{Outcome, is_passing, kind, not_rot, piece_token};
+use super::piece::Piece;
+use super::requests::{SUM_SLOT, is_durable};
+use crate::limits::EDGE_BLOCKS;
 
 impl Executor {
     /// Reads the blocks of `range`, of which any part was requested.
@@ -23,7 +26,7 @@ impl Executor {
                     BlockSource::File(file) => {
                         let first = EDGE_BLOCKS + block_count(segment.range.offset() - blocks.offset());
                         let count = block_count(segment.range.length());
-                        self.read(slot, kind::READ, piece(first, count, file), ring);
+                        self.read(slot, kind::READ, Piece::new(first, count, file), ring);
                     }
                 }
             }
@@ -47,7 +50,7 @@ impl Executor {
                     self.buffers.blocks(slot, edge, 1).zero();
                     self.complete_edge(slot, edge);
                 }
-                Some(BlockSource::File(file)) => self.read(slot, kind::EDGE, piece(edge, 1, file), ring),
+                Some(BlockSource::File(file)) => self.read(slot, kind::EDGE, Piece::new(edge, 1, file), ring),
             }
         }
         if self.work(slot).pending == 0 {
@@ -66,7 +69,7 @@ impl Executor {
         for (from, to) in [(start, whole.offset().max(start)), (whole.end().min(end), end)] {
             let Ok(part) = ByteRange::new(from, to - from) else { continue };
             let target = self.buffers.part(slot, blocks.offset(), part);
-            let skip = super::buffers::distance(from - start);
+            let skip = distance(from - start);
             target.copy_from_buf(self.buffers.blocks(slot, edge, 1).part(skip, length_of(part)));
         }
         if self.sums_await(slot)
@@ -79,29 +82,29 @@ impl Executor {
     }
 
     fn write_blocks(&mut self, slot: u16, ring: &mut Ring) {
-        let count = block_count(self.work(slot).blocks.length());
-        let head = self.store.head();
-        self.write(slot, piece(EDGE_BLOCKS, count, head), ring);
+        let piece = Piece::blocks_of(self.work(slot).blocks.length(), self.store.head());
+        self.write(slot, piece, ring);
     }
 
     pub(super) fn read(&mut self, slot: u16, kind: u8, piece: Piece, ring: &mut Ring) {
         let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
         let offset = self.offset_of(slot, kind, piece);
-        let token = Token { source: SOURCE_DISK, kind, index: slot, tag: piece.pack() };
-        ring.read(self.fd(piece.file), buf, offset, token);
-        self.work_mut(slot).pending += 1;
-        self.in_flight += 1;
-        self.summer.in_flight += usize::from(slot == SUM_SLOT);
+        ring.read(self.fd(piece.file), buf, offset, piece_token(kind, slot, piece));
+        self.requests.began(slot);
+        match slot {
+            SUM_SLOT => self.in_flight.began_for_sums(),
+            _ => self.in_flight.began(),
+        }
     }
 
     fn write(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
         let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
         let offset = self.offset_of(slot, kind::WRITE, piece);
-        let token = Token { source: SOURCE_DISK, kind: kind::WRITE, index: slot, tag: piece.pack() };
+        let token = piece_token(kind::WRITE, slot, piece);
         let durable = is_durable(&self.work(slot).header);
         ring.write(self.fd(piece.file), buf, offset, durable, token);
-        self.work_mut(slot).pending += 1;
-        self.in_flight += 1;
+        self.requests.began(slot);
+        self.in_flight.began();
     }
 
     /// Returns the offset of the first block of a piece in the volume.
@@ -122,16 +125,16 @@ impl Executor {
         result: Result<usize, Errno>,
         ring: &mut Ring,
     ) {
-        self.work_mut(slot).pending -= 1;
-        if slot == SUM_SLOT && self.is_job_void() {
+        self.requests.ended(slot);
+        if slot == SUM_SLOT && self.summer.job.is_void() {
             // The layers may be other ones by now.
-            self.work_mut(slot).failure.get_or_insert(Errno::IO);
+            self.requests.fail(slot, Errno::IO);
             return self.go_on(slot, kind, ring);
         }
         match result {
             Err(errno) if is_passing(errno) => return self.read(slot, kind, piece, ring),
             Err(errno) => self.read_failed(slot, piece, errno),
-            Ok(count) => match piece.after(u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX)) {
+            Ok(count) => match piece.after(count) {
                 None => {}
                 Some(rest) if rest.first > piece.first => return self.read(slot, kind, rest, ring),
                 // The file has ended. The head never does within the volume; a layer below it may be shorter.
@@ -166,13 +169,12 @@ impl Executor {
         result: Result<usize, Errno>,
         ring: &mut Ring,
     ) {
-        let work = self.work_mut(slot);
-        work.pending -= 1;
-        let (header, blocks) = (work.header, work.blocks);
+        self.requests.ended(slot);
+        let (header, blocks) = (self.work(slot).header, self.work(slot).blocks);
         let failed = match result {
             Err(errno) if is_passing(errno) => return self.write(slot, piece, ring),
             Err(errno) => Some(errno),
-            Ok(count) => match piece.after(u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX)) {
+            Ok(count) => match piece.after(count) {
                 Some(rest) if rest.first > piece.first => return self.write(slot, rest, ring),
                 Some(_) => Some(Errno::IO), // not a single block: it would go on like this for ever
                 None => None,
@@ -197,8 +199,7 @@ impl Executor {
             tracing::warn!(%errno, file, "reading failed; later failures are answered but not logged");
         }
         self.read_failures += 1;
-        let errno = not_rot(errno);
-        self.work_mut(slot).failure.get_or_insert(errno);
+        self.requests.fail(slot, not_rot(errno));
     }
 
     /// Returns the errno of a request that could not be planned, because the file system cannot list the
@@ -210,21 +211,4 @@ impl Executor {
         self.read_failures += 1;
         error.errno()
     }
-}
-
-/// A file system whose own structures are damaged answers with the errno that stands for a block that does
-/// not fit its sum.
-pub(super) fn not_rot(errno: Errno) -> Errno {
-    if errno == Errno::ROTTEN { Errno::IO } else { errno }
-}
-
-pub(super) fn piece(first: usize, count: usize, file: FileIndex) -> Piece {
-    // A slot has a few hundred blocks.
-    let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
-    Piece { first: number(first), blocks: number(count), file }
-}
-
-/// Returns the number of blocks in a distance inside a request.
-pub(super) fn block_count(bytes: u64) -> usize {
-    super::buffers::distance(bytes / BLOCK_BYTES)
 }

@@ -6,6 +6,8 @@
 pub(super) struct Flushes {
     running: Vec<u16>,
     waiting: Vec<u16>,
+    /// Flushes that have just ended.
+    covered: Vec<u16>,
     in_flight: bool,
     /// True if anything has changed since the last fdatasync began.
     unsynced: bool,
@@ -28,6 +30,7 @@ impl Flushes {
         Flushes {
             running: Vec::with_capacity(slots),
             waiting: Vec::with_capacity(slots),
+            covered: Vec::with_capacity(slots),
             in_flight: false,
             unsynced: true,
         }
@@ -57,11 +60,11 @@ impl Flushes {
         self.unsynced = false;
     }
 
-    /// Ends the fdatasync: appends the flushes that it covered to `covered`. Returns true if the next one has
-    /// to start, for later flushes.
-    pub fn ended(&mut self, covered: &mut Vec<u16>) -> bool {
+    /// Ends the fdatasync: the flushes that it covered have ended. Returns true if the next one has to start,
+    /// for later flushes.
+    pub fn ended(&mut self) -> bool {
         self.in_flight = false;
-        covered.append(&mut self.running);
+        self.covered.append(&mut self.running);
         if self.waiting.is_empty() {
             return false;
         }
@@ -70,12 +73,22 @@ impl Flushes {
         true
     }
 
-    /// Appends all flushes to `all`, after a failure that none of them survives.
-    pub fn give_up(&mut self, all: &mut Vec<u16>) {
+    /// Ends all flushes, after a failure that none of them survives.
+    pub fn give_up(&mut self) {
         self.in_flight = false;
         self.unsynced = true;
-        all.append(&mut self.running);
-        all.append(&mut self.waiting);
+        self.covered.append(&mut self.running);
+        self.covered.append(&mut self.waiting);
+    }
+
+    /// Takes the flushes that have ended. The list comes back by [`Flushes::give_back_ended`].
+    pub fn take_ended(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.covered)
+    }
+
+    pub fn give_back_ended(&mut self, covered: Vec<u16>) {
+        debug_assert!(covered.is_empty());
+        self.covered = covered;
     }
 }
 
@@ -86,14 +99,13 @@ mod tests {
     #[test]
     fn those_that_come_while_one_runs_share_the_next() {
         let mut flushes = Flushes::new(8);
-        let mut covered = Vec::new();
         assert_eq!(flushes.arrive(1), Flush::Start);
         assert_eq!(flushes.arrive(2), Flush::Waits);
         assert_eq!(flushes.arrive(3), Flush::Waits);
-        assert!(flushes.ended(&mut covered));
-        assert_eq!(covered, [1]);
-        assert!(!flushes.ended(&mut covered));
-        assert_eq!(covered, [1, 2, 3]);
+        assert!(flushes.ended());
+        assert_eq!(flushes.take_ended(), [1]);
+        assert!(!flushes.ended());
+        assert_eq!(flushes.take_ended(), [2, 3]);
     }
 
     #[test]
@@ -101,9 +113,9 @@ mod tests {
         let mut flushes = Flushes::new(8);
         assert_eq!(flushes.arrive(1), Flush::Start, "an earlier process may have left something");
         flushes.changed();
-        assert!(!flushes.ended(&mut Vec::new()));
+        assert!(!flushes.ended());
         assert_eq!(flushes.arrive(2), Flush::Start, "the change came after the fdatasync had begun");
-        assert!(!flushes.ended(&mut Vec::new()));
+        assert!(!flushes.ended());
         assert_eq!(flushes.arrive(3), Flush::Done);
     }
 
@@ -112,8 +124,7 @@ mod tests {
         let mut flushes = Flushes::new(8);
         flushes.arrive(1);
         flushes.arrive(2);
-        let mut all = Vec::new();
-        flushes.give_up(&mut all);
-        assert_eq!(all, [1, 2]);
+        flushes.give_up();
+        assert_eq!(flushes.take_ended(), [1, 2]);
     }
 }

@@ -1,22 +1,22 @@
 //! Accesses single layers for copies: reads layers of this replica, and writes a layer that is being copied.
 
 use shorthorn_replica_core::is_final;
-use shorthorn_ring::{Ring, Token};
+use shorthorn_ring::Ring;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
-use shorthorn_wire::Header;
 
-use super::data::{block_count, piece};
-use super::{Executor, Outcome, Piece, SOURCE_DISK, is_passing, kind};
-use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
+use super::Executor;
+use super::operation::{Outcome, is_passing, kind, piece_token};
+use super::piece::Piece;
+use super::requests::layer_of;
 
 impl Executor {
     /// Reads the blocks of `range` from one layer, independently of the others.
     pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
         let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
-        let count = block_count(range.grown_to_blocks().length());
         self.begin_check(slot);
-        self.read(slot, kind::READ, piece(EDGE_BLOCKS, count, file), ring);
+        let piece = Piece::blocks_of(range.grown_to_blocks().length(), file);
+        self.read(slot, kind::READ, piece, ring);
         Ok(())
     }
 
@@ -30,16 +30,15 @@ impl Executor {
         if !fits || !whole_blocks {
             return Err(Errno::INVALID);
         }
-        self.write_layer(slot, piece(EDGE_BLOCKS, block_count(range.length()), file), ring);
+        self.write_layer(slot, Piece::blocks_of(range.length(), file), ring);
         Ok(())
     }
 
     fn write_layer(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
         let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
         let offset = self.offset_of(slot, kind::LAYER, piece);
-        let token = Token { source: SOURCE_DISK, kind: kind::LAYER, index: slot, tag: piece.pack() };
-        ring.write(self.fd(piece.file), buf, offset, false, token);
-        self.in_flight += 1;
+        ring.write(self.fd(piece.file), buf, offset, false, piece_token(kind::LAYER, slot, piece));
+        self.in_flight.began();
     }
 
     pub(super) fn on_layer_written(
@@ -52,7 +51,7 @@ impl Executor {
         let outcome = match result {
             Err(errno) if is_passing(errno) => return self.write_layer(slot, piece, ring),
             Err(errno) => Err(errno),
-            Ok(count) => match piece.after(u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX)) {
+            Ok(count) => match piece.after(count) {
                 Some(rest) if rest.first > piece.first => return self.write_layer(slot, rest, ring),
                 Some(_) => Err(Errno::IO),
                 None => Ok(()),
@@ -66,8 +65,4 @@ impl Executor {
         let outcome = outcome.and_then(|()| self.layer_is_written(slot));
         self.finish(slot, outcome);
     }
-}
-
-pub(super) fn layer_of(header: &Header) -> Result<usize, Errno> {
-    usize::try_from(header.status).map_err(|_| Errno::INVALID)
 }

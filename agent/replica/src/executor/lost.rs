@@ -8,8 +8,10 @@ use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block
 use shorthorn_types::Errno;
 use shorthorn_wire::Flags;
 
-use super::summer::{block_ranges, number_of};
-use super::{Executor, Outcome, Summer};
+use super::Executor;
+use super::block::{block_ranges, number_of};
+use super::operation::Outcome;
+use super::summer::Summer;
 use crate::error::ReplicaError;
 
 /// A sum that data with this sum does not have.

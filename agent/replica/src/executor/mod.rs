@@ -5,17 +5,34 @@
 //! [`SOURCE_DISK`], and takes the [finished](Executor::take_finished) ones. The code neither allocates nor
 //! logs unless an error occurs.
 
+mod block;
 mod buffers;
+mod comparing;
+mod copying;
 mod data;
+mod expansion;
 mod flush;
+mod free_space;
+mod in_flight;
+mod layer_sums;
 mod layers;
+mod load;
 mod lost;
+mod marking;
 mod marks;
+mod operation;
 mod piece;
+mod requests;
+mod rot;
 mod steps;
+mod sum_file;
+mod sum_job;
 mod sum_pages;
+mod sum_schedule;
 mod summer;
+mod summing;
 mod sums;
+mod syncing;
 mod zeroes;
 mod zeroing;
 
@@ -25,146 +42,90 @@ use std::time::Instant;
 
 use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, Failure, ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
-use shorthorn_store::{AllocatedRuns, CopyLayer, FileIndex, ReadSegment, Store, StoreError};
-use shorthorn_types::limits::MAX_VOLUME_BYTES;
-use shorthorn_types::{ByteRange, Errno, Generation, Regions};
-use shorthorn_wire::{Flags, Header, Opcode};
+use shorthorn_store::{FileIndex, ReadSegment, Store, StoreError};
+use shorthorn_types::{ByteRange, Errno, Generation};
+use shorthorn_wire::{Header, Opcode};
 
 use self::buffers::Buffers;
-use self::flush::{Flush, Flushes};
-pub(crate) use self::marks::Marks;
+use self::flush::Flushes;
+use self::free_space::FreeSpace;
+use self::in_flight::InFlight;
+use self::layer_sums::Sums;
+pub(crate) use self::load::Loaded;
+use self::marks::Marks;
+use self::operation::kind;
+pub(crate) use self::operation::{Outcome, SOURCE_DISK};
 use self::piece::Piece;
+pub(crate) use self::requests::reads_data;
+use self::requests::{Requests, SUM_SLOT, Work};
 use self::steps::Shelf;
-use self::summer::SUM_SLOT;
-pub(crate) use self::summer::Summer;
-use self::sums::{Checked, Sums};
+use self::summer::Summer;
 use self::zeroes::ZeroJobs;
-use crate::error::ReplicaError;
-use crate::limits::{FREE_SPACE_PERIOD, REQUEST_BLOCKS_MAX, SLOTS};
-use crate::state::{Owner, holds_data};
+use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
+use crate::state::Owner;
 
-/// The source of the tokens of everything that this module asks of the kernel.
-pub(crate) const SOURCE_DISK: u8 = 1;
-
-/// The purpose of an operation: the `kind` of its token.
-mod kind {
-    /// Blocks of a read; the tag is a piece.
-    pub const READ: u8 = 0;
-    /// A block that a write changes in part; the tag is a piece.
-    pub const EDGE: u8 = 1;
-    /// Blocks of a write; the tag is a piece.
-    pub const WRITE: u8 = 2;
-    /// The fdatasync of all flushes.
-    pub const SYNC: u8 = 3;
-    /// The current step of a discard or write of zeroes; the tag is the job.
-    pub const ZERO_STEP: u8 = 4;
-    /// The block that such a step changes in part is read; the tag is the job.
-    pub const ZERO_EDGE: u8 = 5;
-    /// A page of a set of regions; the index is not a slot but the number of the write.
-    pub const PAGE: u8 = 6;
-    /// Blocks of a layer that is being copied; the tag is a piece.
-    pub const LAYER: u8 = 7;
-    /// A page of sums of blocks is read; the index is its place in memory.
-    pub const SUMS_READ: u8 = 8;
-    /// The sums are written.
-    pub const SUMS_WRITE: u8 = 9;
-}
-
-/// The result of a request.
-pub(crate) type Outcome = Result<(), Errno>;
-
-/// See the module.
+/// Executes requests: see the module.
+///
+/// It is composed of parts. Each has its own state, rules and tests, in a module of its own that does not
+/// know the executor. The methods of the executor pass requests, completions and answers between the parts.
+/// If a rule needs two parts, the executor passes one to the other. The modules `data`, `zeroing`, `layers`,
+/// `syncing`, `marking`, `summing`, `comparing`, `rot`, `lost`, `sums`, `copying` and `expansion` have
+/// the methods by topic.
 #[derive(Debug)]
 pub(crate) struct Executor {
     store: Store,
     owner: Owner,
     state: ReplicaState,
+    /// The time at which the process has begun to serve.
+    since: Instant,
+
+    requests: Requests,
     buffers: Buffers,
-    works: Box<[Work]>,
+    in_flight: InFlight,
+    finished: Vec<(u16, Outcome)>,
+
     segments: Vec<ReadSegment>,
+    /// Failed reads so far; only the first is logged.
+    read_failures: u64,
     flushes: Flushes,
-    /// Flushes that have just ended.
-    covered: Vec<u16>,
     zero_jobs: ZeroJobs,
+    free_space: FreeSpace,
+
     marks: Marks,
     sums: Sums,
     summer: Summer,
-    finished: Vec<(u16, Outcome)>,
-    /// Operations on the layers that the kernel has.
-    in_flight: usize,
-    /// Failed reads so far; only the first is logged.
-    read_failures: u64,
-    /// The time at which the process has begun to serve.
-    since: Instant,
-    /// The time of the last query for the disk's free space, and its result in MiB.
-    free: Option<(Instant, u32)>,
 }
-
-/// A request in execution.
-#[derive(Clone, Copy, Debug)]
-struct Work {
-    header: Header,
-    /// The range of the request, grown to whole blocks.
-    blocks: ByteRange,
-    /// Operations in the kernel, for reads and writes.
-    pending: u16,
-    failure: Option<Errno>,
-    /// The piece of a layer that is being checked, if the request is a check.
-    checked: Option<Checked>,
-    /// True if the read data has to be compared with the sums of its blocks.
-    wants_check: bool,
-}
-
-const NOTHING: Work = Work {
-    header: Header::request(Opcode::Ping, 0, 0, 0),
-    blocks: match ByteRange::new(0, 0) {
-        Ok(range) => range,
-        Err(_) => panic!("an empty range is one"),
-    },
-    pending: 0,
-    failure: None,
-    checked: None,
-    wants_check: false,
-};
 
 impl Executor {
-    /// Executes on `store`, which belongs to `owner`, and keeps `state` beside the data; `marks` has the
-    /// files of its sets, and `summer` that of the sums of blocks.
+    /// Executes on `store`, which belongs to `owner`, and keeps the loaded state beside the data.
     ///
     /// # Errors
     /// No memory is available for the buffers.
-    pub fn new(
-        store: Store,
-        owner: Owner,
-        state: ReplicaState,
-        marks: Marks,
-        summer: Summer,
-    ) -> io::Result<Executor> {
+    pub fn new(store: Store, owner: Owner, loaded: Loaded) -> io::Result<Executor> {
+        let Loaded { state, marks, summer } = loaded;
         Ok(Executor {
             store,
             owner,
             state,
+            since: Instant::now(),
+            requests: Requests::new(),
             buffers: Buffers::new()?,
-            works: vec![NOTHING; SLOTS + 1].into(),
+            in_flight: InFlight::default(),
+            finished: Vec::with_capacity(SLOTS),
             segments: Vec::with_capacity(REQUEST_BLOCKS_MAX),
+            read_failures: 0,
             flushes: Flushes::new(SLOTS),
-            covered: Vec::with_capacity(SLOTS),
             zero_jobs: ZeroJobs::new(),
+            free_space: FreeSpace::default(),
             marks,
             sums: Sums::default(),
             summer,
-            finished: Vec::with_capacity(SLOTS),
-            in_flight: 0,
-            read_failures: 0,
-            since: Instant::now(),
-            free: None,
         })
     }
 
     /// Assigns `slot` to the request of `header`.
     pub fn assign(&mut self, slot: u16, header: Header) {
-        let blocks = header.range().map_or(NOTHING.blocks, ByteRange::grown_to_blocks);
-        self.works[usize::from(slot)] = Work { header, blocks, ..NOTHING };
+        let blocks = self.requests.assign(slot, header);
         if reads_data(&header) || header.data_bytes() > 0 {
             self.buffers.touch(slot, blocks);
         }
@@ -185,8 +146,7 @@ impl Executor {
 
     /// Frees the slot.
     pub fn free(&mut self, slot: u16) {
-        self.end_check(slot);
-        self.works[usize::from(slot)] = NOTHING;
+        self.requests.free(slot);
         self.buffers.free(slot);
     }
 
@@ -255,19 +215,18 @@ impl Executor {
         if kind == kind::PAGE {
             return self.on_page(slot, count, ring);
         }
-        self.in_flight -= 1;
-        match kind {
-            kind::SUMS_READ => return self.on_sums_read(usize::from(slot), count, ring),
-            kind::SUMS_WRITE => return self.on_sums_written(usize::from(slot), count, ring),
-            _ => {}
-        }
-        if slot == SUM_SLOT && kind == kind::READ {
-            self.summer.in_flight -= 1;
+        match (kind, slot) {
+            (kind::SUMS_READ | kind::SUMS_WRITE, _) | (kind::READ, SUM_SLOT) => {
+                self.in_flight.ended_for_sums()
+            }
+            _ => self.in_flight.ended(),
         }
         match (kind, Piece::unpack(tag)) {
             (kind::READ | kind::EDGE, Some(piece)) => self.on_read(slot, kind, piece, count, ring),
             (kind::WRITE, Some(piece)) => self.on_write(slot, piece, count, ring),
             (kind::LAYER, Some(piece)) => self.on_layer_written(slot, piece, count, ring),
+            (kind::SUMS_READ, _) => self.on_sums_read(usize::from(slot), count, ring),
+            (kind::SUMS_WRITE, _) => self.on_sums_written(usize::from(slot), count, ring),
             (kind::SYNC, _) => self.on_synced(count, ring),
             (kind::ZERO_STEP | kind::ZERO_EDGE, _) => {
                 self.on_zero_step(u8::try_from(tag).unwrap_or(0), kind, count, ring);
@@ -297,118 +256,7 @@ impl Executor {
 
     /// Returns true if the kernel has nothing to do for us.
     pub fn is_idle(&self) -> bool {
-        self.in_flight == 0 && self.marks.is_idle()
-    }
-
-    /// Returns true if the replica is marked as lacking data.
-    pub fn is_rebuilding(&self) -> bool {
-        self.store.info().rebuilding
-    }
-
-    /// Returns an error unless the replica may be made a copy of another one now: see
-    /// [`ReplicaState::may_be_made_anew`].
-    ///
-    /// # Errors
-    /// It may not.
-    pub fn check_may_be_made_anew(&self) -> Result<(), ReplicaError> {
-        let (holds_data, is_busy) = (holds_data(&self.store)?, self.is_busy());
-        Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
-    }
-
-    /// Returns the regions in which any layer has data, or had it when they were summed: a copy finds a
-    /// vanished block only by its sum. See [`Store::allocated`], which bounds the time.
-    pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
-        let intent_log = self.state.intent_log();
-        let summed = intent_log.summed().converted(intent_log.regions(), regions);
-        self.store.allocated(regions, from, &summed)
-    }
-
-    /// Returns the layers: see [`Store::copy_layers`].
-    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
-        self.store.copy_layers()
-    }
-
-    /// Returns the extents of a layer: see [`Store::layer_extents`].
-    pub fn layer_extents(
-        &self,
-        layer: usize,
-        from_bytes: u64,
-        extents_max: usize,
-    ) -> Result<(Vec<ByteRange>, Option<u64>), StoreError> {
-        self.store.layer_extents(layer, from_bytes, extents_max)
-    }
-
-    /// Becomes a copy of a replica with these layers: see [`Store::begin_copy`]. Waits for the disk.
-    ///
-    /// # Errors
-    /// The error of the store. If it fails half-way, nothing is served any more.
-    pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
-        debug_assert!(!self.is_busy(), "whoever asks has checked that it may be made anew");
-        self.sums.forget();
-        let begun = self.store.begin_copy(layers);
-        if self.store.is_broken() {
-            self.fail("becoming a copy of another replica was interrupted");
-        }
-        self.look_at_store();
-        self.flushes.changed();
-        if let Ok(done) = &begun {
-            let is_anything_kept = done.iter().any(|done| *done);
-            self.renew_sums()?;
-            self.look_at_lost(is_anything_kept)?;
-        }
-        Ok(begun?)
-    }
-
-    /// Makes the volume larger. The files of the sets of regions come first, under other names, because they
-    /// may need space. Then the directory grows, and then these files get their names. If the process ends
-    /// before that, the sets are read from the files of the former size. Waits for the disk; requests may be
-    /// in flight.
-    ///
-    /// # Errors
-    /// The volume has its size from before then, or nothing is served any more.
-    pub fn expand(&mut self, size_bytes: u64, ring: &mut Ring) -> Result<(), ReplicaError> {
-        if size_bytes == self.store.size_bytes() {
-            return Ok(());
-        }
-        if size_bytes > MAX_VOLUME_BYTES {
-            return Err(ReplicaError::TooLarge(size_bytes));
-        }
-        self.void_job();
-        self.search_again();
-        let grown = self.stage_grown(Regions::of(size_bytes))?;
-        let expanded = self.store.expand(size_bytes);
-        self.look_at_store();
-        if let Err(error) = expanded {
-            grown.discard(&self.store);
-            if self.store.is_broken() {
-                self.fail(&format!("an expansion was interrupted: {error}"));
-            }
-            return Err(error.into());
-        }
-        if let Err(error) = self.adopt_grown(grown) {
-            self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
-            return Err(error.into());
-        }
-        // No other event wakes requests that wait for pages of the former files.
-        self.go_on_waiting(ring);
-        Ok(())
-    }
-
-    /// Completes the copy of a layer: see [`Store::copy_done`]. Waits for the disk.
-    pub fn copy_done(&mut self, layer: usize) -> Result<(), ReplicaError> {
-        let done = self.store.copy_done(layer);
-        self.look_at_store();
-        self.look_at_document(&done);
-        done?;
-        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
-    }
-
-    /// Completes the copy: see [`Store::end_copy`]. Waits for the disk.
-    pub fn end_copy(&mut self) -> Result<(), ReplicaError> {
-        let ended = self.store.end_copy();
-        self.look_at_document(&ended);
-        ended?;
-        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
+        self.in_flight.is_idle() && self.marks.is_idle()
     }
 
     /// Returns the failure after which nothing is served, if any.
@@ -452,11 +300,7 @@ impl Executor {
     }
 
     fn work(&self, slot: u16) -> &Work {
-        &self.works[usize::from(slot)]
-    }
-
-    fn work_mut(&mut self, slot: u16) -> &mut Work {
-        &mut self.works[usize::from(slot)]
+        self.requests.get(slot)
     }
 
     fn fd(&self, file: FileIndex) -> RawFd {
@@ -466,13 +310,7 @@ impl Executor {
     /// Returns the free space of the disk in MiB; 0 if the file system does not report it. The disk is
     /// queried once a second, or after a request has found no space: a PING must not wait for it.
     pub fn free_mib(&mut self) -> u32 {
-        if let Some((_, free_mib)) = self.free.filter(|(at, _)| at.elapsed() < FREE_SPACE_PERIOD) {
-            return free_mib;
-        }
-        let free_bytes = self.store.free_bytes().unwrap_or(0);
-        let free_mib = u32::try_from(free_bytes >> 20).unwrap_or(u32::MAX);
-        self.free = Some((Instant::now(), free_mib));
-        free_mib
+        self.free_space.mib(Instant::now(), || self.store.free_bytes())
     }
 
     fn head_fd(&self) -> RawFd {
@@ -487,43 +325,9 @@ impl Executor {
         let outcome = outcome.and_then(|()| self.record_cured(slot));
         self.sums_followed(slot, outcome);
         if outcome == Err(Errno::NO_SPACE) {
-            self.free = None;
+            self.free_space.forget();
         }
         self.finished.push((slot, outcome));
-    }
-
-    fn flush(&mut self, slot: u16, ring: &mut Ring) {
-        match self.flushes.arrive(slot) {
-            Flush::Done => self.finish(slot, Ok(())),
-            Flush::Start => self.sync(ring),
-            Flush::Waits => {}
-        }
-    }
-
-    fn sync(&mut self, ring: &mut Ring) {
-        self.in_flight += 1;
-        ring.fdatasync(self.head_fd(), Token { source: SOURCE_DISK, kind: kind::SYNC, index: 0, tag: 0 });
-    }
-
-    fn on_synced(&mut self, result: Result<usize, Errno>, ring: &mut Ring) {
-        let mut covered = std::mem::take(&mut self.covered);
-        match result {
-            Ok(_) => {
-                if self.flushes.ended(&mut covered) {
-                    self.sync(ring);
-                }
-            }
-            // Data that was not durable may be lost, and the kernel reports that only once: a repeated sync
-            // would succeed without meaning.
-            Err(errno) => {
-                self.fail(&format!("the data could not be made durable: {errno}"));
-                self.flushes.give_up(&mut covered);
-            }
-        }
-        for slot in covered.drain(..) {
-            self.finish(slot, Ok(()));
-        }
-        self.covered = covered;
     }
 
     /// Handles a failed write to the head and returns the errno of the answer. Unless only space was missing,
@@ -545,15 +349,6 @@ impl Executor {
         }
     }
 
-    /// Stops serving if a document could not be written, unless only space was missing.
-    fn look_at_document(&mut self, written: &Result<(), StoreError>) {
-        if let Err(error @ (StoreError::Io { .. } | StoreError::NotDurable { .. })) = written
-            && is_final(error.errno())
-        {
-            self.fail(&format!("the state of a copy could not be stored: {error}"));
-        }
-    }
-
     /// Returns the state that the replica keeps beside the data.
     pub fn state(&self) -> &ReplicaState {
         &self.state
@@ -568,7 +363,7 @@ impl Executor {
         let was_serving = self.state.failure().is_none();
         self.state.served_for(self.since.elapsed());
         let Executor { store, owner, marks, .. } = self;
-        let mut shelf = Shelf { store, files: &mut marks.files, owner };
+        let mut shelf = Shelf { store, files: marks.files_mut(), owner };
         let changed = change(&mut self.state, &mut shelf);
         if let Some(failure) = self.state.failure().filter(|_| was_serving) {
             tracing::error!("the replica no longer serves: {}", failure.outlook());
@@ -583,16 +378,5 @@ impl Executor {
     }
 }
 
-/// Failures after which the same operation is tried again.
-fn is_passing(errno: Errno) -> bool {
-    matches!(errno.raw(), libc::EINTR | libc::EAGAIN)
-}
-
-/// Returns true if the data of the range is read into the slot.
-pub(crate) fn reads_data(header: &Header) -> bool {
-    matches!(header.opcode, Opcode::Read | Opcode::ReadLayer | Opcode::Verify)
-}
-
-fn is_durable(header: &Header) -> bool {
-    header.flags.has(Flags::FUA)
-}
+#[cfg(test)]
+mod tests;

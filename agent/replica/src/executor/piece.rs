@@ -1,6 +1,7 @@
 use shorthorn_store::FileIndex;
 
-use crate::limits::{BLOCK_BYTES_USIZE, SLOT_BYTES};
+use super::block::block_count;
+use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS, SLOT_BYTES};
 
 /// A run of blocks in the buffer of a slot, and the file that they are read from or written to. It travels
 /// through the kernel in the tag of a token, so that nothing has to be kept for each operation.
@@ -21,6 +22,17 @@ const FILE_BITS: u32 = 8;
 const _: () = assert!(SLOT_BYTES / BLOCK_BYTES_USIZE <= FIELD_MASK as usize);
 
 impl Piece {
+    /// Creates the piece of `blocks` blocks from `first` on. A slot has a few hundred blocks.
+    pub fn new(first: usize, blocks: usize, file: FileIndex) -> Piece {
+        let number = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
+        Piece { first: number(first), blocks: number(blocks), file }
+    }
+
+    /// Creates the piece of all blocks of a request of `length_bytes`.
+    pub fn blocks_of(length_bytes: u64, file: FileIndex) -> Piece {
+        Piece::new(EDGE_BLOCKS, block_count(length_bytes), file)
+    }
+
     /// Packs the piece into the tag of a token.
     pub fn pack(self) -> u32 {
         let (first, blocks) = (u32::from(self.first), u32::from(self.blocks));
@@ -37,9 +49,9 @@ impl Piece {
         Some(Piece { first, blocks, file: FileIndex::new(tag as u8)? })
     }
 
-    /// Returns the rest of the piece after `blocks` more are done; none if it is complete.
-    pub fn after(self, blocks: u16) -> Option<Piece> {
-        let done = blocks.min(self.blocks);
+    /// Returns the rest of the piece after `count` bytes more are done; none if it is complete.
+    pub fn after(self, count: usize) -> Option<Piece> {
+        let done = u16::try_from(count / BLOCK_BYTES_USIZE).unwrap_or(u16::MAX).min(self.blocks);
         let rest = Piece { first: self.first + done, blocks: self.blocks - done, file: self.file };
         (rest.blocks > 0).then_some(rest)
     }
@@ -62,8 +74,8 @@ mod tests {
     #[test]
     fn what_is_left() {
         let piece = Piece { first: 3, blocks: 5, file: FileIndex::new(1).unwrap() };
-        assert_eq!(piece.after(2), Some(Piece { first: 5, blocks: 3, ..piece }));
-        assert_eq!(piece.after(5), None);
-        assert_eq!(piece.after(9), None);
+        assert_eq!(piece.after(2 * 4096 + 512), Some(Piece { first: 5, blocks: 3, ..piece }));
+        assert_eq!(piece.after(5 * 4096), None);
+        assert_eq!(piece.after(9 * 4096), None);
     }
 }

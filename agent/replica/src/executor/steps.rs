@@ -18,7 +18,7 @@ pub(super) struct SetFiles {
     /// Files of sets that have ended, or have new files, into which a page may still be written.
     retired: Vec<RegionFile>,
     /// Page writes that the ring has.
-    pub in_flight: usize,
+    in_flight: usize,
 }
 
 impl SetFiles {
@@ -46,9 +46,25 @@ impl SetFiles {
         self.drop_retired();
     }
 
+    /// Counts a page write that the ring has.
+    pub fn write_began(&mut self) {
+        self.in_flight += 1;
+    }
+
+    /// Ends a page write.
+    pub fn write_ended(&mut self) {
+        self.in_flight -= 1;
+        self.drop_retired();
+    }
+
+    /// Returns true if the ring has no page write.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight == 0
+    }
+
     /// Drops replaced files. A descriptor that a write in the ring names has to stay open until that has
     /// ended.
-    pub fn drop_retired(&mut self) {
+    fn drop_retired(&mut self) {
         if self.in_flight == 0 {
             self.retired.clear();
         }
@@ -149,5 +165,34 @@ impl Shelf<'_> {
 impl Fault for ReplicaError {
     fn errno(&self) -> Errno {
         ReplicaError::errno(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use shorthorn_store::CreateOptions;
+    use shorthorn_types::ReplicaId;
+
+    use super::*;
+
+    /// The file of a removed set stays open until the ring has written to it.
+    #[test]
+    fn a_retired_file_stays_open_while_a_page_is_written() {
+        let temp = tempfile::tempdir().unwrap();
+        let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        let store = Store::create(temp.path().join("replica"), options).unwrap();
+        let key = SetKey::OutOfSync(ReplicaId::from_random(2));
+        let mut files = SetFiles::default();
+        files.put(key, store.make_regions(key, &[0; 4096]).unwrap());
+        let link = format!("/proc/self/fd/{}", files.fd(key).unwrap());
+        let open = fs::read_link(&link).unwrap();
+        files.write_began();
+        files.remove(key);
+        assert!(files.fd(key).is_none() && !files.is_idle());
+        assert_eq!(fs::read_link(&link).unwrap(), open);
+        files.write_ended();
+        assert!(files.is_idle() && files.retired.is_empty());
     }
 }

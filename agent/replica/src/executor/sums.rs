@@ -7,54 +7,19 @@ use shorthorn_ring::Ring;
 use shorthorn_store::{
     AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data,
 };
-use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum,
 };
 
-use super::data::{block_count, piece};
-use super::summer::{block_ranges, number_of};
-use super::{Executor, Outcome, SUM_SLOT, kind};
+use super::Executor;
+use super::block::{block_ranges, number_of};
+use super::layer_sums::{Checked, PIECE_BYTES, no_layer, piece_of, sum_at};
+use super::operation::{Outcome, kind};
+use super::piece::Piece;
+use super::requests::SUM_SLOT;
 use crate::error::ReplicaError;
-use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS};
-
-const PIECE_BYTES: u32 = MAX_IO_BYTES;
-const _: () = assert!(PIECE_BYTES as u64 == SUM_PIECE_BYTES);
-
-/// The sums of the layer that is being looked at. One layer at a time, so that they take little memory.
-#[derive(Debug, Default)]
-pub(super) struct Sums {
-    /// The sums that are kept.
-    kept: Option<(String, Option<LayerSums>)>,
-    /// The sums to keep, as far as received; none if the layer is too large for that.
-    received: Option<(String, Option<LayerSums>)>,
-}
-
-impl Sums {
-    pub fn forget(&mut self) {
-        *self = Sums::default();
-    }
-
-    /// Frees memory that can be filled again.
-    pub fn release(&mut self) {
-        self.kept = None;
-    }
-}
-
-/// The layer check in a slot.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Checked {
-    file: FileIndex,
-    piece: ByteRange,
-    kept: Option<u32>,
-}
-
-impl Checked {
-    /// The layer.
-    pub fn file(&self) -> FileIndex {
-        self.file
-    }
-}
+use crate::limits::BLOCK_BYTES_USIZE;
 
 impl Executor {
     /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`]
@@ -69,17 +34,16 @@ impl Executor {
         let piece_range = piece_of(asked, self.store.size_bytes())?;
         let kept = self.kept_sums(&asked.image)?.map(|sums| sum_at(sums, piece_range.offset()));
         let checked = Checked { file, piece: piece_range, kept: kept.filter(|sum| *sum != 0) };
-        let work = self.work_mut(slot);
-        (work.blocks, work.checked) = (piece_range, Some(checked));
+        self.requests.check_layer(slot, piece_range, checked);
         self.buffers.touch(slot, piece_range);
         // Rot does not vote: it is as if it could not be read.
         self.begin_check(slot);
-        self.read(slot, kind::READ, piece(EDGE_BLOCKS, block_count(piece_range.length()), file), ring);
+        self.read(slot, kind::READ, Piece::blocks_of(piece_range.length(), file), ring);
         Ok(())
     }
 
     fn kept_sums(&mut self, image: &str) -> Result<Option<&LayerSums>, StoreError> {
-        if self.sums.kept.as_ref().is_none_or(|(kept, _)| kept != image) {
+        if !self.sums.has(image) {
             let sums = match self.store.load_sums(image)? {
                 FoundSums::Kept(sums) if sums.piece_bytes == PIECE_BYTES => Some(sums),
                 FoundSums::Kept(_) | FoundSums::None => None,
@@ -92,9 +56,9 @@ impl Executor {
                     None
                 }
             };
-            self.sums.kept = Some((image.to_owned(), sums));
+            self.sums.put(image, sums);
         }
-        Ok(self.sums.kept.as_ref().and_then(|(_, sums)| sums.as_ref()))
+        Ok(self.sums.kept())
     }
 
     /// Returns the result of the check in `slot`, if a check was begun there.
@@ -130,7 +94,7 @@ impl Executor {
     fn next_piece(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>, StoreError> {
         let data = self.store.next_layer_data(file, from_bytes)?;
         let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
-        let kept = self.sums.kept.as_ref().and_then(|(_, sums)| sums.as_ref());
+        let kept = self.sums.kept();
         let first = from_bytes / SUM_PIECE_BYTES;
         let had_data = kept.and_then(|sums| {
             let later = sums.sums.iter().skip(usize::try_from(first).unwrap_or(usize::MAX));
@@ -150,12 +114,9 @@ impl Executor {
         let KeepSums { image, is_first, is_last, first_piece, sums } = message;
         let layer_bytes = self.store.snapshot_layer_bytes(image).ok_or_else(|| no_layer(image))?;
         if *is_first {
-            self.sums.received = Some((image.clone(), LayerSums::new(layer_bytes, PIECE_BYTES, EMPTY_SUM)));
+            self.sums.begin(image, layer_bytes);
         }
-        let Some((_, received)) = self.sums.received.as_mut().filter(|(received, _)| received == image)
-        else {
-            return Err(no_layer(image));
-        };
+        let received = self.sums.receiving(image).ok_or_else(|| no_layer(image))?;
         let Some(received) = received else { return Ok(()) };
         let places = received.sums.iter_mut().skip(*first_piece as usize);
         if sums.len() > KeepSums::SUMS_MAX || places.len() < sums.len() {
@@ -170,8 +131,7 @@ impl Executor {
     }
 
     fn save_received(&mut self, image: &str) -> Result<(), ReplicaError> {
-        let received = self.sums.received.take().and_then(|(_, received)| received);
-        let Some(received) = received else { return Ok(()) };
+        let Some(received) = self.sums.take_received() else { return Ok(()) };
         let is_known = self.kept_sums(image)?.is_some_and(|kept| *kept == received);
         self.sums.forget();
         if !is_known {
@@ -258,26 +218,4 @@ impl Executor {
         let outcome = self.record_cured(SUM_SLOT);
         self.summer.known.ended(SUM_SLOT, outcome.is_ok());
     }
-}
-
-fn sum_at(sums: &LayerSums, offset_bytes: u64) -> u32 {
-    let number = usize::try_from(offset_bytes / SUM_PIECE_BYTES).unwrap_or(usize::MAX);
-    // A layer may be shorter than the volume: it has no blocks there.
-    sums.sums.get(number).copied().unwrap_or(EMPTY_SUM)
-}
-
-/// Returns the piece that is asked for, if it is one.
-fn piece_of(asked: &LayerRange, size_bytes: u64) -> Result<ByteRange, ReplicaError> {
-    let LayerRange { offset_bytes, length_bytes, .. } = asked;
-    let left = size_bytes.saturating_sub(*offset_bytes).min(SUM_PIECE_BYTES);
-    let is_piece =
-        offset_bytes.is_multiple_of(SUM_PIECE_BYTES) && u64::from(*length_bytes) == left && left > 0;
-    if !is_piece || !left.is_multiple_of(BLOCK_BYTES_USIZE as u64) {
-        return Err(ReplicaError::NoPiece { offset_bytes: *offset_bytes, length_bytes: *length_bytes });
-    }
-    Ok(ByteRange::new(*offset_bytes, left).map_err(StoreError::from)?)
-}
-
-fn no_layer(image: &str) -> ReplicaError {
-    ReplicaError::Store(StoreError::NoSnapshotLayer(image.to_owned()))
 }

@@ -20,12 +20,12 @@ pub(super) struct ZeroJob {
     /// The part that is not planned yet.
     rest: Option<ByteRange>,
     /// The plan of the current piece, of which the first `next` steps are begun.
-    pub steps: Vec<ZeroStep>,
+    steps: Vec<ZeroStep>,
     next: usize,
     /// The rest of a step that is too long to be done at once.
     writing: Option<ByteRange>,
     /// The running step.
-    pub current: Option<ZeroStep>,
+    current: Option<ZeroStep>,
 }
 
 /// The next action of a job.
@@ -33,7 +33,7 @@ pub(super) struct ZeroJob {
 pub(super) enum Next {
     /// Execute this; a write of zeroes is at most [`ZERO_WRITE_BYTES`] long.
     Step(ZeroStep),
-    /// Put the plan for this range into [`ZeroJob::steps`].
+    /// Put the plan for this range into the job: see [`ZeroJob::put_plan`].
     Plan(ByteRange),
     /// The job is complete.
     Done,
@@ -87,6 +87,26 @@ impl ZeroJob {
         self.slot
     }
 
+    /// Returns the running step.
+    pub fn current(&self) -> Option<ZeroStep> {
+        self.current
+    }
+
+    /// Records that a step is begun.
+    pub fn begin(&mut self, step: ZeroStep) {
+        self.current = Some(step);
+    }
+
+    /// Takes the list for the next plan, which is empty. It comes back by [`ZeroJob::put_plan`].
+    pub fn take_plan(&mut self) -> Vec<ZeroStep> {
+        std::mem::take(&mut self.steps)
+    }
+
+    /// Puts the plan into the job.
+    pub fn put_plan(&mut self, steps: Vec<ZeroStep>) {
+        self.steps = steps;
+    }
+
     /// Returns the next action.
     pub fn next(&mut self) -> Next {
         if let Some(range) = self.writing.take() {
@@ -110,7 +130,7 @@ impl ZeroJob {
 
     /// Returns the first part of a write of zeroes, and keeps the rest for the next steps.
     fn write(&mut self, range: ByteRange) -> ZeroStep {
-        let (now, later) = cut(range, range.offset() + ZERO_WRITE_BYTES);
+        let (now, later) = range.split_at(range.offset() + ZERO_WRITE_BYTES);
         self.writing = later;
         ZeroStep::WriteZeroes(now)
     }
@@ -121,18 +141,9 @@ impl ZeroJob {
         let Some(rest) = self.rest.take() else { return Next::Done };
         // Pieces end at blocks, so that no block is in two of them.
         let end = (rest.offset() + ZERO_PLAN_BYTES) / BLOCK_BYTES * BLOCK_BYTES;
-        let (piece, later) = cut(rest, end);
+        let (piece, later) = rest.split_at(end);
         self.rest = later;
         Next::Plan(piece)
-    }
-}
-
-/// Splits `range` at `end`.
-pub(super) fn cut(range: ByteRange, end: u64) -> (ByteRange, Option<ByteRange>) {
-    let part = |start: u64, end: u64| ByteRange::new(start, end - start).ok();
-    match part(range.offset(), end.min(range.end())) {
-        Some(first) if end < range.end() => (first, part(end, range.end())),
-        _ => (range, None),
     }
 }
 

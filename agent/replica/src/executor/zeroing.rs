@@ -6,10 +6,11 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Opcode;
 
-use super::buffers::{distance, length_of};
-use super::data::not_rot;
-use super::zeroes::{Next, cut};
-use super::{Executor, Outcome, SOURCE_DISK, is_durable, is_passing, kind};
+use super::Executor;
+use super::block::{distance, length_of};
+use super::operation::{Outcome, SOURCE_DISK, is_passing, kind, not_rot};
+use super::requests::is_durable;
+use super::zeroes::Next;
 
 /// The flags with which fallocate makes a hole.
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
@@ -38,19 +39,19 @@ impl Executor {
 
     fn plan_zeroing(&mut self, index: u8, piece: ByteRange) -> Outcome {
         let job = self.zero_jobs.job(index);
-        let mut steps = std::mem::take(&mut job.steps);
+        let mut steps = job.take_plan();
         let discards = job.slot().is_some_and(|slot| self.header(slot).opcode == Opcode::Discard);
         let planned = if discards {
             self.store.plan_discard(piece, &mut steps)
         } else {
             self.store.plan_write_zeroes(piece, &mut steps)
         };
-        self.zero_jobs.job(index).steps = steps;
+        self.zero_jobs.job(index).put_plan(steps);
         planned.map_err(|error| self.not_planned(&error))
     }
 
     fn begin_zero_step(&mut self, job: u8, step: ZeroStep, ring: &mut Ring) {
-        self.zero_jobs.job(job).current = Some(step);
+        self.zero_jobs.job(job).begin(step);
         let token = zero_token(kind::ZERO_STEP, job);
         match step {
             ZeroStep::Punch(range) => {
@@ -61,7 +62,7 @@ impl Executor {
             }
             ZeroStep::Merge(edge) => return self.read_zero_edge(job, edge, ring),
         }
-        self.in_flight += 1;
+        self.in_flight.began();
     }
 
     /// Starts the first step of a merge: reads the block.
@@ -71,7 +72,7 @@ impl Executor {
         match edge.source {
             BlockSource::File(file) => {
                 ring.read(self.fd(file), buf, edge.block.offset(), zero_token(kind::ZERO_EDGE, job));
-                self.in_flight += 1;
+                self.in_flight.began();
             }
             BlockSource::Zero => {
                 buf.zero();
@@ -89,12 +90,12 @@ impl Executor {
             self.sum_merged(slot, edge.block, (before, block_sum(buf.crc32c())));
         }
         ring.write(self.head_fd(), buf, edge.block.offset(), false, zero_token(kind::ZERO_STEP, job));
-        self.in_flight += 1;
+        self.in_flight.began();
     }
 
     pub(super) fn on_zero_step(&mut self, job: u8, kind: u8, result: Result<usize, Errno>, ring: &mut Ring) {
         let state = self.zero_jobs.job(job);
-        let (Some(slot), Some(step)) = (state.slot(), state.current) else { return };
+        let (Some(slot), Some(step)) = (state.slot(), state.current()) else { return };
         match (step, result) {
             (step, Err(errno)) if is_passing(errno) => self.begin_zero_step(job, step, ring),
             (ZeroStep::Merge(edge), Ok(count)) if kind == kind::ZERO_EDGE => {
@@ -124,7 +125,7 @@ impl Executor {
             return self.zero_step_failed(job, step, Errno::IO, ring);
         }
         self.flushes.changed();
-        let (now, rest) = cut(range, range.offset() + done);
+        let (now, rest) = range.split_at(range.offset() + done);
         self.store.written(now);
         match rest {
             Some(rest) => self.begin_zero_step(job, ZeroStep::WriteZeroes(rest), ring),
@@ -172,28 +173,16 @@ mod tests {
     use std::path::Path;
 
     use shorthorn_ring::Completion;
-    use shorthorn_store::{CreateOptions, OpenOptions, Store};
-    use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
-    use shorthorn_views::ReplicaViews;
+    use shorthorn_store::{OpenOptions, Store};
     use shorthorn_wire::Header;
 
     use super::*;
-    use crate::executor::Marks;
-    use crate::state::Owner;
-
-    const SIZE: u64 = 16 << 20;
+    use crate::executor::tests::new_store;
 
     fn replica(directory: &Path) -> Executor {
-        let options = CreateOptions { size_bytes: SIZE, ..CreateOptions::default() };
-        let mut store = Store::create(directory, options).unwrap();
+        let (mut store, owner, loaded) = new_store(directory);
         store.write_at(&vec![7; 8 << 20], 0, true).unwrap();
-        let id = ViewId { generation: Generation::NEVER, number: 0 };
-        let committed = View { id, members: Members::default() };
-        let unknown = shorthorn_control::Unknown::default();
-        let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1), unknown };
-        let loaded = Marks::load(&mut store, &owner, ReplicaViews::new(committed), 0);
-        let (state, marks, summer) = loaded.unwrap();
-        Executor::new(store, owner, state, marks, summer).unwrap()
+        Executor::new(store, owner, loaded).unwrap()
     }
 
     /// Executes a request to its end. `change` may alter each completion.
@@ -209,7 +198,7 @@ mod tests {
         while !executor.take_finished(&mut finished) {
             ring.wait(None, &mut completions).unwrap();
             for mut completion in completions.drain(..) {
-                change(executor.zero_jobs.job(0).current, &mut completion);
+                change(executor.zero_jobs.job(0).current(), &mut completion);
                 executor.on_completion(completion, &mut ring);
             }
         }

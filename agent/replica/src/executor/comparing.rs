@@ -1,0 +1,142 @@
+//! Compares read data with the sums of its blocks.
+//!
+//! A check compares whole blocks of regions that have sums, after the data was read. It never makes a sound
+//! block look rotten. Blocks without certain sums, because a page of sums is torn or the region was modified
+//! meanwhile, are not compared.
+
+use shorthorn_ring::Ring;
+use shorthorn_store::{BlockSource, FileIndex, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum};
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::Opcode;
+
+use super::Executor;
+use super::block::{block_ranges, number_in_page, number_of};
+use super::requests::{Work, layer_of};
+use crate::limits::REPORTED_ROTTEN_MAX;
+
+impl Executor {
+    /// Begins the check of the request in the slot, which begins to read.
+    pub(super) fn begin_check(&mut self, slot: u16) {
+        if self.summer.pages.is_kept() || !self.summer.known.is_empty() {
+            self.requests.begin_check(slot);
+        }
+    }
+
+    /// Handles the data of the slot: it finishes, after a comparison if that was requested.
+    pub(super) fn was_read(&mut self, slot: u16, ring: &mut Ring) {
+        if !self.has_compared(slot) {
+            self.load_sums_for(slot, ring);
+            self.summer.waiting.add(slot);
+        }
+    }
+
+    /// Finishes the request if it is not to be compared, or all its pages of sums are here.
+    fn has_compared(&mut self, slot: u16) -> bool {
+        let rotten = match self.work(slot).wants_check {
+            true if !self.has_sums_for(slot) => return false,
+            true => self.rotten_block(slot),
+            false => None,
+        };
+        self.requests.end_check(slot);
+        if let Some(block) = rotten {
+            self.know_rot(block);
+            self.report_rotten(block);
+        }
+        self.finish(slot, rotten.map_or(Ok(()), |_| Err(Errno::ROTTEN)));
+        true
+    }
+
+    /// Returns the pages with the sums of the blocks in the slot.
+    fn pages_for(&self, slot: u16) -> impl Iterator<Item = u64> + use<'_> {
+        let blocks = self.work(slot).blocks;
+        let intent_log = self.state.intent_log();
+        let pages = blocks.offset() / SUM_PAGE_SPAN_BYTES..blocks.end().div_ceil(SUM_PAGE_SPAN_BYTES);
+        pages.filter(move |page| {
+            let start = (page * SUM_PAGE_SPAN_BYTES).max(blocks.offset());
+            let end = ((page + 1) * SUM_PAGE_SPAN_BYTES).min(blocks.end());
+            let part = ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY);
+            intent_log.regions().touched(part).any(|region| intent_log.is_summed(region))
+        })
+    }
+
+    fn has_sums_for(&self, slot: u16) -> bool {
+        self.pages_for(slot).all(|page| self.summer.pages.peek(page).is_some())
+    }
+
+    fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
+        // A request touches no more than two.
+        let mut pages = [None; 2];
+        pages.iter_mut().zip(self.pages_for(slot)).for_each(|(place, page)| *place = Some(page));
+        for page in pages.into_iter().flatten() {
+            self.sum_page(page, ring);
+        }
+    }
+
+    /// Returns the first block in the slot that differs from its sum, if any. Sums describe the data that a
+    /// reader sees: a layer's blocks below others have none.
+    fn rotten_block(&mut self, slot: u16) -> Option<ByteRange> {
+        let Work { header, blocks, checked, .. } = *self.work(slot);
+        let layer = match header.opcode {
+            Opcode::CheckLayer => Some(checked?.file()),
+            Opcode::ReadLayer => Some(layer_of(&header).ok().and_then(|layer| self.store.layer_file(layer))?),
+            _ => None,
+        };
+        block_ranges(blocks).find(|block| {
+            self.is_rotten(slot, blocks, *block) && layer.is_none_or(|layer| self.is_seen_in(layer, *block))
+        })
+    }
+
+    /// Returns true if a reader sees this file's data in the block.
+    fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
+        let mut segments = std::mem::take(&mut self.segments);
+        segments.clear();
+        let is_planned = self.store.plan_read(block, &mut segments).is_ok();
+        let is_seen = segments.iter().all(|segment| segment.source == BlockSource::File(file));
+        self.segments = segments;
+        is_planned && is_seen
+    }
+
+    fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
+        let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+        if self.summer.known.has(number_of(block)) {
+            return self.summer.known.is_rotten(number_of(block), found()).unwrap_or(false);
+        }
+        let kept = self.kept_sum(block);
+        kept != SUM_UNKNOWN && kept != found()
+    }
+
+    pub(super) fn kept_sum(&self, block: ByteRange) -> u32 {
+        let page = self.summer.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
+        let counts = page.filter(|_| self.is_summed(block));
+        counts.map_or(SUM_UNKNOWN, |sums| sums.sum(number_in_page(block)))
+    }
+
+    /// Returns true if the sum of the block counts.
+    pub(super) fn is_summed(&self, block: ByteRange) -> bool {
+        let intent_log = self.state.intent_log();
+        let mut regions = intent_log.regions().touched(block);
+        !regions.is_empty() && regions.all(|region| intent_log.is_summed(region))
+    }
+
+    fn report_rotten(&mut self, block: ByteRange) {
+        self.summer.rotten += 1;
+        if self.summer.rotten <= REPORTED_ROTTEN_MAX {
+            tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
+        }
+        if self.summer.rotten == REPORTED_ROTTEN_MAX {
+            tracing::error!("more blocks that are not as they were stored are answered but not logged");
+        }
+    }
+
+    /// Continues comparisons after a page was loaded or a place has become free. Complete ones come first,
+    /// because others would take the places of their pages.
+    pub(super) fn go_on_comparing(&mut self, ring: &mut Ring) {
+        let mut retried = self.summer.waiting.take();
+        retried.retain(|slot| !self.has_compared(*slot));
+        for slot in retried.drain(..) {
+            self.load_sums_for(slot, ring);
+            self.summer.waiting.add(slot);
+        }
+        self.summer.waiting.give_back(retried);
+    }
+}

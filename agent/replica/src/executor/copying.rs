@@ -1,0 +1,99 @@
+//! Copies of the replica: lists layers and regions for a reader, and becomes a copy of another replica.
+
+use shorthorn_replica_core::is_final;
+use shorthorn_store::{AllocatedRuns, CopyLayer, StoreError};
+use shorthorn_types::{ByteRange, Regions};
+
+use super::Executor;
+use crate::error::ReplicaError;
+use crate::state::holds_data;
+
+impl Executor {
+    /// Returns true if the replica is marked as lacking data.
+    pub fn is_rebuilding(&self) -> bool {
+        self.store.info().rebuilding
+    }
+
+    /// Returns an error unless the replica may be made a copy of another one now: see
+    /// [`ReplicaState::may_be_made_anew`](shorthorn_replica_core::ReplicaState::may_be_made_anew).
+    ///
+    /// # Errors
+    /// It may not.
+    pub fn check_may_be_made_anew(&self) -> Result<(), ReplicaError> {
+        let (holds_data, is_busy) = (holds_data(&self.store)?, self.in_flight.is_busy());
+        Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
+    }
+
+    /// Returns the regions in which any layer has data, or had it when they were summed: a copy finds a
+    /// vanished block only by its sum. See [`Store::allocated`](shorthorn_store::Store::allocated), which
+    /// bounds the time.
+    pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
+        let intent_log = self.state.intent_log();
+        let summed = intent_log.summed().converted(intent_log.regions(), regions);
+        self.store.allocated(regions, from, &summed)
+    }
+
+    /// Returns the layers: see [`Store::copy_layers`](shorthorn_store::Store::copy_layers).
+    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
+        self.store.copy_layers()
+    }
+
+    /// Returns the extents of a layer: see [`Store::layer_extents`](shorthorn_store::Store::layer_extents).
+    pub fn layer_extents(
+        &self,
+        layer: usize,
+        from_bytes: u64,
+        extents_max: usize,
+    ) -> Result<(Vec<ByteRange>, Option<u64>), StoreError> {
+        self.store.layer_extents(layer, from_bytes, extents_max)
+    }
+
+    /// Becomes a copy of a replica with these layers: see
+    /// [`Store::begin_copy`](shorthorn_store::Store::begin_copy). Waits for the disk.
+    ///
+    /// # Errors
+    /// The error of the store. If it fails half-way, nothing is served any more.
+    pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
+        debug_assert!(!self.in_flight.is_busy(), "whoever asks has checked that it may be made anew");
+        self.sums.forget();
+        let begun = self.store.begin_copy(layers);
+        if self.store.is_broken() {
+            self.fail("becoming a copy of another replica was interrupted");
+        }
+        self.look_at_store();
+        self.flushes.changed();
+        if let Ok(done) = &begun {
+            let is_anything_kept = done.iter().any(|done| *done);
+            self.renew_sums()?;
+            self.look_at_lost(is_anything_kept)?;
+        }
+        Ok(begun?)
+    }
+
+    /// Completes the copy of a layer: see [`Store::copy_done`](shorthorn_store::Store::copy_done). Waits for
+    /// the disk.
+    pub fn copy_done(&mut self, layer: usize) -> Result<(), ReplicaError> {
+        let done = self.store.copy_done(layer);
+        self.look_at_store();
+        self.look_at_document(&done);
+        done?;
+        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
+    }
+
+    /// Completes the copy: see [`Store::end_copy`](shorthorn_store::Store::end_copy). Waits for the disk.
+    pub fn end_copy(&mut self) -> Result<(), ReplicaError> {
+        let ended = self.store.end_copy();
+        self.look_at_document(&ended);
+        ended?;
+        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
+    }
+
+    /// Stops serving if a document could not be written, unless only space was missing.
+    fn look_at_document(&mut self, written: &Result<(), StoreError>) {
+        if let Err(error @ (StoreError::Io { .. } | StoreError::NotDurable { .. })) = written
+            && is_final(error.errno())
+        {
+            self.fail(&format!("the state of a copy could not be stored: {error}"));
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Makes the replica larger.
+
+use shorthorn_regions::{GrownSets, SetKey};
+use shorthorn_ring::Ring;
+use shorthorn_store::{Store, StoreError};
+use shorthorn_types::Regions;
+use shorthorn_types::limits::MAX_VOLUME_BYTES;
+
+use super::Executor;
+use crate::error::ReplicaError;
+
+/// The sets of the volume at its future size, whose files exist under other names.
+#[derive(Debug)]
+struct Grown {
+    sets: GrownSets,
+    files: Vec<(SetKey, Vec<u8>)>,
+}
+
+impl Grown {
+    /// Discards the grown sets, because the volume does not grow.
+    fn discard(self, store: &Store) {
+        for (key, _) in &self.files {
+            store.unstage_regions(*key);
+        }
+    }
+}
+
+impl Executor {
+    /// Makes the volume larger. The files of the sets of regions come first, under other names, because they
+    /// may need space. Then the directory grows, and then these files get their names. If the process ends
+    /// before that, the sets are read from the files of the former size. Waits for the disk; requests may be
+    /// in flight.
+    ///
+    /// # Errors
+    /// The volume has its size from before then, or nothing is served any more.
+    pub fn expand(&mut self, size_bytes: u64, ring: &mut Ring) -> Result<(), ReplicaError> {
+        if size_bytes == self.store.size_bytes() {
+            return Ok(());
+        }
+        if size_bytes > MAX_VOLUME_BYTES {
+            return Err(ReplicaError::TooLarge(size_bytes));
+        }
+        self.void_job();
+        self.summer.schedule.search_again();
+        let grown = self.stage_grown(Regions::of(size_bytes))?;
+        let expanded = self.store.expand(size_bytes);
+        self.look_at_store();
+        if let Err(error) = expanded {
+            grown.discard(&self.store);
+            if self.store.is_broken() {
+                self.fail(&format!("an expansion was interrupted: {error}"));
+            }
+            return Err(error.into());
+        }
+        if let Err(error) = self.adopt_grown(grown) {
+            self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
+            return Err(error.into());
+        }
+        // No other event wakes requests that wait for pages of the former files.
+        self.go_on_waiting(ring);
+        Ok(())
+    }
+
+    /// Writes the files that the sets need once the volume has grown.
+    fn stage_grown(&self, regions: Regions) -> Result<Grown, StoreError> {
+        let sets = self.state.intent_log().grown(regions);
+        let grown = Grown { files: sets.files().collect(), sets };
+        let staged = grown.files.iter().try_for_each(|(key, bytes)| self.store.stage_regions(*key, bytes));
+        match staged {
+            Ok(()) => Ok(grown),
+            Err(error) => {
+                grown.discard(&self.store);
+                Err(error)
+            }
+        }
+    }
+
+    /// Replaces the files of the sets after the volume has grown.
+    fn adopt_grown(&mut self, grown: Grown) -> Result<(), StoreError> {
+        for (key, bytes) in &grown.files {
+            // A repair of the directory may have swept it up.
+            let adopted = self.store.adopt_regions(*key);
+            let file = adopted.or_else(|_| self.store.make_regions(*key, bytes))?;
+            self.marks.put_file(*key, file);
+        }
+        self.state.intent_log_mut().grow(grown.sets);
+        self.marks.grown();
+        Ok(())
+    }
+}

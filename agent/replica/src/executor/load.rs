@@ -1,0 +1,133 @@
+//! Loads the state that a replica keeps beside the data from its directory.
+
+use shorthorn_regions::{PageDamage, SetKey};
+use shorthorn_replica_core::{Found, ReplicaState, Started, SumsFound};
+use shorthorn_store::{BlockSumsFile, Store};
+use shorthorn_types::Regions;
+use shorthorn_views::ReplicaViews;
+
+use super::marks::Marks;
+use super::steps::Shelf;
+use super::summer::Summer;
+use crate::error::ReplicaError;
+use crate::state::{Owner, holds_data};
+
+/// The loaded state.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    pub(super) state: ReplicaState,
+    pub(super) marks: Marks,
+    pub(super) summer: Summer,
+}
+
+impl Loaded {
+    /// Loads the state of `owner` from its directory: see [`ReplicaState::start`].
+    ///
+    /// # Errors
+    /// If the files cannot be read or made.
+    pub fn load(
+        store: &mut Store,
+        owner: &Owner,
+        views: ReplicaViews,
+        sum_bytes_per_s: u64,
+    ) -> Result<Loaded, ReplicaError> {
+        let found = look_at(store, owner, views, sum_bytes_per_s > 0)?;
+        let mut marks =
+            Marks::new().map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
+        let mut shelf = Shelf { store, files: marks.files_mut(), owner };
+        let Started { mut state, damages } = ReplicaState::start(&mut shelf, found)?;
+        // Without it the number is too small, or one of Longhorn's: then Longhorn rebuilds the replica.
+        if let Err(error) = shelf.store_revision(state.views()) {
+            tracing::warn!(%error, "the revision counter for Longhorn could not be stored");
+        }
+        damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
+        let sums_file = open_sums(store, &mut state)?;
+        let mut summer = Summer::new(sums_file, sum_bytes_per_s)
+            .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
+        summer.load_lost(store)?;
+        open_sets(store, &state, &mut marks)?;
+        if state.intent_log().has_lost_cache() {
+            tracing::warn!(
+                "the host was restarted while this replica was open, or its disk has failed: until all regions that were \
+                 written lately have been copied from another replica, or are known to be equal, others are preferred to it"
+            );
+        }
+        Ok(Loaded { state, marks, summer })
+    }
+
+    /// Returns the state.
+    pub fn state(&self) -> &ReplicaState {
+        &self.state
+    }
+}
+
+/// Opens the files of the sets that the start has not made.
+fn open_sets(store: &Store, state: &ReplicaState, marks: &mut Marks) -> Result<(), ReplicaError> {
+    let unsummed = state.intent_log().keeps_sums().then_some(SetKey::Unsummed);
+    let out_of_sync = state.intent_log().tracks();
+    for key in out_of_sync.iter().map(SetKey::OutOfSync).chain([SetKey::Intent]).chain(unsummed) {
+        if !marks.has_file(key) {
+            marks.put_file(key, store.open_regions(key)?);
+        }
+    }
+    Ok(())
+}
+
+/// Returns the file of the sums of blocks, if an account is kept of the regions that have none. Otherwise no
+/// sum counts from now on. So it is if the file cannot be had: sums are worth less than a replica that
+/// starts.
+fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<BlockSumsFile>, ReplicaError> {
+    if state.intent_log().keeps_sums() {
+        match store.open_block_sums() {
+            Ok(file) => return Ok(Some(file)),
+            Err(error) => {
+                tracing::warn!(%error, "sums of blocks are not kept: nothing guards data at rest");
+                state.intent_log_mut().forget_unsummed();
+            }
+        }
+    }
+    store.forget_block_sums()?;
+    Ok(None)
+}
+
+/// Reads the files that the directory has beside the data.
+fn look_at(
+    store: &Store,
+    owner: &Owner,
+    views: ReplicaViews,
+    wants_sums: bool,
+) -> Result<Found, ReplicaError> {
+    let unsummed = store.read_regions(SetKey::Unsummed)?;
+    let sums = match wants_sums {
+        true => SumsFound::Wanted(unsummed),
+        false => SumsFound::Unwanted { has_file: unsummed.is_some() },
+    };
+    let mut out_of_sync = Vec::new();
+    for replica in store.out_of_sync_files()? {
+        out_of_sync.push((replica, store.read_regions(SetKey::OutOfSync(replica))?.unwrap_or_default()));
+    }
+    let info = store.info();
+    Ok(Found {
+        me: owner.replica,
+        views,
+        regions: Regions::of(store.size_bytes()),
+        epoch: info.epoch,
+        intent: store.read_regions(SetKey::Intent)?,
+        out_of_sync,
+        sums,
+        holds_data: holds_data(store)?,
+        lost_cache: info.lost_cache,
+        is_left_recorded: info.has_left,
+        failures: info.failures,
+    })
+}
+
+fn report_damages(key: SetKey, damages: &[PageDamage]) {
+    if let Some(damage) = damages.first() {
+        let pages = damages.len();
+        tracing::warn!(
+            pages,
+            "the set of regions '{key}' cannot be trusted, and counts as full there: {damage}"
+        );
+    }
+}

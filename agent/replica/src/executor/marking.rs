@@ -1,0 +1,82 @@
+//! Marks regions dirty before they are modified, and changes the sets of regions: see [`Marks`].
+//!
+//! [`Marks`]: super::marks::Marks
+
+use shorthorn_replica_core::PageEnd;
+use shorthorn_ring::Ring;
+use shorthorn_types::{ByteRange, Errno, MarkRegions};
+
+use super::Executor;
+use crate::error::ReplicaError;
+
+impl Executor {
+    /// Returns true if the modification in `slot` may be executed. If not, it is started again when that may
+    /// be so.
+    pub(super) fn admit(&mut self, slot: u16, range: ByteRange) -> bool {
+        self.marks.admit(&mut self.state, range, slot)
+    }
+
+    /// Starts the writes that waiting requests depend on. The caller has started all requests that came
+    /// together.
+    pub fn write_pages(&mut self, ring: &mut Ring) {
+        self.marks.begin_writes(&mut self.state, false, ring);
+    }
+
+    /// Starts the writes of pages that no request waits for.
+    pub fn write_stale_pages(&mut self, ring: &mut Ring) {
+        self.marks.begin_writes(&mut self.state, true, ring);
+    }
+
+    pub(super) fn on_page(&mut self, page_slot: u16, result: Result<usize, Errno>, ring: &mut Ring) {
+        match self.marks.page_ended(&mut self.state, page_slot, result) {
+            PageEnd::Written => self.go_on_waiting(ring),
+            PageEnd::Again => {}
+            PageEnd::NoSpace(errno) => self.give_up_waiting(errno),
+            PageEnd::Failed(errno) => {
+                self.fail(&format!("cannot mark the region dirty: {errno}"));
+            }
+        }
+    }
+
+    /// Looks again at everything that waits.
+    pub(super) fn go_on_waiting(&mut self, ring: &mut Ring) {
+        let mut retried = self.marks.take_modifications();
+        for slot in retried.drain(..) {
+            self.start(slot, ring);
+        }
+        self.marks.give_back_modifications(retried);
+        while let Some(slot) = self.marks.next_durable_mark(&self.state) {
+            self.finish(slot, Ok(()));
+        }
+    }
+
+    /// Answers everything that waits for a page with an error.
+    pub(super) fn give_up_waiting(&mut self, errno: Errno) {
+        while let Some(slot) = self.marks.give_up() {
+            self.finish(slot, Err(errno));
+        }
+    }
+
+    /// Changes a set. True if that is durable; else the slot finishes when it is.
+    ///
+    /// # Errors
+    /// See [`ReplicaState::mark`](shorthorn_replica_core::ReplicaState::mark).
+    pub fn mark(&mut self, slot: u16, mark: &MarkRegions) -> Result<bool, ReplicaError> {
+        let Some(ticket) = self.change(|state, disk| state.mark(disk, mark))? else { return Ok(true) };
+        self.marks.add_mark(slot, ticket);
+        Ok(false)
+    }
+
+    /// Writes the unwritten pages of the sets at the end, when no write is under way.
+    pub(super) fn close_marks(&mut self) {
+        // Without it regions are copied that need not be.
+        if let Err(error) = self.write_all_pages() {
+            tracing::warn!(%error, "cannot write the cleared regions");
+        }
+    }
+
+    /// Writes all pages that have changed. Blocks; nothing is under way.
+    pub(super) fn write_all_pages(&mut self) -> std::io::Result<()> {
+        self.marks.write_all(&mut self.state)
+    }
+}

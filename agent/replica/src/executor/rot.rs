@@ -1,0 +1,124 @@
+//! Keeps the sums of blocks beside known rot while requests modify blocks: see [`KnownRot`].
+//!
+//! [`KnownRot`]: shorthorn_replica_core::KnownRot
+
+use std::time::Instant;
+
+use shorthorn_ring::Ring;
+use shorthorn_store::{SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum};
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::Opcode;
+
+use super::Executor;
+use super::block::{block_ranges, number_of};
+use super::operation::Outcome;
+use crate::limits::{REPORTED_ROTTEN_MAX, SUM_LOOK_INTERVAL};
+
+impl Executor {
+    /// Prepares the modification of `range` by the request in the slot: reads of it are not compared any
+    /// more, and it has to be summed again.
+    pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
+        if self.summer.pages.is_kept() {
+            self.summer.schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
+        }
+        let is_discard = self.work(slot).header.opcode == Opcode::Discard;
+        // A discard leaves blocks that it covers in part as they are.
+        let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
+        let knows_any = !self.summer.known.is_empty();
+        for block in block_ranges(blocks).filter(|_| knows_any) {
+            if self.summer.known.has(number_of(block)) {
+                let after = self.sum_after(slot, range, block);
+                self.summer.known.modified(slot, number_of(block), after);
+            }
+        }
+        self.requests.end_checks_of_reads(range);
+    }
+
+    /// Records that the request in the slot is about to write a block that it has merged with the former
+    /// data: the sums before and after.
+    pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
+        let Ok(range) = self.work(slot).header.range() else { return };
+        self.summer.known.merged(slot, range, number_of(block), sums);
+    }
+
+    /// Returns true if the request in the slot has to report the data that it merges.
+    pub(super) fn sums_await(&self, slot: u16) -> bool {
+        self.summer.known.awaits(slot)
+    }
+
+    /// The request in the slot has ended.
+    pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
+        self.summer.known.ended(slot, outcome.is_ok());
+    }
+
+    /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A
+    /// repair writes blocks of zeroes as such.
+    fn sum_after(&self, slot: u16, range: ByteRange, block: ByteRange) -> Option<u32> {
+        let work = self.work(slot);
+        let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
+        is_whole.then(|| match work.header.opcode {
+            Opcode::Write => {
+                let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
+                self.summer.sum_given(number_of(block), sum)
+            }
+            _ => self.summer.zero_sum,
+        })
+    }
+
+    /// Remembers the rot that the sums of a region show. The repair of a block removes all sums of its
+    /// region.
+    pub(super) fn know_rot(&mut self, block: ByteRange) {
+        let start = block.offset() / SUM_PAGE_SPAN_BYTES * SUM_PAGE_SPAN_BYTES;
+        let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
+        let (number, sums) = (start / SUM_PAGE_SPAN_BYTES, self.kept_sums_of(page));
+        let was_kept = self.summer.known.may_modify(number);
+        if !self.summer.known.keep(number, sums) && was_kept {
+            self.report_too_much_rot(page);
+        }
+    }
+
+    /// Returns the blocks of `range` whose sums count, and these. Their page is in memory.
+    fn kept_sums_of(&self, range: ByteRange) -> Vec<(u64, u32)> {
+        let sums = block_ranges(range).map(|block| (number_of(block), self.kept_sum(block)));
+        sums.filter(|(_, sum)| *sum != SUM_UNKNOWN).collect()
+    }
+
+    fn report_too_much_rot(&mut self, page: ByteRange) {
+        self.summer.homeless += 1;
+        if self.summer.homeless <= REPORTED_ROTTEN_MAX {
+            tracing::error!(%page, "more blocks hold rot than can be tracked: modifications here fail, because they would make \
+                 the rest of the rot look sound; repair the volume by a scrub, or replace this replica");
+        }
+    }
+
+    /// Returns an error if a modification of `range` would make other rot look sound, because nothing but the
+    /// page of sums knows of it. If the sums that it ends find places by now, all is well.
+    pub(super) fn check_rot_is_kept(&mut self, range: ByteRange, ring: &mut Ring) -> Outcome {
+        if self.summer.homeless == 0 {
+            return Ok(());
+        }
+        let intent_log = self.state.intent_log();
+        let regions = intent_log.regions();
+        if !regions.touched(range).any(|region| intent_log.is_summed(region)) {
+            return Ok(()); // they have ended already
+        }
+        let ends = regions.bytes(regions.touched(range));
+        for number in ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES) {
+            if self.summer.known.may_modify(number) {
+                continue;
+            }
+            // If the page is not in memory, it is by the time of a later attempt.
+            if self.sum_page(number, ring).is_none() {
+                return Err(Errno::IO);
+            }
+            let start = ends.offset().max(number * SUM_PAGE_SPAN_BYTES);
+            let end = ends.end().min((number + 1) * SUM_PAGE_SPAN_BYTES);
+            let part = ByteRange::new(start, end.saturating_sub(start)).unwrap_or(ByteRange::EMPTY);
+            let sums = self.kept_sums_of(part);
+            if !self.summer.known.keep_some(sums) {
+                return Err(Errno::IO);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,175 @@
+//! The file of the sums of blocks, with the pages of it that are in memory.
+
+use std::io;
+use std::os::fd::RawFd;
+
+use shorthorn_ring::Ring;
+use shorthorn_store::{BlockSumsFile, SUM_PAGE_BYTES, SumPage};
+
+use super::in_flight::InFlight;
+use super::operation::{kind, numbered_token};
+use super::sum_pages::{Found, SumPages};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct SumFile {
+    /// None: no sums are kept.
+    file: Option<BlockSumsFile>,
+    /// Files of series that are over, which the ring may still have.
+    retired: Vec<BlockSumsFile>,
+    pages: SumPages,
+}
+
+impl SumFile {
+    pub fn new(file: Option<BlockSumsFile>) -> io::Result<SumFile> {
+        Ok(SumFile { file, retired: Vec::new(), pages: SumPages::new()? })
+    }
+
+    /// Returns true if sums are kept.
+    pub fn is_kept(&self) -> bool {
+        self.file.is_some()
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        self.file.as_ref().map(BlockSumsFile::raw_fd)
+    }
+
+    fn series(&self) -> u64 {
+        self.file.as_ref().map_or(0, BlockSumsFile::series)
+    }
+
+    /// Returns the place of a page, if it is in memory; else it is being read, or will be asked for again.
+    pub fn load(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> Option<usize> {
+        let fd = self.fd()?;
+        match self.pages.find(number) {
+            Found::Here(at) => Some(at),
+            Found::Loading | Found::Full => None,
+            Found::Load(at) => {
+                let token = numbered_token(kind::SUMS_READ, place(at));
+                ring.read(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
+                in_flight.began_for_sums();
+                None
+            }
+        }
+    }
+
+    /// Ends the read of a page after `count` bytes: see [`SumPages::loaded`].
+    pub fn loaded(&mut self, at: usize, count: usize, in_flight: &InFlight) -> Option<(u64, bool)> {
+        self.drop_retired(in_flight);
+        self.pages.loaded(at, self.series(), count)
+    }
+
+    /// Begins the write of a page, durably. False if it is being written already, or is not in memory.
+    pub fn write(&mut self, at: usize, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
+        let Some(fd) = self.fd() else { return false };
+        if !self.pages.begin_write(at, self.series()) {
+            return false;
+        }
+        let token = numbered_token(kind::SUMS_WRITE, place(at));
+        ring.write(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, true, token);
+        in_flight.began_for_sums();
+        true
+    }
+
+    /// Ends the write of a page: see [`SumPages::written`].
+    pub fn written(&mut self, at: usize, well: bool, in_flight: &InFlight) -> bool {
+        self.drop_retired(in_flight);
+        self.pages.written(at, well)
+    }
+
+    /// Returns the content of a page, if it is in memory.
+    pub fn peek(&self, number: u64) -> Option<&SumPage> {
+        self.pages.peek(number)
+    }
+
+    pub fn sums_mut(&mut self, at: usize) -> &mut SumPage {
+        self.pages.sums_mut(at)
+    }
+
+    /// Ends the series: its sums do not count any more. Returns false if no sums were kept.
+    pub fn retire(&mut self, in_flight: &InFlight) -> bool {
+        let Some(file) = self.file.take() else { return false };
+        self.retired.push(file);
+        self.drop_retired(in_flight);
+        self.pages.forget();
+        true
+    }
+
+    /// Begins a series after the last one was retired.
+    pub fn begin(&mut self, file: BlockSumsFile) {
+        self.file = Some(file);
+    }
+
+    fn drop_retired(&mut self, in_flight: &InFlight) {
+        if in_flight.is_idle_for_sums() {
+            self.retired.clear();
+        }
+    }
+}
+
+fn place(at: usize) -> u16 {
+    u16::try_from(at).unwrap_or(u16::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_ring::Completion;
+
+    use super::*;
+    use crate::executor::tests::new_store;
+
+    fn wait(ring: &mut Ring) -> Completion {
+        let mut completions = Vec::new();
+        ring.wait(None, &mut completions).unwrap();
+        completions[0]
+    }
+
+    #[test]
+    fn a_page_is_read_once_and_written_for_the_series() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, ..) = new_store(&temp.path().join("replica"));
+        let mut file = SumFile::new(Some(store.open_block_sums().unwrap())).unwrap();
+        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
+        assert_eq!(file.load(0, &mut in_flight, &mut ring), None);
+        assert_eq!(file.load(0, &mut in_flight, &mut ring), None, "it is being read");
+        let read = wait(&mut ring);
+        in_flight.ended_for_sums();
+        assert!(in_flight.is_idle());
+        let at = usize::from(read.token.index);
+        assert_eq!(
+            file.loaded(at, read.count().unwrap(), &in_flight),
+            Some((0, false)),
+            "it was never written"
+        );
+        assert_eq!(file.load(0, &mut in_flight, &mut ring), Some(at));
+        file.sums_mut(at).set(1, 7);
+        assert!(file.write(at, 0, &mut in_flight, &mut ring));
+        assert!(!file.write(at, 0, &mut in_flight, &mut ring), "it is being written");
+        let written = wait(&mut ring);
+        in_flight.ended_for_sums();
+        assert_eq!(written.count().unwrap(), SUM_PAGE_BYTES);
+        assert!(file.written(at, true, &in_flight));
+        assert_eq!(file.peek(0).map(|sums| sums.sum(1)), Some(7));
+    }
+
+    #[test]
+    fn a_retired_file_stays_open_while_the_ring_has_it() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, ..) = new_store(&temp.path().join("replica"));
+        let mut file = SumFile::new(Some(store.open_block_sums().unwrap())).unwrap();
+        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
+        file.load(0, &mut in_flight, &mut ring);
+        assert!(file.retire(&in_flight) && !file.retire(&in_flight));
+        assert_eq!((file.is_kept(), file.retired.len()), (false, 1));
+        file.begin(store.open_block_sums().unwrap());
+        let read = wait(&mut ring);
+        in_flight.ended_for_sums();
+        let at = usize::from(read.token.index);
+        assert_eq!(
+            file.loaded(at, read.count().unwrap_or(0), &in_flight),
+            None,
+            "it is of the series before"
+        );
+        assert!(file.is_kept() && file.retired.is_empty());
+    }
+}

@@ -1,0 +1,369 @@
+//! Makes sums of blocks in the background while the volume is idle.
+//!
+//! A region is summed when the engine has said that it is clean: all members have flushed it since it was
+//! last modified. Its blocks are read back, as a reader sees them, in a slot of their own. Then the page with
+//! their sums is written, durably. Only then the region leaves the set of unsummed regions, unless something
+//! has modified it meanwhile. The set, and the order in which it follows, are pure: see `shorthorn-regions`.
+
+use std::time::{Duration, Instant};
+
+use shorthorn_replica_core::is_final;
+use shorthorn_ring::Ring;
+use shorthorn_store::{
+    BLOCKS_PER_SUM_PAGE, BlockSource, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum,
+};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno, RegionSet};
+use shorthorn_wire::{Header, Opcode};
+
+use super::Executor;
+use super::block::block_ranges;
+use super::operation::{Outcome, is_passing};
+use super::requests::SUM_SLOT;
+use super::sum_job::{Run, SummingStep};
+use super::summer::Summer;
+use crate::error::ReplicaError;
+use crate::limits::{
+    SUM_FREE_BYTES_MIN, SUM_LOOK_INTERVAL, SUM_PIECE_BYTES, SUM_SEARCH_PAUSE, SUM_SPACE_INTERVAL,
+};
+
+impl Executor {
+    /// Returns the time until [`Executor::sum`] has work, unless an event comes before.
+    pub fn sums_pause(&self) -> Option<Duration> {
+        let next_at = self.summer.schedule.next_at().filter(|_| !self.is_summing())?;
+        Some(next_at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Does a step of the sums that does not wait for the disk.
+    pub fn sum(&mut self, ring: &mut Ring) {
+        if !self.summer.pages.is_kept() || self.state.failure().is_some() {
+            return self.drop_job();
+        }
+        while let Some(job) = self.summer.job.run() {
+            if job.is_void && !job.is_in_ring() {
+                self.end_job(job);
+                return;
+            }
+            let goes_on = match job.step {
+                SummingStep::Next => self.read_next(job, ring),
+                SummingStep::Read(outcome) => self.take_piece(job, outcome),
+                SummingStep::Page { number } => self.write_sums(number, ring),
+                SummingStep::Reading | SummingStep::Writing => false,
+            };
+            if !goes_on {
+                return;
+            }
+        }
+        if self.summer.schedule.next_at().is_some_and(|at| at <= Instant::now()) {
+            self.begin_sums(ring);
+            if self.is_summing() {
+                self.sum(ring);
+            }
+        }
+    }
+
+    /// Drops the job, because the replica has failed, or sums are not kept any more.
+    fn drop_job(&mut self) {
+        if self.summer.job.run().is_some_and(|job| !job.is_in_ring()) {
+            self.summer.job.end();
+        }
+        self.summer.schedule.stop();
+    }
+
+    /// Looks for regions to sum, and begins with them.
+    fn begin_sums(&mut self, ring: &mut Ring) {
+        if self.store.is_copying() {
+            return self.summer.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+        }
+        if let Some(from) = self.summer.schedule.search_from() {
+            return self.search(from);
+        }
+        let intent_log = self.state.intent_log();
+        let cursor = self.summer.schedule.cursor();
+        match intent_log.next_to_sum(cursor).or_else(|| intent_log.next_to_sum(0)) {
+            Some(region) => self.begin_run(region),
+            None => self.wait_for_regions(ring),
+        }
+    }
+
+    /// Waits until there are regions to sum.
+    fn wait_for_regions(&mut self, ring: &mut Ring) {
+        match self.state.intent_log().wants_sums() {
+            true => self.summer.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL),
+            false => self.summer.schedule.stop(),
+        }
+        if self.summer.schedule.take_news() {
+            // Sums made before count after the end of the process too.
+            self.write_stale_pages(ring);
+        }
+    }
+
+    /// Begins to sum `region`, and those behind it whose sums are on the same page.
+    fn begin_run(&mut self, region: u32) {
+        let free_bytes = self.store.free_bytes();
+        if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
+            return self.summer.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+        }
+        let regions = self.state.intent_log().regions();
+        let bytes = regions.range(region);
+        // The run has as many regions as share a page, or one that has several pages.
+        let page_end = (bytes.offset() / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES;
+        let end_bytes = bytes.end().max(page_end.min(regions.size_bytes()));
+        let unit = ByteRange::new(bytes.offset(), end_bytes - bytes.offset()).unwrap_or(bytes);
+        let run = regions.touched(unit);
+        self.summer.schedule.advance(run.end);
+        // The engine has said that nothing is in flight there; it costs little to look.
+        if self.requests.is_modified(unit) || !self.state.intent_log_mut().begin_sums(run) {
+            return self.summer.schedule.pause(unit.length(), true, Instant::now());
+        }
+        self.summer.job.begin(unit);
+    }
+
+    /// Searches the regions that hold data, which are unknown at the start.
+    fn search(&mut self, from: u32) {
+        let regions = self.state.intent_log().regions();
+        match self.store.allocated(regions, from, &RegionSet::empty(regions.count())) {
+            Ok((runs, next)) => {
+                for (first, count) in runs {
+                    self.state.intent_log_mut().want_sums(first..first + count);
+                }
+                self.summer.schedule.searched_to(next);
+                self.summer.schedule.wait_until(Instant::now() + SUM_SEARCH_PAUSE);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "which regions hold data could not be found out: blocks are summed after they are written");
+                self.summer.schedule.searched_to(None);
+            }
+        }
+    }
+
+    /// Reads the next regions of the page, or starts the step after the last one.
+    fn read_next(&mut self, job: Run, ring: &mut Ring) -> bool {
+        let page_end = ((job.at_bytes / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES).min(job.end_bytes);
+        let Some(piece) = self.next_sum_piece(job.at_bytes, page_end) else {
+            let number = (page_end - 1) / SUM_PAGE_SPAN_BYTES;
+            self.summer.job.store(number, page_end);
+            return true;
+        };
+        self.summer.job.read(piece);
+        let length_bytes = u32::try_from(piece.length()).unwrap_or(0);
+        self.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
+        if let Err(errno) = self.start_read(SUM_SLOT, piece, ring) {
+            self.sum_read(Err(errno));
+        }
+        true
+    }
+
+    /// Returns the next blocks before `end_bytes` whose sums are wanted. Regions of which no layer has
+    /// anything need none.
+    fn next_sum_piece(&mut self, from_bytes: u64, end_bytes: u64) -> Option<ByteRange> {
+        let regions = self.state.intent_log().regions();
+        let mut at = from_bytes;
+        while at < end_bytes {
+            let range = ByteRange::new(at, end_bytes - at).ok()?;
+            let region = regions.touched(range).start;
+            let part_end = regions.range(region).end().min(end_bytes).min(at + SUM_PIECE_BYTES);
+            let part = ByteRange::new(at, part_end - at).ok()?;
+            if self.state.intent_log().is_being_summed(region) {
+                let is_whole = part == regions.range(region);
+                if !is_whole || self.holds_anything(part) {
+                    return Some(part);
+                }
+                self.state.intent_log_mut().need_no_sums(region..region + 1);
+            }
+            at = part_end;
+        }
+        None
+    }
+
+    fn holds_anything(&mut self, range: ByteRange) -> bool {
+        let mut segments = std::mem::take(&mut self.segments);
+        segments.clear();
+        let planned = self.store.plan_read(range, &mut segments);
+        let holds = planned.is_err() || segments.iter().any(|segment| segment.source != BlockSource::Zero);
+        self.segments = segments;
+        holds
+    }
+
+    /// Handles the end of the read of a piece.
+    pub(super) fn sum_read(&mut self, outcome: Outcome) {
+        self.summer.job.set_step(SummingStep::Read(outcome));
+    }
+
+    /// Makes the sums of a piece that was read.
+    fn take_piece(&mut self, job: Run, outcome: Outcome) -> bool {
+        if job.is_void || outcome.is_err() {
+            // Unreadable blocks have no sums; a scrub finds them.
+            self.state.intent_log_mut().end_sums(false);
+            self.end_job(job);
+            return false;
+        }
+        let blocks = self.work(SUM_SLOT).blocks;
+        for block in block_ranges(blocks) {
+            let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
+            self.summer.job.add(block, sum);
+        }
+        self.summer.job.set_step(SummingStep::Next);
+        true
+    }
+
+    /// Writes the page, as soon as its sums of other regions are loaded.
+    fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
+        let Some(at) = self.sum_page(number, ring) else { return false };
+        let Summer { pages, job, known, .. } = &mut self.summer;
+        for place in 0..BLOCKS_PER_SUM_PAGE {
+            let sum = job.sum(place);
+            if sum != SUM_UNKNOWN {
+                let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
+                if known.has(block) {
+                    job.add_known(block, sum);
+                }
+                pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
+            }
+        }
+        if !pages.write(at, number, &mut self.in_flight, ring) {
+            return false;
+        }
+        job.clear();
+        job.set_step(SummingStep::Writing);
+        false
+    }
+
+    pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
+        let well = result == Ok(SUM_PAGE_BYTES);
+        let is_wanted = self.summer.pages.written(at, well, &self.in_flight);
+        if let Err(errno) = result
+            && is_final(errno)
+            && !is_passing(errno)
+        {
+            // The page was to be durable: the reported error may be about other data.
+            self.fail(&format!("sums of blocks could not be stored: {errno}"));
+        }
+        if let Some(job) = self.summer.job.run().filter(|job| job.step == SummingStep::Writing) {
+            self.sums_are_stored(job, well, is_wanted);
+        }
+        self.go_on_comparing(ring);
+    }
+
+    /// Continues the run after a page of its sums was written, well or with an error.
+    fn sums_are_stored(&mut self, job: Run, well: bool, is_wanted: bool) {
+        if !well || !is_wanted || job.is_void {
+            self.state.intent_log_mut().end_sums(false);
+            self.end_job(job);
+            if !well {
+                self.summer.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+            }
+        } else if job.at_bytes < job.end_bytes {
+            self.summer.job.set_step(SummingStep::Next);
+        } else {
+            self.state.intent_log_mut().end_sums(true);
+            self.free_known();
+            self.summer.schedule.has_summed();
+            self.end_job(job);
+        }
+    }
+
+    /// Frees the places of known blocks that were read back sound: their durable sums count.
+    fn free_known(&mut self) {
+        let mut read_back = self.summer.job.take_known();
+        for (block, found) in read_back.drain(..) {
+            let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
+            if range.is_ok_and(|range| self.is_summed(range)) {
+                self.summer.known.summed(block, found);
+            }
+        }
+        self.summer.job.give_back_known(read_back);
+    }
+
+    fn end_job(&mut self, job: Run) {
+        self.summer.job.end();
+        self.summer.schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
+    }
+
+    /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.
+    pub(super) fn sum_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
+        self.summer.pages.load(number, &mut self.in_flight, ring)
+    }
+
+    pub(super) fn on_sums_read(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
+        if let Some((number, false)) = self.summer.pages.loaded(at, result.unwrap_or(0), &self.in_flight) {
+            self.sums_are_unknown(number);
+        }
+        self.go_on_comparing(ring);
+    }
+
+    /// Handles a page without valid sums: a crash has torn it, it is damaged, or it was never written. Its
+    /// regions are summed again.
+    fn sums_are_unknown(&mut self, number: u64) {
+        let regions = self.state.intent_log().regions();
+        let start = number * SUM_PAGE_SPAN_BYTES;
+        let length = SUM_PAGE_SPAN_BYTES.min(regions.size_bytes().saturating_sub(start));
+        let Ok(span) = ByteRange::new(start, length) else { return };
+        let mut count = 0;
+        for region in regions.touched(span) {
+            if self.state.intent_log().is_summed(region) {
+                self.state.intent_log_mut().unsum(region..region + 1);
+                count += 1;
+            }
+        }
+        if count > 0 {
+            self.summer.schedule.wake_at(Instant::now);
+            if !std::mem::replace(&mut self.summer.are_pages_reported, true) {
+                tracing::warn!(regions = count, %span, "block checksums are damaged or torn by a crash, and \
+                 are recomputed; further ones are not logged");
+            }
+        }
+    }
+
+    /// Invalidates the kept sums: the volume is about to be, or was, changed beside the requests. Begins
+    /// anew.
+    ///
+    /// # Errors
+    /// They can be neither begun anew nor forgotten: nothing is served any more.
+    pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
+        if !self.summer.pages.retire(&self.in_flight) {
+            return Ok(());
+        }
+        self.summer.known.forget();
+        self.summer.know_lost();
+        self.void_job();
+        let regions = self.state.intent_log().regions();
+        self.state.intent_log_mut().unsum(0..regions.count());
+        match self.store.open_block_sums() {
+            Ok(file) => {
+                self.summer.pages.begin(file);
+                self.summer.schedule.begin_again(Instant::now());
+                Ok(())
+            }
+            Err(error) => {
+                tracing::warn!(%error, "block checksums are off: rot on the disk is not detected until the \
+                 replica restarts");
+                self.state.intent_log_mut().forget_unsummed();
+                let forgotten = self.store.forget_block_sums();
+                if let Err(error) = &forgotten {
+                    self.fail(&format!("sums of blocks that do not count could not be forgotten: {error}"));
+                }
+                Ok(forgotten?)
+            }
+        }
+    }
+
+    /// Returns true if regions are being read and summed.
+    pub(super) fn is_summing(&self) -> bool {
+        self.summer.job.run().is_some()
+    }
+
+    /// Drops the running sum, because its data has changed.
+    pub(super) fn void_job(&mut self) {
+        self.state.intent_log_mut().end_sums(false);
+        self.summer.job.void();
+    }
+
+    /// Schedules the sums of regions instead of starting them at once. A repair comes in several requests,
+    /// and each needs the pages of sets of regions.
+    pub(super) fn sum_soon(&mut self) {
+        if self.summer.pages.is_kept() {
+            self.summer.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+        }
+    }
+}
