@@ -75,7 +75,7 @@ impl Connection {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::unix::net::UnixStream;
 
     use shorthorn_types::{Generation, ReplicaId, Secret};
@@ -84,14 +84,19 @@ mod tests {
     use super::*;
     use crate::limits::{SILENT_TICKS_MAX, TICK};
 
-    #[test]
-    fn silence_is_counted_from_the_last_byte() {
-        let (ours, _theirs) = UnixStream::pair().unwrap();
+    /// Returns a connection, and the engine's end of its socket.
+    pub(crate) fn connection(index: u16) -> (Connection, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
         let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
         let claim = Claim { volume, replica, generation: Generation::new(1, 0), queue: 0 };
         let nonce = Nonce::new([5; 32]);
         let session = Session::of_replica(&Secret::new([3; 32]), nonce, nonce, &claim);
-        let mut connection = Connection::new(ours.into(), session, "test".to_owned(), 0);
+        (Connection::new(ours.into(), session, "test".to_owned(), index), theirs)
+    }
+
+    #[test]
+    fn silence_is_counted_from_the_last_byte() {
+        let (mut connection, _theirs) = connection(0);
         assert_eq!(connection.tick(), 0, "it has just come");
         assert_eq!([connection.tick(), connection.tick()], [1, 2]);
         connection.heard = true;

@@ -3,7 +3,6 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
-use shorthorn_control::Status;
 use shorthorn_replica_core::{QueueId, Ready, Superseded, Why};
 use shorthorn_types::{Errno, Generation};
 use shorthorn_views::{Fence, Refused};
@@ -84,7 +83,7 @@ impl Server {
     /// Admits all candidates that no older connection blocks.
     pub(super) fn welcome_ready(&mut self) {
         let failed = self.failed();
-        while let Some(free) = self.connections.iter().position(Option::is_none)
+        while let Some(free) = self.connections.free_place()
             && let Some(ready) = self.admission.next_ready(failed.is_some())
         {
             match ready {
@@ -96,7 +95,7 @@ impl Server {
         }
     }
 
-    fn welcome(&mut self, index: usize, queue_id: QueueId, candidate: Candidate) {
+    fn welcome(&mut self, index: u16, queue_id: QueueId, candidate: Candidate) {
         let Candidate { socket, hello, session, peer } = candidate;
         let welcome = Welcome {
             run: self.run,
@@ -109,15 +108,14 @@ impl Server {
         };
         let (header, text) = encode_text(hello.response(Ok(())), &session.prove_welcome(&welcome));
         tracing::info!(generation = %queue_id.generation, queue = queue_id.queue, peer, "connection opened");
-        let number = u16::try_from(index).unwrap_or(u16::MAX);
-        let mut connection = Connection::new(socket, session, peer, number);
+        let mut connection = Connection::new(socket, session, peer, index);
         // The stream is empty: it has room for one frame.
         let sent = connection.stream.send_owned(&header.encode(), text);
         connection.stream.arm(&mut self.ring);
-        self.connections[index] = Some(connection);
-        self.admission.open(number, queue_id);
+        self.connections.put(index, connection);
+        self.admission.open(index, queue_id);
         if let Err(error) = sent {
-            self.end(number, error);
+            self.end(index, error);
         }
     }
 
@@ -136,12 +134,6 @@ impl Server {
 
     /// Publishes the engine that holds the replica, and the known views.
     pub(super) fn publish_views(&self) {
-        let views = self.executor.state().views();
-        self.publisher.update(|status| {
-            if let Status::Replica(replica) = status {
-                replica.generation = views.generation().of_engine();
-                replica.views = Some(views.report().clone());
-            }
-        });
+        self.status.views(self.executor.state().views());
     }
 }

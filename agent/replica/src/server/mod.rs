@@ -6,29 +6,40 @@
 //! which they finish. The loop neither allocates, logs nor locks per request.
 
 mod admission;
+mod connections;
 mod copying;
+mod failure_watch;
+mod idle_memory;
 mod requests;
 mod sets;
+mod status_report;
 mod sums;
 
 use std::time::Instant;
 
-use shorthorn_control::{Publisher, ReplicaPhase, Status};
+use shorthorn_control::Publisher;
 use shorthorn_replica_core::{Admission, Failure};
 use shorthorn_ring::{Completion, Ring, Token};
 use shorthorn_types::Errno;
 
-use crate::connection::{Connection, SOURCE_RECEIVE, SOURCE_SEND};
+use self::connections::Connections;
+use self::failure_watch::FailureWatch;
+use self::idle_memory::IdleMemory;
+use self::status_report::StatusReport;
+use crate::connection::{SOURCE_RECEIVE, SOURCE_SEND};
 use crate::error::ReplicaError;
 use crate::executor::{Executor, Outcome, SOURCE_DISK};
-use crate::limits::{CONNECTIONS_MAX, RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
+use crate::limits::{RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
 use crate::mailbox::{Candidate, Inbox, Message};
 use crate::slots::Slots;
 
 const SOURCE_WAKE: u8 = 0;
 const WAKE_TOKEN: Token = Token { source: SOURCE_WAKE, kind: 0, index: 0, tag: 0 };
 
-/// See the module.
+/// The data thread: see the module.
+///
+/// It is composed of parts, as the [`Executor`] is: a part has its own state and rules, and does not know the
+/// server. The modules `requests`, `admission`, `sets`, `copying` and `sums` have the methods by topic.
 #[derive(Debug)]
 pub(crate) struct Server {
     /// See [`Welcome::run`](shorthorn_wire::Welcome::run).
@@ -37,21 +48,15 @@ pub(crate) struct Server {
     inbox: Inbox,
     executor: Executor,
     slots: Slots,
-    connections: Vec<Option<Connection>>,
+    connections: Connections,
     /// The places of the connections, by their index in the list, and the waiting candidates.
     admission: Admission<u16, Candidate>,
-    publisher: Publisher,
+    status: StatusReport,
     finished: Vec<(u16, Outcome)>,
     /// Slots whose response has gone out.
     sent: Vec<u32>,
-    /// True if a request has come since the last tick.
-    busy: bool,
-    /// True if free slots may have memory that idleness should give back.
-    memory_to_release: bool,
-    /// The time of the replica's failure.
-    failed_at: Option<Instant>,
-    /// True if earlier failures do not count any more.
-    is_forgiven: bool,
+    memory: IdleMemory,
+    failure: FailureWatch,
     stopping: bool,
 }
 
@@ -63,8 +68,6 @@ impl Server {
     pub fn new(executor: Executor, inbox: Inbox, publisher: Publisher) -> Result<Server, ReplicaError> {
         let ring =
             Ring::new(RING_ENTRIES).map_err(|source| ReplicaError::system("set up io_uring", source))?;
-        let mut connections = Vec::with_capacity(CONNECTIONS_MAX);
-        connections.resize_with(CONNECTIONS_MAX, || None);
         let run = getrandom::u64()
             .map_err(|error| ReplicaError::system("draw a number", std::io::Error::other(error)))?;
         Ok(Server {
@@ -73,15 +76,13 @@ impl Server {
             inbox,
             executor,
             slots: Slots::new(),
-            connections,
+            connections: Connections::new(),
             admission: Admission::default(),
-            publisher,
+            status: StatusReport::new(publisher),
             finished: Vec::with_capacity(SLOTS),
             sent: Vec::with_capacity(SLOTS),
-            busy: false,
-            memory_to_release: false,
-            failed_at: None,
-            is_forgiven: false,
+            memory: IdleMemory::default(),
+            failure: FailureWatch::default(),
             stopping: false,
         })
     }
@@ -124,19 +125,18 @@ impl Server {
 
     /// Returns the failure by which the process ends now. The directory is left alone.
     fn ends_by(&self) -> Option<ReplicaError> {
-        let failed_at = self.failed_at.filter(|_| !self.stopping && self.is_quiet())?;
-        let Failure { message, in_a_row, .. } = self.executor.failure()?;
-        let pause = self.executor.failure()?.pause_before_end()?;
-        (failed_at.elapsed() >= pause)
-            .then(|| ReplicaError::Failed { message: message.clone(), in_a_row: *in_a_row })
+        let failure = self.executor.failure().filter(|_| !self.stopping && self.is_quiet())?;
+        let Failure { message, in_a_row, .. } = failure;
+        let ends = self.failure.ends_by(failure);
+        ends.then(|| ReplicaError::Failed { message: message.clone(), in_a_row: *in_a_row })
     }
 
     fn is_quiet(&self) -> bool {
-        self.executor.is_idle() && self.connections.iter().all(Option::is_none)
+        self.executor.is_idle() && self.connections.is_empty()
     }
 
     fn needs_ticks(&self) -> bool {
-        self.memory_to_release || self.failed_at.is_some() || self.connections.iter().any(Option::is_some)
+        self.memory.needs_ticks() || self.failure.has_failed() || !self.connections.is_empty()
     }
 
     fn dispatch(&mut self, completion: Completion) {
@@ -168,24 +168,16 @@ impl Server {
         for (queue_id, candidate) in self.admission.take_candidates().collect::<Vec<_>>() {
             self.refuse(queue_id, candidate, Errno::SHUTDOWN, "the replica is being stopped".to_owned());
         }
-        for index in self.connection_indices() {
+        for index in self.connections.indices() {
             self.end(index, "the replica is being stopped");
         }
-    }
-
-    fn connection_indices(&self) -> impl Iterator<Item = u16> + use<> {
-        0..u16::try_from(CONNECTIONS_MAX).unwrap_or(u16::MAX)
-    }
-
-    fn connection(&mut self, index: u16) -> Option<&mut Connection> {
-        self.connections.get_mut(usize::from(index))?.as_mut()
     }
 
     /// Gives the connection up. It is removed when all of its operations have ended; see
     /// [`Server::advance_connections`].
     fn end(&mut self, index: u16, why: impl std::fmt::Display) {
         let queue_id = self.admission.queue_id(index);
-        let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else { return };
+        let Some(connection) = self.connections.open(index) else { return };
         connection.ending = true;
         connection.stream.shutdown();
         let (generation, queue) = queue_id.map(|queue_id| (queue_id.generation, queue_id.queue)).unzip();
@@ -197,24 +189,22 @@ impl Server {
     /// Removes ended connections, admits the candidates that waited for them, and starts the sends.
     fn advance_connections(&mut self) {
         let mut removed = false;
-        for index in self.connection_indices() {
+        for index in self.connections.indices() {
             removed |= self.remove_ended(index);
         }
         if removed {
             self.welcome_ready();
         }
-        for connection in self.connections.iter_mut().flatten().filter(|connection| !connection.ending) {
-            connection.stream.flush(&mut self.ring);
-        }
-        if self.failed_at.is_none() && self.executor.failure().is_some() {
-            self.failed_at = Some(Instant::now());
+        self.connections.flush(&mut self.ring);
+        if self.executor.failure().is_some() && !self.failure.has_failed() {
+            self.failure.failed(Instant::now());
             self.publish_failure();
         }
     }
 
     /// Removes the connection if it is over and nothing of it is in flight any more.
     fn remove_ended(&mut self, index: u16) -> bool {
-        let Some(connection) = &mut self.connections[usize::from(index)] else { return false };
+        let Some(connection) = self.connections.get(index) else { return false };
         if !connection.ending || !connection.stream.is_idle() {
             return false;
         }
@@ -224,7 +214,7 @@ impl Server {
         if self.slots.held(index) > 0 {
             return false;
         }
-        self.connections[usize::from(index)] = None;
+        self.connections.remove(index);
         self.admission.gone(index);
         true
     }
@@ -239,49 +229,37 @@ impl Server {
     }
 
     fn tick(&mut self) {
-        for index in self.connection_indices() {
+        for index in self.connections.indices() {
             let waits = self.slots.is_waiting(index);
-            let Some(connection) = self.connection(index) else { continue };
+            let Some(connection) = self.connections.get(index) else { continue };
             // A connection that waits for a slot is not read, and so cannot be blamed for its silence.
             if connection.tick() >= SILENT_TICKS_MAX && !waits {
                 self.end(index, "nothing was heard of the engine for too long");
             }
         }
         self.executor.write_stale_pages(&mut self.ring);
-        if self.memory_to_release && !self.busy && self.slots.is_idle() {
+        if self.memory.tick(self.slots.is_idle()) {
             self.executor.release_memory();
-            self.memory_to_release = false;
         }
-        self.busy = false;
         self.look_at_failure();
     }
 
     /// Records a failure that could not be recorded, and reports when earlier ones do not count any more.
     fn look_at_failure(&mut self) {
-        if self.failed_at.is_none() && !self.is_forgiven && self.executor.has_served_long() {
-            self.is_forgiven = true;
-            self.publisher.update(|status| {
-                if let Status::Replica(replica) = status {
-                    replica.failures = 0;
-                }
-            });
+        if self.executor.has_served_long() && self.failure.forgive() {
+            self.status.forgiven();
         }
         // The disk may hang: an engine that is connected is answered all the same.
-        if self.failed_at.is_some() && self.is_quiet() && self.executor.retry_record_of_failure() {
+        if self.failure.has_failed() && self.is_quiet() && self.executor.retry_record_of_failure() {
             tracing::warn!("recorded that data may be gone");
-            self.failed_at = Some(Instant::now());
+            self.failure.failed(Instant::now());
             self.publish_failure();
         }
     }
 
     fn publish_failure(&mut self) {
-        let Some(failure) = self.executor.failure() else { return };
-        let (failures, message) = (failure.in_a_row, failure.outlook());
-        self.publisher.update(|status| {
-            if let Status::Replica(replica) = status {
-                replica.phase = ReplicaPhase::Failed;
-                (replica.failures, replica.message) = (failures, message);
-            }
-        });
+        if let Some(failure) = self.executor.failure() {
+            self.status.failure(failure);
+        }
     }
 }

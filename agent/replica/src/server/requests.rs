@@ -30,7 +30,7 @@ enum Parsed {
 
 impl Server {
     pub(super) fn on_received(&mut self, index: u16, completion: Completion) {
-        let Some(connection) = self.connection(index) else { return };
+        let Some(connection) = self.connections.get(index) else { return };
         let received = connection.stream.on_received(completion);
         if connection.ending {
             return;
@@ -51,7 +51,7 @@ impl Server {
     }
 
     fn arm(&mut self, index: u16) {
-        if let Some(Some(connection)) = self.connections.get_mut(usize::from(index)) {
+        if let Some(connection) = self.connections.get(index) {
             connection.stream.arm(&mut self.ring);
         }
     }
@@ -69,9 +69,7 @@ impl Server {
     }
 
     fn parse(&mut self, index: u16, slot: Option<u16>) -> Parsed {
-        let Some(Some(connection)) = self.connections.get_mut(usize::from(index)) else {
-            return Parsed::NoSlot;
-        };
+        let Some(connection) = self.connections.get(index) else { return Parsed::NoSlot };
         if connection.ending {
             debug_assert!(slot.is_none(), "an ended connection waits for nothing");
             return Parsed::NoSlot;
@@ -90,8 +88,7 @@ impl Server {
         let Some(slot) = slot.or_else(|| self.slots.take(index, data_in_slot(&header))) else {
             return Parsed::NoSlot;
         };
-        self.busy = true;
-        self.memory_to_release = true;
+        self.memory.used();
         self.executor.assign(slot, header);
         connection.take_header();
         if data_bytes > 0 && !connection.stream.receive_into(self.executor.payload(slot)) {
@@ -218,7 +215,7 @@ impl Server {
     /// Queues a response; the slot is free when it has gone out.
     fn send(&mut self, slot: u16, response: &Header, payload: Option<shorthorn_ring::IoBuf>) {
         let index = self.slots.connection(slot);
-        let Some(connection) = self.connection(index).filter(|connection| !connection.ending) else {
+        let Some(connection) = self.connections.open(index) else {
             return self.free(slot);
         };
         if let Err(error) = connection.send(response, payload, slot) {
@@ -228,7 +225,7 @@ impl Server {
     }
 
     pub(super) fn on_sent(&mut self, index: u16, completion: Completion) {
-        let Some(Some(connection)) = self.connections.get_mut(usize::from(index)) else { return };
+        let Some(connection) = self.connections.get(index) else { return };
         let result = connection.stream.on_sent(completion, &mut self.sent);
         self.free_sent();
         if let Err(error) = result {

@@ -1,7 +1,6 @@
 //! Handles views and the sets of regions that belong to them. Storing them waits for the disk, and blocks all
 //! requests. That is acceptable: views change when a replica has failed, and then most requests wait already.
 
-use shorthorn_control::Status;
 use shorthorn_regions::SetKey;
 use shorthorn_types::{MarkRegions, Regions, RegionsOf};
 use shorthorn_wire::{ExpandReplica, Header, Opcode, RegionsPage, RegionsQuery, ViewMessage};
@@ -37,11 +36,7 @@ impl Server {
         }
         if size_bytes != before_bytes {
             tracing::info!(before_bytes, size_bytes, "the volume has grown");
-            self.publisher.update(|status| {
-                if let Status::Replica(replica) = status {
-                    replica.size_bytes = size_bytes;
-                }
-            });
+            self.status.size(size_bytes);
         }
         self.respond(slot, Ok(()));
     }

@@ -1,0 +1,93 @@
+//! The places of the connections of engines.
+
+use shorthorn_ring::Ring;
+
+use crate::connection::Connection;
+use crate::limits::CONNECTIONS_MAX;
+
+/// See the module. A place is the index of its connection in tokens and slots.
+#[derive(Debug)]
+pub(super) struct Connections {
+    places: Vec<Option<Connection>>,
+}
+
+impl Connections {
+    pub fn new() -> Connections {
+        let mut places = Vec::with_capacity(CONNECTIONS_MAX);
+        places.resize_with(CONNECTIONS_MAX, || None);
+        Connections { places }
+    }
+
+    /// Returns the indices of all places.
+    pub fn indices(&self) -> impl Iterator<Item = u16> + use<> {
+        0..u16::try_from(CONNECTIONS_MAX).unwrap_or(u16::MAX)
+    }
+
+    /// Returns the connection at a place.
+    pub fn get(&mut self, index: u16) -> Option<&mut Connection> {
+        self.places.get_mut(usize::from(index))?.as_mut()
+    }
+
+    /// Returns the connection at a place unless it is over.
+    pub fn open(&mut self, index: u16) -> Option<&mut Connection> {
+        self.get(index).filter(|connection| !connection.ending)
+    }
+
+    /// Returns a free place.
+    pub fn free_place(&self) -> Option<u16> {
+        self.places.iter().position(Option::is_none).and_then(|index| u16::try_from(index).ok())
+    }
+
+    pub fn put(&mut self, index: u16, connection: Connection) {
+        self.places[usize::from(index)] = Some(connection);
+    }
+
+    pub fn remove(&mut self, index: u16) {
+        self.places[usize::from(index)] = None;
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.places.iter().all(Option::is_none)
+    }
+
+    /// Starts the sends of all connections that are not over.
+    pub fn flush(&mut self, ring: &mut Ring) {
+        for connection in self.places.iter_mut().flatten().filter(|connection| !connection.ending) {
+            connection.stream.flush(ring);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::tests::connection;
+
+    #[test]
+    fn every_place_is_given_once() {
+        let mut connections = Connections::new();
+        let mut others = Vec::new();
+        for index in connections.indices() {
+            assert_eq!(connections.free_place(), Some(index));
+            let (connection, other) = connection(index);
+            connections.put(index, connection);
+            others.push(other);
+        }
+        assert_eq!(connections.free_place(), None);
+        connections.remove(5);
+        assert_eq!(connections.free_place(), Some(5));
+        connections.indices().for_each(|index| connections.remove(index));
+        assert!(connections.is_empty());
+    }
+
+    #[test]
+    fn a_connection_that_is_over_keeps_its_place() {
+        let mut connections = Connections::new();
+        let (connection, _other) = connection(0);
+        connections.put(0, connection);
+        connections.get(0).unwrap().ending = true;
+        assert!(connections.open(0).is_none() && connections.get(0).is_some());
+        assert!(!connections.is_empty());
+        assert!(connections.get(u16::MAX).is_none(), "a token may have any index");
+    }
+}
