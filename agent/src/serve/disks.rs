@@ -1,26 +1,32 @@
 //! Disks: directories on mounted file systems that hold replicas, as Longhorn keeps them.
 
+mod deletion;
+mod identity;
+mod look;
+mod mounts;
+
 use std::collections::BTreeSet;
 use std::fs;
-use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{StatVfsMountFlags, statvfs};
 use serde::{Deserialize, Serialize};
 use shorthorn_api::v1;
 use shorthorn_control::{Unknown, load_spec, store_spec};
-use shorthorn_types::limits::BLOCK_BYTES;
 
+pub use self::deletion::delete_replica;
+use self::deletion::remove_trash;
+use self::identity::{IDENTITY_FILE, identify, read_identity};
+use self::look::obstacle;
+pub use self::look::look;
+pub use self::mounts::missing_mount;
 use crate::serve::config::absolute;
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 use crate::serve::longhorn;
 use crate::serve::trash::{self, TrashLimits};
 
-/// Longhorn's file: which disk this is.
-const IDENTITY_FILE: &str = "longhorn-disk.cfg";
 /// The folder of the replicas.
 pub const REPLICAS: &str = "replicas";
 
@@ -47,20 +53,6 @@ struct StoredDisks {
     /// Fields of a later version.
     #[serde(flatten)]
     unknown: Unknown,
-}
-
-/// `longhorn-disk.cfg`, with Longhorn's keys. Keys that a later Longhorn adds are not for us.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Identity {
-    #[serde(default)]
-    disk_name: String,
-    #[serde(rename = "diskUUID")]
-    disk_uuid: String,
-    #[serde(default)]
-    disk_driver: String,
-    #[serde(default)]
-    state: String,
 }
 
 impl Disks {
@@ -295,222 +287,6 @@ pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
     disk.join(REPLICAS).join(id.name())
 }
 
-/// Deletes the directory of a replica that does not run. It is moved to the trash, with `note`, if the trash
-/// keeps anything and the disk has space for its record. Else it is renamed first, so that a partly deleted
-/// directory is never taken for a replica.
-///
-/// # Errors
-/// [`NodeError::Precondition`] where something else has that name, or a process has it open.
-pub fn delete_replica(
-    disk: &Path,
-    id: &InstanceId,
-    limits: TrashLimits,
-    note: &str,
-) -> Result<(), NodeError> {
-    let InstanceId::Replica(..) = id else {
-        return Err(NodeError::Invalid(format!("the {id} is no replica")));
-    };
-    let replicas = disk.join(REPLICAS);
-    let (directory, trash) = (replicas.join(id.name()), replicas.join(trash_name(id)));
-    remove_tree(&trash).map_err(NodeError::at(&trash))?;
-    match fs::symlink_metadata(&directory) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(NodeError::at(&directory)(error)),
-        Ok(meta) if !meta.is_dir() => {
-            return Err(NodeError::Precondition(format!("{} is no directory", directory.display())));
-        }
-        Ok(_) => {}
-    }
-    // The hold lasts until the end: a process that opens the directory meanwhile finds it held, and after
-    // that it is gone.
-    let held = trash::held(&directory)?;
-    if !limits.keep.is_zero() {
-        match trash::move_in(disk, id, &held, note, trash::now_ms()) {
-            Err(NodeError::Exhausted(message)) => {
-                tracing::warn!("{message}: {} is deleted at once", directory.display());
-            }
-            moved => return moved,
-        }
-    }
-    fs::rename(&directory, &trash).map_err(NodeError::at(&directory))?;
-    fs::File::open(&replicas).and_then(|dir| dir.sync_all()).map_err(NodeError::at(&replicas))?;
-    remove_tree(&trash).map_err(NodeError::at(&trash))
-}
-
-/// Returns the name in the trash. Longhorn takes names that end in a hyphen and eight letters or digits for
-/// replicas; this is none.
-fn trash_name(id: &InstanceId) -> String {
-    format!(".{}.deleted", id.name())
-}
-
-fn is_trash(name: &str) -> bool {
-    let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(".deleted"));
-    inner.is_some_and(|name| InstanceId::parse(v1::InstanceKind::Replica, name).is_ok())
-}
-
-fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
-}
-
-/// Ends the deletions that an earlier agent had begun.
-fn remove_trash(disk: &Path) {
-    let replicas = disk.join(REPLICAS);
-    for entry in fs::read_dir(&replicas).into_iter().flatten().flatten() {
-        if entry.file_name().to_str().is_some_and(is_trash) {
-            let path = entry.path();
-            match remove_tree(&path) {
-                Ok(()) => tracing::info!("{}: deleted, as was begun earlier", path.display()),
-                Err(error) => tracing::warn!("{}: {error}", path.display()),
-            }
-        }
-    }
-}
-
-/// Returns the current state of a disk, with its problem in words. Changes nothing, and works while an agent
-/// runs.
-pub fn look(path: &Path) -> v1::Disk {
-    let mut disk = v1::Disk { path: path.display().to_string(), ..v1::Disk::default() };
-    if let Some(problem) = obstacle(path) {
-        disk.problem = problem;
-        return disk;
-    }
-    match read_identity(path) {
-        Ok(Some(identity)) => disk.uuid = identity.disk_uuid,
-        Ok(None) => disk.problem = format!("{IDENTITY_FILE} is missing: mount the disk, or add it again"),
-        Err(problem) => disk.problem = problem,
-    }
-    match statvfs(path) {
-        Ok(space) => {
-            disk.total_bytes = space.f_blocks.saturating_mul(space.f_frsize);
-            disk.available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
-        }
-        Err(error) => disk.problem = format!("free space is unknown: {error}"),
-    }
-    disk.filesystem = filesystem(path).unwrap_or_default();
-    disk.replicas = replicas(path);
-    disk.trash_bytes = trash::trash_bytes(path);
-    disk
-}
-
-/// Returns the reason why a directory cannot be a disk.
-fn obstacle(path: &Path) -> Option<String> {
-    match fs::metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Some("no such directory: mount the disk, or create the directory".into());
-        }
-        Err(error) => return Some(error.to_string()),
-        Ok(meta) if !meta.is_dir() => return Some("not a directory".into()),
-        Ok(_) => {}
-    }
-    let space = match statvfs(path) {
-        Ok(space) => space,
-        Err(error) => return Some(error.to_string()),
-    };
-    if space.f_flag.contains(StatVfsMountFlags::RDONLY) {
-        return Some(
-            "file system is mounted read-only: see the kernel's log for the cause, and mount it again".into(),
-        );
-    }
-    if space.f_frsize > BLOCK_BYTES {
-        let unit = space.f_frsize;
-        return Some(format!(
-            "its file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES} or less: make one with \
-             blocks of {BLOCK_BYTES}"
-        ));
-    }
-    None
-}
-
-fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
-    let file = path.join(IDENTITY_FILE);
-    let bytes = match fs::read(&file) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.map_err(|error| format!("{}: {error}", file.display()))?,
-    };
-    let identity: Identity = serde_json::from_slice(&bytes)
-        .map_err(|error| format!("{} is damaged: {error}: repair or remove it", file.display()))?;
-    if identity.disk_uuid.is_empty() {
-        return Err(format!("{} has no diskUUID: repair or remove it", file.display()));
-    }
-    Ok(Some(identity))
-}
-
-/// Returns the mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the
-/// directory is another one then.
-pub fn missing_mount(path: &Path) -> Option<String> {
-    let fstab = fs::read_to_string("/etc/fstab").unwrap_or_default();
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    missing_mount_in(&fstab, &mounts, path)
-}
-
-/// Returns the mount for `path` that fstab has and the mounts lack. Both files separate fields by spaces, and
-/// write \040 for a space in one, which is not decoded: disks have no such paths.
-fn missing_mount_in(fstab: &str, mounts: &str, path: &Path) -> Option<String> {
-    let entries = fstab.lines().filter(|line| !line.trim_start().starts_with('#'));
-    let mut points = entries.filter_map(|line| line.split_whitespace().nth(1));
-    let is_mounted = |point: &str| mounts.lines().any(|line| line.split(' ').nth(4) == Some(point));
-    let is_above = |point: &str| point.starts_with('/') && path.starts_with(point);
-    points
-        .find(|point| is_above(point) && !is_mounted(point.trim_end_matches('/')) && *point != "/")
-        .map(str::to_owned)
-}
-
-/// Returns the disk's UUID; a disk without one gets one.
-fn identify(path: &Path) -> Result<String, NodeError> {
-    if let Some(identity) = read_identity(path).map_err(NodeError::Precondition)? {
-        return Ok(identity.disk_uuid);
-    }
-    let disk_uuid = draw_uuid()?;
-    let identity = Identity { disk_uuid: disk_uuid.clone(), ..Identity::default() };
-    store_spec(&path.join(IDENTITY_FILE), &identity)?;
-    Ok(disk_uuid)
-}
-
-/// Returns a random UUID, version 4.
-fn draw_uuid() -> Result<String, NodeError> {
-    let text = fs::read_to_string("/proc/sys/kernel/random/uuid");
-    text.map(|text| text.trim().to_owned()).map_err(NodeError::at(Path::new("/proc/sys/kernel/random/uuid")))
-}
-
-/// Returns the type of the file system that `path` is on.
-fn filesystem(path: &Path) -> Option<String> {
-    let device = fs::metadata(path).ok()?.dev();
-    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
-    filesystem_in(&mounts, &number, path)
-}
-
-/// Looks for the device; where mountinfo shows another number for it (btrfs), for the mount that `path` is
-/// under.
-fn filesystem_in(mounts: &str, number: &str, path: &Path) -> Option<String> {
-    let mut under: Option<(usize, &str)> = None;
-    for line in mounts.lines() {
-        let (mount, source) = line.split_once(" - ")?;
-        let mut fields = mount.split(' ').skip(2);
-        let (device, point) = (fields.next()?, fields.nth(1)?);
-        let kind = source.split(' ').next()?;
-        if device == number {
-            return Some(kind.to_owned());
-        }
-        if path.starts_with(point) && under.is_none_or(|(longest, _)| longest <= point.len()) {
-            under = Some((point.len(), kind));
-        }
-    }
-    under.map(|(_, kind)| kind.to_owned())
-}
-
-fn replicas(disk: &Path) -> Vec<String> {
-    let entries = fs::read_dir(disk.join(REPLICAS)).into_iter().flatten().flatten();
-    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-    let mut names: Vec<String> =
-        names.filter(|name| InstanceId::parse(v1::InstanceKind::Replica, name).is_ok()).collect();
-    names.sort();
-    names
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -519,10 +295,6 @@ mod tests {
 
     fn disks(dir: &Path) -> Disks {
         Disks::open(&[], dir).unwrap()
-    }
-
-    fn replica(name: &str) -> InstanceId {
-        InstanceId::parse(v1::InstanceKind::Replica, name).unwrap()
     }
 
     #[test]
@@ -565,18 +337,6 @@ mod tests {
         assert_eq!(fs::read_dir(&disk).unwrap().count(), 0);
         let added = disks.add(disk.to_str().unwrap()).unwrap();
         assert!(added.problem.is_empty(), "{added:?}");
-    }
-
-    #[test]
-    fn a_directory_whose_file_system_is_not_mounted_yet_is_not_prepared() {
-        let fstab = "# /dev/sdx /data ext4\nUUID=1 / ext4 defaults 0 1\nUUID=2\t/data/\text4 nofail 0 2\nswap none swap sw\n";
-        let root = "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n";
-        let data = "23 22 8:2 / /data rw shared:2 - ext4 /dev/sdb rw\n";
-        let missing = |mounts: &str, path: &str| missing_mount_in(fstab, mounts, Path::new(path));
-        assert_eq!(missing(root, "/data/longhorn").as_deref(), Some("/data/"));
-        assert_eq!(missing(&format!("{root}{data}"), "/data/longhorn"), None);
-        assert_eq!(missing(root, "/database"), None);
-        assert_eq!(missing(root, "/var/lib/longhorn"), None);
     }
 
     #[test]
@@ -683,53 +443,5 @@ mod tests {
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&one, &link).unwrap();
         assert!(matches!(disks.add(link.to_str().unwrap()), Err(NodeError::Invalid(_))));
-    }
-
-    #[test]
-    fn deletes_a_replica_however_often() {
-        let dir = tempfile::tempdir().unwrap();
-        let directory = dir.path().join("replicas/v1-0123abcd");
-        fs::create_dir_all(&directory).unwrap();
-        fs::write(directory.join("volume.meta"), "{}").unwrap();
-        for _ in 0..2 {
-            delete_replica(dir.path(), &replica("v1-0123abcd"), NO_TRASH, "").unwrap();
-            assert_eq!(fs::read_dir(dir.path().join("replicas")).unwrap().count(), 0);
-        }
-    }
-
-    #[test]
-    fn ends_a_deletion_that_was_begun() {
-        let dir = tempfile::tempdir().unwrap();
-        let trash = dir.path().join("replicas").join(trash_name(&replica("v1-0123abcd")));
-        let other = dir.path().join("replicas/.other");
-        fs::create_dir_all(trash.join("deep")).unwrap();
-        fs::create_dir_all(&other).unwrap();
-        assert!(replicas(dir.path()).is_empty());
-        drop(Disks::open(&[dir.path().to_owned()], dir.path()).unwrap());
-        assert!(!trash.exists() && other.exists());
-    }
-
-    #[test]
-    fn deletes_no_link() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::create_dir_all(dir.path().join("replicas")).unwrap();
-        fs::create_dir_all(dir.path().join("precious")).unwrap();
-        let link = dir.path().join("replicas/v1-0123abcd");
-        std::os::unix::fs::symlink(dir.path().join("precious"), &link).unwrap();
-        assert!(matches!(
-            delete_replica(dir.path(), &replica("v1-0123abcd"), NO_TRASH, ""),
-            Err(NodeError::Precondition(_))
-        ));
-        assert!(dir.path().join("precious").exists());
-    }
-
-    #[test]
-    fn finds_the_file_system() {
-        let mounts = "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n\
-                      23 22 0:40 /sub /data rw - btrfs /dev/sdb rw\n";
-        let find = |number, path: &str| filesystem_in(mounts, number, Path::new(path)).unwrap();
-        assert_eq!(find("8:1", "/var/lib/longhorn"), "ext4");
-        assert_eq!(find("0:99", "/data/longhorn"), "btrfs");
-        assert_eq!(find("0:99", "/database"), "ext4");
     }
 }
