@@ -22,12 +22,14 @@
 
 mod page;
 mod set;
+mod set_key;
 mod unsummed;
 mod write_intent_log;
 
 pub use page::{PAGE_BYTES, PageDamage, REGIONS_PER_PAGE};
+pub use set_key::SetKey;
 pub use unsummed::SUMMED_AT_ONCE_MAX;
 pub use write_intent_log::{
-    Admit, GrownSets, IntentLogError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RunsPage, SetKey, Ticket,
+    Admit, GrownSets, IntentLogError, Marked, NewSet, PAGE_WRITES_MAX, PageWrite, RunsPage, Ticket,
     WriteIntentLog,
 };

@@ -1,4 +1,7 @@
-use std::fmt;
+mod growth;
+mod runs;
+mod sums;
+
 use std::ops::Range;
 
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -8,23 +11,15 @@ use shorthorn_types::{
 };
 use thiserror::Error;
 
+pub use self::growth::GrownSets;
+pub use self::runs::RunsPage;
 use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage};
 use crate::set::{Identity, PagedSet};
+use crate::set_key::SetKey;
 use crate::unsummed::Unsummed;
 
 /// Pages that are written at once.
 pub const PAGE_WRITES_MAX: usize = 8;
-
-/// A set that a replica keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum SetKey {
-    /// Regions in which the members may differ after a crash.
-    Intent,
-    /// Regions that this replica lacks.
-    OutOfSync(ReplicaId),
-    /// Regions in which no sum of a block counts. The set matters only to the replica that keeps it.
-    Unsummed,
-}
 
 /// The answer to a modification that wants to be executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,29 +105,6 @@ impl NewSet {
     }
 }
 
-/// The sets for the volume after it has grown. They count from [`WriteIntentLog::grow`] on, and have to be
-/// whole and durable on the disk by then. Nothing may be admitted or marked in between.
-#[derive(Debug)]
-pub struct GrownSets {
-    regions: Regions,
-    intent: PagedSet,
-    out_of_sync: Vec<(ReplicaId, PagedSet)>,
-    unsummed: Option<PagedSet>,
-    lost: Option<RegionSet>,
-}
-
-impl GrownSets {
-    /// Returns the content of the file of each set.
-    pub fn files(&self) -> impl Iterator<Item = (SetKey, Vec<u8>)> + '_ {
-        let out_of_sync = self.out_of_sync.iter().map(|(replica, set)| (SetKey::OutOfSync(*replica), set));
-        let unsummed = self.unsummed.iter().map(|set| (SetKey::Unsummed, set));
-        std::iter::once((SetKey::Intent, &self.intent))
-            .chain(out_of_sync)
-            .chain(unsummed)
-            .map(|(key, set)| (key, set.file()))
-    }
-}
-
 /// A page that is to be written now.
 #[derive(Debug)]
 pub struct PageWrite<'a> {
@@ -144,17 +116,6 @@ pub struct PageWrite<'a> {
     pub page: u32,
     /// The bytes to write.
     pub bytes: &'a [u8; PAGE_BYTES],
-}
-
-/// A page of runs of regions of a set.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RunsPage {
-    /// First region and count of each, in order, at most [`RUNS_PER_MARK_MAX`].
-    pub runs: Vec<(u32, u32)>,
-    /// The first region of the next page, if any.
-    pub next: Option<u32>,
-    /// The stamp that is kept with the set.
-    pub stamp: u32,
 }
 
 /// A write that is under way.
@@ -279,38 +240,6 @@ impl WriteIntentLog {
     /// Forgets the stamp that this replica was sent.
     pub fn forget_stamp(&mut self) {
         self.intent.forget_stamp();
-    }
-
-    /// Returns the sets for the volume after it has grown to `regions`.
-    #[must_use]
-    pub fn grown(&self, regions: Regions) -> GrownSets {
-        GrownSets {
-            regions,
-            intent: self.intent.grown(regions),
-            out_of_sync: self
-                .out_of_sync
-                .iter()
-                .map(|(replica, set)| (*replica, set.grown(regions)))
-                .collect(),
-            unsummed: self.unsummed.as_ref().map(|unsummed| unsummed.grown(self.regions, regions)),
-            lost: self.lost.as_ref().map(|lost| lost.converted(self.regions, regions)),
-        }
-    }
-
-    /// Grows the sets with the volume, after their files exist. Pages that are being written belong to the
-    /// former files and do not count any more. Everything that waits for them is durable in the new ones.
-    pub fn grow(&mut self, grown: GrownSets) {
-        let GrownSets { regions, intent, out_of_sync, unsummed, lost } = grown;
-        if let (Some(kept), Some(grown)) = (&mut self.unsummed, unsummed) {
-            kept.grow(grown, self.regions, regions);
-        }
-        (self.regions, self.intent, self.out_of_sync, self.lost) = (regions, intent, out_of_sync, lost);
-        let mut serial = self.last_serial;
-        for (_, set) in self.sets_mut() {
-            serial += 1;
-            set.serial = serial;
-        }
-        self.last_serial = serial;
     }
 
     fn sets(&self) -> impl Iterator<Item = (SetKey, &PagedSet)> {
@@ -535,128 +464,6 @@ impl WriteIntentLog {
         self.out_of_sync.retain(|(of, _)| *of != replica);
     }
 
-    /// Starts to keep the set of regions in which no sum of a block counts: all regions, or those in `file`.
-    /// Damaged pages and pages of another epoch count as full and are returned. The file has to be made anew
-    /// if pages are returned or it [is outgrown](WriteIntentLog::is_outgrown). The write-intent log must not
-    /// have admitted any modification yet.
-    pub fn keep_unsummed(&mut self, file: Option<&[u8]>) -> Vec<PageDamage> {
-        let (mut unsummed, damages) = Unsummed::load(self.identity(SetKey::Unsummed), file);
-        self.last_serial += 1;
-        unsummed.set.serial = self.last_serial;
-        self.unsummed = Some(unsummed);
-        damages
-    }
-
-    /// Stops sums: none counts any more, and none is made.
-    pub fn forget_unsummed(&mut self) {
-        self.unsummed = None;
-    }
-
-    /// Returns true if sums of blocks are kept.
-    #[must_use]
-    pub fn keeps_sums(&self) -> bool {
-        self.unsummed.is_some()
-    }
-
-    /// Returns true if any region has to be summed, now or when it is clean.
-    #[must_use]
-    pub fn wants_sums(&self) -> bool {
-        self.unsummed.as_ref().is_some_and(Unsummed::wants)
-    }
-
-    /// Returns true if the sums of all blocks of the region count: it was not modified since they were
-    /// stored.
-    #[must_use]
-    pub fn is_summed(&self, region: u32) -> bool {
-        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_summed(region))
-    }
-
-    /// The regions whose sums count. Each held data when it was summed.
-    #[must_use]
-    pub fn summed(&self) -> RegionSet {
-        let count = self.regions.count();
-        let Some(unsummed) = &self.unsummed else { return RegionSet::empty(count) };
-        let mut summed = RegionSet::full(count);
-        unsummed.set.content().runs(0).for_each(|run| summed.remove_run(run));
-        summed
-    }
-
-    /// Requests sums for the regions of `run` that hold data and have no sums.
-    pub fn want_sums(&mut self, run: Range<u32>) {
-        if let Some(unsummed) = &mut self.unsummed {
-            unsummed.want(run);
-        }
-    }
-
-    /// Invalidates the sums of these regions, in memory; on the disk as soon as the pages of the set are
-    /// written. They are to be summed again.
-    pub fn unsum(&mut self, run: Range<u32>) {
-        if let Some(unsummed) = &mut self.unsummed {
-            unsummed.modify(run);
-        }
-    }
-
-    /// Returns the first region from `from` on that can be summed: it has to be, and is not in the intent
-    /// set. So all members have flushed it since it was last modified, and nothing of it is in flight.
-    #[must_use]
-    pub fn next_to_sum(&self, from: u32) -> Option<u32> {
-        self.unsummed.as_ref()?.next_to_sum(from, &self.intent)
-    }
-
-    /// Begins to sum the regions of `run` that can be summed, at most
-    /// [`SUMMED_AT_ONCE_MAX`](crate::SUMMED_AT_ONCE_MAX), as they are read from now on. Returns false if it
-    /// has none.
-    pub fn begin_sums(&mut self, run: Range<u32>) -> bool {
-        let WriteIntentLog { unsummed, intent, .. } = self;
-        unsummed.as_mut().is_some_and(|unsummed| unsummed.begin(run, intent))
-    }
-
-    /// Returns true if the region is being summed, and nothing has modified it since that began.
-    #[must_use]
-    pub fn is_being_summed(&self, region: u32) -> bool {
-        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
-    }
-
-    /// Ends the sums of the begun regions: they are durable, or (`well`: false) they will not be. From now on
-    /// they count, for those regions that nothing has modified meanwhile.
-    pub fn end_sums(&mut self, well: bool) {
-        if let Some(unsummed) = &mut self.unsummed {
-            unsummed.end(well);
-        }
-    }
-
-    /// Excludes the regions of `run` from sums, because they hold no data worth a sum.
-    pub fn need_no_sums(&mut self, run: Range<u32>) {
-        if let Some(unsummed) = &mut self.unsummed {
-            unsummed.need_none(run);
-        }
-    }
-
-    /// Returns the regions of a set from `from` on, as many as fit one message; none if the set is not kept.
-    #[must_use]
-    pub fn page(&self, key: SetKey, from: u32) -> Option<RunsPage> {
-        self.page_for(key, from, self.regions)
-    }
-
-    /// Does the same as [`WriteIntentLog::page`], in the regions of the volume at another size.
-    #[must_use]
-    pub fn page_for(&self, key: SetKey, from: u32, regions: Regions) -> Option<RunsPage> {
-        let set = self.find(key)?;
-        let content = set.content();
-        let content =
-            if regions == self.regions { content } else { content.converted(self.regions, regions) };
-        let mut runs = Vec::new();
-        let mut next = None;
-        for run in content.runs(from) {
-            if runs.len() == RUNS_PER_MARK_MAX {
-                next = Some(run.start);
-                break;
-            }
-            runs.push((run.start, run.end - run.start));
-        }
-        Some(RunsPage { runs, next, stamp: set.stamp().unwrap_or(0) })
-    }
-
     /// Records that the host was restarted, or the disk has failed, while data was not durable.
     /// [`WriteIntentLog::has_lost_cache`] is true until every region that is in the intent set now has been
     /// cleared from it.
@@ -676,32 +483,6 @@ impl WriteIntentLog {
         runs.for_each(|run| lost.remove_run(run));
         if lost.is_empty() {
             self.lost = None;
-        }
-    }
-}
-
-impl SetKey {
-    /// Returns the name as written in pages.
-    fn name(self) -> [u8; 8] {
-        let mut name = match self {
-            SetKey::Unsummed => *b"unsummed",
-            _ => *b"intent\0\0",
-        };
-        if let SetKey::OutOfSync(replica) = self {
-            for (byte, digit) in name.iter_mut().zip(replica.to_string().bytes()) {
-                *byte = digit;
-            }
-        }
-        name
-    }
-}
-
-impl fmt::Display for SetKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SetKey::Intent => f.write_str("intent"),
-            SetKey::OutOfSync(replica) => write!(f, "missed-{replica}"),
-            SetKey::Unsummed => f.write_str("unsummed"),
         }
     }
 }
