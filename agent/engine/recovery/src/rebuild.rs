@@ -2,6 +2,8 @@
 //! lacks, and makes it a copy if its former data does not count. Then it hands the replica to the core, which
 //! copies the rest.
 
+mod trouble;
+
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
 use shorthorn_types::{
     ByteRange, MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf, ReplicaId,
@@ -10,6 +12,8 @@ use shorthorn_types::{
 use shorthorn_views::remembers;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
 
+pub use self::trouble::Trouble;
+use self::trouble::describe;
 use crate::link::{Link, LinkError, regions_unless};
 use crate::offenders::BadSources;
 use crate::serving::{Address, Peer, ServingEngine, members};
@@ -18,44 +22,6 @@ use crate::serving::{Address, Peer, ServingEngine, members};
 const COPY_END_TRIES: u32 = 5;
 /// The maximum number of stamps that a copy is sent, if the core sends newer ones meanwhile.
 const STAMP_TRIES: u32 = 5;
-
-/// The reason why an attempt did not bring the replica back.
-#[derive(Debug)]
-pub enum Trouble<E> {
-    /// The replica was given up, or the process ends.
-    Ended,
-    /// Another event has to happen first. The rebuild task tries again soon.
-    NotYet(&'static str),
-    /// A request has failed.
-    Failed {
-        /// The purpose of the request.
-        doing: &'static str,
-        /// The error of the replica.
-        error: E,
-    },
-    /// A request to the member that is read to make a copy has failed.
-    SourceFailed {
-        /// The member.
-        source: ReplicaId,
-        /// The purpose of the request.
-        doing: &'static str,
-        /// The error of the member.
-        error: E,
-    },
-}
-
-impl<E> Trouble<E> {
-    /// Makes a function for `map_err` that reports a failed request with this purpose.
-    pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
-        move |error| Trouble::Failed { doing, error }
-    }
-
-    /// Makes a function for `map_err` that reports a failed request with this purpose to the `source` of the
-    /// copy.
-    pub fn while_reading(source: Source, doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
-        move |error| Trouble::SourceFailed { source: source.address.replica, doing, error }
-    }
-}
 
 /// The answers of a replica count for one run of its process only: see [`Welcome::run`].
 pub const OTHER_RUN: &str = "the replica restarted during the attempt";
@@ -573,15 +539,6 @@ impl<C: RebuildTask> Attempt<'_, C> {
             }
         }
         Ok(())
-    }
-}
-
-fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
-    match trouble {
-        Trouble::Ended => "it was given up".to_owned(),
-        Trouble::NotYet(why) => (*why).to_owned(),
-        Trouble::Failed { doing, error } => format!("{doing}: {error}"),
-        Trouble::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),
     }
 }
 

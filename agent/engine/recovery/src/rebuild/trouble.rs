@@ -1,0 +1,53 @@
+//! The reasons why an attempt fails.
+
+use shorthorn_types::ReplicaId;
+
+use super::Source;
+use crate::link::LinkError;
+
+/// The reason why an attempt did not bring the replica back.
+#[derive(Debug)]
+pub enum Trouble<E> {
+    /// The replica was given up, or the process ends.
+    Ended,
+    /// Another event has to happen first. The rebuild task tries again soon.
+    NotYet(&'static str),
+    /// A request has failed.
+    Failed {
+        /// The purpose of the request.
+        doing: &'static str,
+        /// The error of the replica.
+        error: E,
+    },
+    /// A request to the member that is read to make a copy has failed.
+    SourceFailed {
+        /// The member.
+        source: ReplicaId,
+        /// The purpose of the request.
+        doing: &'static str,
+        /// The error of the member.
+        error: E,
+    },
+}
+
+impl<E> Trouble<E> {
+    /// Makes a function for `map_err` that reports a failed request with this purpose.
+    pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
+        move |error| Trouble::Failed { doing, error }
+    }
+
+    /// Makes a function for `map_err` that reports a failed request with this purpose to the `source` of the
+    /// copy.
+    pub fn while_reading(source: Source, doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
+        move |error| Trouble::SourceFailed { source: source.address.replica, doing, error }
+    }
+}
+
+pub(super) fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
+    match trouble {
+        Trouble::Ended => "it was given up".to_owned(),
+        Trouble::NotYet(why) => (*why).to_owned(),
+        Trouble::Failed { doing, error } => format!("{doing}: {error}"),
+        Trouble::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),
+    }
+}
