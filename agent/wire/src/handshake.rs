@@ -3,7 +3,9 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, Secret, View, VolumeName};
 
 use crate::header::{FrameError, Header, MAX_TEXT_BYTES, Opcode};
-use crate::session::{Holder, Mac, Nonce, Proof, derive};
+use crate::mac::Mac;
+use crate::proof::{Nonce, Proof};
+use crate::session::{Holder, derive};
 
 /// First frame of a connection, from the replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

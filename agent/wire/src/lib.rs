@@ -45,7 +45,9 @@
 mod handshake;
 mod header;
 mod layers;
+mod mac;
 mod pages;
+mod proof;
 mod regions;
 mod session;
 mod sums;
@@ -53,12 +55,11 @@ mod sums;
 pub use handshake::{Challenge, Claim, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text};
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
+pub use mac::{derived_password, directory_fingerprint, fingerprint};
 pub use pages::BadPage;
+pub use proof::{HexError, Nonce, Proof};
 pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
-pub use session::{
-    HexError, Holder, Nonce, Proof, ProvenWelcome, Session, Unproven, derived_password,
-    directory_fingerprint, fingerprint,
-};
+pub use session::{Holder, ProvenWelcome, Session, Unproven};
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, PATCH_BYTES_MAX, SUM_PIECE_BYTES, SummedRun,

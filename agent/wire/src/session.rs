@@ -2,33 +2,15 @@
 
 use std::fmt;
 
-use ring::hmac;
 use serde::{Deserialize, Serialize};
-use shorthorn_types::{Generation, SECRET_BYTES, Secret};
+use shorthorn_types::{Generation, Secret};
 use siphasher::sip::SipHasher24;
 use thiserror::Error;
 
 use crate::handshake::{Claim, Welcome};
 use crate::header::{FrameError, HEADER_BYTES, Header};
-
-const BYTES: usize = 32;
-
-/// Random bytes that one end draws anew for every connection: 64 lower-case hexadecimal digits.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Nonce([u8; BYTES]);
-
-/// An HMAC-SHA-256 made with the volume's secret, or with a key derived from it: 64 lower-case hexadecimal
-/// digits. Not comparable: [`Session`] and [`Hello`](crate::Hello) compare in a time that does not depend on
-/// the difference.
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Proof([u8; BYTES]);
-
-/// A text is no nonce or proof.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[error("a nonce or a proof is not 64 lower-case hexadecimal digits")]
-pub struct HexError;
+use crate::mac::{MAC_BYTES, Mac, mac};
+use crate::proof::{Nonce, Proof};
 
 /// The replica has not proven that it has the volume's secret. Nothing that it says counts.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -88,7 +70,7 @@ pub struct Session {
     /// The generation of the engine.
     generation: Generation,
     /// Proves the replica's answer to the hello, and that a newer engine exists.
-    answers: [u8; BYTES],
+    answers: [u8; MAC_BYTES],
     sends: Direction,
     receives: Direction,
 }
@@ -195,7 +177,7 @@ impl Session {
 
 impl Direction {
     /// Creates the state of a direction. SipHash has keys of 16 bytes.
-    fn new(key: &[u8; BYTES]) -> Direction {
+    fn new(key: &[u8; MAC_BYTES]) -> Direction {
         let (key, _) = key.split_first_chunk().unwrap_or((&[0; 16], &[]));
         Direction { key: SipHasher24::new_with_key(key), number: 0 }
     }
@@ -222,132 +204,6 @@ pub(crate) fn derive(secret: &Secret, label: &str, challenge: Nonce, nonce: Nonc
     let (challenge, nonce) = (String::from(challenge), String::from(nonce));
     let Claim { volume, replica, generation, queue } = claim;
     mac(secret.bytes(), label, &format!("{challenge}\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n"))
-}
-
-/// Returns the MAC of a text under a label without a line feed.
-fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Mac {
-    Mac { key: hmac::Key::new(hmac::HMAC_SHA256, key), message: format!("{label}\n{content}") }
-}
-
-/// Identifies the volume of the secret, without revealing the secret: 16 hexadecimal digits of an
-/// HMAC-SHA-256. A former volume of the same name has another fingerprint.
-#[must_use]
-pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
-    // Names of state files have it: it must not change.
-    let digest = mac(secret, "shorthorn-1", "fingerprint\n").digest();
-    digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Returns a password for the `purpose` of a volume: 32 hexadecimal digits of an HMAC-SHA-256. Neither the
-/// secret nor the password of another purpose can be computed from it.
-#[must_use]
-pub fn derived_password(secret: &[u8; SECRET_BYTES], purpose: &str) -> String {
-    // Sessions of living volumes have it: it must not change.
-    let digest = mac(secret, "shorthorn-1", &format!("password\n{purpose}\n")).digest();
-    digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Returns the fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an
-/// HMAC-SHA-256. The secret cannot be computed from it.
-#[must_use]
-pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
-    // Replica directories have it: it must not change.
-    let digest = mac(secret, "shorthorn-1", "replica directory\n").digest();
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The key and the message of an HMAC-SHA-256.
-pub(crate) struct Mac {
-    key: hmac::Key,
-    message: String,
-}
-
-impl Mac {
-    fn digest(&self) -> [u8; BYTES] {
-        let tag = hmac::sign(&self.key, self.message.as_bytes());
-        let mut digest = [0; BYTES];
-        digest.copy_from_slice(tag.as_ref());
-        digest
-    }
-}
-
-impl Nonce {
-    /// Makes a nonce of these random bytes.
-    #[must_use]
-    pub const fn new(random: [u8; BYTES]) -> Nonce {
-        Nonce(random)
-    }
-}
-
-impl Proof {
-    pub(crate) fn of(mac: &Mac) -> Proof {
-        Proof(mac.digest())
-    }
-
-    /// Compares in a time that does not reveal the place of the difference.
-    pub(crate) fn is(&self, mac: &Mac) -> bool {
-        hmac::verify(&mac.key, mac.message.as_bytes(), &self.0).is_ok()
-    }
-}
-
-impl TryFrom<String> for Nonce {
-    type Error = HexError;
-    fn try_from(text: String) -> Result<Nonce, HexError> {
-        bytes(&text).map(Nonce)
-    }
-}
-
-impl From<Nonce> for String {
-    fn from(nonce: Nonce) -> String {
-        digits(&nonce.0)
-    }
-}
-
-impl TryFrom<String> for Proof {
-    type Error = HexError;
-    fn try_from(text: String) -> Result<Proof, HexError> {
-        bytes(&text).map(Proof)
-    }
-}
-
-impl From<Proof> for String {
-    fn from(proof: Proof) -> String {
-        digits(&proof.0)
-    }
-}
-
-impl fmt::Debug for Nonce {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&digits(&self.0))
-    }
-}
-
-impl fmt::Debug for Proof {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&digits(&self.0))
-    }
-}
-
-fn digits(bytes: &[u8; BYTES]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Parses the bytes from lower case only: the same bytes have one text.
-fn bytes(text: &str) -> Result<[u8; BYTES], HexError> {
-    let value = |digit: u8| match digit {
-        b'0'..=b'9' => Ok(digit - b'0'),
-        b'a'..=b'f' => Ok(digit - b'a' + 10),
-        _ => Err(HexError),
-    };
-    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-    if pairs.len() != BYTES || !rest.is_empty() {
-        return Err(HexError);
-    }
-    let mut bytes = [0; BYTES];
-    for (byte, [high, low]) in bytes.iter_mut().zip(pairs) {
-        *byte = value(*high)? << 4 | value(*low)?;
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -595,39 +451,10 @@ mod tests {
     }
 
     #[test]
-    fn texts_of_nonces_are_all_checked() {
-        let text =
-            serde_json::to_string(&Nonce::new(std::array::from_fn(|at| u8::try_from(at * 8 + 3).unwrap())))
-                .unwrap();
-        assert_eq!(text.len(), 2 + 2 * BYTES);
-        assert_eq!(serde_json::to_string(&serde_json::from_str::<Nonce>(&text).unwrap()).unwrap(), text);
-        for bad in [
-            String::new(),
-            "0".repeat(63),
-            "0".repeat(65),
-            "0".repeat(66),
-            "A".repeat(64),
-            format!("{}\n", "0".repeat(63)),
-        ] {
-            assert_eq!(Nonce::try_from(bad.clone()), Err(HexError), "{bad:?}");
-        }
-    }
-
-    #[test]
     fn keys_are_never_debugged() {
         assert_eq!(
             format!("{:?}", session()),
             "Session { generation: Generation { attach: 3, restart: 1, nonce: 0 }, .. }"
         );
-    }
-
-    #[test]
-    fn fingerprints_stay_as_they_are() {
-        // As OpenSSL computes it: printf 'shorthorn-1\nfingerprint\n' | openssl dgst -sha256 -mac HMAC
-        // -macopt hexkey:0303…
-        assert_eq!(fingerprint(SECRET.bytes()), "b0c03de4980e5acf");
-        // The same of 'replica directory\n'.
-        let of_directory = directory_fingerprint(SECRET.bytes());
-        assert_eq!(of_directory, "0becc64bb67df0c8d4500f10ff2a939593609ee82f223dc67a2a508386a2a912");
     }
 }
