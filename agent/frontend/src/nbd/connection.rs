@@ -2,21 +2,20 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use shorthorn_core::{Operation, Request};
 use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
 use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
-use shorthorn_types::{ByteRange, VolumeName};
 
 use super::command::{Commands, NbdCommand, Part};
+use super::export::Export;
 use super::handshake::{Handshake, Next, Offer, greeting};
 use super::protocol::{
     CommandKind, MAX_REQUEST_BYTES, NbdError, RequestHeader, data_chunk, error_chunk, simple_reply,
 };
+use super::request::{buffer, refusal, submit};
 use super::share::SlotShare;
-use crate::{QueueIo, Refusal, SOURCE};
+use crate::{QueueIo, SOURCE};
 
 /// [`Token::kind`] of a finished send.
 pub(super) const SENT: u8 = 1;
@@ -34,27 +33,6 @@ const RECEIVE_BYTES: usize = 64 << 10;
 const SPARE_REPLIES: usize = 16;
 /// Owner of a frame that has no slot.
 const NO_SLOT: u32 = u32::MAX;
-
-/// The exported volume.
-#[derive(Debug)]
-pub(super) struct Export {
-    pub(super) name: VolumeName,
-    size_bytes: AtomicU64,
-}
-
-impl Export {
-    pub(super) fn new(name: VolumeName, size_bytes: u64) -> Arc<Export> {
-        Arc::new(Export { name, size_bytes: AtomicU64::new(size_bytes) })
-    }
-
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.size_bytes.load(Ordering::Acquire)
-    }
-
-    pub(super) fn grow(&self, size_bytes: u64) {
-        self.size_bytes.store(size_bytes, Ordering::Release);
-    }
-}
 
 /// The state that the connections of a queue share.
 #[derive(Debug)]
@@ -412,7 +390,7 @@ impl Connection {
             self.stream.arm(io.ring);
             return;
         }
-        submit(slot, shared, io);
+        submit(slot, &mut shared.commands, io);
     }
 
     /// Handles the end of a receive.
@@ -422,7 +400,7 @@ impl Connection {
             Ok(Received::Part) => self.stream.arm(io.ring),
             Ok(Received::Payload) => {
                 if let Some(slot) = self.receiving.take() {
-                    submit(slot, shared, io);
+                    submit(slot, &mut shared.commands, io);
                 }
                 self.advance(shared, io);
             }
@@ -469,7 +447,7 @@ impl Connection {
                 let flush = shared.commands.get(part.command);
                 flush.kind = CommandKind::Flush;
                 flush.parts = 1;
-                submit(slot, shared, io);
+                submit(slot, &mut shared.commands, io);
                 return;
             }
             _ => shared.share.give(self.id, slot),
@@ -563,46 +541,4 @@ impl Connection {
 /// Returns the missing bytes of a request's header of which `here` bytes have arrived; 0 if it has not begun.
 fn missing_of_header(here: usize) -> u32 {
     if here == 0 { 0 } else { u32::try_from(RequestHeader::BYTES.saturating_sub(here)).unwrap_or(0) }
-}
-
-fn refusal(header: &RequestHeader, error: NbdError) -> Refusal {
-    let fua = header.fua();
-    let operation = match header.kind {
-        CommandKind::Read => Some(Operation::Read),
-        CommandKind::Write => Some(Operation::Write { fua }),
-        CommandKind::Flush => Some(Operation::Flush),
-        CommandKind::Trim => Some(Operation::Discard),
-        CommandKind::WriteZeroes => Some(Operation::WriteZeroes { fua }),
-        CommandKind::Disconnect | CommandKind::Unknown(_) => None,
-    };
-    let (offset_bytes, length_bytes) = (header.offset_bytes, header.length_bytes.into());
-    Refusal { operation, offset_bytes, length_bytes, errno: error.errno() }
-}
-
-fn buffer(io: &QueueIo<'_>, slot: u16, part: Part) -> IoBuf {
-    io.arena.buf(slot.into()).part(0, part.length_bytes as usize)
-}
-
-/// Asks the volume for the part in `slot`.
-fn submit(slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
-    let part = shared.commands.part(slot);
-    let command = shared.commands.get(part.command);
-    let fua = command.fua;
-    let (operation, length_bytes) = match command.kind {
-        CommandKind::Read => (Operation::Read, part.length_bytes),
-        CommandKind::Write => (Operation::Write { fua }, part.length_bytes),
-        CommandKind::Trim => (Operation::Discard, part.length_bytes),
-        // Replicas make holes of zeroes, but store data unchanged, also those of earlier versions.
-        CommandKind::WriteZeroes if command.no_hole => {
-            buffer(io, slot, part).zero();
-            (Operation::Write { fua }, part.length_bytes)
-        }
-        CommandKind::WriteZeroes => (Operation::WriteZeroes { fua }, part.length_bytes),
-        CommandKind::Flush | CommandKind::Disconnect | CommandKind::Unknown(_) => (Operation::Flush, 0),
-    };
-    let offset_bytes = if operation == Operation::Flush { 0 } else { part.offset_bytes };
-    match ByteRange::new(offset_bytes, length_bytes.into()) {
-        Ok(range) => io.requests.push(Request { slot, operation, range }),
-        Err(error) => unreachable!("the request was checked against the volume: {error}"),
-    }
 }

@@ -13,7 +13,8 @@ use shorthorn_ring::Completion;
 use shorthorn_types::limits::{MAX_IO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{Errno, VolumeName};
 
-use super::connection::{Export, Opening, Shared};
+use super::connection::{Opening, Shared};
+use super::export::Export;
 use super::link::{self, Target};
 use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
@@ -101,17 +102,7 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
             }
         };
         let shared = Shared::new(Arc::clone(&export), record.depth, CONNECTIONS);
-        let mut service = Service::new(shared, CONNECTIONS);
-        let first = service.add(ours, Opening::Transmission);
-        let (sender, closed) = (sender.clone(), Arc::clone(&closed));
-        queues.push(Box::new(KernelQueue {
-            service,
-            first,
-            broken: false,
-            is_quiesced: false,
-            sender,
-            closed,
-        }));
+        queues.push(Box::new(KernelQueue::new(ours, shared, sender.clone(), Arc::clone(&closed))));
     }
     let device = NbdDevice {
         volume: spec.volume.clone(),
@@ -219,6 +210,13 @@ struct KernelQueue {
 }
 
 impl KernelQueue {
+    /// Creates the queue that serves the kernel's requests on one socket.
+    fn new(socket: OwnedFd, shared: Shared, sender: Sender<OwnedFd>, closed: Arc<AtomicBool>) -> KernelQueue {
+        let mut service = Service::new(shared, CONNECTIONS);
+        let first = service.add(socket, Opening::Transmission);
+        KernelQueue { service, first, broken: false, is_quiesced: false, sender, closed }
+    }
+
     /// Makes a new connection after one broke. This is the one thing here that allocates; it happens after a
     /// failure only.
     fn mend(&mut self, io: &mut QueueIo<'_>) {

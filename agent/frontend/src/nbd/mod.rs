@@ -8,6 +8,7 @@
 
 mod command;
 mod connection;
+mod export;
 #[cfg(shorthorn_fuzzing)]
 pub mod fuzzing;
 mod handshake;
@@ -15,6 +16,7 @@ mod kernel;
 mod link;
 mod netlink;
 mod protocol;
+mod request;
 mod service;
 mod share;
 mod socket;

@@ -18,7 +18,8 @@ use nix::sys::socket::{
 use shorthorn_ring::{Completion, Token, Wake, Waker};
 use shorthorn_types::Errno;
 
-use super::connection::{Export, Opening, Shared};
+use super::connection::{Opening, Shared};
+use super::export::Export;
 use super::service::Service;
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
