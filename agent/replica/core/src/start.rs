@@ -114,19 +114,7 @@ impl ReplicaState {
         }
         state.renew(disk, SetKey::Intent, is_whole)?;
         for (replica, file) in out_of_sync {
-            let key = SetKey::OutOfSync(replica);
-            match state.intent_log.load_out_of_sync(replica, &file) {
-                Ok((is_kept, damage)) => {
-                    let is_whole = damage.is_empty();
-                    damages.push((key, damage));
-                    if is_kept {
-                        state.renew(disk, key, is_whole)?;
-                    } else {
-                        state.perform(disk, DurableStep::RemoveSet(key))?;
-                    }
-                }
-                Err(_) => state.perform(disk, DurableStep::RemoveSet(key))?,
-            }
+            damages.extend(state.start_out_of_sync(disk, replica, &file)?);
         }
         damages.extend(state.start_sums(disk, sums)?);
         state.end_sets_of_members(disk)?;
@@ -136,6 +124,26 @@ impl ReplicaState {
         }
         damages.retain(|(_, damage)| !damage.is_empty());
         Ok(Started { state, damages })
+    }
+
+    /// Keeps the regions that `replica` misses, unless their set does not count.
+    fn start_out_of_sync<D: Disk>(
+        &mut self,
+        disk: &mut D,
+        replica: ReplicaId,
+        file: &[u8],
+    ) -> Result<Option<(SetKey, Vec<PageDamage>)>, D::Error> {
+        let key = SetKey::OutOfSync(replica);
+        let Ok((is_kept, damage)) = self.intent_log.load_out_of_sync(replica, file) else {
+            self.perform(disk, DurableStep::RemoveSet(key))?;
+            return Ok(None);
+        };
+        if is_kept {
+            self.renew(disk, key, damage.is_empty())?;
+        } else {
+            self.perform(disk, DurableStep::RemoveSet(key))?;
+        }
+        Ok(Some((key, damage)))
     }
 
     /// Keeps unsummed regions, if that is wanted and possible.

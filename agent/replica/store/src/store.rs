@@ -111,10 +111,9 @@ impl Store {
     ) -> Result<Store> {
         let found = Guard::load(&directory)?;
         let known_sizes = found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default();
-        let (mut guard, provenance) = if directory.stat(VOLUME_META)?.is_some() {
-            Guard::judge(&directory, found)?
-        } else {
-            (Guard::new(), Provenance::Ours) // refused below
+        let (mut guard, provenance) = match directory.stat(VOLUME_META)? {
+            Some(_) => Guard::judge(&directory, found)?,
+            None => (Guard::new(), Provenance::Ours), // refused below
         };
         let executor =
             Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
@@ -137,15 +136,10 @@ impl Store {
             boot.recording(&directory, executor.run(&steps, &mut guard))?;
             let writable = if copy.is_some() { Writable::All } else { Writable::Head };
             let (mut layout, files, map) = open_chain(&directory, layout, host, writable)?;
-            let saved = boot.take_over(&directory);
-            boot.recording(&directory, saved)?;
-            layout.volume_mut().dirty = true;
-            boot.recording(&directory, executor.run(&layout.volume_steps(), &mut guard))?;
-            sweep_sums(&directory, |image| layout.disks().contains_key(image))?;
-            directory.keep_reserve();
+            take_over(&executor, &mut layout, &mut guard, &mut boot)?;
             (layout, files, map)
         };
-        let mut store = Store {
+        let store = Store {
             directory: Arc::new(directory),
             host,
             layout,
@@ -167,11 +161,16 @@ impl Store {
             provenance,
             _lock: lock,
         };
-        if was_dirty && !options.read_only {
-            let mended = store.mend_head();
-            store.boot.recording(&store.directory, mended)?;
+        store.mended()
+    }
+
+    /// Returns the store with its head mended, if that may be needed after a crash.
+    fn mended(mut self) -> Result<Store> {
+        if self.was_dirty && !self.read_only {
+            let mended = self.mend_head();
+            self.boot.recording(&self.directory, mended)?;
         }
-        Ok(store)
+        Ok(self)
     }
 
     /// Makes all data durable, marks the directory as cleanly closed and gives it up.
@@ -425,6 +424,18 @@ impl Store {
 
 pub(crate) fn recover_directory(directory: &Directory, checks: &Checks) -> Result<Recovery> {
     recover(collect(directory)?, checks).map_err(|error| StoreError::chain(directory.path(), error))
+}
+
+/// Takes over a directory that interrupted operations have left whole. It counts as dirty from now on.
+fn take_over(executor: &Executor<'_>, layout: &mut Layout, guard: &mut Guard, boot: &mut Boot) -> Result<()> {
+    let directory = executor.directory;
+    let saved = boot.take_over(directory);
+    boot.recording(directory, saved)?;
+    layout.volume_mut().dirty = true;
+    boot.recording(directory, executor.run(&layout.volume_steps(), guard))?;
+    sweep_sums(directory, |image| layout.disks().contains_key(image))?;
+    directory.keep_reserve();
+    Ok(())
 }
 
 /// Opens the files of the layout's chain.
