@@ -128,21 +128,8 @@ fn engine_of(attach: u64, replicas: &[v1::Instance]) -> v1::StartEngineRequest {
     engine(attach, replicas, "socket")
 }
 
-#[tokio::test]
-async fn a_volume_from_start_to_deletion() {
-    let node = Node::new();
-    let (_agent, mut client) = node.start().await;
-    let info = client.get_node(v1::GetNodeRequest {}).await.unwrap().into_inner();
-    assert_eq!(info.name, "n1");
-    assert!(info.frontends.iter().any(|frontend| frontend.name == "socket" && frontend.usable), "{info:?}");
-    let engine = start_volume(&node.disk(), "socket", &mut client).await;
-    let mut nbd = Nbd::connect(&endpoint(&engine), "v1").unwrap();
-    nbd.write(0, &[5; 4096]).unwrap();
-    drop(nbd);
-    assert_eq!(list(&mut client).await.len(), 3);
-
-    client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
-    assert!(!lives(pid(&engine)));
+/// Deletes the replicas of the volume, which has no engine, into the trash.
+async fn delete_replicas(node: &Node, client: &mut NodeClient<Channel>) {
     for id in REPLICAS {
         let request = || v1::DeleteReplicaRequest {
             disk_path: node.disk().display().to_string(),
@@ -159,16 +146,23 @@ async fn a_volume_from_start_to_deletion() {
         client.delete_replica(request()).await.unwrap();
         client.delete_replica(request()).await.unwrap();
     }
-    assert!(list(&mut client).await.is_empty());
+}
+
+/// Checks the disk after its replicas were deleted. Returns the identity of the disk.
+async fn disk_after_deletion(node: &Node, client: &mut NodeClient<Channel>) -> String {
+    assert!(list(client).await.is_empty());
     let disks = client.list_disks(v1::ListDisksRequest {}).await.unwrap().into_inner().disks;
     assert!(disks[0].replicas.is_empty() && disks[0].trash_bytes > 0, "{disks:?}");
     assert!(node.pid_files().is_empty());
+    disks[0].uuid.clone()
+}
 
-    // The volume comes back from the trash with its written data, and its replicas are not made anew.
+/// Restores the replicas from the trash. They are not made anew.
+async fn restore_replicas(node: &Node, uuid: &str, client: &mut NodeClient<Channel>) {
     let trash = client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas;
     assert_eq!(trash.len(), REPLICAS.len(), "{trash:?}");
     for trashed in trash {
-        assert!(trashed.problem.is_empty() && trashed.disk_uuid == disks[0].uuid, "{trashed:?}");
+        assert!(trashed.problem.is_empty() && trashed.disk_uuid == uuid, "{trashed:?}");
         assert_eq!(trashed.record, format!("the record of {}", trashed.replica_id));
         let committed = trashed.committed.as_ref().map(|view| (view.attach, view.members.len()));
         assert!(
@@ -188,6 +182,10 @@ async fn a_volume_from_start_to_deletion() {
         client.restore_replica(request()).await.unwrap();
         client.restore_replica(request()).await.unwrap();
     }
+}
+
+/// Empties the trash, in which all replicas are restored.
+async fn empty_trash(client: &mut NodeClient<Channel>) {
     let trash = client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas;
     assert!(trash.len() == REPLICAS.len() && trash.iter().all(|trashed| trashed.restored), "{trash:?}");
     for trashed in trash {
@@ -196,6 +194,28 @@ async fn a_volume_from_start_to_deletion() {
         client.remove_trash(request).await.unwrap();
     }
     assert!(client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas.is_empty());
+}
+
+/// The volume comes back from the trash with its written data.
+#[tokio::test]
+async fn a_volume_from_start_to_deletion() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    let info = client.get_node(v1::GetNodeRequest {}).await.unwrap().into_inner();
+    assert_eq!(info.name, "n1");
+    assert!(info.frontends.iter().any(|frontend| frontend.name == "socket" && frontend.usable), "{info:?}");
+    let engine = start_volume(&node.disk(), "socket", &mut client).await;
+    let mut nbd = Nbd::connect(&endpoint(&engine), "v1").unwrap();
+    nbd.write(0, &[5; 4096]).unwrap();
+    drop(nbd);
+    assert_eq!(list(&mut client).await.len(), 3);
+
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
+    assert!(!lives(pid(&engine)));
+    delete_replicas(&node, &mut client).await;
+    let uuid = disk_after_deletion(&node, &mut client).await;
+    restore_replicas(&node, &uuid, &mut client).await;
+    empty_trash(&mut client).await;
     let mut replicas = Vec::new();
     for id in REPLICAS {
         client.start_replica(v1::StartReplicaRequest { create: false, ..node.replica(id) }).await.unwrap();

@@ -45,6 +45,25 @@ fn is_part(some: &[View], of: &[View]) -> bool {
     some.iter().all(|view| of.contains(view))
 }
 
+/// Checks that the replicas that store the view are a quorum of every view, and that the members are in all
+/// of them.
+fn check_stores(
+    found: &Plan,
+    fenced_replicas: &[FencedReplica],
+    offenders: &Members,
+) -> Result<(), TestCaseError> {
+    let stores = fenced_replicas.iter().map(|one| one.replica);
+    let stores =
+        Members::new(stores.filter(|id| !offenders.contains(*id) && !found.blank.contains(*id))).unwrap();
+    prop_assert!(found.members.is_subset_of(&stores));
+    for view in found.basis.honoured.views() {
+        prop_assert!(found.members.is_subset_of(&view.members));
+        prop_assert!(quorum(&view.members, &stores) != Quorum::Less);
+        prop_assert!(quorum(&view.members, &stores) == Quorum::More || found.basis.needs_grant);
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4096, ..ProptestConfig::default() })]
 
@@ -78,15 +97,7 @@ proptest! {
         prop_assert_eq!(honoured.committed, of_all.committed);
         prop_assert!(is_part(&of_all.proposed, &honoured.proposed));
 
-        // The replicas that store the view are a quorum of every view, and the members are in all of them.
-        let stores = fenced_replicas.iter().map(|one| one.replica);
-        let stores = Members::new(stores.filter(|id| !offenders.contains(*id) && !found.blank.contains(*id))).unwrap();
-        prop_assert!(found.members.is_subset_of(&stores));
-        for view in honoured.views() {
-            prop_assert!(found.members.is_subset_of(&view.members));
-            prop_assert!(quorum(&view.members, &stores) != Quorum::Less);
-            prop_assert!(quorum(&view.members, &stores) == Quorum::More || found.basis.needs_grant);
-        }
+        check_stores(&found, &fenced_replicas, &offenders)?;
 
         // A start that does not reach the offenders, but knows as new a view and the same blank ones, has to
         // honour no more. A restored disk is the exception: the report of its replica is dropped, with views

@@ -166,23 +166,7 @@ impl Simulation {
                 }
             }
             Event::Clear { out_of_sync: of_out_of_sync, first, count } => {
-                let (of, key) = if of_out_of_sync {
-                    (RegionsOf::OutOfSync(out_of_sync()), SetKey::OutOfSync(out_of_sync()))
-                } else {
-                    (RegionsOf::Intent, SetKey::Intent)
-                };
-                let (first, count) = (FIRST + first, count.min(40 - first));
-                let clear = MarkRegions {
-                    of,
-                    action: MarkAction::Clear,
-                    runs: vec![(first, count)],
-                    stamp: 0,
-                    size_bytes: SIZE_BYTES,
-                };
-                self.intent_log.mark(&clear).unwrap();
-                if let Some(must) = self.must.get_mut(&key) {
-                    must.retain(|region| !(first..first + count).contains(region));
-                }
+                self.clear(of_out_of_sync, FIRST + first, count.min(40 - first));
             }
             Event::Begin { lazy } => {
                 if let Some(PageWrite { slot, key, page, bytes }) = self.intent_log.begin_write(lazy) {
@@ -198,20 +182,7 @@ impl Simulation {
                 }
             }
             Event::Keep => self.keep(),
-            Event::Forget => {
-                let forget = MarkRegions {
-                    of: RegionsOf::OutOfSync(out_of_sync()),
-                    action: MarkAction::Forget,
-                    runs: vec![],
-                    stamp: 0,
-                    size_bytes: SIZE_BYTES,
-                };
-                if let Ok(Marked::Remove(replica)) = self.intent_log.mark(&forget) {
-                    self.disk.remove(&SetKey::OutOfSync(replica));
-                    self.must.remove(&SetKey::OutOfSync(replica));
-                    self.intent_log.forget(replica);
-                }
-            }
+            Event::Forget => self.forget(),
             Event::BeginSums { first, count } => self.begin_sums(FIRST + first..FIRST + first + count),
             Event::EndSums { well } => {
                 if well {
@@ -222,6 +193,40 @@ impl Simulation {
             }
             Event::Expand { by, files, fates } => self.expand(SIZES[by], files, &fates),
             Event::Crash { fates } => self.crash(&fates),
+        }
+    }
+
+    fn clear(&mut self, of_out_of_sync: bool, first: u32, count: u32) {
+        let (of, key) = if of_out_of_sync {
+            (RegionsOf::OutOfSync(out_of_sync()), SetKey::OutOfSync(out_of_sync()))
+        } else {
+            (RegionsOf::Intent, SetKey::Intent)
+        };
+        let clear = MarkRegions {
+            of,
+            action: MarkAction::Clear,
+            runs: vec![(first, count)],
+            stamp: 0,
+            size_bytes: SIZE_BYTES,
+        };
+        self.intent_log.mark(&clear).unwrap();
+        if let Some(must) = self.must.get_mut(&key) {
+            must.retain(|region| !(first..first + count).contains(region));
+        }
+    }
+
+    fn forget(&mut self) {
+        let forget = MarkRegions {
+            of: RegionsOf::OutOfSync(out_of_sync()),
+            action: MarkAction::Forget,
+            runs: vec![],
+            stamp: 0,
+            size_bytes: SIZE_BYTES,
+        };
+        if let Ok(Marked::Remove(replica)) = self.intent_log.mark(&forget) {
+            self.disk.remove(&SetKey::OutOfSync(replica));
+            self.must.remove(&SetKey::OutOfSync(replica));
+            self.intent_log.forget(replica);
         }
     }
 
