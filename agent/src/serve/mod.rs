@@ -41,6 +41,7 @@ use shorthorn_api::v1::node_tls_server::NodeTlsServer;
 use shorthorn_pki::AccessLayer;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tonic::transport::Server;
 
 use crate::pid_file::PidFile;
@@ -92,6 +93,25 @@ async fn keep_engine_states_few(hub: Arc<instance::Hub>, mut stopping: watch::Re
     }
 }
 
+/// Starts the tasks that run until the agent stops.
+fn spawn_keepers(
+    config: &Config,
+    hub: &Arc<Hub>,
+    network: DataNetwork,
+    disks: &Arc<Disks>,
+    tls: &Arc<NodeTls>,
+    stopping: &watch::Receiver<bool>,
+) {
+    tokio::spawn(keep_engine_states_few(Arc::clone(hub), stopping.clone()));
+    tokio::spawn(network.follow(Arc::clone(hub), stopping.clone()));
+    let limits = trash::TrashLimits::of(config);
+    tokio::spawn(trash::keep_swept(Arc::clone(disks), limits, stopping.clone()));
+    if config.listens_with_tls() {
+        let choice = config.kubelet_kubeconfig.clone();
+        tokio::spawn(tls::keep_enrolled(Arc::clone(tls), choice, stopping.clone()));
+    }
+}
+
 async fn run(config: Config) -> anyhow::Result<()> {
     let inherited = csi::Inherited::take().context("sockets of systemd")?;
     let source = AgentMetrics::new();
@@ -115,24 +135,16 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
-    tokio::spawn(keep_engine_states_few(Arc::clone(&hub), stopping.clone()));
-    tokio::spawn(network.follow(Arc::clone(&hub), stopping.clone()));
     let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
-    let swept = trash::keep_swept(Arc::clone(&disks), trash::TrashLimits::of(&config), stopping.clone());
-    tokio::spawn(swept);
-    let has_tls = config.listens_with_tls();
-    if has_tls {
-        let choice = config.kubelet_kubeconfig.clone();
-        tokio::spawn(tls::keep_enrolled(Arc::clone(&tls), choice, stopping.clone()));
-    }
+    spawn_keepers(&config, &hub, network, &disks, &tls, &stopping);
     source.show(MetricsInputs {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),
         device_dir: config.device_dir.clone(),
         driver: driver_state.clone(),
-        tls: has_tls.then(|| Arc::clone(&tls)),
+        tls: config.listens_with_tls().then(|| Arc::clone(&tls)),
     });
     let service = NodeService {
         config,
@@ -141,17 +153,49 @@ async fn run(config: Config) -> anyhow::Result<()> {
         frontends: Arc::default(),
         discovery: Arc::default(),
         host_warnings: Arc::default(),
-        claim: Arc::clone(&claim),
+        claim,
         driver: driver_state,
         stopping: stopping.clone(),
     };
     tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
 
+    let server = serve_node(service, TlsService(tls), (incoming, over_tls), stopping);
+    let mut server = std::pin::pin!(server);
+    let ended = tokio::select! {
+        served = &mut server => return served.context("the node API cannot be served"),
+        signal = stop_signal() => signal,
+        () = lost => Err(anyhow::anyhow!("the connection to systemd is lost")),
+    };
+    tracing::info!("stopping; engines and replicas continue");
+    stop.send_replace(true);
+    drain(server, driver).await;
+    ended
+}
+
+/// Waits for the calls that are under way. Disconnected callers call again.
+async fn drain(server: impl Future, driver: Option<JoinHandle<()>>) {
+    let drained = async {
+        let _ = server.await;
+        if let Some(driver) = driver {
+            let _ = driver.await;
+        }
+    };
+    let _ = tokio::time::timeout(DRAIN_LIMIT, drained).await;
+}
+
+/// Serves the node API until the agent stops: on addresses of this host without TLS, and on others over TLS.
+async fn serve_node(
+    service: NodeService,
+    certificates: TlsService,
+    (incoming, over_tls): (listen::Incoming, tls::Incoming),
+    stopping: watch::Receiver<bool>,
+) -> Result<(), tonic::transport::Error> {
+    let claim = Arc::clone(&service.claim);
     let leaders = Arc::<Leaders>::default();
     let node = NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES);
     let node = Claimed::new(node, Arc::clone(&claim), Arc::clone(&leaders));
-    let certificates = NodeTlsServer::new(TlsService(tls)).max_decoding_message_size(TRUST_MAX_BYTES);
+    let certificates = NodeTlsServer::new(certificates).max_decoding_message_size(TRUST_MAX_BYTES);
     let certificates = Claimed::new(certificates, claim, leaders);
     // Each with a server of its own: only those that come over TLS have a certificate to check.
     let plain = server()
@@ -163,24 +207,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .add_service(node)
         .add_service(certificates)
         .serve_with_incoming_shutdown(over_tls, until_stopping(stopping));
-    let server = async { tokio::try_join!(plain, checked).map(drop) };
-    let mut server = std::pin::pin!(server);
-    let ended = tokio::select! {
-        served = &mut server => return served.context("the node API cannot be served"),
-        signal = stop_signal() => signal,
-        () = lost => Err(anyhow::anyhow!("the connection to systemd is lost")),
-    };
-    tracing::info!("stopping; engines and replicas continue");
-    stop.send_replace(true);
-    // Disconnected callers call again.
-    let drained = async {
-        let _ = server.await;
-        if let Some(driver) = driver {
-            let _ = driver.await;
-        }
-    };
-    let _ = tokio::time::timeout(DRAIN_LIMIT, drained).await;
-    ended
+    tokio::try_join!(plain, checked).map(drop)
 }
 
 fn server() -> Server {

@@ -12,7 +12,7 @@ const LONG_COMMENTS: usize = 0;
 /// Files of more than [`FILE_LINES_MAX`] lines.
 const LONG_FILES: usize = 9;
 /// Functions of more than [`FUNCTION_LINES_MAX`] lines.
-const LONG_FUNCTIONS: usize = 27;
+const LONG_FUNCTIONS: usize = 26;
 
 /// Words that delay the subject of a comment. See "Words and English" in CONTRIBUTING.md.
 const OPENERS: [&str; 28] = [
