@@ -1,4 +1,4 @@
-//! Man pages, made from the definitions of the commands. Packages contain them.
+//! Man pages of this program: see [`shorthorn_manual`].
 
 use std::path::Path;
 
@@ -7,26 +7,13 @@ use clap::CommandFactory;
 
 use crate::config::Cli;
 
-/// The section of daemons.
-const SECTION: &str = "8";
-
 /// Writes a man page of each command to `directory`.
 ///
 /// # Errors
 /// A page cannot be written.
 pub fn pages(directory: &Path) -> anyhow::Result<()> {
-    let mut command = Cli::command().disable_help_subcommand(true);
-    command.build();
-    std::fs::create_dir_all(directory)
-        .and_then(|()| write(command, directory))
+    shorthorn_manual::write_pages(Cli::command(), directory)
         .with_context(|| format!("writing man pages to {}", directory.display()))
-}
-
-fn write(command: clap::Command, directory: &Path) -> std::io::Result<()> {
-    for command in command.get_subcommands().filter(|command| !command.is_hide_set()).cloned() {
-        write(command, directory)?;
-    }
-    clap_mangen::Man::new(command).section(SECTION).generate_to(directory).map(drop)
 }
 
 #[cfg(test)]
