@@ -18,7 +18,7 @@ use crate::bundle::{Bundle, BundleError};
 use crate::certificate::Certificate;
 use crate::role::Role;
 use crate::trust::{TrustError, Usage};
-use crate::verifiers::{ClientVerifier, ServerVerifier};
+use crate::verifiers::{ClientVerifier, RoleRule, ServerVerifier};
 
 /// The protocol of gRPC.
 pub(crate) const ALPN: &[u8] = b"h2";
@@ -111,7 +111,7 @@ impl Credentials {
     /// # Errors
     /// [`rustls::Error`] never happens with ring.
     pub fn client_config(&self, expected: Role) -> Result<Arc<ClientConfig>, rustls::Error> {
-        let verifier = ServerVerifier { credentials: self.clone(), expected };
+        let verifier = ServerVerifier(RoleRule { credentials: self.clone(), expected });
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])?
             .dangerous()

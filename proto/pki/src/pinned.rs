@@ -3,24 +3,22 @@
 use std::sync::Arc;
 
 use rustls::client::Resumption;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::verify_tls13_signature;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::version::TLS13;
-use rustls::{ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
+use rustls::{ClientConfig, Error};
 use webpki::anchor_from_trusted_cert;
 
 use crate::certificate::Certificate;
 use crate::credentials::{ALPN, provider};
 use crate::role::Role;
 use crate::trust::{Pin, TrustError, Usage, verify_chain};
-use crate::verifiers::{algorithms, no_tls12, tls_error};
+use crate::verifiers::{ServerRule, ServerVerifier};
 
 /// Accepts a controller whose CA has this pin.
 #[derive(Debug)]
-struct PinnedVerifier(Pin);
+struct PinnedRule(Pin);
 
-impl PinnedVerifier {
+impl ServerRule for PinnedRule {
     fn verify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -42,41 +40,6 @@ impl PinnedVerifier {
     }
 }
 
-impl ServerCertVerifier for PinnedVerifier {
-    fn verify_server_cert(
-        &self,
-        leaf: &CertificateDer<'_>,
-        sent: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        self.verify(leaf, sent, now).map(|()| ServerCertVerified::assertion()).map_err(tls_error)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        no_tls12()
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        leaf: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, leaf, signature, &algorithms())
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        algorithms().supported_schemes()
-    }
-}
-
 /// The configuration of a client without a certificate, which accepts a controller whose CA has this pin.
 ///
 /// # Errors
@@ -85,7 +48,7 @@ pub fn enrolment_config(pin: Pin) -> Result<Arc<ClientConfig>, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(PinnedVerifier(pin)))
+        .with_custom_certificate_verifier(Arc::new(ServerVerifier(PinnedRule(pin))))
         .with_no_client_auth();
     config.alpn_protocols = vec![ALPN.to_vec()];
     config.resumption = Resumption::disabled();

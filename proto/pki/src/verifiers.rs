@@ -1,5 +1,6 @@
 //! The verifiers that rustls asks during a handshake.
 
+use std::fmt;
 use std::sync::Arc;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -15,11 +16,38 @@ use crate::credentials::{ClientAuth, Credentials};
 use crate::role::Role;
 use crate::trust::{TrustError, Usage};
 
+/// A rule about the certificate of a server.
+pub(crate) trait ServerRule: fmt::Debug + Send + Sync {
+    /// Returns an error unless the certificate `leaf` is accepted. `sent` are those that came with it.
+    fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        sent: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), TrustError>;
+}
+
+/// Accepts servers by a rule.
+#[derive(Debug)]
+pub(crate) struct ServerVerifier<R>(pub(crate) R);
+
 /// Accepts servers of one role.
 #[derive(Debug)]
-pub(crate) struct ServerVerifier {
+pub(crate) struct RoleRule {
     pub(crate) credentials: Credentials,
     pub(crate) expected: Role,
+}
+
+impl ServerRule for RoleRule {
+    fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), TrustError> {
+        // The name in the certificate is that of the node: addresses change, and DNS is not trusted.
+        self.credentials.verify(leaf, Usage::Server, Some(&self.expected), now).map(drop)
+    }
 }
 
 /// Accepts clients of the cluster.
@@ -30,7 +58,7 @@ pub(crate) struct ClientVerifier {
 }
 
 /// The error of rustls whose alert lets the peer name the reason in its log.
-pub(crate) fn tls_error(error: TrustError) -> Error {
+fn tls_error(error: TrustError) -> Error {
     let known = match error {
         TrustError::Chain(webpki::Error::CertExpired { time, not_after }) => {
             CertificateError::ExpiredContext { time, not_after }
@@ -46,27 +74,26 @@ pub(crate) fn tls_error(error: TrustError) -> Error {
     Error::InvalidCertificate(known)
 }
 
-pub(crate) fn algorithms() -> WebPkiSupportedAlgorithms {
+fn algorithms() -> WebPkiSupportedAlgorithms {
     rustls::crypto::ring::default_provider().signature_verification_algorithms
 }
 
 /// Only TLS 1.3 is configured.
-pub(crate) fn no_tls12() -> Result<HandshakeSignatureValid, Error> {
+fn no_tls12() -> Result<HandshakeSignatureValid, Error> {
     Err(Error::PeerIncompatible(PeerIncompatible::Tls13RequiredForQuic))
 }
 
-impl ServerCertVerifier for ServerVerifier {
+impl<R: ServerRule> ServerCertVerifier for ServerVerifier<R> {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
+        sent: &[CertificateDer<'_>],
         _: &ServerName<'_>,
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        // The name in the certificate is that of the node: addresses change, and DNS is not trusted.
-        let verified = self.credentials.verify(leaf, Usage::Server, Some(&self.expected), now);
-        verified.map(|_| ServerCertVerified::assertion()).map_err(tls_error)
+        let verified = self.0.verify(leaf, sent, now);
+        verified.map(|()| ServerCertVerified::assertion()).map_err(tls_error)
     }
 
     fn verify_tls12_signature(
