@@ -28,6 +28,10 @@ const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// The pause after a refusal that lasts until the operator changes something.
 const LASTING_PAUSE: Duration = Duration::from_secs(30);
+/// The pause after an attempt in which no member could give a block of a snapshot; doubled with each further
+/// one in a row. Each of them reads the layer with that block again.
+const FIRST_UNREAD_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_UNREAD_PAUSE: Duration = Duration::from_secs(300);
 const STACK_BYTES: usize = 256 << 10;
 
 /// A message from the main thread to a rebuild task.
@@ -83,6 +87,7 @@ impl RebuildTasks {
             cause: None,
             later: Cell::default(),
             bad_sources: BadSources::default(),
+            unread: 0,
             standing: Standing::default(),
         };
         self.context.set_running(peer, true);
@@ -154,6 +159,8 @@ struct RebuildTask {
     later: Cell<Option<RejoinDelay>>,
     /// Members that could not be read to bring the replica back.
     bad_sources: BadSources,
+    /// The number of attempts in a row in which no member could give a block of a snapshot.
+    unread: u32,
     /// The recent errors and nonsense in answers of the replica.
     standing: Standing,
 }
@@ -200,29 +207,11 @@ impl RebuildTask {
             let mut bad_sources = std::mem::take(&mut self.bad_sources);
             let rebuilt = finish(rebuild(&*self, &mut bad_sources));
             self.bad_sources = bad_sources;
-            let pause = match rebuilt {
-                Ok(()) => return true,
-                Err(Trouble::Ended) => return false,
-                Err(Trouble::NotYet(why)) => {
-                    self.report(RebuildProgress::Waiting(why.to_owned()));
-                    self.next_pause()
-                }
-                Err(
-                    Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }
-                    | Trouble::SourceFailed { error: ConnectError::Deposed { holder, .. }, .. },
-                ) => {
-                    self.context.shared.send_event(MainEvent::Deposed { holder });
-                    return false;
-                }
-                Err(Trouble::Failed { doing, error }) => {
-                    let pause = self.failed(&format!("{doing}: {error}"), error.is_lasting());
-                    if error.is_of_replica() { pause.max(self.delay_of_offender()) } else { pause }
-                }
-                // The next attempt reads another member, if there is one.
-                Err(Trouble::SourceFailed { source, doing, error }) => {
-                    self.failed(&format!("{doing}: {source}: {error}"), false)
-                }
+            let Err(trouble) = rebuilt else {
+                self.unread = 0;
+                return true;
             };
+            let Some(pause) = self.pause_after(trouble) else { return false };
             if let Some(delay) = self.later.take()
                 && !self.wait_for_delay(delay)
             {
@@ -243,12 +232,50 @@ impl RebuildTask {
         }
     }
 
-    /// Logs and shows a failure once for each cause; returns how long to wait.
+    /// Shows why an attempt has failed. Returns the pause before the next one; none if the rebuild task has to
+    /// end.
+    fn pause_after(&mut self, trouble: Trouble) -> Option<Duration> {
+        let pause = match trouble {
+            Trouble::Ended => return None,
+            Trouble::NotYet(why) => {
+                self.report(RebuildProgress::Waiting(why.to_owned()));
+                self.next_pause()
+            }
+            Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }
+            | Trouble::SourceFailed { error: ConnectError::Deposed { holder, .. }, .. } => {
+                self.context.shared.send_event(MainEvent::Deposed { holder });
+                return None;
+            }
+            Trouble::Failed { doing, error } => {
+                let pause = self.failed(&format!("{doing}: {error}"), error.is_lasting());
+                if error.is_of_replica() { pause.max(self.delay_of_offender()) } else { pause }
+            }
+            // The next attempt reads another member, if there is one.
+            Trouble::SourceFailed { source, doing, error } => {
+                self.failed(&format!("{doing}: {source}: {error}"), false)
+            }
+            Trouble::Unread { member, range, error } => {
+                self.failed(
+                    &format!(
+                        "replica {member} cannot read {range} of a snapshot ({error}), and no other member has it \
+                         sound; check the disk of that replica, or restore the volume from a backup"
+                    ),
+                    false,
+                );
+                self.unread = self.unread.saturating_add(1);
+                pause_after_unread(self.unread)
+            }
+        };
+        Some(pause)
+    }
+
+    /// Shows a failure, and logs it once for each cause; returns how long to wait.
     fn failed(&mut self, message: &str, is_lasting: bool) -> Duration {
+        // The progress of the attempt has taken the place of the last message.
+        self.report(RebuildProgress::Waiting(message.to_owned()));
         if self.cause.as_deref() != Some(message) {
             let (volume, replica) = (&self.context.connector.volume, self.replica());
             tracing::warn!(%volume, replica, "a replica is not brought back yet: {message}");
-            self.report(RebuildProgress::Waiting(message.to_owned()));
             self.cause = Some(message.to_owned());
         }
         if is_lasting { LASTING_PAUSE } else { self.next_pause() }
@@ -301,5 +328,23 @@ impl RebuildTask {
                 Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => {}
             }
         }
+    }
+}
+
+/// Returns the pause after so many attempts in a row in which no member could give a block.
+fn pause_after_unread(attempts: u32) -> Duration {
+    let doublings = attempts.saturating_sub(1).min(16);
+    FIRST_UNREAD_PAUSE.saturating_mul(1 << doublings).min(LONGEST_UNREAD_PAUSE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_after_blocks_that_no_member_can_read_grow_and_have_an_end() {
+        let pauses = (1..12).map(|attempts| pause_after_unread(attempts).as_secs()).collect::<Vec<_>>();
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]);
+        assert_eq!(pause_after_unread(u32::MAX), LONGEST_UNREAD_PAUSE);
     }
 }

@@ -367,9 +367,10 @@ impl<'a> Serving<'a> {
         }
         let (volume, now) = (&self.spec.volume, Instant::now());
         match progress {
-            RebuildProgress::Waiting(message) => {
-                self.publish_member(replica, |member| member.message = message)
-            }
+            RebuildProgress::Waiting(message) => self.publish_member(replica, |member| {
+                // Nothing is copied meanwhile: the reason counts.
+                (member.message, member.copy) = (message, None);
+            }),
             RebuildProgress::Copying { total_bytes, left_bytes } => {
                 let meter = &mut self.copies[usize::from(peer)];
                 if meter.is_none() {

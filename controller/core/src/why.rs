@@ -377,7 +377,8 @@ impl Explainer<'_> {
                 self.say(format!("{at} is being deleted{}.", after_colon(&replica.status.message)));
             } else if mode == Some(MemberMode::Rebuilding) {
                 let copy = self.shown.and_then(|shown| shown.copies.get(&replica.spec.replica_id)).copied();
-                self.say(format!("{at} is being rebuilt{}.", copy.map(progress).unwrap_or_default()));
+                let waits_for = || after_colon(member.map_or("", |member| &member.message));
+                self.say(format!("{at} is being rebuilt{}.", copy.map_or_else(waits_for, progress)));
             } else {
                 self.explain_missing(replica, &at);
             }

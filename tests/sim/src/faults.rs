@@ -117,6 +117,8 @@ pub enum LieAt {
     Proposals,
     /// Questions for the data of a member that is copied.
     Source,
+    /// Some blocks of the snapshot, other ones on each disk, cannot be read.
+    Blocks,
 }
 
 impl Broken {
@@ -166,6 +168,7 @@ pub enum Kind {
     LieInExtents,
     LieAtProposals,
     LieAsSource,
+    UnreadBlocks,
     SlowDisk,
     PauseEngine,
     PauseReplica,
@@ -225,6 +228,7 @@ impl Fault {
             Fault::SlowDisk { .. } => "fault: slow disk",
             Fault::Lie { at: LieAt::Proposals, .. } => "fault: lie at proposals",
             Fault::Lie { at: LieAt::Source, .. } => "fault: lie as source",
+            Fault::Lie { at: LieAt::Blocks, .. } => "fault: blocks that cannot be read",
             Fault::PauseEngine { .. } => "fault: pause engine",
             Fault::PauseReplica { .. } => "fault: pause replica",
             Fault::ClockJump { .. } => "fault: clock jumps",

@@ -1,6 +1,7 @@
 //! Replicas that lie for a while, and lie on when all other trouble is over: as far as the others are enough,
 //! the volume has to start and to come back without their help.
 
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Members, ReplicaId, View};
 
 use crate::checker::Micros;
@@ -8,6 +9,8 @@ use crate::faults::LieAt;
 use crate::replica::{Judgement, Replica};
 use crate::simulation::Simulation;
 
+/// Of so many blocks, a disk that cannot read all of them lacks one.
+const UNREAD_OF: u64 = 7;
 /// An engine that has begun so long ago has made several attempts to open the volume.
 const ATTEMPTS_US: Micros = 15_000_000;
 
@@ -76,7 +79,22 @@ impl Simulation {
 
     fn has_honest_source(&self, members: &Members) -> bool {
         let is_one = |replica: &Replica| members.contains(replica.id) && !lies(replica, LieAt::Source);
-        self.replicas.iter().any(is_one)
+        self.replicas.iter().any(is_one) && self.can_read_snapshot(members)
+    }
+
+    /// Returns true if every block of the snapshot that some member cannot read is one that another member has
+    /// sound and can read.
+    fn can_read_snapshot(&self, members: &Members) -> bool {
+        let is_member = |(_, replica): &(usize, &Replica)| members.contains(replica.id);
+        let known: Vec<(usize, &Replica)> = self.replicas.iter().enumerate().filter(is_member).collect();
+        let mut blocks = 0..self.controller.size_bytes / BLOCK_BYTES;
+        blocks.all(|block| {
+            let is_unread = known.iter().any(|(at, replica)| replica.cannot_read(*at, block));
+            let gives = |(at, replica): &(usize, &Replica)| {
+                replica.has_sound_below(block) && !replica.cannot_read(*at, block)
+            };
+            !is_unread || known.iter().any(gives)
+        })
     }
 
     /// Returns true if replicas that do not lie at proposals are more than half of every view that may count,
@@ -117,6 +135,15 @@ impl Simulation {
                 && may_count.iter().all(|view| view.members.contains(replica.id))
         };
         may_count.iter().all(is_quorum) && known.iter().any(has_all)
+    }
+}
+
+impl Replica {
+    /// Returns true if the disk of the replica, which has the number `at`, cannot read this block of the
+    /// snapshot.
+    pub fn cannot_read(&self, at: usize, block: u64) -> bool {
+        let is_bad = block % UNREAD_OF == at as u64 % UNREAD_OF;
+        is_bad && lies(self, LieAt::Blocks) && self.files.snapshot.get(block).is_some()
     }
 }
 

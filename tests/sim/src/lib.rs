@@ -81,6 +81,8 @@ pub enum Sabotage {
     UncheckedLayers,
     /// A block of a snapshot that the source of a copy has lost is not read from another member.
     OthersUnread,
+    /// A block of a snapshot that the source of a copy cannot read is not read from another member.
+    UnreadIsFinal,
     /// A replica that is made anew is not told which blocks all have lost.
     LostUntold,
     /// Any refusal of another member counts as the answer that it does not have a block.
@@ -197,6 +199,8 @@ pub const COVERED: &[&str] = &[
     "blocks of snapshots that rot",
     "blocks of snapshots of another member",
     "blocks of snapshots that are lost",
+    "blocks of snapshots that a source cannot read",
+    "blocks of snapshots that no member can read",
     "snapshot copies cut off",
     "snapshots kept by copies",
     "error: block of a snapshot",
@@ -207,6 +211,7 @@ pub const COVERED: &[&str] = &[
     "fault: restore disk",
     "fault: lie at proposals",
     "fault: lie as source",
+    "fault: blocks that cannot be read",
     "rolled back replicas that came back",
 ];
 

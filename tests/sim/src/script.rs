@@ -76,7 +76,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// The relative probability of each kind of fault.
-const WEIGHTS: [(Kind, u32); 37] = [
+const WEIGHTS: [(Kind, u32); 38] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -100,6 +100,7 @@ const WEIGHTS: [(Kind, u32); 37] = [
     (Kind::LieInExtents, 4),
     (Kind::LieAtProposals, 4),
     (Kind::LieAsSource, 4),
+    (Kind::UnreadBlocks, 4),
     (Kind::SlowDisk, 4),
     (Kind::PauseEngine, 3),
     (Kind::PauseReplica, 4),
@@ -219,6 +220,12 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::LieInExtents => broken(Broken::Extents, rng),
         Kind::LieAtProposals => Fault::Lie { victim, at: LieAt::Proposals, for_us: for_us * 3 },
         Kind::LieAsSource => Fault::Lie { victim, at: LieAt::Source, for_us: for_us * 3 },
+        Kind::UnreadBlocks => {
+            let unread = |victim| Fault::Lie { victim, at: LieAt::Blocks, for_us: for_us * 3 };
+            let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
+            let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
+            return vec![(0, unread(victim)), (0, unread(other)), replace];
+        }
         Kind::SlowDisk => {
             // The same disk may hold every replica.
             let victims = if rng.u8(0..3) == 0 { 0..REPLICAS_MAX } else { victim..victim + 1 };

@@ -11,7 +11,8 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 24] = [
+const SABOTAGES: [&str; 25] = [
+    "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
     "others-unread",
@@ -129,6 +130,7 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
         "refusals-believed" => Some("a-member-that-refuses-a-block"),
         "merged-forgotten" => Some("a-lost-block-that-is-merged"),
         "early-forgetting" => Some("known-rot-and-no-space"),
+        "unread-is-final" => Some("blocks-that-no-member-alone-can-read"),
         "holes-unseen" => Some("blocks-that-vanish"),
         _ => None,
     }

@@ -32,7 +32,7 @@ pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
 };
-pub use other_member::judge_other;
+pub use other_member::BlockSearch;
 pub use out_of_sync_sets::{forget_in_vain, give_up};
 pub use rebuild::{OTHER_RUN, RebuildTask, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
 pub use serving::{Address, Peer, PendingView, ServingEngine, members};

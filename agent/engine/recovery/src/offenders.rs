@@ -130,6 +130,11 @@ impl BadSources {
         members.into_iter().min_by_key(|member| self.failures_of(replica(member)))
     }
 
+    /// Returns true if the replica has failed as a source.
+    pub(crate) fn has_failed(&self, replica: ReplicaId) -> bool {
+        self.failures_of(replica) > 0
+    }
+
     fn failures_of(&self, replica: ReplicaId) -> u32 {
         let known = self.failures.iter().find(|(known, _)| *known == replica);
         known.map_or(0, |(_, failures)| *failures)

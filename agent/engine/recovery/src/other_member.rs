@@ -1,28 +1,85 @@
-//! Reads a block that the source of a copy has lost from another member.
+//! Reads a block that the source of a copy cannot give from another member.
+
+use shorthorn_types::ByteRange;
 
 use crate::link::LinkError;
 use crate::rebuild::{SOURCE_HAS_LEFT, Source, Trouble};
 
-/// Judges the answer of a member that was asked for one block of a snapshot. `read` is true if the member has
-/// sent the block, and false if it has no such snapshot or no data there. Returns true if the block is sound.
+/// The maximum number of blocks of one attempt that a source may be unable to read. With more, the next
+/// attempt reads another member: a disk that fails everywhere is no source. A source that had failed before
+/// has no limit, because the others had their turns.
+const UNREAD_MAX: u32 = 256;
+/// The purpose of the requests to the other members.
+const READING_OTHER: &str = "reading a block that the source of the copy cannot give";
+
+/// The search for one block of a snapshot, at all members but the source of the copy.
 ///
-/// Only the answers that the block is rotten, or is not there, say that the member does not have it. Every
-/// other answer ends the attempt, which is made again: the member may have the block. So does a member that
-/// has left meanwhile.
-///
-/// # Errors
-/// [`Trouble`]: it is not known whether the member has the block.
-pub fn judge_other<E: LinkError>(
-    other: Source,
-    has_stayed: bool,
-    read: Result<bool, E>,
-) -> Result<bool, Trouble<E>> {
-    let is_sound = match read {
-        Err(error) if error.is_rot() => false,
-        read => read
-            .map_err(Trouble::while_reading(other, "reading a block that the source of the copy has lost"))?,
-    };
-    if has_stayed { Ok(is_sound) } else { Err(Trouble::NotYet(SOURCE_HAS_LEFT)) }
+/// Only the answers that the block is rotten, or is not there, say that a member does not have it. After
+/// every other answer the member may have it. So does a member that has left meanwhile.
+#[derive(Debug)]
+pub struct BlockSearch<E> {
+    range: ByteRange,
+    /// The first answer after which a member may have the block.
+    unclear: Option<Trouble<E>>,
+}
+
+impl<E: LinkError> BlockSearch<E> {
+    /// Begins the search after the source has not given the block in `range`, for the reason `error`.
+    /// `unread` counts the blocks that it could not read in this attempt.
+    ///
+    /// # Errors
+    /// [`Trouble`]: another source is needed.
+    pub fn after(
+        source: Source,
+        range: ByteRange,
+        error: E,
+        unread: &mut u32,
+    ) -> Result<BlockSearch<E>, Trouble<E>> {
+        if error.is_rot() {
+            return Ok(BlockSearch { range, unclear: None });
+        }
+        *unread = unread.saturating_add(1);
+        let is_bearable = *unread <= UNREAD_MAX || source.has_failed;
+        if !error.is_refusal() || !is_bearable {
+            return Err(Trouble::while_reading(source, "reading a layer of a member")(error));
+        }
+        let member = source.address.replica;
+        Ok(BlockSearch { range, unclear: Some(Trouble::Unread { member, range, error }) })
+    }
+
+    /// Takes the answer of another member. `read` is true if it has sent the block, and false if it has no
+    /// such snapshot or no data there. Returns true if the block is sound, which ends the search.
+    ///
+    /// # Errors
+    /// [`Trouble`]: a newer engine holds the member.
+    pub fn answered(
+        &mut self,
+        other: Source,
+        has_stayed: bool,
+        read: Result<bool, E>,
+    ) -> Result<bool, Trouble<E>> {
+        let member = other.address.replica;
+        let unclear = match read {
+            Err(error) if error.deposed_by().is_some() => {
+                return Err(Trouble::while_reading(other, READING_OTHER)(error));
+            }
+            _ if !has_stayed => Trouble::NotYet(SOURCE_HAS_LEFT),
+            Ok(is_sound) => return Ok(is_sound),
+            Err(error) if error.is_rot() => return Ok(false),
+            Err(error) if error.is_refusal() => Trouble::Unread { member, range: self.range, error },
+            Err(error) => Trouble::while_reading(other, READING_OTHER)(error),
+        };
+        self.unclear.get_or_insert(unclear);
+        Ok(false)
+    }
+
+    /// Ends a search in which no member has given the block: it is lost, as each has said that it lacks it.
+    ///
+    /// # Errors
+    /// [`Trouble`]: a member may have the block, so the attempt has to be made again.
+    pub fn conclude(self) -> Result<(), Trouble<E>> {
+        self.unclear.map_or(Ok(()), Err)
+    }
 }
 
 #[cfg(test)]
@@ -38,6 +95,7 @@ mod tests {
         Rotten,
         Io,
         Broken,
+        Deposed,
     }
 
     impl std::fmt::Display for Answer {
@@ -48,11 +106,11 @@ mod tests {
 
     impl LinkError for Answer {
         fn deposed_by(&self) -> Option<Generation> {
-            None
+            (*self == Answer::Deposed).then_some(Generation::NEVER)
         }
 
         fn is_refusal(&self) -> bool {
-            *self != Answer::Broken
+            matches!(self, Answer::Rotten | Answer::Io)
         }
 
         fn is_rot(&self) -> bool {
@@ -60,22 +118,80 @@ mod tests {
         }
     }
 
+    fn member(number: u64) -> Source {
+        let peer = u8::try_from(number).unwrap();
+        Source::new(Address { peer, replica: ReplicaId::from_random(number) }, 0)
+    }
+
+    fn block() -> ByteRange {
+        ByteRange::new(8192, 4096).unwrap()
+    }
+
+    /// Searches a block that member 1 has not given for this reason, at members 2 and 3. True if one of them
+    /// has it, false if it is lost.
+    fn search(of_source: Answer, others: [Result<bool, Answer>; 2]) -> Result<bool, Trouble<Answer>> {
+        let mut search = BlockSearch::after(member(1), block(), of_source, &mut 0)?;
+        for (number, read) in (2..).zip(others) {
+            if search.answered(member(number), true, read)? {
+                return Ok(true);
+            }
+        }
+        search.conclude().map(|()| false)
+    }
+
+    /// The member that cannot read the block, or has no usable answer.
+    fn named(trouble: Result<bool, Trouble<Answer>>) -> (ReplicaId, bool) {
+        match trouble.unwrap_err() {
+            Trouble::Unread { member, range, .. } if range == block() => (member, true),
+            Trouble::SourceFailed { source, .. } => (source, false),
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
-    fn a_block_is_lost_only_if_the_others_say_so() {
-        let replica = ReplicaId::from_random(5);
-        let other = Source::new(Address { peer: 1, replica }, 0);
-        assert!(judge_other(other, true, Ok::<_, Answer>(true)).unwrap());
-        assert!(!judge_other(other, true, Ok::<_, Answer>(false)).unwrap());
-        assert!(!judge_other(other, true, Err(Answer::Rotten)).unwrap());
-        for error in [Answer::Io, Answer::Broken] {
-            let trouble = judge_other(other, true, Err(error)).unwrap_err();
-            assert!(
-                matches!(trouble, Trouble::SourceFailed { source, error: of, .. } if (source, of) == (replica, error))
-            );
+    fn a_block_is_lost_only_if_all_members_say_so() {
+        for others in [[Ok(false), Err(Answer::Rotten)], [Err(Answer::Rotten), Ok(false)]] {
+            assert!(!search(Answer::Rotten, others).unwrap());
         }
-        for read in [Ok(true), Ok(false), Err(Answer::Rotten)] {
-            let trouble = judge_other(other, false, read).unwrap_err();
-            assert!(matches!(trouble, Trouble::NotYet(SOURCE_HAS_LEFT)), "{read:?}");
+        for (error, is_read_error) in [(Answer::Io, true), (Answer::Broken, false)] {
+            let trouble = search(Answer::Rotten, [Err(error), Ok(false)]);
+            assert_eq!(named(trouble), (ReplicaId::from_random(2), is_read_error));
         }
+        let trouble = search(Answer::Io, [Ok(false), Err(Answer::Rotten)]);
+        assert_eq!(named(trouble), (ReplicaId::from_random(1), true), "the source may have it");
+    }
+
+    #[test]
+    fn a_member_that_has_the_block_gives_it_although_others_cannot_read_it() {
+        for of_source in [Answer::Rotten, Answer::Io] {
+            for other in [Ok(false), Err(Answer::Rotten), Err(Answer::Io), Err(Answer::Broken)] {
+                assert!(search(of_source, [other, Ok(true)]).unwrap(), "{of_source:?}, {other:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_broken_connection_and_a_newer_engine_end_the_attempt() {
+        assert_eq!(named(search(Answer::Broken, [Ok(true); 2])), (ReplicaId::from_random(1), false));
+        let deposed = search(Answer::Rotten, [Err(Answer::Deposed), Ok(true)]);
+        assert!(matches!(deposed, Err(Trouble::SourceFailed { error: Answer::Deposed, .. })));
+    }
+
+    #[test]
+    fn the_answer_of_a_member_that_has_left_says_nothing() {
+        for read in [Ok(true), Ok(false), Err(Answer::Rotten), Err(Answer::Io)] {
+            let mut search = BlockSearch::after(member(1), block(), Answer::Rotten, &mut 0).unwrap();
+            assert!(!search.answered(member(2), false, read).unwrap());
+            assert!(matches!(search.conclude(), Err(Trouble::NotYet(SOURCE_HAS_LEFT))), "{read:?}");
+        }
+    }
+
+    #[test]
+    fn a_source_that_reads_next_to_nothing_is_left_for_another_one_once() {
+        let (mut unread, mut source) = (UNREAD_MAX, member(1));
+        BlockSearch::after(source, block(), Answer::Rotten, &mut unread).unwrap();
+        assert!(BlockSearch::after(source, block(), Answer::Io, &mut unread).is_err());
+        source.has_failed = true;
+        BlockSearch::after(source, block(), Answer::Io, &mut unread).unwrap();
     }
 }

@@ -33,13 +33,15 @@ pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 pub struct Source {
     /// The member.
     pub address: Address,
+    /// True if it has failed as the source of an earlier attempt.
+    pub has_failed: bool,
     losses: u64,
 }
 
 impl Source {
     #[cfg(test)]
     pub(crate) fn new(address: Address, losses: u64) -> Source {
-        Source { address, losses }
+        Source { address, has_failed: false, losses }
     }
 
     /// Returns true if it has been a member all the time until now. Else it may itself have been made anew
@@ -68,9 +70,9 @@ pub trait RebuildTask {
     /// the copy of a layer only if the source [has stayed](Source::has_stayed), else it fails with
     /// [`SOURCE_HAS_LEFT`]. Snapshots never change, so nothing has to wait for that.
     ///
-    /// The source compares its reads with its sums. A block in which it holds rot is read from the first of
-    /// `others` that has it sound: see [`judge_other`](crate::judge_other). If none has, the rot is copied,
-    /// and the target learns that it is rot.
+    /// The source compares its reads with its sums. A block in which it holds rot, or that it cannot read, is
+    /// read from the first of `others` that has it sound: see [`BlockSearch`](crate::BlockSearch). If each
+    /// member says that it has rot there or nothing, the rot is copied, and the target learns that it is rot.
     async fn copy_snapshots(
         &self,
         target: Address,
@@ -118,7 +120,7 @@ pub async fn rebuild<C: RebuildTask>(
     let rebuilt = attempt.run(&peer).await;
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
-        Err(Trouble::SourceFailed { source, .. }) => {
+        Err(Trouble::SourceFailed { source, .. } | Trouble::Unread { member: source, .. }) => {
             let members = engine.look(|core| core.membership().view().members).unwrap_or_default();
             bad_sources.failed(*source, &members);
         }
@@ -278,7 +280,9 @@ impl<C: RebuildTask> Attempt<'_, C> {
         self.look(|core| {
             let source = |(index, peer): (PeerIndex, Peer)| {
                 let losses = core.membership().losses_of_member(index)?;
-                Some(Source { address: Address { peer: index, replica: peer.replica }, losses })
+                let has_failed = self.bad_sources.has_failed(peer.replica);
+                let address = Address { peer: index, replica: peer.replica };
+                Some(Source { address, has_failed, losses })
             };
             members.into_iter().filter_map(source).collect()
         })

@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_recovery::{Address, LinkError, SOURCE_HAS_LEFT, Source, judge_other};
+use shorthorn_recovery::{Address, BlockSearch, LinkError, SOURCE_HAS_LEFT, Source};
+use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
 
@@ -47,7 +48,8 @@ impl RebuildTask {
                 Ok(())
             })?;
         }
-        let mut progress = Progress { total_bytes, left_bytes: total_bytes, lost_bytes: 0, reported: None };
+        let mut progress =
+            Progress { total_bytes, left_bytes: total_bytes, lost_bytes: 0, unread: 0, reported: None };
         let mut pacer = Pacer::new(Instant::now());
         let mut buffer = Vec::new();
         for number in missing {
@@ -104,10 +106,10 @@ impl RebuildTask {
             let rate = self.context.bytes_per_s();
             let piece = piece_bytes(rate).min(end - at);
             buffer.resize(usize::try_from(piece).unwrap_or(0), 0);
-            if self.read_sound(layer, at, buffer)? {
-                self.write_layer(layer, at, buffer, Flags::NONE)?;
-            } else {
-                progress.lost_bytes += self.copy_blocks(layer, at, buffer)?;
+            match self.read_source(layer, at, buffer, Flags::CHECKED) {
+                Ok(()) => self.write_layer(layer, at, buffer, Flags::NONE)?,
+                Err(error) if error.is_refusal() => self.copy_blocks(layer, at, buffer, progress)?,
+                Err(error) => return Err(of_source(layer, error)),
             }
             at += piece;
             progress.left_bytes = progress.left_bytes.saturating_sub(piece);
@@ -120,25 +122,16 @@ impl RebuildTask {
         Ok(())
     }
 
-    /// Fills `buffer` from a layer of the source; false if that holds rot there.
-    fn read_sound(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<bool, Trouble> {
-        match self.read_source(layer, at, buffer, Flags::CHECKED) {
-            Err(Trouble::SourceFailed { error, .. }) if error.is_rot() => Ok(false),
-            read => read.map(|()| true),
-        }
-    }
-
+    /// Fills `buffer` from a layer of the source.
     fn read_source(
         &self,
         layer: &Layer<'_>,
         at: u64,
         buffer: &mut [u8],
         flags: Flags,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ConnectError> {
         let address = layer.source.address;
-        let read =
-            self.context.with_control(address, |control| control.read_layer(layer.number, at, buffer, flags));
-        read.map_err(Trouble::while_reading(layer.source, "reading a layer of a member"))
+        self.context.with_control(address, |control| control.read_layer(layer.number, at, buffer, flags))
     }
 
     fn write_layer(&self, layer: &Layer<'_>, at: u64, data: &[u8], flags: Flags) -> Result<(), Trouble> {
@@ -147,36 +140,53 @@ impl RebuildTask {
             .map_err(Trouble::while_doing("writing a layer"))
     }
 
-    /// Copies a piece in which the source holds rot, block by block. Returns how much of it no member has
-    /// sound: the rot is copied there, and the target knows that.
-    fn copy_blocks(&self, layer: &Layer<'_>, at: u64, buffer: &mut [u8]) -> Result<u64, Trouble> {
-        let mut lost_bytes = 0;
+    /// Copies a piece block by block, because the source holds rot in it or cannot read it. If each member
+    /// says that it has no sound copy of a block, the rot is copied, and the target knows that.
+    fn copy_blocks(
+        &self,
+        layer: &Layer<'_>,
+        at: u64,
+        buffer: &mut [u8],
+        progress: &mut Progress,
+    ) -> Result<(), Trouble> {
         let starts = (at..).step_by(BLOCK);
         for (at, block) in starts.zip(buffer.chunks_mut(BLOCK)) {
             self.check_commands()?;
-            let is_sound = self.read_sound(layer, at, block)? || self.read_other(layer, at, block)?;
+            let is_sound = match self.read_source(layer, at, block, Flags::CHECKED) {
+                Ok(()) => true,
+                Err(error) => self.read_other(layer, at, block, error, &mut progress.unread)?,
+            };
             if is_sound {
                 self.write_layer(layer, at, block, Flags::NONE)?;
                 continue;
             }
-            self.read_source(layer, at, block, Flags::NONE)?;
+            self.read_source(layer, at, block, Flags::NONE).map_err(|error| of_source(layer, error))?;
             self.write_layer(layer, at, block, Flags::ROTTEN)?;
-            lost_bytes += block.len() as u64;
+            progress.lost_bytes += block.len() as u64;
         }
-        Ok(lost_bytes)
+        Ok(())
     }
 
-    /// Fills `block` with the data that a reader of the snapshot sees at another member that has it sound.
-    /// Returns false if no member has.
-    fn read_other(&self, layer: &Layer<'_>, at: u64, block: &mut [u8]) -> Result<bool, Trouble> {
+    /// Fills `block`, which the source has not given for the reason `error`, with the data that a reader of
+    /// the snapshot sees at another member that has it sound. Returns false if no member has.
+    fn read_other(
+        &self,
+        layer: &Layer<'_>,
+        at: u64,
+        block: &mut [u8],
+        error: ConnectError,
+        unread: &mut u32,
+    ) -> Result<bool, Trouble> {
+        let range = ByteRange::new(at, block.len() as u64).unwrap_or(ByteRange::EMPTY);
+        let mut search = BlockSearch::after(layer.source, range, error, unread)?;
         for other in layer.others {
             let read = self.read_snapshot(*other, layer.image, at, block);
             let has_stayed = self.context.shared.look(|core| other.has_stayed(core));
-            if judge_other(*other, has_stayed, read)? {
+            if search.answered(*other, has_stayed, read)? {
                 return Ok(true);
             }
         }
-        Ok(false)
+        search.conclude().map(|()| false)
     }
 
     fn read_snapshot(
@@ -233,5 +243,11 @@ struct Progress {
     left_bytes: u64,
     /// The bytes of the layer being copied of which no member has sound data.
     lost_bytes: u64,
+    /// The number of blocks that the source could not read.
+    unread: u32,
     reported: Option<Instant>,
+}
+
+fn of_source(layer: &Layer<'_>, error: ConnectError) -> Trouble {
+    Trouble::while_reading(layer.source, "reading a layer of a member")(error)
 }

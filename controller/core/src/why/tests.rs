@@ -226,6 +226,12 @@ fn volumes_that_serve() {
     check("rebuilding", &case, false, &words);
 
     let mut case = Case::healthy();
+    case.away(MemberMode::Rebuilding, "replica 00000002 cannot read 4096 bytes at 8192 of a snapshot");
+    let words =
+        ["on node c is being rebuilt: replica 00000002 cannot read 4096 bytes at 8192 of a snapshot."];
+    check("a rebuild that waits", &case, false, &words);
+
+    let mut case = Case::healthy();
     case.agents.get_mut(&node(2)).unwrap().disks.get_mut("/disk").unwrap().available_bytes = 12 << 20;
     check(
         "disk full",

@@ -4,14 +4,17 @@ use std::ops::Range;
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, BadSources, LinkError, OTHER_RUN, Peer, PendingView, RebuildTask, SOURCE_HAS_LEFT, Source,
-    Trouble, forget_in_vain, judge_other, rebuild,
+    Address, BadSources, BlockSearch, LinkError, OTHER_RUN, Peer, PendingView, RebuildTask, SOURCE_HAS_LEFT,
+    Source, Trouble, forget_in_vain, rebuild,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
 
 use super::link::ControlLink;
 use super::*;
+use crate::disk::SparseFile;
+use crate::net::RottenBlock;
 
 /// The number of pieces in which a snapshot is copied.
 const SNAPSHOT_PIECES: u64 = 4;
@@ -42,6 +45,11 @@ impl Process {
                         let mut sim = self.sim.borrow_mut();
                         sim.trace(|| format!("{doing}: {source}: {error}"));
                         sim.count("sources that fail");
+                    }
+                    Err(Trouble::Unread { member, range, error }) => {
+                        let mut sim = self.sim.borrow_mut();
+                        sim.trace(|| format!("{member} cannot read {range} of the snapshot: {error}"));
+                        sim.count("blocks of snapshots that no member can read");
                     }
                     Err(_) => {}
                 }
@@ -251,14 +259,19 @@ struct Rebuild<'a> {
 }
 
 impl Rebuild<'_> {
-    /// A block of the snapshot that another member has sound.
+    /// A block of the snapshot that another member has sound, after the source has not given it for the reason
+    /// `error`. None: it is lost.
     async fn read_other(
         &self,
+        source: Source,
         others: &[Source],
         block: u64,
+        error: CallError,
     ) -> Result<Option<crate::disk::Block>, Trouble<CallError>> {
         let sabotage = self.process.sim.borrow().options.sabotage;
         let is_sabotaged = sabotage == Some(Sabotage::OthersUnread);
+        let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
+        let mut search = BlockSearch::after(source, range, error, &mut 0)?;
         for other in others.iter().filter(|_| !is_sabotaged) {
             let read = self.process.with_line(other.address, Ask::ReadSnapshotBlock(block)).await;
             let content = match read {
@@ -273,14 +286,26 @@ impl Rebuild<'_> {
                 Ok(content) => (content, Ok(())),
                 Err(error) => (None, Err(error)),
             };
-            if judge_other(*other, has_stayed, read.map(|()| content.is_some()))? {
+            if search.answered(*other, has_stayed, read.map(|()| content.is_some()))? {
                 return Ok(content.map(|content| *content));
             }
         }
-        Ok(None)
+        search.conclude().map(|()| None)
     }
 
-    /// Copies some blocks of the snapshot.
+    async fn read_source(
+        &self,
+        source: Source,
+        blocks: Range<u64>,
+    ) -> Result<(SparseFile, Vec<RottenBlock>), CallError> {
+        match self.process.with_line(source.address, Ask::ReadSnapshot(blocks)).await {
+            Ok(Answer::Snapshot(file, rotten)) => Ok(((*file).clone(), rotten)),
+            Ok(_) => Err(CallError::Broken),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Copies some blocks of the snapshot; those that the source cannot read one by one.
     async fn copy_blocks(
         &self,
         target: Address,
@@ -288,17 +313,48 @@ impl Rebuild<'_> {
         others: &[Source],
         blocks: Range<u64>,
     ) -> Result<(), Trouble<CallError>> {
-        let asked = self.process.with_line(source.address, Ask::ReadSnapshot(blocks.clone())).await;
-        let (file, rotten) = match asked {
-            Ok(Answer::Snapshot(file, rotten)) => Ok((file, rotten)),
-            Ok(_) => Err(CallError::Broken),
-            Err(error) => Err(error),
+        let is_final = self.process.sim.borrow().options.sabotage == Some(Sabotage::UnreadIsFinal);
+        match self.read_source(source, blocks.clone()).await {
+            Ok((file, rotten)) => self.copy_read(target, source, others, blocks, file, rotten).await,
+            Err(error) if error.is_refusal() && !is_final => {
+                for block in blocks {
+                    let alone = block..block + 1;
+                    let (file, rotten) = match self.read_source(source, alone.clone()).await {
+                        Ok(read) => read,
+                        Err(error) => {
+                            let content = self.read_other(source, others, block, error).await?;
+                            self.process
+                                .sim
+                                .borrow_mut()
+                                .count("blocks of snapshots that a source cannot read");
+                            let mut file = SparseFile::default();
+                            file.replace(block, content);
+                            (file, Vec::new())
+                        }
+                    };
+                    self.copy_read(target, source, others, alone, file, rotten).await?;
+                }
+                Ok(())
+            }
+            Err(error) => Err(Trouble::while_reading(source, "reading a layer of a member")(error)),
         }
-        .map_err(Trouble::while_reading(source, "reading a layer of a member"))?;
-        let (mut file, mut lost) = ((*file).clone(), Vec::new());
+    }
+
+    /// Copies blocks of the snapshot that the source has given, with those in which it holds rot.
+    async fn copy_read(
+        &self,
+        target: Address,
+        source: Source,
+        others: &[Source],
+        blocks: Range<u64>,
+        mut file: SparseFile,
+        rotten: Vec<RottenBlock>,
+    ) -> Result<(), Trouble<CallError>> {
+        let mut lost = Vec::new();
         for (block, was) in rotten {
             let before = self.sound_below(others, block);
-            match self.read_other(others, block).await? {
+            let of_source = CallError::Refused(Errno::ROTTEN);
+            match self.read_other(source, others, block, of_source).await? {
                 Some(content) => {
                     self.process.sim.borrow_mut().count("blocks of snapshots of another member");
                     file.replace(block, Some(content));

@@ -394,10 +394,13 @@ impl Simulation {
                 return Some(Answer::Extents(page));
             }
             Ask::Regions(RegionsQuery { of: RegionsOf::Allocated, .. }) if lies(LieAt::Source) => {}
+            Ask::ReadSnapshot(blocks) if blocks.clone().any(|block| replica.cannot_read(at, block)) => {}
+            Ask::ReadSnapshotBlock(block) if replica.cannot_read(at, *block) => {}
             _ => return None,
         }
         self.count(match ask {
             Ask::Propose(..) => "lie: a proposal that fails",
+            Ask::ReadSnapshot(_) | Ask::ReadSnapshotBlock(_) => "error: unreadable blocks of a snapshot",
             _ => "lie: a source that fails",
         });
         Some(Answer::Error(Errno::IO))

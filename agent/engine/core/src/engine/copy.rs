@@ -243,8 +243,10 @@ impl EngineCore {
         if let Some(Job::Copy(copy)) = self.job(id) {
             let (why, piece, targets) = (copy.why(), copy.piece(), copy.cancel());
             if matches!(why, Why::Rebuild { .. } | Why::Failed { .. }) {
+                let member = self.membership.replica(peer).map(|id| format!(" ({id})")).unwrap_or_default();
                 for target in targets.iter() {
-                    self.lose(target, format!("the last member cannot read {piece}: {errno}"), out);
+                    let reason = format!("the last member{member} cannot read {piece}: {errno}");
+                    self.lose(target, reason, out);
                 }
             }
         }

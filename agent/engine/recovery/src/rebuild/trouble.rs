@@ -1,6 +1,6 @@
 //! The reasons why an attempt fails.
 
-use shorthorn_types::ReplicaId;
+use shorthorn_types::{ByteRange, ReplicaId};
 
 use super::Source;
 use crate::link::LinkError;
@@ -28,6 +28,16 @@ pub enum Trouble<E> {
         /// The error of the member.
         error: E,
     },
+    /// A member cannot read a block of a snapshot, and no other member has it sound. Another attempt may read
+    /// it.
+    Unread {
+        /// The member.
+        member: ReplicaId,
+        /// The block, in the snapshot.
+        range: ByteRange,
+        /// The error of the member.
+        error: E,
+    },
 }
 
 impl<E> Trouble<E> {
@@ -49,5 +59,6 @@ pub(super) fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
         Trouble::NotYet(why) => (*why).to_owned(),
         Trouble::Failed { doing, error } => format!("{doing}: {error}"),
         Trouble::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),
+        Trouble::Unread { member, range, error } => format!("{member} cannot read {range}: {error}"),
     }
 }
