@@ -11,15 +11,29 @@ const ROOM_MIB: u32 = 16;
 /// Requests for which some members have no space, and the answers of members on their free space since then.
 ///
 /// An answer to an older PING does not count, because the disk may have become full since. The answers are
-/// forgotten when the first request arrives after a time without any.
+/// forgotten when the first request that needs them arrives after a time without any. A discard needs none:
+/// however many discards fail, the next write has its own time.
 #[derive(Debug)]
 pub(crate) struct Space {
     /// In the order in which they have failed.
-    requests: Vec<SlotId>,
+    requests: Vec<Waiting>,
+    /// The number of requests that need the answers of the members.
+    asking: usize,
     known: PeerMask,
     has_room: PeerMask,
     /// The time since which the members are asked.
     since_ms: u64,
+}
+
+/// A request that waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Waiting {
+    /// Its slot.
+    pub id: SlotId,
+    /// The time since which it waits.
+    pub since_ms: u64,
+    /// True if it needs the answers of the members.
+    asks: bool,
 }
 
 /// The ways to continue a request for which some members have no space.
@@ -38,6 +52,7 @@ impl Space {
     pub fn new(requests: usize) -> Space {
         Space {
             requests: Vec::with_capacity(requests),
+            asking: 0,
             known: PeerMask::NONE,
             has_room: PeerMask::NONE,
             since_ms: 0,
@@ -50,12 +65,14 @@ impl Space {
     }
 
     /// Lets the request in slot `id` wait. Returns true if the members have to be asked for their space.
-    pub fn wait(&mut self, id: SlotId, now_ms: u64) -> bool {
-        let is_first = self.requests.is_empty();
+    pub fn wait(&mut self, id: SlotId, operation: Operation, now_ms: u64) -> bool {
+        let asks = operation != Operation::Discard;
+        let is_first = asks && self.asking == 0;
         if is_first {
             (self.known, self.has_room, self.since_ms) = (PeerMask::NONE, PeerMask::NONE, now_ms);
         }
-        self.requests.push(id);
+        self.asking += usize::from(asks);
+        self.requests.push(Waiting { id, since_ms: now_ms, asks });
         is_first
     }
 
@@ -72,35 +89,38 @@ impl Space {
     }
 
     /// Returns the request at position `at` of those that wait.
-    pub fn get(&self, at: usize) -> Option<SlotId> {
+    pub fn get(&self, at: usize) -> Option<Waiting> {
         self.requests.get(at).copied()
     }
 
     /// Ends the wait of the request at position `at`. The later ones move up.
     pub fn remove(&mut self, at: usize) {
-        self.requests.remove(at);
+        let removed = self.requests.remove(at);
+        self.asking -= usize::from(removed.asks);
     }
 
     /// Ends the wait of the first request for which `test` is true, and returns it.
-    pub fn remove_first(&mut self, test: impl Fn(&Space, SlotId) -> bool) -> Option<SlotId> {
-        let at = self.requests.iter().position(|id| test(self, *id))?;
-        Some(self.requests.remove(at))
+    pub fn remove_first(&mut self, test: impl Fn(&Space, Waiting) -> bool) -> Option<SlotId> {
+        let at = self.requests.iter().position(|waiting| test(self, *waiting))?;
+        let id = self.requests[at].id;
+        self.remove(at);
+        Some(id)
     }
 
-    /// Returns the way to continue the request in `slot`.
+    /// Returns the way to continue the request in `slot`, which has waited for `waited_ms`.
     pub fn way_out(
         &self,
         slot: &Slot,
         membership: &Membership,
         timeouts: &ReplicaTimeouts,
-        now_ms: u64,
+        waited_ms: u64,
     ) -> WayOut {
         let members = membership.answering();
         let rest = members.without(slot.no_space);
         if rest == members {
             return WayOut::Leave;
         }
-        let is_over = now_ms.saturating_sub(self.since_ms) > timeouts.wait_for_space_ms();
+        let is_over = waited_ms > timeouts.wait_for_space_ms();
         let is_most = |peers: PeerMask| membership.quorum_of(peers) == Quorum::More;
         let has_no_room = self.known.without(self.has_room);
         if slot.operation == Operation::Discard || is_over || !is_most(rest.without(has_no_room)) {
@@ -137,57 +157,74 @@ mod tests {
         Membership::new(&peers, View { id: view_id, members })
     }
 
-    fn way_out(space: &Space, operation: Operation, full: PeerMask, now_ms: u64) -> WayOut {
+    fn way_out(space: &Space, operation: Operation, full: PeerMask, waited_ms: u64) -> WayOut {
         let range = ByteRange::new(0, 4096).unwrap();
         let slot = Slot { no_space: full, ..Slot::of(Request { slot: 0, operation, range }) };
-        space.way_out(&slot, &members(), &ReplicaTimeouts::new(1, TIMEOUT_MS, TIMEOUT_MS), now_ms)
+        space.way_out(&slot, &members(), &ReplicaTimeouts::new(1, TIMEOUT_MS, TIMEOUT_MS), waited_ms)
     }
 
     #[test]
     fn a_full_member_leaves_when_a_majority_has_reported_room() {
         let mut space = Space::new(4);
-        assert!(space.wait(id(0), 1000) && !space.wait(id(1), 2000), "the members are asked once");
+        let is_first = space.wait(id(0), WRITE, 1000) && !space.wait(id(1), WRITE, 2000);
+        assert!(is_first, "the members are asked once");
         let full = PeerMask::one(0);
         assert!(!space.ponged(1, Some(1000), 100), "that PING may be older than the failure");
         assert!(!space.ponged(1, None, 100));
         assert!(space.ponged(1, Some(1001), ROOM_MIB));
-        assert_eq!(way_out(&space, WRITE, full, 2000), WayOut::Wait, "the third has not answered");
+        assert_eq!(way_out(&space, WRITE, full, 1000), WayOut::Wait, "the third has not answered");
         assert!(space.ponged(2, Some(1001), ROOM_MIB));
-        assert_eq!(way_out(&space, WRITE, full, 2000), WayOut::Leave);
+        assert_eq!(way_out(&space, WRITE, full, 1000), WayOut::Leave);
         assert!(space.ponged(2, Some(1002), ROOM_MIB - 1));
-        assert_eq!(way_out(&space, WRITE, full, 2000), WayOut::Fail, "it has no room for the next view");
+        assert_eq!(way_out(&space, WRITE, full, 1000), WayOut::Fail, "it has no room for the next view");
     }
 
     #[test]
     fn requests_fail_if_no_majority_has_done_them_and_when_their_time_is_over() {
         let mut space = Space::new(4);
-        space.wait(id(0), 1000);
+        space.wait(id(0), WRITE, 1000);
         let two = PeerMask::one(0).with(PeerMask::one(1));
-        assert_eq!(way_out(&space, WRITE, two, 1000), WayOut::Fail);
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 1000 + 2 * TIMEOUT_MS), WayOut::Wait);
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 1001 + 2 * TIMEOUT_MS), WayOut::Fail);
-        assert_eq!(way_out(&space, Operation::Discard, PeerMask::one(0), 1000), WayOut::Fail);
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(5), 1000), WayOut::Leave, "it has left since");
+        assert_eq!(way_out(&space, WRITE, two, 0), WayOut::Fail);
+        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 2 * TIMEOUT_MS), WayOut::Wait);
+        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 1 + 2 * TIMEOUT_MS), WayOut::Fail);
+        assert_eq!(way_out(&space, Operation::Discard, PeerMask::one(0), 0), WayOut::Fail);
+        assert_eq!(way_out(&space, WRITE, PeerMask::one(5), 0), WayOut::Leave, "it has left since");
     }
 
     #[test]
     fn answers_are_forgotten_when_no_request_waits_any_more() {
         let mut space = Space::new(4);
-        space.wait(id(0), 1000);
+        space.wait(id(0), WRITE, 1000);
         [1, 2].into_iter().for_each(|peer| assert!(space.ponged(peer, Some(1500), 100)));
-        assert_eq!(space.remove_first(|_, waiting| waiting == id(1)), None);
-        assert_eq!(space.remove_first(|_, waiting| waiting == id(0)), Some(id(0)));
-        assert!(!space.is_awaited() && space.wait(id(2), 2000));
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 2000), WayOut::Wait);
+        assert_eq!(space.remove_first(|_, waiting| waiting.id == id(1)), None);
+        assert_eq!(space.remove_first(|_, waiting| waiting.id == id(0)), Some(id(0)));
+        assert!(!space.is_awaited() && space.wait(id(2), WRITE, 2000));
+        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 0), WayOut::Wait);
+    }
+
+    /// A guest may send discards that fail for hours, so that one always waits.
+    #[test]
+    fn a_stream_of_discards_takes_no_time_of_a_write() {
+        let mut space = Space::new(4);
+        assert!(!space.wait(id(0), Operation::Discard, 1000), "a discard needs no answer");
+        space.wait(id(1), Operation::Discard, 60_000);
+        space.remove_first(|_, waiting| waiting.id == id(0));
+        assert!(space.wait(id(2), WRITE, 61_000), "the members are asked now");
+        assert!(!space.ponged(1, Some(60_999), 100), "that answer is about an earlier time");
+        space.wait(id(3), WRITE, 62_000);
+        assert_eq!([1, 2].map(|at| space.get(at).unwrap().since_ms), [61_000, 62_000]);
+        (0..3).for_each(|_| space.remove(0));
+        assert!(!space.is_awaited() && space.wait(id(0), WRITE, 63_000));
     }
 
     #[test]
     fn the_later_ones_move_up() {
         let mut space = Space::new(4);
         for slot in 0..3 {
-            space.wait(id(slot), 1000);
+            space.wait(id(slot), WRITE, 1000);
         }
         space.remove(0);
-        assert_eq!((space.get(0), space.get(1), space.get(2)), (Some(id(1)), Some(id(2)), None));
+        let waiting = [0, 1, 2].map(|at| space.get(at).map(|waiting| waiting.id));
+        assert_eq!(waiting, [Some(id(1)), Some(id(2)), None]);
     }
 }

@@ -20,7 +20,7 @@ use crate::event::Outputs;
 use crate::job::Job;
 use crate::membership::{PeerIndex, PeerMask};
 use crate::slot::{SlotId, SlotPhase};
-use crate::space::{Space, WayOut};
+use crate::space::{Space, Waiting, WayOut};
 
 impl EngineCore {
     /// Continues the request in slot `id`, which every replica has answered, after some have found no space.
@@ -40,7 +40,7 @@ impl EngineCore {
         if slot.sent.and(self.membership.connected()).is_one() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
-        if self.space.wait(id, self.clock.now_ms()) {
+        if self.space.wait(id, slot.operation, self.clock.now_ms()) {
             self.timeouts.ping_soon();
         }
         self.slots.at_mut(id).phase = SlotPhase::Resync;
@@ -62,9 +62,10 @@ impl EngineCore {
     /// other requests, too.
     pub(super) fn leave_without_space(&mut self, out: &mut Outputs) {
         let mut at = 0;
-        while let Some(id) = self.space.get(at).filter(|_| !self.is_paused()) {
+        while let Some(waiting) = self.space.get(at).filter(|_| !self.is_paused()) {
+            let id = waiting.id;
             let full = self.slots.at(id).no_space.and(self.membership.answering());
-            match self.way_out(id) {
+            match self.way_out(waiting) {
                 // They have left since: all others have done it.
                 WayOut::Leave if full.is_empty() => {
                     self.space.remove(at);
@@ -84,16 +85,19 @@ impl EngineCore {
         }
     }
 
-    fn way_out(&self, id: SlotId) -> WayOut {
-        self.space.way_out(self.slots.at(id), &self.membership, &self.timeouts, self.clock.now_ms())
+    fn way_out(&self, Waiting { id, since_ms, .. }: Waiting) -> WayOut {
+        let waited_ms = self.clock.now_ms().saturating_sub(since_ms);
+        self.space.way_out(self.slots.at(id), &self.membership, &self.timeouts, waited_ms)
     }
 
     /// Starts to make the replicas equal where the request that has waited for it the longest has failed.
     pub(super) fn start_resync(&mut self, id: SlotId, out: &mut Outputs) {
         let (members, timeouts, now_ms) = (&self.membership, &self.timeouts, self.clock.now_ms());
         let slots = &self.slots;
-        let fails =
-            |space: &Space, id| space.way_out(slots.at(id), members, timeouts, now_ms) == WayOut::Fail;
+        let fails = |space: &Space, Waiting { id, since_ms, .. }: Waiting| {
+            let waited_ms = now_ms.saturating_sub(since_ms);
+            space.way_out(slots.at(id), members, timeouts, waited_ms) == WayOut::Fail
+        };
         let Some(request) = self.space.remove_first(fails) else { return };
         let slot = *self.slots.at(request);
         let why = Why::Failed { request, sources: slot.no_space, tried: PeerMask::NONE };
