@@ -178,10 +178,9 @@ impl Executor {
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
                 let range = self.checked(&header)?;
-                self.check_rot_is_kept(range, ring)?;
                 // The regions are recorded first: otherwise a crash would leave unknown differences between
                 // the replicas.
-                if self.admit(slot, range) {
+                if self.is_rot_kept(slot, range, ring)? && self.admit(slot, range) {
                     // Not before: a request that is not admitted modifies nothing.
                     self.sums_follow(slot, range);
                     self.modify(slot, range, ring)?;

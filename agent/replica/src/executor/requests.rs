@@ -23,6 +23,8 @@ pub(super) struct Work {
     pub checked: Option<Checked>,
     /// True if the read data has to be compared with the sums of its blocks.
     pub wants_check: bool,
+    /// The page of sums up to which the rot beside a modification is known to be kept.
+    pub kept_before: u64,
 }
 
 const NOTHING: Work = Work {
@@ -32,6 +34,7 @@ const NOTHING: Work = Work {
     failure: None,
     checked: None,
     wants_check: false,
+    kept_before: 0,
 };
 
 /// See the module.

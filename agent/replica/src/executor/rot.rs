@@ -91,25 +91,33 @@ impl Executor {
         }
     }
 
-    /// Returns an error if a modification of `range` would make other rot look sound, because nothing but the
-    /// page of sums knows of it. If the sums that it ends find places by now, all is well.
-    pub(super) fn check_rot_is_kept(&mut self, range: ByteRange, ring: &mut Ring) -> Outcome {
-        if self.summer.homeless == 0 {
-            return Ok(());
+    /// Returns true if the modification of `range` in the slot makes no other rot look sound. False: a page of
+    /// sums has to be read first, and then the request is started again.
+    ///
+    /// # Errors
+    /// Nothing but the page of sums knows of the rot, and the sums that the modification ends find no places.
+    pub(super) fn is_rot_kept(
+        &mut self,
+        slot: u16,
+        range: ByteRange,
+        ring: &mut Ring,
+    ) -> Result<bool, Errno> {
+        if self.summer.homeless == 0 || !self.summer.pages.is_kept() {
+            return Ok(true);
         }
         let intent_log = self.state.intent_log();
         let regions = intent_log.regions();
         if !regions.touched(range).any(|region| intent_log.is_summed(region)) {
-            return Ok(()); // they have ended already
+            return Ok(true); // they have ended already
         }
         let ends = regions.bytes(regions.touched(range));
         for number in ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES) {
-            if self.summer.known.may_modify(number) {
+            if number < self.work(slot).kept_before || self.summer.known.may_modify(number) {
                 continue;
             }
-            // If the page is not in memory, it is by the time of a later attempt.
             if self.sum_page(number, ring).is_none() {
-                return Err(Errno::IO);
+                self.summer.unkept.add(slot);
+                return Ok(false);
             }
             let start = ends.offset().max(number * SUM_PAGE_SPAN_BYTES);
             let end = ends.end().min((number + 1) * SUM_PAGE_SPAN_BYTES);
@@ -118,7 +126,17 @@ impl Executor {
             if !self.summer.known.keep_some(sums) {
                 return Err(Errno::IO);
             }
+            self.requests.get_mut(slot).kept_before = number + 1;
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Starts the modifications again that waited for pages of sums: one was read, or a place is free.
+    pub(super) fn go_on_keeping(&mut self, ring: &mut Ring) {
+        let mut retried = self.summer.unkept.take();
+        for slot in retried.drain(..) {
+            self.start(slot, ring);
+        }
+        self.summer.unkept.give_back(retried);
     }
 }

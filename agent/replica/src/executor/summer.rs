@@ -17,7 +17,9 @@ pub(crate) struct Summer {
     pub(super) pages: SumFile,
     pub(super) schedule: SumSchedule,
     pub(super) job: SumJob,
-    pub(super) waiting: WaitingChecks,
+    pub(super) waiting: WaitingSlots,
+    /// Modifications that wait for pages of sums with rot.
+    pub(super) unkept: WaitingSlots,
     /// Sums of blocks beside rot; requests are distinguished by their slots.
     pub(super) known: KnownRot<u16>,
     /// Blocks without any sound copy, as the directory records them.
@@ -38,7 +40,8 @@ impl Summer {
             schedule: SumSchedule::new(file.is_some(), bytes_per_s, Instant::now()),
             pages: SumFile::new(file)?,
             job: SumJob::new(),
-            waiting: WaitingChecks::new(),
+            waiting: WaitingSlots::new(),
+            unkept: WaitingSlots::new(),
             known: KnownRot::default(),
             lost: LostBlocks::new(),
             zero_sum: sum_of_zeroes(),
@@ -49,24 +52,24 @@ impl Summer {
     }
 }
 
-/// Requests whose data is read, and which wait for pages of sums.
+/// Requests that wait for pages of sums. Those in `waiting` have read their data.
 #[derive(Debug)]
-pub(super) struct WaitingChecks {
+pub(super) struct WaitingSlots {
     waiting: Vec<u16>,
-    /// Checks that are examined again.
+    /// Requests that are examined again.
     retried: Vec<u16>,
 }
 
-impl WaitingChecks {
-    fn new() -> WaitingChecks {
-        WaitingChecks { waiting: Vec::with_capacity(SLOTS), retried: Vec::with_capacity(SLOTS) }
+impl WaitingSlots {
+    fn new() -> WaitingSlots {
+        WaitingSlots { waiting: Vec::with_capacity(SLOTS), retried: Vec::with_capacity(SLOTS) }
     }
 
     pub fn add(&mut self, slot: u16) {
         self.waiting.push(slot);
     }
 
-    /// Takes all that wait, to examine them again. The list comes back by [`WaitingChecks::give_back`].
+    /// Takes all that wait, to examine them again. The list comes back by [`WaitingSlots::give_back`].
     pub fn take(&mut self) -> Vec<u16> {
         let empty = std::mem::take(&mut self.retried);
         std::mem::replace(&mut self.waiting, empty)
@@ -84,7 +87,7 @@ mod tests {
 
     #[test]
     fn checks_that_wait_again_are_kept_while_others_are_examined() {
-        let mut waiting = WaitingChecks::new();
+        let mut waiting = WaitingSlots::new();
         waiting.add(3);
         waiting.add(4);
         let taken = waiting.take();

@@ -243,6 +243,7 @@ impl Executor {
             self.sums_are_stored(job, well, is_wanted);
         }
         self.go_on_comparing(ring);
+        self.go_on_keeping(ring);
     }
 
     /// Continues the run after a page of its sums was written, well or with an error.
@@ -290,6 +291,7 @@ impl Executor {
             self.sums_are_unknown(number);
         }
         self.go_on_comparing(ring);
+        self.go_on_keeping(ring);
     }
 
     /// Handles a page without valid sums: a crash has torn it, it is damaged, or it was never written. Its
