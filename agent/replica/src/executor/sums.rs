@@ -3,10 +3,13 @@
 //! A piece is read like other data, without delaying requests. Sums are kept rarely, and rot is repaired more
 //! rarely still: that waits for the disk.
 
+use std::ops::Range;
+
 use shorthorn_ring::Ring;
 use shorthorn_store::{
     AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data,
 };
+use shorthorn_types::Regions;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum,
@@ -153,7 +156,7 @@ impl Executor {
             ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
-        let pages = range.offset() / SUM_PAGE_SPAN_BYTES..range.end().div_ceil(SUM_PAGE_SPAN_BYTES);
+        let pages = pages_of_regions(self.state.intent_log().regions(), range);
         if pages.into_iter().any(|page| !self.summer.known.may_modify(page)) {
             return Err(ReplicaError::TooMuchRot(range));
         }
@@ -217,5 +220,25 @@ impl Executor {
         }
         let outcome = self.record_cured(SUM_SLOT);
         self.summer.known.ended(SUM_SLOT, outcome.is_ok());
+    }
+}
+
+/// Returns the pages of sums that the end of the sums of `range` affects: sums end by region, and a region may
+/// have several pages.
+fn pages_of_regions(regions: Regions, range: ByteRange) -> Range<u64> {
+    let ends = regions.bytes(regions.touched(range));
+    ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repair_looks_at_all_pages_of_the_regions_that_it_touches() {
+        let block = ByteRange::new(9 << 20, BLOCK_BYTES).unwrap();
+        for (size_bytes, pages) in [(1 << 30, 4..5), (2 << 40, 4..5), (3 << 40, 4..6), (5 << 40, 4..8)] {
+            assert_eq!(pages_of_regions(Regions::of(size_bytes), block), pages, "{size_bytes}");
+        }
     }
 }
