@@ -95,7 +95,7 @@ impl RequestMeter {
         for request in requests {
             let kind = match request.operation {
                 Operation::Read | Operation::CheckedRead | Operation::Verify => Kind::Read,
-                Operation::Write { .. } => Kind::Write,
+                Operation::Write { .. } | Operation::WriteRot => Kind::Write,
                 Operation::Flush => Kind::Flush,
                 Operation::Discard | Operation::WriteZeroes { .. } => Kind::Discard,
             };

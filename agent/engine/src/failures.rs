@@ -75,7 +75,7 @@ impl Limiter {
 pub fn name(operation: Operation) -> &'static str {
     match operation {
         Operation::Read | Operation::CheckedRead => "read",
-        Operation::Write { fua: false } => "write",
+        Operation::Write { fua: false } | Operation::WriteRot => "write",
         Operation::Write { fua: true } => "durable write",
         Operation::Flush => "flush",
         Operation::Discard => "discard",

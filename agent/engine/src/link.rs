@@ -143,6 +143,7 @@ impl Link {
             Operation::Read => (Opcode::Read, Flags::NONE),
             Operation::CheckedRead => (Opcode::Read, Flags::CHECKED),
             Operation::Write { fua } => (Opcode::Write, durably(fua)),
+            Operation::WriteRot => (Opcode::Write, Flags::ROTTEN),
             Operation::Flush => (Opcode::Flush, Flags::NONE),
             Operation::Discard => (Opcode::Discard, Flags::NONE),
             Operation::WriteZeroes { fua } => (Opcode::WriteZeroes, durably(fua)),

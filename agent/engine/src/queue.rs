@@ -402,7 +402,7 @@ impl Running {
     ) {
         let Some(link) = self.queue.links.get_mut(usize::from(peer)) else { return };
         let length = match operation {
-            Operation::Read | Operation::CheckedRead | Operation::Write { .. } => {
+            Operation::Read | Operation::CheckedRead | Operation::Write { .. } | Operation::WriteRot => {
                 usize::try_from(range.length()).unwrap_or(usize::MAX)
             }
             _ => 0,
@@ -410,8 +410,12 @@ impl Running {
         self.has_grown_buffer |= length > SLOT_KEEP_BYTES;
         let data = self.queue.arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, length);
         let data_check = match (operation, *checked) {
-            (Operation::Write { .. }, Some((known, check))) if known == (slot, range) => check,
-            (Operation::Write { .. }, _) => {
+            (Operation::Write { .. } | Operation::WriteRot, Some((known, check)))
+                if known == (slot, range) =>
+            {
+                check
+            }
+            (Operation::Write { .. } | Operation::WriteRot, _) => {
                 let check = data.crc32c();
                 *checked = Some(((slot, range), check));
                 check

@@ -304,7 +304,9 @@ fn submit(ring: &mut Ring, arena: &Arena, file: &File, request: Request) {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             ring.fallocate(fd, mode, start, length, token(0));
         }
-        Operation::Verify | Operation::CheckedRead => unreachable!("no frontend asks for it"),
+        Operation::Verify | Operation::CheckedRead | Operation::WriteRot => {
+            unreachable!("no frontend asks for it")
+        }
     }
 }
 

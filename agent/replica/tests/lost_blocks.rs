@@ -194,6 +194,28 @@ fn the_same_rot_in_the_head_ends_no_record() {
     assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
 }
 
+/// A copy of a region of the head writes rot of which no member has a sound copy.
+#[test]
+fn rot_that_is_copied_to_the_head_is_lost_until_it_gets_other_data() {
+    let base = base();
+    let spec = ReplicaSpec { sum_bytes_per_s: FAST, ..spec(base.path(), SIZE) };
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(1));
+    for block in 0..8 {
+        let flags = if block == 3 { Flags::ROTTEN } else { Flags::NONE };
+        client.call(Opcode::Write, flags, block * BLOCK, 4096, &pattern(block, 4096)).unwrap();
+    }
+    for attach in 2..4 {
+        assert_eq!(read_checked(&mut client, 3), Err(ROTTEN), "attach {attach}");
+        assert_eq!(read_checked(&mut client, 4), Ok(pattern(4, 4096)));
+        replica.kill();
+        replica = Replica::start(&spec);
+        client = replica.open(generation(attach));
+    }
+    client.write(3 * BLOCK, &pattern(9, 4096)).unwrap();
+    assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
+}
+
 #[test]
 fn a_replica_whose_record_is_damaged_has_to_be_rebuilt() {
     let base = base();

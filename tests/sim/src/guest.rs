@@ -228,7 +228,14 @@ impl Simulation {
                 }
             }
             (Operation::Flush, Ok(())) => self.checker.flushed(request.submitted),
-            (Operation::Read | Operation::CheckedRead | Operation::Flush | Operation::Verify, _) => {
+            (
+                Operation::Read
+                | Operation::CheckedRead
+                | Operation::Flush
+                | Operation::Verify
+                | Operation::WriteRot,
+                _,
+            ) => {
                 self.count("failed requests");
             }
             (Operation::Write { fua } | Operation::WriteZeroes { fua }, Ok(())) => {

@@ -156,6 +156,8 @@ impl Copy {
                 let offset = range.offset() - self.piece.offset();
                 self.step = CopyStep::Write { at_bytes: offset + range.length() };
                 let operation = match is_zero {
+                    // The targets must not take it for data.
+                    _ if self.is_unchecked => Operation::WriteRot,
                     true => Operation::WriteZeroes { fua: false },
                     false => Operation::Write { fua: false },
                 };
@@ -230,8 +232,8 @@ impl Copy {
     }
 
     /// Handles rot in all possible sources of the piece. They may hold it in different blocks, so single
-    /// blocks are read then. Data that every member has lost is copied unchanged: otherwise no replica could
-    /// ever join again.
+    /// blocks are read then. Data that every member has lost is copied as rot: otherwise no replica could ever
+    /// join again.
     pub fn has_no_source(&mut self) -> NoSource {
         if self.narrow() {
             return NoSource::Narrowed;
@@ -267,7 +269,9 @@ impl Copy {
         if self.step != CopyStep::Read {
             return false;
         }
-        (self.zeroes, self.step) = (zeroes, CopyStep::Write { at_bytes: 0 });
+        // Rot is sent whole.
+        self.zeroes = if self.is_unchecked { [0; 4] } else { zeroes };
+        self.step = CopyStep::Write { at_bytes: 0 };
         true
     }
 

@@ -212,7 +212,11 @@ impl Slots {
 impl Operation {
     /// Returns true if it changes data.
     pub(crate) fn modifies(self) -> bool {
-        matches!(self, Operation::Write { .. } | Operation::Discard | Operation::WriteZeroes { .. })
+        match self {
+            Operation::Write { .. } | Operation::WriteRot => true,
+            Operation::Discard | Operation::WriteZeroes { .. } => true,
+            Operation::Read | Operation::CheckedRead | Operation::Verify | Operation::Flush => false,
+        }
     }
 }
 

@@ -5,12 +5,13 @@
 
 use shorthorn_replica_core::is_final;
 use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum, sum_of_zeroes};
-use shorthorn_types::Errno;
-use shorthorn_wire::Flags;
+use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::{Flags, Opcode};
 
 use super::Executor;
 use super::block::{block_ranges, number_of};
 use super::operation::Outcome;
+use super::requests::Work;
 use super::summer::Summer;
 use crate::error::ReplicaError;
 
@@ -70,6 +71,17 @@ impl Executor {
         Ok(self.store.save_lost_blocks(&self.summer.lost)?)
     }
 
+    /// The request in the slot has succeeded. Lost blocks are recorded before the answer: those that a copy has
+    /// written to the head because no member has them, and those that have other data now.
+    pub(super) fn record_lost_or_cured(&mut self, slot: u16) -> Outcome {
+        let Work { header, blocks, .. } = *self.work(slot);
+        if header.opcode == Opcode::Write && header.flags.has(Flags::ROTTEN) {
+            self.sums_followed(slot, Ok(()));
+            return self.record_rot(slot, blocks);
+        }
+        self.record_cured(slot)
+    }
+
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
     /// Sound data ends no record before the layer is whole, and its data durable: another attempt makes the
     /// layer anew, and keeps the ones below it.
@@ -83,9 +95,11 @@ impl Executor {
         for block in block_ranges(blocks) {
             self.summer.known.forget_block(number_of(block));
         }
-        if !is_rotten {
-            return Ok(());
-        }
+        if is_rotten { self.record_rot(slot, blocks) } else { Ok(()) }
+    }
+
+    /// Records that the data in the slot is that of lost blocks.
+    fn record_rot(&mut self, slot: u16, blocks: ByteRange) -> Outcome {
         let mut lost = self.summer.lost.clone();
         for block in block_ranges(blocks) {
             let number = number_of(block);

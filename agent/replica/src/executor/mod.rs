@@ -321,7 +321,7 @@ impl Executor {
         if slot == SUM_SLOT {
             return self.sum_read(outcome);
         }
-        let outcome = outcome.and_then(|()| self.record_cured(slot));
+        let outcome = outcome.and_then(|()| self.record_lost_or_cured(slot));
         self.sums_followed(slot, outcome);
         if outcome == Err(Errno::NO_SPACE) {
             self.free_space.forget();

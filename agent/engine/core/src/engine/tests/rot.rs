@@ -93,7 +93,7 @@ fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copi
     let out = rotten(&mut bench, 1);
     assert_eq!((parts(&out), rot(&out)), (vec![(0, Operation::Read, 0, BLOCK)], vec![(1, false), (0, true)]));
     let out = bench.reply(0, COPY, Ok(()));
-    assert_eq!(parts(&out), [(1, WRITE, 0, BLOCK)]);
+    assert_eq!(parts(&out), [(1, Operation::WriteRot, 0, BLOCK)], "the target must not take it for data");
     let out = bench.reply(1, COPY, Ok(()));
     assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, 65536 - BLOCK)], "the rest is checked again");
     rotten(&mut bench, 0);
