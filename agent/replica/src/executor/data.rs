@@ -190,7 +190,10 @@ impl Executor {
             }
             Some(errno) => Err(self.write_failed(blocks, errno)),
         };
-        self.finish(slot, outcome);
+        match outcome {
+            Ok(()) if self.cures_lost(slot) => self.flush(slot, ring),
+            outcome => self.finish(slot, outcome),
+        }
     }
 
     fn read_failed(&mut self, slot: u16, piece: Piece, errno: Errno) {

@@ -79,7 +79,19 @@ impl Executor {
             self.sums_followed(slot, Ok(()));
             return self.record_rot(slot, blocks);
         }
-        self.record_cured(slot)
+        if !self.cures_lost(slot) {
+            return Ok(());
+        }
+        let cured: Vec<u64> = self.summer.known.cured_by(slot).collect();
+        self.end_records(&cured)
+    }
+
+    /// Returns true if the modification in the slot gives lost blocks other data, which the ring has to make
+    /// durable before [`Executor::finish`]. While the replica is being copied, the record stays: another
+    /// attempt drops the head, and keeps the layers.
+    pub(super) fn cures_lost(&self, slot: u16) -> bool {
+        let may = !self.summer.lost.is_empty() && !self.store.is_copying();
+        may && self.summer.known.cured_by(slot).next().is_some()
     }
 
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
@@ -133,14 +145,10 @@ impl Executor {
         Ok(())
     }
 
-    /// The modification in the slot has succeeded. If lost blocks have other data by it, that becomes
-    /// durable, then the record. While the replica is being copied, the record stays: another attempt drops
-    /// the head, and keeps the layers. Waits for the disk.
-    pub(super) fn record_cured(&mut self, slot: u16) -> Outcome {
-        if self.summer.lost.is_empty() || self.store.is_copying() {
-            return Ok(());
-        }
-        let cured: Vec<u64> = self.summer.known.cured_by(slot).collect();
+    /// A repair of a layer, whose blocks the slot names, has succeeded. If lost blocks have other data by it,
+    /// that becomes durable, then the record. Waits for the disk.
+    pub(super) fn record_repaired(&mut self, slot: u16) -> Outcome {
+        let cured: Vec<u64> = self.summer.known.cured_by(slot).filter(|_| !self.store.is_copying()).collect();
         self.are_cured(&cured)
     }
 
@@ -152,19 +160,89 @@ impl Executor {
         self.are_cured(&cured)
     }
 
+    /// Makes the data of these blocks durable, then the record. Waits for the disk.
     fn are_cured(&mut self, cured: &[u64]) -> Outcome {
-        if cured.is_empty() {
-            return Ok(());
-        }
-        let mut lost = self.summer.lost.clone();
-        lost.retain(|block, _| !cured.contains(block));
-        if lost.len() == self.summer.lost.len() {
+        if !cured.iter().any(|block| self.summer.lost.contains_key(block)) {
             return Ok(());
         }
         if let Err(error) = self.store.flush() {
             self.fail(&format!("the data of blocks that were lost could not be made durable: {error}"));
             return Err(Errno::IO);
         }
+        self.end_records(cured)
+    }
+
+    /// Ends the records of these blocks, whose other data is durable.
+    fn end_records(&mut self, cured: &[u64]) -> Outcome {
+        let mut lost = self.summer.lost.clone();
+        lost.retain(|block, _| !cured.contains(block));
         self.record_lost(lost)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use shorthorn_ring::Ring;
+    use shorthorn_store::CreateOptions;
+    use shorthorn_types::limits::BLOCK_BYTES;
+    use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
+    use shorthorn_views::ReplicaViews;
+    use shorthorn_wire::Header;
+
+    use super::*;
+    use crate::executor::{Marks, kind};
+    use crate::state::Owner;
+
+    const LOST: u64 = 3;
+
+    /// Makes a replica that has lost a block.
+    fn replica(directory: &Path) -> Executor {
+        let options = CreateOptions { size_bytes: 16 << 20, ..CreateOptions::default() };
+        let mut store = Store::create(directory, options).unwrap();
+        store.write_at(&vec![7; 1 << 20], 0, true).unwrap();
+        store.save_lost_blocks(&LostBlocks::from([(LOST, 9)])).unwrap();
+        let id = ViewId { generation: Generation::NEVER, number: 0 };
+        let committed = View { id, members: Members::default() };
+        let unknown = shorthorn_control::Unknown::default();
+        let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1), unknown };
+        let (state, marks, summer) =
+            Marks::load(&mut store, &owner, ReplicaViews::new(committed), 0).unwrap();
+        Executor::new(store, owner, state, marks, summer).unwrap()
+    }
+
+    /// Executes a modification to its end. Returns the operations of the ring on the data.
+    fn execute(executor: &mut Executor, header: Header) -> Vec<u8> {
+        let mut ring = Ring::new(16).unwrap();
+        executor.assign(0, header);
+        executor.start(0, &mut ring);
+        let (mut completions, mut finished, mut kinds) = (Vec::new(), Vec::new(), Vec::new());
+        while !executor.take_finished(&mut finished) {
+            executor.write_pages(&mut ring);
+            ring.wait(None, &mut completions).unwrap();
+            for completion in completions.drain(..) {
+                kinds.extend(Some(completion.token.kind).filter(|kind| *kind != kind::PAGE));
+                executor.on_completion(completion, &mut ring);
+            }
+        }
+        assert_eq!(finished[0].1, Ok(()));
+        executor.free(0);
+        kinds
+    }
+
+    /// The data thread waits for no fdatasync: requests of other blocks continue.
+    #[test]
+    fn the_ring_makes_the_data_of_a_cured_block_durable() {
+        for (opcode, done) in [(Opcode::Write, kind::WRITE), (Opcode::WriteZeroes, kind::ZERO_STEP)] {
+            let temp = tempfile::tempdir().unwrap();
+            let path = temp.path().join("replica");
+            let mut executor = replica(&path);
+            let at = |block: u64| Header::request(opcode, 1, block * BLOCK_BYTES, 4096);
+            assert_eq!(execute(&mut executor, at(LOST + 1)), [done], "{opcode:?}");
+            assert!(path.join("shorthorn.lost-blocks").exists());
+            assert_eq!(execute(&mut executor, at(LOST)), [done, kind::SYNC], "{opcode:?}");
+            assert!(!path.join("shorthorn.lost-blocks").exists());
+        }
     }
 }

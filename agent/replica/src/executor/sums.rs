@@ -218,7 +218,7 @@ impl Executor {
                 after => self.summer.known.modified(SUM_SLOT, block, after),
             }
         }
-        let outcome = self.record_cured(SUM_SLOT);
+        let outcome = self.record_repaired(SUM_SLOT);
         self.summer.known.ended(SUM_SLOT, outcome.is_ok());
     }
 }

@@ -149,7 +149,7 @@ impl Executor {
         self.zero_jobs.end(job);
         let Some(slot) = slot else { return };
         match outcome {
-            Ok(()) if is_durable(&self.header(slot)) => self.flush(slot, ring),
+            Ok(()) if is_durable(&self.header(slot)) || self.cures_lost(slot) => self.flush(slot, ring),
             outcome => self.finish(slot, outcome),
         }
     }
