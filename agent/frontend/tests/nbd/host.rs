@@ -220,7 +220,9 @@ impl Thread {
             Operation::Read => self.ring.read(fd, buf(), offset, token),
             Operation::Write { fua } => self.ring.write(fd, buf(), offset, fua, token),
             Operation::Flush => self.ring.fdatasync(fd, token),
-            Operation::Verify | Operation::CheckedRead => unreachable!("no frontend asks for it"),
+            Operation::Verify | Operation::CheckedRead | Operation::WriteRot => {
+                unreachable!("no frontend asks for it")
+            }
             Operation::Discard | Operation::WriteZeroes { .. } => {
                 let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
                 self.ring.fallocate(fd, mode, offset, length, token);

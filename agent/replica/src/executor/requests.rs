@@ -86,6 +86,11 @@ impl Requests {
         self.get_mut(slot).failure.get_or_insert(errno);
     }
 
+    /// The rot beside the modification in the slot is kept in all pages of sums before `number`.
+    pub fn keeps_rot_before(&mut self, slot: u16, number: u64) {
+        self.get_mut(slot).kept_before = number;
+    }
+
     /// Makes the request the check of a piece of a layer.
     pub fn check_layer(&mut self, slot: u16, piece: ByteRange, checked: Checked) {
         let work = self.get_mut(slot);

@@ -126,7 +126,7 @@ impl Executor {
             if !self.summer.known.keep_some(sums) {
                 return Err(Errno::IO);
             }
-            self.requests.get_mut(slot).kept_before = number + 1;
+            self.requests.keeps_rot_before(slot, number + 1);
         }
         Ok(true)
     }

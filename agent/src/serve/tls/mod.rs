@@ -27,7 +27,7 @@ use crate::enrol::{self, Answer, AnswerError};
 
 pub use check::check;
 pub use enrolment::keep_enrolled;
-pub use incoming::bind;
+pub use incoming::{Incoming, bind};
 pub use service::{TlsService, trust};
 
 /// The node cannot use a certificate or a list of CAs.
