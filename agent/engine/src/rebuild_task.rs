@@ -232,8 +232,8 @@ impl RebuildTask {
         }
     }
 
-    /// Shows why an attempt has failed. Returns the pause before the next one; none if the rebuild task has to
-    /// end.
+    /// Shows why an attempt has failed. Returns the pause before the next one; none if the rebuild task has
+    /// to end.
     fn pause_after(&mut self, trouble: Trouble) -> Option<Duration> {
         let pause = match trouble {
             Trouble::Ended => return None,

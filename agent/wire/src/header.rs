@@ -146,8 +146,8 @@ impl Flags {
     /// The replica answers the read with [`Errno::ROTTEN`] if it knows that its data differs from the
     /// stored data.
     pub const CHECKED: Flags = Flags(2);
-    /// The data of a write, or of the write of a layer, is rot: no member has the stored data. The replica has
-    /// to record it as rot.
+    /// The data of a write, or of the write of a layer, is rot: no member has the stored data. The replica
+    /// has to record it as rot.
     pub const ROTTEN: Flags = Flags(4);
     /// The frame answers the request with the same id.
     pub const RESPONSE: Flags = Flags(1 << 15);

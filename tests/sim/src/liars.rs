@@ -9,7 +9,7 @@ use crate::faults::LieAt;
 use crate::replica::{Judgement, Replica};
 use crate::simulation::Simulation;
 
-/// Of so many blocks, a disk that cannot read all of them lacks one.
+/// The number of blocks of which a disk cannot read one, if it cannot read all.
 const UNREAD_OF: u64 = 7;
 /// An engine that has begun so long ago has made several attempts to open the volume.
 const ATTEMPTS_US: Micros = 15_000_000;
@@ -82,8 +82,8 @@ impl Simulation {
         self.replicas.iter().any(is_one) && self.can_read_snapshot(members)
     }
 
-    /// Returns true if every block of the snapshot that some member cannot read is one that another member has
-    /// sound and can read.
+    /// Returns true if every block of the snapshot that some member cannot read is one that another member
+    /// has sound and can read.
     fn can_read_snapshot(&self, members: &Members) -> bool {
         let is_member = |(_, replica): &(usize, &Replica)| members.contains(replica.id);
         let known: Vec<(usize, &Replica)> = self.replicas.iter().enumerate().filter(is_member).collect();

@@ -232,8 +232,8 @@ impl Copy {
     }
 
     /// Handles rot in all possible sources of the piece. They may hold it in different blocks, so single
-    /// blocks are read then. Data that every member has lost is copied as rot: otherwise no replica could ever
-    /// join again.
+    /// blocks are read then. Data that every member has lost is copied as rot: otherwise no replica could
+    /// ever join again.
     pub fn has_no_source(&mut self) -> NoSource {
         if self.narrow() {
             return NoSource::Narrowed;

@@ -26,8 +26,8 @@ pub enum Operation {
     /// Reads like [`Operation::Read`], but a replica that knows that its data is not what was stored answers
     /// with [`shorthorn_types::Errno::ROTTEN`]. Only the core sends it.
     CheckedRead,
-    /// Stores the slot's buffer like [`Operation::Write`], but the data is rot: no member has the stored data.
-    /// The replica records that before it answers. Only the core sends it.
+    /// Stores the slot's buffer like [`Operation::Write`], but the data is rot: no member has the stored
+    /// data. The replica records that before it answers. Only the core sends it.
     WriteRot,
 }
 

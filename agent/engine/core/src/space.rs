@@ -28,7 +28,7 @@ pub(crate) struct Space {
 /// A request that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Waiting {
-    /// Its slot.
+    /// The slot of the request.
     pub id: SlotId,
     /// The time since which it waits.
     pub since_ms: u64,

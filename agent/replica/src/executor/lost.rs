@@ -6,7 +6,7 @@
 use shorthorn_replica_core::is_final;
 use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum, sum_of_zeroes};
 use shorthorn_types::{ByteRange, Errno};
-use shorthorn_wire::{Flags, Opcode};
+use shorthorn_wire::{Flags, Header, Opcode};
 
 use super::Executor;
 use super::block::{block_ranges, number_of};
@@ -50,6 +50,12 @@ impl Summer {
         self.known.keep_lost(self.lost.iter().map(|(block, sum)| (*block, sum_of_none(*sum))));
     }
 
+    /// Knows the recorded blocks of `range` as lost again, after a write of their rot.
+    fn know_lost_in(&mut self, range: ByteRange) {
+        let recorded = |block| Some((number_of(block), sum_of_none(*self.lost.get(&number_of(block))?)));
+        self.known.keep_lost(block_ranges(range).filter_map(recorded));
+    }
+
     /// The sum that counts for a block that gets data with the sum `given`. If every member has lost a block,
     /// a copy of its region writes the same rot once more, which is no other data. Zeroes always are: a
     /// client that clears a block ends its record.
@@ -57,6 +63,11 @@ impl Summer {
         let is_same_rot = self.lost.get(&block) == Some(&given) && given != sum_of_zeroes();
         if is_same_rot { sum_of_none(given) } else { given }
     }
+}
+
+/// Returns true if the request writes rot to the head.
+fn is_rot_of_head(header: &Header) -> bool {
+    header.opcode == Opcode::Write && header.flags.has(Flags::ROTTEN)
 }
 
 impl Executor {
@@ -71,13 +82,26 @@ impl Executor {
         Ok(self.store.save_lost_blocks(&self.summer.lost)?)
     }
 
-    /// The request in the slot has succeeded. Lost blocks are recorded before the answer: those that a copy has
-    /// written to the head because no member has them, and those that have other data now.
-    pub(super) fn record_lost_or_cured(&mut self, slot: u16) -> Outcome {
+    /// Records the blocks of the head that a copy is about to overwrite with rot, because no member has them.
+    /// The record is durable before the data: a recorded block is lost, whatever it holds.
+    pub(super) fn record_rot_of_head(&mut self, slot: u16) -> Outcome {
         let Work { header, blocks, .. } = *self.work(slot);
-        if header.opcode == Opcode::Write && header.flags.has(Flags::ROTTEN) {
+        if !is_rot_of_head(&header) {
+            return Ok(());
+        }
+        if header.range() != Ok(blocks) {
+            return Err(Errno::INVALID);
+        }
+        self.record_rot(slot, blocks)
+    }
+
+    /// The request in the slot has succeeded. Blocks that have other data now are not lost any more.
+    pub(super) fn record_cured(&mut self, slot: u16) -> Outcome {
+        let Work { header, blocks, .. } = *self.work(slot);
+        if is_rot_of_head(&header) {
             self.sums_followed(slot, Ok(()));
-            return self.record_rot(slot, blocks);
+            self.summer.know_lost_in(blocks);
+            return Ok(());
         }
         if !self.cures_lost(slot) {
             return Ok(());
@@ -189,7 +213,6 @@ mod tests {
     use shorthorn_types::limits::BLOCK_BYTES;
     use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
     use shorthorn_views::ReplicaViews;
-    use shorthorn_wire::Header;
 
     use super::*;
     use crate::executor::{Marks, kind};

@@ -182,6 +182,7 @@ impl Executor {
                 // the replicas.
                 if self.is_rot_kept(slot, range, ring)? && self.admit(slot, range) {
                     // Not before: a request that is not admitted modifies nothing.
+                    self.record_rot_of_head(slot)?;
                     self.sums_follow(slot, range);
                     self.modify(slot, range, ring)?;
                 }
@@ -321,7 +322,7 @@ impl Executor {
         if slot == SUM_SLOT {
             return self.sum_read(outcome);
         }
-        let outcome = outcome.and_then(|()| self.record_lost_or_cured(slot));
+        let outcome = outcome.and_then(|()| self.record_cured(slot));
         self.sums_followed(slot, outcome);
         if outcome == Err(Errno::NO_SPACE) {
             self.free_space.forget();

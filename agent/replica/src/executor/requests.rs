@@ -91,6 +91,11 @@ impl Requests {
         self.get_mut(slot).kept_before = number;
     }
 
+    /// Regions are larger now: the rot beside modifications that wait is examined again.
+    pub fn forget_kept_rot(&mut self) {
+        self.works.iter_mut().for_each(|work| work.kept_before = 0);
+    }
+
     /// Makes the request the check of a piece of a layer.
     pub fn check_layer(&mut self, slot: u16, piece: ByteRange, checked: Checked) {
         let work = self.get_mut(slot);

@@ -242,8 +242,9 @@ impl Executor {
         if let Some(job) = self.summer.job.run().filter(|job| job.step == SummingStep::Writing) {
             self.sums_are_stored(job, well, is_wanted);
         }
-        self.go_on_comparing(ring);
+        // Modifications come first: comparisons would take the places of their pages.
         self.go_on_keeping(ring);
+        self.go_on_comparing(ring);
     }
 
     /// Continues the run after a page of its sums was written, well or with an error.
@@ -290,8 +291,9 @@ impl Executor {
         if let Some((number, false)) = self.summer.pages.loaded(at, result.unwrap_or(0), &self.in_flight) {
             self.sums_are_unknown(number);
         }
-        self.go_on_comparing(ring);
+        // Modifications come first: comparisons would take the places of their pages.
         self.go_on_keeping(ring);
+        self.go_on_comparing(ring);
     }
 
     /// Handles a page without valid sums: a crash has torn it, it is damaged, or it was never written. Its

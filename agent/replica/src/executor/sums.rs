@@ -223,8 +223,8 @@ impl Executor {
     }
 }
 
-/// Returns the pages of sums that the end of the sums of `range` affects: sums end by region, and a region may
-/// have several pages.
+/// Returns the pages of sums that the end of the sums of `range` affects: sums end by region, and a region
+/// may have several pages.
 fn pages_of_regions(regions: Regions, range: ByteRange) -> Range<u64> {
     let ends = regions.bytes(regions.touched(range));
     ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES)

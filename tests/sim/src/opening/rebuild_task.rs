@@ -259,8 +259,8 @@ struct Rebuild<'a> {
 }
 
 impl Rebuild<'_> {
-    /// A block of the snapshot that another member has sound, after the source has not given it for the reason
-    /// `error`. None: it is lost.
+    /// A block of the snapshot that another member has sound, after the source has not given it for the
+    /// reason `error`. None: it is lost.
     async fn read_other(
         &self,
         source: Source,
