@@ -1,11 +1,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, View, VolumeName};
 
-use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, Secret};
+use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, ReplicaTarget, Secret};
 use crate::observed::InstanceKey;
 use crate::{ClusterState, NodeName};
 
@@ -208,15 +206,6 @@ impl AgentCall {
             AgentCall::DeleteReplica { .. } => "delete replica data",
         }
     }
-}
-
-/// The address of a replica for an engine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct ReplicaTarget {
-    /// In the order to try.
-    pub addresses: Vec<String>,
-    /// True if the replica is on the engine's node.
-    pub local: bool,
 }
 
 /// An event for people.

@@ -56,13 +56,10 @@ pub mod drain;
 pub mod event_correlator;
 #[cfg(test)]
 mod example;
-mod label;
 pub mod left_out;
 pub mod lost_disk;
 pub mod lost_node;
 pub mod lost_node_pods;
-mod node_name;
-pub mod objects;
 pub mod observed;
 pub mod orphans;
 pub mod overview;
@@ -72,13 +69,13 @@ pub mod reconcile;
 pub mod requests;
 pub mod salvage;
 pub mod scheduler;
-pub mod schema;
 pub mod survivors;
 pub mod undelete;
 pub mod why;
 
-pub use action::{Action, AgentCall, Decision, Event, ReplicaTarget};
+pub use action::{Action, AgentCall, Decision, Event};
 pub use cluster_state::{ClusterState, Replicas, ScheduledBytes};
-pub use jiff::Timestamp;
-pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
-pub use node_name::{NodeName, NodeNameError};
+pub use shorthorn_objects::{
+    self as objects, Label, LabelError, Labels, MAX_LABEL_BYTES, NodeName, NodeNameError, ReplicaTarget,
+    Timestamp, labels, schema,
+};

@@ -8,6 +8,7 @@ pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ReadFind
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
 
 use crate::dead_mounts::DeadMount;
+pub use crate::objects::DiskView;
 use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
@@ -216,21 +217,6 @@ pub struct AgentInfo {
     pub dead_mounts: Vec<DeadMount>,
     /// Problems of the host, for people.
     pub warnings: Vec<String>,
-}
-
-/// The view of a disk according to its agent.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DiskView {
-    /// The identity that was written on it.
-    pub uuid: String,
-    /// ext4, xfs, …
-    pub filesystem: String,
-    /// The size in bytes.
-    pub total_bytes: u64,
-    /// The free bytes.
-    pub available_bytes: u64,
-    /// The problem and the remedy; empty if the disk is usable.
-    pub problem: String,
 }
 
 /// The identity of a process on a node.

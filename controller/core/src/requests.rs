@@ -6,7 +6,8 @@ mod node;
 mod salvage;
 mod volume;
 
-pub use create::{CreateVolume, DEFAULT_REPLICAS, check_stored};
+pub use crate::objects::DEFAULT_REPLICAS;
+pub use create::{CreateVolume, check_stored};
 pub use error::RequestError;
 pub use node::{SetDisk, SetNode, add_disk, check_disk, find_node};
 pub use salvage::{SalvageVolume, check_salvageable};

@@ -5,12 +5,10 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 
 use super::{Change, RequestError};
 use crate::objects::{
-    DataLocality, Frontend, Metadata, RebuildLimits, Secret, Volume, VolumeSpec, VolumeStatus,
+    DEFAULT_REPLICAS, DataLocality, Frontend, Metadata, RebuildLimits, Secret, Volume, VolumeSpec,
+    VolumeStatus,
 };
 use crate::{ClusterState, NodeName, Timestamp, labels};
-
-/// The default number of replicas.
-pub const DEFAULT_REPLICAS: u32 = 3;
 
 /// The arguments of a call that makes a volume.
 #[derive(Clone, Debug, Default)]

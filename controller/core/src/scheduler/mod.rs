@@ -19,6 +19,7 @@ use std::collections::BTreeMap;
 use crate::objects::{DataLocality, Volume};
 use crate::{Label, Labels, NodeName};
 
+pub use crate::objects::RESERVED_PERCENT;
 pub use better::better_location;
 pub(crate) use candidates::largest_room_bytes;
 pub use candidates::{candidates, candidates_for_new, taken_bytes};
@@ -28,9 +29,6 @@ pub use refusal::{Refusal, Removal};
 pub use room::{Room, room};
 pub use scores::Gain;
 use zones::Zones;
-
-/// The share of a new disk that is left to other users, in percent.
-pub const RESERVED_PERCENT: u64 = 10;
 
 /// The limits of the use of disks, and the rule for cordoned machines, for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -69,7 +69,7 @@ mod tests {
 
     /// Returns objects of each kind as release 0.1.0 has stored them.
     fn stored() -> Vec<Value> {
-        serde_json::from_str(include_str!("../../tests/releases/0.1.0/objects.json")).unwrap()
+        serde_json::from_str(include_str!("../tests/releases/0.1.0/objects.json")).unwrap()
     }
 
     #[test]

@@ -6,7 +6,7 @@ use shorthorn_types::status::{EnginePhase, MemberMode};
 use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 
 use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits, Volume};
-use crate::{NodeName, ReplicaTarget, Timestamp, schema};
+use crate::{NodeName, Timestamp, schema};
 
 /// The engine of a volume; it has the volume's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,6 +134,15 @@ pub struct EngineStatus {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]
 fn is_zero(count: &u64) -> bool {
     *count == 0
+}
+
+/// The address of a replica for an engine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ReplicaTarget {
+    /// In the order to try.
+    pub addresses: Vec<String>,
+    /// True if the replica is on the engine's node.
+    pub local: bool,
 }
 
 impl Engine {

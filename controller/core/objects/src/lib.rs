@@ -1,13 +1,19 @@
-//! The objects of the control plane, with Longhorn's field names where the meaning is the same.
+//! The objects of the control plane, as they are stored, with Longhorn's field names where the meaning is the same.
+//!
+//! The programs that only read objects or their definitions build this crate, and not the reconcilers.
+#![forbid(unsafe_code)]
 
 mod condition;
 mod engine;
+mod label;
 mod later;
 mod metadata;
 mod node;
+mod node_name;
 mod optional;
 mod quoted;
 mod replica;
+pub mod schema;
 mod truth;
 mod volume;
 
@@ -15,15 +21,20 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
-pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberStatus};
+pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberStatus, ReplicaTarget};
+pub use jiff::Timestamp;
+pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use metadata::{Key, Kind, Metadata};
-pub use node::{Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus};
+pub use node::{
+    Discovered, DiskSpec, DiskStatus, DiskView, FrontendStatus, Node, NodeSpec, NodeStatus, RESERVED_PERCENT,
+};
+pub use node_name::{NodeName, NodeNameError};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
 pub use shorthorn_types::status::{EnginePhase, MemberMode};
 pub use shorthorn_types::{SECRET_BYTES, Secret};
 pub use volume::{
-    DataLocality, DataLocalityError, Display, Frontend, FrontendError, RebuildLimits, Robustness, Salvage,
-    Volume, VolumeSpec, VolumeState, VolumeStatus,
+    DEFAULT_REPLICAS, DataLocality, DataLocalityError, Display, Frontend, FrontendError, RebuildLimits,
+    Robustness, Salvage, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 
 /// The desired state of an instance (an engine or a replica process).

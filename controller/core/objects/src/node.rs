@@ -4,13 +4,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{Conditions, Metadata};
-use crate::observed::DiskView;
-use crate::scheduler::RESERVED_PERCENT;
 use crate::{Label, Labels, Timestamp, schema};
 
 /// In how many steps the free space of a disk is stored: each step is a write of the node, which volumes look
 /// at.
 const FREE_STEPS: u64 = 100;
+/// The share of a new disk that is left to other users, in percent.
+pub const RESERVED_PERCENT: u64 = 10;
 
 /// A machine with an agent, and its disks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -202,6 +202,21 @@ impl DiskSpec {
             tags: Labels::new(),
         }
     }
+}
+
+/// The view of a disk according to its agent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiskView {
+    /// The identity that was written on it.
+    pub uuid: String,
+    /// ext4, xfs, …
+    pub filesystem: String,
+    /// The size in bytes.
+    pub total_bytes: u64,
+    /// The free bytes.
+    pub available_bytes: u64,
+    /// The problem and the remedy; empty if the disk is usable.
+    pub problem: String,
 }
 
 impl DiskStatus {

@@ -8,8 +8,10 @@ use shorthorn_views::Arbiter;
 use thiserror::Error;
 
 use super::{Conditions, Metadata, Secret};
-use crate::requests::DEFAULT_REPLICAS;
 use crate::{Labels, NodeName, Timestamp, schema};
+
+/// The default number of replicas.
+pub const DEFAULT_REPLICAS: u32 = 3;
 
 /// A volume: one engine on the node of the attachment, and some replicas.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
