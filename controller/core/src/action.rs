@@ -25,51 +25,9 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AgentCall {
     /// Starts a replica process.
-    StartReplica {
-        /// The volume of the replica.
-        volume: VolumeName,
-        /// The id of the replica.
-        replica_id: ReplicaId,
-        /// The disk that its directory is on.
-        disk_path: String,
-        /// The identity of that disk.
-        disk_uuid: String,
-        /// Size of the volume.
-        size_bytes: u64,
-        /// The members of the volume's first view.
-        first_members: Vec<ReplicaId>,
-        /// The volume's secret.
-        secret: Secret,
-        /// True if a missing directory may be made.
-        create: bool,
-        /// True if the directory may belong to an earlier secret of the volume.
-        rebind: bool,
-    },
+    StartReplica(StartReplica),
     /// Starts an engine process.
-    StartEngine {
-        /// The volume of the engine.
-        volume: VolumeName,
-        /// Size of the volume.
-        size_bytes: u64,
-        /// Number of the attachment.
-        attach: u64,
-        /// The replicas and their addresses.
-        replicas: BTreeMap<ReplicaId, ReplicaTarget>,
-        /// The choice of the frontend.
-        frontend: Frontend,
-        /// The volume's secret.
-        secret: Secret,
-        /// The arbiter's last grant.
-        granted: Option<Box<View>>,
-        /// The limits of copies.
-        rebuild: RebuildLimits,
-        /// Number of that list of replicas.
-        revision: u64,
-        /// The oldest attachment whose engine this one may take the device over from; 0: none.
-        continues: u64,
-        /// True if replicas compare every read with the sums of its blocks.
-        verify_reads: bool,
-    },
+    StartEngine(StartEngine),
     /// Sends an engine the grant of the arbiter, which is stored before.
     Grant {
         /// The volume of the engine.
@@ -153,18 +111,68 @@ pub enum AgentCall {
     },
 }
 
+/// The start of a replica process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StartReplica {
+    /// The volume of the replica.
+    pub volume: VolumeName,
+    /// The id of the replica.
+    pub replica_id: ReplicaId,
+    /// The disk that its directory is on.
+    pub disk_path: String,
+    /// The identity of that disk.
+    pub disk_uuid: String,
+    /// Size of the volume.
+    pub size_bytes: u64,
+    /// The members of the volume's first view.
+    pub first_members: Vec<ReplicaId>,
+    /// The volume's secret.
+    pub secret: Secret,
+    /// True if a missing directory may be made.
+    pub create: bool,
+    /// True if the directory may belong to an earlier secret of the volume.
+    pub rebind: bool,
+}
+
+/// The start of an engine process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StartEngine {
+    /// The volume of the engine.
+    pub volume: VolumeName,
+    /// Size of the volume.
+    pub size_bytes: u64,
+    /// Number of the attachment.
+    pub attach: u64,
+    /// The replicas and their addresses.
+    pub replicas: BTreeMap<ReplicaId, ReplicaTarget>,
+    /// The choice of the frontend.
+    pub frontend: Frontend,
+    /// The volume's secret.
+    pub secret: Secret,
+    /// The arbiter's last grant.
+    pub granted: Option<Box<View>>,
+    /// The limits of copies.
+    pub rebuild: RebuildLimits,
+    /// Number of that list of replicas.
+    pub revision: u64,
+    /// The oldest attachment whose engine this one may take the device over from; 0: none.
+    pub continues: u64,
+    /// True if replicas compare every read with the sums of its blocks.
+    pub verify_reads: bool,
+}
+
 impl AgentCall {
     /// Returns the instance that the call is about: its failure is shown with that one.
     #[must_use]
     pub fn instance(&self) -> InstanceKey {
         match self {
-            AgentCall::StartReplica { volume, replica_id, .. }
+            AgentCall::StartReplica(StartReplica { volume, replica_id, .. })
             | AgentCall::FenceReplica { volume, replica_id, .. }
             | AgentCall::SalvageReplica { volume, replica_id, .. }
             | AgentCall::DeleteReplica { volume, replica_id, .. } => {
                 InstanceKey::replica(volume, *replica_id)
             }
-            AgentCall::StartEngine { volume, .. }
+            AgentCall::StartEngine(StartEngine { volume, .. })
             | AgentCall::Grant { volume, .. }
             | AgentCall::UpdateReplicas { volume, .. }
             | AgentCall::SetRebuildLimits { volume, .. }
@@ -177,8 +185,8 @@ impl AgentCall {
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
-            AgentCall::StartReplica { .. } => "StartReplica",
-            AgentCall::StartEngine { .. } => "StartEngine",
+            AgentCall::StartReplica(_) => "StartReplica",
+            AgentCall::StartEngine(_) => "StartEngine",
             AgentCall::Grant { .. } => "Grant",
             AgentCall::UpdateReplicas { .. } => "UpdateReplicas",
             AgentCall::SetRebuildLimits { .. } => "SetRebuildLimits",
@@ -194,8 +202,8 @@ impl AgentCall {
     #[must_use]
     pub const fn verb(&self) -> &'static str {
         match self {
-            AgentCall::StartReplica { .. } => "start replica",
-            AgentCall::StartEngine { .. } => "start engine",
+            AgentCall::StartReplica(_) => "start replica",
+            AgentCall::StartEngine(_) => "start engine",
             AgentCall::Grant { .. } => "send the grant",
             AgentCall::UpdateReplicas { .. } => "tell where the replicas are",
             AgentCall::SetRebuildLimits { .. } => "set the limits of copying",

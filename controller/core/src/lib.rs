@@ -73,7 +73,7 @@ pub mod survivors;
 pub mod undelete;
 pub mod why;
 
-pub use action::{Action, AgentCall, Decision, Event};
+pub use action::{Action, AgentCall, Decision, Event, StartEngine, StartReplica};
 pub use cluster_state::{ClusterState, Replicas, ScheduledBytes};
 pub use shorthorn_objects::{
     self as objects, Label, LabelError, Labels, MAX_LABEL_BYTES, NodeName, NodeNameError, ReplicaTarget,

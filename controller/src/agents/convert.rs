@@ -11,7 +11,7 @@ use shorthorn_controller_core::observed::{
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::undelete::{Holds, Trashed};
-use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget};
+use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget, StartEngine, StartReplica};
 use shorthorn_types::{ReplicaId, VolumeName, status as types};
 
 pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
@@ -145,8 +145,8 @@ pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
 /// Returns the level of features that an agent needs for a call. A new call or field adds its own.
 pub(super) const fn level_of(call: &AgentCall) -> u32 {
     match call {
-        AgentCall::StartReplica { .. }
-        | AgentCall::StartEngine { .. }
+        AgentCall::StartReplica(_)
+        | AgentCall::StartEngine(_)
         | AgentCall::Grant { .. }
         | AgentCall::UpdateReplicas { .. }
         | AgentCall::SetRebuildLimits { .. }
@@ -172,54 +172,47 @@ pub(super) enum Message {
     DeleteReplica(v1::DeleteReplicaRequest),
 }
 
+const fn kind_of(kind: InstanceKind) -> v1::InstanceKind {
+    match kind {
+        InstanceKind::Engine => v1::InstanceKind::Engine,
+        InstanceKind::Replica => v1::InstanceKind::Replica,
+    }
+}
+
+fn start_replica(start: &StartReplica) -> v1::StartReplicaRequest {
+    v1::StartReplicaRequest {
+        volume: start.volume.to_string(),
+        replica_id: start.replica_id.to_string(),
+        disk_path: start.disk_path.clone(),
+        disk_uuid: start.disk_uuid.clone(),
+        size_bytes: start.size_bytes,
+        first_members: start.first_members.iter().map(ToString::to_string).collect(),
+        secret: start.secret.bytes().to_vec(),
+        create: start.create,
+        rebind: start.rebind,
+    }
+}
+
+fn start_engine(start: &StartEngine) -> v1::StartEngineRequest {
+    v1::StartEngineRequest {
+        volume: start.volume.to_string(),
+        size_bytes: start.size_bytes,
+        attach: start.attach,
+        replicas: addresses(&start.replicas),
+        frontend: start.frontend.to_string(),
+        secret: start.secret.bytes().to_vec(),
+        granted: start.granted.as_deref().map(Into::into),
+        rebuild: Some(of_limits(start.rebuild)),
+        revision: start.revision,
+        continues: start.continues,
+        verify_reads: start.verify_reads,
+    }
+}
+
 pub(super) fn message(call: &AgentCall) -> Message {
     match call {
-        AgentCall::StartReplica {
-            volume,
-            replica_id,
-            disk_path,
-            disk_uuid,
-            size_bytes,
-            first_members,
-            secret,
-            create,
-            rebind,
-        } => Message::StartReplica(v1::StartReplicaRequest {
-            volume: volume.to_string(),
-            replica_id: replica_id.to_string(),
-            disk_path: disk_path.clone(),
-            disk_uuid: disk_uuid.clone(),
-            size_bytes: *size_bytes,
-            first_members: first_members.iter().map(ToString::to_string).collect(),
-            secret: secret.bytes().to_vec(),
-            create: *create,
-            rebind: *rebind,
-        }),
-        AgentCall::StartEngine {
-            volume,
-            size_bytes,
-            attach,
-            replicas,
-            frontend,
-            secret,
-            granted,
-            rebuild,
-            revision,
-            continues,
-            verify_reads,
-        } => Message::StartEngine(v1::StartEngineRequest {
-            volume: volume.to_string(),
-            size_bytes: *size_bytes,
-            attach: *attach,
-            replicas: addresses(replicas),
-            frontend: frontend.to_string(),
-            secret: secret.bytes().to_vec(),
-            granted: granted.as_deref().map(Into::into),
-            rebuild: Some(of_limits(*rebuild)),
-            revision: *revision,
-            continues: *continues,
-            verify_reads: *verify_reads,
-        }),
+        AgentCall::StartReplica(start) => Message::StartReplica(start_replica(start)),
+        AgentCall::StartEngine(start) => Message::StartEngine(start_engine(start)),
         AgentCall::Grant { volume, attach, view } => Message::Grant(v1::GrantRequest {
             volume: volume.to_string(),
             attach: *attach,
@@ -261,11 +254,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
             })
         }
         AgentCall::StopInstance { instance, attach } => Message::StopInstance(v1::StopInstanceRequest {
-            kind: match instance.kind {
-                InstanceKind::Engine => v1::InstanceKind::Engine,
-                InstanceKind::Replica => v1::InstanceKind::Replica,
-            }
-            .into(),
+            kind: kind_of(instance.kind).into(),
             name: instance.name.clone(),
             attach: *attach,
         }),

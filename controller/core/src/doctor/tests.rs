@@ -86,6 +86,11 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
         Warned,
         &["a and b both have"],
     );
+}
+
+#[test]
+fn each_check_of_disks_finds_what_it_looks_for_and_says_what_mends_it() {
+    use Outcome::{Failed, Warned};
     let disk = |change: fn(&mut crate::observed::DiskView)| {
         move |example: &mut Example| change(example.agent("c").disks.get_mut(DISK).unwrap())
     };

@@ -1,7 +1,7 @@
 use super::{Context, Reachability, START_CHECK, is_given_up, quiet_left, reachability};
 use crate::objects::{CurrentState, DesireState, Engine, EnginePhase, EngineStatus, Key, Kind, Volume};
 use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
-use crate::{Action, AgentCall, Decision, NodeName};
+use crate::{Action, AgentCall, Decision, NodeName, StartEngine};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(engine) = context.cluster.engines.get(name) else { return Decision::nothing() };
@@ -292,7 +292,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> Engine
 
 fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, decision: &mut Decision) {
     let spec = &engine.spec;
-    let call = AgentCall::StartEngine {
+    let call = StartEngine {
         volume: spec.volume_name.clone(),
         size_bytes: spec.volume_size,
         attach: spec.attach,
@@ -305,7 +305,7 @@ fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, deci
         continues,
         verify_reads: volume.spec.verify_reads,
     };
-    decision.call(node, call);
+    decision.call(node, AgentCall::StartEngine(call));
     decision.again_after(START_CHECK);
 }
 

@@ -10,7 +10,7 @@ use crate::objects::{
 };
 use crate::observed::{AgentView, Detail, Instance, InstanceKey, InstanceState};
 use crate::undelete::Record;
-use crate::{Action, AgentCall, Decision, Timestamp};
+use crate::{Action, AgentCall, Decision, StartReplica, Timestamp};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(replica) = context.cluster.replicas.get(name) else { return Decision::nothing() };
@@ -155,7 +155,7 @@ fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
 fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut Decision) {
     let spec = &replica.spec;
     let Some(volume) = context.cluster.volumes.get(spec.volume_name.as_str()) else { return };
-    let call = AgentCall::StartReplica {
+    let call = StartReplica {
         volume: spec.volume_name.clone(),
         replica_id: spec.replica_id,
         disk_path: spec.disk_path.clone(),
@@ -166,7 +166,7 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
         create,
         rebind: replica.status.rebind,
     };
-    decision.call(&spec.node_id, call);
+    decision.call(&spec.node_id, AgentCall::StartReplica(call));
     decision.again_after(START_CHECK);
 }
 

@@ -14,7 +14,7 @@ use crate::observed::{
     AgentInfo, Detail, DiskView, EngineView, Failure, Instance, InstanceKey, InstanceState,
 };
 use crate::requests::{Change, CreateVolume};
-use crate::{Action, AgentCall};
+use crate::{Action, AgentCall, StartEngine};
 
 mod deletion;
 mod detach;
@@ -83,8 +83,10 @@ fn decide(cluster: &ClusterState, agents: &Agents) -> Vec<Action> {
 #[test]
 fn a_start_is_stored_before_it_is_asked_for() {
     let actions = decide(&cluster(), &agents(None));
-    let [Action::Write(object), Action::Call(node, AgentCall::StartEngine { attach: ATTACH, .. })] =
-        actions.as_slice()
+    let [
+        Action::Write(object),
+        Action::Call(node, AgentCall::StartEngine(StartEngine { attach: ATTACH, .. })),
+    ] = actions.as_slice()
     else {
         panic!("{actions:#?}");
     };

@@ -111,8 +111,8 @@ fn objects_read_back_from_json_and_debug_hides_the_secret() {
     assert!(text.contains("abab") && !format!("{object:?}").contains("abab"));
 }
 
-#[test]
-fn nodes_and_disks_are_set_in_part() {
+/// Returns a cluster with node n, which is in a zone and has the disk /d.
+fn cluster_with_disk() -> ClusterState {
     let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     let mut cluster = cluster_with("n", volume);
     let mut node = cluster.nodes["n"].clone();
@@ -120,12 +120,28 @@ fn nodes_and_disks_are_set_in_part() {
     node.status.zone = Some("rack".parse().unwrap());
     node.spec.disks.insert("/d".to_owned(), DiskSpec::of_new(1000));
     cluster.insert(node.into());
-    let texts = |texts: &[&str]| Some(texts.iter().map(ToString::to_string).collect());
-    let put = |cluster: &mut ClusterState, change: Result<Change<Node>, RequestError>| match change.unwrap() {
+    cluster
+}
+
+fn texts(texts: &[&str]) -> Option<Vec<String>> {
+    Some(texts.iter().map(ToString::to_string).collect())
+}
+
+fn name() -> String {
+    "n".to_owned()
+}
+
+/// Stores a change that has to be one.
+fn put(cluster: &mut ClusterState, change: Result<Change<Node>, RequestError>) {
+    match change.unwrap() {
         Change::Store(node) => cluster.insert(node.into()),
         Change::AlreadySo(node) => panic!("{node:?} is so already"),
-    };
-    let name = || "n".to_owned();
+    }
+}
+
+#[test]
+fn nodes_are_set_in_part() {
+    let mut cluster = cluster_with_disk();
     let set =
         SetNode { name: name(), tags: texts(&["fast"]), zone: Some("x".to_owned()), ..SetNode::default() };
     let change = set.apply(&cluster, now());
@@ -153,6 +169,15 @@ fn nodes_and_disks_are_set_in_part() {
         assert_eq!(state(&cluster), result);
     }
 
+    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&cluster, now());
+    assert!(matches!(bad, Err(RequestError::Label(_))));
+    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&cluster, now());
+    assert_eq!(missing, Err(RequestError::NoNode("m".to_owned())));
+}
+
+#[test]
+fn disks_are_set_in_part() {
+    let mut cluster = cluster_with_disk();
     let path = || "/d".to_owned();
     let disk = SetDisk { node: name(), path: path(), reserved_bytes: Some(7), ..SetDisk::default() };
     let change = disk.apply(&cluster);
@@ -183,13 +208,8 @@ fn nodes_and_disks_are_set_in_part() {
         let disk = &cluster.nodes["n"].spec.disks["/d"];
         assert_eq!((disk.allow_scheduling, disk.eviction_requested), result);
     }
-
-    let bad = SetNode { name: name(), tags: texts(&["a b"]), ..SetNode::default() }.apply(&cluster, now());
-    assert!(matches!(bad, Err(RequestError::Label(_))));
     let missing = SetDisk { node: name(), path: "/e".to_owned(), ..SetDisk::default() }.apply(&cluster);
     assert!(matches!(missing, Err(RequestError::NoDisk { .. })));
-    let missing = SetNode { name: "m".to_owned(), ..SetNode::default() }.apply(&cluster, now());
-    assert_eq!(missing, Err(RequestError::NoNode("m".to_owned())));
 }
 
 #[test]

@@ -92,20 +92,12 @@ fn what_is_there_counts() {
     assert_eq!(places_of(&schedule(&request(5), &mut nodes, 1, 2)), ["b/1"]);
 }
 
-/// Each case has a filter that removes its only node, and the expected message.
-#[test]
-fn every_filter_removes_and_says_why() {
+/// A filter that removes the only node for a request, the beginning of the reason, and of the summary.
+type FilterCase = (Filter, Request, NodeCandidate, &'static str, &'static str);
+
+fn cases_of_node_filters() -> Vec<FilterCase> {
     let tagged = Request { node_selector: labels(["fast", "new"]).unwrap(), ..request(5) };
-    let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
-    let hard_zones = Request { zone_soft_anti_affinity: false, ..soft(5) };
-    let hard_disks = Request { disk_soft_anti_affinity: false, ..soft(5) };
-    let copying = Request { used_bytes: 5 * GIB, ..request(5) };
-    let with_disk = |change: fn(&mut DiskCandidate)| {
-        let mut node = plain("n");
-        change(&mut node.disks[0]);
-        node
-    };
-    let cases = [
+    vec![
         (
             Filter::Cordon,
             request(5),
@@ -135,6 +127,20 @@ fn every_filter_removes_and_says_why() {
             "1 lacks tags fast, new",
         ),
         (
+            Filter::HasDisk,
+            request(5),
+            node("n", vec![]),
+            "node without a disk: run shorthornctl disk add n PATH",
+            "1 has no disk",
+        ),
+    ]
+}
+
+fn cases_of_anti_affinity() -> Vec<FilterCase> {
+    let hard_zones = Request { zone_soft_anti_affinity: false, ..soft(5) };
+    let hard_disks = Request { disk_soft_anti_affinity: false, ..soft(5) };
+    vec![
+        (
             Filter::ZoneAntiAffinity,
             hard_zones.clone(),
             in_zone("z", used(plain("n"), 1)),
@@ -156,12 +162,24 @@ fn every_filter_removes_and_says_why() {
             "1 has a replica of this volume already",
         ),
         (
-            Filter::HasDisk,
-            request(5),
-            node("n", vec![]),
-            "node without a disk: run shorthornctl disk add n PATH",
-            "1 has no disk",
+            Filter::DiskAntiAffinity,
+            hard_disks,
+            used(plain("n"), 1),
+            "disk /1 has a replica of this volume already",
+            "1 has no disk without a replica",
         ),
+    ]
+}
+
+fn cases_of_disk_filters() -> Vec<FilterCase> {
+    let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
+    let copying = Request { used_bytes: 5 * GIB, ..request(5) };
+    let with_disk = |change: fn(&mut DiskCandidate)| {
+        let mut node = plain("n");
+        change(&mut node.disks[0]);
+        node
+    };
+    vec![
         (
             Filter::DiskUsable,
             request(5),
@@ -175,13 +193,6 @@ fn every_filter_removes_and_says_why() {
             with_disk(|disk| disk.tags = labels(["hdd"]).unwrap()),
             "disk /1 lacks tag ssd",
             "1 has no disk with tag ssd",
-        ),
-        (
-            Filter::DiskAntiAffinity,
-            hard_disks,
-            used(plain("n"), 1),
-            "disk /1 has a replica of this volume already",
-            "1 has no disk without a replica",
         ),
         (
             Filter::MinimalAvailable,
@@ -204,8 +215,13 @@ fn every_filter_removes_and_says_why() {
             "disk /1 can schedule 4.0 GiB more, 5.0 GiB are needed",
             "1 has no disk that can schedule 5.0 GiB more",
         ),
-    ];
-    for (filter, request, node, reason, summary) in cases {
+    ]
+}
+
+#[test]
+fn every_filter_removes_and_says_why() {
+    let cases = [cases_of_node_filters(), cases_of_anti_affinity(), cases_of_disk_filters()];
+    for (filter, request, node, reason, summary) in cases.into_iter().flatten() {
         let present = node.same_volume();
         let refusal = schedule(&request, &mut [node], present, present + 1).unwrap_err();
         let removal = &refusal.by_node[&NodeName::new("n").unwrap()];
@@ -275,9 +291,17 @@ fn a_replica_that_leaves_its_node_keeps_no_other_away_from_its_zone() {
     assert_eq!(place_one(&hard_zones, &mut nodes, 2).unwrap().node.as_str(), "b");
 }
 
-/// Each case has two disks that differ in one property, and whose names are in the opposite order.
+/// Checks the best place of each case. It has two disks that differ in one property, and whose names are in the
+/// opposite order.
+fn check_best(cases: impl IntoIterator<Item = (&'static str, Request, Vec<NodeCandidate>, &'static str)>) {
+    for (what, request, mut nodes, best) in cases {
+        let present = nodes.iter().map(NodeCandidate::same_volume).sum();
+        assert_eq!(places_of(&schedule(&request, &mut nodes, present, present + 1)), [best], "{what}");
+    }
+}
+
 #[test]
-fn every_score_decides_where_those_before_it_are_equal() {
+fn every_score_of_nodes_decides_where_those_before_it_are_equal() {
     let local = Request { local: Some(NodeName::new("b").unwrap()), ..soft(5) };
     let cases = [
         (
@@ -316,6 +340,13 @@ fn every_score_decides_where_those_before_it_are_equal() {
             ],
             "c/1",
         ),
+    ];
+    check_best(cases);
+}
+
+#[test]
+fn every_score_of_disks_decides_where_those_before_it_are_equal() {
+    let cases = [
         (
             "an unused disk",
             soft(5),
@@ -340,10 +371,7 @@ fn every_score_decides_where_those_before_it_are_equal() {
         ),
         ("the first by name", soft(5), vec![plain("b"), plain("a")], "a/1"),
     ];
-    for (what, request, mut nodes, best) in cases {
-        let present = nodes.iter().map(NodeCandidate::same_volume).sum();
-        assert_eq!(places_of(&schedule(&request, &mut nodes, present, present + 1)), [best], "{what}");
-    }
+    check_best(cases);
 }
 
 #[test]

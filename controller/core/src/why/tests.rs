@@ -206,7 +206,10 @@ fn volumes_that_serve() {
         "disk /disk of node c",
     ];
     check("slow", &case, false, &words);
+}
 
+#[test]
+fn volumes_that_are_copied_or_compared() {
     let mut case = Case::healthy();
     case.away(MemberMode::Rebuilding, "");
     let copy = CopyStatus { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
@@ -254,7 +257,10 @@ fn volumes_that_serve() {
         ..EngineView::default()
     });
     check("scrub", &case, false, &["found 3 places", "volume scrub v --repair"]);
+}
 
+#[test]
+fn volumes_that_have_lost_something() {
     let mut case = Case::healthy();
     case.engine().status.lost_writes = true;
     check(
@@ -280,7 +286,7 @@ fn volumes_that_serve() {
 }
 
 #[test]
-fn volumes_that_do_not() {
+fn volumes_that_wait_for_the_arbiter() {
     let mut case = Case::healthy();
     let granted = view(2, &[1]);
     let honoured = ReplicaReport { committed: view(1, &[1, 2]), proposed: vec![] };
@@ -306,7 +312,10 @@ fn volumes_that_do_not() {
     );
     let words = ["view 1.0/2", "The volume waits for v-00000001 on node a", "volume salvage v"];
     check("refused by the arbiter", &case, false, &words);
+}
 
+#[test]
+fn volumes_whose_engine_cannot_serve() {
     let mut case = Case::healthy();
     case.engine_says(EngineView {
         attach: Some(1),

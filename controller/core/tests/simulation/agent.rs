@@ -6,7 +6,7 @@ use shorthorn_controller_core::objects::{EnginePhase, MemberMode, MemberStatus};
 use shorthorn_controller_core::observed::{
     Detail, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, ReplicaView,
 };
-use shorthorn_controller_core::{AgentCall, NodeName};
+use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, StartReplica};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 
 /// The stored state of all replicas, wherever they are.
@@ -91,47 +91,8 @@ impl SimAgent {
     ) -> Result<(), String> {
         let key = call.instance();
         match call {
-            AgentCall::StartReplica { create, first_members, .. } => {
-                if !self.directories.contains(&key.name) {
-                    if !create {
-                        return Err("the directory is missing".to_owned());
-                    }
-                    self.directories.insert(key.name.clone());
-                    let members = Members::new(first_members.iter().copied()).unwrap();
-                    let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
-                    views.stored.insert(key.name.clone(), first);
-                }
-                let detail = Detail::Replica(ReplicaView::default());
-                self.start(key, detail, late, events);
-                Ok(())
-            }
-            AgentCall::StartEngine { attach, size_bytes, replicas, revision, continues, .. } => {
-                if let Some(Detail::Engine(there)) = self.instances.get(&key).map(|i| &i.detail)
-                    && there.attach != Some(*attach)
-                {
-                    let carried = *continues != 0 && (*continues..*attach).contains(&attach_of(there));
-                    if !carried {
-                        return Err("another engine is there".to_owned());
-                    }
-                    self.gone(&key, events);
-                }
-                // Kept while the agent has a spec of the engine, which a start that comes late must not make
-                // smaller.
-                let size = self.sizes.entry((key.clone(), *attach)).or_default();
-                *size = (*size).max(*size_bytes);
-                if !self.instances.contains_key(&key) {
-                    self.maps.insert(key.clone(), (*revision, replicas.keys().copied().collect()));
-                }
-                let members = replicas.keys().map(|id| (*id, MemberStatus::of(MemberMode::Connecting)));
-                let view = EngineView {
-                    attach: Some(*attach),
-                    phase: Some(EnginePhase::Starting),
-                    members: members.collect(),
-                    ..EngineView::default()
-                };
-                self.start(key, Detail::Engine(Box::new(view)), late, events);
-                Ok(())
-            }
+            AgentCall::StartReplica(start) => self.start_replica(key, start, late, views, events),
+            AgentCall::StartEngine(start) => self.start_engine(key, start, late, events),
             AgentCall::Grant { attach, view, .. } => self.grant(&key, *attach, **view, events),
             AgentCall::UpdateReplicas { attach, replicas, revision, .. } => {
                 self.update_replicas(&key, *attach, replicas.keys().copied().collect(), *revision, events)
@@ -159,6 +120,61 @@ impl SimAgent {
                 Ok(())
             }
         }
+    }
+
+    fn start_replica(
+        &mut self,
+        key: InstanceKey,
+        start: &StartReplica,
+        late: bool,
+        views: &mut Views,
+        events: &mut Vec<Event>,
+    ) -> Result<(), String> {
+        if !self.directories.contains(&key.name) {
+            if !start.create {
+                return Err("the directory is missing".to_owned());
+            }
+            self.directories.insert(key.name.clone());
+            let members = Members::new(start.first_members.iter().copied()).unwrap();
+            let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
+            views.stored.insert(key.name.clone(), first);
+        }
+        self.start(key, Detail::Replica(ReplicaView::default()), late, events);
+        Ok(())
+    }
+
+    fn start_engine(
+        &mut self,
+        key: InstanceKey,
+        start: &StartEngine,
+        late: bool,
+        events: &mut Vec<Event>,
+    ) -> Result<(), String> {
+        let attach = start.attach;
+        if let Some(Detail::Engine(there)) = self.instances.get(&key).map(|i| &i.detail)
+            && there.attach != Some(attach)
+        {
+            let carried = start.continues != 0 && (start.continues..attach).contains(&attach_of(there));
+            if !carried {
+                return Err("another engine is there".to_owned());
+            }
+            self.gone(&key, events);
+        }
+        // Kept while the agent has a spec of the engine, which a start that comes late must not make smaller.
+        let size = self.sizes.entry((key.clone(), attach)).or_default();
+        *size = (*size).max(start.size_bytes);
+        if !self.instances.contains_key(&key) {
+            self.maps.insert(key.clone(), (start.revision, start.replicas.keys().copied().collect()));
+        }
+        let members = start.replicas.keys().map(|id| (*id, MemberStatus::of(MemberMode::Connecting)));
+        let view = EngineView {
+            attach: Some(attach),
+            phase: Some(EnginePhase::Starting),
+            members: members.collect(),
+            ..EngineView::default()
+        };
+        self.start(key, Detail::Engine(Box::new(view)), late, events);
+        Ok(())
     }
 
     fn fence_replica(

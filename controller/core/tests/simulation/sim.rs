@@ -14,7 +14,9 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
 use shorthorn_controller_core::observed::{Failure, InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
-use shorthorn_controller_core::{Action, AgentCall, ClusterState, NodeName, Timestamp, rebalance};
+use shorthorn_controller_core::{
+    Action, AgentCall, ClusterState, NodeName, StartReplica, Timestamp, rebalance,
+};
 
 use shorthorn_types::View;
 
@@ -171,24 +173,8 @@ impl Sim {
             Op::Drain(node) => {
                 self.set_node(node, SetNode { eviction_requested: Some(true), ..SetNode::default() })
             }
-            Op::DeleteReplica(replica) => {
-                let names: Vec<String> = self.store.replicas.keys().cloned().collect();
-                if let Some(mut replica) =
-                    choose(&names, replica).map(|name| self.store.replicas[&name].clone())
-                    && !replica.metadata.is_deleting()
-                {
-                    replica.metadata.deletion_timestamp = Some(self.now);
-                    assert!(self.put(replica.into()));
-                }
-            }
-            Op::Move(replica, wanted) => {
-                let names: Vec<String> = self.store.replicas.keys().cloned().collect();
-                if let Some(name) = choose(&names, replica)
-                    && let Ok(Change::Store(replica)) = rebalance::ask(&self.store, &name, wanted)
-                {
-                    assert!(self.put(replica.into()));
-                }
-            }
+            Op::DeleteReplica(replica) => self.delete_replica(replica),
+            Op::Move(replica, wanted) => self.move_replica(replica, wanted),
             Op::Uncordon(node) => {
                 self.set_node(node, SetNode { allow_scheduling: Some(true), ..SetNode::default() })
             }
@@ -204,10 +190,7 @@ impl Sim {
             Op::LateCallArrives(which) => self.late_call_arrives(which),
             Op::Event(node) => drop(self.controller.read(&self.nodes[node].name, false)),
             Op::EventRepeated(node) => drop(self.controller.read(&self.nodes[node].name, true)),
-            Op::EventLost(node) => {
-                let stream = self.controller.streams.get_mut(&self.nodes[node].name);
-                drop(stream.and_then(std::collections::VecDeque::pop_front));
-            }
+            Op::EventLost(node) => self.lose_event(node),
             Op::StreamBreaks(node) => self.controller.close(&self.nodes[node].name, self.now),
             Op::StreamOpens(node) => {
                 if self.lost != Some(node) && !self.controller.streams.contains_key(&self.nodes[node].name) {
@@ -224,6 +207,30 @@ impl Sim {
             Op::TakeOver => self.take_over(),
             Op::OldLeaderActs(which) => self.old_leader_acts(which),
             _ => self.hurt(op),
+        }
+    }
+
+    fn lose_event(&mut self, node: usize) {
+        let stream = self.controller.streams.get_mut(&self.nodes[node].name);
+        drop(stream.and_then(std::collections::VecDeque::pop_front));
+    }
+
+    fn delete_replica(&mut self, which: usize) {
+        let names: Vec<String> = self.store.replicas.keys().cloned().collect();
+        if let Some(mut replica) = choose(&names, which).map(|name| self.store.replicas[&name].clone())
+            && !replica.metadata.is_deleting()
+        {
+            replica.metadata.deletion_timestamp = Some(self.now);
+            assert!(self.put(replica.into()));
+        }
+    }
+
+    fn move_replica(&mut self, which: usize, wanted: bool) {
+        let names: Vec<String> = self.store.replicas.keys().cloned().collect();
+        if let Some(name) = choose(&names, which)
+            && let Ok(Change::Store(replica)) = rebalance::ask(&self.store, &name, wanted)
+        {
+            assert!(self.put(replica.into()));
         }
     }
 
@@ -492,7 +499,7 @@ impl Sim {
         if self.lost == Some(at) {
             return Err("connection reset".to_owned());
         }
-        if let AgentCall::StartReplica { create: true, .. } = call {
+        if let AgentCall::StartReplica(StartReplica { create: true, .. }) = call {
             let name = call.instance().name;
             let anew = !self.nodes[at].directories.contains(&name);
             assert!(!anew || !self.used.contains(&name), "the used replica {name} is made anew, empty");
@@ -503,8 +510,8 @@ impl Sim {
         if result.is_ok() {
             self.record_done(call);
         }
-        if let AgentCall::StartEngine { volume, .. } = call {
-            self.fence(volume.as_str());
+        if let AgentCall::StartEngine(start) = call {
+            self.fence(start.volume.as_str());
         }
         result
     }

@@ -3,6 +3,7 @@
 use super::deletion::{all_agents, all_rounds, answers, failure, left_behind_engine, without_b};
 use super::detach::{IN_USE, both, leaving_cluster};
 use super::*;
+use crate::StartReplica;
 use crate::objects::VolumeState;
 use crate::observed::ReplicaView;
 
@@ -100,8 +101,9 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
     a.failures.clear();
     drop(a);
     let actions = act(&mut cluster, &agents, &key);
-    let is_start =
-        |action: &Action| matches!(action, Action::Call(_, AgentCall::StartReplica { rebind: true, .. }));
+    let is_start = |action: &Action| {
+        matches!(action, Action::Call(_, AgentCall::StartReplica(StartReplica { rebind: true, .. })))
+    };
     assert!(actions.iter().any(is_start), "its directory belongs to the secret of before: {actions:#?}");
     // One that nobody wants to run is stopped as well.
     let mut rests = replica(id, "a", None);

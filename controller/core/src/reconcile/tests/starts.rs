@@ -4,8 +4,8 @@ use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
 use shorthorn_views::Arbiter;
 
 use super::*;
-use crate::Decision;
 use crate::observed::GrantWanted;
+use crate::{Decision, StartReplica};
 
 const ID: u64 = 1;
 
@@ -73,7 +73,9 @@ fn a_wish_is_taken_back_only_once_it_is_stored_that_the_replica_may_run() {
 fn a_start_that_takes_long_is_stored_and_another_one_is_not() {
     let cluster = starting(VolumeState::Attaching);
     let quiet = decide(&cluster, Kind::Replica, &name(), now());
-    let [Action::Call(_, AgentCall::StartReplica { create: true, .. })] = quiet.actions.as_slice() else {
+    let [Action::Call(_, AgentCall::StartReplica(StartReplica { create: true, .. }))] =
+        quiet.actions.as_slice()
+    else {
         panic!("{quiet:#?}")
     };
     assert_eq!(quiet.look_again, Some(QUIET_START));
@@ -272,9 +274,7 @@ fn deleted(mut cluster: ClusterState) -> ClusterState {
 fn a_replica_that_somebody_has_deleted_stays_in_use_until_it_is_replaced() {
     let cluster = deleted(starting(VolumeState::Attaching));
     let actions = decide(&cluster, Kind::Replica, &name(), now()).actions;
-    let [Action::Call(_, AgentCall::StartReplica { .. })] = actions.as_slice() else {
-        panic!("{actions:#?}")
-    };
+    let [Action::Call(_, AgentCall::StartReplica(_))] = actions.as_slice() else { panic!("{actions:#?}") };
 }
 
 #[test]

@@ -4,7 +4,7 @@ use shorthorn_controller_core::objects::{
     CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
 };
 use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
-use shorthorn_controller_core::{AgentCall, NodeName, drain, lost_node};
+use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, drain, lost_node};
 use shorthorn_types::{Generation, Members, View, ViewId};
 
 use super::Sim;
@@ -105,24 +105,7 @@ impl Sim {
 
     pub(super) fn check_call(&mut self, node: &NodeName, call: &AgentCall) {
         match call {
-            AgentCall::StartEngine { volume, attach, replicas, .. } => {
-                let status = &self.store.volumes[volume.as_str()].status;
-                let stored = status.attach;
-                // A start that was decided before the salvage was requested has a lower number: that engine
-                // is stopped before the replica gets the decision.
-                assert!(
-                    status.pending_salvage().is_none_or(|salvage| *attach < salvage.attach),
-                    "an engine is started before its volume is salvaged"
-                );
-                assert!(*attach <= stored, "attachment {attach} is used before it is stored");
-                let seen = self.store.engines[volume.as_str()].status.seen_attach;
-                assert!(seen < *attach, "a lost engine is started again under its number {attach}");
-                let names: Vec<String> = replicas.keys().map(|id| format!("{volume}-{id}")).collect();
-                assert!(!names.is_empty(), "an engine is started without replicas");
-                self.used.extend(names.iter().cloned());
-                let first = self.started.entry((volume.to_string(), *attach)).or_insert_with(|| node.clone());
-                assert_eq!(*first, *node, "attachment {attach} of {volume} is used on two nodes");
-            }
+            AgentCall::StartEngine(start) => self.check_start(node, start),
             AgentCall::Grant { volume, attach, view } => self.check_grant(volume.as_str(), *attach, **view),
             AgentCall::UpdateReplicas { volume, replicas, .. } => {
                 self.used.extend(replicas.keys().map(|id| format!("{volume}-{id}")));
@@ -159,7 +142,7 @@ impl Sim {
                 let stored = self.store.volumes[volume.as_str()].status.attach;
                 assert!(*attach <= stored, "replicas are told of attachment {attach} before it is stored");
             }
-            AgentCall::StartReplica { .. } => {
+            AgentCall::StartReplica(_) => {
                 let stored = self.store.replicas.get(&call.instance().name);
                 let is_recorded = stored.is_none_or(|replica| !replica.was_never_started());
                 assert!(
@@ -172,6 +155,26 @@ impl Sim {
             | AgentCall::ExpandEngine { .. }
             | AgentCall::StopInstance { .. } => {}
         }
+    }
+
+    fn check_start(&mut self, node: &NodeName, start: &StartEngine) {
+        let StartEngine { volume, attach, replicas, .. } = start;
+        let status = &self.store.volumes[volume.as_str()].status;
+        let stored = status.attach;
+        // A start that was decided before the salvage was requested has a lower number: that engine is
+        // stopped before the replica gets the decision.
+        assert!(
+            status.pending_salvage().is_none_or(|salvage| *attach < salvage.attach),
+            "an engine is started before its volume is salvaged"
+        );
+        assert!(*attach <= stored, "attachment {attach} is used before it is stored");
+        let seen = self.store.engines[volume.as_str()].status.seen_attach;
+        assert!(seen < *attach, "a lost engine is started again under its number {attach}");
+        let names: Vec<String> = replicas.keys().map(|id| format!("{volume}-{id}")).collect();
+        assert!(!names.is_empty(), "an engine is started without replicas");
+        self.used.extend(names.iter().cloned());
+        let first = self.started.entry((volume.to_string(), *attach)).or_insert_with(|| node.clone());
+        assert_eq!(*first, *node, "attachment {attach} of {volume} is used on two nodes");
     }
 
     /// Returns true if that node is lost, and the operator has said so.
@@ -412,43 +415,41 @@ impl Sim {
                 let launched = engine.spec.attach == status.attach || status.pending_salvage().is_some();
                 assert!(launched || status.robustness == Robustness::Faulted, "{volume:#?}");
             }
-            Some(node) => {
-                assert_eq!(status.state, VolumeState::Attached, "{volume:#?}");
-                assert_eq!(status.current_node_id.as_ref(), Some(node));
-                let key = InstanceKey::engine(&spec.volume_name);
-                let place = self.nodes.iter().find(|other| other.name == *node).unwrap();
-                assert!(place.instances.contains_key(&key), "{} has no engine", volume.metadata.name);
-                assert!(!volume.is_expanding(), "{volume:#?} never grows");
-                for replica in self.store.replicas_of(&spec.volume_name) {
-                    assert_eq!(
-                        replica.spec.volume_size, spec.size,
-                        "{replica:#?} is scheduled as something else"
-                    );
-                }
-                let told = place.sizes[&(key.clone(), status.attach)];
-                assert_eq!(told, spec.size, "the engine of {} was told {told}", volume.metadata.name);
-                assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
-                let members = self.views.newest[volume.metadata.name.as_str()].members;
-                assert!(members.len() >= spec.number_of_replicas as usize, "{members}");
-                // A deleted replica on a node that could not be given up waits for that.
-                let waits = |r: &Replica| gone == Some(&r.spec.node_id) && !self.is_given_up(&r.spec.node_id);
-                let stale = self
-                    .store
-                    .replicas_of(&spec.volume_name)
-                    .find(|r| !members.contains(r.spec.replica_id) && !waits(r));
-                assert!(stale.is_none(), "{stale:#?} is left over beside {members}");
-                assert_eq!(
-                    members.len(),
-                    spec.number_of_replicas as usize,
-                    "{volume:#?} has more than it wants"
-                );
-                let undrained = self
-                    .store
-                    .replicas_of(&spec.volume_name)
-                    .find(|replica| drain::is_evicted(&self.store, replica) && !waits(replica));
-                assert!(undrained.is_none(), "{undrained:#?} has not left its node");
-            }
+            Some(node) => self.check_attached(volume, node),
         }
+    }
+
+    /// Checks a volume that has all that it needs: it serves with the wanted replicas.
+    fn check_attached(&self, volume: &Volume, node: &NodeName) {
+        let (spec, status) = (&volume.spec, &volume.status);
+        let gone = self.lost.map(|at| &self.nodes[at].name);
+        assert_eq!(status.state, VolumeState::Attached, "{volume:#?}");
+        assert_eq!(status.current_node_id.as_ref(), Some(node));
+        let key = InstanceKey::engine(&spec.volume_name);
+        let place = self.nodes.iter().find(|other| other.name == *node).unwrap();
+        assert!(place.instances.contains_key(&key), "{} has no engine", volume.metadata.name);
+        assert!(!volume.is_expanding(), "{volume:#?} never grows");
+        for replica in self.store.replicas_of(&spec.volume_name) {
+            assert_eq!(replica.spec.volume_size, spec.size, "{replica:#?} is scheduled as something else");
+        }
+        let told = place.sizes[&(key.clone(), status.attach)];
+        assert_eq!(told, spec.size, "the engine of {} was told {told}", volume.metadata.name);
+        assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
+        let members = self.views.newest[volume.metadata.name.as_str()].members;
+        assert!(members.len() >= spec.number_of_replicas as usize, "{members}");
+        // A deleted replica on a node that could not be given up waits for that.
+        let waits = |r: &Replica| gone == Some(&r.spec.node_id) && !self.is_given_up(&r.spec.node_id);
+        let stale = self
+            .store
+            .replicas_of(&spec.volume_name)
+            .find(|r| !members.contains(r.spec.replica_id) && !waits(r));
+        assert!(stale.is_none(), "{stale:#?} is left over beside {members}");
+        assert_eq!(members.len(), spec.number_of_replicas as usize, "{volume:#?} has more than it wants");
+        let undrained = self
+            .store
+            .replicas_of(&spec.volume_name)
+            .find(|replica| drain::is_evicted(&self.store, replica) && !waits(replica));
+        assert!(undrained.is_none(), "{undrained:#?} has not left its node");
     }
 
     fn check_instance(&self, node: &SimAgent, key: &InstanceKey) {
