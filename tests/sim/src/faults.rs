@@ -348,17 +348,7 @@ impl Simulation {
                 self.after(for_us, Occurrence::Mend(Mend::Speed(victim)));
                 true
             }
-            Fault::PauseReplica { victim, for_us } => {
-                let victim = self.victim(victim);
-                let replica = &mut self.replicas[victim];
-                if !replica.up || replica.paused {
-                    return false;
-                }
-                replica.paused = true;
-                let boot = replica.boot;
-                self.after(for_us, Occurrence::Mend(Mend::Replica(victim, boot)));
-                true
-            }
+            Fault::PauseReplica { victim, for_us } => self.pause_replica(victim, for_us),
             Fault::RotSets { victim, for_us } => {
                 let victim = self.victim(victim);
                 // Without the stamps of others, or its own, a restored disk is like any other.
@@ -375,20 +365,34 @@ impl Simulation {
                 self.replicas[victim].save_disk();
                 true
             }
-            Fault::RestoreDisk { victim, for_us } => {
-                let victim = self.victim(victim);
-                // Two of three would agree that no region is missing, and one that does not know its stamp
-                // says nothing.
-                let tells =
-                    |replica: &Replica| !replica.is_rolled_back && replica.judgement().stamp.is_some();
-                let is_known = self.replicas.iter().all(tells) && self.replicas[victim].has_saved_disk();
-                is_known && self.kill_replica(victim, true, for_us, rng) && {
-                    self.replicas[victim].restore_disk(rng);
-                    true
-                }
-            }
+            Fault::RestoreDisk { victim, for_us } => self.restore_disk(victim, for_us, rng),
             _ => false,
         }
+    }
+
+    fn pause_replica(&mut self, victim: usize, for_us: u64) -> bool {
+        let victim = self.victim(victim);
+        let replica = &mut self.replicas[victim];
+        if !replica.up || replica.paused {
+            return false;
+        }
+        replica.paused = true;
+        let boot = replica.boot;
+        self.after(for_us, Occurrence::Mend(Mend::Replica(victim, boot)));
+        true
+    }
+
+    fn restore_disk(&mut self, victim: usize, for_us: u64, rng: &mut Rng) -> bool {
+        let victim = self.victim(victim);
+        // Two of three would agree that no region is missing, and one that does not know its stamp says
+        // nothing.
+        let tells = |replica: &Replica| !replica.is_rolled_back && replica.judgement().stamp.is_some();
+        let is_known = self.replicas.iter().all(tells) && self.replicas[victim].has_saved_disk();
+        let is_restored = is_known && self.kill_replica(victim, true, for_us, rng);
+        if is_restored {
+            self.replicas[victim].restore_disk(rng);
+        }
+        is_restored
     }
 
     /// Returns the replica that a number means.

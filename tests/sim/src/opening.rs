@@ -1,6 +1,7 @@
 //! The tasks of an engine process beside serving: open the volume, then bring replicas back, expand them and
 //! give them up. The steps are those of [`shorthorn_recovery`], over simulated connections.
 
+mod attempt;
 mod link;
 mod rebuild_task;
 
@@ -8,17 +9,15 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::Poll;
 
 use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Outputs, PeerConfig, PeerState, ScrubConfig,
 };
 use shorthorn_recovery::{
-    Grant, NotOpen, Offenders, Opened, OpeningEngine, Proposal, Reached, ServingEngine, Volume, conclude,
-    grow_replicas, open, propose_to,
+    NotOpen, Offenders, Opened, Proposal, Reached, ServingEngine, Volume, conclude, grow_replicas, open,
 };
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
-use shorthorn_views::{CannotStart, Change, FencedReplica, KeptSets, NoPlan, Plan};
+use shorthorn_views::{CannotStart, FencedReplica, NoPlan};
 use shorthorn_wire::Welcome;
 
 use crate::Sabotage;
@@ -26,6 +25,7 @@ use crate::engine::{COPY_SLOTS, DEPTH, FLIGHT_LIMITS, ID_CALL, LATE_LIMIT_MS, RE
 use crate::net::{Answer, Ask, ConnId, Message};
 use crate::simulation::{Occurrence, Simulation};
 use crate::tasks::{all, until};
+use attempt::{Attempt, Connections};
 use link::{CallError, Via, Wire};
 
 /// The simulation, for tasks.
@@ -222,13 +222,7 @@ impl Process {
                 member_limit_ms: MEMBER_LIMIT_MS,
             }
         };
-        let mut attempt = Attempt {
-            process: self.clone(),
-            replicas: volume.replicas.clone(),
-            search: Vec::new(),
-            lost_writes: false,
-            leaves_out: false,
-        };
+        let mut attempt = Attempt::new(self.clone(), volume.replicas.clone());
         let opened = open(&mut attempt, &volume, offenders).await?;
         if attempt.leaves_out {
             self.sim.borrow_mut().count("starts without an offender");
@@ -335,23 +329,7 @@ impl Process {
             sim.apply(engine, Event::Lost { peer: index(peer), reason });
             sim.close_links(engine, index(peer));
         }
-        let is_current = attach == sim.controller.attach && host == sim.controller.host;
-        let refuses = config.refuses_requests;
-        // Once a guest has begun with a newer engine, this one has changed nothing that it does not know.
-        sim.lost_untold |= (lost_writes || refuses) && (is_current || sim.guest.engine.is_none());
-        if is_current {
-            sim.mark_forgotten_undecided();
-            sim.hosts[host].was_live = true;
-            if refuses {
-                sim.count("guests told of lost writes");
-                let delay = sim.rng.u64(100_000..1_000_000);
-                sim.after(delay, Occurrence::AttachAnew { attach });
-            } else if std::mem::take(&mut sim.lost_untold) {
-                let now = sim.now;
-                sim.checker.power_lost(now);
-            }
-            sim.device_is_served(engine);
-        }
+        sim.begin_for_guest(engine, (attach, host), lost_writes, config.refuses_requests);
         sim.after(1000, Occurrence::Tick { engine });
     }
 
@@ -418,183 +396,6 @@ impl Process {
     }
 }
 
-/// The connections to the members: by replica and queue.
-type Connections = Vec<(usize, Vec<ConnId>)>;
-
-/// An attempt to open the volume, driven by [`shorthorn_recovery`].
-struct Attempt {
-    process: Process,
-    replicas: Vec<ReplicaId>,
-    /// Greets replicas that had not answered, while the arbiter is waited for. Each says whether it answers.
-    search: Vec<(ReplicaId, Greeting)>,
-    lost_writes: bool,
-    /// True if the attempt continues without some of the reached replicas.
-    leaves_out: bool,
-}
-
-type Greeting = Pin<Box<dyn Future<Output = bool>>>;
-
-impl OpeningEngine for Attempt {
-    type Link = Via<Wire>;
-    type Connections = Connections;
-    type Stop = ();
-
-    async fn reach(&mut self) -> Result<Vec<Reached<Via<Wire>>>, NotOpen<()>> {
-        let process = &self.process;
-        let handshake = |replica| async move { process.handshake(replica, 0).await };
-        let answers = all(self.replicas.iter().map(|replica| Box::pin(handshake(*replica))).collect()).await;
-        let mut reached = Vec::new();
-        for (replica, answer) in self.replicas.iter().zip(answers) {
-            match answer {
-                Ok((link, welcome)) => reached.push(Reached { replica: *replica, link, welcome }),
-                Err(CallError::Deposed(holder)) => return Err(NotOpen::Deposed(holder)),
-                Err(_) => {}
-            }
-        }
-        Ok(reached)
-    }
-
-    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&Plan, &NoPlan>) {
-        match plan {
-            Ok(plan) => {
-                self.process.judge_unfit(&plan.unfit);
-                self.process.sim.borrow_mut().is_torn = false;
-                self.lost_writes = plan.lost_writes;
-            }
-            Err(none) => {
-                self.process.judge_unfit(&none.unfit);
-                self.process.cannot_start(fenced_replicas, none);
-            }
-        }
-    }
-
-    fn offended(&mut self, replica: ReplicaId, reason: &str) {
-        let engine = self.process.engine;
-        let mut sim = self.process.sim.borrow_mut();
-        sim.trace(|| format!("engine {engine}: {replica} makes an attempt fail: {reason}"));
-    }
-
-    fn leaves_out(&mut self, replica: ReplicaId, _: &str) {
-        self.leaves_out = true;
-        let engine = self.process.engine;
-        let mut sim = self.process.sim.borrow_mut();
-        sim.trace(|| format!("engine {engine} leaves {replica} out"));
-        sim.count("attempts without an offender");
-    }
-
-    fn waited_ms(&self) -> u64 {
-        let sim = self.process.sim.borrow();
-        let begun_us = sim.engines.get(&self.process.engine).map_or(sim.now, |engine| engine.begun_us);
-        (sim.now - begun_us) / 1000
-    }
-
-    fn has_user(&self) -> bool {
-        let sim = self.process.sim.borrow();
-        let host = sim.engines.get(&self.process.engine).map(|process| process.host);
-        host.is_some_and(|host| sim.hosts[host].was_live && !sim.hosts[host].lost_writes)
-    }
-
-    fn ask_arbiter(&mut self, change: &Change, stored: Members) {
-        let engine = self.process.engine;
-        let mut sim = self.process.sim.borrow_mut();
-        sim.count("grants asked");
-        sim.after(100, Occurrence::AskArbiter { engine });
-        if let Some(process) = sim.engines.get_mut(&engine) {
-            process.wants = Some((change.target, change.honoured.clone(), stored));
-        }
-    }
-
-    async fn next_grant(&mut self, reached: &mut [Reached<Via<Wire>>]) -> Result<Grant, NotOpen<()>> {
-        if self.search.is_empty() {
-            self.process.sleep(RETRY_US).await;
-            let is_reached = |replica| reached.iter().any(|one| one.replica == replica);
-            for replica in self.replicas.iter().copied().filter(|replica| !is_reached(*replica)) {
-                let process = self.process.clone();
-                let greeting = async move { process.handshake(replica, 0).await.is_ok() };
-                self.search.push((replica, Box::pin(greeting)));
-            }
-        }
-        let (process, search, replicas) = (&self.process, &mut self.search, &self.replicas);
-        std::future::poll_fn(|context| {
-            {
-                let mut sim = process.sim.borrow_mut();
-                let has_others = sim.controller.up && sim.guest.replicas != *replicas;
-                let (is_up, wanted_bytes) = (sim.controller.up, sim.controller.size_bytes);
-                let Some(engine) = sim.engines.get_mut(&process.engine) else { return Poll::Pending };
-                let is_larger = is_up && wanted_bytes > engine.size_bytes;
-                if let Some(view) = engine.was_granted.take() {
-                    return Poll::Ready(Ok(Grant::Answered(view)));
-                }
-                if has_others {
-                    sim.count("starts with another list of replicas");
-                    return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
-                }
-                if is_larger {
-                    sim.count("starts with another size");
-                    return Poll::Ready(Err(NotOpen::torn("the volume is to be larger now")));
-                }
-            }
-            let mut back = None;
-            search.retain_mut(|(replica, greeting)| match greeting.as_mut().poll(context) {
-                Poll::Pending => true,
-                Poll::Ready(answers) => {
-                    back = back.or_else(|| answers.then_some(*replica));
-                    false
-                }
-            });
-            match back {
-                Some(replica) => {
-                    process.sim.borrow_mut().count("starts with a replica that is back");
-                    Poll::Ready(Ok(Grant::Back(replica)))
-                }
-                None if search.is_empty() => Poll::Ready(Ok(Grant::Nothing)),
-                None => Poll::Pending,
-            }
-        })
-        .await
-    }
-
-    fn ask_no_more(&mut self) {
-        if let Some(process) = self.process.sim.borrow_mut().engines.get_mut(&self.process.engine) {
-            process.wants = None;
-        }
-        self.search.clear();
-    }
-
-    fn record_lost_writes(&mut self) -> Result<(), ()> {
-        self.process.record_losses();
-        Ok(())
-    }
-
-    async fn propose(
-        &mut self,
-        to: Vec<Reached<Via<Wire>>>,
-        proposal: &Proposal,
-    ) -> Vec<(Reached<Via<Wire>>, Result<Option<KeptSets>, CallError>)> {
-        let propose = |mut one| async move {
-            let answer = propose_to(&mut one, proposal).await;
-            (one, answer)
-        };
-        all(to.into_iter().map(|one| Box::pin(propose(one))).collect()).await
-    }
-
-    async fn connect(
-        &mut self,
-        reached: Vec<Reached<Via<Wire>>>,
-        proposal: &Proposal,
-    ) -> Result<Connections, NotOpen<()>> {
-        let (process, replicas) = (&self.process, &self.replicas);
-        let connect = |one| process.connect_member(one, proposal, replicas);
-        let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;
-        let links: Result<Vec<_>, ReplicaId> = connected.into_iter().collect();
-        let links = links.map_err(|replica| NotOpen::torn_by(replica, "a queue is not connected"))?;
-        let into_conns = |(peer, links): (usize, Vec<Via<Wire>>)| {
-            (peer, links.into_iter().map(|link| link.0.into_conn()).collect())
-        };
-        Ok(links.into_iter().filter(|(_, links)| !links.is_empty()).map(into_conns).collect())
-    }
-}
-
 impl Process {
     /// Has a replica mark the view as committed; connects all queues to a member. Fails with the replica.
     async fn connect_member(
@@ -637,5 +438,34 @@ impl Process {
             let known: Vec<String> = known.collect();
             format!("engine {} cannot start: {cannot}; {}", self.engine, known.join("; "))
         });
+    }
+}
+
+impl Simulation {
+    /// Serves the device to the guest, unless the volume is attached elsewhere by now. `lost_writes`: the members
+    /// had lost writes when the volume was opened. `refuses`: the engine answers each request with an error.
+    fn begin_for_guest(
+        &mut self,
+        engine: u64,
+        (attach, host): (u64, usize),
+        lost_writes: bool,
+        refuses: bool,
+    ) {
+        let is_current = attach == self.controller.attach && host == self.controller.host;
+        // Once a guest has begun with a newer engine, this one has changed nothing that it does not know.
+        self.lost_untold |= (lost_writes || refuses) && (is_current || self.guest.engine.is_none());
+        if is_current {
+            self.mark_forgotten_undecided();
+            self.hosts[host].was_live = true;
+            if refuses {
+                self.count("guests told of lost writes");
+                let delay = self.rng.u64(100_000..1_000_000);
+                self.after(delay, Occurrence::AttachAnew { attach });
+            } else if std::mem::take(&mut self.lost_untold) {
+                let now = self.now;
+                self.checker.power_lost(now);
+            }
+            self.device_is_served(engine);
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! A replica process: the real rules of views, regions and layers, over a simulated disk.
 
 mod durable;
+mod execute;
 mod process;
 mod sums;
 
@@ -15,11 +16,10 @@ use shorthorn_replica_core::{
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
-    ByteRange, Errno, Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View,
-    ViewId,
+    ByteRange, Errno, Generation, Members, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::ReplicaViews;
-use shorthorn_wire::{Extent, ExtentsPage, RegionsPage, RegionsQuery};
+use shorthorn_wire::RegionsQuery;
 
 use self::durable::{Durable, Pages, Shelf, takes_error};
 pub use self::sums::ROT;
@@ -155,21 +155,7 @@ impl Replica {
     ) -> Replica {
         let regions = Regions::of(size_bytes);
         let (has_snapshot, can_punch) = (!layout.is_flat, !layout.cannot_punch);
-        let sets = BTreeMap::new();
-        let mut durable = Durable {
-            me: id,
-            views,
-            views_before: None,
-            sets,
-            rebuilding: false,
-            says_left: false,
-            has_snapshot,
-            is_snapshot_done: false,
-            sums: BTreeMap::new(),
-            lost: BTreeMap::new(),
-            power_was_lost: false,
-            failures: 0,
-        };
+        let mut durable = Durable::new(id, views, has_snapshot);
         // Nothing was written to it since it was made.
         let state = durable.start(id, regions, false);
         let files = files.laid_out(layout, size_bytes / BLOCK_BYTES);
@@ -513,189 +499,4 @@ fn describe(ask: &Ask, range: ByteRange) -> String {
 /// Returns a check of some sectors.
 fn check(sectors: &[Id]) -> u32 {
     sectors.iter().fold(17, |check, id| check.wrapping_mul(16_777_619) ^ id)
-}
-
-impl Replica {
-    /// Executes the request on the disk, and returns the answer and the reported error, if any.
-    fn done(&mut self, op: &Op, lies: bool, is_unchecked: bool) -> (Answer, Option<Broken>) {
-        let error = match &op.ask {
-            Ask::Read(_) | Ask::CheckedRead(_) => Broken::Read,
-            Ask::Verify(_) => Broken::Verify,
-            Ask::Flush => Broken::Flush,
-            _ => Broken::Write,
-        };
-        let breaks = self.takes_error(error);
-        let answer = match &op.ask {
-            Ask::CheckedRead(range) | Ask::Verify(range)
-                if !breaks && !is_unchecked && !self.rotten_blocks(*range).is_empty() =>
-            {
-                Answer::Error(Errno::ROTTEN)
-            }
-            Ask::Read(range) | Ask::CheckedRead(range) if !breaks => Answer::Data(self.read_data(*range)),
-            Ask::Verify(range) if !breaks => Answer::Check(check(&self.read(*range))),
-            Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => {
-                self.could_not_verify |= error == Broken::Verify;
-                Answer::Error(Errno::IO)
-            }
-            Ask::Flush if breaks => {
-                // Data that was not durable may be lost, and the kernel reports that only once.
-                let mut rng = self.rng.fork();
-                self.files.head.lose_power(&mut rng);
-                self.remap();
-                Answer::Error(Errno::IO)
-            }
-            Ask::Flush => {
-                if !lies {
-                    self.files.head.sync(op.mark);
-                }
-                Answer::Done
-            }
-            _ => {
-                let outcome = self.modify(op, breaks);
-                if outcome.is_ok() {
-                    self.record_cured(op);
-                }
-                self.sums_have_followed(op, outcome.is_ok());
-                outcome.map_or_else(Answer::Error, |()| Answer::Done)
-            }
-        };
-        (answer, Some(error).filter(|_| breaks))
-    }
-
-    fn modify(&mut self, op: &Op, breaks: bool) -> Result<(), Errno> {
-        let changes = self.changes(&op.ask);
-        self.sums_are_merged(op, &changes);
-        let head = &self.files.head;
-        let has_room =
-            |(block, content): &(u64, Option<Block>)| content.is_none() || head.get(*block).is_some();
-        let fills = self.full && !changes.iter().all(has_room);
-        if breaks || fills {
-            if self.is_partial {
-                let possible: Vec<_> =
-                    changes.into_iter().filter(|change| breaks || has_room(change)).collect();
-                for (block, content) in possible {
-                    if self.rng.bool() {
-                        self.put(block, content);
-                    }
-                }
-                self.remap(); // the former places of the data are unknown
-            }
-            return Err(if breaks { Errno::IO } else { Errno::NO_SPACE });
-        }
-        let blocks: Vec<u64> = changes.iter().map(|(block, _)| *block).collect();
-        for (block, content) in changes {
-            self.put(block, content);
-        }
-        match &op.ask {
-            Ask::Write(_, _, true) => self.files.head.sync_blocks(&blocks),
-            Ask::WriteZeroes(_, true) => self.files.head.sync(usize::MAX),
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// Writes a document that is not of the steps. If that breaks, it may be done all the same.
-    fn write_document(&mut self, write: impl FnOnce(&mut Replica) -> Result<(), Errno>) -> Result<(), Errno> {
-        let breaks = self.takes_error(Broken::State);
-        let written = if breaks && self.rng.bool() { Ok(()) } else { write(self) };
-        if breaks {
-            self.change(|state, disk| state.fail(disk, Broken::State.name().to_owned()));
-            return Err(Errno::IO);
-        }
-        written
-    }
-
-    fn holds_data(&self) -> bool {
-        !self.files.head.is_empty() || !self.files.snapshot.is_empty()
-    }
-
-    /// Becomes a copy. A snapshot that is whole, from an interrupted copy, is kept.
-    fn copy_begin(&mut self, has_snapshot: bool) -> Result<(), Errno> {
-        let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
-        self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
-        let durable = &mut self.durable;
-        durable.is_snapshot_done &=
-            durable.rebuilding && has_snapshot && has_snapshot == durable.has_snapshot;
-        durable.rebuilding = true;
-        self.is_rolled_back = false;
-        durable.has_snapshot = has_snapshot;
-        if durable.is_snapshot_done {
-            self.files.drop_head();
-        } else {
-            self.files = Files::default();
-            durable.lost.clear();
-        }
-        self.forget_sums();
-        self.know_lost(None);
-        self.remap();
-        Ok(())
-    }
-
-    /// Returns the extents of the head, from `from_bytes` on.
-    fn head_extents(&self, from_bytes: u64) -> ExtentsPage {
-        let blocks = from_bytes / BLOCK_BYTES..self.size_bytes / BLOCK_BYTES;
-        let mut held = blocks.filter(|block| self.files.head.get(*block).is_some());
-        let extent = |block| Extent { offset_bytes: block * BLOCK_BYTES, length_bytes: BLOCK_BYTES };
-        let extents = held.by_ref().take(ExtentsPage::EXTENTS_MAX).map(extent).collect();
-        ExtentsPage { extents, next_bytes: held.next().map(|block| block * BLOCK_BYTES) }
-    }
-
-    /// Replaces a page by an impossible one: an engine that used it would not copy some extents.
-    fn spoil_extents(&mut self, page: &mut ExtentsPage) {
-        let extent = |offset_bytes, length_bytes| Extent { offset_bytes, length_bytes };
-        (page.extents, page.next_bytes) = match self.rng.u8(0..4) {
-            0 => (vec![extent(0, 512)], None),
-            1 => (vec![extent(u64::MAX - BLOCK_BYTES + 1, BLOCK_BYTES)], None),
-            2 => (vec![extent(BLOCK_BYTES, BLOCK_BYTES), extent(0, BLOCK_BYTES)], None),
-            _ => (Vec::new(), Some(0)),
-        };
-    }
-
-    /// Replaces a page like [`Replica::spoil_extents`].
-    fn spoil_regions(&mut self, page: &mut RegionsPage) {
-        page.kept = true;
-        (page.runs, page.next) = match self.rng.u8(0..4) {
-            0 => (vec![(u32::MAX, 1)], None),
-            1 => (vec![(0, 0)], None),
-            2 => (vec![(1, 1), (0, 1)], None),
-            _ => (Vec::new(), Some(0)),
-        };
-    }
-
-    fn regions(&self, query: &RegionsQuery, sabotage: Option<crate::Sabotage>) -> RegionsPage {
-        let is_unseen = sabotage == Some(crate::Sabotage::HolesUnseen);
-        let regions = match query.size_bytes {
-            0 => self.state.intent_log().regions(),
-            size_bytes => Regions::of(size_bytes),
-        };
-        let kept = |key| {
-            let page = self.state.intent_log().page_for(key, query.from, regions);
-            page.map_or(RegionsPage::NONE, |page| RegionsPage {
-                kept: true,
-                runs: page.runs,
-                next: page.next,
-                stamp: page.stamp,
-            })
-        };
-        match query.of {
-            RegionsOf::Intent => kept(SetKey::Intent),
-            RegionsOf::OutOfSync(replica) => kept(SetKey::OutOfSync(replica)),
-            RegionsOf::Allocated => {
-                let mut set = RegionSet::empty(regions.count());
-                if !is_unseen {
-                    let intent_log = self.state.intent_log();
-                    set.insert_all(&intent_log.summed().converted(intent_log.regions(), regions));
-                }
-                for (block, content) in (0u64..).zip(self.content()) {
-                    let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
-                    let is_held = content != [0; BLOCK_SECTORS] || self.files.head.get(block).is_some();
-                    if is_held && range.end() <= regions.size_bytes() {
-                        set.insert_run(regions.touched(range));
-                    }
-                }
-                let runs = set.runs(query.from).map(|run| (run.start, run.end - run.start)).collect();
-                RegionsPage { kept: true, runs, next: None, stamp: 0 }
-            }
-        }
-    }
 }

@@ -188,18 +188,11 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let fault = match kind {
         Kind::KillReplica => Fault::KillReplica { victim, power: false, for_us: rng.u64(5_000..2_500_000) },
         Kind::CutPower => Fault::KillReplica { victim, power: true, for_us: rng.u64(5_000..2_500_000) },
-        Kind::KillEngine => {
-            // The messages of the dead one may still be in flight when the next one has started.
-            let lingers_us = if rng.u8(0..3) == 0 { rng.u64(1_000..800_000) } else { 0 };
-            Fault::KillEngine { lingers_us, for_us: rng.u64(5_000..300_000) }
-        }
+        Kind::KillEngine => kill_engine(rng),
         Kind::HandOver => Fault::HandOver { for_us: rng.u64(5_000..300_000) },
         Kind::AttachElsewhere => Fault::AttachElsewhere,
         Kind::Partition => Fault::Partition { host, victim, to_replica: true, to_engine: true, for_us },
-        Kind::OneWay => {
-            let to_replica = rng.bool();
-            Fault::Partition { host, victim, to_replica, to_engine: !to_replica, for_us }
-        }
+        Kind::OneWay => one_way(host, victim, for_us, rng),
         Kind::HalfOpen => Fault::HalfOpen { pick: rng.u64(0..1 << 16), for_us: rng.u64(100_000..12_000_000) },
         Kind::BreakConnection => Fault::BreakConnection { pick: rng.u64(0..1 << 16) },
         Kind::StopController => Fault::StopController { for_us },
@@ -226,46 +219,66 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
             let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
             return vec![(0, unread(victim)), (0, unread(other)), replace];
         }
-        Kind::SlowDisk => {
-            // The same disk may hold every replica.
-            let victims = if rng.u8(0..3) == 0 { 0..REPLICAS_MAX } else { victim..victim + 1 };
-            let by_us = rng.u64(10_000..8_000_000);
-            return victims.map(|victim| (0, Fault::SlowDisk { victim, by_us, for_us })).collect();
-        }
-        Kind::PauseEngine => {
-            let for_us = if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) };
-            Fault::PauseEngine { tick_first: rng.bool(), for_us }
-        }
-        Kind::PauseReplica => {
-            let for_us = if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) };
-            Fault::PauseReplica { victim, for_us }
-        }
+        Kind::SlowDisk => return slow_disks(victim, for_us, rng),
+        Kind::PauseEngine => pause_engine(rng),
+        Kind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },
         Kind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },
         Kind::Replace => Fault::Replace { victim },
         Kind::Destroy => Fault::Destroy { victim },
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
         Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
-        Kind::RotUnderCopy => {
-            let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false };
-            let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
-            let times = rng.u32(0..4);
-            let unread =
-                Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
-            let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
-            return vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace];
-        }
+        Kind::RotUnderCopy => return rot_under_copy(victim, partial, for_us, rng),
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];
         }
-        Kind::RestoreDisk => {
-            let restore = Fault::RestoreDisk { victim, for_us: rng.u64(5_000..500_000) };
-            // A view seldom lasts longer, and the copy has to be older than the last stamps.
-            return vec![(0, Fault::SaveDisk { victim }), (rng.u64(700_000..2_500_000), restore)];
-        }
+        Kind::RestoreDisk => return restore_disk(victim, rng),
     };
     vec![(0, fault)]
+}
+
+fn kill_engine(rng: &mut Rng) -> Fault {
+    // The messages of the dead one may still be in flight when the next one has started.
+    let lingers_us = if rng.u8(0..3) == 0 { rng.u64(1_000..800_000) } else { 0 };
+    Fault::KillEngine { lingers_us, for_us: rng.u64(5_000..300_000) }
+}
+
+fn slow_disks(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    // The same disk may hold every replica.
+    let victims = if rng.u8(0..3) == 0 { 0..REPLICAS_MAX } else { victim..victim + 1 };
+    let by_us = rng.u64(10_000..8_000_000);
+    victims.map(|victim| (0, Fault::SlowDisk { victim, by_us, for_us })).collect()
+}
+
+fn one_way(host: usize, victim: usize, for_us: u64, rng: &mut Rng) -> Fault {
+    let to_replica = rng.bool();
+    Fault::Partition { host, victim, to_replica, to_engine: !to_replica, for_us }
+}
+
+fn pause_engine(rng: &mut Rng) -> Fault {
+    let for_us = choose_pause_us(rng);
+    Fault::PauseEngine { tick_first: rng.bool(), for_us }
+}
+
+fn choose_pause_us(rng: &mut Rng) -> u64 {
+    if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) }
+}
+
+/// Has two replicas rot, one of which cannot be read everywhere, and makes the third one anew.
+fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false };
+    let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
+    let times = rng.u32(0..4);
+    let unread = Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
+    let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
+    vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace]
+}
+
+fn restore_disk(victim: usize, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    let restore = Fault::RestoreDisk { victim, for_us: rng.u64(5_000..500_000) };
+    // A view seldom lasts longer, and the copy has to be older than the last stamps.
+    vec![(0, Fault::SaveDisk { victim }), (rng.u64(700_000..2_500_000), restore)]
 }
 
 #[cfg(test)]

@@ -36,6 +36,26 @@ pub(super) struct Durable {
     pub failures: u32,
 }
 
+impl Durable {
+    /// Returns the state of a replica that has been made.
+    pub fn new(me: ReplicaId, views: ReplicaViews, has_snapshot: bool) -> Durable {
+        Durable {
+            me,
+            views,
+            views_before: None,
+            sets: BTreeMap::new(),
+            rebuilding: false,
+            says_left: false,
+            has_snapshot,
+            sums: BTreeMap::new(),
+            is_snapshot_done: false,
+            lost: BTreeMap::new(),
+            power_was_lost: false,
+            failures: 0,
+        }
+    }
+}
+
 /// Page writes under way: slot, set (none: of a removed file), page, bytes.
 pub(super) type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
 

@@ -301,8 +301,7 @@ impl Simulation {
 
     fn control(&mut self, at: usize, op: Op) {
         let Some(QueueId { generation, .. }) = self.replicas[at].admission.queue_id(op.conn) else { return };
-        let sabotage = self.options.sabotage;
-        let sabotaged = sabotage == Some(crate::Sabotage::OldProposals);
+        let sabotaged = self.options.sabotage == Some(crate::Sabotage::OldProposals);
         if let Some(answer) = self.lie(at, generation, &op.ask) {
             return self.answer(op.conn, op.number, answer);
         }
@@ -329,14 +328,7 @@ impl Simulation {
             }
             Ask::ReadSnapshot(blocks) => return self.read_snapshot(at, &op, blocks),
             Ask::ReadSnapshotBlock(block) => return self.read_snapshot_block(at, &op, *block),
-            Ask::HeadExtents(from_bytes) => {
-                let mut page = replica.head_extents(*from_bytes);
-                if replica.takes_error(Broken::Extents) {
-                    replica.spoil_extents(&mut page);
-                    self.count(Broken::Extents.name());
-                }
-                return self.answer(op.conn, op.number, Answer::Extents(page));
-            }
+            Ask::HeadExtents(from_bytes) => return self.send_extents(at, &op, *from_bytes),
             Ask::CopyBegin { has_snapshot } => {
                 let begun = replica.write_document(|replica| replica.copy_begin(*has_snapshot));
                 if begun.is_ok() {
@@ -359,18 +351,32 @@ impl Simulation {
                 Ok(())
             }),
             Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),
-            Ask::Regions(query) => {
-                let mut page = replica.regions(query, sabotage);
-                if replica.takes_error(Broken::Regions) {
-                    replica.spoil_regions(&mut page);
-                    self.count(Broken::Regions.name());
-                }
-                return self.answer(op.conn, op.number, Answer::Page(page));
-            }
+            Ask::Regions(query) => return self.send_regions(at, &op, query),
             _ => Ok(()),
         };
         self.look_at_failure(at, Broken::State);
         self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
+    }
+
+    fn send_extents(&mut self, at: usize, op: &Op, from_bytes: u64) {
+        let replica = &mut self.replicas[at];
+        let mut page = replica.head_extents(from_bytes);
+        if replica.takes_error(Broken::Extents) {
+            replica.spoil_extents(&mut page);
+            self.count(Broken::Extents.name());
+        }
+        self.answer(op.conn, op.number, Answer::Extents(page));
+    }
+
+    fn send_regions(&mut self, at: usize, op: &Op, query: &RegionsQuery) {
+        let sabotage = self.options.sabotage;
+        let replica = &mut self.replicas[at];
+        let mut page = replica.regions(query, sabotage);
+        if replica.takes_error(Broken::Regions) {
+            replica.spoil_regions(&mut page);
+            self.count(Broken::Regions.name());
+        }
+        self.answer(op.conn, op.number, Answer::Page(page));
     }
 
     /// Returns the answer of a process that lies for a while, if it lies in this one.
