@@ -75,7 +75,7 @@ build: setup ## the programs
 
 # What runs in the virtual machine of the demonstration, and the programs that start it.
 demo-build: setup
-	cargo build --profile $(PROFILE) --bins -p shorthorn-agent -p shorthorn-controller -p shorthorn-tests -p shorthorn-vmkit
+	cargo build --profile $(PROFILE) --bins -p shorthorn-agent -p shorthorn-controller -p shorthornctl -p shorthorn-tests -p shorthorn-vmkit
 
 test-build: setup
 	cargo test --workspace --no-run
@@ -92,14 +92,14 @@ manual: build ## man pages and completions of shorthornctl, in MANUAL_DIR
 
 # The tests that compare the documentation with the code write it. A second run, as in `make test`, compares.
 docs: setup ## the generated tables of docs, from the definitions in the code
-	SHORTHORN_WRITE_DOCS=1 cargo test -p shorthorn-metrics -p shorthorn-controller -p shorthorn-agent -p shorthorn-tests \
+	SHORTHORN_WRITE_DOCS=1 cargo test -p shorthorn-metrics -p shorthorn-controller -p shorthornctl -p shorthorn-agent -p shorthorn-tests \
 		--lib --bins --test docs --test chart the_documentation_has
 
 book: setup ## the documentation as a book in target/book; the first run builds mdbook
 	tests/book $(TARGET_DIR)/book
 
 image: setup ## the image of the controller with its list of contents, in IMAGE_DIR; IMAGE=NAME:TAG names it
-	cargo build --profile release -p shorthorn-controller --bins
+	cargo build --profile release -p shorthorn-controller -p shorthornctl --bins
 	packaging/image/build --programs $(TARGET_DIR)/release --output $(IMAGE_DIR)/shorthorn-controller.tar \
 		$(if $(IMAGE),--name $(IMAGE))
 
@@ -111,7 +111,7 @@ chart: setup ## the Helm chart as a file in IMAGE_DIR, and packaging/deploy rend
 # Release programs, for hosts of users: built for long, once for each release.
 .PHONY: packages
 packages: setup ## .deb and .rpm of the agent, the controller and shorthornctl, in PACKAGE_DIR
-	cargo build --release --bins -p shorthorn-agent -p shorthorn-controller
+	cargo build --release --bins -p shorthorn-agent -p shorthorn-controller -p shorthornctl
 	packaging/build --programs $(TARGET_DIR)/release --output $(PACKAGE_DIR)
 	@ls -1 $(PACKAGE_DIR)/*.deb $(PACKAGE_DIR)/*.rpm
 

@@ -14,22 +14,17 @@ use serde::Deserialize;
 use shorthorn_controller_core::reconcile::{REBUILDS_PER_NODE, REPLICA_REPLACE_AFTER, Settings};
 use shorthorn_controller_core::scheduler::Limits;
 use shorthorn_controller_core::{NodeName, NodeNameError};
+use shorthorn_kube::DEFAULT_NAMESPACE;
 use shorthorn_logging::LogFormat;
 use shorthorn_metrics::{MetricsListen, MetricsListenError};
+use shorthorn_pki::address::{AddressError, DEFAULT_SERVER, Listen, ServerUrl};
 use thiserror::Error;
 
 pub use self::tls::TlsArgs;
-use crate::address::{AddressError, Listen, ServerUrl};
 use crate::kubernetes::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes};
 
-/// Default address of the API.
-pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
-/// Default namespace of the custom resources.
-pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";
 /// Default port of the agents on the nodes of a Kubernetes cluster.
 pub const DEFAULT_AGENT_PORT: u16 = 9501;
-/// The port of the API in a pod, for `kubectl port-forward` and shorthornctl.
-pub const API_PORT: u16 = 9520;
 /// Default log level.
 const DEFAULT_LOG: &str = "info";
 /// Default address of metrics and health.

@@ -1,4 +1,4 @@
-//! The shell around the decisions of `shorthorn-controller-core`, and the command line that talks to it.
+//! The shell around the decisions of `shorthorn-controller-core`.
 //!
 //! - [`kubernetes`][]: custom resources, and the way to the API server.
 //! - [`store`][]: where the objects are kept, with compare-and-swap.
@@ -10,16 +10,13 @@
 //! - [`open_files`][]: the limit of open files.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
 //! - [`tls`][]: the cluster's CA, and the certificates of this controller, nodes and administrators.
-//! - [`ctl`][]: `shorthornctl`.
 //! - [`manual`][]: man pages of the daemon.
 #![forbid(unsafe_code)]
 
-pub mod address;
 pub mod agents;
 pub mod api;
 pub mod config;
 pub mod csi;
-pub mod ctl;
 pub mod kubernetes;
 pub mod manual;
 pub mod metrics;

@@ -11,6 +11,7 @@ use shorthorn_api::v1::controller_server::ControllerServer;
 use shorthorn_controller_core::reconcile::is_urgent;
 use shorthorn_csi::{DRIVER_NAME, Identity};
 use shorthorn_metrics::MetricsError;
+use shorthorn_pki::address::{AddressError, Listen};
 use shorthorn_pki::{AccessLayer, ClientAuth, Limits};
 use thiserror::Error;
 use tokio::net::{TcpListener, UnixListener, UnixStream};
@@ -21,7 +22,6 @@ use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 use tonic::transport::Server;
 use tonic::transport::server::Router;
 
-use crate::address::{AddressError, Listen};
 use crate::agents::Fleet;
 use crate::api::{Api, Diagnostics};
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};

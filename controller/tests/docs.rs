@@ -1,21 +1,20 @@
-//! Compares the references of both programs and of StorageClasses with the code, and the commands of the
-//! documentation with the programs.
+//! Compares the references of the controller and of StorageClasses with the code, and the commands of the
+//! documentation with the program.
 
 use clap::CommandFactory;
-use shorthorn_controller::{config, ctl};
+use shorthorn_controller::config;
 use shorthorn_controller_core::csi::{PARAMETERS, Parameter, longhorn_parameters};
 use shorthorn_testkit::docs::{check_commands, check_generated, reference, table};
 
 #[test]
 fn the_documentation_has_each_command() {
-    check_generated("docs/reference/shorthornctl.md", "commands", &reference(ctl::Cli::command()));
     check_generated("docs/reference/shorthorn-controller.md", "commands", &reference(config::Cli::command()));
 }
 
 #[test]
 fn commands_of_the_documentation_exist() {
-    let counts = [check_commands(&ctl::Cli::command()), check_commands(&config::Cli::command())];
-    assert!(counts[0] > 60 && counts[1] > 2, "only {counts:?} commands");
+    let count = check_commands(&config::Cli::command());
+    assert!(count > 2, "only {count} commands");
 }
 
 #[test]

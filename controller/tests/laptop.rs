@@ -12,6 +12,7 @@ use std::process::Output;
 
 use apiserver::StandIn;
 use serde_json::{Value, json};
+use shorthorn_testkit::binary;
 use support::cluster::Cluster;
 use tokio::process::Command;
 
@@ -59,7 +60,7 @@ impl Laptop {
     async fn ctl(&self, words: &[&str]) -> Output {
         let kubeconfig = self.cluster.path("kubeconfig").display().to_string();
         let words: Vec<&str> = ["--kubeconfig", &kubeconfig].iter().chain(words).copied().collect();
-        self.run(Path::new(env!("CARGO_BIN_EXE_shorthornctl")), &words).await
+        self.run(&binary("shorthornctl").unwrap(), &words).await
     }
 }
 
@@ -74,7 +75,7 @@ async fn commands_reach_the_pod_that_leads_through_a_port_forward() {
     assert!(created.status.success(), "{}", text(&created));
     // As kubectl starts its plugins, without any flag.
     let plugin = laptop.cluster.path("kubectl-shorthorn");
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_shorthornctl"), &plugin).unwrap();
+    std::os::unix::fs::symlink(binary("shorthornctl").unwrap(), &plugin).unwrap();
     let listed = laptop.run(&plugin, &["volume", "list", "-o", "name"]).await;
     assert_eq!(text(&listed), "volume/v\n");
     assert_eq!(*laptop.api.forwarded.lock().unwrap(), [POD, POD]);

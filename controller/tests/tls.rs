@@ -13,6 +13,7 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_pki::{Bundle, Connector, Credentials, Key, Pin, Role, load};
+use shorthorn_testkit::binary;
 use shorthorn_testkit::metrics::own_address;
 use shorthorn_testkit::waiting::wait_for_async;
 use support::agent::FakeAgent;
@@ -61,7 +62,7 @@ impl Cluster {
     }
 
     async fn ctl_at(&self, server: &str, words: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_shorthornctl"));
+        let mut command = Command::new(binary("shorthornctl").unwrap());
         command.env("SHORTHORN_SERVER", server).args(words).current_dir(self.directory.path());
         command.stdin(Stdio::null()).kill_on_drop(true);
         timeout(LIMIT, command.output()).await.unwrap().unwrap()

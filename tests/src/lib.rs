@@ -5,7 +5,6 @@ mod bad_disk;
 mod bare_volume;
 #[allow(clippy::cast_precision_loss)] // figures for people
 pub mod bench;
-mod binaries;
 mod caller;
 pub mod claims;
 mod cluster_node;
@@ -30,7 +29,6 @@ mod waiting;
 
 pub use bad_disk::BadDisk;
 pub use bare_volume::{BareVolume, BareVolumeOptions};
-pub use binaries::binary;
 pub use caller::Caller;
 pub use cluster_node::ClusterNode;
 pub use device_client::DeviceClient;
@@ -44,6 +42,7 @@ pub use nbd_client::{NbdClient, NbdCompletion, NbdRequest};
 pub use packages::{build_packages, project};
 pub use processes::{compare_exports, engine_status, is_whole, replica_status, signal, until_whole};
 pub use provisioner::Provisioner;
+pub use shorthorn_testkit::binary;
 pub use sidecars::Sidecars;
 pub use small_disk::SmallDisk;
 pub use vm_host::{NODE, VmHost};

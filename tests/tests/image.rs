@@ -45,7 +45,7 @@ fn check_contents(contents: &Value) -> Result<()> {
     ensure!(contents["bomFormat"] == "CycloneDX", "{contents:.200}");
     let components = contents["components"].as_array().context("no components")?;
     let names: Vec<&str> = components.iter().filter_map(|component| component["name"].as_str()).collect();
-    for name in ["shorthorn-controller", "tonic", "libc6", "ca-certificates"] {
+    for name in ["shorthorn-controller", "shorthornctl", "tonic", "libc6", "ca-certificates"] {
         ensure!(names.contains(&name), "{name} is not in the list of contents");
     }
     for name in ["shorthorn-tests", "proptest", "shorthorn-engine"] {

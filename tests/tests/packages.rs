@@ -241,14 +241,13 @@ fn a_removal_is_refused_while_the_host_is_needed() -> Result<()> {
 
 #[test]
 fn the_bill_of_materials_has_every_crate() -> Result<()> {
-    for (package, name) in [("shorthorn-agent", "shorthorn-agent"), ("shorthornctl", "shorthorn-controller")]
-    {
+    for package in ["shorthorn-agent", "shorthornctl"] {
         let unpacked = tempfile::tempdir()?;
         run("dpkg-deb", &["--extract", path(&file(package, "deb")?)?, path(unpacked.path())?])?;
         let bill = unpacked.path().join(format!("usr/share/doc/{package}/{package}.cdx.json"));
         let bill: Value = serde_json::from_slice(&fs::read(bill)?)?;
         ensure!(
-            bill["bomFormat"] == "CycloneDX" && bill["metadata"]["component"]["name"] == name,
+            bill["bomFormat"] == "CycloneDX" && bill["metadata"]["component"]["name"] == package,
             "{bill:#}"
         );
         let components = bill["components"].as_array().context("no components")?;
@@ -260,7 +259,8 @@ fn the_bill_of_materials_has_every_crate() -> Result<()> {
             .collect();
         let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
         let manifest = project().join("Cargo.toml");
-        let options = ["tree", "--locked", "--package", name, "--edges", "normal,build", "--prefix", "none"];
+        let options =
+            ["tree", "--locked", "--package", package, "--edges", "normal,build", "--prefix", "none"];
         let tree = run(&cargo, &[&options[..], &["--manifest-path", path(&manifest)?]].concat())?;
         let name_and_version = |line: &str| line.split(' ').take(2).collect::<Vec<_>>().join(" ");
         let needed: BTreeSet<String> =

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use shorthorn_controller_core::NodeName;
 use shorthorn_controller_core::objects::{Kind, Node};
+use shorthorn_pki::address::ServerUrl;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::task::JoinHandle;
 
 use super::{Fleet, link};
-use crate::address::ServerUrl;
 
 /// An agent that is followed, until this is dropped.
 struct Following {

@@ -18,6 +18,7 @@ use shorthorn_controller_core::orphans::Directory;
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
+use shorthorn_pki::address::{AddressError, ServerUrl};
 use shorthorn_pki::{Credentials, Role};
 use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
@@ -29,7 +30,6 @@ use tonic::{Code, Status};
 
 use self::cluster::OfCluster;
 use self::convert::Message;
-use crate::address::{AddressError, ServerUrl};
 use crate::metrics::Metrics;
 use crate::store::Store;
 use crate::work::Queue;

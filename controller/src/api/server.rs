@@ -8,6 +8,7 @@ use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
 use shorthorn_controller_core::{ClusterState, NodeName, Timestamp, drain, reboot};
+use shorthorn_pki::address::ServerUrl;
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -15,7 +16,6 @@ use tonic::{Request, Response, Status};
 
 use super::diagnostics::Diagnostics;
 use super::{status, view};
-use crate::address::ServerUrl;
 use crate::agents::{CallError, Fleet};
 use crate::kubernetes::attachments::{Attachment, Attachments};
 use crate::kubernetes::workloads::Workloads;

@@ -13,12 +13,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use kube::Client;
 use kube::api::{Api, ObjectMeta, PostParams};
 use shorthorn_controller_core::Timestamp;
+use shorthorn_kube::LEASE_NAME;
 use tokio::time::Instant;
 
 use crate::store::kubernetes::{CallError, bounded, is_code};
 
-/// The name of the Lease.
-pub const LEASE_NAME: &str = "shorthorn-controller";
 /// The time for which other controllers respect a lease that is not renewed.
 pub const DURATION: Duration = Duration::from_secs(12);
 /// The time after the last renewal for which the holder continues.

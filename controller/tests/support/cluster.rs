@@ -6,6 +6,7 @@ use std::process::{Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use shorthorn_testkit::binary;
 use shorthorn_testkit::metrics::own_address;
 use shorthorn_testkit::waiting::wait_for_async;
 use tokio::net::UnixDatagram;
@@ -126,7 +127,7 @@ impl Cluster {
     }
 
     pub fn ctl(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_shorthornctl"));
+        let mut command = Command::new(binary("shorthornctl").unwrap());
         command.env("SHORTHORN_SERVER", self.server()).args(words);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         command

@@ -7,12 +7,14 @@
 //! - [`Credentials`] is a bundle in use. TLS configurations made from it follow [`Credentials::replace`]
 //!   without a restart, and open connections end once the certificate of the peer is expired, revoked or
 //!   distrusted.
+//! - [`address`] has the URLs of servers, and connects to them with or without TLS.
 //! - [`incoming()`] accepts connections for a tonic server, [`Connector`] makes them for a tonic client.
 //! - [`AccessLayer`] refuses each method that [`access::TABLE`] does not permit to the role of the peer.
 //!
 //! Rules take the time as an argument. Only [`Credentials`], [`incoming()`] and [`Connector`] read a clock.
 
 pub mod access;
+pub mod address;
 mod authority;
 mod bundle;
 mod certificate;

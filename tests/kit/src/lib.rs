@@ -1,10 +1,12 @@
-//! The shared parts of the tests of several crates: an NBD client, a client of metrics and health, a counting
-//! allocator, waits for conditions, and the documentation.
+//! The shared parts of the tests of several crates: the built programs, an NBD client, a client of metrics and
+//! health, a counting allocator, waits for conditions, and the documentation.
 
 mod allocations;
+mod binaries;
 pub mod docs;
 pub mod metrics;
 pub mod nbd;
 pub mod waiting;
 
 pub use allocations::CountingAllocator;
+pub use binaries::binary;

@@ -13,10 +13,9 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_stream::{Stream, StreamExt};
 
-use super::calls::{CallError, bounded, is_code};
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
-use super::{ConvertError, Inner, OpenError, Part, convert, is_expired};
+use super::{CallError, ConvertError, Inner, OpenError, Part, bounded, convert, is_code, is_expired};
 use crate::kubernetes::{GROUP, plural, resource};
 use crate::work::backoff;
 

@@ -13,9 +13,8 @@ use ring::hmac;
 use serde_json::json;
 use shorthorn_controller_core::objects::{Kind, SECRET_BYTES, Secret};
 
-use super::OpenError;
-use super::calls::{bounded, is_code};
 use super::convert::is_held;
+use super::{OpenError, bounded, is_code};
 
 /// The Secret that has the key.
 pub const KEY_NAME: &str = "shorthorn-volume-key";

@@ -12,7 +12,6 @@
 //! may run) are in a status alone. A deletion is a call of its own; reconcilers ignore all other changes of
 //! an object that is being deleted.
 
-mod calls;
 mod convert;
 mod follow;
 mod keys;
@@ -36,7 +35,6 @@ use thiserror::Error;
 use tokio::sync::broadcast;
 use tokio::task::JoinSet;
 
-use self::calls::store_error;
 pub(crate) use self::convert::{FINALIZER, Parts};
 pub(crate) use self::follow::{PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S};
 use self::keys::VolumeKeys;
@@ -46,9 +44,9 @@ use super::{Store, StoreError};
 use crate::kubernetes::events::Events;
 use crate::kubernetes::{FIELD_MANAGER, KINDS, crds, plural, resource};
 
-pub use self::calls::{CallError, bounded, is_code};
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
+pub use shorthorn_kube::{CallError, bounded, is_code};
 
 /// The reason why the store cannot be opened.
 #[derive(Debug, Error)]
@@ -522,4 +520,16 @@ fn post() -> PostParams {
 /// Returns true if the status of a watch means that the version is too old to continue from.
 fn is_expired(status: &Status) -> bool {
     status.code == 410 || status.reason == "Expired"
+}
+
+/// Returns the error of a write of `key`, of which the cache knows version `found`.
+fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> StoreError {
+    let is = |code| is_code(error, code);
+    if is(409) || is(404) {
+        return StoreError::Conflict { key: key.clone(), expected, found };
+    }
+    if is(400) || is(422) {
+        return StoreError::Refused { key: key.clone(), message: error.to_string() };
+    }
+    StoreError::Unavailable { message: format!("{key}: {error}") }
 }

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
-use shorthorn_controller::ctl::{Cli, run};
+use shorthornctl::{Cli, run};
 
 fn main() -> anyhow::Result<ExitCode> {
     let cli = Cli::parse();

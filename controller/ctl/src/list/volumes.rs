@@ -3,9 +3,9 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
-use crate::ctl::output;
-use crate::ctl::size::human;
-use crate::ctl::view::VolumeView;
+use crate::output;
+use crate::size::human;
+use crate::view::VolumeView;
 
 const COLUMNS: [Column; 15] = [
     column("NAME"),
@@ -73,7 +73,7 @@ fn needs_upgrade(volume: &v1::Volume) -> &'static str {
 }
 
 /// Returns the users of a volume, each workload once.
-pub(in crate::ctl) fn workloads(all: &[v1::Workload]) -> String {
+pub(crate) fn workloads(all: &[v1::Workload]) -> String {
     let mut names: Vec<String> = all.iter().map(|one| format!("{}/{}", one.kind, one.name)).collect();
     names.dedup();
     names.join(", ")

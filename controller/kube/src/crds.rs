@@ -1,11 +1,11 @@
 //! The custom resource definitions, made from the types of the reconcilers.
 
 use serde_json::{Value, json};
-use shorthorn_controller_core::objects::{
+use shorthorn_objects::schema::{Defaults, structural};
+use shorthorn_objects::{
     EngineSpec, EngineStatus, Kind, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, VolumeSpec,
     VolumeStatus,
 };
-use shorthorn_controller_core::schema::{Defaults, structural};
 
 use super::{GROUP, VERSION, kind_name, plural};
 

@@ -6,11 +6,11 @@ use kube::api::{ApiResource, DynamicObject, ListParams};
 use kube::{Api, ResourceExt};
 use serde_json::Value;
 use shorthorn_csi::DRIVER_NAME;
+use shorthorn_kube::LEASE_NAME;
+use shorthorn_kube::crds::{self, definition_name};
 
 use super::doctor::{CheckView, FAILED, WARNED};
 use super::reach::Cluster;
-use crate::kubernetes::crds::{self, definition_name};
-use crate::kubernetes::lease::LEASE_NAME;
 
 /// The longest that one question may take.
 const LIMIT: Duration = Duration::from_secs(10);

@@ -2,10 +2,7 @@
 
 use std::time::Duration;
 
-use shorthorn_controller_core::objects::Key;
 use thiserror::Error;
-
-use crate::store::StoreError;
 
 /// The longest that the API server may take to answer.
 pub const CALL_LIMIT: Duration = Duration::from_secs(15);
@@ -34,6 +31,9 @@ fn words(error: &kube::Error) -> String {
 }
 
 /// Waits for the answer, but not for ever.
+///
+/// # Errors
+/// [`CallError`].
 pub async fn bounded<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T, CallError> {
     match tokio::time::timeout(CALL_LIMIT, call).await {
         Ok(result) => Ok(result?),
@@ -42,18 +42,7 @@ pub async fn bounded<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T
 }
 
 /// Returns true if the API server answered with that status.
+#[must_use]
 pub fn is_code(error: &CallError, code: u16) -> bool {
     matches!(error, CallError::Api(kube::Error::Api(status)) if status.code == code)
-}
-
-/// Returns the error of a write of `key`, of which the cache knows version `found`.
-pub fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> StoreError {
-    let is = |code| is_code(error, code);
-    if is(409) || is(404) {
-        return StoreError::Conflict { key: key.clone(), expected, found };
-    }
-    if is(400) || is(422) {
-        return StoreError::Refused { key: key.clone(), message: error.to_string() };
-    }
-    StoreError::Unavailable { message: format!("{key}: {error}") }
 }

@@ -9,15 +9,14 @@ use std::time::Duration;
 
 use clap::Args;
 use kube::Client;
+use shorthorn_kube::{DEFAULT_NAMESPACE, client_of};
+use shorthorn_pki::address::{DEFAULT_SERVER, ServerUrl};
 use shorthorn_pki::{Credentials, Role};
 use tonic::transport::Channel;
 
 use self::forward::{Connector, PodStreams, Problem};
 use super::error::CtlError;
 use super::output;
-use crate::address::ServerUrl;
-use crate::config::{DEFAULT_NAMESPACE, DEFAULT_SERVER};
-use crate::kubernetes::client_of;
 
 /// The longest that a connection may take to come about; one through Kubernetes takes several calls.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);

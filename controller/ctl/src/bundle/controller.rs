@@ -10,11 +10,11 @@ use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::archive::Archive;
-use crate::ctl::args::Format;
-use crate::ctl::commands::limited;
-use crate::ctl::doctor::{self, CheckView};
-use crate::ctl::list::{Lister, Options, What};
-use crate::ctl::status;
+use crate::args::Format;
+use crate::commands::limited;
+use crate::doctor::{self, CheckView};
+use crate::list::{Lister, Options, What};
+use crate::status;
 
 /// The maximum number of unhealthy volumes whose explanation is collected.
 const EXPLAINED_MAX: usize = 200;
@@ -74,8 +74,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
     }
     match client.list_trash(limited(v1::ListVolumeTrashRequest { name: String::new() })).await {
         Ok(trash) => {
-            let trash =
-                crate::ctl::output::trash(Format::Table, trash.into_inner()).map_err(io::Error::other)?;
+            let trash = crate::output::trash(Format::Table, trash.into_inner()).map_err(io::Error::other)?;
             archive.add_text("trash.txt", &trash)
         }
         Err(status) => {

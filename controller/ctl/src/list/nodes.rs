@@ -3,7 +3,7 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
-use crate::ctl::output::{disk_row, node_rows};
+use crate::output::{disk_row, node_rows};
 
 const NODES: [Column; 12] = [
     column("NODE"),

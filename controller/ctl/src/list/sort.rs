@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use serde_json::Value;
 
 use super::Entry;
-use crate::ctl::error::CtlError;
+use crate::error::CtlError;
 
 /// Sorts by a field as in `-o json`, like `size` or `.status.size` of kubectl. Objects without it come last.
 pub(super) fn sort(entries: &mut [Entry], by: &str) -> Result<(), CtlError> {

@@ -4,6 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use shorthorn_pki::address::{AddressError, ServerUrl};
 
 use super::bundle::BundleArgs;
 use super::list;
@@ -11,7 +12,6 @@ use super::reach::ReachArgs;
 use super::size::Size;
 use super::tls::{TlsCommand, TokenArgs};
 use super::upgrade::UpgradeCommand;
-use crate::address::{AddressError, ServerUrl};
 
 /// Creates, attaches, detaches and deletes Shorthorn volumes, and shows their state.
 #[derive(Debug, Parser)]

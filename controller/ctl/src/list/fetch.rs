@@ -7,8 +7,8 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::{List, nodes, replicas, sort, volumes};
-use crate::ctl::commands::limited;
-use crate::ctl::error::CtlError;
+use crate::commands::limited;
+use crate::error::CtlError;
 
 /// The number of objects in a request.
 const PAGE: u32 = 500;
@@ -32,7 +32,7 @@ pub struct Options {
 
 /// The kind of the listed objects.
 #[derive(Clone, Debug)]
-pub(in crate::ctl) enum What {
+pub(crate) enum What {
     Volumes {
         /// Only those whose claim is in this namespace; empty: all.
         namespace: String,
@@ -51,10 +51,10 @@ pub(in crate::ctl) enum What {
 
 /// A maker of lists.
 #[derive(Debug)]
-pub(in crate::ctl) struct Lister {
-    pub(in crate::ctl) client: ControllerClient<Channel>,
-    pub(in crate::ctl) what: What,
-    pub(in crate::ctl) options: Options,
+pub(crate) struct Lister {
+    pub(crate) client: ControllerClient<Channel>,
+    pub(crate) what: What,
+    pub(crate) options: Options,
 }
 
 /// A page of objects, or all pages together.
@@ -67,7 +67,7 @@ struct ListPage<T> {
 
 impl Lister {
     /// Returns the whole list, or the wanted part of it.
-    pub(in crate::ctl) async fn list(&self) -> Result<Result<List, Status>, CtlError> {
+    pub(crate) async fn list(&self) -> Result<Result<List, Status>, CtlError> {
         Ok(match self.fetch().await {
             Ok(mut list) => {
                 if let Some(by) = &self.options.sort_by {

@@ -7,9 +7,13 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::Deserialize;
-use shorthorn_pki::{Connector, Credentials, Role};
 use thiserror::Error;
 use tonic::transport::{Channel, Endpoint};
+
+use crate::{Connector, Credentials, Role};
+
+/// The default address of the controller's API.
+pub const DEFAULT_SERVER: &str = "unix:///run/shorthorn/controller.sock";
 
 /// The rest of an error about another host that a program without a certificate cannot connect to.
 const NO_CERTIFICATE: &str =

@@ -10,10 +10,10 @@ use kube::api::{ApiResource, DynamicObject, ListParams, LogParams};
 use kube::{Api, ResourceExt};
 use serde_json::Value;
 use shorthorn_csi::DRIVER_NAME;
+use shorthorn_kube::{KINDS, kind_name, plural, resource};
 
 use super::archive::Archive;
-use crate::ctl::reach::Cluster;
-use crate::kubernetes::{KINDS, kind_name, plural, resource};
+use crate::reach::Cluster;
 
 /// The most objects of a kind.
 const OBJECTS_MAX: usize = 100_000;

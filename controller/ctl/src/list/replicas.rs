@@ -3,8 +3,8 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
-use crate::ctl::output::replica_row;
-use crate::ctl::view::ReplicaView;
+use crate::output::replica_row;
+use crate::view::ReplicaView;
 
 const COLUMNS: [Column; 9] = [
     column("REPLICA"),

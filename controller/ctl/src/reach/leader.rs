@@ -3,11 +3,8 @@
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client, ResourceExt};
+use shorthorn_kube::{API_PORT, CallError, LEASE_NAME, bounded};
 use thiserror::Error;
-
-use crate::config::API_PORT;
-use crate::kubernetes::lease::LEASE_NAME;
-use crate::store::kubernetes::{CallError, bounded};
 
 /// The name of the port in the pod.
 const PORT_NAME: &str = "api";

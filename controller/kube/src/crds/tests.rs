@@ -6,7 +6,7 @@ use kube_cel::Validator;
 use super::*;
 
 fn file(kind: Kind) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("crds").join(format!("{}.yaml", plural(kind)))
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../crds").join(format!("{}.yaml", plural(kind)))
 }
 
 fn schema(kind: Kind) -> Value {
@@ -23,7 +23,7 @@ fn the_files_are_what_the_types_say() {
         let found = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
             found == made,
-            "{} is old: SHORTHORN_WRITE_CRDS=1 cargo test -p shorthorn-controller crds",
+            "{} is old: SHORTHORN_WRITE_CRDS=1 cargo test -p shorthorn-kube crds",
             path.display()
         );
     }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::{Entry, Lister};
-use crate::ctl::args::Format;
-use crate::ctl::error::{CtlError, is_unreachable};
-use crate::ctl::output;
+use crate::args::Format;
+use crate::error::{CtlError, is_unreachable};
+use crate::output;
 
 /// The interval of making the list anew.
 const POLL: Duration = Duration::from_secs(2);
@@ -16,7 +16,7 @@ const POLL: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Shows the list, then each object that looks different, until it is interrupted.
-pub(in crate::ctl) async fn watch(lister: Lister, server: &str, format: Format) -> Result<(), CtlError> {
+pub(crate) async fn watch(lister: Lister, server: &str, format: Format) -> Result<(), CtlError> {
     let mut seen: Option<BTreeMap<String, Entry>> = None;
     let mut answered = Instant::now();
     loop {

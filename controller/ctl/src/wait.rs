@@ -7,7 +7,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
-use shorthorn_controller_core::objects::{NEXT_ATTACH, REPLICAS_STOPPING};
+use shorthorn_objects::{NEXT_ATTACH, REPLICAS_STOPPING};
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
