@@ -167,21 +167,10 @@ impl Session {
             }
             VolumeCommand::RebuildLimit { name, bytes_per_s, share } => {
                 let limits = v1::RebuildLimits { bytes_per_s: bytes_per_s.0, share_percent: share };
-                let request = v1::SetVolumeRebuildLimitsRequest { name, limits: Some(limits) };
-                let volume =
-                    self.client.set_volume_rebuild_limits(limited(request)).await.map_err(self.error())?;
-                self.show(volume.into_inner(), |volume| {
-                    let limits = volume.rebuild.unwrap_or_default();
-                    format!("copying for volume {} takes {}", volume.name, output::limits(limits))
-                })
+                self.limit_rebuilds(name, limits).await
             }
             VolumeCommand::Scrub { name, repair, rate, stop } => {
-                let request = v1::ScrubRequest { volume: name, stop, repair, bytes_per_s: rate.0 };
-                let volume = self.client.scrub_volume(limited(request)).await.map_err(self.error())?;
-                self.show(volume.into_inner(), |volume| {
-                    let what = if stop { "is no longer compared" } else { "are being compared" };
-                    format!("the replicas of volume {} {what}", volume.name)
-                })
+                self.scrub(v1::ScrubRequest { volume: name, stop, repair, bytes_per_s: rate.0 }).await
             }
             VolumeCommand::UpgradeEngine { name } => self.upgrade(name).await,
             VolumeCommand::Salvage(args) => self.salvage(args).await,
@@ -199,6 +188,24 @@ impl Session {
             VolumeCommand::Trash { name, .. } => self.trash(name.unwrap_or_default()).await,
             VolumeCommand::Undelete { name } => self.undelete(name).await,
         }
+    }
+
+    async fn limit_rebuilds(&mut self, name: String, limits: v1::RebuildLimits) -> Result<String, CtlError> {
+        let request = v1::SetVolumeRebuildLimitsRequest { name, limits: Some(limits) };
+        let volume = self.client.set_volume_rebuild_limits(limited(request)).await.map_err(self.error())?;
+        self.show(volume.into_inner(), |volume| {
+            let limits = volume.rebuild.unwrap_or_default();
+            format!("copying for volume {} takes {}", volume.name, output::limits(limits))
+        })
+    }
+
+    async fn scrub(&mut self, request: v1::ScrubRequest) -> Result<String, CtlError> {
+        let stops = request.stop;
+        let volume = self.client.scrub_volume(limited(request)).await.map_err(self.error())?;
+        self.show(volume.into_inner(), |volume| {
+            let what = if stops { "is no longer compared" } else { "are being compared" };
+            format!("the replicas of volume {} {what}", volume.name)
+        })
     }
 
     async fn create(&mut self, args: CreateArgs) -> Result<String, CtlError> {

@@ -119,48 +119,16 @@ struct FrontendView {
 }
 
 /// Formats all details of a node.
-pub(super) fn node(format: Format, detail: v1::NodeDetail) -> Result<String, CtlError> {
-    let node = detail.node.unwrap_or_default();
+pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String, CtlError> {
+    let node = detail.node.take().unwrap_or_default();
     if format == Format::Name {
         return Ok(format!("node/{}", node.name));
     }
     if !format.is_for_people() {
-        let frontend = |found: v1::FrontendInfo| {
-            let v1::FrontendInfo { name, usable, reason } = found;
-            FrontendView { name, usable, reason }
-        };
-        let view = NodeDetailView {
-            node,
-            frontend_details: detail.frontends.into_iter().map(frontend).collect(),
-            data_address: detail.data_address,
-            max_volumes: detail.max_volumes,
-            warnings: detail.warnings,
-            feature_level: detail.feature_level,
-            attached_volumes: detail.attached,
-            replica_count: detail.replicas,
-        };
-        return for_programs(format, &view);
+        return for_programs(format, &node_view(node, detail));
     }
-    let closed = match (node.deleting, node.eviction_requested, node.allow_scheduling) {
-        (true, ..) => "no, it is given up",
-        (_, true, _) => "no, it is drained",
-        (_, _, false) => "no, it is cordoned",
-        _ => "yes",
-    };
-    let most = if detail.max_volumes == 0 { "any number".to_owned() } else { detail.max_volumes.to_string() };
-    let mut text = facts(&[
-        ("Name", node.name.clone()),
-        ("Agent", dash(node.address.clone())),
-        ("Version", dash(node.version.clone())),
-        ("Data address", dash(detail.data_address)),
-        ("Zone", dash(node.zone.clone())),
-        ("Tags", dash(node.tags.join(", "))),
-        ("New replicas", closed.to_owned()),
-        ("Replicas", detail.replicas.to_string()),
-        ("Attached", format!("{} of {most}", detail.attached.len())),
-        ("Volumes", dash(detail.attached.join(", "))),
-    ]);
-    for frontend in detail.frontends {
+    let mut text = node_facts(&node, &detail);
+    for frontend in &detail.frontends {
         let state =
             if frontend.usable { "usable".to_owned() } else { format!("not usable: {}", frontend.reason) };
         text.push_str(&format!("\nFrontend {}: {state}", frontend.name));
@@ -174,12 +142,52 @@ pub(super) fn node(format: Format, detail: v1::NodeDetail) -> Result<String, Ctl
             condition.r#type, condition.last_transition
         ));
     }
-    for warning in detail.warnings {
+    for warning in &detail.warnings {
         text.push_str(&format!("\nWarning: {warning}"));
     }
     text.push_str("\n\n");
     text.push_str(&node_table(&node));
     Ok(text)
+}
+
+fn node_view(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailView {
+    let frontend = |found: v1::FrontendInfo| {
+        let v1::FrontendInfo { name, usable, reason } = found;
+        FrontendView { name, usable, reason }
+    };
+    NodeDetailView {
+        node,
+        frontend_details: detail.frontends.into_iter().map(frontend).collect(),
+        data_address: detail.data_address,
+        max_volumes: detail.max_volumes,
+        warnings: detail.warnings,
+        feature_level: detail.feature_level,
+        attached_volumes: detail.attached,
+        replica_count: detail.replicas,
+    }
+}
+
+/// Returns the facts of a node that are one line each.
+fn node_facts(node: &v1::NodeObject, detail: &v1::NodeDetail) -> String {
+    let closed = match (node.deleting, node.eviction_requested, node.allow_scheduling) {
+        (true, ..) => "no, it is given up",
+        (_, true, _) => "no, it is drained",
+        (_, _, false) => "no, it is cordoned",
+        _ => "yes",
+    };
+    let most = if detail.max_volumes == 0 { "any number".to_owned() } else { detail.max_volumes.to_string() };
+    facts(&[
+        ("Name", node.name.clone()),
+        ("Agent", dash(node.address.clone())),
+        ("Version", dash(node.version.clone())),
+        ("Data address", dash(detail.data_address.clone())),
+        ("Zone", dash(node.zone.clone())),
+        ("Tags", dash(node.tags.join(", "))),
+        ("New replicas", closed.to_owned()),
+        ("Replicas", detail.replicas.to_string()),
+        ("Attached", format!("{} of {most}", detail.attached.len())),
+        ("Volumes", dash(detail.attached.join(", "))),
+    ])
 }
 
 #[cfg(test)]

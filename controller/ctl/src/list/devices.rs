@@ -3,7 +3,7 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
-use crate::ctl::size::human;
+use crate::size::human;
 
 const COLUMNS: [Column; 8] = [
     column("NODE"),
@@ -17,7 +17,7 @@ const COLUMNS: [Column; 8] = [
 ];
 
 /// Returns the devices of nodes. Devices that do not fit are listed with `all` only.
-pub(in crate::ctl) fn devices(nodes: Vec<v1::NodeDevices>, all: bool) -> List {
+pub(crate) fn devices(nodes: Vec<v1::NodeDevices>, all: bool) -> List {
     let unknown = nodes.iter().filter(|node| !node.problem.is_empty());
     let mut warnings: Vec<String> = unknown
         .map(|node| format!("the devices of node {} are not known: {}", node.node, node.problem))
@@ -60,7 +60,7 @@ fn entry((node, device): (String, v1::DiscoveredDevice)) -> Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ctl::args::Format;
+    use crate::args::Format;
 
     #[test]
     fn devices_that_do_not_fit_are_shown_on_demand() {

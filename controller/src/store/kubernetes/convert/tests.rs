@@ -5,7 +5,7 @@ use shorthorn_controller_core::objects::{
     VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
-use shorthorn_controller_core::{NodeName, ReplicaTarget, Timestamp, labels, salvage};
+use shorthorn_controller_core::{Labels, NodeName, ReplicaTarget, Timestamp, labels, salvage};
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
@@ -33,71 +33,90 @@ fn conditions(now: Timestamp) -> Conditions {
     conditions
 }
 
-/// Returns objects of all kinds in which every field is set.
-fn full() -> Vec<Object> {
-    let now: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    let (volume_name, id) = (VolumeName::new("v").unwrap(), ReplicaId::from_random(3));
-    let node = NodeName::new("n1.example").unwrap();
-    let member =
-        MemberStatus { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: Some(5) };
-    let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
-    let rebuild = RebuildLimits { bytes_per_s: 1 << 60, share_percent: 40 };
-    let tags = labels(["ssd", "fast"]).unwrap();
-    let volume = Volume {
+const REBUILD: RebuildLimits = RebuildLimits { bytes_per_s: 1 << 60, share_percent: 40 };
+
+fn now() -> Timestamp {
+    "2026-01-02T03:04:05.678Z".parse().unwrap()
+}
+
+fn volume_name() -> VolumeName {
+    VolumeName::new("v").unwrap()
+}
+
+fn id() -> ReplicaId {
+    ReplicaId::from_random(3)
+}
+
+fn node_name() -> NodeName {
+    NodeName::new("n1.example").unwrap()
+}
+
+fn tags() -> Labels {
+    labels(["ssd", "fast"]).unwrap()
+}
+
+fn full_volume() -> Volume {
+    Volume {
         metadata: meta("v"),
         spec: VolumeSpec {
-            volume_name: volume_name.clone(),
+            volume_name: volume_name(),
             size: 1 << 40,
             number_of_replicas: 2,
             frontend: "nbd".parse().unwrap(),
-            node_id: Some(node.clone()),
+            node_id: Some(node_name()),
             replica_soft_anti_affinity: true,
             replica_zone_soft_anti_affinity: false,
             replica_disk_soft_anti_affinity: false,
-            node_selector: tags.clone(),
-            disk_selector: tags.clone(),
+            node_selector: tags(),
+            disk_selector: tags(),
             data_locality: "best-effort".parse().unwrap(),
             verify_reads: true,
-            rebuild,
+            rebuild: REBUILD,
             csi_name: Some("a name".to_owned()),
-            preferred_node_id: Some(node.clone()),
+            preferred_node_id: Some(node_name()),
             secret: keys().secret_of(UID),
         },
         status: VolumeStatus {
-            current_node_id: Some(node.clone()),
+            current_node_id: Some(node_name()),
             attach: u64::from(u32::MAX) + 1,
-            attach_started_at: Some(now),
+            attach_started_at: Some(now()),
             attached_since: 3,
             fenced_attach: 2,
             current_size: 1 << 39,
-            arbiter: salvage::arbiter(7, id),
+            arbiter: salvage::arbiter(7, id()),
             salvage: Some(Salvage {
-                replica_id: id,
+                replica_id: id(),
                 attach: 7,
-                decided_at: now,
+                decided_at: now(),
                 by: "me".to_owned(),
                 reason: "because".to_owned(),
                 losses: "none".to_owned(),
                 done: true,
             }),
-            first_members: vec![id],
+            first_members: vec![id()],
             claim: Some("shop/orders".to_owned()),
             actual_size: 1 << 30,
             display: Display { replicas: "1/2".to_owned(), ..Display::default() },
-            conditions: conditions(now),
+            conditions: conditions(now()),
             ..VolumeStatus::default()
         },
-    };
-    let engine = Engine {
+    }
+}
+
+fn full_engine() -> Engine {
+    let member =
+        MemberStatus { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: Some(5) };
+    let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
+    Engine {
         metadata: meta("v"),
         spec: EngineSpec {
-            volume_name: volume_name.clone(),
+            volume_name: volume_name(),
             volume_size: 1 << 40,
-            node_id: Some(node.clone()),
+            node_id: Some(node_name()),
             desire_state: DesireState::Running,
             attach: 4,
             frontend: "ublk".parse().unwrap(),
-            replica_address_map: [(id, target)].into(),
+            replica_address_map: [(id(), target)].into(),
             map_revision: 6,
         },
         status: EngineStatus {
@@ -110,7 +129,7 @@ fn full() -> Vec<Object> {
             view: "4.1/1 of {00000001, 00000002}".parse().ok(),
             frontend: "ublk".to_owned(),
             endpoint: "/dev/x".to_owned(),
-            replica_mode_map: [(id, member)].into(),
+            replica_mode_map: [(id(), member)].into(),
             message: "m".to_owned(),
             stop_refused: "r".to_owned(),
             map_revision: 6,
@@ -119,17 +138,20 @@ fn full() -> Vec<Object> {
             lost_writes: true,
             damaged_ranges: 2,
             expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
-            rebuild: Some(rebuild),
+            rebuild: Some(REBUILD),
             needs_upgrade: true,
         },
-    };
-    let replica = Replica {
-        metadata: meta(&format!("v-{id}")),
+    }
+}
+
+fn full_replica() -> Replica {
+    Replica {
+        metadata: meta(&format!("v-{}", id())),
         spec: ReplicaSpec {
-            volume_name,
+            volume_name: volume_name(),
             volume_size: 1 << 40,
-            replica_id: id,
-            node_id: node,
+            replica_id: id(),
+            node_id: node_name(),
             disk_path: "/d".to_owned(),
             disk_id: "u".to_owned(),
             desire_state: DesireState::Running,
@@ -140,15 +162,18 @@ fn full() -> Vec<Object> {
             data: DataState::Present,
             addresses: vec!["unix:/x".to_owned()],
             message: "m".to_owned(),
-            healthy_at: Some(now),
-            failed_at: Some(now),
+            healthy_at: Some(now()),
+            failed_at: Some(now()),
             deletion_record: Some("{}".to_owned()),
             undeletion_record: Some("{}".to_owned()),
             stop_first: true,
             rebind: true,
-            lost_since: Some(now),
+            lost_since: Some(now()),
         },
-    };
+    }
+}
+
+fn full_node() -> Node {
     let disk = DiskStatus {
         disk_uuid: "u".to_owned(),
         filesystem_type: "ext4".to_owned(),
@@ -156,24 +181,24 @@ fn full() -> Vec<Object> {
         storage_available: 1 << 40,
         problem: "p".to_owned(),
     };
-    let node = Node {
+    Node {
         metadata: meta("n1"),
         spec: NodeSpec {
             address: "http://10.0.0.1:9501".to_owned(),
             allow_scheduling: false,
             eviction_requested: true,
-            tags: tags.clone(),
+            tags: tags(),
             zone: Some("z".parse().unwrap()),
-            disks: [("/d".to_owned(), DiskSpec { tags, ..DiskSpec::of_new(1 << 40) })].into(),
+            disks: [("/d".to_owned(), DiskSpec { tags: tags(), ..DiskSpec::of_new(1 << 40) })].into(),
             discovered: Some(Discovered {
                 address: "http://10.0.0.2:9501".to_owned(),
                 zone: Some("x".parse().unwrap()),
-                cordoned_since: Some(now),
+                cordoned_since: Some(now()),
             }),
         },
         status: NodeStatus {
             max_volumes: 9,
-            conditions: conditions(now),
+            conditions: conditions(now()),
             version: "1".to_owned(),
             data_address: "10.0.0.1".to_owned(),
             zone: Some("y".parse().unwrap()),
@@ -181,8 +206,12 @@ fn full() -> Vec<Object> {
             free_space: "f".to_owned(),
             disk_status: [("/d".to_owned(), disk)].into(),
         },
-    };
-    vec![volume.into(), engine.into(), replica.into(), node.into()]
+    }
+}
+
+/// Returns objects of all kinds in which every field is set.
+fn full() -> Vec<Object> {
+    vec![full_volume().into(), full_engine().into(), full_replica().into(), full_node().into()]
 }
 
 /// Returns the object as the API server has it.
