@@ -98,6 +98,28 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(older), "--no-wait"])?;
     let silent = format!("Replica {newer_name} on node {} does not run", name(newer));
     until_event(&hosts, &["is attaching to node", &silent, "is silent since", "volume salvage v"])?;
+    salvage_with_losses(&hosts, older_id)?;
+    let mut client = hosts.client(older, VOLUME)?;
+    ensure_block(&mut client, 0, 1)?;
+    ensure_block(&mut client, 1, 0)?;
+    write(&mut client, 2, 3)?;
+
+    // The agent comes back, and its replica becomes a copy of the current volume.
+    hosts.start_agent(newer)?;
+    until_whole(&hosts.engine_control(older, VOLUME), LIMIT)?;
+    until_event(&hosts, &["is healthy"])?;
+    for (block, byte) in [(0, 1), (1, 0), (2, 3)] {
+        ensure_block(&mut client, block, byte)?;
+    }
+    drop(client);
+    let directories = hosts.directories(VOLUME)?;
+    ensure!(directories.len() == 2, "{directories:?}");
+    hosts.detach(VOLUME)?;
+    compare_exports(&directories, folder.path()).map(drop)
+}
+
+/// Looks at the losses with the older replica, and decides for it.
+fn salvage_with_losses(hosts: &Hosts, older_id: &str) -> Result<()> {
     let table = hosts.ctl(&["volume", "salvage", VOLUME])?;
     let loss = format!("With {older_id}: it lacks what was acknowledged in view");
     ensure!(table.contains(&loss) && table.contains("does not answer"), "{table}");
@@ -116,23 +138,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     hosts.ctl(&decide)?;
     let shown = until_shown(&hosts, "attached volume", |shown| shown["state"] == "attached")?;
     ensure!(shown["salvage"]["reason"] == "the host burnt", "{shown:#}");
-    let mut client = hosts.client(older, VOLUME)?;
-    ensure_block(&mut client, 0, 1)?;
-    ensure_block(&mut client, 1, 0)?;
-    write(&mut client, 2, 3)?;
-
-    // The agent comes back, and its replica becomes a copy of the current volume.
-    hosts.start_agent(newer)?;
-    until_whole(&hosts.engine_control(older, VOLUME), LIMIT)?;
-    until_event(&hosts, &["is healthy"])?;
-    for (block, byte) in [(0, 1), (1, 0), (2, 3)] {
-        ensure_block(&mut client, block, byte)?;
-    }
-    drop(client);
-    let directories = hosts.directories(VOLUME)?;
-    ensure!(directories.len() == 2, "{directories:?}");
-    hosts.detach(VOLUME)?;
-    compare_exports(&directories, folder.path()).map(drop)
+    Ok(())
 }
 
 /// A replica leaves a drained node while its volume is written. The only copy of another volume stays, and
