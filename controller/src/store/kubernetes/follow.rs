@@ -15,7 +15,8 @@ use tokio_stream::{Stream, StreamExt};
 
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
-use super::{CallError, ConvertError, Inner, OpenError, Part, bounded, convert, is_code, is_expired};
+use super::remote::Part;
+use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, is_code, is_expired};
 use crate::kubernetes::{GROUP, plural, resource};
 use crate::work::backoff;
 
@@ -114,7 +115,7 @@ pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, Ope
 }
 
 async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
-    let api = inner.api(kind);
+    let api = inner.remote.api(kind);
     let (mut list, mut followed) = (List::default(), Followed::new(0));
     let mut page = ListParams::default().limit(PAGE_OBJECTS);
     loop {
@@ -130,9 +131,7 @@ async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError
         }
     }
     followed.version = list.version;
-    let mut order = inner.order();
-    inner.cache.change(|state| order.relist(state, kind, list));
-    drop(order);
+    inner.known.relist(kind, list);
     Ok(followed)
 }
 
@@ -184,18 +183,18 @@ async fn read_page(
 /// belong to them.
 pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
     let missing: BTreeSet<String> = {
-        let state = inner.cache.state();
+        let state = inner.known.state();
         let replicas = state.replicas.values().map(|replica| replica.spec.volume_name.as_str());
         let owners = replicas.chain(state.engines.keys().map(String::as_str));
         owners.filter(|name| !state.volumes.contains_key(*name)).map(str::to_owned).collect()
     };
     for name in missing {
         let key = Key::new(Kind::Volume, &name);
-        let Some(found) = bounded(inner.api(Kind::Volume).get_opt(&name)).await? else { continue };
+        let Some(found) = bounded(inner.remote.api(Kind::Volume).get_opt(&name)).await? else { continue };
         match readable(inner, &key, found).await? {
-            Read::Object(volume) => inner.take(*volume),
+            Read::Object(volume) => inner.known.take(*volume),
             Read::Nothing => {}
-            Read::LeftOut(left_out) | Read::Unmarked(left_out, _) => inner.leave_out(key, left_out),
+            Read::LeftOut(left_out) | Read::Unmarked(left_out, _) => inner.known.leave_out(key, left_out),
         }
     }
     Ok(())
@@ -293,7 +292,7 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     let Some(status) = status else { return };
     tracing::warn!(%key, %error, "this object is left alone");
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
-    if let Err(error) = inner.send(key, version, Part::Status(status)).await {
+    if let Err(error) = inner.remote.send(key, version, Part::Status(status)).await {
         // If another writer was first, the watch brings the current state.
         tracing::debug!(%key, %error, "the problem of the object is not recorded");
         return;
@@ -323,7 +322,7 @@ async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<Dynami
         finalizers.push(convert::FINALIZER.to_owned());
     }
     let fingerprint = (key.kind == Kind::Volume).then(|| inner.keys.fingerprint());
-    inner.send(key, version, Part::Held { finalizers, fingerprint }).await
+    inner.remote.send(key, version, Part::Held { finalizers, fingerprint }).await
 }
 
 /// Returns the keys that existing volumes need, before a key can read them.
@@ -347,7 +346,7 @@ pub(super) async fn keys_of_volumes(
 /// Takes in what changes, and keeps `followed` up to date.
 async fn watch(inner: &Arc<Inner>, kind: Kind, followed: &mut Followed) -> WatchError {
     let parameters = WatchParams::default().timeout(WATCH_LIMIT_S);
-    let api = inner.api(kind);
+    let api = inner.remote.api(kind);
     let start = followed.version.to_string();
     match bounded(api.watch(&parameters, &start)).await {
         Ok(stream) => take_events(inner, kind, followed, stream).await,
@@ -428,7 +427,7 @@ impl Retries {
 }
 
 async fn try_again(inner: &Inner, key: &Key) -> Tried {
-    match bounded(inner.api(key.kind).get_opt(&key.name)).await? {
+    match bounded(inner.remote.api(key.kind).get_opt(&key.name)).await? {
         Some(found) => readable(inner, key, found).await.map(Some),
         None => Ok(None),
     }
@@ -442,20 +441,20 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
     match tried {
         Ok(Some(Read::Object(object))) => {
             followed.left_out.remove(&key);
-            inner.take(*object);
-            if inner.cache.state().version(&key) == 0 {
+            inner.known.take(*object);
+            if inner.known.state().version(&key) == 0 {
                 // Another controller has marked it, and the watch is past that.
                 return Err(WatchError::Lost(format!("{key} was marked meanwhile")));
             }
         }
         Ok(Some(Read::LeftOut(left_out))) => {
             followed.left_out.remove(&key);
-            inner.leave_out(key, left_out);
+            inner.known.leave_out(key, left_out);
         }
         Ok(Some(Read::Unmarked(_, error))) | Err(error) => followed.leave_out(key, &error),
         Ok(Some(Read::Nothing) | None) => {
             followed.left_out.remove(&key);
-            inner.forget_left_out(&key);
+            inner.known.forget_left_out(&key);
         }
     }
     Ok(())
@@ -474,7 +473,7 @@ async fn take(
         WatchEvent::Bookmark(bookmark) => {
             let version = convert::version(Some(&bookmark.metadata.resource_version)).map_err(lost)?;
             followed.version = version;
-            inner.order().heard(kind, version);
+            inner.known.heard(kind, version);
             return Ok(());
         }
         WatchEvent::Error(status) if is_expired(&status) => return Err(WatchError::Lost(status.message)),
@@ -484,9 +483,7 @@ async fn take(
     let key = key_of(kind, &object);
     if is_gone {
         followed.left_out.remove(&key);
-        let mut order = inner.order();
-        inner.cache.change(|state| if order.take_gone(state, &key, at) { vec![key] } else { Vec::new() });
-        order.heard(kind, at);
+        inner.known.take_gone(key, at);
     } else {
         // It is listed again if it cannot be marked now.
         let read =
@@ -496,15 +493,15 @@ async fn take(
             followed.left_out.remove(&key);
         }
         match read {
-            Read::Object(object) => inner.take(*object),
-            Read::Nothing => inner.forget_left_out(&key),
-            Read::LeftOut(left_out) => inner.leave_out(key, left_out),
+            Read::Object(object) => inner.known.take(*object),
+            Read::Nothing => inner.known.forget_left_out(&key),
+            Read::LeftOut(left_out) => inner.known.leave_out(key, left_out),
             Read::Unmarked(left_out, error) => {
                 followed.leave_out(key.clone(), &error);
-                inner.leave_out(key, left_out);
+                inner.known.leave_out(key, left_out);
             }
         }
-        inner.order().heard(kind, at);
+        inner.known.heard(kind, at);
     }
     followed.version = at;
     Ok(())

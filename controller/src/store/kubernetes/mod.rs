@@ -15,21 +15,19 @@
 mod convert;
 mod follow;
 mod keys;
+mod known;
 mod order;
+mod remote;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard};
+use std::sync::{Arc, RwLockReadGuard};
 
 use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::Client;
-use kube::api::{
-    Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions,
-};
+use kube::api::{Api, DynamicObject, ListParams};
 use kube::core::Status;
-use serde_json::{Value, json};
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use thiserror::Error;
 use tokio::sync::broadcast;
@@ -38,11 +36,11 @@ use tokio::task::JoinSet;
 pub(crate) use self::convert::{FINALIZER, Parts};
 pub(crate) use self::follow::{PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S};
 use self::keys::VolumeKeys;
-use self::order::Order;
-use super::cache::Cache;
+use self::known::Known;
+use self::remote::{Part, Remote};
 use super::{Store, StoreError};
 use crate::kubernetes::events::Events;
-use crate::kubernetes::{FIELD_MANAGER, KINDS, crds, plural, resource};
+use crate::kubernetes::{KINDS, crds, plural};
 
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
@@ -125,17 +123,17 @@ pub struct KubeStore {
 
 impl std::fmt::Debug for KubeStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("KubeStore").field("namespace", &self.inner.namespace).finish_non_exhaustive()
+        f.debug_struct("KubeStore").field("namespace", &self.inner.remote.namespace()).finish_non_exhaustive()
     }
 }
 
 struct Inner {
-    client: Client,
-    namespace: String,
+    /// The name of the cluster.
     cluster: String,
+    /// The key of the secrets of volumes.
     keys: VolumeKeys,
-    cache: Cache,
-    order: Mutex<Order>,
+    remote: Remote,
+    known: Known,
     events: Events,
 }
 
@@ -150,12 +148,10 @@ impl KubeStore {
         let secrets = Api::<KubernetesSecret>::namespaced(client.clone(), namespace);
         let keys = VolumeKeys::open(&secrets, &volumes).await?;
         let inner = Arc::new(Inner {
-            client,
-            namespace: namespace.to_owned(),
             cluster: keys.cluster(),
             keys,
-            cache: Cache::new(ClusterState::default()),
-            order: Mutex::default(),
+            remote: Remote::new(client, namespace),
+            known: Known::new(),
             events,
         });
         let mut listing = JoinSet::new();
@@ -209,7 +205,7 @@ async fn check_definitions(client: &Client) -> Result<(), OpenError> {
 #[async_trait]
 impl Store for KubeStore {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
-        self.inner.cache.state()
+        self.inner.known.state()
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
@@ -224,21 +220,21 @@ impl Store for KubeStore {
     }
 
     async fn check(&self) -> Result<(), StoreError> {
-        let one = bounded(self.inner.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
+        let one = bounded(self.inner.remote.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
         let unavailable = |error: CallError| StoreError::Unavailable { message: error.to_string() };
         one.map(drop).map_err(unavailable)
     }
 
     fn reserve(&self, replicas: Vec<Replica>) -> bool {
-        self.inner.cache.reserve(replicas)
+        self.inner.known.reserve(replicas)
     }
 
     fn forget_reservations(&self, names: &[String]) {
-        self.inner.cache.forget_reservations(names);
+        self.inner.known.forget_reservations(names);
     }
 
     fn changes(&self) -> broadcast::Receiver<Key> {
-        self.inner.cache.changes()
+        self.inner.known.changes()
     }
 
     fn cluster(&self) -> &str {
@@ -258,19 +254,11 @@ async fn finished<T>(task: tokio::task::JoinHandle<Result<T, StoreError>>) -> Re
 }
 
 impl Inner {
-    fn api(&self, kind: Kind) -> Api<DynamicObject> {
-        Api::namespaced_with(self.client.clone(), &self.namespace, &resource(kind))
-    }
-
-    fn order(&self) -> MutexGuard<'_, Order> {
-        self.order.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
         let key = object.key();
         let expected = object.metadata().resource_version;
-        self.cache.check(&key, expected)?;
-        let stored = self.cache.state().get(&key);
+        self.known.check(&key, expected)?;
+        let stored = self.known.state().get(&key);
         let written = match stored {
             None => self.create(&key, &object).await,
             Some(stored) if object.metadata().is_deleting() && !stored.metadata().is_deleting() => {
@@ -287,12 +275,12 @@ impl Inner {
     /// Writes the spec, then the known status: an API server takes no status with a new object.
     async fn create(&self, key: &Key, object: &Object) -> Result<Object, WriteError> {
         let Parts { spec, status } = convert::parts(object)?;
-        let mut new = convert::new(object, spec, &self.namespace);
+        let mut new = convert::new(object, spec, self.remote.namespace());
         if key.kind == Kind::Volume {
             let fingerprint = (FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint());
             new.metadata.annotations = Some([fingerprint].into());
         }
-        let made = bounded(self.api(key.kind).create(&post(), &new)).await?;
+        let made = self.remote.create(key.kind, &new).await?;
         let made = self.take_in(key, &made)?;
         let nothing = convert::parts(&made)?.status;
         match convert::whole_patch(&nothing, &status) {
@@ -315,62 +303,24 @@ impl Inner {
 
     /// Changes one part of an object that still has this version.
     async fn patch(&self, key: &Key, version: u64, part: Part) -> Result<Object, WriteError> {
-        let found = self.send(key, version, part).await?;
+        let found = self.remote.send(key, version, part).await?;
         self.take_in(key, &found)
-    }
-
-    async fn send(&self, key: &Key, version: u64, part: Part) -> Result<DynamicObject, CallError> {
-        let (api, parameters) =
-            (self.api(key.kind), PatchParams { field_manager: manager(), ..PatchParams::default() });
-        let metadata = json!({ "resourceVersion": version.to_string() });
-        match part {
-            Part::Spec(change) => {
-                let body = json!({ "metadata": metadata, "spec": change });
-                bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await
-            }
-            Part::Status(change) => {
-                let body = json!({ "metadata": metadata, "status": change });
-                bounded(api.patch_status(&key.name, &parameters, &Patch::Merge(body))).await
-            }
-            Part::Held { finalizers, fingerprint } => {
-                let mut metadata =
-                    json!({ "resourceVersion": version.to_string(), "finalizers": finalizers });
-                if let Some(fingerprint) = fingerprint {
-                    metadata["annotations"] = json!({ FINGERPRINT_ANNOTATION: fingerprint });
-                }
-                let body = json!({ "metadata": metadata });
-                bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await
-            }
-            Part::Finalizers(finalizers) => {
-                let metadata = json!({ "resourceVersion": version.to_string(), "finalizers": finalizers });
-                let body = json!({ "metadata": metadata });
-                bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await
-            }
-        }
     }
 
     /// Requests the deletion; the finalizer keeps the object until `remove`.
     async fn ask_for_deletion(&self, key: &Key, stored: Object) -> Result<Object, WriteError> {
-        match self.delete(key, stored.metadata().resource_version).await? {
+        match self.remote.delete(key, stored.metadata().resource_version).await? {
             Some(left) => self.take_in(key, &left),
             // The object had no finalizer: another client removed it.
             None => {
-                self.forget(key, stored.metadata().resource_version);
+                self.known.forget(key, stored.metadata().resource_version);
                 Ok(stored)
             }
         }
     }
 
-    /// Deletes the object if it still has this version; returns the rest of it while finalizers hold it.
-    async fn delete(&self, key: &Key, version: u64) -> Result<Option<DynamicObject>, CallError> {
-        let precondition = Preconditions { resource_version: Some(version.to_string()), uid: None };
-        let parameters = DeleteParams::background().preconditions(precondition);
-        let left = bounded(self.api(key.kind).delete(&key.name, &parameters)).await?.left();
-        Ok(left.filter(|left| left.metadata.deletion_timestamp.is_some()))
-    }
-
     async fn remove(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
-        self.cache.check(key, expected)?;
+        self.known.check(key, expected)?;
         match self.take_away(key, expected).await {
             Ok(()) => Ok(()),
             Err(error) => Err(self.failed(key, expected, &error).await),
@@ -378,15 +328,15 @@ impl Inner {
     }
 
     async fn take_away(&self, key: &Key, expected: u64) -> Result<(), WriteError> {
-        let mut left = bounded(self.api(key.kind).get(&key.name)).await?;
+        let mut left = bounded(self.remote.api(key.kind).get(&key.name)).await?;
         let mut version = convert::version(left.metadata.resource_version.as_deref())?;
         if version != expected {
             self.take_in(key, &left)?;
             return Err(WriteError::Changed);
         }
         if left.metadata.deletion_timestamp.is_none() {
-            let Some(deleting) = self.delete(key, version).await? else {
-                self.forget(key, version);
+            let Some(deleting) = self.remote.delete(key, version).await? else {
+                self.known.forget(key, version);
                 return Ok(());
             };
             left = deleting;
@@ -395,51 +345,21 @@ impl Inner {
         let others = left.metadata.finalizers.unwrap_or_default();
         let others: Vec<String> = others.into_iter().filter(|finalizer| finalizer != FINALIZER).collect();
         let is_last = others.is_empty();
-        let answer = self.send(key, version, Part::Finalizers(others)).await?;
+        let answer = self.remote.send(key, version, Part::Finalizers(others)).await?;
         if !is_last {
             version = convert::version(answer.metadata.resource_version.as_deref())?;
         }
         // If other finalizers hold it, it is removed for the reconcilers all the same: it has no data any
         // more.
-        self.forget(key, version);
+        self.known.forget(key, version);
         Ok(())
-    }
-
-    fn forget(&self, key: &Key, version: u64) {
-        let mut order = self.order();
-        self.cache.change(|state| {
-            order.remove(state, key, version);
-            vec![key.clone()]
-        });
     }
 
     /// Takes over the current state of an object from the API server.
     fn take_in(&self, key: &Key, stored: &DynamicObject) -> Result<Object, WriteError> {
         let object = convert::object(key.kind, stored, &self.keys)?;
-        self.take(object.clone());
+        self.known.take(object.clone());
         Ok(object)
-    }
-
-    fn take(&self, object: Object) {
-        let key = object.key();
-        let mut order = self.order();
-        self.cache.change(|state| if order.take(state, object) { vec![key] } else { Vec::new() });
-    }
-
-    /// The API server has an object of that key which cannot be used.
-    fn leave_out(&self, key: Key, left_out: LeftOut) {
-        let order = self.order();
-        self.cache.change(
-            |state| {
-                if order.leave_out(state, &key, left_out) { vec![key] } else { Vec::new() }
-            },
-        );
-        drop(order);
-    }
-
-    /// Forgets that the object of that key was left out, because it has nothing of ours.
-    fn forget_left_out(&self, key: &Key) {
-        self.cache.change(|state| if state.forget_left_out(key) { vec![key.clone()] } else { Vec::new() });
     }
 
     /// After a failed write, memory must not be older than the version in conflict: the next write would
@@ -451,7 +371,7 @@ impl Inner {
                 return StoreError::Conflict {
                     key: key.clone(),
                     expected,
-                    found: self.cache.state().version(key),
+                    found: self.known.state().version(key),
                 };
             }
             WriteError::Convert(error) => {
@@ -464,11 +384,11 @@ impl Inner {
         if is_code(error, 409) || is_code(error, 404) {
             self.refresh(key, expected).await;
         }
-        store_error(error, key, expected, self.cache.state().version(key))
+        store_error(error, key, expected, self.known.state().version(key))
     }
 
     async fn refresh(&self, key: &Key, expected: u64) {
-        match bounded(self.api(key.kind).get_opt(&key.name)).await {
+        match bounded(self.remote.api(key.kind).get_opt(&key.name)).await {
             Ok(Some(found)) if convert::is_held(key.kind, &found.metadata) => {
                 if let Err(error) = self.take_in(key, &found) {
                     tracing::debug!(%key, %error, "not refreshed");
@@ -476,24 +396,11 @@ impl Inner {
             }
             // The watch brings it once it is held.
             Ok(Some(_)) => {}
-            Ok(None) => self.forget(key, expected),
+            Ok(None) => self.known.forget(key, expected),
             // The watch brings it later.
             Err(error) => tracing::debug!(%key, %error, "not refreshed"),
         }
     }
-}
-
-/// The part of an object to change.
-#[derive(Debug)]
-enum Part {
-    Spec(Value),
-    Status(Value),
-    /// The finalizers with ours, and of a volume the fingerprint of its key.
-    Held {
-        finalizers: Vec<String>,
-        fingerprint: Option<String>,
-    },
-    Finalizers(Vec<String>),
 }
 
 /// The reason why a write failed.
@@ -507,14 +414,6 @@ enum WriteError {
     Convert(#[from] ConvertError),
     #[error(transparent)]
     Json(#[from] serde_json::Error),
-}
-
-fn manager() -> Option<String> {
-    Some(FIELD_MANAGER.to_owned())
-}
-
-fn post() -> PostParams {
-    PostParams { field_manager: manager(), ..PostParams::default() }
 }
 
 /// Returns true if the status of a watch means that the version is too old to continue from.

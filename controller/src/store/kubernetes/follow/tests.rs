@@ -6,16 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use http::{Method, Request, Response};
 use kube::client::Body;
 use serde_json::{Value, json};
-use shorthorn_controller_core::ClusterState;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tower::service_fn;
 
 use super::super::keys::VolumeKeys;
-use super::super::order::Order;
+use super::super::known::Known;
+use super::super::remote::Remote;
 use super::*;
 use crate::kubernetes::events::events;
-use crate::store::cache::Cache;
 
 /// Volumes of an API server, two on a page.
 #[derive(Default)]
@@ -108,18 +107,16 @@ fn inner(api: &Arc<FakeApi>) -> Arc<Inner> {
     let (events, _) = events(client.clone(), "n", "a");
     let keys = VolumeKeys::new(&[7; 32]);
     Arc::new(Inner {
-        client,
-        namespace: "n".to_owned(),
         cluster: keys.cluster(),
         keys,
-        cache: Cache::new(ClusterState::default()),
-        order: Mutex::<Order>::default(),
+        remote: Remote::new(client, "n"),
+        known: Known::new(),
         events,
     })
 }
 
 fn known(inner: &Inner) -> Vec<String> {
-    inner.cache.state().volumes.keys().cloned().collect()
+    inner.known.state().volumes.keys().cloned().collect()
 }
 
 #[tokio::test]
@@ -150,16 +147,16 @@ async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
     assert_eq!(known(&inner), ["a", "c"]);
     let b = Key::new(Kind::Volume, "b");
     assert_eq!(followed.left_out, BTreeSet::from([b.clone()]));
-    let sentence = inner.cache.state().unknown(&b).unwrap();
+    let sentence = inner.known.state().unknown(&b).unwrap();
     assert!(sentence.contains("finalizer") && sentence.contains("rbac.yaml"), "{sentence}");
     try_all_again(&inner, &mut followed).await;
     assert_eq!(followed.left_out, BTreeSet::from([b.clone()]), "as long as it is refused");
-    assert!(inner.cache.state().unknown(&b).is_some());
+    assert!(inner.known.state().unknown(&b).is_some());
     *api.frozen.lock().unwrap() = None;
     try_all_again(&inner, &mut followed).await;
     assert!(followed.left_out.is_empty());
     assert_eq!(known(&inner), ["a", "b", "c"]);
-    assert_eq!(inner.cache.state().unknown(&b), None);
+    assert_eq!(inner.known.state().unknown(&b), None);
 }
 
 async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
@@ -196,7 +193,7 @@ async fn an_object_that_is_tried_again_holds_up_no_event() {
     let watching = tokio::spawn(async move {
         take_events(&watched, Kind::Volume, &mut followed, ReceiverStream::new(events)).await
     });
-    let mut changes = inner.cache.changes();
+    let mut changes = inner.known.changes();
     api.asked.notified().await;
     let asked = Instant::now();
     api.add("late");
@@ -229,14 +226,14 @@ async fn a_volume_that_came_between_two_lists_is_fetched() {
     api.add("a");
     let inner = inner(&api);
     list(&inner, Kind::Volume).await.unwrap();
-    let volume = inner.cache.state().volumes["a"].clone();
+    let volume = inner.known.state().volumes["a"].clone();
     let mut late = volume.clone();
     late.metadata.name = "late".to_owned();
     late.spec.volume_name = shorthorn_types::VolumeName::new("late").unwrap();
     for owner in [volume, late] {
         let mut engine = Engine::of_new(&owner, Timestamp::UNIX_EPOCH);
         engine.metadata.resource_version = 12;
-        inner.take(engine.into());
+        inner.known.take(engine.into());
     }
     api.add("late");
     complete(&inner).await.unwrap();
