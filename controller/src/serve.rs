@@ -1,27 +1,22 @@
 //! The controller as a daemon.
 
+mod servers;
+
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shorthorn_api::v1::controller_server::ControllerServer;
 use shorthorn_controller_core::reconcile::is_urgent;
-use shorthorn_csi::{DRIVER_NAME, Identity};
 use shorthorn_metrics::MetricsError;
 use shorthorn_pki::address::{AddressError, Listen};
-use shorthorn_pki::{AccessLayer, ClientAuth, Limits};
 use thiserror::Error;
-use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
-use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
-use tonic::transport::Server;
-use tonic::transport::server::Router;
 
+use self::servers::Servers;
 use crate::agents::Fleet;
 use crate::api::{Api, Diagnostics};
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
@@ -40,22 +35,14 @@ use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect
 use crate::metrics::{ControllerMetrics, Metered, Metrics, Readiness, ReadinessPhase};
 use crate::store::kubernetes::OpenError;
 use crate::store::{KubeStore, RedbStore, Store, StoreError};
-use crate::tls::{Keeper, SecretKeeper, Tls, TlsApi, TlsError, signer};
+use crate::tls::{Keeper, SecretKeeper, Tls, TlsError, signer};
 use crate::work::{Queue, Worker};
 
-/// The time limit for running calls after the controller was stopped.
-const STOP_LIMIT: Duration = Duration::from_secs(5);
-/// The interval of probes of a silent connection, and the time limit of the answer.
-const KEEPALIVE: Duration = Duration::from_secs(10);
 /// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
 /// recorded.
 const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit for the last line of the log.
 const LOG_LIMIT: Duration = Duration::from_millis(100);
-/// The most calls of one sidecar at once; more wait.
-const CSI_CALLS_MAX: usize = 256;
-/// The most calls of one connection with TLS at once; more wait. A stranger may send requests of 64 KiB.
-const TLS_CALLS_MAX: usize = 64;
 
 /// The reason why the controller cannot run, or had to end.
 #[derive(Debug, Error)]
@@ -114,133 +101,220 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     let source = ControllerMetrics::new(metrics.clone(), Arc::clone(&readiness));
     let shown: Arc<dyn shorthorn_metrics::MetricsSource> = Arc::<ControllerMetrics>::clone(&source);
     let _metrics = shorthorn_metrics::start(config.metrics_listen, DEFAULT_METRICS, shown).await?;
-    let (stop, stopping) = watch::channel(false);
-    let (gate, mut servers) = (CsiGate::default(), JoinSet::new());
+    let (gate, mut servers) = (CsiGate::default(), Servers::new());
     let stands_by = matches!(config.store, StoreConfig::Kubernetes(_));
     if let Some(address) = config.csi_listen.as_ref().filter(|_| stands_by) {
         // Before the wait for the lease: sidecars give up on a missing socket.
-        servers.spawn(listen(address.clone(), csi_router(&gate), &stopping).await?);
+        servers.serve_csi(address, &gate).await?;
     }
     // What ends one controller too many, or has it wait, before it touches anything else.
     let opened = tokio::select! {
         opened = open(&config.store, &readiness) => opened?,
-        Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
+        Some(ended) = servers.ended() => return ended,
         name = signals.next() => {
             tracing::info!(signal = name, "stopping");
-            remove_socket(config.csi_listen.as_ref());
+            servers.remove_sockets();
             return Ok(());
         }
     };
-    let Opened { keeper, signer, store, mut lease, leads, events, attachments, workloads, pods, mut tasks } =
-        opened;
-    let store = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(&readiness)));
-    tasks.spawn(Arc::clone(&store).follow());
-    let store: Arc<dyn Store> = store;
+    let mut run = Run::new(config, opened, metrics, source, &readiness).await?;
+    run.serve(&mut servers, &gate, stands_by).await?;
+    run.started(&readiness);
+    let result = match run.work(&mut servers, &mut signals).await {
+        End::AtOnce(result) => return result,
+        End::InOrder(result) => result,
+    };
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    // No work has to be completed: the next start continues it.
+    servers.stop().await;
+    run.release(&mut servers).await;
+    result
+}
+
+/// The end of the work of a controller.
+enum End {
+    /// Another controller may start to work within seconds.
+    AtOnce(Result<(), ServeError>),
+    /// Calls may end, and the lease is released.
+    InOrder(Result<(), ServeError>),
+}
+
+/// A controller that has opened its store, and may lead.
+struct Run {
+    config: Config,
+    metrics: Metrics,
+    source: Arc<ControllerMetrics>,
+    store: Arc<dyn Store>,
+    tls: Arc<Tls>,
+    fleet: Arc<Fleet>,
+    queue: Arc<Queue>,
+    events: Option<Events>,
+    attachments: Option<ClusterAttachments>,
+    workloads: Option<ClusterWorkloads>,
+    lease: Option<LeaseThread>,
+    leads: Option<watch::Sender<bool>>,
+    tasks: JoinSet<()>,
+}
+
+impl Run {
+    /// Opens the CA, and starts the tasks that need no server.
+    async fn new(
+        config: Config,
+        opened: Opened,
+        metrics: Metrics,
+        source: Arc<ControllerMetrics>,
+        readiness: &Arc<Readiness>,
+    ) -> Result<Run, ServeError> {
+        let Opened { keeper, signer, store, lease, leads, events, attachments, workloads, pods, tasks } =
+            opened;
+        let (mut lease, mut tasks) = (lease, tasks);
+        let store = Arc::new(Metered::new(store, metrics.clone(), Arc::clone(readiness)));
+        tasks.spawn(Arc::clone(&store).follow());
+        let store: Arc<dyn Store> = store;
+        let tls = open_tls(keeper, store.cluster(), &mut lease, &mut tasks).await?;
+        let seen = Arc::clone(&store);
+        let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.state(), key)));
+        let (kept, credentials) = (Arc::clone(&store), tls.credentials().clone());
+        let (nodes, woken) = (&config.nodes, Arc::clone(&queue));
+        let fleet = Fleet::with_tls(nodes, kept, woken, metrics.clone(), Some(credentials))?;
+        tasks.spawn(Arc::clone(&tls).run(Arc::clone(&fleet)));
+        if let Some(client) = signer {
+            tasks.spawn(signer::run(client, Arc::clone(&tls)));
+        }
+        source.show_tls(Arc::clone(&tls));
+        source.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
+        if let (Some(pods), Some(events)) = (pods, &events) {
+            pods.look_after(&store, &fleet, events, &metrics, &mut tasks);
+        }
+        Ok(Run {
+            config,
+            metrics,
+            source,
+            store,
+            tls,
+            fleet,
+            queue,
+            events,
+            attachments,
+            workloads,
+            lease,
+            leads,
+            tasks,
+        })
+    }
+
+    /// Serves the API and CSI on all configured addresses.
+    async fn serve(
+        &mut self,
+        servers: &mut Servers,
+        gate: &CsiGate,
+        serves_csi: bool,
+    ) -> Result<(), ServeError> {
+        let api = self.api(servers.stopping());
+        let csi = self.csi(servers.stopping());
+        for address in std::iter::once(&self.config.listen).chain(&self.config.forward_listen) {
+            servers.serve_api(address, &api, &self.tls).await?;
+        }
+        if let Some(address) = self.config.tls_listen {
+            servers.serve_tls(address, api, &self.tls).await?;
+        }
+        if let Some(address) = &self.config.csi_listen {
+            if !serves_csi {
+                servers.serve_csi(address, gate).await?;
+            }
+            gate.open(csi);
+            tracing::info!(csi = %address, "CSI is served");
+        }
+        Ok(())
+    }
+
+    fn api(&mut self, stopping: watch::Receiver<bool>) -> Api {
+        let settings = self.config.settings;
+        let mut api = Api::new(Arc::clone(&self.store), Arc::clone(&self.fleet), stopping, settings);
+        let configuration = format!("{:#?}\n", self.config);
+        api = api.with_diagnostics(Diagnostics { source: Arc::clone(&self.source), configuration });
+        if let Some(attachments) = self.attachments.take() {
+            api = api.with_attachments(Arc::new(attachments));
+        }
+        if let Some(workloads) = self.workloads.take() {
+            api = api.with_workloads(Arc::new(workloads));
+        }
+        api
+    }
+
+    fn csi(&self, stopping: watch::Receiver<bool>) -> CsiController {
+        let (store, fleet) = (Arc::clone(&self.store), Arc::clone(&self.fleet));
+        let csi = CsiController::new(store, fleet, stopping, self.config.settings, self.metrics.clone());
+        csi.with_events(self.events.clone())
+    }
+
+    /// Reports that this controller serves.
+    fn started(&self, readiness: &Readiness) {
+        if let Some(leads) = &self.leads {
+            leads.send_replace(true);
+        }
+        readiness.reached(ReadinessPhase::Leading);
+        let config = &self.config;
+        tracing::info!(store = %config.store, listen = %config.listen, nodes = config.nodes.len(), "ready");
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    }
+
+    /// Reconciles until a signal, or until this controller cannot continue.
+    async fn work(&mut self, servers: &mut Servers, signals: &mut Signals) -> End {
+        let (broken_sender, mut broken) = mpsc::channel(1);
+        let worker = Worker::new(
+            Arc::clone(&self.store),
+            Arc::clone(&self.fleet),
+            Arc::clone(&self.queue),
+            broken_sender,
+            self.events.clone(),
+            self.config.settings,
+            self.metrics.clone(),
+        );
+        tokio::select! {
+            () = worker.run() => End::InOrder(Ok(())),
+            () = Arc::clone(&self.fleet).run() => End::InOrder(Ok(())),
+            Some(error) = broken.recv() => End::InOrder(Err(error.into())),
+            reason = lost(self.lease.as_mut()) => End::AtOnce(Err(ServeError::LeaseLost(reason))),
+            Some(ended) = servers.ended() => End::AtOnce(ended),
+            name = signals.next() => {
+                tracing::info!(signal = name, "stopping");
+                End::InOrder(Ok(()))
+            }
+        }
+    }
+
+    /// Lets another controller lead at once. Nothing of this one may act then.
+    async fn release(mut self, servers: &mut Servers) {
+        if let Some(lease) = self.lease.take() {
+            servers.shutdown().await;
+            self.tasks.shutdown().await;
+            lease.release().await;
+        }
+    }
+}
+
+/// Opens the cluster's CA while this controller has the lease.
+async fn open_tls(
+    keeper: Arc<dyn Keeper>,
+    cluster: &str,
+    lease: &mut Option<LeaseThread>,
+    tasks: &mut JoinSet<()>,
+) -> Result<Arc<Tls>, ServeError> {
     let opened = tokio::select! {
-        opened = Tls::open(keeper, store.cluster()) => opened,
+        opened = Tls::open(keeper, cluster) => opened,
         reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),
     };
-    let tls = match opened {
-        Ok(tls) => tls,
+    match opened {
+        Ok(tls) => Ok(tls),
         Err(error) => {
-            if let Some(lease) = lease {
+            if let Some(lease) = lease.take() {
                 // The next attempt, maybe of another controller, need not wait for the end of this lease.
                 tasks.shutdown().await;
                 lease.release().await;
             }
-            return Err(error.into());
+            Err(error.into())
         }
-    };
-    let seen = Arc::clone(&store);
-    let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.state(), key)));
-    let (kept, credentials) = (Arc::clone(&store), tls.credentials().clone());
-    let fleet = Fleet::with_tls(&config.nodes, kept, Arc::clone(&queue), metrics.clone(), Some(credentials))?;
-    tasks.spawn(Arc::clone(&tls).run(Arc::clone(&fleet)));
-    if let Some(client) = signer {
-        tasks.spawn(signer::run(client, Arc::clone(&tls)));
-    }
-    source.show_tls(Arc::clone(&tls));
-    source.show(Arc::clone(&store), Arc::clone(&fleet), Arc::clone(&queue));
-    if let (Some(pods), Some(events)) = (pods, events.clone()) {
-        pods.look_after(&store, &fleet, &events, &metrics, &mut tasks);
-    }
-    let (broken_sender, mut broken) = mpsc::channel(1);
-    let settings = config.settings;
-    let worker = Worker::new(
-        Arc::clone(&store),
-        Arc::clone(&fleet),
-        queue,
-        broken_sender,
-        events.clone(),
-        settings,
-        metrics.clone(),
-    );
-    let mut api = Api::new(Arc::clone(&store), Arc::clone(&fleet), stopping.clone(), settings);
-    api = api.with_diagnostics(Diagnostics { source, configuration: format!("{config:#?}\n") });
-    if let Some(attachments) = attachments {
-        api = api.with_attachments(Arc::new(attachments));
-    }
-    if let Some(workloads) = workloads {
-        api = api.with_workloads(Arc::new(workloads));
-    }
-    let csi = CsiController::new(store, Arc::clone(&fleet), stopping.clone(), settings, metrics)
-        .with_events(events);
-    for address in std::iter::once(&config.listen).chain(&config.forward_listen) {
-        let tls_api = TlsApi::new(Arc::clone(&tls)).server();
-        let api = server().add_service(ControllerServer::new(api.clone())).add_service(tls_api);
-        servers.spawn(listen(address.clone(), api, &stopping).await?);
-    }
-    if let Some(address) = config.tls_listen {
-        servers.spawn(listen_tls(address, api.clone(), &tls, &stopping).await?);
-    }
-    if let Some(address) = &config.csi_listen {
-        if !stands_by {
-            servers.spawn(listen(address.clone(), csi_router(&gate), &stopping).await?);
-        }
-        gate.open(csi);
-        tracing::info!(csi = %address, "CSI is served");
-    }
-
-    if let Some(leads) = &leads {
-        leads.send_replace(true);
-    }
-    readiness.reached(ReadinessPhase::Leading);
-    tracing::info!(store = %config.store, listen = %config.listen, nodes = config.nodes.len(), "ready");
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    let result = tokio::select! {
-        () = worker.run() => Ok(()),
-        () = fleet.run() => Ok(()),
-        Some(error) = broken.recv() => Err(error.into()),
-        // At once: another one may start to work within seconds.
-        reason = lost(lease.as_mut()) => return Err(ServeError::LeaseLost(reason)),
-        Some(ended) = servers.join_next() => return ended.unwrap_or(Ok(())).map_err(ServeError::Api),
-        name = signals.next() => {
-            tracing::info!(signal = name, "stopping");
-            Ok(())
-        }
-    };
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-    // No work has to be completed: the next start continues it.
-    let _ = stop.send(true);
-    let ended = async { while servers.join_next().await.is_some() {} };
-    if tokio::time::timeout(STOP_LIMIT, ended).await.is_err() {
-        tracing::warn!("clients keep their connections open; exiting anyway");
-    }
-    remove_socket(Some(&config.listen));
-    remove_socket(config.forward_listen.as_ref());
-    remove_socket(config.csi_listen.as_ref());
-    if let Some(lease) = lease {
-        // Nothing may act once another controller can lead.
-        servers.shutdown().await;
-        tasks.shutdown().await;
-        lease.release().await;
-    }
-    result
-}
-
-fn remove_socket(address: Option<&Listen>) {
-    if let Some(Listen::Unix(path)) = address {
-        let _ = std::fs::remove_file(path);
     }
 }
 
@@ -400,86 +474,6 @@ fn end() {
     });
     std::thread::sleep(LOG_LIMIT);
     std::process::exit(1);
-}
-
-type Serving = std::pin::Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send>>;
-
-fn server() -> Server {
-    Server::builder().http2_keepalive_interval(Some(KEEPALIVE)).http2_keepalive_timeout(Some(KEEPALIVE))
-}
-
-fn csi_router(gate: &CsiGate) -> Router {
-    let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(gate.ready());
-    let mut server = server().concurrency_limit_per_connection(CSI_CALLS_MAX);
-    server.add_service(identity.server()).add_service(gate.clone())
-}
-
-/// Binds the address, and returns the server.
-async fn listen(
-    listen: Listen,
-    router: Router,
-    stopping: &watch::Receiver<bool>,
-) -> Result<Serving, ServeError> {
-    let mut stopping = stopping.clone();
-    let stopped = async move {
-        // An error means that the sender is gone, and with it the controller.
-        let _ = stopping.wait_for(|stopping| *stopping).await;
-    };
-    match &listen {
-        Listen::Unix(path) => {
-            let listener = bind(path).await?;
-            let incoming = UnixListenerStream::new(listener);
-            Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
-        }
-        Listen::Tcp(address) => {
-            let listener = TcpListener::bind(address).await;
-            let listener = listener.map_err(|error| ServeError::Listen(listen.clone(), error))?;
-            let incoming = TcpListenerStream::new(listener);
-            Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
-        }
-    }
-}
-
-/// Serves the API with mutual TLS. The layer refuses each method that the role of the caller may not call.
-async fn listen_tls(
-    address: SocketAddr,
-    api: Api,
-    tls: &Arc<Tls>,
-    stopping: &watch::Receiver<bool>,
-) -> Result<Serving, ServeError> {
-    let failed = |error| ServeError::TlsListen(address, error);
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
-    let (auth, limits) = (ClientAuth::Optional, Limits::default());
-    let incoming = shorthorn_pki::incoming(listener, tls.credentials(), auth, limits);
-    let incoming = incoming.map_err(|error| failed(io::Error::other(error)))?;
-    let mut stopping = stopping.clone();
-    let stopped = async move {
-        let _ = stopping.wait_for(|stopping| *stopping).await;
-    };
-    let router = server()
-        .concurrency_limit_per_connection(TLS_CALLS_MAX)
-        .layer(AccessLayer)
-        .add_service(ControllerServer::new(api))
-        .add_service(TlsApi::new(Arc::clone(tls)).server());
-    tracing::info!(%address, "the API is served with TLS");
-    Ok(Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)))
-}
-
-/// Listens on a socket in the file system; takes over one that a killed controller left.
-async fn bind(path: &Path) -> Result<UnixListener, ServeError> {
-    let failed = |error| ServeError::Listen(Listen::Unix(path.to_owned()), error);
-    if UnixStream::connect(path).await.is_ok() {
-        return Err(ServeError::ListenTaken(path.to_owned()));
-    }
-    if std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket()) {
-        std::fs::remove_file(path).map_err(failed)?;
-    }
-    if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent).map_err(failed)?;
-    }
-    let listener = UnixListener::bind(path).map_err(failed)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
-    Ok(listener)
 }
 
 struct Signals {
