@@ -71,6 +71,17 @@ async fn until_sum(cluster: &Cluster, begin: &str, wanted: f64) {
     }
 }
 
+/// Waits until no object waits for a run.
+async fn until_idle(cluster: &Cluster) {
+    let deadline = Instant::now() + LIMIT;
+    let depth = |state: &str| sum(cluster, &format!("shorthorn_controller_queue_depth{{state=\"{state}\""));
+    let queued = || ["ready", "active"].map(depth);
+    while queued() != [0.0, 0.0] {
+        assert!(Instant::now() < deadline, "the queue never empties: {:?}", queued());
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn volumes_that_wait_for_a_place_cost_nothing_until_there_may_be_one() {
     let cluster = Cluster::start(&["a", "b"]).await;
@@ -88,10 +99,12 @@ async fn volumes_that_wait_for_a_place_cost_nothing_until_there_may_be_one() {
     until_sum(&cluster, refused, f64::from(WAITING)).await;
     let last = format!("v{}", WAITING - 1);
     cluster.until(&last, "refused", |volume| volume.to_string().contains("cordoned")).await;
+    until_idle(&cluster).await;
     let before = sum(&cluster, refused);
     for zone in ["x", "y", "z"] {
         cluster.ok(&["node", "set", "b", "--zone", zone]).await;
     }
+    until_idle(&cluster).await;
     let runs = sum(&cluster, refused) - before;
     assert!(runs < f64::from(WAITING), "three changes of a cordoned node have run {runs} reconcilers");
     cluster.ok(&["node", "uncordon", "a"]).await;

@@ -179,10 +179,10 @@ impl ClusterState {
         self.index.incomplete.keys().map(String::as_str).chain(names).collect()
     }
 
-    /// Returns the number of volumes that may lack a replica.
+    /// Returns about how many volumes may lack a replica and rebuild none.
     #[must_use]
     pub fn waiting_volumes(&self) -> usize {
-        self.index.incomplete.len()
+        self.index.incomplete.len().saturating_sub(self.rebuilds.volumes_with_rebuild())
     }
 
     /// Returns the size of the smallest volume that may lack a replica. 0: a replica is to leave its place. None:

@@ -27,6 +27,12 @@ pub(super) struct RebuildIndex {
 }
 
 impl RebuildIndex {
+    /// Returns the number of volumes that rebuild a replica, or have one made for that.
+    pub(super) fn volumes_with_rebuild(&self) -> usize {
+        let without: usize = self.without.values().map(BTreeSet::len).sum();
+        self.of_volume.len().saturating_sub(without)
+    }
+
     fn set(&mut self, volume: &str, rebuilds: Option<VolumeRebuilds>) {
         if self.of_volume.get(volume) == rebuilds.as_ref() {
             return;

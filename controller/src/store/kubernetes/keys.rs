@@ -255,7 +255,8 @@ mod tests {
                 *secret = Some(serde_json::from_slice(body).unwrap());
             }
             let Some(found) = secret.as_mut() else {
-                return (404, json!({ "kind": "Status", "status": "Failure", "code": 404 }));
+                let reason = "NotFound";
+                return (404, json!({ "kind": "Status", "status": "Failure", "reason": reason, "code": 404 }));
             };
             if method == Method::PATCH {
                 let change: Value = serde_json::from_slice(body).unwrap();
