@@ -265,6 +265,27 @@ async fn a_replica_directory_belongs_to_the_secret_of_its_volume() {
     assert_eq!(client.start_replica(with(8, false)).await.unwrap_err().code(), Code::FailedPrecondition);
 }
 
+/// A volume that encrypts in transit is served encrypted or not at all.
+#[tokio::test]
+async fn a_replica_that_encrypts_in_transit_needs_the_kernel() {
+    let node = Node::new();
+    let (_agent, mut client) = node.start().await;
+    client.add_disk(v1::AddDiskRequest { path: node.disk().display().to_string() }).await.unwrap();
+    let request =
+        v1::StartReplicaRequest { create: true, encrypt_in_transit: true, ..node.replica(REPLICAS[0]) };
+    let started = client.start_replica(request.clone()).await;
+    if let Err(error) = shorthorn_tls::check_kernel() {
+        let refused = started.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        assert!(refused.message().contains("modprobe tls"), "{refused}");
+        assert!(list(&mut client).await.is_empty(), "{error}");
+        return;
+    }
+    wait_for(&mut client, "v1-0000000a", running).await;
+    let plain = v1::StartReplicaRequest { encrypt_in_transit: false, ..request };
+    assert_eq!(client.start_replica(plain).await.unwrap_err().code(), Code::AlreadyExists);
+}
+
 #[tokio::test]
 async fn a_killed_agent_changes_nothing() {
     let node = Node::new();

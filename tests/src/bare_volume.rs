@@ -1,3 +1,4 @@
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -16,6 +17,18 @@ use crate::{NbdClient, binary, engine_status, replica_status, signal, until};
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 const NAME: &str = "bare";
+const SECRET: Secret = Secret::new([0x5a; 32]);
+
+/// The connections between the engine and the replicas of a [`BareVolume`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// Unix sockets.
+    Unix,
+    /// TCP on the loopback interface.
+    Tcp,
+    /// The same, encrypted.
+    EncryptedTcp,
+}
 
 /// The options of a [`BareVolume`].
 #[derive(Clone, Debug)]
@@ -30,6 +43,8 @@ pub struct BareVolumeOptions {
     pub replica_timeout_ms: u32,
     /// True if replicas compare every read with their sums.
     pub verify_reads: bool,
+    /// The connections between the engine and the replicas. By TCP, a replica cannot be started again.
+    pub transport: Transport,
 }
 
 impl BareVolumeOptions {
@@ -43,6 +58,7 @@ impl BareVolumeOptions {
             disks,
             replica_timeout_ms: 5000,
             verify_reads: false,
+            transport: Transport::Unix,
         }
     }
 }
@@ -65,17 +81,18 @@ impl BareVolume {
         let ids: Vec<ReplicaId> = (1..).map(ReplicaId::from_random).take(options.disks.len()).collect();
         let replicas = ids.iter().map(|_| None).collect();
         let mut volume = BareVolume { options, ids, replicas, engine: None };
-        volume.write_specs()?;
+        volume.write_replica_specs()?;
         for index in 0..volume.ids.len() {
             volume.start_replica(index)?;
         }
+        volume.write_engine_spec()?;
         volume.start_engine()?;
         Ok(volume)
     }
 
-    fn write_specs(&self) -> Result<()> {
+    fn write_replica_specs(&self) -> Result<()> {
         let volume: shorthorn_types::VolumeName = NAME.parse()?;
-        let secret = Secret::new([0x5a; 32]);
+        let by_tcp = self.options.transport != Transport::Unix;
         for (index, id) in self.ids.iter().enumerate() {
             let spec = ReplicaSpec {
                 volume: volume.clone(),
@@ -84,27 +101,38 @@ impl BareVolume {
                 size_bytes: self.options.size_bytes,
                 create: true,
                 first_members: Members::new(self.ids.iter().copied())?,
-                secret: secret.clone(),
+                secret: SECRET,
                 data_socket: self.file(index, "data"),
-                data_address: None,
+                data_address: by_tcp.then(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0))),
                 control_socket: self.file(index, "control"),
                 sum_bytes_per_s: SUM_BYTES_PER_S,
+                encrypt_in_transit: self.encrypts(),
                 unknown: Unknown::default(),
             };
             store_spec(&self.file(index, "json"), &spec)?;
         }
-        let endpoint = |(index, id): (usize, &ReplicaId)| ReplicaEndpoint {
-            replica: *id,
-            addresses: vec![format!("unix:{}", self.file(index, "data").display())],
-            local: true,
+        Ok(())
+    }
+
+    fn encrypts(&self) -> bool {
+        self.options.transport == Transport::EncryptedTcp
+    }
+
+    /// Writes the spec of the engine, with the addresses of the replicas, which run already.
+    fn write_engine_spec(&self) -> Result<()> {
+        let scheme = if self.options.transport == Transport::Unix { "unix:" } else { "tcp:" };
+        let endpoint = |(index, id): (usize, &ReplicaId)| {
+            let known = replica_status(&self.file(index, "control"))?.addresses;
+            let addresses = known.into_iter().filter(|address| address.starts_with(scheme)).collect();
+            Ok(ReplicaEndpoint { replica: *id, addresses, local: true })
         };
         let spec = EngineSpec {
-            volume,
+            volume: NAME.parse()?,
             size_bytes: self.options.size_bytes,
             attach: 1,
-            replicas: self.ids.iter().enumerate().map(endpoint).collect(),
+            replicas: self.ids.iter().enumerate().map(endpoint).collect::<Result<_>>()?,
             frontend: FrontendChoice::Socket,
-            secret,
+            secret: SECRET,
             state_file: self.options.dir.join("engine.state"),
             control_socket: self.engine_control(),
             frontend_socket: self.options.dir.join("nbd"),
@@ -117,6 +145,7 @@ impl BareVolume {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: self.options.verify_reads,
             continues: 0,
+            encrypt_in_transit: self.encrypts(),
             unknown: Unknown::default(),
         };
         Ok(store_spec(&self.options.dir.join("engine.json"), &spec)?)
@@ -203,6 +232,12 @@ impl BareVolume {
     /// It does not run.
     pub fn kill_replica(&mut self, index: usize) -> Result<()> {
         kill(self.replicas[index].take().context("that replica does not run")?)
+    }
+
+    /// Returns the address of the volume for NBD clients.
+    #[must_use]
+    pub fn uri(&self) -> String {
+        format!("nbd+unix:///{NAME}?socket={}", self.options.dir.join("nbd").display())
     }
 
     /// Returns a client of the volume.

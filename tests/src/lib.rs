@@ -28,7 +28,7 @@ mod vm_host;
 mod waiting;
 
 pub use bad_disk::BadDisk;
-pub use bare_volume::{BareVolume, BareVolumeOptions};
+pub use bare_volume::{BareVolume, BareVolumeOptions, Transport};
 pub use caller::Caller;
 pub use cluster_node::ClusterNode;
 pub use device_client::DeviceClient;

@@ -23,6 +23,7 @@ fn no_fault_shows_but_where_it_must() -> Result<()> {
         longest: Duration::from_secs(6),
         frontend: FrontendChoice::Socket,
         replica_timeout: Duration::from_secs(3),
+        encrypt: false,
         start: Instant::now(),
         stops_early: false,
     };

@@ -47,6 +47,9 @@ pub struct ReplicaSpec {
     /// are kept, and the replica does not notice rot by itself.
     #[serde(default = "sum_bytes_per_s_default", skip_serializing_if = "is_sum_bytes_per_s_default")]
     pub sum_bytes_per_s: u64,
+    /// True if connections to other hosts are encrypted. The fingerprint of the directory says so too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encrypt_in_transit: bool,
     /// Fields of a later version.
     #[serde(flatten)]
     pub unknown: Unknown,
@@ -120,6 +123,9 @@ pub struct EngineSpec {
     /// used it since then, through engines with other numbers. 0: none before this one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub continues: u64,
+    /// True if connections to replicas on other hosts are encrypted. Replicas of such a volume refuse others.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encrypt_in_transit: bool,
     /// Fields of a later version.
     #[serde(flatten)]
     pub unknown: Unknown,
@@ -282,6 +288,7 @@ mod tests {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: false,
             continues: 0,
+            encrypt_in_transit: false,
             unknown: Unknown::default(),
         }
     }

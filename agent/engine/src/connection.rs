@@ -47,6 +47,9 @@ pub enum ConnectError {
     /// The replica runs in another process than the one that the engine has learned from.
     #[error("{OTHER_RUN}")]
     OtherRun,
+    /// The connection cannot be encrypted.
+    #[error(transparent)]
+    Encryption(#[from] EncryptionError),
     /// The connection cannot be made or broke.
     #[error("{action}: {source}")]
     Io {
@@ -99,6 +102,7 @@ impl ConnectError {
             | ConnectError::Page(_)
             // A stranger on the way must not be able to keep the engine from the replica for long.
             | ConnectError::Unproven(_)
+            | ConnectError::Encryption(_)
             | ConnectError::Unexpected(_)
             | ConnectError::Deposed { .. } => false,
         }
@@ -116,6 +120,7 @@ impl ConnectError {
             | ConnectError::OtherRun
             | ConnectError::Io { .. }
             | ConnectError::Unproven(_)
+            | ConnectError::Encryption(_)
             | ConnectError::Deposed { .. } => false,
         }
     }
@@ -132,6 +137,8 @@ pub struct ReadyConnection {
 #[derive(Debug)]
 pub struct Connection {
     stream: Stream,
+    /// True if it has to be encrypted before the hello.
+    is_to_encrypt: bool,
     /// The time limit of each step; none for no limit.
     timeout: Option<Duration>,
     /// The deadline of the exchange to which the next steps belong.
@@ -184,8 +191,9 @@ impl Connection {
     }
 
     fn new(stream: Stream, timeout: Duration) -> io::Result<Connection> {
+        let (deadline, pages_deadline, session) = Default::default();
         let mut connection =
-            Connection { stream, timeout: None, deadline: None, pages_deadline: None, session: None };
+            Connection { stream, is_to_encrypt: false, timeout: None, deadline, pages_deadline, session };
         connection.set_timeout(Some(timeout))?;
         Ok(connection)
     }
@@ -276,6 +284,9 @@ impl Connection {
     /// has the secret.
     pub fn handshake(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
+        if self.is_to_encrypt {
+            self.encrypt(&challenge, secret)?;
+        }
         let nonce = draw_nonce()?;
         let session = Session::of_engine(secret, challenge.nonce, nonce, &claim);
         self.send_text(Opcode::Hello, &Hello::new(claim, nonce, &challenge, secret))?;
@@ -576,6 +587,10 @@ impl Write for Connection {
         Ok(())
     }
 }
+
+mod encryption;
+
+pub use encryption::EncryptionError;
 
 #[cfg(test)]
 mod tests;

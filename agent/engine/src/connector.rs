@@ -20,6 +20,8 @@ pub struct Connector {
     pub secret: shorthorn_control::Secret,
     pub generation: Generation,
     pub timeout: Duration,
+    /// True if connections to other hosts are encrypted.
+    encrypts: bool,
 }
 
 impl Connector {
@@ -30,6 +32,7 @@ impl Connector {
             secret: spec.secret.clone(),
             generation,
             timeout: Duration::from_millis(u64::from(spec.replica_timeout_ms)),
+            encrypts: spec.encrypt_in_transit,
         }
     }
 
@@ -69,6 +72,7 @@ impl Connector {
         let (volume, generation) = (self.volume.clone(), self.generation);
         let claim = Claim { volume, replica, generation, queue };
         let mut connection = Connection::open(address, self.timeout)?;
+        connection.require_encryption(self.encrypts);
         let mut welcome = connection.handshake(claim, &self.secret)?;
         let size_bytes = self.size_bytes();
         match finish(fit(&mut connection, &mut welcome, size_bytes)) {

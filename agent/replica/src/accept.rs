@@ -268,7 +268,7 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
     let thread =
         thread::Builder::new().name("handshake".into()).stack_size(SMALL_STACK_BYTES).spawn(move || {
             let _in = handshake.span.enter();
-            let opened = open_here(&socket, &handshake);
+            let opened = open_here(&socket, origin, &handshake);
             handshake.handshakes().end(id);
             handshake.wake();
             match opened {
@@ -287,10 +287,14 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
 }
 
 /// Identifies the peer of a new connection. The data thread answers the hello.
-fn open_here(socket: &UnixStream, shared: &Shared) -> Result<Proven, Box<dyn std::error::Error>> {
+fn open_here(
+    socket: &UnixStream,
+    origin: Origin,
+    shared: &Shared,
+) -> Result<Proven, Box<dyn std::error::Error>> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)?;
-    let opened = handshake(socket, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
+    let opened = handshake(socket, origin, &shared.identity, nonce, HANDSHAKE_TIMEOUT)?;
     socket.set_read_timeout(None)?;
     socket.set_write_timeout(None)?;
     Ok(opened)

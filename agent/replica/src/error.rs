@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use shorthorn_control::SpecError;
 use shorthorn_replica_core::Denied;
 use shorthorn_store::StoreError;
+use shorthorn_tls::TlsError;
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::{ByteRange, Errno, ReplicaId, VolumeName};
 use thiserror::Error;
@@ -15,6 +16,9 @@ pub enum ReplicaError {
     /// The spec file cannot be used.
     #[error(transparent)]
     Spec(#[from] SpecError),
+    /// Connections cannot be encrypted.
+    #[error(transparent)]
+    Encryption(#[from] TlsError),
     /// The directory has no replica, and none may be made.
     #[error(
         "{} holds no replica, and the spec does not allow to create one: if the disk is not mounted, mount it; \

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::Secret;
 use shorthorn_replica_core::QueueId;
+use shorthorn_tls::{RECORD_HEADER_BYTES, ReplicaTls, TlsError, prepare_kernel, read_record};
 use shorthorn_types::{Errno, Generation, ReplicaId, VolumeName};
 use shorthorn_wire::{
     CONTROL_QUEUE, Challenge, FrameError, HEADER_BYTES, Header, Hello, Nonce, Opcode, Refusal, Session,
@@ -13,12 +14,16 @@ use shorthorn_wire::{
 };
 use thiserror::Error;
 
+use crate::handshakes::Origin;
+
 /// The identity of this replica, and the secret that an engine has to prove.
 #[derive(Debug)]
 pub(crate) struct Identity {
     pub volume: VolumeName,
     pub replica: ReplicaId,
     pub secret: Secret,
+    /// Encrypts connections of other hosts; none if the volume does not ask for it.
+    pub tls: Option<ReplicaTls>,
 }
 
 /// The reason why a connection was not opened.
@@ -49,6 +54,15 @@ pub(crate) enum HandshakeError {
     /// A queue that no engine has.
     #[error("queue {0} is out of bounds: the last one is {CONTROL_QUEUE}")]
     Queue(u16),
+    /// The engine has not begun to encrypt.
+    #[error(
+        "volume {0} encrypts in transit, and the engine does not: upgrade shorthorn-agent on the node of the engine, then \
+         attach the volume again"
+    )]
+    Plain(VolumeName),
+    /// The connection could not be encrypted.
+    #[error(transparent)]
+    Encryption(#[from] TlsError),
     /// A generation that no engine has.
     #[error("generation {} is the one before any engine: attachments count from 1", Generation::NEVER)]
     Generation,
@@ -60,7 +74,9 @@ impl HandshakeError {
         match self {
             HandshakeError::Io(_) | HandshakeError::Frame(_) | HandshakeError::NoHello(_) => None,
             HandshakeError::SomebodyElse { .. } => Some(Errno::new(libc::ENXIO)),
-            HandshakeError::Proof(_) => Some(Errno::new(libc::EACCES)),
+            HandshakeError::Proof(_) | HandshakeError::Plain(_) | HandshakeError::Encryption(_) => {
+                Some(Errno::new(libc::EACCES))
+            }
             HandshakeError::Queue(_) | HandshakeError::Generation => Some(Errno::INVALID),
         }
     }
@@ -76,20 +92,26 @@ pub(crate) struct Proven {
     pub session: Session,
 }
 
-/// Sends the challenge, takes the hello and checks it, all within `timeout`; a refusal is sent.
+/// Sends the challenge, encrypts the connection if it has to be, takes the hello and checks it, all within
+/// `timeout`; a refusal is sent.
 ///
 /// # Errors
 /// [`HandshakeError`]; the connection is to be dropped.
 pub(crate) fn handshake(
     socket: &UnixStream,
+    origin: Origin,
     identity: &Identity,
     nonce: [u8; 32],
     timeout: Duration,
 ) -> Result<Proven, HandshakeError> {
     let mut socket = Deadline { socket, end: Instant::now() + timeout };
-    let challenge = Challenge { nonce: Nonce::new(nonce) };
+    let tls = identity.tls.as_ref().filter(|_| origin != Origin::Local);
+    let challenge = Challenge { nonce: Nonce::new(nonce), encrypted: tls.is_some() };
     let (header, text) = encode_text(Challenge::HEADER, &challenge);
     socket.write_all(&[&header.encode()[..], &text].concat())?;
+    if let Some(tls) = tls {
+        encrypt(&mut socket, identity, tls)?;
+    }
     let (header, hello) = read_hello(&mut socket)?;
     let checked = identity.check(&hello, &challenge);
     if let Err(error) = &checked
@@ -108,6 +130,29 @@ pub(crate) fn handshake(
 pub(crate) fn refusal_frame(header: &Header, errno: Errno, refusal: &Refusal) -> Vec<u8> {
     let (header, text) = encode_text(header.response(Err(errno)), refusal);
     [&header.encode()[..], &text].concat()
+}
+
+/// Encrypts the connection. If the engine does not encrypt, or the kernel cannot, sends a refusal in clear.
+fn encrypt(socket: &mut Deadline<'_>, identity: &Identity, tls: &ReplicaTls) -> Result<(), HandshakeError> {
+    let prepared = prepare_kernel(socket.socket);
+    let mut start = [0; RECORD_HEADER_BYTES];
+    socket.read_exact(&mut start)?;
+    let (header, error) = match (read_record(start, socket), prepared) {
+        (Ok(record), Ok(())) => {
+            let keys = tls.handshake(record, socket)?;
+            return Ok(keys.give_to_kernel(socket.socket)?);
+        }
+        (Ok(_), Err(error)) => (Header::request(Opcode::Hello, 0, 0, 0), error.into()),
+        // It is read to its end: a close with unread bytes is a reset, which may overtake the refusal.
+        (Err(TlsError::NotTls(_)), _) => {
+            let (header, _) = read_hello(&mut (&start[..]).chain(&mut *socket))?;
+            (header, HandshakeError::Plain(identity.volume.clone()))
+        }
+        (Err(error), _) => return Err(error.into()),
+    };
+    let refusal = Refusal { message: error.to_string(), holder: None };
+    socket.write_all(&refusal_frame(&header, Errno::new(libc::EACCES), &refusal))?;
+    Err(error)
 }
 
 fn read_hello(socket: &mut impl Read) -> Result<(Header, Hello), HandshakeError> {
@@ -194,7 +239,7 @@ mod tests {
 
     fn identity() -> Identity {
         let replica = ReplicaId::from_random(7);
-        Identity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]) }
+        Identity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]), tls: None }
     }
 
     fn claim() -> Claim {
@@ -205,6 +250,15 @@ mod tests {
     /// Runs a handshake in which an engine answers the challenge with `claim`, its proof made with `secret`.
     /// Returns the result, and the answer to the engine.
     fn open(claim: Claim, secret: [u8; 32]) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
+        open_with(Origin::Local, &identity(), claim, secret)
+    }
+
+    fn open_with(
+        origin: Origin,
+        identity: &Identity,
+        claim: Claim,
+        secret: [u8; 32],
+    ) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let engine = thread::spawn(move || {
             let (_, challenge) = read_frame::<Challenge>(&mut theirs).unwrap();
@@ -215,7 +269,7 @@ mod tests {
             theirs.write_all(&text).unwrap();
             read_frame::<Refusal>(&mut theirs)
         });
-        let opened = handshake(&ours, &identity(), [5; 32], TIMEOUT);
+        let opened = handshake(&ours, origin, identity, [5; 32], TIMEOUT);
         drop(ours);
         (opened, engine.join().unwrap())
     }
@@ -261,11 +315,51 @@ mod tests {
         }
     }
 
+    fn encrypted() -> Identity {
+        Identity { tls: Some(ReplicaTls::new(&identity().secret).unwrap()), ..identity() }
+    }
+
+    const REMOTE: Origin = Origin::Remote(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST));
+
+    #[test]
+    fn a_plain_engine_of_another_host_is_refused_and_told_why() {
+        let (opened, refusal) = open_with(REMOTE, &encrypted(), claim(), [3; 32]);
+        assert!(matches!(opened, Err(HandshakeError::Plain(_))), "{opened:?}");
+        let (header, refusal) = refusal.unwrap();
+        assert_eq!((header.id, header.status), (9, libc::EACCES));
+        assert!(refusal.message.contains("encrypts in transit"), "{}", refusal.message);
+        // Over the Unix socket it is the same as without.
+        assert!(open_with(Origin::Local, &encrypted(), claim(), [3; 32]).0.is_ok());
+        assert!(open_with(REMOTE, &identity(), claim(), [3; 32]).0.is_ok());
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_encrypt_is_reported_to_the_engine() {
+        // No kernel encrypts a Unix socket.
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let engine = thread::spawn(move || {
+            assert!(read_frame::<Challenge>(&mut theirs).unwrap().1.encrypted);
+            theirs.write_all(&[22, 3, 1, 0, 4, 1, 0, 0, 0]).unwrap();
+            read_frame::<Refusal>(&mut theirs)
+        });
+        let opened = handshake(&ours, REMOTE, &encrypted(), [5; 32], TIMEOUT);
+        assert!(matches!(opened, Err(HandshakeError::Encryption(TlsError::Kernel(_)))), "{opened:?}");
+        drop(ours);
+        let (header, refusal) = engine.join().unwrap().unwrap();
+        assert_eq!((header.opcode, header.status), (Opcode::Hello, libc::EACCES));
+        assert!(refusal.message.contains("modprobe tls"), "{}", refusal.message);
+    }
+
     #[test]
     fn the_deadline_is_for_the_whole_opening() {
+        drip(Origin::Local, identity());
+        drip(REMOTE, encrypted());
+    }
+
+    fn drip(origin: Origin, identity: Identity) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let (stop, stopped) = std::sync::mpsc::channel::<()>();
-        let drip = thread::spawn(move || {
+        let dripping = thread::spawn(move || {
             let byte = Header::request(Opcode::Hello, 9, 0, 200).encode();
             for at in 0.. {
                 let gone = theirs.write_all(&byte[at % HEADER_BYTES..][..1]).is_err();
@@ -279,11 +373,11 @@ mod tests {
         });
         let begun = Instant::now();
         assert!(matches!(
-            handshake(&ours, &identity(), [5; 32], Duration::from_millis(200)),
+            handshake(&ours, origin, &identity, [5; 32], Duration::from_millis(200)),
             Err(HandshakeError::Io(_))
         ));
         assert!(begun.elapsed() < TIMEOUT);
         drop((ours, stop));
-        drip.join().unwrap();
+        dripping.join().unwrap();
     }
 }

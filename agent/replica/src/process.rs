@@ -15,6 +15,7 @@ use shorthorn_control::{
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
+use shorthorn_tls::ReplicaTls;
 use shorthorn_views::ReplicaViews;
 use shorthorn_wire::directory_fingerprint;
 use tracing::Span;
@@ -45,7 +46,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let mut owner = Owner::of(&spec);
     let views = load_views(&mut store, &mut owner, &spec)?;
     // After the state: it says whether the directory is of this replica at all.
-    store.bind(&directory_fingerprint(spec.secret.bytes()))?;
+    store.bind(&directory_fingerprint(spec.secret.bytes(), spec.encrypt_in_transit))?;
     let loaded = Loaded::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
     // Only the process that holds the directory may take the sockets: another one may be serving it.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
@@ -63,7 +64,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let next_address = NextAddress::new()?;
     let (_control, publisher) = start_control(&spec, first, &woken, (mailbox.clone(), &next_address))?;
     let data = DataThread::start(executor, mailbox, inbox, &publisher, &span, &woken)?;
-    let opened = (identity(&spec), data.mailbox.clone(), span);
+    let opened = (identity(&spec)?, data.mailbox.clone(), span);
     let acceptor = Acceptor::start(listeners, opened, next_address, publish_addresses(&publisher))?;
     publisher.update(|status| change(status, |replica| replica.phase = ReplicaPhase::Serving));
     notify(&[sd_notify::NotifyState::Ready]);
@@ -119,8 +120,9 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     Ok(store)
 }
 
-fn identity(spec: &ReplicaSpec) -> Identity {
-    Identity { volume: spec.volume.clone(), replica: spec.replica, secret: spec.secret.clone() }
+fn identity(spec: &ReplicaSpec) -> Result<Identity, ReplicaError> {
+    let tls = spec.encrypt_in_transit.then(|| ReplicaTls::new(&spec.secret)).transpose()?;
+    Ok(Identity { volume: spec.volume.clone(), replica: spec.replica, secret: spec.secret.clone(), tls })
 }
 
 fn first_status(

@@ -123,6 +123,7 @@ mod tests {
             data_address: None,
             control_socket: "/control".into(),
             sum_bytes_per_s: 0,
+            encrypt_in_transit: false,
             unknown: Unknown::default(),
         }
     }

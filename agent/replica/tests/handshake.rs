@@ -198,6 +198,29 @@ fn engines_on_other_hosts_come_by_tcp() {
     assert_eq!(client.read(4096, 8192).unwrap(), pattern(1, 8192));
 }
 
+#[test]
+fn a_volume_that_encrypts_in_transit_takes_no_plain_engine_of_another_host() {
+    let base = base();
+    let mut spec = spec(base.path(), MIB);
+    spec.data_address = Some("127.0.0.1:0".parse().unwrap());
+    spec.encrypt_in_transit = true;
+    let replica = Replica::start(&spec);
+    let claim = replica.claim(generation(1), 0);
+    let Ok(Err((status, refusal))) = Client::open(connect_by_tcp(&replica), &claim, SECRET) else {
+        panic!("it takes a plain engine")
+    };
+    assert!(status != 0 && refusal.message.contains("encrypts in transit"), "{refusal:?}");
+    assert_eq!(replica.status().generation, None, "it has fenced nobody");
+    // The Unix socket does not leave the host.
+    replica.open(generation(1)).write(0, &pattern(1, 4096)).unwrap();
+    assert!(replica.terminate().success());
+
+    // An earlier release does not know the field, and must not serve the data in clear.
+    spec.encrypt_in_transit = false;
+    let refused = Replica::try_start(&spec).err().unwrap();
+    assert!(refused.contains("belongs to a volume with another secret"), "{refused}");
+}
+
 fn tcp_address(replica: &Replica) -> SocketAddr {
     replica.status().addresses[1].strip_prefix("tcp:").unwrap().parse().unwrap()
 }

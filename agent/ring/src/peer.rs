@@ -30,6 +30,24 @@ pub fn set_up_tcp(socket: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
+/// Returns true if the kernel encrypts what is sent on this socket (kTLS).
+pub(crate) fn is_encrypted(socket: &impl AsFd) -> bool {
+    let mut name = [0_u8; 16];
+    let mut length = libc::socklen_t::try_from(name.len()).unwrap_or(0);
+    // SAFETY: name and length are valid for the call, and the kernel writes no more than length bytes.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_TCP,
+            libc::TCP_ULP,
+            name.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    };
+    // An error: no TCP, or no protocol above it.
+    result == 0 && name.starts_with(b"tls")
+}
+
 /// Listens on `address`, even while this host does not have it: a link that is down, or a new IPv6 address
 /// that is still checked for duplicates, must not keep a process from starting. Connections arrive as soon
 /// as the host has the address.
@@ -66,6 +84,18 @@ mod tests {
         let idle_s = getsockopt(&stream, sockopt::TcpKeepIdle).unwrap();
         let probing_s = KEEPALIVE_INTERVAL_S * getsockopt(&stream, sockopt::TcpKeepCount).unwrap();
         assert_eq!(idle_s + probing_s, 30);
+    }
+
+    #[test]
+    fn a_plain_socket_is_not_encrypted() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        assert!(!is_encrypted(&stream));
+        assert!(!is_encrypted(&std::os::unix::net::UnixStream::pair().unwrap().0));
+        // Needs a kernel with the module.
+        if setsockopt(&stream, sockopt::TcpUlp::default(), b"tls").is_ok() {
+            assert!(is_encrypted(&stream));
+        }
     }
 
     #[test]

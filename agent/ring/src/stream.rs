@@ -9,6 +9,7 @@ use std::ptr;
 use io_uring::opcode;
 use io_uring::types::Fd;
 
+use crate::peer::is_encrypted;
 use crate::{Completion, IoBuf, Ring, Token};
 
 /// The longest header that a frame can have.
@@ -47,6 +48,8 @@ pub enum Received {
 #[derive(Debug)]
 pub struct Stream {
     fd: OwnedFd,
+    /// The flags of sendmsg.
+    send_flags: u32,
     send_token: Token,
     receive_token: Token,
     outgoing: Outgoing,
@@ -57,8 +60,12 @@ impl Stream {
     /// Takes a connected socket. The two tokens distinguish the completions.
     #[must_use]
     pub fn new(fd: OwnedFd, send_token: Token, receive_token: Token, limits: StreamLimits) -> Stream {
+        // With MSG_WAITALL a send completes once. The kernel's TLS refuses the flag (tls_sw_sendmsg of
+        // net/tls/tls_sw.c): there, a send may complete in parts.
+        let whole = if is_encrypted(&fd) { 0 } else { libc::MSG_WAITALL };
         Stream {
             fd,
+            send_flags: u32::try_from(libc::MSG_NOSIGNAL | whole).unwrap_or(0),
             send_token,
             receive_token,
             outgoing: Outgoing::new(limits.frames),
@@ -88,10 +95,9 @@ impl Stream {
         if self.outgoing.in_flight || !self.outgoing.gather() {
             return;
         }
-        let flags = u32::try_from(libc::MSG_NOSIGNAL | libc::MSG_WAITALL).unwrap_or(0);
         let entry =
             opcode::SendMsg::new(Fd(self.fd.as_raw_fd()), ptr::from_ref(&self.outgoing.message.header))
-                .flags(flags)
+                .flags(self.send_flags)
                 .build();
         self.outgoing.in_flight = true;
         // SAFETY: message and frames are boxed, are not touched while in flight, and outlive the request

@@ -14,6 +14,7 @@ use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::probe::probe;
 use shorthorn_frontend::{FrontendKind, iscsid};
 use shorthorn_metrics::MetricsListen;
+use shorthorn_tls::{TlsError, check_kernel};
 
 use crate::check::bounded::Bounded;
 use crate::check::facts::{BlockTools, DataFacts, DiskFacts, Facts, Kubelet, Ports};
@@ -47,6 +48,11 @@ pub fn collect(config: &Config) -> anyhow::Result<Facts> {
     facts.disks = disks(config);
     let devices = probe().into_iter().filter(|report| report.kind != FrontendKind::Socket);
     facts.frontends = devices.map(|report| (report.kind.to_string(), report.usable, report.reason)).collect();
+    facts.no_encryption = match check_kernel() {
+        Ok(()) => None,
+        Err(TlsError::Kernel(error)) => Some(error.to_string()),
+        Err(error) => Some(error.to_string()),
+    };
     if let Some(data) = &mut facts.data
         && let Some((_, mtu)) = data.interface
     {
@@ -81,6 +87,7 @@ pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Fact
         is_clock_synchronised: is_clock_synchronised(),
         data: data(config, &interfaces),
         tls: None,
+        no_encryption: None,
         longhorn: longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir),
     })
 }

@@ -31,6 +31,8 @@ pub struct Facts {
     pub data: Option<DataFacts>,
     /// The problem of TLS and its level: true if it keeps the node from being served.
     pub tls: Option<(bool, String)>,
+    /// The reason why the kernel cannot encrypt connections of volumes; None if it can.
+    pub no_encryption: Option<String>,
     /// Warnings about a Longhorn that manages the same disks or devices.
     pub longhorn: Vec<String>,
 }

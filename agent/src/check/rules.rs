@@ -38,6 +38,7 @@ pub fn examine(facts: &Facts) -> Vec<Finding> {
         time(facts),
         network(facts),
         tls(facts),
+        encryption(facts),
         longhorn(facts),
     ];
     checks.into_iter().flatten().collect()
@@ -360,6 +361,16 @@ fn tls(facts: &Facts) -> Vec<Finding> {
         Some((true, problem)) => failed("tls", problem.clone(), remedy()),
         Some((false, problem)) => warned("tls", problem.clone(), remedy()),
     }]
+}
+
+fn encryption(facts: &Facts) -> Vec<Finding> {
+    let Some(reason) = &facts.no_encryption else {
+        return vec![passed("encryption", "the kernel encrypts volumes with encryptInTransit".to_owned())];
+    };
+    let message =
+        format!("the kernel cannot encrypt ({reason}): volumes with encryptInTransit do not start here");
+    let remedy = "modprobe tls && echo tls > /etc/modules-load.d/shorthorn-tls.conf".to_owned();
+    vec![warned("encryption", message, remedy)]
 }
 
 fn longhorn(facts: &Facts) -> Vec<Finding> {

@@ -277,6 +277,7 @@ fn replica_spec(
         data_address: None,
         control_socket: process.files.control.clone(),
         sum_bytes_per_s: u64::from(args.sum_mib_per_s) << 20,
+        encrypt_in_transit: false,
         unknown: Unknown::default(),
     })
 }
@@ -307,6 +308,7 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         intent_clear_after_ms: args.intent_clear_after_ms,
         verify_reads: args.verify_reads,
         continues: 0,
+        encrypt_in_transit: false,
         unknown: Unknown::default(),
     }
 }

@@ -4,13 +4,13 @@
 //! Documentation/networking/tls.rst). From then on, plain send and recv on the socket encrypt and decrypt, so
 //! the I/O path does not change.
 //!
-//! Each end has an Ed25519 key pair that is derived from the volume's secret, and shows it as a raw public key
-//! (RFC 7250). Each end accepts exactly the key of the other one. A process without the secret therefore
+//! Each end has an Ed25519 key pair that is derived from the volume's secret, and shows it as a raw public
+//! key (RFC 7250). Each end accepts exactly the key of the other one. A process without the secret therefore
 //! fails on either side, also between the two.
 //!
 //! The only cipher is ChaCha20-Poly1305. A connection may live for months, and a kernel before Linux 6.14
-//! cannot change the keys of one. AES-GCM allows 2^24.5 records under one key (RFC 8446, section 5.5), which are
-//! 380 GiB at most. ChaCha20-Poly1305 has no such limit.
+//! cannot change the keys of one. AES-GCM allows 2^24.5 records under one key (RFC 8446, section 5.5), which
+//! are 380 GiB at most. ChaCha20-Poly1305 has no such limit.
 //!
 //! The kernel sends no close_notify, and closes the connection at one. Frames have lengths and numbers, so a
 //! connection that is cut short loses no more than any broken connection does.

@@ -12,6 +12,10 @@ use crate::session::{Holder, derive};
 pub struct Challenge {
     /// The nonce of the replica.
     pub nonce: Nonce,
+    /// True if the handshake of TLS comes next. This frame is not encrypted, and nothing proves it: an engine
+    /// that has to encrypt goes no further without it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encrypted: bool,
 }
 
 /// The identity of the engine, and of the replica that it wants.
@@ -183,8 +187,18 @@ mod tests {
     }
 
     #[test]
+    fn a_challenge_without_encryption_is_that_of_earlier_versions() {
+        let challenge = Challenge { nonce: Nonce::new([7; 32]), encrypted: false };
+        let (_, plain) = encode_text(Challenge::HEADER, &challenge);
+        assert_eq!(plain, format!(r#"{{"nonce":"{}"}}"#, "07".repeat(32)).into_bytes());
+        let (header, bytes) = encode_text(Challenge::HEADER, &Challenge { encrypted: true, ..challenge });
+        assert!(decode_text::<Challenge>(&header, &bytes).unwrap().encrypted);
+    }
+
+    #[test]
     fn damaged_texts_are_refused() {
-        let (header, mut bytes) = encode_text(Challenge::HEADER, &Challenge { nonce: Nonce::new([7; 32]) });
+        let challenge = Challenge { nonce: Nonce::new([7; 32]), encrypted: false };
+        let (header, mut bytes) = encode_text(Challenge::HEADER, &challenge);
         assert!(decode_text::<Challenge>(&header, &bytes).is_ok());
         assert_eq!(decode_text::<Welcome>(&header, &bytes), Err(FrameError::Text(Opcode::Challenge)));
         bytes[3] ^= 1;

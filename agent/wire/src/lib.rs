@@ -27,6 +27,9 @@
 //! and a text, and closes. Only then other frames are taken. A refusal that names a newer generation counts
 //! only with a proof: see [`Session`].
 //!
+//! If the volume encrypts in transit, CHALLENGE says so on connections between hosts. The handshake of TLS
+//! comes next, and HELLO and all later frames are inside of its records (`shorthorn_tls`).
+//!
 //! From then on every frame has a keyed check. Each direction of each connection has a key of its own, and
 //! its frames have the numbers 0, 1, 2, …, which are not sent. So a frame does not pass, and ends the
 //! connection, if it is repeated, left out, moved, or sent back to its sender. Neither does a frame of
@@ -34,8 +37,8 @@
 //!
 //! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An
 //! attacker in the network between two hosts can read everything. The attacker can also replace text or data
-//! by another one with the same CRC, though not the order, kind, range, length or outcome of frames. Only an
-//! encrypted connection (TLS) protects from that. All replicas of a volume have the same secret: a replica
+//! by another one with the same CRC, though not the order, kind, range, length or outcome of frames. Only
+//! encryption in transit protects from that. All replicas of a volume have the same secret: a replica
 //! that lies can pass for another one of the volume if it answers at the address of that one.
 //!
 //! The engine promises that no two requests over all its connections are in flight at once if they modify

@@ -31,10 +31,14 @@ pub fn derived_password(secret: &[u8; SECRET_BYTES], purpose: &str) -> String {
 
 /// Returns the fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an
 /// HMAC-SHA-256. The secret cannot be computed from it.
+///
+/// With `encrypted`, it is that of a volume whose connections are encrypted. So a release that does not know
+/// of encryption finds the directory of another volume, instead of serving it in clear.
 #[must_use]
-pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
+pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES], encrypted: bool) -> String {
     // Replica directories have it: it must not change.
-    let digest = mac(secret, "shorthorn-1", "replica directory\n").digest();
+    let content = if encrypted { "encrypted replica directory\n" } else { "replica directory\n" };
+    let digest = mac(secret, "shorthorn-1", content).digest();
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -70,7 +74,10 @@ mod tests {
         // -macopt hexkey:0303…
         assert_eq!(fingerprint(&SECRET), "b0c03de4980e5acf");
         // The same of 'replica directory\n'.
-        let of_directory = directory_fingerprint(&SECRET);
+        let of_directory = directory_fingerprint(&SECRET, false);
         assert_eq!(of_directory, "0becc64bb67df0c8d4500f10ff2a939593609ee82f223dc67a2a508386a2a912");
+        // The same of 'encrypted replica directory\n'.
+        let of_directory = directory_fingerprint(&SECRET, true);
+        assert_eq!(of_directory, "b56843ea30c0ee102b77f6d223975022c409b4d057564ebfb0f3d71d307843cc");
     }
 }

@@ -215,7 +215,7 @@ mod tests {
     use crate::header::Opcode;
 
     const SECRET: Secret = Secret::new([3; 32]);
-    const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]) };
+    const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]), encrypted: false };
     const NONCE: Nonce = Nonce::new([6; 32]);
 
     fn claim() -> Claim {
@@ -271,7 +271,7 @@ mod tests {
         assert!(hello.is_proven(&CHALLENGE, &SECRET));
         for (secret, challenge, nonce, claim) in others() {
             let other = Hello { claim, nonce, ..hello.clone() };
-            assert!(!other.is_proven(&Challenge { nonce: challenge }, &secret), "{other:?}");
+            assert!(!other.is_proven(&Challenge { nonce: challenge, ..CHALLENGE }, &secret), "{other:?}");
         }
     }
 

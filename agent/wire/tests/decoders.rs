@@ -154,7 +154,7 @@ fn texts() -> Vec<Vec<u8>> {
         serde_json::to_vec(text).unwrap()
     }
     let session = Session::of_replica(&SECRET, NONCE, NONCE, &claim());
-    let challenge = Challenge { nonce: NONCE };
+    let challenge = Challenge { nonce: NONCE, encrypted: true };
     let welcome = Welcome {
         run: 7,
         size_bytes: 1 << 40,

@@ -132,6 +132,8 @@ pub struct StartReplica {
     pub create: bool,
     /// True if the directory may belong to an earlier secret of the volume.
     pub rebind: bool,
+    /// True if engines on other nodes have to encrypt.
+    pub encrypt_in_transit: bool,
 }
 
 /// The start of an engine process.
@@ -159,6 +161,8 @@ pub struct StartEngine {
     pub continues: u64,
     /// True if replicas compare every read with the sums of its blocks.
     pub verify_reads: bool,
+    /// True if it encrypts connections to other nodes.
+    pub encrypt_in_transit: bool,
 }
 
 impl AgentCall {

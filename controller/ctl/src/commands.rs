@@ -221,8 +221,15 @@ impl Session {
             disk_selector: args.disk_selector,
             data_locality: args.data_locality,
             verify_reads: args.verify_reads,
+            encrypt_in_transit: args.encrypt_in_transit,
         });
         let volume = self.client.create_volume(request).await.map_err(self.error())?.into_inner();
+        if args.encrypt_in_transit && !volume.encrypt_in_transit {
+            let name = volume.name;
+            return Err(CtlError::Refused(format!(
+                "the controller is too old for encryption: volume {name} is there without. Delete it, and upgrade the controller"
+            )));
+        }
         let volume = self.wait_for(volume, &Goal::Created, args.wait).await?;
         self.show(volume, |volume| {
             format!(

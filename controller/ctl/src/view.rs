@@ -20,6 +20,7 @@ pub(super) struct VolumeView {
     disk_selector: Vec<String>,
     data_locality: String,
     verify_reads: bool,
+    encrypt_in_transit: bool,
     #[serde(rename = "nodeID")]
     node_id: String,
     state: String,
@@ -218,6 +219,7 @@ impl From<v1::Volume> for VolumeView {
             disk_selector: volume.disk_selector,
             data_locality: volume.data_locality,
             verify_reads: volume.verify_reads,
+            encrypt_in_transit: volume.encrypt_in_transit,
             node_id: volume.node,
             state: volume.state,
             robustness: volume.robustness,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_api::{report, v1};
+use shorthorn_api::{level, report, v1};
 use shorthorn_controller_core::dead_mounts::DeadMount;
 use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, MemberStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
@@ -145,6 +145,8 @@ pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
 /// Returns the level of features that an agent needs for a call. A new call or field adds its own.
 pub(super) const fn level_of(call: &AgentCall) -> u32 {
     match call {
+        AgentCall::StartReplica(StartReplica { encrypt_in_transit: true, .. })
+        | AgentCall::StartEngine(StartEngine { encrypt_in_transit: true, .. }) => level::ENCRYPTION,
         AgentCall::StartReplica(_)
         | AgentCall::StartEngine(_)
         | AgentCall::Grant { .. }
@@ -190,6 +192,7 @@ fn start_replica(start: &StartReplica) -> v1::StartReplicaRequest {
         secret: start.secret.bytes().to_vec(),
         create: start.create,
         rebind: start.rebind,
+        encrypt_in_transit: start.encrypt_in_transit,
     }
 }
 
@@ -206,6 +209,7 @@ fn start_engine(start: &StartEngine) -> v1::StartEngineRequest {
         revision: start.revision,
         continues: start.continues,
         verify_reads: start.verify_reads,
+        encrypt_in_transit: start.encrypt_in_transit,
     }
 }
 
@@ -336,9 +340,45 @@ fn replica_address(id: ReplicaId, target: &ReplicaTarget) -> v1::ReplicaAddress 
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_controller_core::objects::{EnginePhase, MemberMode};
+    use shorthorn_controller_core::objects::{EnginePhase, Frontend, MemberMode, SECRET_BYTES, Secret};
 
     use super::*;
+
+    #[test]
+    fn only_encryption_needs_a_newer_agent() {
+        let replica = |encrypt_in_transit| AgentCall::StartReplica {
+            volume: "v1".parse().unwrap(),
+            replica_id: ReplicaId::from_random(1),
+            disk_path: "/d".to_owned(),
+            disk_uuid: String::new(),
+            size_bytes: 4096,
+            first_members: Vec::new(),
+            secret: Secret::new([1; SECRET_BYTES]),
+            create: true,
+            rebind: false,
+            encrypt_in_transit,
+        };
+        assert_eq!([level_of(&replica(false)), level_of(&replica(true))], [0, level::ENCRYPTION]);
+        let Message::StartReplica(request) = message(&replica(true)) else { panic!("another message") };
+        assert!(request.encrypt_in_transit);
+        let engine = |encrypt_in_transit| AgentCall::StartEngine {
+            volume: "v1".parse().unwrap(),
+            size_bytes: 4096,
+            attach: 1,
+            replicas: BTreeMap::new(),
+            frontend: Frontend::Auto,
+            secret: Secret::new([1; SECRET_BYTES]),
+            granted: None,
+            rebuild: RebuildLimits::default(),
+            revision: 1,
+            continues: 0,
+            verify_reads: false,
+            encrypt_in_transit,
+        };
+        assert_eq!([level_of(&engine(false)), level_of(&engine(true))], [0, level::ENCRYPTION]);
+        let Message::StartEngine(request) = message(&engine(true)) else { panic!("another message") };
+        assert!(request.encrypt_in_transit);
+    }
 
     #[test]
     fn what_a_newer_engine_says_is_taken_as_far_as_it_is_known() {

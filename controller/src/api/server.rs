@@ -155,6 +155,7 @@ impl Controller for Api {
             disk_selector: request.disk_selector,
             data_locality: request.data_locality,
             verify_reads: request.verify_reads,
+            encrypt_in_transit: request.encrypt_in_transit,
             csi_name: None,
             preferred_node: None,
         };

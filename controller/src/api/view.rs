@@ -52,6 +52,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         disk_selector: texts(&spec.disk_selector),
         data_locality: spec.data_locality.as_str().to_owned(),
         verify_reads: spec.verify_reads,
+        encrypt_in_transit: spec.encrypt_in_transit,
         persistent_volume: status.persistent_volume.clone().unwrap_or_default(),
         claim: status.claim.clone().unwrap_or_default(),
         actual_size_bytes: status.actual_size,

@@ -18,8 +18,10 @@ pub const LEADER_HEADER: &str = "shorthorn-leader";
 pub mod level {
     /// The agent knows which cluster its node belongs to.
     pub const CLUSTERS: u32 = 1;
+    /// The agent starts engines and replicas that encrypt in transit.
+    pub const ENCRYPTION: u32 = 2;
     /// The level of this release.
-    pub const NEWEST: u32 = CLUSTERS;
+    pub const NEWEST: u32 = ENCRYPTION;
 }
 
 /// The path of each method of our own interfaces, like `/shorthorn.v1.Node/GetNode`.

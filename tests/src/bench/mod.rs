@@ -1,5 +1,6 @@
 //! The measurements of `make bench`.
 
+mod encryption;
 mod in_vm;
 mod intent;
 mod process;
@@ -8,6 +9,7 @@ mod table;
 mod targets;
 mod workload;
 
+pub use encryption::{measure_encryption, no_encryption};
 pub use in_vm::{VmFigure, measure_in_vm};
 pub use intent::{Cost, CostFigure, measure_cost};
 pub use process::Usage;

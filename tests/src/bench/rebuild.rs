@@ -78,8 +78,13 @@ pub(super) fn load(
     size: &str,
     seconds: u32,
 ) -> Result<crate::FioReport> {
+    load_at(&volume.ready.uri, workload, size, seconds)
+}
+
+/// Runs a load on the volume at this address.
+pub(super) fn load_at(uri: &str, workload: &Workload, size: &str, seconds: u32) -> Result<crate::FioReport> {
     let mut arguments = workload.arguments(seconds, size);
-    arguments.extend(["--ioengine=nbd".into(), format!("--uri={}", volume.ready.uri), "--name=nbd".into()]);
+    arguments.extend(["--ioengine=nbd".into(), format!("--uri={uri}"), "--name=nbd".into()]);
     fio(&FioJob { arguments })
 }
 

@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::Parser;
 use shorthorn_tests::bench::{
     Cost, CostFigure, Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_cost,
-    measure_in_vm, measure_rebuild, median, print,
+    measure_encryption, measure_in_vm, measure_rebuild, median, no_encryption, print,
 };
 
 /// Measures volumes behind the NBD socket beside fio on plain files and an NBD server with one hop.
@@ -41,6 +41,9 @@ struct Arguments {
     /// Only the cost of sums of blocks and of verified reads.
     #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild", "only_intent"])]
     only_sums: bool,
+    /// Only the cost of encryption in transit.
+    #[arg(long, conflicts_with_all = ["only_vm", "only_rebuild", "only_intent", "only_sums"])]
+    only_encryption: bool,
 }
 
 /// Turns of the two volumes per round.
@@ -56,8 +59,14 @@ const TARGETS: [(&str, TargetKind); 5] = [
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let is_all =
-        !arguments.only_vm && !arguments.only_rebuild && !arguments.only_intent && !arguments.only_sums;
+    let only = [
+        arguments.only_vm,
+        arguments.only_rebuild,
+        arguments.only_intent,
+        arguments.only_sums,
+        arguments.only_encryption,
+    ];
+    let is_all = only.iter().all(|only| !only);
     if is_all {
         on_this_host(&arguments)?;
     }
@@ -71,6 +80,9 @@ fn main() -> Result<()> {
     if is_all || arguments.only_sums {
         what_costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
         what_costs(&arguments, Cost::VerifiedReads, "verified reads, against reads")?;
+    }
+    if is_all || arguments.only_encryption {
+        encrypting(&arguments)?;
     }
     if is_all || arguments.only_rebuild {
         rebuilding(&arguments)?;
@@ -119,8 +131,25 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
 fn what_costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
     let turns = arguments.rounds * COST_TURNS;
     progress(&format!("{turns} turns: {what}"));
+    print_costs(measure_cost(cost, &arguments.dir, arguments.seconds, turns)?, turns, what);
+    Ok(())
+}
+
+fn encrypting(arguments: &Arguments) -> Result<()> {
+    let what = "encrypted in transit, against TCP in clear on the loopback interface";
+    if let Some(reason) = no_encryption() {
+        println!("\n{what}: left out: {reason}");
+        return Ok(());
+    }
+    let turns = arguments.rounds * COST_TURNS;
+    progress(&format!("{turns} turns: {what}"));
+    print_costs(measure_encryption(&arguments.dir, arguments.seconds, turns)?, turns, what);
+    Ok(())
+}
+
+fn print_costs(measured: Vec<CostFigure>, turns: u32, what: &str) {
     let mut all: BTreeMap<&str, Vec<CostFigure>> = BTreeMap::new();
-    for one in measure_cost(cost, &arguments.dir, arguments.seconds, turns)? {
+    for one in measured {
         all.entry(one.workload).or_default().push(one);
     }
     println!("\n{what}: 3 replicas, 1 GiB used, medians of {turns} turns");
@@ -138,7 +167,6 @@ fn what_costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
             shares[shares.len() - 1 - quarter],
         );
     }
-    Ok(())
 }
 
 fn rebuilding(arguments: &Arguments) -> Result<()> {

@@ -47,6 +47,9 @@ struct Arguments {
     /// replica_timeout_ms of the volumes: 3000, and 10000 in a virtual machine, which may be emulated.
     #[arg(long)]
     replica_timeout_ms: Option<u64>,
+    /// Volumes encrypt in transit; the kernel needs its module tls.
+    #[arg(long)]
+    encrypt_in_transit: bool,
     /// Runs in a virtual machine.
     #[arg(long)]
     in_vm: bool,
@@ -119,16 +122,18 @@ fn soak(arguments: &Arguments) -> Result<bool> {
         longest: Duration::from_secs(arguments.longest),
         frontend: arguments.frontend.choice(),
         replica_timeout: Duration::from_millis(replica_timeout_ms),
+        encrypt: arguments.encrypt_in_transit,
         start: Instant::now(),
         stops_early: arguments.stop_early,
     };
     let replay = format!(
         "shorthorn-soak --seed {seed} --faults {} --volumes {} --longest {} --frontend {} --replica-timeout-ms \
-         {replica_timeout_ms}",
+         {replica_timeout_ms}{}",
         options.faults,
         options.volumes,
         arguments.longest,
-        arguments.frontend.name()
+        arguments.frontend.name(),
+        if arguments.encrypt_in_transit { " --encrypt-in-transit" } else { "" }
     );
     println!("{replay}");
     if arguments.in_vm {

@@ -8,7 +8,7 @@ use shorthorn_vmkit::{Kernel, print_output};
 use crate::{VmHost, binary};
 
 /// Loads the modules that the hosts of a volume need besides the programs.
-const MODULES: &str = "modprobe -a loop veth bridge && { modprobe ublk_drv || modprobe nbd; }";
+const MODULES: &str = "modprobe -a loop veth bridge tls && { modprobe ublk_drv || modprobe nbd; }";
 
 /// The number of lines to show of the logs and the kernel after a failed run.
 const LOG_LINES: u32 = 200;

@@ -93,6 +93,9 @@ impl<'a> Lane<'a> {
             return Err(error);
         }
         self.volume.until_whole(WHOLE_LIMIT)?;
+        if self.options.encrypt {
+            self.volume.check_encrypted()?;
+        }
         self.volume.stop()?;
         self.volume.compare_replicas().inspect_err(|_| report.replicas_differ())
     }

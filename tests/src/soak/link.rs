@@ -17,6 +17,8 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// The maximum bytes that are carried at once.
 const CHUNK_BYTES: usize = 64 << 10;
+/// The first bytes of a frame (`shorthorn_wire`).
+const FRAME_MAGIC: &[u8] = b"SHRN";
 
 /// A direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +42,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     is_gone: bool,
+    /// True if a frame was sent to the replica in clear.
+    has_seen_clear: bool,
     /// By [`Way`].
     ways: [WayState; 2],
     delay: Duration,
@@ -84,6 +88,11 @@ impl Link {
             Ok(Err(error)) => Err(error),
             Err(_) => bail!("the thread of a link has ended"),
         }
+    }
+
+    /// Returns true if a frame was sent to the replica in clear.
+    pub fn has_seen_clear(&self) -> bool {
+        self.shared.lock().has_seen_clear
     }
 
     /// Stops or resumes carrying data that way; no connection ends.
@@ -174,6 +183,7 @@ impl Shared {
     fn forward(&self, way: Way, mut from: &TcpStream, mut to: &TcpStream) {
         let mut chunk = vec![0; CHUNK_BYTES];
         while let Ok(length) = from.read(&mut chunk) {
+            self.look(way, &chunk[..length]);
             // The end of a connection does not pass either.
             let Ok(pieces) = self.wait_until_open(way).map(|()| self.pieces(way, &mut chunk[..length]))
             else {
@@ -184,6 +194,13 @@ impl Shared {
             }
         }
         end(from, to);
+    }
+
+    /// Notes a chunk that begins with the header of a frame: encrypted ones begin with that of a record.
+    fn look(&self, way: Way, chunk: &[u8]) {
+        if way == Way::ToReplica && chunk.starts_with(FRAME_MAGIC) {
+            self.lock().has_seen_clear = true;
+        }
     }
 
     fn wait_until_open(&self, way: Way) -> io::Result<()> {

@@ -50,6 +50,8 @@ pub struct Options {
     pub frontend: FrontendChoice,
     /// `replica_timeout_ms` of the volumes.
     pub replica_timeout: Duration,
+    /// True if the volumes encrypt in transit. The kernel needs its module tls.
+    pub encrypt: bool,
     /// The start of the printed times.
     pub start: Instant,
     /// True if all volumes stop after a violation on one of them.

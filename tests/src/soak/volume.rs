@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
     Client, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand, RebuildLimits,
@@ -29,6 +29,7 @@ const SIZE_BYTES: u64 = 64 << 20;
 const DISK_MIB: u64 = 96;
 const REPLICA_PORT: u16 = 7000;
 const LINK_PORT: u16 = 7100;
+const TLS_STAT: &str = "/proc/net/tls_stat";
 const START_LIMIT: Duration = Duration::from_secs(60);
 const ENGINE: usize = REPLICAS;
 
@@ -187,6 +188,28 @@ impl Volume {
         self.processes.stop()
     }
 
+    /// Checks that no frame was sent to a replica in clear, and that the kernels have encrypted.
+    ///
+    /// # Errors
+    /// The host or the link with the problem.
+    pub fn check_encrypted(&self) -> Result<()> {
+        /// The counters of records and of sockets with keys, by Documentation/networking/tls.rst of Linux.
+        const COUNTERS: [&str; 2] = ["TlsTxSw", "TlsRxSw"];
+        for (replica, link) in self.links.iter().enumerate() {
+            ensure!(!link.has_seen_clear(), "frames went to replica {replica} in clear");
+            let mut command = Command::new("nsenter");
+            let output = command.arg(net_flag(&self.network, replica)).args(["cat", TLS_STAT]).output()?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            let of = |name: &str| {
+                let line = text.lines().find(|line| line.split_whitespace().next() == Some(name))?;
+                line.split_whitespace().nth(1)?.parse::<u64>().ok()
+            };
+            let is_used = COUNTERS.iter().all(|name| of(name).is_some_and(|count| count > 0));
+            ensure!(is_used, "the kernel of host {replica} has not encrypted:\n{text}");
+        }
+        Ok(())
+    }
+
     /// Compares the replicas byte by byte, once they are stopped.
     ///
     /// # Errors
@@ -240,6 +263,7 @@ impl Files<'_> {
                 data_address: Some(replica_address(replica)?),
                 control_socket: self.file(replica, "control"),
                 sum_bytes_per_s: SUM_BYTES_PER_S,
+                encrypt_in_transit: options.encrypt,
                 unknown: Unknown::default(),
             };
             store_spec(&self.file(replica, "json"), &spec)?;
@@ -268,6 +292,7 @@ impl Files<'_> {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: false,
             continues: 0,
+            encrypt_in_transit: options.encrypt,
             unknown: Unknown::default(),
         };
         Ok(store_spec(&self.dir.join("engine.json"), &spec)?)

@@ -48,7 +48,7 @@ fn answer_with(text: &(impl Serialize + Sync)) -> Connection {
 }
 
 const SECRET: Secret = Secret::new([3; 32]);
-const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]) };
+const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]), encrypted: false };
 
 fn claim() -> Claim {
     Claim {
@@ -222,4 +222,49 @@ fn an_answer_in_two_parts_leaves_the_time_for_the_next() {
     let _theirs = rest.join().unwrap();
     let Stream::Unix(stream) = &connection.stream else { unreachable!() };
     assert_eq!((data, stream.read_timeout().unwrap()), ([1; 8], Some(LIMIT)));
+}
+
+/// Returns a connection over TCP that has to encrypt, and the socket of the replica.
+fn encrypting() -> (Connection, TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let mut connection = Connection::open(&address, LIMIT).unwrap();
+    connection.require_encryption(true);
+    (connection, listener.accept().unwrap().0)
+}
+
+#[test]
+fn nothing_is_sent_in_clear_to_a_replica_that_does_not_encrypt() {
+    let (mut connection, mut theirs) = encrypting();
+    let (header, text) = encode_text(Challenge::HEADER, &CHALLENGE);
+    theirs.write_all(&[&header.encode()[..], &text].concat()).unwrap();
+    let error = connection.handshake(claim(), &SECRET).unwrap_err();
+    assert!(matches!(error, ConnectError::Encryption(EncryptionError::NotOffered)), "{error}");
+    assert!(!error.is_lasting() && !error.is_of_replica());
+    drop(connection);
+    let mut sent = Vec::new();
+    theirs.read_to_end(&mut sent).unwrap();
+    assert!(sent.is_empty(), "{sent:?}");
+}
+
+#[test]
+fn a_unix_socket_is_never_encrypted() {
+    let (mut connection, _theirs) = pair(LIMIT);
+    connection.require_encryption(true);
+    assert!(!connection.is_to_encrypt);
+}
+
+#[test]
+fn a_replica_that_cannot_encrypt_is_quoted() {
+    let (mut connection, mut theirs) = encrypting();
+    let refusal = Refusal { message: "no module".to_owned(), holder: None };
+    let hello = Header::request(Opcode::Hello, 0, 0, 0);
+    let (header, text) = encode_text(hello.response(Err(Errno::INVALID)), &refusal);
+    let frame = [&header.encode()[..], &text].concat();
+    theirs.write_all(&frame[5..]).unwrap();
+    let declined = connection.declined(frame[..5].try_into().unwrap());
+    assert!(matches!(&declined, EncryptionError::Declined(message) if message == "no module"), "{declined}");
+    theirs.write_all(&[0; HEADER_BYTES]).unwrap();
+    let nonsense = connection.declined(*b"HTTP/");
+    assert!(matches!(nonsense, EncryptionError::Tls(shorthorn_tls::TlsError::NotTls(_))), "{nonsense}");
 }

@@ -144,6 +144,7 @@ impl Volume {
             data_address: None,
             control_socket: self.file(&format!("control{number}")),
             sum_bytes_per_s: SUM_BYTES_PER_S,
+            encrypt_in_transit: false,
             unknown: Unknown::default(),
         };
         let name = format!("replica{number}.json");
@@ -171,6 +172,7 @@ impl Volume {
             intent_clear_after_ms: self.intent_clear_after_ms,
             verify_reads: false,
             continues: 0,
+            encrypt_in_transit: false,
             unknown: Unknown::default(),
         };
         store_spec(&self.file("engine.json"), &spec).unwrap();

@@ -49,6 +49,7 @@ fn well() -> Facts {
             peers: vec![("192.0.2.2".parse().unwrap(), true, true)],
         }),
         tls: None,
+        no_encryption: None,
         longhorn: Vec::new(),
     }
 }
@@ -82,6 +83,7 @@ fn a_host_that_is_well_passes_every_check() {
         "time",
         "network",
         "tls",
+        "encryption",
         "longhorn",
     ];
     assert_eq!(names, all);
@@ -118,6 +120,12 @@ fn a_host_with_iscsi_alone_needs_iscsid() {
     assert_eq!(levels(&facts), [Level::Passed; 2]);
     facts.frontends = vec![("iscsi".to_owned(), false, "the host has no tgtd".to_owned())];
     assert!(frontends(&facts)[0].remedy.contains("apt install tgt open-iscsi"));
+}
+
+#[test]
+fn a_kernel_without_tls_is_a_warning() {
+    let lacks = |facts: &mut Facts| facts.no_encryption = Some("no such file".to_owned());
+    assert_ill(lacks, "encryption", Level::Warned, "encryptInTransit", "modprobe tls");
 }
 
 #[test]

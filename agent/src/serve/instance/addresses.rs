@@ -191,6 +191,7 @@ mod tests {
             data_address: Some(SocketAddr::from(([10, 1, 0, 1], port))),
             control_socket: "/control.sock".into(),
             sum_bytes_per_s: 0,
+            encrypt_in_transit: false,
             unknown: Unknown::default(),
         })
     }

@@ -15,6 +15,7 @@ use shorthorn_api::v1;
 use shorthorn_control::EngineSpec;
 use shorthorn_frontend::discard;
 use shorthorn_store::{StoreError, check_binding, hold};
+use shorthorn_tls::check_kernel;
 use shorthorn_wire::directory_fingerprint;
 use tokio::task::JoinHandle;
 
@@ -150,13 +151,7 @@ impl Hub {
                 spec.keep_unknown(&known);
             }
         }
-        if let Spec::Replica(replica) = &mut spec {
-            let (directory, fingerprint) =
-                (replica.directory.clone(), directory_fingerprint(replica.secret.bytes()));
-            blocking(move || bind(&directory, &fingerprint, options.rebind)).await?;
-            let (address, taken) = (self.data_address().address, self.table.ports_of_others(&id));
-            ports::choose(replica, address, &self.data_ports, &taken)?;
-        }
+        self.prepare(&id, &mut spec, options.rebind).await?;
         let stored = (spec.clone(), self.paths.clone());
         let store = move || {
             let (spec, paths) = &stored;
@@ -177,6 +172,20 @@ impl Hub {
             return Err(error.into());
         }
         self.published(&id)
+    }
+
+    /// Prepares the host for a process: encryption, and the directory and the port of a replica.
+    async fn prepare(&self, id: &InstanceId, spec: &mut Spec, rebind: bool) -> Result<(), NodeError> {
+        if spec.encrypts_in_transit() {
+            // It loads the module too, which the processes may not.
+            blocking(|| check_kernel().map_err(|error| NodeError::Precondition(error.to_string()))).await?;
+        }
+        let Spec::Replica(replica) = spec else { return Ok(()) };
+        let fingerprint = directory_fingerprint(replica.secret.bytes(), replica.encrypt_in_transit);
+        let directory = replica.directory.clone();
+        blocking(move || bind(&directory, &fingerprint, rebind)).await?;
+        let (address, taken) = (self.data_address().address, self.table.ports_of_others(id));
+        ports::choose(replica, address, &self.data_ports, &taken)
     }
 
     /// Gives a running engine the replicas, and the size, of the same request.

@@ -62,6 +62,7 @@ impl Spec {
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: request.verify_reads,
             continues: request.continues,
+            encrypt_in_transit: request.encrypt_in_transit,
             unknown: Unknown::default(),
         }))
     }
@@ -94,6 +95,7 @@ impl Spec {
             data_address: None,
             control_socket: paths.control(&id)?,
             sum_bytes_per_s: u64::from(config.sum_mib_per_s) << 20,
+            encrypt_in_transit: request.encrypt_in_transit,
             unknown: Unknown::default(),
         }))
     }
@@ -175,10 +177,21 @@ impl Spec {
         }
     }
 
+    /// Returns true if connections to other hosts are encrypted.
+    pub fn encrypts_in_transit(&self) -> bool {
+        match self {
+            Spec::Engine(spec) => spec.encrypt_in_transit,
+            Spec::Replica(spec) => spec.encrypt_in_transit,
+        }
+    }
+
     /// Returns true if both specs come from the same request. Additions of the agent may differ with its
     /// configuration, and `create` changes once a replica has data. The replicas of an engine, the last
     /// grant, the limits and the size may change while it runs.
     pub fn is_same_request(&self, other: &Spec) -> bool {
+        if self.encrypts_in_transit() != other.encrypts_in_transit() {
+            return false;
+        }
         match (self, other) {
             (Spec::Engine(a), Spec::Engine(b)) => {
                 (&a.volume, a.attach, a.frontend, &a.secret) == (&b.volume, b.attach, b.frontend, &b.secret)

@@ -31,6 +31,11 @@ pub struct Volume {
 #[schemars(extend("x-kubernetes-validations" = [
     { "rule": "self.frontend == oldSelf.frontend", "message": "the frontend of a volume cannot be changed" },
     { "rule": "int(self.size) >= int(oldSelf.size)", "message": "a volume can grow, not shrink" },
+    {
+        "rule": "(has(self.encryptInTransit) && self.encryptInTransit) == \
+                 (has(oldSelf.encryptInTransit) && oldSelf.encryptInTransit)",
+        "message": "encryptInTransit of a volume cannot be changed",
+    },
 ]))]
 pub struct VolumeSpec {
     /// The name of the object, which is also the name of the engine and of the device. It never changes.
@@ -76,6 +81,10 @@ pub struct VolumeSpec {
     /// read of rot. A change takes effect with the next attachment.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
+    /// True if connections between the engine and replicas on other nodes are encrypted by TLS. It cannot be
+    /// changed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encrypt_in_transit: bool,
     /// The share of its speed that copies may take.
     #[serde(default)]
     pub rebuild: RebuildLimits,

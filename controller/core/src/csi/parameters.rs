@@ -84,7 +84,7 @@ pub struct Parameter {
 const SWITCH: &str = "enabled, disabled or ignored";
 
 /// The parameters that have an effect.
-pub const PARAMETERS: [Parameter; 10] = [
+pub const PARAMETERS: [Parameter; 11] = [
     Parameter {
         name: "numberOfReplicas",
         values: "1 to 8",
@@ -132,6 +132,12 @@ pub const PARAMETERS: [Parameter; 10] = [
         values: SWITCH,
         default: "disabled",
         meaning: "Replicas compare every read with their block checksums; another replica answers if one has rot",
+    },
+    Parameter {
+        name: "encryptInTransit",
+        values: SWITCH,
+        default: "disabled",
+        meaning: "Encrypts data between nodes by TLS 1.3 of the kernel (kTLS)",
     },
     Parameter {
         name: "frontend",
@@ -227,6 +233,7 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
         "nodeSelector" => volume.node_selector = list(value),
         "diskSelector" => volume.disk_selector = list(value),
         "verifyReads" => volume.verify_reads = switch(key, value, false)?,
+        "encryptInTransit" => volume.encrypt_in_transit = switch(key, value, false)?,
         "frontend" => volume.frontend = frontend(key, value)?.to_string(),
         // Sidecars take it for csi.storage.k8s.io/fstype, and hand it on: it is in the capabilities.
         _ if key.eq_ignore_ascii_case("fsType") => {
@@ -317,6 +324,7 @@ mod tests {
             ("numberOfReplicas", "2"),
             ("dataLocality", "best-effort"),
             ("verifyReads", "true"),
+            ("encryptInTransit", "true"),
             ("replicaSoftAntiAffinity", "enabled"),
             ("replicaZoneSoftAntiAffinity", "disabled"),
             ("replicaDiskSoftAntiAffinity", "false"),
@@ -329,7 +337,7 @@ mod tests {
         .unwrap();
         assert_eq!(volume.number_of_replicas, 2);
         assert_eq!(volume.data_locality, "best-effort");
-        assert!(volume.verify_reads);
+        assert!(volume.verify_reads && volume.encrypt_in_transit);
         assert!(volume.replica_soft_anti_affinity);
         assert!(volume.replica_zone_hard_anti_affinity && volume.replica_disk_hard_anti_affinity);
         assert_eq!(volume.node_selector, ["fast", "big"]);

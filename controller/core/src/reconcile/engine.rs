@@ -304,6 +304,7 @@ fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, deci
         revision: spec.map_revision,
         continues,
         verify_reads: volume.spec.verify_reads,
+        encrypt_in_transit: volume.spec.encrypt_in_transit,
     };
     decision.call(node, AgentCall::StartEngine(call));
     decision.again_after(START_CHECK);

@@ -165,6 +165,7 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
         secret: volume.spec.secret.clone(),
         create,
         rebind: replica.status.rebind,
+        encrypt_in_transit: volume.spec.encrypt_in_transit,
     };
     decision.call(&spec.node_id, AgentCall::StartReplica(call));
     decision.again_after(START_CHECK);

@@ -35,6 +35,8 @@ pub struct CreateVolume {
     pub data_locality: String,
     /// True if replicas compare every read with the sums of its blocks.
     pub verify_reads: bool,
+    /// True if connections between nodes are encrypted.
+    pub encrypt_in_transit: bool,
     /// The name that a CSI caller gave it; none for other callers.
     pub csi_name: Option<String>,
     /// The node on which the first attachment is expected.
@@ -103,6 +105,7 @@ impl CreateVolume {
             disk_selector: labels(&self.disk_selector)?,
             data_locality,
             verify_reads: self.verify_reads,
+            encrypt_in_transit: self.encrypt_in_transit,
             rebuild: RebuildLimits::default(),
             csi_name: self.csi_name,
             preferred_node_id: self.preferred_node,
@@ -173,6 +176,8 @@ fn same_as(volume: &Volume, wanted: &VolumeSpec) -> Result<(), RequestError> {
         "data locality"
     } else if spec.verify_reads != wanted.verify_reads {
         "verification of reads"
+    } else if spec.encrypt_in_transit != wanted.encrypt_in_transit {
+        "encryption in transit"
     } else {
         return Ok(());
     };

@@ -238,6 +238,7 @@ fn a_volume_says_where_its_replicas_may_be() {
     assert_eq!(differs(CreateVolume { node_selector: Vec::new(), ..choosy.clone() }), "node selector");
     assert_eq!(differs(CreateVolume { disk_selector: Vec::new(), ..choosy.clone() }), "disk selector");
     assert_eq!(differs(CreateVolume { data_locality: String::new(), ..choosy.clone() }), "data locality");
+    assert_eq!(differs(CreateVolume { encrypt_in_transit: true, ..choosy.clone() }), "encryption in transit");
     let wrong = CreateVolume { data_locality: "always".to_owned(), ..choosy };
     assert!(matches!(
         wrong.apply(&ClusterState::default(), secret(1), now()),

@@ -234,6 +234,9 @@ pub struct CreateArgs {
     /// Replicas compare every read with their block checksums; another replica answers if one has rot
     #[arg(long)]
     pub verify_reads: bool,
+    /// Encrypts data between nodes by TLS 1.3; the kernels of the nodes need the module tls
+    #[arg(long)]
+    pub encrypt_in_transit: bool,
     /// The limits of waiting.
     #[command(flatten)]
     pub wait: WaitArgs,

@@ -126,9 +126,15 @@ fn the_rules_refuse_changes_that_nothing_follows() {
     assert_eq!(refusals(&volume("a", |spec| spec["nodeID"] = "n".into()), Some(&good)), Vec::<String>::new());
     let grown = volume("a", |spec| spec["size"] = "12288".into());
     assert_eq!(refusals(&grown, Some(&good)), Vec::<String>::new());
+    let plain = volume("a", |spec| spec["encryptInTransit"] = false.into());
+    assert_eq!(refusals(&plain, Some(&good)), Vec::<String>::new());
+    let encrypted = volume("a", |spec| spec["encryptInTransit"] = true.into());
+    assert_eq!(refusals(&encrypted, Some(&encrypted)), Vec::<String>::new());
+    assert_eq!(refusals(&good, Some(&encrypted)).len(), 1);
     for (what, bad) in [
         ("not shrink", volume("a", |spec| spec["size"] = "4096".into())),
         ("frontend", volume("a", |spec| spec["frontend"] = "nbd".into())),
+        ("encryptInTransit", volume("a", |spec| spec["encryptInTransit"] = true.into())),
     ] {
         let refused = refusals(&bad, Some(&good));
         assert!(refused.len() == 1 && refused[0].contains(what), "{bad}: {refused:?}");

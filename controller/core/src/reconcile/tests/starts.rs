@@ -88,6 +88,32 @@ fn a_start_that_takes_long_is_stored_and_another_one_is_not() {
 }
 
 #[test]
+fn replica_and_engine_are_started_as_their_volume_encrypts() {
+    for encrypts in [false, true] {
+        let mut cluster = starting(VolumeState::Attaching);
+        let mut volume = cluster.volumes.remove("v").unwrap();
+        volume.spec.encrypt_in_transit = encrypts;
+        cluster.insert(volume.into());
+        let mut engine = cluster.engines.remove("v").unwrap();
+        engine.spec.desire_state = DesireState::Running;
+        cluster.insert(engine.into());
+        let started = [(Kind::Replica, name()), (Kind::Engine, "v".to_owned())].map(|(kind, name)| {
+            let actions = decide(&cluster, kind, &name, now()).actions;
+            let call = actions.into_iter().find_map(|action| match action {
+                Action::Call(_, call) => Some(call),
+                _ => None,
+            });
+            match call {
+                Some(AgentCall::StartReplica { encrypt_in_transit, .. })
+                | Some(AgentCall::StartEngine { encrypt_in_transit, .. }) => encrypt_in_transit,
+                other => panic!("{other:#?}"),
+            }
+        });
+        assert_eq!(started, [encrypts; 2]);
+    }
+}
+
+#[test]
 fn a_replica_that_was_wanted_is_deleted_with_its_directory() {
     let mut cluster = starting(VolumeState::Deleting);
     let mut volume = cluster.volumes.remove("v").unwrap();

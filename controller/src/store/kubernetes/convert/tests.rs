@@ -71,6 +71,7 @@ fn full_volume() -> Volume {
             disk_selector: tags(),
             data_locality: "best-effort".parse().unwrap(),
             verify_reads: true,
+            encrypt_in_transit: true,
             rebuild: REBUILD,
             csi_name: Some("a name".to_owned()),
             preferred_node_id: Some(node_name()),
