@@ -68,7 +68,7 @@ impl Replica {
         match operation {
             Operation::Read => buffer[..length].copy_from_slice(&self.data[units(range)]),
             Operation::Flush => self.disk.clone_from(&self.data),
-            Operation::Write { .. } => {
+            Operation::Write { .. } | Operation::WriteRot => {
                 self.touch(range);
                 self.data[units(range)].copy_from_slice(&buffer[..length]);
             }
