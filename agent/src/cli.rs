@@ -243,8 +243,8 @@ pub enum DiskCommand {
 /// file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
 #[derive(Debug, Args)]
 pub struct DiscoverArgs {
-    /// Devices to look at; all disks and RAID arrays by default. Disks of a network, as of iSCSI, are left out
-    /// unless they are named
+    /// Devices to look at; all disks and RAID arrays by default. Disks of a network, as of iSCSI, are left
+    /// out unless they are named
     #[arg(value_name = "DEVICE")]
     pub devices: Vec<PathBuf>,
     /// The file to write; `-` is standard output

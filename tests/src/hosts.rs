@@ -127,7 +127,7 @@ impl Hosts {
         command
     }
 
-    /// Installs another build of the agent's program on all hosts: the agents that are started from now on run it.
+    /// Installs another build of the agent's program on all hosts. Agents that are started later run it.
     /// Engines and replicas keep the former one.
     ///
     /// # Errors

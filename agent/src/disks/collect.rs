@@ -274,8 +274,9 @@ fn parse_signatures(text: &[u8]) -> serde_json::Result<Vec<Signature>> {
     Ok(found.signatures.into_iter().map(signature).collect())
 }
 
-/// Returns true if a device has the superblock of an XFS that mkfs.xfs has not completed: it sets `sb_inprogress`
-/// first, and clears it last (fs/xfs/libxfs/xfs_format.h of Linux). No kernel mounts such a file system.
+/// Returns true if a device has the superblock of an XFS that mkfs.xfs has not completed: it sets
+/// `sb_inprogress` first, and clears it last (fs/xfs/libxfs/xfs_format.h of Linux). No kernel mounts such a
+/// file system.
 fn is_incomplete(path: &Path) -> io::Result<bool> {
     const MAGIC: &[u8] = b"XFSB";
     const IN_PROGRESS_AT: usize = 126;

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 /// An address that has authenticated lately may have so many times the handshakes of another one.
 const FRIEND_FACTOR: usize = 4;
 /// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
-/// Fifty signatures a second are a small part of a processor. A controller behind the same address as a client
-/// that always fails is lucky in one of its tries.
+/// Fifty signatures a second are a small part of a processor. A controller behind the same address as a
+/// client that always fails is lucky in one of its tries.
 const FAILURES_MAX: u32 = 50;
 const FORGIVEN_EVERY: Duration = Duration::from_millis(20);
 /// An address counts as a friend for so long after it has authenticated, and after its last connection has

@@ -112,8 +112,8 @@ impl Serving<'_> {
     }
 
     /// Sets the address of a replica. If it keeps none of its former addresses, its host most likely has none
-    /// of them any more: its connections are to be given up, so that it comes back over the new address instead
-    /// of after the time-out of a late replica.
+    /// of them any more: its connections are to be given up, so that it comes back over the new address
+    /// instead of after the time-out of a late replica.
     fn readdress(&mut self, index: PeerIndex, endpoint: ReplicaEndpoint) {
         let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
         let mut has_moved = false;

@@ -40,7 +40,7 @@ fn iscsid_in(proc: &Path) -> IscsidState {
     if listens { IscsidState::OnDemand } else { IscsidState::Dead }
 }
 
-/// Returns the part of an error text about a session or iscsiadm that names iscsid, if that may be the reason.
+/// Returns the part of an error text about a session or iscsiadm that names iscsid.
 pub(super) fn hint(state: IscsidState) -> &'static str {
     match state {
         IscsidState::Runs => "; if iscsid does not answer: systemctl restart iscsid",

@@ -43,8 +43,8 @@ impl Run<'_> {
         self.next.status.display = display(&self.next, self.engine);
     }
 
-    /// Notes whether the engine runs the program that is installed on its node. A volume whose engine always did
-    /// has no such condition.
+    /// Notes whether the engine runs the program that is installed on its node. A volume whose engine always
+    /// did has no such condition.
     fn note_program(&mut self) {
         let outdated = self.engine.filter(|engine| engine.status.needs_upgrade);
         let finding = match outdated {
