@@ -48,6 +48,8 @@ pub enum AgentCommand {
     Run(RunArgs),
     /// Runs the agent of this node: the API that a controller calls
     Serve(ServeArgs),
+    /// Runs the agent of the host that this container runs on
+    ServeOnHost(ServeOnHostArgs),
     /// Gets a certificate for this node from a controller, with a one-time token
     Join(JoinArgs),
     /// Checks whether this host can serve volumes, and names the remedy of each problem
@@ -192,6 +194,34 @@ pub struct ServeArgs {
     /// Overrides `metrics_listen` of the configuration; off turns metrics off
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics_listen: Option<MetricsListen>,
+}
+
+/// Runs the agent of the host that this container runs on.
+///
+/// The container has to be privileged, with the process ids and the network of the host (`hostPID`,
+/// `hostNetwork`). The command copies this program and its units to the host, enters the mounts of the host,
+/// and runs `serve` there. Engines and replicas are units of the host's systemd: they continue when the
+/// container ends.
+#[derive(Debug, Args)]
+pub struct ServeOnHostArgs {
+    /// Settings as in agent.toml, in a file of the container. /run/shorthorn/agent.toml of the host gets them
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Name of the node, unless the settings have it
+    #[arg(long, value_name = "NAME")]
+    pub node_name: Option<String>,
+    /// Address of the node for its API and its replicas, unless the settings have others
+    #[arg(long, value_name = "IP")]
+    pub address: IpAddr,
+    /// Port of the API
+    #[arg(long, default_value_t = 9501, value_name = "PORT")]
+    pub port: u16,
+    /// Port of metrics on the address of the node, unless the settings have `metrics_listen`
+    #[arg(long, value_name = "PORT")]
+    pub metrics_port: Option<u16>,
+    /// Directory of the host for this program. Its file system must allow programs to run
+    #[arg(long, default_value = "/var/lib/shorthorn/bin", value_name = "DIR")]
+    pub programs: PathBuf,
 }
 
 /// Gets a certificate for this node from a controller, with a one-time token.

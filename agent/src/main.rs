@@ -6,6 +6,7 @@ mod descriptor_store;
 mod disks;
 mod enrol;
 mod manual;
+mod on_host;
 mod pid_file;
 mod roles;
 mod run;
@@ -74,6 +75,7 @@ fn run_command(cli: &Cli) -> anyhow::Result<()> {
         AgentCommand::Disk(DiskCommand::Discover(args)) => disks::discover(args),
         AgentCommand::Disk(DiskCommand::Init(args)) => disks::init(args),
         AgentCommand::Serve(args) => serve_node(args, &cli.log),
+        AgentCommand::ServeOnHost(args) => match on_host::serve_on_host(args)? {},
         AgentCommand::Join(args) => {
             start_logs(&cli.log);
             writeln!(io::stdout(), "{}", enrol::join::join(args)?).context("standard output")
