@@ -98,10 +98,12 @@ docs: setup ## the generated tables of docs, from the definitions in the code
 book: setup ## the documentation as a book in target/book; the first run builds mdbook
 	tests/book $(TARGET_DIR)/book
 
-image: setup ## the image of the controller with its list of contents, in IMAGE_DIR; IMAGE=NAME:TAG names it
-	cargo build --profile release -p shorthorn-controller -p shorthornctl --bins
+image: setup ## the images with their lists of contents, in IMAGE_DIR; IMAGE=NAME:TAG, AGENT_IMAGE=NAME:TAG name them
+	cargo build --profile release -p shorthorn-controller -p shorthornctl -p shorthorn-agent --bins
 	packaging/image/build --programs $(TARGET_DIR)/release --output $(IMAGE_DIR)/shorthorn-controller.tar \
 		$(if $(IMAGE),--name $(IMAGE))
+	packaging/image/build --programs $(TARGET_DIR)/release --output $(IMAGE_DIR)/shorthorn-agent.tar \
+		--image shorthorn-agent $(if $(AGENT_IMAGE),--name $(AGENT_IMAGE))
 
 chart: setup ## the Helm chart as a file in IMAGE_DIR, and packaging/deploy rendered from it
 	packaging/chart/render

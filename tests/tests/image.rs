@@ -1,4 +1,4 @@
-//! The image of the controller: packaging/image/build, from the programs of the tests.
+//! The images of controller and agent: packaging/image/build, from the programs of the tests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,26 +9,20 @@ use serde_json::Value;
 use shorthorn_tests::binary;
 
 const BUILD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/image/build");
-const CONTROLLER: &str = "/usr/bin/shorthorn-controller";
+const CONTROLLER: &str = "shorthorn-controller";
+const AGENT: &str = "shorthorn-agent";
 
 #[test]
 fn two_builds_are_equal_and_the_programs_run_with_nothing_but_the_image() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (first, second) = (dir.path().join("first.tar"), dir.path().join("second.tar"));
-    let digest = build(&first)?;
-    ensure!(digest == build(&second)?, "the digests of two builds differ");
+    let digest = build(CONTROLLER, &first)?;
+    ensure!(digest == build(CONTROLLER, &second)?, "the digests of two builds differ");
     ensure!(fs::read(&first)? == fs::read(&second)?, "the archives of two builds differ");
 
-    let layout = unpacked(&first, &dir.path().join("layout"))?;
-    let manifest = json(&blob(&layout, &digest))?;
-    let config = json(&blob(&layout, text(&manifest["config"]["digest"])?))?;
-    ensure!(config["config"]["User"] == "65532:65532", "{config}");
-    ensure!(config["config"]["Entrypoint"][0] == CONTROLLER, "{config}");
-    let index = json(&layout.join("index.json"))?;
-    ensure!(index["manifests"][0]["digest"] == digest, "{index}");
-
-    let layer = blob(&layout, text(&manifest["layers"][0]["digest"])?);
-    let root = unpacked(&layer, &dir.path().join("root"))?;
+    let (config, root) = opened(&first, &digest, dir.path())?;
+    ensure!(config["User"] == "65532:65532", "{config}");
+    ensure!(config["Entrypoint"][0] == "/usr/bin/shorthorn-controller", "{config}");
     let version = env!("CARGO_PKG_VERSION");
     for program in ["shorthorn-controller", "shorthornctl", "kubectl-shorthorn"] {
         let printed = in_root(&root, &[&format!("/usr/bin/{program}"), "--version"])?;
@@ -36,20 +30,49 @@ fn two_builds_are_equal_and_the_programs_run_with_nothing_but_the_image() -> Res
     }
     let writable = run(Command::new("find").arg(&root).args(["-type", "f", "-perm", "/022"]))?;
     ensure!(writable.stdout.is_empty(), "{}", String::from_utf8_lossy(&writable.stdout));
-    check_contents(&json(&root.join("usr/share/sbom/shorthorn-controller.cdx.json"))?)?;
-    Ok(())
+    let contents = json(&root.join("usr/share/sbom/shorthorn-controller.cdx.json"))?;
+    let listed = ["shorthorn-controller", "shorthornctl", "tonic", "libc6", "ca-certificates"];
+    check_contents(&contents, &listed, &["shorthorn-tests", "proptest", "shorthorn-engine"])
 }
 
-/// Checks that the crates of the controller are listed, and those of its tests are not.
-fn check_contents(contents: &Value) -> Result<()> {
+#[test]
+fn the_image_of_the_agent_has_the_agent_alone() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let archive = dir.path().join("agent.tar");
+    let digest = build(AGENT, &archive)?;
+    let (config, root) = opened(&archive, &digest, dir.path())?;
+    ensure!(config["User"] == "0:0", "{config}");
+    ensure!(config["Entrypoint"][0] == "/usr/bin/shorthorn-agent", "{config}");
+    let printed = in_root(&root, &["/usr/bin/shorthorn-agent", "--version"])?;
+    ensure!(printed.trim() == format!("shorthorn-agent {}", env!("CARGO_PKG_VERSION")), "{printed}");
+    let programs: Vec<_> = fs::read_dir(root.join("usr/bin"))?.collect();
+    ensure!(programs.len() == 1, "{programs:?}: tools are of the host");
+    let contents = json(&root.join("usr/share/sbom/shorthorn-agent.cdx.json"))?;
+    let foreign = ["shorthorn-controller", "proptest", "ca-certificates"];
+    check_contents(&contents, &["shorthorn-agent", "shorthorn-engine", "libc6"], &foreign)
+}
+
+/// Returns the configuration of an image, and the directory of its files in `dir`.
+fn opened(archive: &Path, digest: &str, dir: &Path) -> Result<(Value, PathBuf)> {
+    let layout = unpacked(archive, &dir.join("layout"))?;
+    let index = json(&layout.join("index.json"))?;
+    ensure!(index["manifests"][0]["digest"] == digest, "{index}");
+    let manifest = json(&blob(&layout, digest))?;
+    let config = json(&blob(&layout, text(&manifest["config"]["digest"])?))?;
+    let layer = blob(&layout, text(&manifest["layers"][0]["digest"])?);
+    Ok((config["config"].clone(), unpacked(&layer, &dir.join("root"))?))
+}
+
+/// Checks that the parts of an image are listed, and others are not.
+fn check_contents(contents: &Value, listed: &[&str], foreign: &[&str]) -> Result<()> {
     ensure!(contents["bomFormat"] == "CycloneDX", "{contents:.200}");
     let components = contents["components"].as_array().context("no components")?;
     let names: Vec<&str> = components.iter().filter_map(|component| component["name"].as_str()).collect();
-    for name in ["shorthorn-controller", "shorthornctl", "tonic", "libc6", "ca-certificates"] {
-        ensure!(names.contains(&name), "{name} is not in the list of contents");
+    for name in listed {
+        ensure!(names.contains(name), "{name} is not in the list of contents");
     }
-    for name in ["shorthorn-tests", "proptest", "shorthorn-engine"] {
-        ensure!(!names.contains(&name), "{name} is in the list of contents");
+    for name in foreign {
+        ensure!(!names.contains(name), "{name} is in the list of contents");
     }
     let has_purl =
         |component: &Value| component["purl"].as_str().is_some_and(|purl| purl.starts_with("pkg:"));
@@ -74,14 +97,15 @@ fn a_missing_program_is_named_with_the_remedy() -> Result<()> {
 }
 
 /// Returns the digest that the script prints.
-fn build(archive: &Path) -> Result<String> {
-    let programs = binary("shorthorn-controller")?;
+fn build(image: &str, archive: &Path) -> Result<String> {
+    let programs = binary(image)?;
     let programs = programs.parent().context("the program has no folder")?;
     let mut command = Command::new(BUILD);
     command
         .env("SOURCE_DATE_EPOCH", "1700000000")
         .arg("--programs")
         .arg(programs)
+        .args(["--image", image])
         .arg("--output")
         .arg(archive);
     let digest = String::from_utf8(run(&mut command)?.stdout)?.trim().to_owned();
