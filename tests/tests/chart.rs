@@ -10,7 +10,8 @@ use shorthorn_testkit::docs;
 
 const TREE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 /// The values that enable all parts that are off by default.
-const EVERYTHING: [&str; 6] = [
+const EVERYTHING: [&str; 7] = [
+    AGENTS,
     "metrics.serviceMonitor.enabled=true",
     "metrics.agents.enabled=true",
     "metrics.rules.enabled=true",
@@ -18,6 +19,9 @@ const EVERYTHING: [&str; 6] = [
     "networkPolicy.egress.enabled=true",
     "tls.listener.enabled=true",
 ];
+
+/// The value that runs the agent as pods.
+const AGENTS: &str = "agent.daemonset.enabled=true";
 
 #[test]
 fn helm_finds_no_fault() -> Result<()> {
@@ -49,13 +53,60 @@ fn kustomize_lists_every_object() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn kustomize_has_the_agent_in_a_namespace_of_its_own() -> Result<()> {
+    let mut kustomize = Command::new(tools()?.join("kubectl"));
+    let made = succeeds(kustomize.arg("kustomize").arg(tree("packaging/deploy/agent")))?;
+    let mut by_kustomize = objects(&made);
+    ensure!(by_kustomize.remove("Namespace/shorthorn-agents"), "{by_kustomize:?}");
+    let (with, without) = (objects(&template(&[AGENTS])?), objects(&template(&[])?));
+    let by_helm: BTreeSet<_> = with.difference(&without).cloned().collect();
+    ensure!(by_kustomize == by_helm, "kustomize: {by_kustomize:#?}\nhelm: {by_helm:#?}");
+    ensure!(made.contains("pod-security.kubernetes.io/enforce: privileged\n"), "{made}");
+    Ok(())
+}
+
+/// The pod is the host, except for its image: a volume of the host would keep copies of mounts.
+#[test]
+fn the_pod_of_the_agent_has_the_host_and_no_volume_of_it() -> Result<()> {
+    let made = template(&[AGENTS])?;
+    let pods: Vec<_> = made.split("\n---\n").filter(|text| text.contains("\nkind: DaemonSet\n")).collect();
+    let [pod] = pods[..] else { anyhow::bail!("{} DaemonSets", pods.len()) };
+    for line in
+        ["hostPID: true", "hostNetwork: true", "privileged: true", "automountServiceAccountToken: false"]
+    {
+        ensure!(pod.lines().any(|found| found.trim() == line), "{line} is missing: {pod}");
+    }
+    ensure!(!pod.contains("hostPath"), "{pod}");
+    ensure!(pod.contains("type: RollingUpdate\n    rollingUpdate:\n      maxUnavailable: 1\n"), "{pod}");
+    let manual = template(&[AGENTS, "agent.daemonset.updateStrategy=OnDelete"])?;
+    ensure!(manual.contains("type: OnDelete\n  selector:"), "Kubernetes refuses other fields with OnDelete");
+    Ok(())
+}
+
+#[test]
+fn the_settings_of_the_agent_reach_its_pods() -> Result<()> {
+    let config = "agent.daemonset.config=[log]\nlevel = \"debug\"\n";
+    let (usual, changed) =
+        (template(&[AGENTS])?, template(&[AGENTS, config, "metrics.agents.enabled=true"])?);
+    let text = "agent.toml: |\n    disks = [\"/var/lib/longhorn\"]\n    [log]\n    level = \"debug\"\n";
+    ensure!(changed.contains(text), "{changed}");
+    ensure!(changed.contains("- --metrics-port=9511\n") && !usual.contains("--metrics-port"), "{changed}");
+    let sum =
+        |made: &str| made.lines().find(|line| line.contains("shorthorn.io/settings: ")).map(str::to_owned);
+    ensure!(sum(&usual).is_some() && sum(&usual) != sum(&changed), "pods keep the former settings");
+    Ok(())
+}
+
 /// Guard pods are of the image that a user names in one place.
 #[test]
 fn kustomize_gives_guard_pods_the_image_of_the_controller() -> Result<()> {
     let dir = tempfile::tempdir()?;
     for entry in fs::read_dir(tree("packaging/deploy"))? {
         let path = entry?.path();
-        fs::copy(&path, dir.path().join(path.file_name().context("a file without a name")?))?;
+        if path.is_file() {
+            fs::copy(&path, dir.path().join(path.file_name().context("a file without a name")?))?;
+        }
     }
     let file = dir.path().join("kustomization.yaml");
     let text =
@@ -130,6 +181,9 @@ fn unknown_and_impossible_values_are_refused() -> Result<()> {
         "storageClasses[0].parameters=none",
         "sidecars.attacher.extraArgs[0]=--leader-election",
         "image.digest=sha256:1",
+        "agent.daemonset.updateStrategy=Recreate",
+        "agent.daemonset.programDirectory=/opt/%n",
+        "agent.daemonset.disks[0]=longhorn",
     ] {
         let output = helm("template")?.arg("s").arg(chart()).args(["--set", value]).output()?;
         let error = String::from_utf8_lossy(&output.stderr);

@@ -22,6 +22,30 @@ app.kubernetes.io/name: shorthorn-controller
 {{- end }}
 {{- end }}
 
+{{- define "shorthorn.agentLabels" -}}
+app.kubernetes.io/name: shorthorn-agent
+app.kubernetes.io/part-of: shorthorn
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- end }}
+
+{{- define "shorthorn.agentImage" -}}
+{{- with .Values.agent.daemonset.image -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The settings that all nodes share, in the format of agent.toml. A table may end the lines of a user. */}}
+{{- define "shorthorn.agentSettings" -}}
+disks = {{ .disks | toJson }}
+{{- with .config | trim }}
+{{ . }}
+{{- end }}
+{{- end }}
+
 {{- define "shorthorn.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
