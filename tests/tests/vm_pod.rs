@@ -18,6 +18,9 @@ const CSI: &str = "/var/lib/kubelet/plugins/csi.shorthorn.io/csi.sock";
 const STAGING: &str = "/var/lib/kubelet/plugins/kubernetes.io/csi/csi.shorthorn.io/1/globalmount";
 const TARGET: &str = "/var/lib/kubelet/pods/1/volumes/kubernetes.io~csi/v1/mount";
 const ENGINE: &str = "shorthorn-engine@v1.service";
+/// The settings of all pods. No other node reads the replicas. Emulated processors are slow: a replica that
+/// needs longer than the default is not dead there.
+const SETTINGS: &str = "disks = [\"/var/lib/longhorn\"]\ndata_address = \"\"\nreplica_timeout_ms = 60000\n";
 /// The files with which a package would make this host a node.
 const PACKAGED: &str = "/usr/bin/shorthorn-agent /usr/lib/systemd/system/shorthorn* \
      /usr/lib/systemd/system/kubepods.slice.d /usr/lib/systemd/system/var-lib-kubelet-pods-.mount.d \
@@ -29,8 +32,7 @@ fn a_volume_outlives_the_container_of_its_agent() -> Result<()> {
     let host = VmHost::bare(VmHost::options(Kernel::Iscsi).command_limit(LOAD_LIMIT))?;
     host.sh(&format!("rm -rf {PACKAGED}; systemctl daemon-reload; udevadm control --reload"))?;
     host.sh("mkdir -p /var/lib/kubelet/plugins_registry /var/lib/kubelet/pods")?;
-    // Emulated processors are slow: a replica that needs longer than the default is not dead there.
-    push_agent_image(&host, "disks = [\"/var/lib/longhorn\"]\nreplica_timeout_ms = 60000\n")?;
+    push_agent_image(&host, SETTINGS)?;
     start_agent(&host, "pod-1")?;
     start_controller(&host)?;
     let kubelet = kubelet(&host)?;
