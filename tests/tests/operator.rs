@@ -136,7 +136,7 @@ fn salvage_with_losses(hosts: &Hosts, older_id: &str) -> Result<()> {
         "--yes-i-may-lose-data",
     ];
     hosts.ctl(&decide)?;
-    let shown = until_shown(&hosts, "attached volume", |shown| shown["state"] == "attached")?;
+    let shown = until_shown(hosts, "attached volume", |shown| shown["state"] == "attached")?;
     ensure!(shown["salvage"]["reason"] == "the host burnt", "{shown:#}");
     Ok(())
 }

@@ -330,7 +330,7 @@ impl Node for FakeAgent {
             let set = |instance| v1::InstanceEvent { r#type: Type::Set.into(), instance: Some(instance) };
             let synced = v1::InstanceEvent { r#type: Type::Synced.into(), instance: None };
             for event in now.into_iter().map(set).chain([synced]) {
-                if sender.send(Ok((*event).clone())).await.is_err() {
+                if sender.send(Ok(event)).await.is_err() {
                     return;
                 }
             }

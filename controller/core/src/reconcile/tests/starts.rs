@@ -104,8 +104,8 @@ fn replica_and_engine_are_started_as_their_volume_encrypts() {
                 _ => None,
             });
             match call {
-                Some(AgentCall::StartReplica { encrypt_in_transit, .. })
-                | Some(AgentCall::StartEngine { encrypt_in_transit, .. }) => encrypt_in_transit,
+                Some(AgentCall::StartReplica(StartReplica { encrypt_in_transit, .. }))
+                | Some(AgentCall::StartEngine(StartEngine { encrypt_in_transit, .. })) => encrypt_in_transit,
                 other => panic!("{other:#?}"),
             }
         });
