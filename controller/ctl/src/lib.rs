@@ -1,7 +1,7 @@
 //! `shorthornctl`: manages volumes for people and scripts.
 //!
-//! The command line knows the controller only by its API. Through a cluster, it reads the kubeconfig and forwards a
-//! port as kubectl does.
+//! The command line knows the controller only by its API. Through a cluster, it reads the kubeconfig and
+//! forwards a port as kubectl does.
 #![forbid(unsafe_code)]
 
 mod args;

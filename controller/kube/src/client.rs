@@ -29,8 +29,8 @@ pub enum ConnectError {
     Client(kube::Error),
 }
 
-/// Returns a client of the controller, whose connections may be silent as long as a watch; nothing is connected
-/// yet. Without a kubeconfig, it connects like a pod, or else like kubectl.
+/// Returns a client of the controller, whose connections may be silent as long as a watch; nothing is
+/// connected yet. Without a kubeconfig, it connects like a pod, or else like kubectl.
 ///
 /// # Errors
 /// [`ConnectError`].

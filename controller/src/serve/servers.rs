@@ -98,7 +98,8 @@ impl Servers {
         Ok(())
     }
 
-    /// Serves the API with mutual TLS. The layer refuses each method that the role of the caller may not call.
+    /// Serves the API with mutual TLS. The layer refuses each method that the role of the caller may not
+    /// call.
     pub(super) async fn serve_tls(
         &mut self,
         address: SocketAddr,

@@ -1,5 +1,5 @@
-//! The Controller service of CSI on the real controller, over agents in memory; and over a store alone, if the
-//! tests play the reconcilers.
+//! The Controller service of CSI on the real controller, over agents in memory; and over a store alone,
+//! if the tests play the reconcilers.
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 mod creation;

@@ -1,4 +1,5 @@
-//! The controller of the volume, which replaces lost replicas, and the operator, who makes one replica the volume.
+//! The controller of the volume, which replaces lost replicas, and the operator, who makes one replica
+//! the volume.
 
 use fastrand::Rng;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, is_current};

@@ -442,8 +442,9 @@ impl Process {
 }
 
 impl Simulation {
-    /// Serves the device to the guest, unless the volume is attached elsewhere by now. `lost_writes`: the members
-    /// had lost writes when the volume was opened. `refuses`: the engine answers each request with an error.
+    /// Serves the device to the guest, unless the volume is attached elsewhere by now. `lost_writes`: the
+    /// members had lost writes when the volume was opened. `refuses`: the engine answers each request
+    /// with an error.
     fn begin_for_guest(
         &mut self,
         engine: u64,

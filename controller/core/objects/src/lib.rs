@@ -1,4 +1,5 @@
-//! The objects of the control plane, as they are stored, with Longhorn's field names where the meaning is the same.
+//! The objects of the control plane, as they are stored, with Longhorn's field names where the meaning is
+//! the same.
 //!
 //! The programs that only read objects or their definitions build this crate, and not the reconcilers.
 #![forbid(unsafe_code)]

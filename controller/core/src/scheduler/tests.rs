@@ -291,8 +291,8 @@ fn a_replica_that_leaves_its_node_keeps_no_other_away_from_its_zone() {
     assert_eq!(place_one(&hard_zones, &mut nodes, 2).unwrap().node.as_str(), "b");
 }
 
-/// Checks the best place of each case. It has two disks that differ in one property, and whose names are in the
-/// opposite order.
+/// Checks the best place of each case. It has two disks that differ in one property, and whose names are
+/// in the opposite order.
 fn check_best(cases: impl IntoIterator<Item = (&'static str, Request, Vec<NodeCandidate>, &'static str)>) {
     for (what, request, mut nodes, best) in cases {
         let present = nodes.iter().map(NodeCandidate::same_volume).sum();
