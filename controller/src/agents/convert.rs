@@ -346,35 +346,39 @@ mod tests {
 
     #[test]
     fn only_encryption_needs_a_newer_agent() {
-        let replica = |encrypt_in_transit| AgentCall::StartReplica(StartReplica {
-            volume: "v1".parse().unwrap(),
-            replica_id: ReplicaId::from_random(1),
-            disk_path: "/d".to_owned(),
-            disk_uuid: String::new(),
-            size_bytes: 4096,
-            first_members: Vec::new(),
-            secret: Secret::new([1; SECRET_BYTES]),
-            create: true,
-            rebind: false,
-            encrypt_in_transit,
-        });
+        let replica = |encrypt_in_transit| {
+            AgentCall::StartReplica(StartReplica {
+                volume: "v1".parse().unwrap(),
+                replica_id: ReplicaId::from_random(1),
+                disk_path: "/d".to_owned(),
+                disk_uuid: String::new(),
+                size_bytes: 4096,
+                first_members: Vec::new(),
+                secret: Secret::new([1; SECRET_BYTES]),
+                create: true,
+                rebind: false,
+                encrypt_in_transit,
+            })
+        };
         assert_eq!([level_of(&replica(false)), level_of(&replica(true))], [0, level::ENCRYPTION]);
         let Message::StartReplica(request) = message(&replica(true)) else { panic!("another message") };
         assert!(request.encrypt_in_transit);
-        let engine = |encrypt_in_transit| AgentCall::StartEngine(StartEngine {
-            volume: "v1".parse().unwrap(),
-            size_bytes: 4096,
-            attach: 1,
-            replicas: BTreeMap::new(),
-            frontend: Frontend::Auto,
-            secret: Secret::new([1; SECRET_BYTES]),
-            granted: None,
-            rebuild: RebuildLimits::default(),
-            revision: 1,
-            continues: 0,
-            verify_reads: false,
-            encrypt_in_transit,
-        });
+        let engine = |encrypt_in_transit| {
+            AgentCall::StartEngine(StartEngine {
+                volume: "v1".parse().unwrap(),
+                size_bytes: 4096,
+                attach: 1,
+                replicas: BTreeMap::new(),
+                frontend: Frontend::Auto,
+                secret: Secret::new([1; SECRET_BYTES]),
+                granted: None,
+                rebuild: RebuildLimits::default(),
+                revision: 1,
+                continues: 0,
+                verify_reads: false,
+                encrypt_in_transit,
+            })
+        };
         assert_eq!([level_of(&engine(false)), level_of(&engine(true))], [0, level::ENCRYPTION]);
         let Message::StartEngine(request) = message(&engine(true)) else { panic!("another message") };
         assert!(request.encrypt_in_transit);

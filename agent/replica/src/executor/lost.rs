@@ -215,7 +215,7 @@ mod tests {
     use shorthorn_views::ReplicaViews;
 
     use super::*;
-    use crate::executor::{Marks, kind};
+    use crate::executor::{Loaded, kind};
     use crate::state::Owner;
 
     const LOST: u64 = 3;
@@ -230,9 +230,8 @@ mod tests {
         let committed = View { id, members: Members::default() };
         let unknown = shorthorn_control::Unknown::default();
         let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1), unknown };
-        let (state, marks, summer) =
-            Marks::load(&mut store, &owner, ReplicaViews::new(committed), 0).unwrap();
-        Executor::new(store, owner, state, marks, summer).unwrap()
+        let loaded = Loaded::load(&mut store, &owner, ReplicaViews::new(committed), 0).unwrap();
+        Executor::new(store, owner, loaded).unwrap()
     }
 
     /// Executes a modification to its end. Returns the operations of the ring on the data.

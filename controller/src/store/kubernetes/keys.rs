@@ -256,7 +256,10 @@ mod tests {
             }
             let Some(found) = secret.as_mut() else {
                 let reason = "NotFound";
-                return (404, json!({ "kind": "Status", "status": "Failure", "reason": reason, "code": 404 }));
+                return (
+                    404,
+                    json!({ "kind": "Status", "status": "Failure", "reason": reason, "code": 404 }),
+                );
             };
             if method == Method::PATCH {
                 let change: Value = serde_json::from_slice(body).unwrap();

@@ -220,7 +220,8 @@ impl Store for KubeStore {
     }
 
     async fn check(&self) -> Result<(), StoreError> {
-        let one = bounded(self.inner.remote.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
+        let one =
+            bounded(self.inner.remote.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
         let unavailable = |error: CallError| StoreError::Unavailable { message: error.to_string() };
         one.map(drop).map_err(unavailable)
     }

@@ -5,7 +5,7 @@ use shorthorn_views::Arbiter;
 
 use super::*;
 use crate::observed::GrantWanted;
-use crate::{Decision, StartReplica};
+use crate::{Decision, StartEngine, StartReplica};
 
 const ID: u64 = 1;
 
