@@ -265,6 +265,30 @@ async fn a_replica_directory_belongs_to_the_secret_of_its_volume() {
     assert_eq!(client.start_replica(with(8, false)).await.unwrap_err().code(), Code::FailedPrecondition);
 }
 
+#[tokio::test]
+async fn replicas_that_start_at_once_have_different_ports() {
+    const COUNT: u32 = 12;
+    let node = Node::new();
+    let config = fs::read_to_string(node.config()).unwrap();
+    fs::write(node.config(), format!("{config}data_address = \"127.0.0.1\"\n")).unwrap();
+    let (_agent, mut client) = node.start().await;
+    client.add_disk(v1::AddDiskRequest { path: node.disk().display().to_string() }).await.unwrap();
+    let mut starts = tokio::task::JoinSet::new();
+    for number in 1..=COUNT {
+        let request = v1::StartReplicaRequest { create: true, ..node.replica(&format!("{number:08x}")) };
+        let mut client = client.clone();
+        starts.spawn(async move { client.start_replica(request).await.unwrap() });
+    }
+    starts.join_all().await;
+    let specs =
+        fs::read_dir(node.dir.path().join("s/instances/replica")).unwrap().map(|entry| entry.unwrap().path());
+    let text = |spec| fs::read_to_string(spec).unwrap();
+    let address =
+        |spec| serde_json::from_str::<serde_json::Value>(&text(spec)).unwrap()["data_address"].to_string();
+    let addresses: std::collections::BTreeSet<String> = specs.map(address).collect();
+    assert_eq!(addresses.len(), COUNT as usize, "{addresses:?}");
+}
+
 /// A volume that encrypts in transit is served encrypted or not at all.
 #[tokio::test]
 async fn a_replica_that_encrypts_in_transit_needs_the_kernel() {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use shorthorn_control::{EngineSpec, ReplicaEndpoint};
 use shorthorn_recovery::{Misfit, fit};
+use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Welcome};
 
@@ -29,7 +30,7 @@ impl Connector {
         Connector {
             volume: spec.volume.clone(),
             size_bytes: Arc::new(AtomicU64::new(spec.size_bytes)),
-            secret: spec.secret.clone(),
+            secret: connection_secret(&spec.secret, spec.encrypt_in_transit),
             generation,
             timeout: Duration::from_millis(u64::from(spec.replica_timeout_ms)),
             encrypts: spec.encrypt_in_transit,

@@ -15,7 +15,7 @@ use shorthorn_control::{
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
-use shorthorn_tls::ReplicaTls;
+use shorthorn_tls::{ReplicaTls, connection_secret};
 use shorthorn_views::ReplicaViews;
 use shorthorn_wire::directory_fingerprint;
 use tracing::Span;
@@ -121,8 +121,9 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
 }
 
 fn identity(spec: &ReplicaSpec) -> Result<Identity, ReplicaError> {
-    let tls = spec.encrypt_in_transit.then(|| ReplicaTls::new(&spec.secret)).transpose()?;
-    Ok(Identity { volume: spec.volume.clone(), replica: spec.replica, secret: spec.secret.clone(), tls })
+    let secret = connection_secret(&spec.secret, spec.encrypt_in_transit);
+    let tls = spec.encrypt_in_transit.then(|| ReplicaTls::new(&secret)).transpose()?;
+    Ok(Identity { volume: spec.volume.clone(), replica: spec.replica, secret, tls })
 }
 
 fn first_status(

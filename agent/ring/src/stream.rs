@@ -111,7 +111,11 @@ impl Stream {
     /// The error of sendmsg: the connection is of no more use.
     pub fn on_sent(&mut self, completion: Completion, finished: &mut Vec<u32>) -> io::Result<()> {
         self.outgoing.in_flight = false;
-        let mut count = completion.count()?;
+        let mut count = match completion.count() {
+            // Nothing was sent. A socket that encrypts waits for its lock, which task work interrupts.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => 0,
+            counted => counted?,
+        };
         while count > 0 {
             let Some(owner) = self.outgoing.advance(&mut count) else { break };
             finished.extend(owner);

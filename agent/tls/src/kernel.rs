@@ -6,6 +6,7 @@ use std::fmt;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::{TcpTlsRx, TcpTlsTx, TcpUlp, TlsCryptoInfo};
@@ -55,13 +56,17 @@ pub fn prepare_kernel(socket: &impl AsFd) -> Result<(), TlsError> {
     })
 }
 
+/// The time in which this host connects to itself.
+const CONNECT_LIMIT: Duration = Duration::from_secs(2);
+
 /// Checks that the kernel of this host can encrypt, on a connection to itself.
 ///
 /// # Errors
 /// [`TlsError::Kernel`] has the remedy.
 pub fn check_kernel() -> Result<(), TlsError> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let stream = TcpStream::connect(listener.local_addr()?)?;
+    // A firewall may drop packets to itself.
+    let stream = TcpStream::connect_timeout(&listener.local_addr()?, CONNECT_LIMIT)?;
     prepare_kernel(&stream)?;
     let empty = libc::tls12_crypto_info_chacha20_poly1305 {
         info: INFO,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use ring::hkdf::{HKDF_SHA256, Salt};
+use ring::hmac;
 use ring::signature::{Ed25519KeyPair, KeyPair};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{AlwaysResolvesClientRawPublicKeys, Resumption};
@@ -41,6 +42,22 @@ impl End {
             End::Replica => b"shorthorn-2 tls replica",
         }
     }
+}
+
+/// Returns the secret that both ends of the connections of a volume prove, and derive their keys from.
+///
+/// A volume that encrypts has another one than a plain volume, on Unix sockets too. So an engine that does not
+/// know of encryption reads nothing from a replica of such a volume, and copies nothing in clear elsewhere.
+#[must_use]
+pub fn connection_secret(secret: &Secret, encrypted: bool) -> Secret {
+    if !encrypted {
+        return secret.clone();
+    }
+    let key = hmac::Key::new(hmac::HMAC_SHA256, secret.bytes());
+    let mut derived = [0; SECRET_BYTES];
+    // Both ends must agree on it: it must not change.
+    derived.copy_from_slice(hmac::sign(&key, b"shorthorn-2 encrypted connections").as_ref());
+    Secret::new(derived)
 }
 
 /// Returns the seed of an end's key pair: HKDF-SHA-256 (RFC 5869) of the volume's secret.

@@ -26,6 +26,7 @@ use thiserror::Error;
 
 pub use handshake::{EngineTls, RECORD_HEADER_BYTES, ReplicaTls, read_record};
 pub use kernel::{Keys, check_kernel, prepare_kernel};
+pub use keys::connection_secret;
 
 /// The reason why a connection was not encrypted. It has to be closed then.
 #[derive(Debug, Error)]

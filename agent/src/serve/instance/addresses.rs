@@ -66,6 +66,7 @@ impl Hub {
         }
         if before.map(|before| before.ip()) != Some(address) {
             let ports = self.data_ports();
+            let _choosing = self.choosing_port().await;
             let taken = self.table().ports_of_others(id);
             spec = blocking(move || {
                 ports::choose(&mut spec, Some(address), &ports, &taken)?;
@@ -118,6 +119,7 @@ impl Hub {
             return Ok(());
         }
         let (address, ports) = (self.data_address().address, self.data_ports());
+        let choosing = self.choosing_port().await;
         let mut taken = self.table().ports_of_others(id);
         taken.extend(spec.data_address.map(|address| address.port()));
         spec = blocking(move || {
@@ -126,6 +128,7 @@ impl Hub {
         })
         .await?;
         self.keep(spec).await?;
+        drop(choosing);
         tracing::info!(instance = %id, "starting it again, because it does not move to the new address");
         Ok(self.backend().restart(id).await?)
     }

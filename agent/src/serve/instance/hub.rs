@@ -31,6 +31,8 @@ pub struct Hub {
     paths: InstancePaths,
     data_ports: RangeInclusive<u16>,
     data_address: DataAddress,
+    /// Lock from the choice of a port until the table shows it.
+    choosing_port: tokio::sync::Mutex<()>,
     /// Locks that allow one operation at a time on each instance.
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
     /// The newest list of replicas that each engine was given: attachment and number. Calls that come late
@@ -61,8 +63,8 @@ impl Hub {
         table: Arc<Table>,
         backend: Box<dyn Backend>,
     ) -> Result<Arc<Hub>, NodeError> {
-        let (gates, revisions) = Default::default();
-        let hub = Hub { table, backend, paths, data_ports, data_address, gates, revisions };
+        let (gates, revisions, choosing_port) = Default::default();
+        let hub = Hub { table, backend, paths, data_ports, data_address, choosing_port, gates, revisions };
         hub.adopt_all().await?;
         Ok(Arc::new(hub))
     }
@@ -151,7 +153,12 @@ impl Hub {
                 spec.keep_unknown(&known);
             }
         }
-        self.prepare(&id, &mut spec, options.rebind).await?;
+        self.prepare(&spec, options.rebind).await?;
+        let choosing = self.choosing_port().await;
+        if let Spec::Replica(replica) = &mut spec {
+            let (address, taken) = (self.data_address().address, self.table.ports_of_others(&id));
+            ports::choose(replica, address, &self.data_ports, &taken)?;
+        }
         let stored = (spec.clone(), self.paths.clone());
         let store = move || {
             let (spec, paths) = &stored;
@@ -162,9 +169,11 @@ impl Hub {
         self.set_revision(&id, spec.attach().unwrap_or_default(), options.revision);
         let started = if takes_over {
             self.table.set_spec(spec);
+            drop(choosing);
             self.backend.restart(&id).await
         } else {
             self.table.insert(spec, Process::only(ProcessPhase::Starting));
+            drop(choosing);
             self.backend.start(&id).await
         };
         if let Err(error) = started {
@@ -174,8 +183,14 @@ impl Hub {
         self.published(&id)
     }
 
-    /// Prepares the host for a process: encryption, and the directory and the port of a replica.
-    async fn prepare(&self, id: &InstanceId, spec: &mut Spec, rebind: bool) -> Result<(), NodeError> {
+    /// Waits for the right to choose the port of a replica. Its holder keeps it until the table shows the port:
+    /// another start would choose the same one.
+    pub(super) async fn choosing_port(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.choosing_port.lock().await
+    }
+
+    /// Prepares the host for a process: encryption, and the directory of a replica.
+    async fn prepare(&self, spec: &Spec, rebind: bool) -> Result<(), NodeError> {
         if spec.encrypts_in_transit() {
             // It loads the module too, which the processes may not.
             blocking(|| check_kernel().map_err(|error| NodeError::Precondition(error.to_string()))).await?;
@@ -183,9 +198,7 @@ impl Hub {
         let Spec::Replica(replica) = spec else { return Ok(()) };
         let fingerprint = directory_fingerprint(replica.secret.bytes(), replica.encrypt_in_transit);
         let directory = replica.directory.clone();
-        blocking(move || bind(&directory, &fingerprint, rebind)).await?;
-        let (address, taken) = (self.data_address().address, self.table.ports_of_others(id));
-        ports::choose(replica, address, &self.data_ports, &taken)
+        blocking(move || bind(&directory, &fingerprint, rebind)).await
     }
 
     /// Gives a running engine the replicas, and the size, of the same request.
