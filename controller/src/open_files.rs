@@ -1,6 +1,6 @@
-//! The limit of open files. Each agent has a connection, and the usual soft limit of 1024 is too low for a large
-//! cluster. systemd and container runtimes set it that low for programs that use select(2), which this one does
-//! not.
+//! The limit of open files. Each agent has a connection, and the usual soft limit of 1024 is too low for a
+//! large cluster. systemd and container runtimes set it that low for programs that use select(2), which this
+//! one does not.
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 

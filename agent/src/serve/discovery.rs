@@ -34,6 +34,8 @@ impl Discovery {
     ) -> Result<Vec<v1::DiscoveredDevice>, NodeError> {
         let busy = |_| NodeError::Unavailable("the devices are being examined: try again".to_owned());
         let mut running = self.0.try_lock().map_err(busy)?;
+        // A result that no caller has waited for may be old.
+        running.take_if(|look| look.is_finished());
         let look = running.get_or_insert_with(|| tokio::task::spawn_blocking(look));
         let Ok(ended) = tokio::time::timeout(limit, look).await else {
             return Err(NodeError::Unavailable(format!(
@@ -67,6 +69,17 @@ mod tests {
         let again = discovery.devices_from(|| panic!("a second one runs beside it"), soon).await;
         assert!(again.is_err());
         drop(release);
-        assert!(discovery.devices_from(|| panic!("the first one has ended"), LIMIT).await.is_ok());
+        assert!(discovery.devices_from(|| Ok(Vec::new()), LIMIT).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn an_examination_that_was_given_up_leaves_no_result() {
+        let discovery = Discovery::default();
+        let old = tokio::task::spawn_blocking(|| anyhow::bail!("an old result"));
+        while !old.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        *discovery.0.lock().await = Some(old);
+        assert!(discovery.devices_from(|| Ok(Vec::new()), LIMIT).await.is_ok());
     }
 }

@@ -46,8 +46,9 @@ impl End {
 
 /// Returns the secret that both ends of the connections of a volume prove, and derive their keys from.
 ///
-/// A volume that encrypts has another one than a plain volume, on Unix sockets too. So an engine that does not
-/// know of encryption reads nothing from a replica of such a volume, and copies nothing in clear elsewhere.
+/// A volume that encrypts has another one than a plain volume, on Unix sockets too. So an engine that does
+/// not know of encryption reads nothing from a replica of such a volume, and copies nothing in clear
+/// elsewhere.
 #[must_use]
 pub fn connection_secret(secret: &Secret, encrypted: bool) -> Secret {
     if !encrypted {
@@ -84,7 +85,7 @@ pub(crate) fn certified(secret: &Secret, end: End) -> Result<Arc<CertifiedKey>, 
     Ok(Arc::new(CertifiedKey::new(vec![public.into()], key)))
 }
 
-/// One cipher, one key exchange, TLS 1.3.
+/// Returns the cryptography: a single cipher and key exchange of TLS 1.3.
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(CryptoProvider {
         cipher_suites: vec![cipher_suite::TLS13_CHACHA20_POLY1305_SHA256],

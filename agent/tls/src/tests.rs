@@ -236,8 +236,8 @@ fn over_the_kernel() {
 #[test]
 fn plain_and_encrypted_connections_prove_different_secrets() {
     assert_eq!(connection_secret(&SECRET, false).bytes(), SECRET.bytes());
-    // As OpenSSL computes it: printf 'shorthorn-2 encrypted connections' | openssl dgst -sha256 -mac HMAC -macopt
-    // hexkey:0707…
+    // As OpenSSL computes it: printf 'shorthorn-2 encrypted connections' | openssl dgst -sha256 -mac HMAC
+    // -macopt hexkey:0707…
     let hex: String =
         connection_secret(&SECRET, true).bytes().iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(hex, "918f74587c59560a24e7c5b1af407bbba69f199fa5a95a68870a52e18c8eb9cb");

@@ -6,11 +6,12 @@ use tonic::transport::Channel;
 
 use super::args::{
     Cli, CreateArgs, CtlCommand, DiskCommand, Format, NodeCommand, OrphanCommand, RebalanceArgs,
-    ReplicaCommand, SalvageArgs, TagList, VolumeCommand, WaitArgs,
+    ReplicaCommand, SalvageArgs, VolumeCommand, WaitArgs,
 };
 use super::doctor::CheckView;
 use super::error::CtlError;
 use super::list::{Lister, Options, What, watch};
+use super::placement::of_tags;
 use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
@@ -280,7 +281,7 @@ impl Session {
             name: name.clone(),
             replica_id: replica,
             confirm: name,
-            by: operator(),
+            by: confirm::operator(),
             reason: args.reason,
         });
         let volume = self.client.salvage_volume(request).await.map_err(self.error())?.into_inner();
@@ -590,16 +591,6 @@ impl Session {
         let node = self.client.add_disk(request).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
     }
-}
-
-pub(super) fn of_tags(tags: TagList) -> v1::Tags {
-    v1::Tags { tags: tags.0 }
-}
-
-/// Returns the name of the user at the keyboard, if known, for the record.
-fn operator() -> String {
-    let variables = ["SUDO_USER", "USER", "LOGNAME"].into_iter();
-    variables.filter_map(|name| std::env::var(name).ok()).find(|name| !name.is_empty()).unwrap_or_default()
 }
 
 pub(super) fn limited<T>(message: T) -> tonic::Request<T> {

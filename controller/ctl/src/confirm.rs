@@ -2,6 +2,12 @@ use std::io::{BufRead, IsTerminal, Write};
 
 use super::error::CtlError;
 
+/// Returns the name of the user at the keyboard, if known, for the record.
+pub(super) fn operator() -> String {
+    let variables = ["SUDO_USER", "USER", "LOGNAME"].into_iter();
+    variables.filter_map(|name| std::env::var(name).ok()).find(|name| !name.is_empty()).unwrap_or_default()
+}
+
 /// Asks on a terminal whether to delete `volume`; without a terminal, refuses.
 pub(super) fn deletion(volume: &str) -> Result<(), CtlError> {
     let refusal = format!("deleting volume {volume} destroys its data: use --yes without a terminal");

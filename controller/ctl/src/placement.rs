@@ -9,14 +9,18 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tonic::Code;
 use tonic::transport::Channel;
 
-use super::args::{Format, SetVolumeArgs};
-use super::commands::{limited, of_tags};
+use super::args::{Format, SetVolumeArgs, TagList};
+use super::commands::limited;
 use super::error::{CtlError, is_unreachable};
 use super::output::{dash, facts, for_programs, node_table};
 use super::wait::{HELD_LIMIT, Progress};
 
 /// The least time between two questions.
 const POLL: Duration = Duration::from_millis(500);
+
+pub(super) fn of_tags(tags: TagList) -> v1::Tags {
+    v1::Tags { tags: tags.0 }
+}
 
 /// Makes the request for the changes of a volume.
 pub(super) fn change(args: SetVolumeArgs) -> v1::SetVolumeRequest {

@@ -202,8 +202,8 @@ impl Tls {
         }
     }
 
-    /// Returns the ends of the CA that signs and of this controller's certificate, in seconds since 1970. Does
-    /// not wait for a change that is being stored.
+    /// Returns the ends of the CA that signs and of this controller's certificate, in seconds since 1970.
+    /// Does not wait for a change that is being stored.
     pub fn expiry_s(&self) -> (u64, u64) {
         let authority_s = self.authority_end_s.load(Ordering::Relaxed);
         let current = self.credentials.current();

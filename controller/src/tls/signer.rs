@@ -23,7 +23,8 @@ const EVERY: Duration = Duration::from_secs(5);
 const PAGE_MAX: u32 = 200;
 /// The longest time between two looks while the API server or the store of the CA fails.
 const LOOK_PAUSE_MAX: Duration = Duration::from_mins(1);
-/// Attempts to sign one request that the API server refuses, with growing pauses. Then it has failed for good.
+/// Attempts to sign one request that the API server refuses, with growing pauses. Then it has failed for
+/// good.
 const ATTEMPTS_MAX: u32 = 8;
 /// The longest pause between two of these attempts.
 const ATTEMPT_PAUSE_MAX: Duration = Duration::from_mins(5);

@@ -2,6 +2,7 @@
 
 mod durable;
 mod execute;
+mod power;
 mod process;
 mod sums;
 

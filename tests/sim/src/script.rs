@@ -171,6 +171,14 @@ impl Script {
     }
 }
 
+/// The disks of two replicas cannot read some blocks of snapshots, and the third one is replaced.
+fn unread_blocks(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    let unread = |victim| (0, Fault::Lie { victim, at: LieAt::Blocks, for_us });
+    let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
+    let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
+    vec![unread(victim), unread(other), replace]
+}
+
 /// Returns all choices of a fault, and how much later than the first its parts strike.
 fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let victim = rng.usize(0..REPLICAS_MAX);
@@ -213,12 +221,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::LieInExtents => broken(Broken::Extents, rng),
         Kind::LieAtProposals => Fault::Lie { victim, at: LieAt::Proposals, for_us: for_us * 3 },
         Kind::LieAsSource => Fault::Lie { victim, at: LieAt::Source, for_us: for_us * 3 },
-        Kind::UnreadBlocks => {
-            let unread = |victim| Fault::Lie { victim, at: LieAt::Blocks, for_us: for_us * 3 };
-            let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
-            let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
-            return vec![(0, unread(victim)), (0, unread(other)), replace];
-        }
+        Kind::UnreadBlocks => return unread_blocks(victim, for_us * 3, rng),
         Kind::SlowDisk => return slow_disks(victim, for_us, rng),
         Kind::PauseEngine => pause_engine(rng),
         Kind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },

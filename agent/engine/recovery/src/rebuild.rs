@@ -2,6 +2,7 @@
 //! lacks, and makes it a copy if its former data does not count. Then it hands the replica to the core, which
 //! copies the rest.
 
+mod source;
 mod trouble;
 
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
@@ -12,6 +13,7 @@ use shorthorn_types::{
 use shorthorn_views::remembers;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
 
+pub use self::source::Source;
 pub use self::trouble::Trouble;
 use self::trouble::describe;
 use crate::link::{Link, LinkError, regions_unless};
@@ -27,30 +29,6 @@ const STAMP_TRIES: u32 = 5;
 pub const OTHER_RUN: &str = "the replica restarted during the attempt";
 /// The reason why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
-
-/// A member that is read to make a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Source {
-    /// The member.
-    pub address: Address,
-    /// True if it has failed as the source of an earlier attempt.
-    pub has_failed: bool,
-    losses: u64,
-}
-
-impl Source {
-    #[cfg(test)]
-    pub(crate) fn new(address: Address, losses: u64) -> Source {
-        Source { address, has_failed: false, losses }
-    }
-
-    /// Returns true if it has been a member all the time until now. Else it may itself have been made anew
-    /// before it was read: nothing that was read from it counts.
-    #[must_use]
-    pub fn has_stayed(&self, core: &EngineCore) -> bool {
-        core.membership().losses_of_member(self.address.peer) == Some(self.losses)
-    }
-}
 
 /// The task that brings one replica back. Each replica has only one.
 pub trait RebuildTask {

@@ -91,8 +91,8 @@ impl Executor {
         }
     }
 
-    /// Returns true if the modification of `range` in the slot makes no other rot look sound. False: a page of
-    /// sums has to be read first, and then the request is started again.
+    /// Returns true if the modification of `range` in the slot makes no other rot look sound. False: a page
+    /// of sums has to be read first, and then the request is started again.
     ///
     /// # Errors
     /// Nothing but the page of sums knows of the rot, and the sums that the modification ends find no places.

@@ -183,8 +183,8 @@ impl Hub {
         self.published(&id)
     }
 
-    /// Waits for the right to choose the port of a replica. Its holder keeps it until the table shows the port:
-    /// another start would choose the same one.
+    /// Waits for the right to choose the port of a replica. Its holder keeps it until the table shows the
+    /// port: another start would choose the same one.
     pub(super) async fn choosing_port(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.choosing_port.lock().await
     }

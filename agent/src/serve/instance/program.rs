@@ -1,7 +1,9 @@
 //! The program that a process runs, compared with the installed one.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -14,7 +16,14 @@ const PIECE_BYTES: usize = 64 << 10;
 /// replaced.
 pub fn installed() -> PathBuf {
     let program = std::env::current_exe().unwrap_or_else(|_| OWN.into());
+    let program = without_mark(&program);
     if program.exists() { program } else { OWN.into() }
+}
+
+/// Returns the path of a program without the mark by which Linux says that its file was replaced or removed.
+fn without_mark(program: &Path) -> PathBuf {
+    let path = program.as_os_str().as_bytes();
+    OsStr::from_bytes(path.strip_suffix(b" (deleted)").unwrap_or(path)).into()
 }
 
 /// Returns true if the process runs another program than the installed one. A copy of the same build is the
@@ -59,6 +68,13 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    #[test]
+    fn a_replaced_program_has_its_path() {
+        for path in ["/usr/bin/shorthorn-agent", "/usr/bin/shorthorn-agent (deleted)"] {
+            assert_eq!(without_mark(Path::new(path)), Path::new("/usr/bin/shorthorn-agent"));
+        }
+    }
 
     #[test]
     fn programs_differ_by_their_content() {

@@ -124,8 +124,8 @@ impl Spec {
         }
     }
 
-    /// Writes a spec that comes from the same request as the one in the file, like [`Spec::store`]. Fields of a
-    /// later version stay.
+    /// Writes a spec that comes from the same request as the one in the file, like [`Spec::store`]. Fields of
+    /// a later version stay.
     ///
     /// # Errors
     /// [`SpecError`].

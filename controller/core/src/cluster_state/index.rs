@@ -185,8 +185,8 @@ impl ClusterState {
         self.index.incomplete.len().saturating_sub(self.rebuilds.volumes_with_rebuild())
     }
 
-    /// Returns the size of the smallest volume that may lack a replica. 0: a replica is to leave its place. None:
-    /// no volume looks for a place.
+    /// Returns the size of the smallest volume that may lack a replica. 0: a replica is to leave its place.
+    /// None: no volume looks for a place.
     #[must_use]
     pub fn smallest_waiting_bytes(&self) -> Option<u64> {
         if !self.index.leaving.is_empty() || !self.index.left.is_empty() {

@@ -1,5 +1,5 @@
-//! Volumes that wait for a place. Thousands may wait, and nodes change all the time: an event costs the same for
-//! any number of volumes. It only starts a search, which runs the reconcilers of a few volumes at a time.
+//! Volumes that wait for a place. Thousands may wait, and nodes change all the time: an event costs the same
+//! for any number of volumes. It only starts a search, which runs the reconcilers of a few volumes at a time.
 
 use std::time::Duration;
 

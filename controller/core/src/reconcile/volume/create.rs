@@ -121,7 +121,8 @@ impl Run<'_> {
         }
     }
 
-    /// Checks again after that time, or later if many volumes wait. An event that may open a place comes first.
+    /// Checks again after that time, or later if many volumes wait. An event that may open a place comes
+    /// first.
     pub(super) fn check_places_after(&mut self, least: Duration) {
         self.decision.again_after(places::check_after(self.context.cluster, least));
     }
