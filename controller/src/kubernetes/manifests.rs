@@ -5,8 +5,8 @@ use std::path::Path;
 use k8s_openapi::api::admissionregistration::v1::{
     ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding,
 };
-use k8s_openapi::api::apps::v1::Deployment;
-use k8s_openapi::api::core::v1::{Namespace, Service, ServiceAccount};
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Service, ServiceAccount};
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding};
@@ -23,7 +23,9 @@ const LEFT_OUT: [&str; 2] = ["crds.yaml", "kustomization.yaml"];
 
 fn documents() -> Vec<Value> {
     let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/deploy");
-    let files = std::fs::read_dir(deploy).unwrap().map(|entry| entry.unwrap().path());
+    let folders = [deploy.join("agent"), deploy];
+    let files = folders.iter().flat_map(|folder| std::fs::read_dir(folder).unwrap());
+    let files = files.map(|entry| entry.unwrap().path()).filter(|path| path.is_file());
     let files = files.filter(|path| !LEFT_OUT.iter().any(|name| path.ends_with(name)));
     let texts = files.map(|path| std::fs::read_to_string(path).unwrap());
     texts.flat_map(|text| serde_saphyr::from_multiple::<Value>(&text).unwrap()).collect()
@@ -50,6 +52,8 @@ fn the_manifests_have_only_fields_that_the_api_has() {
             "ClusterRole" => check::<ClusterRole>(document),
             "ClusterRoleBinding" => check::<ClusterRoleBinding>(document),
             "Deployment" => check::<Deployment>(document),
+            "DaemonSet" => check::<DaemonSet>(document),
+            "ConfigMap" => check::<ConfigMap>(document),
             "PodDisruptionBudget" => check::<PodDisruptionBudget>(document),
             "NetworkPolicy" => check::<NetworkPolicy>(document),
             "StorageClass" => check::<StorageClass>(document),

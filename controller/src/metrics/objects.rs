@@ -120,7 +120,7 @@ mod tests {
             "shorthorn_engines{state=\"error\"} 0\n",
             "shorthorn_replicas{state=\"unknown\"} 0\n",
             "shorthorn_nodes{ready=\"false\"} 0\n",
-            "shorthorn_outdated_engines 0\n",
+            "shorthorn_outdated_engines{} 0\n",
             "shorthorn_unusable_objects{kind=\"volume\"} 0\n",
             "shorthorn_controller_agents{connected=\"true\"} 0\n",
         ] {
