@@ -1,6 +1,7 @@
 //! The objects that an administrator installs in Kubernetes.
 
 use std::fs;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -23,7 +24,9 @@ const LEFT_OUT: [&str; 4] =
 pub fn install(api: &ApiServer) -> Result<()> {
     let mut files: Vec<_> = fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
     files.sort_by_key(|path| (!path.ends_with("namespace.yaml"), path.clone()));
-    for file in files.into_iter().filter(|path| !LEFT_OUT.iter().any(|name| path.ends_with(name))) {
+    // The folders are of parts that an installation may have: the agent in a container.
+    let applied = |path: &PathBuf| path.is_file() && !LEFT_OUT.iter().any(|name| path.ends_with(name));
+    for file in files.into_iter().filter(applied) {
         api.apply(&fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
     }
     let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;
