@@ -124,7 +124,7 @@ fn memory_device() -> Result<PathBuf> {
         Some(name) => name,
     };
     let built = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--package", "shorthorn-frontend", "--example", "memory_device"])
+        .args(["build", "--quiet", "--workspace", "--example", "memory_device"])
         .args(["--profile", profile])
         .status()?;
     ensure!(built.success(), "cargo build --example memory_device: {built}");
