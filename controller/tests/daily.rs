@@ -185,8 +185,11 @@ async fn a_replica_is_evicted_once_another_one_has_its_place() {
 #[tokio::test(flavor = "multi_thread")]
 async fn devices_that_may_become_disks_are_listed() {
     let cluster = Cluster::start(&["a", "b"]).await;
-    let names = cluster.ok(&["disk", "discover", "-o", "name"]).await;
-    assert_eq!(names, "device/a:/dev/sdb\ndevice/b:/dev/sdb\n");
+    let fit = cluster.run(&["disk", "discover", "-o", "name"]).await;
+    assert!(fit.status.success(), "{fit:?}");
+    assert_eq!(String::from_utf8_lossy(&fit.stdout), "device/a:/dev/sdb\ndevice/b:/dev/sdb\n");
+    let hint = String::from_utf8_lossy(&fit.stderr);
+    assert!(hint.starts_with("devices that do not fit: 2; --all"), "{hint}");
     let table = cluster.ok(&["disk", "discover", "--node", "b", "--all"]).await;
     assert!(table.contains("it has a signature: dos"), "{table}");
     let all = json(&cluster, &["disk", "discover", "--node", "b", "-o", "json"]).await;
