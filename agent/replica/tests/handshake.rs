@@ -210,7 +210,7 @@ fn a_volume_that_encrypts_in_transit_takes_no_plain_engine_of_another_host() {
         panic!("it takes a plain engine")
     };
     assert!(status != 0 && refusal.message.contains("encrypts in transit"), "{refusal:?}");
-    assert_eq!(replica.status().generation, None, "it has fenced nobody");
+    assert_eq!(replica.status().generation, None, "it has fenced no engine");
     // The Unix socket does not leave the host.
     replica.open(generation(1)).write(0, &pattern(1, 4096)).unwrap();
     assert!(replica.terminate().success());

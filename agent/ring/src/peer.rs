@@ -30,7 +30,7 @@ pub fn set_up_tcp(socket: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns true if the kernel encrypts what is sent on this socket (kTLS).
+/// Returns true if the kernel encrypts the data of this socket (kTLS).
 pub(crate) fn is_encrypted(socket: &impl AsFd) -> bool {
     let mut name = [0_u8; 16];
     let mut length = libc::socklen_t::try_from(name.len()).unwrap_or(0);

@@ -148,7 +148,7 @@ impl Simulation {
         self.guest_moves();
         self.mark_forgotten_undecided();
         let Some((at, lacks_nothing)) = self.best_choice() else {
-            return self.violate("nobody is left to be the volume".to_owned());
+            return self.violate("no replica is left to be the volume".to_owned());
         };
         self.count(if lacks_nothing { "salvages that lose nothing" } else { "salvages that may lose" });
         let id = self.replicas[at].id;

@@ -54,7 +54,7 @@ impl Executor {
     /// # Errors
     /// The error of the store. If it fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
-        debug_assert!(!self.in_flight.is_busy(), "whoever asks has checked that it may be made anew");
+        debug_assert!(!self.in_flight.is_busy(), "its caller has checked that no request is in flight");
         self.sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {

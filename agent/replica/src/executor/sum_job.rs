@@ -68,7 +68,7 @@ impl SumJob {
         self.run
     }
 
-    /// Returns true if the run is not needed any more, or there is none.
+    /// Returns true without a run, or if the run is not needed any more.
     pub fn is_void(&self) -> bool {
         self.run.is_none_or(|run| run.is_void)
     }
