@@ -110,7 +110,9 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     // differ from them. They are removed before the state: after an interruption, all steps are done again.
     store.remove_all_regions().map_err(|error| of_store(&error))?;
     store.drop_damaged_lost_blocks().map_err(|error| of_store(&error))?;
-    store.set_rebuilding(false).and_then(|()| store.set_left(false)).map_err(|error| of_store(&error))?;
+    let accepted =
+        store.accept_unfinished_copy(&format!("{attach}-{replica}")).and_then(|()| store.set_left(false));
+    accepted.map_err(|error| of_store(&error))?;
     store.save_state(&bytes).map_err(|error| of_store(&error))?;
     let before = state.views.report();
     tracing::warn!(directory = %directory.display(), attach, ?before, "salvaged: this replica alone is the volume now");

@@ -13,6 +13,13 @@ use crate::disk::{Block, SparseFile};
 /// The id of a connection; never used again.
 pub type ConnId = u64;
 
+/// A snapshot as the list of layers names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SnapshotLayer {
+    /// The attachment of the salvage that found it incomplete; 0: none has.
+    pub salvaged: u64,
+}
+
 /// A request of an engine to a replica. The sectors of data are ids of writes.
 #[derive(Clone, Debug)]
 pub enum Ask {
@@ -47,7 +54,7 @@ pub enum Ask {
     /// From where on does the head have data?
     HeadExtents(u64),
     /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
-    CopyBegin { has_snapshot: bool },
+    CopyBegin { snapshot: Option<SnapshotLayer> },
     /// The snapshot, for a copy of these blocks.
     ReadSnapshot(Range<u64>),
     /// A block of the snapshot in which another one holds rot.
@@ -83,8 +90,8 @@ pub enum Answer {
     Check(u32),
     /// To a question for regions.
     Page(RegionsPage),
-    /// The answer to a question for layers: whether a snapshot exists below the head.
-    Layers(bool),
+    /// The answer to a question for layers: the snapshot below the head, if one exists.
+    Layers(Option<SnapshotLayer>),
     /// To the beginning of a copy: whether the snapshot is there already.
     Copying { is_snapshot_done: bool },
     /// To a read of the snapshot: that, and the blocks that the replica knows to be rotten.

@@ -288,6 +288,9 @@ impl Replica {
         self.durable.sets.clear();
         self.files.heal_all(true);
         self.durable.lost.clear();
+        if self.durable.rebuilding && !self.durable.is_snapshot_done {
+            self.durable.salvaged = attach;
+        }
         (self.durable.rebuilding, self.durable.says_left) = (false, false);
         self.is_rolled_back = false;
     }

@@ -67,10 +67,15 @@ impl CopyList {
     }
 
     /// Returns true if the snapshots in `other` are the same, so that snapshots copied from either replica
-    /// can be kept. The heads may differ: they are always made anew.
+    /// can be kept. The heads may differ: they are always made anew. The data of a removed snapshot is not
+    /// the same everywhere: each replica takes it away by itself.
     #[must_use]
     pub fn has_snapshots_of(&self, other: &CopyList) -> bool {
-        self.0.len() == other.0.len() && self.0[..self.0.len() - 1] == other.0[..other.0.len() - 1]
+        let snapshots = &self.0[..self.0.len() - 1];
+        let is_removed = |layer: &CopyLayer| {
+            DiskMeta::parse(&layer.image.meta_name(), &layer.meta).is_ok_and(|meta| meta.removed)
+        };
+        *snapshots == other.0[..other.0.len() - 1] && !snapshots.iter().any(is_removed)
     }
 
     /// Returns the steps after which a directory with the files `names` holds exactly these layers, all of
@@ -158,6 +163,15 @@ mod tests {
         assert!(list.has_snapshots_of(&CopyList::new(layers.clone(), 8192).unwrap()));
         layers[0].size_bytes = 4096;
         assert!(!list.has_snapshots_of(&CopyList::new(layers, 8192).unwrap()));
+    }
+
+    #[test]
+    fn removed_snapshots_of_two_sources_may_differ() {
+        let mut layers = chain();
+        let meta = DiskMeta { name: layers[0].image.to_string(), removed: true, ..DiskMeta::default() };
+        layers[0].meta = meta.to_bytes();
+        let list = CopyList::new(layers, 8192).unwrap();
+        assert!(!list.has_snapshots_of(&list));
     }
 
     #[test]

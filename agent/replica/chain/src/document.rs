@@ -115,6 +115,9 @@ impl VolumeMeta {
 /// The label of a layer that is larger than the one below it because the volume was expanded: the size of
 /// that one. A layer that was truncated since does not have it any more.
 const BELOW_LABEL: &str = "replica-expansion-below";
+/// The label of a snapshot that may lack data, because its replica was salvaged in the middle of a copy. Its
+/// value differs between salvages.
+const SALVAGED_LABEL: &str = "shorthorn-salvaged";
 
 impl DiskMeta {
     /// Returns the size of the layer below, if an expansion made it smaller than this one.
@@ -131,6 +134,12 @@ impl DiskMeta {
             None => drop(labels.remove(BELOW_LABEL)),
         }
         self.labels = (!labels.is_empty()).then_some(labels);
+    }
+
+    /// Records that the layer may lack data since this salvage.
+    pub(crate) fn set_salvaged(&mut self, salvage: &str) {
+        let labels = self.labels.get_or_insert_default();
+        labels.insert(SALVAGED_LABEL.to_owned(), salvage.to_owned());
     }
 
     /// Reads the document in the file `name`. Longhorn writes it without a check.

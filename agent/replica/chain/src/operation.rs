@@ -208,6 +208,23 @@ impl Layout {
         Ok(Operation { steps, after })
     }
 
+    /// Plans to mark these snapshots as ones that may lack data since a salvage. A copy of another snapshot
+    /// of the same name does not pass for one of these.
+    ///
+    /// # Errors
+    /// An image that is no layer.
+    pub fn plan_salvaged(&self, images: &[ImageName], salvage: &str) -> Result<Operation, ChainError> {
+        let mut after = self.clone();
+        let mut steps = Vec::new();
+        for image in images {
+            let disk = after.disks.get_mut(image).ok_or_else(|| missing(image))?;
+            disk.meta.set_salvaged(salvage);
+            steps.extend(document_steps(&image.meta_name(), disk.meta.to_bytes()));
+        }
+        steps.push(FileStep::SyncDirectory);
+        Ok(Operation { steps, after })
+    }
+
     /// Takes a removed snapshot out of the directory.
     ///
     /// # Errors

@@ -6,6 +6,7 @@
 //! machine, the next opening continues. Incomplete layers are made again, complete ones are kept, and the
 //! record of an ended copy is removed.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 
 use nix::unistd::fdatasync;
@@ -294,6 +295,35 @@ impl Store {
         copy.save(&self.directory)?;
         self.forget_map();
         Ok(())
+    }
+
+    /// Makes the replica count as complete although its copy was not, because the operator has chosen it.
+    /// Snapshots that are not known to be complete are marked with `salvage`: other replicas may hold
+    /// complete snapshots of the same names from their own interrupted copies, and must not keep these.
+    ///
+    /// # Errors
+    /// [`StoreError`]. A repetition after the next opening completes this.
+    pub fn accept_unfinished_copy(&mut self, salvage: &str) -> Result<()> {
+        self.check_writable()?;
+        if !self.layout.volume().is_rebuilding() {
+            return Ok(());
+        }
+        // Longhorn and a mark of distrust leave no record of complete layers.
+        let done = self.copy.as_ref().map_or(&[][..], |copy| &copy.done);
+        let is_done = |(layer, _): &(usize, &ImageName)| done.get(*layer).copied().unwrap_or(false);
+        let chain = self.layout.chain().iter().rev().enumerate();
+        let complete: BTreeSet<&ImageName> = chain.filter(is_done).map(|(_, image)| image).collect();
+        let images = self.layout.disks().keys();
+        let doubtful: Vec<ImageName> =
+            images.filter(|image| !image.is_head() && !complete.contains(image)).cloned().collect();
+        let operation =
+            self.layout.plan_salvaged(&doubtful, salvage).map_err(|error| self.chain_error(error))?;
+        // Without the mark it must not count as complete: a failure is no reason to tidy up and continue.
+        self.run(&operation.steps)?;
+        self.layout = operation.after;
+        self.set_rebuilding(false)?;
+        self.copy = None;
+        Copy::remove(&self.directory)
     }
 
     /// Makes each layer of a copy that is under way count as incomplete.

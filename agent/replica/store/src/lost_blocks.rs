@@ -102,14 +102,16 @@ impl Store {
     }
 
     /// Removes a record that is damaged or cannot be read, because the operator has chosen this replica: from
-    /// then on the blocks that it has listed count as sound.
+    /// then on the blocks that it has listed count as sound. [`Store::accept_unfinished_copy`] follows: no
+    /// snapshot is known to be that of other replicas.
     ///
     /// # Errors
     /// The record could not be removed.
     pub fn drop_damaged_lost_blocks(&mut self) -> Result<()> {
         match self.load_lost_blocks() {
             Ok(FoundLostBlocks::Known(_)) => Ok(()),
-            Ok(FoundLostBlocks::Damaged) | Err(_) => self.save_lost_blocks(&LostBlocks::new()),
+            // No snapshot is known to be sound any more.
+            Ok(FoundLostBlocks::Damaged) | Err(_) => self.distrust_data(),
         }
     }
 
@@ -231,5 +233,6 @@ mod tests {
         std::fs::write(path.join(FILE), "damaged").unwrap();
         store.drop_damaged_lost_blocks().unwrap();
         assert!(known(&mut store).is_empty() && !path.join(FILE).exists());
+        assert!(store.info().rebuilding, "no snapshot is known to be sound");
     }
 }

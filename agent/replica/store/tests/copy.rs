@@ -210,6 +210,59 @@ fn whole_layers_are_not_copied_again_and_others_begin_anew() {
 }
 
 #[test]
+fn a_salvaged_part_of_a_copy_is_no_source_of_what_others_have_whole() {
+    let base = scratch();
+    let (whole, salvaged) = (base.path().join("whole"), base.path().join("salvaged"));
+    let source = source(&base.path().join("from"));
+    let layers = source.copy_layers().unwrap();
+    let begin = |path: &Path, done: usize| {
+        let mut copying = target(path);
+        copying.begin_copy(layers.clone()).unwrap();
+        for layer in 0..done {
+            let (extents, _) = source.layer_extents(layer, 0, 100).unwrap();
+            copy_layer(&source, &copying, layer, &extents);
+            copying.copy_done(layer).unwrap();
+        }
+        copying
+    };
+    let mut whole = begin(&whole, 2);
+    assert_eq!(whole.begin_copy(layers.clone()).unwrap(), [true, true, false]);
+    begin(&salvaged, 1).close().unwrap();
+    // Whichever step fails, it does not count as complete without the label.
+    let is_labelled = || {
+        let meta = std::fs::read_to_string(salvaged.join("volume-snap-second.img.meta")).unwrap();
+        meta.contains("shorthorn-salvaged")
+    };
+    let mut failures = 0;
+    loop {
+        let left = AtomicUsize::new(failures);
+        let fails = move |_: &str| match left.fetch_sub(1, Ordering::Relaxed) {
+            0 => Fault::Fail(5),
+            _ => Fault::None,
+        };
+        let failing = open(&salvaged, Some(FaultHook::new(fails)));
+        let accepted = failing.and_then(|mut failing| failing.accept_unfinished_copy("7-a"));
+        let chosen = open(&salvaged, None).unwrap();
+        assert!(chosen.info().rebuilding || is_labelled(), "failure {failures}");
+        if accepted.is_ok() {
+            break;
+        }
+        failures += 1;
+    }
+    assert!(failures > 3, "{failures}");
+    let mut chosen = open(&salvaged, None).unwrap();
+    chosen.accept_unfinished_copy("8-a").unwrap();
+    assert!(!chosen.info().rebuilding && !salvaged.join("shorthorn.copy").exists());
+    chosen.close().unwrap();
+    let chosen = Store::open(&salvaged, OpenOptions::default()).unwrap();
+    let theirs = chosen.copy_layers().unwrap();
+    assert_eq!(theirs[0], layers[0], "a complete snapshot is that of the others");
+    let meta = DiskMeta::parse("of the second", &theirs[1].meta).unwrap();
+    assert_eq!(meta.labels.unwrap()["shorthorn-salvaged"], "7-a", "the first salvage counts");
+    assert_eq!(whole.begin_copy(theirs).unwrap(), [false; 3]);
+}
+
+#[test]
 fn layers_of_a_fixture_come_over() {
     let fixture = Fixture::unpack("lhrich");
     let source = Store::open(fixture.path(), OpenOptions::default()).unwrap();

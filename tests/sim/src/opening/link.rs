@@ -5,7 +5,7 @@ use shorthorn_types::{Errno, Generation, MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, WireLayer};
 
 use super::{CALL_TIMEOUT_US, Process};
-use crate::net::{Answer, Ask, ConnId};
+use crate::net::{Answer, Ask, ConnId, SnapshotLayer};
 
 /// The reason why a replica has not done a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,12 +132,12 @@ impl<T: Asks> Link for Via<T> {
     }
 
     async fn layers(&mut self) -> Result<LayerList, CallError> {
-        let Answer::Layers(has_snapshot) = self.0.ask(Ask::Layers).await? else {
+        let Answer::Layers(snapshot) = self.0.ask(Ask::Layers).await? else {
             return Err(CallError::Broken);
         };
-        let layer = |image: &str| WireLayer { image: image.to_owned(), meta: String::new(), size_bytes: 0 };
-        let snapshot = has_snapshot.then(|| layer("snapshot"));
-        Ok(LayerList { layers: snapshot.into_iter().chain([layer("head")]).collect() })
+        let layer = |image: &str, meta: String| WireLayer { image: image.to_owned(), meta, size_bytes: 0 };
+        let snapshot = snapshot.map(|snapshot| layer("snapshot", snapshot.salvaged.to_string()));
+        Ok(LayerList { layers: snapshot.into_iter().chain([layer("head", String::new())]).collect() })
     }
 
     async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, CallError> {
@@ -148,11 +148,12 @@ impl<T: Asks> Link for Via<T> {
     }
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, CallError> {
-        let has_snapshot = layers.layers.len() > 1;
-        let Answer::Copying { is_snapshot_done } = self.0.ask(Ask::CopyBegin { has_snapshot }).await? else {
+        let snapshot = layers.layers.split_last().and_then(|(_, snapshots)| snapshots.first());
+        let snapshot = snapshot.and_then(|layer| Some(SnapshotLayer { salvaged: layer.meta.parse().ok()? }));
+        let Answer::Copying { is_snapshot_done } = self.0.ask(Ask::CopyBegin { snapshot }).await? else {
             return Err(CallError::Broken);
         };
-        let snapshot = has_snapshot.then_some(is_snapshot_done);
+        let snapshot = snapshot.map(|_| is_snapshot_done);
         Ok(CopyState { done: snapshot.into_iter().chain([false]).collect() })
     }
 

@@ -9,6 +9,7 @@ use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
 
 use crate::faults::Broken;
+use crate::net::SnapshotLayer;
 
 /// The state on the disk of a replica beside its data.
 #[derive(Clone, Debug)]
@@ -24,6 +25,8 @@ pub(super) struct Durable {
     pub says_left: bool,
     /// True if a snapshot exists below the head.
     pub has_snapshot: bool,
+    /// The attachment of the salvage that found the snapshot incomplete; 0: none has.
+    pub salvaged: u64,
     /// Sums of blocks; which of them count is in a set of regions.
     pub sums: BTreeMap<u64, u32>,
     /// The snapshot is whole, though the copy of the replica may not be.
@@ -47,12 +50,18 @@ impl Durable {
             rebuilding: false,
             says_left: false,
             has_snapshot,
+            salvaged: 0,
             sums: BTreeMap::new(),
             is_snapshot_done: false,
             lost: BTreeMap::new(),
             power_was_lost: false,
             failures: 0,
         }
+    }
+
+    /// Returns the snapshot as the list of layers names it.
+    pub fn snapshot(&self) -> Option<SnapshotLayer> {
+        self.has_snapshot.then_some(SnapshotLayer { salvaged: self.salvaged })
     }
 }
 

@@ -9,7 +9,7 @@ use super::{Op, Replica, check};
 use crate::Sabotage;
 use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::Broken;
-use crate::net::{Answer, Ask};
+use crate::net::{Answer, Ask, SnapshotLayer};
 
 impl Replica {
     /// Executes the request on the disk, and returns the answer and the reported error, if any.
@@ -109,15 +109,16 @@ impl Replica {
     }
 
     /// Becomes a copy. A snapshot that is whole, from an interrupted copy, is kept.
-    pub(super) fn copy_begin(&mut self, has_snapshot: bool) -> Result<(), Errno> {
+    pub(super) fn copy_begin(&mut self, snapshot: Option<SnapshotLayer>) -> Result<(), Errno> {
         let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
         self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
         let durable = &mut self.durable;
         durable.is_snapshot_done &=
-            durable.rebuilding && has_snapshot && has_snapshot == durable.has_snapshot;
+            durable.rebuilding && snapshot.is_some() && snapshot == durable.snapshot();
         durable.rebuilding = true;
         self.is_rolled_back = false;
-        durable.has_snapshot = has_snapshot;
+        durable.has_snapshot = snapshot.is_some();
+        durable.salvaged = snapshot.map_or(0, |snapshot| snapshot.salvaged);
         if durable.is_snapshot_done {
             self.files.drop_head();
         } else {

@@ -323,14 +323,14 @@ impl Simulation {
                 Err(errno) => Err(errno),
             },
             Ask::Layers => {
-                let has_snapshot = replica.durable.has_snapshot;
-                return self.answer(op.conn, op.number, Answer::Layers(has_snapshot));
+                let snapshot = replica.durable.snapshot();
+                return self.answer(op.conn, op.number, Answer::Layers(snapshot));
             }
             Ask::ReadSnapshot(blocks) => return self.read_snapshot(at, &op, blocks),
             Ask::ReadSnapshotBlock(block) => return self.read_snapshot_block(at, &op, *block),
             Ask::HeadExtents(from_bytes) => return self.send_extents(at, &op, *from_bytes),
-            Ask::CopyBegin { has_snapshot } => {
-                let begun = replica.write_document(|replica| replica.copy_begin(*has_snapshot));
+            Ask::CopyBegin { snapshot } => {
+                let begun = replica.write_document(|replica| replica.copy_begin(*snapshot));
                 if begun.is_ok() {
                     let is_snapshot_done = replica.durable.is_snapshot_done;
                     return self.answer(op.conn, op.number, Answer::Copying { is_snapshot_done });
