@@ -26,6 +26,8 @@ pub struct LeftOut {
     nodes: Option<BTreeSet<String>>,
     /// The disk that its text names.
     disk_path: Option<String>,
+    /// True if the text says that the replica has left its view.
+    has_failed: bool,
 }
 
 impl LeftOut {
@@ -37,11 +39,12 @@ impl LeftOut {
         why: impl Into<String>,
         remedy: impl Into<String>,
     ) -> LeftOut {
+        let has_failed = raw.is_some_and(|raw| text_at(raw, "/status/failedAt").is_some());
         let (nodes, disk_path) = match raw {
             Some(raw) => (nodes_of(kind, raw), text_at(raw, "/spec/diskPath").map(str::to_owned)),
             None => (None, None),
         };
-        LeftOut { why: why.into(), remedy: remedy.into(), version: 0, nodes, disk_path }
+        LeftOut { why: why.into(), remedy: remedy.into(), version: 0, nodes, disk_path, has_failed }
     }
 
     /// The same, of that stored version.
@@ -189,6 +192,12 @@ impl ClusterState {
     pub fn unknown_replica_of(&self, volume: &str) -> Option<String> {
         let mut replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
         replicas.find_map(|(key, _)| self.unknown(key))
+    }
+
+    /// The same of each replica of a volume that may be a member of its view.
+    pub fn unknown_members_of<'a>(&'a self, volume: &'a str) -> impl Iterator<Item = String> + use<'a> {
+        let replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
+        replicas.filter(|(_, left_out)| !left_out.has_failed).filter_map(|(key, _)| self.unknown(key))
     }
 
     /// The same of the first volume, engine or replica that may be on `node`.

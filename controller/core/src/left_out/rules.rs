@@ -271,6 +271,28 @@ fn a_replica_that_was_left_out_is_neither_replaced_nor_forgotten_nor_outlived() 
 }
 
 #[test]
+fn no_engine_is_started_without_the_replicas_that_were_left_out() {
+    let mut example = Example::new();
+    [1, 2, 3].iter().for_each(|number| leave_out(&mut example.cluster, Kind::Replica, *number));
+    let volume = example.volume();
+    (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 8);
+    let (_, others) = settled(decide(&example, &key_of(Kind::Volume, 0)));
+    assert!(others.is_empty(), "{others:#?}");
+}
+
+#[test]
+fn a_replica_that_was_left_out_may_be_a_member_unless_its_text_says_that_it_has_failed() {
+    let mut cluster = Example::new().cluster;
+    for (number, raw) in [(1, json!({})), (2, json!({ "status": { "failedAt": "2026-11-26T00:00:00Z" } }))] {
+        cluster.remove(&key_of(Kind::Replica, number));
+        let left_out = LeftOut::new(Kind::Replica, Some(&raw), "it is damaged", "mend it");
+        cluster.leave_out(key_of(Kind::Replica, number), left_out);
+    }
+    let members: Vec<String> = cluster.unknown_members_of("v").collect();
+    assert!(matches!(&members[..], [one] if one.contains(&id(1).to_string())), "{members:?}");
+}
+
+#[test]
 fn nothing_of_a_volume_that_was_left_out_goes() {
     let mut example = Example::new();
     let record = Record::of(&example.cluster.volumes["v"], &example.cluster.replicas["v-00000001"], true);

@@ -150,14 +150,17 @@ pub(super) enum Readiness {
 }
 
 /// Decides which replicas an engine on `node` can start with. `left` is the rest of the time for slow ones.
+/// `unknown` are the other replicas that may be members, with the reasons why their objects cannot be used.
 /// `node_was_lost`: the engine follows a fenced one, so replicas on unreachable nodes are not waited for.
 pub(super) fn readiness(
     replicas: &[&Replica],
+    unknown: Vec<String>,
     first_members: &[ReplicaId],
     node: &NodeName,
     left: Duration,
     node_was_lost: bool,
 ) -> Readiness {
+    let all = replicas.len() + unknown.len();
     let mut targets = BTreeMap::new();
     let mut missing = Vec::new();
     let mut are_all_final = true;
@@ -170,7 +173,12 @@ pub(super) fn readiness(
             }
         }
     }
-    let members = members_in_view(replicas, first_members);
+    // Each of the unknown ones may be a member.
+    let members = members_in_view(replicas, first_members) + unknown.len();
+    missing.extend(unknown);
+    if all == 0 {
+        missing.push("the volume has none".to_owned());
+    }
     // With half of them the arbiter has to take the place of the others: as a rule they get the time to come.
     let needed = members.div_ceil(2).max(1);
     let needed_at_once = if node_was_lost { needed } else { members / 2 + 1 };
@@ -187,7 +195,7 @@ pub(super) fn readiness(
         "{} of {} replicas run and {needed} are needed; it starts as soon as enough are back, \
          or detach it to give up: {message}",
         targets.len(),
-        replicas.len(),
+        all,
     ))
 }
 
@@ -244,6 +252,17 @@ mod tests {
     /// Returns replicas on nodes of their own, of which the first `running` run and the nodes of the others
     /// do not answer.
     fn readiness_with(running: u64, all: u64, left: Duration, node_was_lost: bool) -> Readiness {
+        readiness_beside(0, running, all, left, node_was_lost)
+    }
+
+    /// Returns the decision if `unknown` more replicas are stored and cannot be used.
+    fn readiness_beside(
+        unknown: usize,
+        running: u64,
+        all: u64,
+        left: Duration,
+        node_was_lost: bool,
+    ) -> Readiness {
         let replica = |at: u64| {
             let replica_id = ReplicaId::from_random(at + 1);
             let status = ReplicaStatus {
@@ -270,7 +289,8 @@ mod tests {
         };
         let replicas: Vec<Replica> = (0..all).map(replica).collect();
         let replicas: Vec<&Replica> = replicas.iter().collect();
-        readiness(&replicas, &[], &NodeName::new("n0").unwrap(), left, node_was_lost)
+        let unknown = vec!["it cannot be used".to_owned(); unknown];
+        readiness(&replicas, unknown, &[], &NodeName::new("n0").unwrap(), left, node_was_lost)
     }
 
     #[test]
@@ -292,5 +312,21 @@ mod tests {
                 assert!(!starts_after(lost, running, all, Duration::ZERO), "{running} of {all}");
             }
         }
+    }
+
+    #[test]
+    fn replicas_that_the_controller_cannot_use_count_as_members_that_do_not_run() {
+        let starts = |unknown, running, left| {
+            matches!(readiness_beside(unknown, running, running, left, false), Readiness::Ready(_))
+        };
+        for left in [REPLICA_WAIT, Duration::ZERO] {
+            assert!(starts(1, 2, left), "2 of 3");
+            assert!(!starts(2, 1, left), "1 of 3");
+            assert!(!starts(3, 0, left) && !starts(0, 0, left), "none");
+        }
+        let Readiness::TooFew(message) = readiness_beside(3, 0, 0, Duration::ZERO, false) else {
+            panic!("it starts without replicas")
+        };
+        assert!(message.contains("0 of 3") && message.contains("cannot be used"), "{message}");
     }
 }

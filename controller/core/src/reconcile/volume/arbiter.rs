@@ -67,7 +67,8 @@ impl Run<'_> {
         let (Some(served), Some(engine)) = (self.served_view(), self.engine) else { return };
         let members = engine.status.replica_mode_map.iter();
         let members = members.filter(|(_, member)| member.mode == MemberMode::Member).map(|(id, _)| *id);
-        let is_stored = members.collect::<BTreeSet<_>>() == served.members.iter().collect();
+        let is_stored = members.collect::<BTreeSet<_>>() == served.members.iter().collect()
+            && self.context.cluster.unknown_replica_of(&self.stored.metadata.name).is_none();
         // Without the engine, they are all that is known of the view.
         let has_left = |replica: &&Replica| {
             served.members.contains(replica.spec.replica_id) || replica.status.failed_at.is_some()

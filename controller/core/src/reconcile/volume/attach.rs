@@ -100,7 +100,8 @@ impl Run<'_> {
         let first_members = &self.stored.status.first_members;
         // Of an engine that there never was none had to be fenced.
         let node_was_lost = engine.spec.attach > 0 && self.is_fenced(engine);
-        match health::readiness(&self.replicas, first_members, &node, left, node_was_lost) {
+        let unknown = self.context.cluster.unknown_members_of(&self.stored.metadata.name).collect();
+        match health::readiness(&self.replicas, unknown, first_members, &node, left, node_was_lost) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
                 self.set_settled_of_start(Finding::wrong("EngineStarting", "the engine is being started"));

@@ -67,7 +67,9 @@ impl Run<'_> {
             self.set_settled(Finding::wrong(REPLICAS_STOPPING, message));
             return;
         }
-        self.set_settled(Finding::Well);
+        if !self.waits_for_unknown() {
+            self.set_settled(Finding::Well);
+        }
     }
 
     /// Keeps the volume where it is wanted again, if its engine still exists. An engine of the current

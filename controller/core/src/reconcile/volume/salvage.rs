@@ -27,7 +27,10 @@ impl Run<'_> {
         if chosen.spec.desire_state != DesireState::Stopped {
             self.want_replica(chosen, DesireState::Stopped);
         } else if chosen.status.current_state == CurrentState::Stopped {
-            self.send_salvage(chosen, &salvage);
+            // All others have to count as failed when the replica has the decision.
+            if !self.waits_for_unknown() {
+                self.send_salvage(chosen, &salvage);
+            }
             return;
         }
         let (name, node) = (&chosen.metadata.name, &chosen.spec.node_id);
