@@ -100,11 +100,18 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     if state.replica != replica {
         return Err(refuse(format!("it is of replica {}, not {replica}", state.replica)));
     }
-    if state.views.generation().attach >= attach {
+    let views = alone(replica, attach)?;
+    let known = state.views.generation().attach;
+    if known == attach && state.views.report() == views.report() {
         tracing::info!(directory = %directory.display(), attach, "salvaged already");
         return Ok(());
     }
-    let salvaged = State { views: alone(replica, attach)?, ..state.clone() };
+    if known >= attach {
+        return Err(refuse(format!(
+            "an engine of attachment {known} has opened it, and the salvage has the number {attach}: salvage it again"
+        )));
+    }
+    let salvaged = State { views, ..state.clone() };
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
     // The sets are about other replicas, which are made anew in full, or about regions in which this one may
     // differ from them. They are removed before the state: after an interruption, all steps are done again.
@@ -235,8 +242,34 @@ mod tests {
         assert!(!text.contains("missed"), "{text}");
         // Again, and late: nothing changes.
         salvage(&directory, id(1), 4).unwrap();
-        salvage(&directory, id(1), 3).unwrap();
+        let error = salvage(&directory, id(1), 3).unwrap_err().to_string();
+        assert!(error.contains("attachment 4") && error.contains("number 3"), "{error}");
         assert_eq!(fs::read_to_string(directory.join("shorthorn.state")).unwrap(), text);
+    }
+
+    /// As if the controller had its store from a backup, and drew a number that was used before.
+    #[test]
+    fn a_salvage_with_the_number_of_a_known_engine_is_no_repetition() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        replica(&directory);
+        let error = salvage(&directory, id(1), 3).unwrap_err().to_string();
+        assert!(error.contains("salvage it again"), "{error}");
+        assert!(inspect(&directory, false).unwrap().rebuilding, "nothing has changed");
+    }
+
+    #[test]
+    fn the_incomplete_snapshots_of_a_salvaged_replica_are_labelled() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        replica(&directory);
+        let options = OpenOptions { accept_rebuilding: true, ..OpenOptions::default() };
+        let mut store = Store::open(&directory, options).unwrap();
+        store.snapshot("s", true, std::collections::BTreeMap::new(), "2026-11-26T00:00:00Z").unwrap();
+        store.close().unwrap();
+        salvage(&directory, id(1), 4).unwrap();
+        let meta = fs::read_to_string(directory.join("volume-snap-s.img.meta")).unwrap();
+        assert!(meta.contains(&format!("\"shorthorn-salvaged\":\"4-{}\"", id(1))), "{meta}");
     }
 
     #[test]

@@ -82,6 +82,7 @@ impl Api {
             by: short(&request.by, "an operator"),
             reason: short(&request.reason, "no reason given"),
             losses,
+            known_attach: newest_attach(&found),
         };
         tracing::warn!(
             volume = wanted.name,
@@ -93,6 +94,16 @@ impl Api {
         );
         self.change_volume(&request.name, |cluster| wanted.apply(cluster, Timestamp::now())).await
     }
+}
+
+/// Returns the newest attachment that any of these replicas knows.
+fn newest_attach(found: &[v1::InspectedReplica]) -> u64 {
+    let inspections = found.iter().filter_map(|found| found.inspection.as_ref());
+    let known = inspections.flat_map(|inspection| {
+        let opened = inspection.generation.split('.').next().and_then(|attach| attach.parse().ok());
+        inspection.committed.iter().chain(&inspection.proposed).map(|view| view.attach).chain(opened)
+    });
+    known.max().unwrap_or(0)
 }
 
 fn short(words: &str, otherwise: &str) -> String {

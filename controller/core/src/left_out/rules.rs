@@ -116,6 +116,7 @@ fn no_replica_is_made_the_volume_beside_one_that_was_left_out() {
             by: "somebody".to_owned(),
             reason: "a test".to_owned(),
             losses: String::new(),
+            known_attach: 0,
         };
         wanted.apply(&example.cluster, now())
     };

@@ -19,6 +19,8 @@ pub struct SalvageVolume {
     pub reason: String,
     /// The known losses of the decision.
     pub losses: String,
+    /// The newest attachment that a replica in reach knows: the store may be older.
+    pub known_attach: u64,
 }
 
 impl SalvageVolume {
@@ -50,7 +52,7 @@ impl SalvageVolume {
         // An unreadable replica may have everything: its data is unknown.
         check_all_known(cluster, &self.name)?;
         check_salvageable(cluster, volume)?;
-        let attach = status.attach + 1;
+        let attach = status.attach.max(self.known_attach) + 1;
         let mut volume = volume.clone();
         volume.status.attach = attach;
         volume.status.attach_started_at = Some(now);

@@ -418,9 +418,11 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         by: "somebody".to_owned(),
         reason: "a test".to_owned(),
         losses: String::new(),
+        known_attach: 41,
     };
     let salvaged = stored(salvage.apply(&cluster, now()).unwrap());
-    assert_eq!(salvaged.status.salvage.map(|salvage| salvage.replica_id), Some(replica_id));
+    let decided = salvaged.status.salvage.unwrap();
+    assert_eq!((decided.replica_id, decided.attach), (replica_id, 42), "above all that a replica knows");
 }
 
 /// An engine that has served may have its device in use: it would not stop, and might serve again.

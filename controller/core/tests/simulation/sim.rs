@@ -325,6 +325,7 @@ impl Sim {
             by: "somebody".to_owned(),
             reason: "a test".to_owned(),
             losses: String::new(),
+            known_attach: 0,
         };
         if let Ok(Change::Store(volume)) = wanted.apply(&self.store, self.now) {
             assert!(self.put(volume.into()));
