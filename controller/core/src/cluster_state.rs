@@ -1,6 +1,7 @@
 mod index;
 mod rebuilds;
 mod replicas;
+mod zones;
 
 use std::collections::BTreeMap;
 

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::zones::NodesByZone;
 use crate::objects::{Engine, Key, Kind, MemberMode, Node, Object, Replica, Robustness, Volume, VolumeState};
 use crate::{ClusterState, NodeName};
 
@@ -56,6 +57,7 @@ pub(super) struct Index {
     leaving: BTreeSet<String>,
     /// Nodes that something is to leave.
     left: BTreeSet<String>,
+    pub(super) zones: NodesByZone,
 }
 
 fn set(names: &mut BTreeSet<String>, name: &str, is_in: bool) {
@@ -142,6 +144,7 @@ impl Index {
                 || node.spec.disks.values().any(|disk| disk.eviction_requested)
         };
         set(&mut self.left, name, node.is_some_and(is_left));
+        self.zones.set(name, node);
     }
 }
 
@@ -257,6 +260,7 @@ mod tests {
                     status: NodeStatus::default(),
                 };
                 node.spec.eviction_requested = odd;
+                node.spec.zone = (name > 1).then(|| format!("z{name}").parse().unwrap());
                 node.into()
             }
         }

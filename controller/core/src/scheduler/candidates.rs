@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, btree_map};
 use std::iter::Peekable;
 
 use super::{DiskCandidate, Limits, NodeCandidate};
+use crate::cluster_state::ScheduledBytes;
 use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents, Detail, InstanceKey};
 use crate::{ClusterState, NodeName};
@@ -21,43 +22,70 @@ pub fn candidates_for_new(cluster: &ClusterState, agents: &Agents) -> Vec<NodeCa
     with_replicas(cluster, agents, &[])
 }
 
+/// Returns some of the nodes as candidates, of each zone as many as of any other: those with a replica of the
+/// volume, the node at `local`, and about `most` others from a place that `random` chooses.
+pub(super) fn some_candidates(
+    cluster: &ClusterState,
+    agents: &Agents,
+    own: &[&Replica],
+    local: Option<&NodeName>,
+    (most, random): (usize, u64),
+) -> Vec<NodeCandidate> {
+    let mut names = cluster.some_nodes(most, random);
+    names.extend(own.iter().map(|replica| replica.spec.node_id.as_str()));
+    names.extend(local.map(NodeName::as_str));
+    let nodes = names.into_iter().filter_map(|name| cluster.nodes.get(name));
+    let candidate = |node: &Node| {
+        let name = node.metadata.name.as_str();
+        candidate(node, agents.by_node().get_key_value(name), cluster.replicas.scheduled_on(name), own)
+    };
+    nodes.filter_map(candidate).collect()
+}
+
 fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
     let mut views = Sorted::new(agents.by_node());
     let mut scheduled = Sorted::new(cluster.replicas.scheduled());
     let candidate = |node: &Node| {
         let view = views.get(&node.metadata.name);
-        // A known name is not checked again.
-        let name = match view {
-            Some((name, _)) => name.clone(),
-            None => NodeName::new(&node.metadata.name).ok()?,
-        };
-        let view = view.map(|(_, view)| view);
         let scheduled = scheduled.get(&node.metadata.name).map(|(_, disks)| disks);
-        let disk = |(path, spec): (&String, &DiskSpec)| {
-            let here = |replica: &&&Replica| replica.spec.node_id == name && replica.spec.disk_path == *path;
-            let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
-            let same_volume = own.iter().filter(here).count();
-            DiskCandidate {
-                scheduled_bytes: u64::try_from(scheduled.bytes).unwrap_or(u64::MAX),
-                same_volume: u32::try_from(same_volume).unwrap_or(u32::MAX),
-                ..disk_candidate(node, view, path, spec)
-            }
-        };
-        Some(NodeCandidate {
-            zone: node.zone().cloned(),
-            tags: node.spec.tags.clone(),
-            cordoned: !node.spec.allow_scheduling
-                || node.spec.eviction_requested
-                || node.metadata.is_deleting(),
-            machine_cordoned: node.is_machine_cordoned(),
-            evicted: node.spec.eviction_requested,
-            not_ready: not_ready(node, view),
-            is_busy: false,
-            disks: node.spec.disks.iter().map(disk).collect(),
-            name,
-        })
+        candidate(node, view, scheduled, own)
     };
     cluster.nodes.values().filter_map(candidate).collect()
+}
+
+fn candidate(
+    node: &Node,
+    view: Option<(&NodeName, &AgentView)>,
+    scheduled: Option<&BTreeMap<String, ScheduledBytes>>,
+    own: &[&Replica],
+) -> Option<NodeCandidate> {
+    // A known name is not checked again.
+    let name = match view {
+        Some((name, _)) => name.clone(),
+        None => NodeName::new(&node.metadata.name).ok()?,
+    };
+    let view = view.map(|(_, view)| view);
+    let disk = |(path, spec): (&String, &DiskSpec)| {
+        let here = |replica: &&&Replica| replica.spec.node_id == name && replica.spec.disk_path == *path;
+        let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
+        let same_volume = own.iter().filter(here).count();
+        DiskCandidate {
+            scheduled_bytes: u64::try_from(scheduled.bytes).unwrap_or(u64::MAX),
+            same_volume: u32::try_from(same_volume).unwrap_or(u32::MAX),
+            ..disk_candidate(node, view, path, spec)
+        }
+    };
+    Some(NodeCandidate {
+        zone: node.zone().cloned(),
+        tags: node.spec.tags.clone(),
+        cordoned: !node.spec.allow_scheduling || node.spec.eviction_requested || node.metadata.is_deleting(),
+        machine_cordoned: node.is_machine_cordoned(),
+        evicted: node.spec.eviction_requested,
+        not_ready: not_ready(node, view),
+        is_busy: false,
+        disks: node.spec.disks.iter().map(disk).collect(),
+        name,
+    })
 }
 
 /// The entries of a map, for names that are asked for in their order: with many nodes, a search for each

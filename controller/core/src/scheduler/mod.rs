@@ -11,6 +11,7 @@ mod filters;
 mod growth;
 mod refusal;
 mod room;
+mod sampling;
 mod scores;
 mod zones;
 
@@ -27,6 +28,7 @@ pub use filters::Filter;
 pub use growth::room_to_grow;
 pub use refusal::{Refusal, Removal};
 pub use room::{Room, room};
+pub use sampling::place;
 pub use scores::Gain;
 use zones::Zones;
 
@@ -197,18 +199,32 @@ pub fn schedule(
     present: u32,
     wanted: u32,
 ) -> Result<Vec<Placement>, Refusal> {
+    choose(request, nodes, present, wanted, |_, _, _| true)
+        .map_err(|(placed, zones)| Refusal::new(request, nodes, &zones, placed, wanted))
+}
+
+/// Finds places that are all `accepted`. The error has the number of replicas before the one without a place.
+fn choose(
+    request: &Request,
+    nodes: &mut [NodeCandidate],
+    present: u32,
+    wanted: u32,
+    accepted: fn(&[NodeCandidate], &Zones, usize) -> bool,
+) -> Result<Vec<Placement>, (u32, Zones)> {
+    let mut zones = Zones::of(nodes);
     if present >= wanted {
         return Ok(Vec::new());
     }
-    let mut zones = Zones::of(nodes);
     let mut choices = zones.count(request, nodes);
     let mut placements = Vec::new();
     for placed in present..wanted {
-        let Some((at, disk_at)) = best(request, nodes, &zones, &choices) else {
-            return Err(Refusal::new(request, nodes, &zones, placed, wanted));
-        };
-        placements.push(take(request, &mut nodes[at], disk_at));
-        zones.follow(request, nodes, at, &mut choices);
+        match best(request, nodes, &zones, &choices) {
+            Some((at, disk_at)) if accepted(nodes, &zones, at) => {
+                placements.push(take(request, &mut nodes[at], disk_at));
+                zones.follow(request, nodes, at, &mut choices);
+            }
+            _ => return Err((placed, zones)),
+        }
     }
     Ok(placements)
 }

@@ -37,6 +37,11 @@ impl Zones {
         &self.zones[self.of_node[at]]
     }
 
+    /// Returns the number of replicas in the zone that has the fewest.
+    pub(super) fn least_used(&self) -> u32 {
+        self.zones.iter().map(|zone| zone.same_volume).min().unwrap_or(0)
+    }
+
     /// Counts the current replicas, and returns the disks that pass all filters, as indexes of node and disk.
     pub(super) fn count(&mut self, request: &Request, nodes: &[NodeCandidate]) -> Vec<(usize, usize)> {
         self.zones.fill(Zone::default());

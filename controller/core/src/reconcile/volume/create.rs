@@ -8,7 +8,7 @@ use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     VolumeState,
 };
-use crate::reconcile::{SPACE_CHECK, places};
+use crate::reconcile::{Context, SPACE_CHECK, places};
 use crate::scheduler::{self, Placement, Refusal, Request};
 
 /// The message of a volume whose undeletion was interrupted.
@@ -79,9 +79,11 @@ impl Run<'_> {
     /// Returns true if the volume continues with the placed replicas.
     fn schedule_replicas(&mut self, wanted: u32) -> bool {
         let request = Request::of(self.stored, self.context.settings.scheduling);
-        let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
         let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX);
-        match scheduler::schedule(&request, &mut nodes, present, wanted) {
+        let Context { cluster, agents, random, .. } = *self.context;
+        // The ids of the replicas use the first numbers.
+        let last = random[random.len() - 1];
+        match scheduler::place(cluster, agents, self.stored, &request, (present, wanted), last) {
             Ok(placements) => self.write_scheduled(placements),
             Err(refusal) => {
                 if let Some(wait) = self.nodes_may_come() {
