@@ -23,7 +23,7 @@ mod registration;
 mod volumes;
 
 pub use dead_mounts::{DeadMount, DeadMounts};
-pub use device::DeviceNumber;
 pub use node::{NodeOptions, NodeService};
 pub use registration::RegistrationService;
+pub use shorthorn_types::DeviceNumber;
 pub use volumes::{Condition, Device, Volume, Volumes, VolumesError};

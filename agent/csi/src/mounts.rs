@@ -6,9 +6,8 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use shorthorn_types::DeviceNumber;
 use thiserror::Error;
-
-use crate::device::DeviceNumber;
 
 const MOUNTINFO: &str = "/proc/self/mountinfo";
 /// A table that changes while it is read is read again, so many times.

@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 
-use shorthorn_types::VolumeName;
+use shorthorn_types::{DeviceNumber, VolumeName};
 use thiserror::Error;
-
-use crate::device::DeviceNumber;
 
 /// The volumes that are attached to this node.
 #[tonic::async_trait]

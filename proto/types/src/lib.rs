@@ -3,6 +3,7 @@
 //! Nothing here does I/O, reads a clock or allocates on the I/O path.
 #![forbid(unsafe_code)]
 
+mod device_number;
 mod errno;
 mod generation;
 pub mod limits;
@@ -14,6 +15,7 @@ mod secret;
 pub mod status;
 mod view;
 
+pub use device_number::{DeviceNumber, DeviceNumberError};
 pub use errno::Errno;
 pub use generation::{Generation, ParseViewError};
 pub use name::{NameError, VolumeName};

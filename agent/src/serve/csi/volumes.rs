@@ -57,7 +57,7 @@ fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<Devic
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
-    let number = served.parse().unwrap_or_else(|()| DeviceNumber::of(meta.rdev()));
+    let number = served.parse().unwrap_or_else(|_| DeviceNumber::of(meta.rdev()));
     Ok(Some(Device { path: path.to_owned(), number, size_bytes }))
 }
 
