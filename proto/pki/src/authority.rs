@@ -1,6 +1,8 @@
 //! The CA of a cluster. Its state is one value, which the controller stores as a whole before it hands out a
 //! result.
 
+mod roll_over;
+
 use std::collections::BTreeMap;
 
 use rcgen::{
@@ -16,11 +18,13 @@ use crate::bundle::{BundleError, Identity};
 use crate::key::Key;
 use crate::request::{Request, RequestError};
 use crate::role::{ClusterId, Name, NameError, Role};
-use crate::roll_over::RollOver;
 use crate::serial::{Serial, from_hex, hex};
 use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
 use crate::trust::{Pin, REVOKED_MAX, Trust, TrustError};
 use crate::{AUTHORITY_SECONDS, BACKDATED_SECONDS, LEAF_SECONDS};
+
+pub use roll_over::Phase;
+use roll_over::RollOver;
 
 const FORMAT: u32 = 1;
 /// Certificates that can be valid at a time.
@@ -116,7 +120,7 @@ pub enum AuthorityError {
     Expired,
     /// Another roll-over is under way.
     #[error("a roll-over is in phase {0}: continue it")]
-    RollOver(crate::roll_over::Phase),
+    RollOver(Phase),
     /// The phase cannot end.
     #[error("the roll-over cannot continue: {0}")]
     NotReady(String),
@@ -363,7 +367,7 @@ impl Authority {
         self.tokens.retain(|token| !token.is_over(now));
     }
 
-    /// Removes the oldest records of expired certificates if there is no room for one more certificate.
+    /// Removes the oldest records of expired certificates if the list has no room for one more certificate.
     fn make_room(&mut self, now: UnixTime) {
         let now_s = now.as_secs();
         let surplus = (self.issued.len() + 1).saturating_sub(ISSUED_MAX);
@@ -381,7 +385,7 @@ impl Authority {
         self.signers.current.not_after
     }
 
-    /// Makes the trust list newer than version `known`, which somebody has: a CA that was restored from a
+    /// Makes the trust list newer than version `known`, which a peer has: a CA that was restored from a
     /// backup is older than the lists, and newer lists are never replaced by older ones. A version that no
     /// list can have changes nothing.
     pub fn outdate(&mut self, known: u64) {

@@ -18,7 +18,7 @@ use crate::bundle::{Bundle, BundleError};
 use crate::certificate::Certificate;
 use crate::role::Role;
 use crate::trust::{TrustError, Usage};
-use crate::verifiers::{ClientVerifier, RoleRule, ServerVerifier};
+use crate::verifiers::{ClientVerifier, PeerRule, ServerVerifier};
 
 /// The protocol of gRPC.
 pub(crate) const ALPN: &[u8] = b"h2";
@@ -95,7 +95,8 @@ impl Credentials {
     /// # Errors
     /// [`rustls::Error`] never happens with ring.
     pub fn server_config(&self, auth: ClientAuth) -> Result<Arc<ServerConfig>, rustls::Error> {
-        let verifier = ClientVerifier { credentials: self.clone(), auth };
+        let is_mandatory = auth == ClientAuth::Required;
+        let verifier = ClientVerifier { rule: AnyClient(self.clone()), is_mandatory };
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])?
             .with_client_cert_verifier(Arc::new(verifier))
@@ -111,7 +112,7 @@ impl Credentials {
     /// # Errors
     /// [`rustls::Error`] never happens with ring.
     pub fn client_config(&self, expected: Role) -> Result<Arc<ClientConfig>, rustls::Error> {
-        let verifier = ServerVerifier(RoleRule { credentials: self.clone(), expected });
+        let verifier = ServerVerifier(ServerOfRole { credentials: self.clone(), expected });
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])?
             .dangerous()
@@ -132,6 +133,40 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 pub(crate) fn now() -> UnixTime {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     UnixTime::since_unix_epoch(since.unwrap_or_default())
+}
+
+/// Accepts servers of one role.
+#[derive(Debug)]
+struct ServerOfRole {
+    credentials: Credentials,
+    expected: Role,
+}
+
+impl PeerRule for ServerOfRole {
+    fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), TrustError> {
+        // The name in the certificate is that of the node: addresses change, and DNS is not trusted.
+        self.credentials.verify(leaf, Usage::Server, Some(&self.expected), now).map(drop)
+    }
+}
+
+/// Accepts all clients of the cluster.
+#[derive(Debug)]
+struct AnyClient(Credentials);
+
+impl PeerRule for AnyClient {
+    fn verify(
+        &self,
+        leaf: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), TrustError> {
+        self.0.verify(leaf, Usage::Client, None, now).map(drop)
+    }
 }
 
 /// Presents the certificate of the moment.

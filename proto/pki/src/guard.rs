@@ -15,7 +15,7 @@ use tonic::transport::server::Connected;
 
 use crate::certificate::Certificate;
 use crate::credentials::{Credentials, now};
-use crate::incoming::{Friend, StrangerPlace};
+use crate::places::{Friend, StrangerPlace};
 use crate::role::Role;
 use crate::trust::Usage;
 

@@ -3,12 +3,12 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -17,7 +17,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::certificate::Certificate;
 use crate::credentials::{ClientAuth, Credentials};
 use crate::guard::{Guard, Guarded, Limit, Peer};
-use crate::handshakes::{Begun, Handshakes, Outcome, source};
+use crate::handshakes::{Begun, Handshakes, Outcome};
+use crate::places::{Friend, Sources, StrangerPlace, lock};
 use crate::trust::Usage;
 
 /// Connections that wait for the server.
@@ -163,13 +164,6 @@ async fn handshake(
     drop(shaking);
 }
 
-/// The room that a connection without a certificate takes, until it ends.
-#[derive(Debug)]
-pub(crate) struct StrangerPlace {
-    _permit: OwnedSemaphorePermit,
-    _place: Place,
-}
-
 impl Door {
     fn begin(&self, address: SocketAddr) -> Option<Shaking> {
         let begun = lock(&self.handshakes).begin(address.ip(), Instant::now())?;
@@ -185,8 +179,7 @@ impl Door {
 
     fn admit_stranger(&self, address: SocketAddr) -> Option<StrangerPlace> {
         let permit = Arc::clone(&self.strangers).try_acquire_owned().ok()?;
-        let place = self.stranger_sources.enter(address, self.limits.strangers_per_source_max)?;
-        Some(StrangerPlace { _permit: permit, _place: place })
+        self.stranger_sources.admit(permit, address, self.limits.strangers_per_source_max)
     }
 
     async fn shake(
@@ -237,87 +230,5 @@ impl Shaking {
 impl Drop for Shaking {
     fn drop(&mut self) {
         lock(&self.handshakes).end(self.begun, self.outcome, Instant::now());
-    }
-}
-
-/// A connection with a certificate; it has ended when this is dropped.
-#[derive(Debug)]
-pub(crate) struct Friend {
-    handshakes: Arc<Mutex<Handshakes>>,
-    address: IpAddr,
-}
-
-impl Friend {
-    fn connect(handshakes: &Arc<Mutex<Handshakes>>, address: SocketAddr) -> Friend {
-        lock(handshakes).connect(address.ip());
-        Friend { handshakes: Arc::clone(handshakes), address: address.ip() }
-    }
-}
-
-impl Drop for Friend {
-    fn drop(&mut self) {
-        lock(&self.handshakes).disconnect(self.address, Instant::now());
-    }
-}
-
-fn lock(handshakes: &Mutex<Handshakes>) -> MutexGuard<'_, Handshakes> {
-    handshakes.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Counts connections without a certificate per source.
-#[derive(Clone, Debug, Default)]
-struct Sources(Arc<Mutex<HashMap<IpAddr, usize>>>);
-
-/// A connection of a source.
-#[derive(Debug)]
-struct Place {
-    sources: Sources,
-    source: IpAddr,
-}
-
-impl Sources {
-    fn enter(&self, address: SocketAddr, max: usize) -> Option<Place> {
-        let source = source(address.ip());
-        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = counts.entry(source).or_default();
-        if *count >= max {
-            return None;
-        }
-        *count += 1;
-        Some(Place { sources: self.clone(), source })
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut counts = self.sources.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = counts.get_mut(&self.source) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&self.source);
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn handshakes_of_one_source_are_counted_together_and_end() {
-        let sources = Sources::default();
-        let enter = |text: &str| sources.enter(text.parse().unwrap(), 2);
-        let first = enter("[fd00::1]:1");
-        let second = enter("[fd00::2]:1");
-        assert!(first.is_some() && second.is_some());
-        assert!(enter("[fd00::3]:1").is_none(), "the same /64");
-        let other = [enter("[fd00:0:0:1::1]:1"), enter("10.0.0.1:1"), enter("[::ffff:10.0.0.1]:1")];
-        assert!(other.iter().all(Option::is_some));
-        assert!(enter("10.0.0.1:2").is_none(), "IPv4, also when it is written as IPv6");
-        drop(first);
-        assert!(enter("[fd00::3]:1").is_some());
-        drop((second, other));
-        assert!(sources.0.lock().unwrap().is_empty());
     }
 }

@@ -12,13 +12,13 @@ use crate::certificate::Certificate;
 use crate::credentials::{ALPN, provider};
 use crate::role::Role;
 use crate::trust::{Pin, TrustError, Usage, verify_chain};
-use crate::verifiers::{ServerRule, ServerVerifier};
+use crate::verifiers::{PeerRule, ServerVerifier};
 
 /// Accepts a controller whose CA has this pin.
 #[derive(Debug)]
 struct PinnedRule(Pin);
 
-impl ServerRule for PinnedRule {
+impl PeerRule for PinnedRule {
     fn verify(
         &self,
         leaf: &CertificateDer<'_>,

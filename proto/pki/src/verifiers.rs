@@ -12,12 +12,10 @@ use rustls::{
     SignatureScheme,
 };
 
-use crate::credentials::{ClientAuth, Credentials};
-use crate::role::Role;
-use crate::trust::{TrustError, Usage};
+use crate::trust::TrustError;
 
-/// A rule about the certificate of a server.
-pub(crate) trait ServerRule: fmt::Debug + Send + Sync {
+/// A rule about the certificate of the peer.
+pub(crate) trait PeerRule: fmt::Debug + Send + Sync {
     /// Returns an error unless the certificate `leaf` is accepted. `sent` are those that came with it.
     fn verify(
         &self,
@@ -31,30 +29,12 @@ pub(crate) trait ServerRule: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub(crate) struct ServerVerifier<R>(pub(crate) R);
 
-/// Accepts servers of one role.
+/// Accepts clients by a rule.
 #[derive(Debug)]
-pub(crate) struct RoleRule {
-    pub(crate) credentials: Credentials,
-    pub(crate) expected: Role,
-}
-
-impl ServerRule for RoleRule {
-    fn verify(
-        &self,
-        leaf: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        now: UnixTime,
-    ) -> Result<(), TrustError> {
-        // The name in the certificate is that of the node: addresses change, and DNS is not trusted.
-        self.credentials.verify(leaf, Usage::Server, Some(&self.expected), now).map(drop)
-    }
-}
-
-/// Accepts clients of the cluster.
-#[derive(Debug)]
-pub(crate) struct ClientVerifier {
-    pub(crate) credentials: Credentials,
-    pub(crate) auth: ClientAuth,
+pub(crate) struct ClientVerifier<R> {
+    pub(crate) rule: R,
+    /// True if a client without a certificate gets no connection.
+    pub(crate) is_mandatory: bool,
 }
 
 /// The error of rustls whose alert lets the peer name the reason in its log.
@@ -78,12 +58,34 @@ fn algorithms() -> WebPkiSupportedAlgorithms {
     rustls::crypto::ring::default_provider().signature_verification_algorithms
 }
 
-/// Only TLS 1.3 is configured.
-fn no_tls12() -> Result<HandshakeSignatureValid, Error> {
-    Err(Error::PeerIncompatible(PeerIncompatible::Tls13RequiredForQuic))
+/// The methods about signatures, which both traits of rustls have. Only TLS 1.3 is configured.
+macro_rules! tls13_signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            Err(Error::PeerIncompatible(PeerIncompatible::Tls13RequiredForQuic))
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            leaf: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            verify_tls13_signature(message, leaf, signature, &algorithms())
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            algorithms().supported_schemes()
+        }
+    };
 }
 
-impl<R: ServerRule> ServerCertVerifier for ServerVerifier<R> {
+impl<R: PeerRule> ServerCertVerifier for ServerVerifier<R> {
     fn verify_server_cert(
         &self,
         leaf: &CertificateDer<'_>,
@@ -96,32 +98,12 @@ impl<R: ServerRule> ServerCertVerifier for ServerVerifier<R> {
         verified.map(|()| ServerCertVerified::assertion()).map_err(tls_error)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        no_tls12()
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        leaf: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, leaf, signature, &algorithms())
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        algorithms().supported_schemes()
-    }
+    tls13_signatures!();
 }
 
-impl ClientCertVerifier for ClientVerifier {
+impl<R: PeerRule> ClientCertVerifier for ClientVerifier<R> {
     fn client_auth_mandatory(&self) -> bool {
-        self.auth == ClientAuth::Required
+        self.is_mandatory
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
@@ -131,32 +113,12 @@ impl ClientCertVerifier for ClientVerifier {
     fn verify_client_cert(
         &self,
         leaf: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
+        sent: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.credentials.verify(leaf, Usage::Client, None, now);
-        verified.map(|_| ClientCertVerified::assertion()).map_err(tls_error)
+        let verified = self.rule.verify(leaf, sent, now);
+        verified.map(|()| ClientCertVerified::assertion()).map_err(tls_error)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        no_tls12()
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        leaf: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, leaf, signature, &algorithms())
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        algorithms().supported_schemes()
-    }
+    tls13_signatures!();
 }

@@ -6,7 +6,7 @@ use std::fmt;
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 
-use crate::authority::{Authority, AuthorityError, Issued, Signer};
+use super::{Authority, AuthorityError, Issued, Signer};
 use crate::role::Role;
 use crate::trust::Pin;
 
