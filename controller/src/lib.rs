@@ -3,9 +3,11 @@
 //! - [`kubernetes`][]: custom resources, and the way to the API server.
 //! - [`store`][]: where the objects are kept, with compare-and-swap.
 //! - [`agents`][]: the connections to the agents, and their views.
+//! - [`queue`][]: the objects to reconcile.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
 //! - [`api`][]: the gRPC interface of the controller.
 //! - [`csi`][]: the Controller service of CSI.
+//! - [`events`][]: events of Kubernetes.
 //! - [`metrics`][]: the metrics for Prometheus, and probes.
 //! - [`open_files`][]: the limit of open files.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
@@ -15,12 +17,17 @@
 
 pub mod agents;
 pub mod api;
+mod backoff;
 pub mod config;
+pub mod counts;
 pub mod csi;
+pub mod events;
+pub mod keeper;
 pub mod kubernetes;
 pub mod manual;
 pub mod metrics;
 pub mod open_files;
+pub mod queue;
 mod random;
 pub mod serve;
 pub mod store;

@@ -1,6 +1,7 @@
 mod index;
 mod rebuilds;
 mod replicas;
+mod unknown;
 mod zones;
 
 use std::collections::BTreeMap;
@@ -25,7 +26,7 @@ pub struct ClusterState {
     index: index::Index,
     rebuilds: rebuilds::RebuildIndex,
     /// Objects that are stored and cannot be used.
-    pub(crate) left_out: LeftOuts,
+    left_out: LeftOuts,
 }
 
 impl ClusterState {

@@ -6,16 +6,7 @@
 
 use crate::NodeName;
 use crate::lost_node_pods::{Owner, Pod};
-use crate::observed::Agents;
-
-/// The mount of a pod whose device is gone.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DeadMount {
-    /// The volume, as its driver calls it.
-    pub volume: String,
-    /// The uid of the pod.
-    pub pod_uid: String,
-}
+use crate::observed::{Agents, DeadMount};
 
 /// The plan for the pods of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

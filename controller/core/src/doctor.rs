@@ -154,7 +154,7 @@ impl<'a> Doctor<'a> {
     fn agents_answer(&self) -> Vec<Finding> {
         if self.cluster.nodes.is_empty() {
             let fix = "shorthornctl node add NAME --address HOST:PORT, or start the controller with --node NAME=URL";
-            return vec![failed("there is no node".to_owned(), fix.to_owned())];
+            return vec![failed("no node is known".to_owned(), fix.to_owned())];
         }
         let away = |(name, node): (&str, &Node)| {
             let ready = node.status.conditions.get(ConditionType::Ready);

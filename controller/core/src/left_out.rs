@@ -1,7 +1,7 @@
 //! Objects that are stored and that the controller cannot use: their text cannot be read, or they cannot be
 //! marked with the finalizer. The store reports them and continues with all others.
 //!
-//! Such an object is not in the [`ClusterState`], and its absence there proves nothing: its replica may hold
+//! Such an object is not in the [`ClusterState`](crate::ClusterState), and its absence there proves nothing: its replica may hold
 //! the only copy of the data, its engine may write. A rule that concludes something from an absence asks here
 //! first, and then refuses or waits. An object that was read before and is unreadable now keeps its last
 //! known state in the cluster state.
@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::ClusterState;
 use crate::objects::{Key, Kind};
 
 /// An object that was left out.
@@ -59,12 +58,18 @@ impl LeftOut {
         self.nodes.as_ref().is_none_or(|nodes| nodes.contains(node))
     }
 
+    /// Returns true if the text says that the replica has left its view.
+    pub(crate) const fn has_failed(&self) -> bool {
+        self.has_failed
+    }
+
     /// Returns the nodes that its text names, as far as it can be read.
     pub fn nodes(&self) -> impl Iterator<Item = &str> {
         self.nodes.iter().flatten().map(String::as_str)
     }
 
-    fn may_be_on_disk(&self, node: &str, path: &str) -> bool {
+    /// Returns true if the object may belong to that disk, as far as its text can be read.
+    pub(crate) fn may_be_on_disk(&self, node: &str, path: &str) -> bool {
         self.may_be_on(node) && self.disk_path.as_deref().is_none_or(|disk| disk == path)
     }
 }
@@ -157,72 +162,6 @@ pub fn refusal(key: &Key, left_out: &LeftOut) -> String {
     format!("{key} is stored, but the controller cannot use it ({why}): {remedy}")
 }
 
-impl ClusterState {
-    /// The store has an object of that key, and the controller cannot use it.
-    pub fn leave_out(&mut self, key: Key, left_out: LeftOut) {
-        self.left_out.insert(key, left_out);
-    }
-
-    /// The object of that key is gone, or can be used. False: it was not left out.
-    pub fn forget_left_out(&mut self, key: &Key) -> bool {
-        self.left_out.remove(key)
-    }
-
-    /// The objects that the controller cannot use.
-    #[must_use]
-    pub const fn left_out(&self) -> &LeftOuts {
-        &self.left_out
-    }
-
-    /// The sentence about the object of that key if it is not here only because it was left out.
-    #[must_use]
-    pub fn unknown(&self, key: &Key) -> Option<String> {
-        let left_out = self.left_out.get(key)?;
-        (self.version(key) == 0).then(|| refusal(key, left_out))
-    }
-
-    /// The same of the first object of a volume: the volume, its engine or one of its replicas.
-    #[must_use]
-    pub fn unknown_of(&self, volume: &str) -> Option<String> {
-        self.left_out.of_volume(volume).find_map(|(key, _)| self.unknown(key))
-    }
-
-    /// The same of the first replica of a volume.
-    #[must_use]
-    pub fn unknown_replica_of(&self, volume: &str) -> Option<String> {
-        let mut replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
-        replicas.find_map(|(key, _)| self.unknown(key))
-    }
-
-    /// The same of each replica of a volume that may be a member of its view.
-    pub fn unknown_members_of<'a>(&'a self, volume: &'a str) -> impl Iterator<Item = String> + use<'a> {
-        let replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
-        replicas.filter(|(_, left_out)| !left_out.has_failed).filter_map(|(key, _)| self.unknown(key))
-    }
-
-    /// The same of the first volume, engine or replica that may be on `node`.
-    #[must_use]
-    pub fn unknown_on(&self, node: &str) -> Option<String> {
-        let mut there =
-            self.left_out.iter().filter(|(key, left)| key.kind != Kind::Node && left.may_be_on(node));
-        there.find_map(|(key, _)| self.unknown(key))
-    }
-
-    /// The keys of the replicas that may be on `node`, on the disk at `path` if one is given.
-    pub fn unknown_replicas_on<'a>(
-        &'a self,
-        node: &'a str,
-        path: Option<&'a str>,
-    ) -> impl Iterator<Item = &'a Key> {
-        let is_there = move |left: &LeftOut| match path {
-            Some(path) => left.may_be_on_disk(node, path),
-            None => left.may_be_on(node),
-        };
-        let replicas = self.left_out.iter().filter(|(key, _)| key.kind == Kind::Replica);
-        replicas.filter(move |(key, left)| is_there(left) && self.version(key) == 0).map(|(key, _)| key)
-    }
-}
-
 #[cfg(test)]
 mod rules;
 
@@ -231,8 +170,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::Timestamp;
     use crate::objects::Node;
+    use crate::{ClusterState, Timestamp};
 
     fn left(kind: Kind, raw: &Value) -> LeftOut {
         LeftOut::new(kind, Some(raw), "it is damaged", "mend it")

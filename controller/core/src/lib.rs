@@ -12,6 +12,7 @@
 //! - [`doctor`]: whether the cluster is set up well, check by check.
 //! - [`drain`]: the replicas that are left on a drained node.
 //! - [`left_out`]: stored objects that the controller cannot use, and that still count.
+//! - [`given_up`]: nodes and disks that do not come back.
 //! - [`lost_disk`], [`lost_node`]: giving up disks and nodes that do not come back.
 //! - [`orphans`]: directories of replicas that nothing stored names.
 //! - [`overview`]: the whole cluster on one screen.
@@ -56,6 +57,7 @@ pub mod drain;
 pub mod event_correlator;
 #[cfg(test)]
 mod example;
+pub mod given_up;
 pub mod left_out;
 pub mod lost_disk;
 pub mod lost_node;

@@ -12,14 +12,6 @@ use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
 use crate::{ClusterState, NodeName};
 
-/// Returns true if the operator has given up the disk of the replica.
-#[must_use]
-pub fn is_lost(cluster: &ClusterState, replica: &Replica) -> bool {
-    let node = cluster.nodes.get(replica.spec.node_id.as_str());
-    let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
-    disk.is_some_and(|disk| disk.lost)
-}
-
 /// The operator's decision to remove a disk.
 #[derive(Clone, Debug, Default)]
 pub struct RemoveDisk {

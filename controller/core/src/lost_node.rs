@@ -5,21 +5,11 @@
 //! volume. Everything else takes its usual course: an engine there is stopped or fenced before another one is
 //! started, and a replica that may be in the view stays. The object stays until no other one names the node.
 
-use crate::objects::{ConditionType, Key, Kind, Node, Replica, Volume};
+use crate::objects::{ConditionType, Node, Replica, Volume};
 use crate::observed::{AgentView, Agents};
 use crate::requests::{Change, RequestError, find_node};
-use crate::survivors::Losses;
+use crate::survivors::{Losses, listed};
 use crate::{ClusterState, NodeName, Timestamp, drain};
-
-/// Returns true if the operator has given up the node: its object is to be deleted, or is gone.
-#[must_use]
-pub fn is_given_up(cluster: &ClusterState, node: &NodeName) -> bool {
-    match cluster.nodes.get(node.as_str()) {
-        Some(node) => node.metadata.is_deleting(),
-        // Its object is there all the same if it was only left out.
-        None => cluster.unknown(&Key::new(Kind::Node, node.as_str())).is_none(),
-    }
-}
 
 /// Returns true if a stored object is still on the node, or may be.
 #[must_use]
@@ -75,7 +65,7 @@ impl DeleteNode {
         let engines: Vec<&str> =
             drain::attached_to(cluster, &self.name).into_iter().filter(is_kept).collect();
         if !engines.is_empty() {
-            return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(engines) });
+            return Err(RequestError::NodeHasEngines { node: name(), volumes: listed(&engines) });
         }
         if let (Some(sentence), false) = (cluster.unknown_on(&self.name), self.force) {
             return Err(RequestError::LeftOut(sentence));
@@ -103,17 +93,6 @@ fn answers(node: &Node, agents: &Agents) -> bool {
     let view = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
     let was_ready = node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status);
     view.is_some_and(AgentView::is_synced) || was_ready
-}
-
-/// The most names in a message.
-const NAMES_MAX: usize = 10;
-
-pub(crate) fn listed(names: Vec<&str>) -> String {
-    let shown = names.iter().take(NAMES_MAX).copied().collect::<Vec<_>>().join(", ");
-    match names.len().checked_sub(NAMES_MAX) {
-        None | Some(0) => shown,
-        Some(more) => format!("{shown} and {more} more"),
-    }
 }
 
 #[cfg(test)]

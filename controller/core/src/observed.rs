@@ -7,7 +7,6 @@ use std::ops::{Deref, DerefMut};
 pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ReadFindings, ScrubStatus};
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
 
-use crate::dead_mounts::DeadMount;
 pub use crate::objects::DiskView;
 use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
@@ -194,6 +193,15 @@ pub enum Link {
         /// The error of the last attempt.
         reason: String,
     },
+}
+
+/// The mount of a pod whose device is gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeadMount {
+    /// The volume, as its driver calls it.
+    pub volume: String,
+    /// The uid of the pod.
+    pub pod_uid: String,
 }
 
 /// The identity of an agent according to itself.

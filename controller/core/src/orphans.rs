@@ -61,7 +61,7 @@ pub fn orphans(cluster: &ClusterState, found: Vec<Directory>) -> Vec<Directory> 
 /// Returns the orphan of that name in that place.
 ///
 /// # Errors
-/// [`RequestError::NoOrphan`]: there is none, or it belongs to a volume. [`RequestError::LeftOut`]: it may.
+/// [`RequestError::NoOrphan`]: it does not exist, or belongs to a volume. [`RequestError::LeftOut`]: it may.
 pub fn find(
     cluster: &ClusterState,
     found: Vec<Directory>,

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use crate::objects::{DataState, Replica, Volume};
-use crate::{ClusterState, lost_disk, lost_node};
+use crate::{ClusterState, given_up};
 
 /// Verdict on the replicas that remain of a volume, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -16,7 +16,7 @@ pub enum Survivors {
     /// The complete members that are left are too few to start without a salvage.
     TooFew,
     /// No replica is left that has everything, as far as is known.
-    Nobody,
+    NoCopy,
 }
 
 /// Returns the verdict on the volume without the replicas that `goes` names. A view that was granted and not
@@ -38,20 +38,20 @@ fn without_of(
     is_member: impl Fn(&Replica) -> bool,
 ) -> Survivors {
     let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
-    let is_left = |replica: &&Replica| !goes(replica) && !is_given_up(cluster, replica);
+    let is_left = |replica: &&Replica| !goes(replica) && !given_up::replica(cluster, replica);
     let all: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
     let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
     if !members.iter().any(|replica| has_data(replica) && goes(replica)) {
         // The view does not change. The very last data is the only source of a salvage.
         let loses = all.iter().any(|replica| has_data(replica) && goes(replica));
         let has_some = all.iter().any(|replica| has_data(replica) && is_left(replica));
-        return if loses && !has_some { Survivors::Nobody } else { Survivors::Enough };
+        return if loses && !has_some { Survivors::NoCopy } else { Survivors::Enough };
     }
     let left = members.iter().filter(|replica| has_data(replica) && is_left(replica)).count();
     // Half of them needs a grant.
     let grants = volume.status.arbiter.stale_since().is_none();
     if left == 0 {
-        Survivors::Nobody
+        Survivors::NoCopy
     } else if left * 2 > members.len() || left * 2 == members.len() && grants {
         Survivors::Enough
     } else {
@@ -83,7 +83,7 @@ impl<'a> Losses<'a> {
             match without(cluster, volume, &goes) {
                 Survivors::Enough => {}
                 Survivors::TooFew => drop(losses.too_many.insert(name)),
-                Survivors::Nobody => drop(losses.everything.insert(name)),
+                Survivors::NoCopy => drop(losses.everything.insert(name)),
             }
         }
         losses
@@ -106,14 +106,8 @@ impl<'a> Losses<'a> {
     }
 
     fn named(names: &BTreeSet<&str>) -> Option<String> {
-        (!names.is_empty()).then(|| lost_node::listed(names.iter().copied().collect()))
+        (!names.is_empty()).then(|| listed(&names.iter().copied().collect::<Vec<_>>()))
     }
-}
-
-/// Returns true if the disk or the node of the replica is given up.
-#[must_use]
-pub fn is_given_up(cluster: &ClusterState, replica: &Replica) -> bool {
-    lost_disk::is_lost(cluster, replica) || lost_node::is_given_up(cluster, &replica.spec.node_id)
 }
 
 /// Returns true if the replica is in the view, as far as is known: an engine that serves says so.
@@ -134,12 +128,24 @@ fn is_member(cluster: &ClusterState, volume: &Volume, replica: &Replica) -> bool
     }
 }
 
+/// The most names in a message.
+const NAMES_MAX: usize = 10;
+
+/// Returns the names as a list, with the number of those that it leaves out.
+pub(crate) fn listed(names: &[&str]) -> String {
+    let shown = names.iter().take(NAMES_MAX).copied().collect::<Vec<_>>().join(", ");
+    match names.len().checked_sub(NAMES_MAX) {
+        None | Some(0) => shown,
+        Some(more) => format!("{shown} and {more} more"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
     use shorthorn_views::Arbiter;
 
-    use super::Survivors::{Enough, Nobody, TooFew};
+    use super::Survivors::{Enough, NoCopy, TooFew};
     use super::*;
     use crate::example::{DISK, Example, id, now};
     use crate::objects::VolumeState;
@@ -199,20 +205,20 @@ mod tests {
         let table: &[(&[Is], Survivors)] = &[
             (&[Whole, Whole, Whole], Enough),
             (&[Whole, Whole], Enough),
-            (&[Whole], Nobody),
-            (&[Whole, Stale, Stale], Nobody),
+            (&[Whole], NoCopy),
+            (&[Whole, Stale, Stale], NoCopy),
             (&[Whole, Whole, Stale], Enough),
             (&[Whole, OnLostDisk, Whole], TooFew),
             (&[Whole, OnLostNode, Whole], TooFew),
-            (&[Whole, OnLostDisk, Stale], Nobody),
-            (&[Whole, OnLostNode, OnLostDisk], Nobody),
+            (&[Whole, OnLostDisk, Stale], NoCopy),
+            (&[Whole, OnLostNode, OnLostDisk], NoCopy),
             (&[Whole, OnLostDisk, OnLostNode, Whole], TooFew),
             (&[Whole, Whole, OnLostNode, Whole], Enough),
-            (&[Whole, Empty, Empty], Nobody),
+            (&[Whole, Empty, Empty], NoCopy),
             // A replica that is no member: it is the only source of a salvage, or nothing changes.
             (&[Stale, Whole, Whole], Enough),
             (&[Stale, OnLostDisk, Whole], Enough),
-            (&[Stale, OnLostDisk, OnLostNode], Nobody),
+            (&[Stale, OnLostDisk, OnLostNode], NoCopy),
             (&[Empty, Whole, Whole], Enough),
             (&[Empty, Empty, Empty], Enough),
         ];
@@ -242,10 +248,10 @@ mod tests {
         example.volume().status.arbiter = granted;
         assert_eq!(without_first(&example), Enough, "it was reported long ago");
         example.volume().status.grant_unreported = true;
-        assert_eq!(without_first(&example), Nobody);
+        assert_eq!(without_first(&example), NoCopy);
         example.volume().status.state = VolumeState::Detached;
         example.engine().status = Default::default();
-        assert_eq!(without_first(&example), Nobody);
+        assert_eq!(without_first(&example), NoCopy);
         let others = without(&example.cluster, &example.cluster.volumes["v"], |replica| {
             replica.spec.replica_id == id(2)
         });
@@ -257,6 +263,6 @@ mod tests {
         let mut example = Example::new();
         assert_eq!(without_first(&example), Enough);
         (2..=3).for_each(|number| drop(example.engine().status.replica_mode_map.remove(&id(number))));
-        assert_eq!(without_first(&example), Nobody, "whatever was recorded of the others");
+        assert_eq!(without_first(&example), NoCopy, "whatever was recorded of the others");
     }
 }

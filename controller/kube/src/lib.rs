@@ -27,6 +27,10 @@ pub const LEASE_NAME: &str = "shorthorn-controller";
 pub const GROUP: &str = "shorthorn.io";
 /// The version of the custom resources.
 pub const VERSION: &str = "v1alpha1";
+/// The label of engines and replicas with the name of their volume.
+pub const VOLUME_LABEL: &str = "shorthorn.io/volume";
+/// The field manager of all writes of the controller.
+pub const FIELD_MANAGER: &str = "shorthorn-controller";
 /// All kinds, in an order in which referring ones come first.
 pub const KINDS: [Kind; 4] = [Kind::Node, Kind::Replica, Kind::Engine, Kind::Volume];
 

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use shorthorn_api::{level, report, v1};
-use shorthorn_controller_core::dead_mounts::DeadMount;
 use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, MemberStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
-    AgentInfo, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceKind, InstanceState, ReplicaView,
+    AgentInfo, DeadMount, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceKind, InstanceState,
+    ReplicaView,
 };
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;

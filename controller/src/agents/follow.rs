@@ -137,9 +137,9 @@ mod tests {
     use shorthorn_controller_core::objects::{Metadata, NodeSpec, NodeStatus};
 
     use super::*;
-    use crate::metrics::Metrics;
+    use crate::counts::Metrics;
+    use crate::queue::Queue;
     use crate::store::{MemoryStore, Store};
-    use crate::work::Queue;
 
     #[tokio::test]
     async fn a_new_controller_takes_no_node_for_lost_that_it_has_not_looked_for() {

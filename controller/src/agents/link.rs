@@ -14,7 +14,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::{Status, Streaming};
 
 use super::{CALL_LIMIT, Client, Fleet, cluster, convert, limited};
-use crate::work::backoff;
+use crate::backoff::backoff;
 
 /// The interval of reading the free space and the health of disks.
 const DISKS_EVERY: Duration = Duration::from_secs(30);
@@ -196,9 +196,9 @@ mod tests {
     use shorthorn_types::{ReplicaId, VolumeName};
 
     use super::*;
-    use crate::metrics::Metrics;
+    use crate::counts::Metrics;
+    use crate::queue::Queue;
     use crate::store::{MemoryStore, Store};
-    use crate::work::Queue;
 
     #[tokio::test]
     async fn a_volume_is_looked_at_when_a_replica_refuses_other_engines_than_before() {

@@ -30,9 +30,9 @@ use tonic::{Code, Status};
 
 use self::cluster::OfCluster;
 use self::convert::Message;
-use crate::metrics::Metrics;
+use crate::counts::Metrics;
+use crate::queue::Queue;
 use crate::store::Store;
-use crate::work::Queue;
 
 /// The longest that a connection may take to come about.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);

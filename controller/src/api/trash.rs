@@ -7,7 +7,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ReplicaSpec
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
-use shorthorn_controller_core::{Timestamp, csi, lost_disk};
+use shorthorn_controller_core::{Timestamp, csi, given_up};
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::Status;
@@ -167,7 +167,7 @@ impl Api {
             // One whose disk fails may stay for as long as that.
             let view = agents.get(&replica.spec.node_id).filter(|view| view.is_synced());
             view.is_some_and(|view| !view.failures.contains_key(&key))
-                && !lost_disk::is_lost(&cluster, replica)
+                && !given_up::disk_of(&cluster, replica)
         };
         cluster.left_behind(&name).any(is_asked)
     }

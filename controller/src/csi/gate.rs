@@ -80,9 +80,9 @@ mod tests {
 
     use super::*;
     use crate::agents::Fleet;
-    use crate::metrics::Metrics;
+    use crate::counts::Metrics;
+    use crate::queue::Queue;
     use crate::store::{MemoryStore, Store};
-    use crate::work::Queue;
 
     #[tokio::test]
     async fn a_standby_is_not_ready_and_refuses_calls_until_it_leads() {

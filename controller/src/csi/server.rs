@@ -13,8 +13,8 @@ use super::call::Call;
 use super::capacity::Rooms;
 use super::deadline::wait_limit;
 use crate::agents::Fleet;
-use crate::kubernetes::events::Events;
-use crate::metrics::Metrics;
+use crate::counts::Metrics;
+use crate::events::Events;
 use crate::store::Store;
 
 type Answer<T> = Result<Response<T>, Status>;

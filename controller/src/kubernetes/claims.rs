@@ -14,8 +14,8 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 
 use super::reflector::{Reflector, ReflectorEvent};
+use crate::backoff::wait_after;
 use crate::store::{ChangeError, Store, StoreError, change};
-use crate::work::backoff;
 
 /// The time for which changes are gathered before volumes are examined: many claims are made or deleted at
 /// once.
@@ -79,17 +79,11 @@ async fn record(reflector: &Reflector<PersistentVolume>, store: &dyn Store, firs
                 }
             };
         }
-        let again = async {
-            match failures {
-                0 => std::future::pending().await,
-                failures => tokio::time::sleep(backoff(failures)).await,
-            }
-        };
         tokio::select! {
             // An error means that the reflector is gone, and with it the controller.
             changed = found.changed() => if changed.is_err() { return },
             outdated = outdated_volumes(&mut changes, store, claims.as_ref()) => pending.extend(outdated),
-            () = again => {}
+            () = wait_after(failures) => {}
         }
         tokio::time::sleep(DEBOUNCE).await;
     }

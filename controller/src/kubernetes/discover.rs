@@ -15,8 +15,8 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::watch;
 
 use super::reflector::Reflector;
+use crate::backoff::wait_after;
 use crate::store::{ChangeError, Store, change};
-use crate::work::backoff;
 
 /// The relevant state of the machines in Kubernetes, kept up to date by [`discover`].
 #[derive(Debug)]
@@ -114,16 +114,10 @@ async fn record(known: &Machines, store: &dyn Store, port: u16) {
                 }
             };
         }
-        let again = async {
-            match failures {
-                0 => std::future::pending().await,
-                failures => tokio::time::sleep(backoff(failures)).await,
-            }
-        };
         tokio::select! {
             () = found.next() => {}
             () = node_changed(&mut changes) => {}
-            () = again => {}
+            () = wait_after(failures) => {}
         }
     }
 }

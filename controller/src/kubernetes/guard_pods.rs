@@ -22,12 +22,12 @@ use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::time::Instant;
 
 use super::discover::Machines;
-use super::events::Events;
 use super::reflector::Reflector;
 use super::{GROUP, VERSION, kind_name};
+use crate::backoff::backoff;
+use crate::events::Events;
 use crate::store::Store;
 use crate::store::kubernetes::{CallError, bounded, is_code};
-use crate::work::backoff;
 
 /// The time for which changes are gathered before they are examined.
 const DEBOUNCE: Duration = Duration::from_secs(1);

@@ -4,7 +4,6 @@ pub mod attachments;
 pub mod claims;
 mod client;
 pub mod discover;
-pub mod events;
 pub mod guard;
 pub mod guard_pods;
 pub mod leader_pod;
@@ -18,9 +17,6 @@ pub mod restage;
 pub mod workloads;
 
 pub use client::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, connect};
-pub use shorthorn_kube::{ConnectError, GROUP, KINDS, VERSION, crds, kind_name, plural, resource};
-
-/// The label of engines and replicas with the name of their volume.
-pub const VOLUME_LABEL: &str = "shorthorn.io/volume";
-/// The field manager of all writes.
-pub const FIELD_MANAGER: &str = "shorthorn-controller";
+pub use shorthorn_kube::{
+    ConnectError, FIELD_MANAGER, GROUP, KINDS, VERSION, VOLUME_LABEL, crds, kind_name, plural, resource,
+};

@@ -12,8 +12,8 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
 
+use crate::backoff::backoff;
 use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
-use crate::work::backoff;
 
 /// The kept part of each object, by name.
 #[derive(Debug)]

@@ -11,18 +11,19 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod as KubePod;
 use kube::Client;
 use kube::api::{Api, ListParams};
-use shorthorn_controller_core::dead_mounts::{self, DeadMount};
+use shorthorn_controller_core::dead_mounts;
 use shorthorn_controller_core::lost_node_pods::Pod;
 use shorthorn_controller_core::objects::{Key, Kind};
+use shorthorn_controller_core::observed::DeadMount;
 use shorthorn_controller_core::{Event, NodeName};
 
 use super::discover::Machines;
-use super::events::Events;
 use super::lost_node_pods::{deleted, exactly, list, read};
 use crate::agents::Fleet;
+use crate::backoff::backoff;
+use crate::events::Events;
 use crate::store::Store;
 use crate::store::kubernetes::{CallError, bounded};
-use crate::work::backoff;
 
 /// The interval at which the views of the agents are examined.
 const LOOK_EVERY: Duration = Duration::from_secs(10);

@@ -196,7 +196,7 @@ mod tests {
     async fn a_stop_is_signalled_and_removes_the_sockets_that_were_made() {
         let directory = tempfile::tempdir().unwrap();
         let (path, other) = (csi(&directory), directory.path().join("other"));
-        std::fs::write(&other, "a file of somebody else").unwrap();
+        std::fs::write(&other, "a file of another program").unwrap();
         let mut servers = Servers::new();
         servers.serve_csi(&Listen::Unix(path.clone()), &CsiGate::default()).await.unwrap();
         assert!(servers.serve_csi(&Listen::Unix(other.clone()), &CsiGate::default()).await.is_err());

@@ -20,8 +20,8 @@ use self::disk::Disk;
 use self::group::{Queue, Write, Writer};
 use super::cache::Cache;
 use super::{Store, StoreError};
+use crate::keeper::{Keeper, KeeperError};
 use crate::random::new_cluster;
-use crate::tls::{Keeper, KeeperError};
 
 /// `volume/<name>` and so on, to the object as JSON.
 const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");

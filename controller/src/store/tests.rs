@@ -58,10 +58,10 @@ async fn a_file_keeps_objects_and_versions() {
 fn what_is_no_store_is_refused_in_words() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
-    std::fs::write(&path, "a text of somebody else's").unwrap();
+    std::fs::write(&path, "a text of another program").unwrap();
     let text = RedbStore::open(&path).unwrap_err().to_string();
     assert!(text.contains("cannot open the store"), "{text}");
-    assert_eq!(std::fs::read(&path).unwrap(), b"a text of somebody else's");
+    assert_eq!(std::fs::read(&path).unwrap(), b"a text of another program");
     let missing = RedbStore::open(&directory.path().join("no/such/store")).unwrap_err().to_string();
     assert!(missing.contains("No such file"), "{missing}");
 }

@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use async_trait::async_trait;
 use shorthorn_api::v1;
 use shorthorn_controller_core::NodeName;
 use shorthorn_pki::{
@@ -25,25 +24,11 @@ use tokio::sync::{Notify, RwLock};
 
 pub use self::kubernetes::SecretKeeper;
 pub use self::service::TlsApi;
+pub use crate::keeper::{Keeper, KeeperError};
 
 /// The largest state, as it is stored, of a CA that signs and makes tokens. A Secret has room for 1 MiB, and
 /// a revocation shall always find some.
 const RECORDS_MAX_BYTES: usize = 800_000;
-
-/// The place where the state of the CA is stored.
-#[async_trait]
-pub trait Keeper: Send + Sync + 'static {
-    /// The stored state, as it was saved. None: no CA was made yet, and none is lost.
-    async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError>;
-
-    /// Stores the state durably. No other controller has stored one since it was loaded.
-    async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError>;
-}
-
-/// The state of the CA cannot be loaded or stored.
-#[derive(Debug, Error)]
-#[error("{0}")]
-pub struct KeeperError(pub String);
 
 /// The CA cannot be used, or refuses.
 #[derive(Debug, Error)]
@@ -304,6 +289,7 @@ pub(crate) fn pin_texts(trust: &Trust) -> Vec<String> {
 mod tests {
     use std::time::Duration;
 
+    use async_trait::async_trait;
     use shorthorn_metrics::{MetricsPage, MetricsSource};
 
     use super::*;

@@ -18,7 +18,7 @@ const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 /// Returns the bytes to store for `state`.
 ///
 /// # Errors
-/// Memory takes all writes, so there is none.
+/// Does not happen: memory takes all writes.
 pub(super) fn pack(state: Vec<u8>) -> io::Result<Vec<u8>> {
     if state.len() <= PLAIN_MAX_BYTES {
         return Ok(state);

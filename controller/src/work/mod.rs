@@ -1,7 +1,6 @@
 //! Runs the reconcilers when something changes, and carries their actions out.
 
 mod execute;
-mod queue;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,12 +16,11 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
 use crate::agents::Fleet;
-use crate::kubernetes::events::Events;
-use crate::metrics::Metrics;
+use crate::counts::Metrics;
+use crate::events::Events;
 use crate::store::{Store, StoreError};
 
-pub(crate) use queue::backoff;
-pub use queue::{Depth, Outcome, Queue};
+pub use crate::queue::{Depth, Outcome, Queue};
 
 /// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.
 const RUNS_MAX: usize = 64;

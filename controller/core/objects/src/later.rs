@@ -5,37 +5,12 @@ use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use super::{
-    CurrentState, DataLocality, DataState, DesireState, Frontend, MemberMode, Robustness, VolumeState,
-};
+use super::{CurrentState, DesireState, MemberMode};
 
 /// A set of words that later versions may add to.
 pub(super) trait OpenEnum: DeserializeOwned {
     /// The meaning of an unknown word.
     const UNKNOWN: Self;
-}
-
-impl OpenEnum for VolumeState {
-    /// The state for unknown words: an engine may exist, so actions that need its absence are not taken.
-    const UNKNOWN: VolumeState = VolumeState::Attaching;
-}
-
-impl OpenEnum for Robustness {
-    const UNKNOWN: Robustness = Robustness::Unknown;
-}
-
-impl OpenEnum for Frontend {
-    /// No engine is started with another one than its owner has chosen.
-    const UNKNOWN: Frontend = Frontend::Unknown;
-}
-
-impl OpenEnum for DataLocality {
-    const UNKNOWN: DataLocality = DataLocality::Disabled;
-}
-
-impl OpenEnum for DataState {
-    /// A replica that may have data is never made anew.
-    const UNKNOWN: DataState = DataState::Present;
 }
 
 impl OpenEnum for DesireState {
@@ -64,7 +39,10 @@ pub(super) fn word<'de, D: Deserializer<'de>, T: OpenEnum>(deserializer: D) -> R
 mod tests {
     use serde_json::json;
 
-    use super::super::{Engine, EnginePhase, Node, Object, Replica, Volume};
+    use super::super::{
+        DataLocality, DataState, Engine, EnginePhase, Frontend, Node, Object, Replica, Robustness, Volume,
+        VolumeState,
+    };
     use super::*;
 
     /// Returns objects of each kind as release 0.1.0 has stored them.

@@ -2,6 +2,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
+use super::later::OpenEnum;
 use super::{CurrentState, DesireState, Metadata};
 use crate::{NodeName, Timestamp, schema};
 
@@ -115,6 +116,11 @@ pub enum DataState {
     Requested,
     /// The directory was seen. If it is missing later, data was lost, and it is never made anew.
     Present,
+}
+
+impl OpenEnum for DataState {
+    /// A replica that may have data is never made anew.
+    const UNKNOWN: DataState = DataState::Present;
 }
 
 impl Replica {

@@ -7,6 +7,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use shorthorn_views::Arbiter;
 use thiserror::Error;
 
+use super::later::OpenEnum;
 use super::{Conditions, Metadata, Secret};
 use crate::{Labels, NodeName, Timestamp, schema};
 
@@ -304,6 +305,11 @@ pub enum VolumeState {
     Deleting,
 }
 
+impl OpenEnum for VolumeState {
+    /// The state for unknown words: an engine may exist, so actions that need its absence are not taken.
+    const UNKNOWN: VolumeState = VolumeState::Attaching;
+}
+
 impl VolumeState {
     /// Returns the word that is stored and shown.
     #[must_use]
@@ -332,6 +338,10 @@ pub enum Robustness {
     /// The robustness is unknown: the volume is detached, or its node does not answer.
     #[default]
     Unknown,
+}
+
+impl OpenEnum for Robustness {
+    const UNKNOWN: Robustness = Robustness::Unknown;
 }
 
 impl Robustness {
@@ -367,6 +377,11 @@ pub enum Frontend {
     Unknown,
 }
 
+impl OpenEnum for Frontend {
+    /// No engine is started with another one than its owner has chosen.
+    const UNKNOWN: Frontend = Frontend::Unknown;
+}
+
 /// The rule for a replica on the node of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -376,6 +391,10 @@ pub enum DataLocality {
     Disabled,
     /// A replica that gets a place anyway gets it on the node of the engine, if possible.
     BestEffort,
+}
+
+impl OpenEnum for DataLocality {
+    const UNKNOWN: DataLocality = DataLocality::Disabled;
 }
 
 /// A text names no data locality.

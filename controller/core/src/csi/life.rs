@@ -231,8 +231,8 @@ pub fn is_deleted(cluster: &ClusterState, name: &str) -> bool {
 /// Returns the node that has the volume, or is about to get or lose it.
 fn holder(volume: &Volume) -> Option<&NodeName> {
     let status = &volume.status;
-    let nobody = matches!(status.state, VolumeState::Creating | VolumeState::Detached);
-    status.current_node_id.as_ref().filter(|_| !nobody)
+    let is_on_no_node = matches!(status.state, VolumeState::Creating | VolumeState::Detached);
+    status.current_node_id.as_ref().filter(|_| !is_on_no_node)
 }
 
 /// Returns the node on which an engine of the volume runs, or may run.

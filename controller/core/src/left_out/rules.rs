@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::example::{DISK, Example, id, now};
 use crate::left_out::LeftOut;
 use crate::lost_disk::RemoveDisk;
-use crate::lost_node::{self, DeleteNode};
+use crate::lost_node::DeleteNode;
 use crate::objects::{CurrentState, DesireState, Key, Kind, Object, Secret, VolumeState};
 use crate::observed::{Agents, Link};
 use crate::orphans::{self, Directory};
@@ -16,7 +16,9 @@ use crate::reboot::Needed;
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{self, CreateVolume, RequestError, SalvageVolume};
 use crate::undelete::Record;
-use crate::{Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, reboot, undelete};
+use crate::{
+    Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, given_up, reboot, undelete,
+};
 
 fn key_of(kind: Kind, number: u64) -> Key {
     match kind {
@@ -88,8 +90,8 @@ fn an_object_that_was_left_out_is_not_taken_for_one_that_is_not_there() {
     );
     cluster = without(Kind::Node).cluster;
     is_left_out(requests::find_node(&cluster, "a"), Kind::Node);
-    assert!(!lost_node::is_given_up(&cluster, &NodeName::new("a").unwrap()));
-    assert!(lost_node::is_given_up(&cluster, &NodeName::new("z").unwrap()));
+    assert!(!given_up::node(&cluster, &NodeName::new("a").unwrap()));
+    assert!(given_up::node(&cluster, &NodeName::new("z").unwrap()));
 }
 
 #[test]
@@ -113,7 +115,7 @@ fn no_replica_is_made_the_volume_beside_one_that_was_left_out() {
             name: "v".to_owned(),
             replica: id(1).to_string(),
             confirm: "v".to_owned(),
-            by: "somebody".to_owned(),
+            by: "an operator".to_owned(),
             reason: "a test".to_owned(),
             losses: String::new(),
             known_attach: 0,

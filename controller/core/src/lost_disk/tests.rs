@@ -1,13 +1,13 @@
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
-use crate::Timestamp;
 use crate::example::{self, Example};
 use crate::objects::{
     DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, ReplicaStatus, Secret, VolumeState,
 };
 use crate::observed::{AgentView, DiskView, Link};
 use crate::requests::{CreateVolume, SetDisk};
+use crate::{Timestamp, given_up};
 
 const DISK: &str = "/d";
 
@@ -104,7 +104,7 @@ fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force(
         panic!("it is kept")
     };
     cluster.insert(node.into());
-    assert!(cluster.replicas.values().all(|replica| is_lost(&cluster, replica)));
+    assert!(cluster.replicas.values().all(|replica| given_up::disk_of(&cluster, replica)));
     assert!(matches!(remove(true, false).apply(&cluster, &agents("")), Ok(Change::AlreadySo(_))));
     // It is well again.
     let (node, path, allow) = ("n".to_owned(), DISK.to_owned(), Some(true));
@@ -161,7 +161,7 @@ fn a_disk_that_its_agent_keeps_is_opened_again() {
         panic!("it stays cordoned")
     };
     assert!(open.spec.disks[DISK].allow_scheduling);
-    // Somebody drains it meanwhile.
+    // The operator drains it meanwhile.
     let mut drained = open.clone();
     let disk = drained.spec.disks.get_mut(DISK).unwrap();
     (disk.eviction_requested, disk.allow_scheduling) = (true, false);

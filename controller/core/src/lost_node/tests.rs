@@ -3,6 +3,7 @@
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
+use crate::given_up;
 use crate::objects::{
     DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, ReplicaStatus,
     Secret, VolumeState,
@@ -96,11 +97,11 @@ impl Cluster {
 #[test]
 fn a_node_that_never_comes_back_is_given_up() {
     let mut cluster = Cluster::new();
-    assert!(!is_given_up(&cluster.state, &node("a")) && is_given_up(&cluster.state, &node("z")));
+    assert!(!given_up::node(&cluster.state, &node("a")) && given_up::node(&cluster.state, &node("z")));
     let Change::Store(deleted) = cluster.delete(false).unwrap() else { panic!("it is so already") };
     assert_eq!(deleted.spec, cluster.state.nodes["a"].spec, "a deletion changes nothing else");
     cluster.state.insert(deleted.clone().into());
-    assert!(is_given_up(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
+    assert!(given_up::node(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
     assert_eq!(cluster.delete(false), Ok(Change::AlreadySo(deleted)));
     let unconfirmed = DeleteNode { name: "b".to_owned(), confirm: "a".to_owned(), force: true };
     let refused = unconfirmed.apply(&cluster.state, &cluster.agents, now());
@@ -150,6 +151,6 @@ fn only_force_gives_up_a_node_that_is_open_or_has_the_last_data() {
 
 #[test]
 fn many_names_are_cut_off() {
-    assert_eq!(listed(vec!["a", "b"]), "a, b");
-    assert_eq!(listed(vec!["v"; 12]), "v, v, v, v, v, v, v, v, v, v and 2 more");
+    assert_eq!(listed(&["a", "b"]), "a, b");
+    assert_eq!(listed(&["v"; 12]), "v, v, v, v, v, v, v, v, v, v and 2 more");
 }

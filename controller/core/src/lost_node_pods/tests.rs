@@ -134,7 +134,7 @@ fn an_attachment_that_nobody_can_name_may_be_that_of_any_claim() {
 #[test]
 fn attachments_stay_while_a_pod_uses_them() {
     let table: Vec<(&str, Vec<Pod>, Attachment, bool)> = vec![
-        ("nobody", vec![pod("p", &["b"])], attachment("a", true), true),
+        ("unknown", vec![pod("p", &["b"])], attachment("a", true), true),
         ("a pod that is released now", vec![pod("p", &["a"])], attachment("a", true), false),
         (
             "a pod that was not told to go",

@@ -305,7 +305,7 @@ mod tests {
         for (running, all) in [(1, 2), (2, 4), (3, 6)] {
             assert!(!starts(running, all, REPLICA_WAIT), "{running} of {all}");
             assert!(starts(running, all, Duration::ZERO), "{running} of {all}: the arbiter decides");
-            assert!(starts_after(true, running, all, REPLICA_WAIT), "{running} of {all}: nobody may come");
+            assert!(starts_after(true, running, all, REPLICA_WAIT), "{running} of {all}: no other may come");
         }
         for (running, all) in [(0, 1), (1, 3), (1, 4), (2, 5), (0, 2)] {
             for lost in [false, true] {

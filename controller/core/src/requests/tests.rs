@@ -415,7 +415,7 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         name: "v".to_owned(),
         replica: replica_id.to_string(),
         confirm: "v".to_owned(),
-        by: "somebody".to_owned(),
+        by: "an operator".to_owned(),
         reason: "a test".to_owned(),
         losses: String::new(),
         known_attach: 41,

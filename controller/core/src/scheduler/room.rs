@@ -4,7 +4,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use super::zones::Zones;
 use super::{NodeCandidate, Request, schedule};
-use crate::requests::MAX_VOLUME_BYTES;
+use shorthorn_types::limits::MAX_VOLUME_BYTES;
 
 /// The room for further volumes of some kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

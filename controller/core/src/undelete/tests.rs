@@ -411,7 +411,7 @@ fn the_record_of_a_replica_that_was_taken_back_stays_until_the_volume_is_stored(
     left.metadata.deletion_timestamp = Some(at(100));
     left.status.deletion_record = Some(record.clone());
     let mut cluster = ClusterState::default();
-    // It does not answer, and nobody has given it up.
+    // The node does not answer, and is not given up.
     cluster.insert(Node::new("n1", at(0)).into());
     cluster.insert(left.into());
     let (whole, _) = back(&cluster, &[]).unwrap();

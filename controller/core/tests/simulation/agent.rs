@@ -107,7 +107,7 @@ impl SimAgent {
                 if self.directories.contains(&key.name) {
                     Ok(())
                 } else {
-                    Err("there is no directory".to_owned())
+                    Err("the directory does not exist".to_owned())
                 }
             }
             AgentCall::StopInstance { attach, .. } => self.stop(&key, *attach, events),
@@ -240,7 +240,7 @@ impl SimAgent {
                 Detail::Engine(view) if view.attach == Some(attach) => Ok((instance.clone(), view.clone())),
                 _ => Err("another engine is there".to_owned()),
             },
-            None => Err("there is no engine".to_owned()),
+            None => Err("the engine does not run".to_owned()),
         }
     }
 

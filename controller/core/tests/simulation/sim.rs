@@ -322,7 +322,7 @@ impl Sim {
             name: name.clone(),
             replica,
             confirm: name,
-            by: "somebody".to_owned(),
+            by: "an operator".to_owned(),
             reason: "a test".to_owned(),
             losses: String::new(),
             known_attach: 0,

@@ -17,8 +17,8 @@ use tokio_stream::StreamExt;
 
 use super::read::{self, Claimed};
 use super::{DEBOUNCE, PodForceDeleter};
+use crate::backoff::backoff;
 use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
-use crate::work::backoff;
 
 const FORCE_DELETED: &str = "PodForceDeleted";
 const NOT_FORCE_DELETED: &str = "PodNotForceDeleted";

@@ -22,11 +22,11 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::discover::Machines;
-use super::events::Events;
+use crate::events::Events;
 pub(super) use machine::{deleted, exactly, list};
 
 use crate::agents::Fleet;
-use crate::metrics::Metrics;
+use crate::counts::Metrics;
 use crate::store::Store;
 
 /// The time for which changes are gathered before they are examined: many pods are deleted at once.

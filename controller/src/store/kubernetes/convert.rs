@@ -12,7 +12,7 @@ use shorthorn_controller_core::{Timestamp, requests};
 use thiserror::Error;
 
 use super::keys::VolumeKeys;
-use crate::kubernetes::{VOLUME_LABEL, resource};
+use shorthorn_kube::{VOLUME_LABEL, resource};
 
 /// Keeps an object with data until the reconcilers have deleted that.
 pub const FINALIZER: &str = "shorthorn.io/data";

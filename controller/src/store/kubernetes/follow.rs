@@ -8,6 +8,7 @@ use kube::api::{Api, DynamicObject, ListParams, WatchEvent, WatchParams};
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 use shorthorn_controller_core::{Event, Timestamp};
+use shorthorn_kube::{GROUP, plural, resource};
 use thiserror::Error;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -17,8 +18,7 @@ use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
 use super::remote::Part;
 use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, is_code, is_expired};
-use crate::kubernetes::{GROUP, plural, resource};
-use crate::work::backoff;
+use crate::backoff::backoff;
 
 /// The number of objects in a page of 2 to 6 MB, which the API server makes in one go.
 pub(crate) const PAGE_OBJECTS: u32 = 2000;

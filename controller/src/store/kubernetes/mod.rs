@@ -29,6 +29,7 @@ use kube::api::{Api, DynamicObject, ListParams};
 use kube::core::Status;
 use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
+use shorthorn_kube::{KINDS, crds, plural};
 use thiserror::Error;
 use tokio::sync::broadcast;
 use tokio::task::JoinSet;
@@ -39,8 +40,7 @@ use self::keys::VolumeKeys;
 use self::known::Known;
 use self::remote::{Part, Remote};
 use super::{Store, StoreError};
-use crate::kubernetes::events::Events;
-use crate::kubernetes::{KINDS, crds, plural};
+use crate::events::Events;
 
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};

@@ -7,7 +7,7 @@ use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_kube::{CallError, bounded};
 
 use super::FINGERPRINT_ANNOTATION;
-use crate::kubernetes::{FIELD_MANAGER, resource};
+use shorthorn_kube::{FIELD_MANAGER, resource};
 
 /// The namespace of the objects on the API server.
 pub(super) struct Remote {

@@ -105,7 +105,7 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
         matches!(action, Action::Call(_, AgentCall::StartReplica(StartReplica { rebind: true, .. })))
     };
     assert!(actions.iter().any(is_start), "its directory belongs to the secret of before: {actions:#?}");
-    // One that nobody wants to run is stopped as well.
+    // A process that is not wanted is stopped as well.
     let mut rests = replica(id, "a", None);
     rests.spec.desire_state = DesireState::Stopped;
     (rests.status.stop_first, rests.status.current_state) = (true, CurrentState::Stopped);
@@ -195,7 +195,7 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     assert!(cluster.engines.is_empty());
 }
 
-/// Lets the stop succeed: the device there is not in use any more.
+/// Lets the stop succeed: the device on that node is no longer in use.
 fn answers_stop(agents: &mut Agents, node: &str) {
     agents.get_mut(&NodeName::new(node).unwrap()).unwrap().failures.clear();
 }

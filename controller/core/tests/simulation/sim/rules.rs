@@ -4,7 +4,7 @@ use shorthorn_controller_core::objects::{
     CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
 };
 use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
-use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, drain, lost_node};
+use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, drain, given_up};
 use shorthorn_types::{Generation, Members, View, ViewId};
 
 use super::Sim;
@@ -179,7 +179,7 @@ impl Sim {
 
     /// Returns true if that node is lost, and the operator has said so.
     fn is_given_up(&self, node: &NodeName) -> bool {
-        self.lost.is_some_and(|at| self.nodes[at].name == *node) && lost_node::is_given_up(&self.store, node)
+        self.lost.is_some_and(|at| self.nodes[at].name == *node) && given_up::node(&self.store, node)
     }
 
     /// Checks that a replica is forgotten with its data only if its node is given up, and only if no engine
@@ -264,7 +264,7 @@ impl Sim {
     /// view.
     fn check_retirement(&self, name: &str, volume: &Volume) {
         let replica = &self.store.replicas[name];
-        assert!(replica.metadata.is_deleting(), "{name} is deleted and nobody asked for that");
+        assert!(replica.metadata.is_deleting(), "{name} is deleted without a request");
         let newest = &self.views.newest[volume.metadata.name.as_str()];
         assert!(!newest.members.contains(replica.spec.replica_id), "{name} is deleted and in view {newest}");
         let key = InstanceKey::engine(&volume.spec.volume_name);

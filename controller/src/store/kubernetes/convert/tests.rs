@@ -9,7 +9,7 @@ use shorthorn_controller_core::{Labels, NodeName, ReplicaTarget, Timestamp, labe
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
-use crate::kubernetes::crds::{self, Rules};
+use shorthorn_kube::crds::{self, Rules};
 
 const UID: &str = "0c3b1f9e-7c53-4a5e-9e0f-0b1b8f0e6d55";
 

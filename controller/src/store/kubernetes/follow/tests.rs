@@ -14,7 +14,7 @@ use super::super::keys::VolumeKeys;
 use super::super::known::Known;
 use super::super::remote::Remote;
 use super::*;
-use crate::kubernetes::events::events;
+use crate::events::events;
 
 /// Volumes of an API server, two on a page.
 #[derive(Default)]

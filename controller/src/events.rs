@@ -18,8 +18,7 @@ use shorthorn_controller_core::objects::Key;
 use shorthorn_controller_core::{Event, Timestamp};
 use tokio::sync::mpsc;
 
-use super::{FIELD_MANAGER, kind_name, resource};
-use crate::store::kubernetes::bounded;
+use shorthorn_kube::{FIELD_MANAGER, bounded, kind_name, resource};
 
 /// The maximum number of queued events.
 const QUEUE_MAX: usize = 256;
