@@ -209,7 +209,7 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     assert!(cluster.agents.iter().all(|agent| agent.directories().is_empty()));
     let trash = cluster.ok(&["volume", "trash"]).await;
     assert!(names.iter().all(|name| trash.contains(&name[2..])) && trash.contains("yes"), "{trash}");
-    assert!(cluster.ok(&["volume", "trash", "w"]).await.contains("nothing in the trash"));
+    assert!(cluster.ok(&["volume", "trash", "w"]).await.contains("trash is empty"));
 
     cluster.stop_agent(1);
     wait_for_async("node b is lost", LIMIT, async || {
@@ -317,9 +317,9 @@ async fn leftovers_are_listed_and_deleted_only_by_name() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_disk_that_its_agent_does_not_remove_takes_replicas_again() {
     let cluster = Cluster::start(&["a"]).await;
-    cluster.agents[0].keep_disks(Some("a directory of somebody else is on it"));
+    cluster.agents[0].keep_disks(Some("a directory of another owner is on it"));
     let (_, text) = cluster.fails(&["disk", "remove", "a", "/var/lib/longhorn"]).await;
-    assert!(text.contains("of somebody else"), "{text}");
+    assert!(text.contains("of another owner"), "{text}");
     attached(&cluster, "1").await;
     cluster.check();
 }

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use shorthorn_pki::address::{AddressError, ServerUrl};
 
 use super::bundle::BundleArgs;
+use super::format::{Format, seconds};
 use super::list;
 use super::reach::ReachArgs;
 use super::size::Size;
@@ -38,28 +39,6 @@ pub struct Cli {
     /// The command.
     #[command(subcommand)]
     pub command: CtlCommand,
-}
-
-/// Format of results.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Format {
-    /// For people.
-    Table,
-    /// For people with wide screens.
-    Wide,
-    /// Kind and name, a line each.
-    Name,
-    /// For programs.
-    Json,
-    /// For programs.
-    Yaml,
-}
-
-impl Format {
-    /// Returns true if people read the output. If it has no names to show, `name` is like a table.
-    pub(super) fn is_for_people(self) -> bool {
-        !matches!(self, Format::Json | Format::Yaml)
-    }
 }
 
 /// Commands of shorthornctl.
@@ -120,12 +99,6 @@ pub struct WaitArgs {
     /// Maximum seconds to wait; the controller continues without this command
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     pub timeout: Duration,
-}
-
-pub(super) fn seconds(text: &str) -> Result<Duration, String> {
-    let text = text.strip_suffix('s').unwrap_or(text);
-    let number: f64 = text.parse().map_err(|_| "a number of seconds, like 90".to_owned())?;
-    Duration::try_from_secs_f64(number).map_err(|error| error.to_string())
 }
 
 /// Commands for replicas.

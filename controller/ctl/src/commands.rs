@@ -5,23 +5,21 @@ use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::args::{
-    Cli, CreateArgs, CtlCommand, DiskCommand, Format, NodeCommand, OrphanCommand, RebalanceArgs,
-    ReplicaCommand, SalvageArgs, VolumeCommand, WaitArgs,
+    Cli, CreateArgs, CtlCommand, DiskCommand, NodeCommand, OrphanCommand, RebalanceArgs, ReplicaCommand,
+    SalvageArgs, VolumeCommand, WaitArgs,
 };
+use super::calls::limited;
 use super::doctor::CheckView;
 use super::error::CtlError;
+use super::format::Format;
 use super::list::{Lister, Options, What, watch};
 use super::placement::of_tags;
 use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
 use super::reboot::can_reboot;
 use super::tls::Certificates;
-use super::wait::{Drained, Goal, drained, wait};
+use super::wait::{Drained, Goal, drain_rest, drained, wait};
 use super::{bundle, cluster_checks, confirm, discover, doctor, manual, output, placement, status, upgrade};
-
-/// The longest that a call may take: the controller answers at once, but an agent that prepares a disk
-/// stands behind some calls.
-const CALL_LIMIT: Duration = Duration::from_secs(30);
 
 /// An upgrade waits until the new process serves.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
@@ -504,7 +502,7 @@ impl Session {
         } else {
             drained(&mut self.client, &self.server, place, limit).await?
         };
-        output::drain(self.format, place, drain)
+        drain_rest(self.format, place, drain)
     }
 
     async fn disk(&mut self, command: DiskCommand) -> Result<String, CtlError> {
@@ -591,10 +589,4 @@ impl Session {
         let node = self.client.add_disk(request).await.map_err(self.error())?.into_inner();
         output::node(self.format, node)
     }
-}
-
-pub(super) fn limited<T>(message: T) -> tonic::Request<T> {
-    let mut request = tonic::Request::new(message);
-    request.set_timeout(CALL_LIMIT);
-    request
 }

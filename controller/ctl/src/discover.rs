@@ -6,8 +6,9 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
-use super::args::{DiscoverArgs, Format};
+use super::args::DiscoverArgs;
 use super::error::CtlError;
+use super::format::Format;
 use super::{list, output};
 
 /// The longest that the examination of all devices may take.

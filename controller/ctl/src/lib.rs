@@ -6,12 +6,14 @@
 
 mod args;
 mod bundle;
+mod calls;
 mod cluster_checks;
 mod commands;
 mod confirm;
 mod discover;
 mod doctor;
 mod error;
+mod format;
 mod list;
 mod manual;
 mod output;

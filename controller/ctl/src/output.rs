@@ -8,12 +8,10 @@ use shorthorn_api::v1;
 use shorthorn_types::Generation;
 use shorthorn_types::status::{CopyStatus, MemberMode};
 
-use super::args::Format;
 use super::error::CtlError;
-use super::list::workloads;
+use super::format::Format;
 use super::size::human;
 use super::view::{InspectionView, RebalanceView, TrashView, VolumeView};
-use super::wait::Drained;
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -251,7 +249,7 @@ pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Resul
         return for_programs(format, &views);
     }
     if views.is_empty() {
-        return Ok(format!("There is nothing in the trash.{silent}"));
+        return Ok(format!("The trash is empty.{silent}"));
     }
     let mut table = table(&["VOLUME", "REPLICA", "NODE", "DISK", "SIZE", "DELETED", "EXPIRES", "UNDELETE"]);
     for view in views {
@@ -333,31 +331,11 @@ pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
     [node.to_owned(), disk.path.clone(), uuid, size, available, scheduled, allowed.to_owned(), message]
 }
 
-/// Formats the rest of a drain of a node or disk.
-pub(super) fn drain(format: Format, place: &Drained, drain: v1::Drain) -> Result<String, CtlError> {
-    if !format.is_for_people() {
-        return for_programs(format, &drain);
-    }
-    if drain.left.is_empty() {
-        return Ok(format!("{place} is drained: nothing is left on it"));
-    }
-    Ok(drain_left(place, &drain.left))
-}
-
-/// Returns the same in words.
-pub(super) fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
-    let held = left.iter().filter(|left| left.held).count();
-    let mut text = format!("{} left on {place}, {held} of them held:", left.len());
-    for left in left {
-        let what = if left.replica.is_empty() {
-            format!("engine of volume {}", left.volume)
-        } else {
-            format!("replica {}", left.replica)
-        };
-        let held = if left.held { " (held)" } else { "" };
-        text.push_str(&format!("\n- {what}{held}: {}", left.message));
-    }
-    text
+/// Returns the users of a volume, each workload once.
+pub(crate) fn workloads(all: &[v1::Workload]) -> String {
+    let mut names: Vec<String> = all.iter().map(|one| format!("{}/{}", one.kind, one.name)).collect();
+    names.dedup();
+    names.join(", ")
 }
 
 /// Formats the moves for programs.

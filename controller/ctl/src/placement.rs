@@ -9,9 +9,10 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tonic::Code;
 use tonic::transport::Channel;
 
-use super::args::{Format, SetVolumeArgs, TagList};
-use super::commands::limited;
+use super::args::{SetVolumeArgs, TagList};
+use super::calls::limited;
 use super::error::{CtlError, is_unreachable};
+use super::format::Format;
 use super::output::{dash, facts, for_programs, node_table};
 use super::wait::{HELD_LIMIT, Progress};
 

@@ -8,15 +8,15 @@ use shorthorn_api::v1::controller_client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::transport::Channel;
 
-use super::args::{CanRebootArgs, Format};
+use super::args::CanRebootArgs;
+use super::calls::limited;
 use super::error::{CtlError, is_unreachable};
+use super::format::Format;
 use super::output::{for_programs, print};
 use super::wait::Progress;
 
 /// The interval of queries.
 const POLL: Duration = Duration::from_secs(1);
-/// The longest that a question may take.
-const CALL_LIMIT: Duration = Duration::from_secs(30);
 
 /// The answer, for programs.
 #[derive(Debug, Serialize)]
@@ -45,8 +45,7 @@ pub(super) async fn can_reboot(
     let deadline = Instant::now() + args.timeout;
     let progress = Progress::start();
     loop {
-        let mut request = tonic::Request::new(v1::CheckRebootRequest { node: args.name.clone() });
-        request.set_timeout(CALL_LIMIT);
+        let request = limited(v1::CheckRebootRequest { node: args.name.clone() });
         match client.check_reboot(request).await {
             Ok(answer) => {
                 let mut holds = answer.into_inner().holds;

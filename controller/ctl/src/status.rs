@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use serde::Serialize;
 use shorthorn_api::v1;
 
-use super::args::Format;
 use super::error::CtlError;
+use super::format::Format;
 use super::output::for_programs;
 use super::size::human;
 

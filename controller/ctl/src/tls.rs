@@ -11,12 +11,11 @@ use shorthorn_api::v1::revoke_certificate_request::Which;
 use shorthorn_pki::{Bundle, CertificateDer, ClusterId, Identity, Key, Role, Serial, Trust};
 use tonic::transport::Channel;
 
-use super::args::{Format, seconds};
+use super::calls::limited;
 use super::error::CtlError;
+use super::format::{Format, seconds};
 use super::output::{facts, for_programs};
 
-/// The longest call: the CA signs and stores.
-const CALL_LIMIT: Duration = Duration::from_secs(30);
 /// Digits of a pin in a table; enough to tell two CAs apart.
 const PIN_DIGITS: usize = 16;
 /// Digits of a serial number that this CA draws.
@@ -156,12 +155,6 @@ impl Certificates {
         let made = self.client.create_join_token(limited(request)).await.map_err(self.error())?;
         Ok(format!("{}\n", made.into_inner().token))
     }
-}
-
-fn limited<T>(message: T) -> tonic::Request<T> {
-    let mut request = tonic::Request::new(message);
-    request.set_timeout(CALL_LIMIT);
-    request
 }
 
 fn store(path: &Path, bundle: &Bundle) -> Result<String, CtlError> {

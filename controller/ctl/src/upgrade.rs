@@ -15,9 +15,9 @@ use tokio::time::{Instant, sleep};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use super::args::{Format, seconds};
-use super::commands::limited;
+use super::calls::limited;
 use super::error::{CtlError, is_unreachable};
+use super::format::{Format, seconds};
 use super::output;
 
 /// The longest that the agent may take to replace one engine.

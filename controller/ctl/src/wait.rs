@@ -13,7 +13,8 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::error::{CtlError, is_unreachable};
-use super::output::drain_left;
+use super::format::Format;
+use super::output::for_programs;
 use super::size::human;
 
 /// The wait before a broken stream is opened again.
@@ -303,4 +304,31 @@ impl Drop for Progress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }
+}
+
+/// Formats the rest of a drain of a node or disk.
+pub(super) fn drain_rest(format: Format, place: &Drained, drain: v1::Drain) -> Result<String, CtlError> {
+    if !format.is_for_people() {
+        return for_programs(format, &drain);
+    }
+    if drain.left.is_empty() {
+        return Ok(format!("{place} is drained: nothing is left on it"));
+    }
+    Ok(drain_left(place, &drain.left))
+}
+
+/// Returns the same in words.
+fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
+    let held = left.iter().filter(|left| left.held).count();
+    let mut text = format!("{} left on {place}, {held} of them held:", left.len());
+    for left in left {
+        let what = if left.replica.is_empty() {
+            format!("engine of volume {}", left.volume)
+        } else {
+            format!("replica {}", left.replica)
+        };
+        let held = if left.held { " (held)" } else { "" };
+        text.push_str(&format!("\n- {what}{held}: {}", left.message));
+    }
+    text
 }

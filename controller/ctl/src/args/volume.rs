@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::{TagList, WaitArgs, seconds};
+use super::{TagList, WaitArgs};
+use crate::format::seconds;
 use crate::list;
 use crate::size::Size;
 

@@ -10,9 +10,9 @@ use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::transport::Channel;
 
 use super::archive::Archive;
-use crate::args::Format;
-use crate::commands::limited;
+use crate::calls::limited;
 use crate::doctor::{self, CheckView};
+use crate::format::Format;
 use crate::list::{Lister, Options, What};
 use crate::status;
 

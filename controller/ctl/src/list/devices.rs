@@ -60,7 +60,7 @@ fn entry((node, device): (String, v1::DiscoveredDevice)) -> Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::Format;
+    use crate::format::Format;
 
     #[test]
     fn devices_that_do_not_fit_are_shown_on_demand() {

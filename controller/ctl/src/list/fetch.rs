@@ -7,7 +7,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::{List, nodes, replicas, sort, volumes};
-use crate::commands::limited;
+use crate::calls::limited;
 use crate::error::CtlError;
 
 /// The number of objects in a request.

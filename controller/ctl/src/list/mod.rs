@@ -13,13 +13,12 @@ use std::fmt::Write as _;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
-use super::args::Format;
 use super::error::CtlError;
+use super::format::Format;
 use super::output::for_programs;
 
 pub(super) use devices::devices;
 pub(super) use fetch::{Lister, Options, What};
-pub(super) use volumes::workloads;
 pub(super) use watch::watch;
 
 /// A column of a table.

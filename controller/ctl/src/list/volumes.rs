@@ -47,7 +47,7 @@ fn entry(volume: v1::Volume) -> Entry {
         volume.state.clone(),
         volume.robustness.clone(),
         volume.current_node.clone(),
-        workloads(&volume.workloads),
+        output::workloads(&volume.workloads),
         actual,
         volume.persistent_volume.clone(),
         volume.endpoint.clone(),
@@ -70,13 +70,6 @@ fn needs_upgrade(volume: &v1::Volume) -> &'static str {
         Some(_) => "no",
         None => "",
     }
-}
-
-/// Returns the users of a volume, each workload once.
-pub(crate) fn workloads(all: &[v1::Workload]) -> String {
-    let mut names: Vec<String> = all.iter().map(|one| format!("{}/{}", one.kind, one.name)).collect();
-    names.dedup();
-    names.join(", ")
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::{Entry, Lister};
-use crate::args::Format;
 use crate::error::{CtlError, is_unreachable};
+use crate::format::Format;
 use crate::output;
 
 /// The interval of making the list anew.

@@ -29,7 +29,7 @@ pub(super) enum LeaderError {
     )]
     NoLease(String),
     #[error("no controller leads: see kubectl get pods -n {0}")]
-    Nobody(String),
+    NoLeader(String),
     #[error(
         "{holder} leads, which is no pod in namespace {namespace}: run shorthornctl on that host, or give its address with --server"
     )]
@@ -43,7 +43,7 @@ pub(super) async fn find(client: &Client, namespace: &str) -> Result<Leader, Lea
     let lease = lease.ok_or_else(|| LeaderError::NoLease(namespace.to_owned()))?;
     let holder = lease.spec.and_then(|spec| spec.holder_identity).unwrap_or_default();
     if holder.is_empty() {
-        return Err(LeaderError::Nobody(namespace.to_owned()));
+        return Err(LeaderError::NoLeader(namespace.to_owned()));
     }
     let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
     let missing = || LeaderError::NoPod { holder: holder.clone(), namespace: namespace.to_owned() };
