@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::VolumeName;
 
 use crate::QueueFrontend;
-use crate::node::DeviceNumber;
+use shorthorn_types::DeviceNumber;
 
 /// The kind of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

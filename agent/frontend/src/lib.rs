@@ -5,8 +5,11 @@
 //! thread: it brings the device up while the queues already serve, resizes it and takes it away.
 
 mod device;
+mod host;
 mod iscsi;
+mod kernel_release;
 mod leftovers;
+mod modules;
 mod nbd;
 pub mod node;
 pub mod probe;

@@ -3,16 +3,15 @@
 //! A node is a name for a device number and outlives the device. So a node says nothing before sysfs has been
 //! asked whether the number still belongs to a device.
 
+mod removal;
 mod udev;
 mod users;
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use nix::sys::stat::{Mode, SFlag, mknod};
@@ -22,6 +21,8 @@ use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::{FrontendError, wait};
 
+pub(crate) use removal::remove_node_first;
+pub use shorthorn_types::{DeviceNumber, DeviceNumberError};
 pub use udev::Events;
 pub use users::{in_use, shared_with};
 
@@ -33,51 +34,6 @@ const NODE_GROUP: &str = "disk";
 /// limit of requests of a working volume: they end by the time-outs of the replicas.
 const WRITE_BACK_LIMIT: Duration = Duration::from_secs(30);
 const SYSFS: &str = "/sys";
-
-/// Number of a block device.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DeviceNumber {
-    /// The number of the driver.
-    pub major: u32,
-    /// The index of the device in the driver.
-    pub minor: u32,
-}
-
-impl DeviceNumber {
-    /// Splits an `rdev` of stat(2).
-    #[must_use]
-    pub fn of(rdev: u64) -> DeviceNumber {
-        DeviceNumber { major: libc::major(rdev), minor: libc::minor(rdev) }
-    }
-}
-
-impl fmt::Display for DeviceNumber {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.major, self.minor)
-    }
-}
-
-impl fmt::Debug for DeviceNumber {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
-}
-
-/// The text is not `major:minor`.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("{0:?} is not a device number such as 259:3")]
-pub struct DeviceNumberError(String);
-
-impl FromStr for DeviceNumber {
-    type Err = DeviceNumberError;
-    fn from_str(text: &str) -> Result<DeviceNumber, DeviceNumberError> {
-        let parts = text.trim_end().split_once(':');
-        let number = parts.and_then(|(major, minor)| {
-            Some(DeviceNumber { major: major.parse().ok()?, minor: minor.parse().ok()? })
-        });
-        number.ok_or_else(|| DeviceNumberError(text.chars().take(40).collect()))
-    }
-}
 
 /// A node in the directory of device nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]

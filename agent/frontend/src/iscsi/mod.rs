@@ -16,6 +16,7 @@ mod host;
 mod protocol;
 mod queue;
 mod session;
+mod support;
 mod target;
 mod tools;
 
@@ -29,12 +30,13 @@ use std::time::Duration;
 
 use shorthorn_types::VolumeName;
 
-use crate::leftovers::remove_node_first;
+use crate::host::Host;
 use crate::nbd::read_once;
+use crate::node::remove_node_first;
 use crate::node::{self, DeviceNumber, Events};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket,
-    probe, wait,
+    wait,
 };
 
 use self::channel::Channel;
@@ -43,10 +45,8 @@ use self::queue::{FileState, FuseQueue};
 use self::session::Session;
 use self::target::{Files, Process, Server};
 
-pub(crate) use self::channel::FUSE_DEVICE;
 pub use self::commands::IscsiIdentity;
-pub(crate) use self::host::Host;
-pub(crate) use self::tools::judge_tgt;
+pub(crate) use self::support::support;
 pub use self::tools::{IscsidState, iscsid};
 
 /// The time limit of one call of iscsiadm: it may start iscsid first.
@@ -74,7 +74,8 @@ pub fn prepare_iscsi(
     identity: IscsiIdentity,
     handed_over: Vec<QueueSocket>,
 ) -> Result<Prepared, FrontendError> {
-    probe::load_iscsi()
+    support(true)
+        .map(drop)
         .map_err(|reason| FrontendError::Unsupported { frontend: FrontendKind::Iscsi, reason })?;
     let files = Files::new(spec.socket_path.with_extension("iscsi"))
         .map_err(|source| system(format!("make the iSCSI target of {}", spec.volume), source))?;

@@ -24,7 +24,7 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Returns the session of the volume; none if there is none.
+    /// Returns the session of the volume, if it has one.
     ///
     /// # Errors
     /// The error of sysfs.

@@ -20,7 +20,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::channel;
 use super::commands::{CONTROL_SUFFIX, CONTROL_VARIABLE, Target};
-use super::host::Host;
+use crate::host::Host;
 use crate::{FrontendError, wait};
 
 /// The longest path that `sockaddr_un` takes, which also needs a NUL.

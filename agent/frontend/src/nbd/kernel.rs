@@ -20,11 +20,11 @@ use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::Service;
 use super::sysfs;
-use crate::leftovers::remove_node_first;
+use crate::node::remove_node_first;
 use crate::node::{self, DeviceNumber, Events};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
-    QueueSocket, Quiesced, probe, wait,
+    QueueSocket, Quiesced, modules, wait,
 };
 
 /// The time-out for devices with several queues. After this many seconds without an answer the kernel gives
@@ -68,7 +68,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(10);
 /// # Errors
 /// The kernel has no NBD, or the volume has a device that another process serves.
 pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result<Prepared, FrontendError> {
-    probe::load_nbd().map_err(|missing| FrontendError::Unsupported {
+    modules::load_nbd().map_err(|missing| FrontendError::Unsupported {
         frontend: FrontendKind::Nbd,
         reason: missing.to_string(),
     })?;

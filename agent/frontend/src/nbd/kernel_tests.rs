@@ -81,7 +81,7 @@ impl Process {
         match request.operation {
             Operation::Read => buffer.copy_from(&volume[range]),
             Operation::Write { .. } => buffer.copy_to(&mut volume[range]),
-            other => panic!("nobody has asked for {other:?}"),
+            other => panic!("unexpected command: {other:?}"),
         }
     }
 

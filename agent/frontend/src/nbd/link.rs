@@ -152,7 +152,7 @@ mod tests {
         let sockets = living(handed_over.into(), 4);
         assert_eq!(sockets.iter().map(Option::is_some).collect::<Vec<_>>(), [false, false, true, false]);
         let (extra, _kept) = pair().unwrap();
-        assert!(living(vec![one((4, extra))], 4).iter().all(Option::is_none), "there is no such queue");
+        assert!(living(vec![one((4, extra))], 4).iter().all(Option::is_none), "the queue does not exist");
     }
 
     #[test]

@@ -13,10 +13,10 @@ use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 
 use super::abi::{self, ControlCommand, DeviceInfo, Params};
+use crate::modules::CONTROL_PATH;
 use crate::wait;
 
 /// The device that takes control commands.
-pub(crate) const CONTROL_PATH: &str = "/dev/ublk-control";
 /// The maximum number of commands in flight: one, besides those that were given up.
 const RING_ENTRIES: u32 = 8;
 /// The interval of checking a command that waits for others.

@@ -33,13 +33,13 @@ use control::Control;
 use fetching::Fetching;
 use queue::UblkQueue;
 
+use crate::modules::CONTROL_PATH;
 use crate::node::{DeviceNumber, Events};
 use crate::{
-    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, node, probe,
-    wait,
+    Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, kernel_release,
+    modules, node, wait,
 };
 
-pub(crate) use control::CONTROL_PATH;
 pub use recovery::remove_leftovers;
 
 /// The required features of the driver, with their names.
@@ -74,10 +74,10 @@ pub(crate) fn features(limit: Duration) -> io::Result<u64> {
 /// # Errors
 /// [`FrontendError::Unsupported`] if the kernel does not support it; else the obstacle.
 pub fn prepare_ublk(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
-    if let Some(reason) = probe::ublk_deny_reason(&probe::release()) {
+    if let Some(reason) = kernel_release::ublk_deny_reason(&kernel_release::release()) {
         return Err(unsupported(reason));
     }
-    probe::load_ublk().map_err(|missing| unsupported(missing.to_string()))?;
+    modules::load_ublk().map_err(|missing| unsupported(missing.to_string()))?;
     let mut control = Control::open().map_err(during(format!("open {CONTROL_PATH}")))?;
     let previous = match &spec.previous {
         Some(DeviceRecord { kind: FrontendKind::Ublk, kernel_id: Some(id), .. }) => {
@@ -386,7 +386,7 @@ impl Device for UblkDevice {
             return Err(unsupported(format!(
                 "the driver of kernel {} can not resize a device that is in use; detach the volume and attach it \
                  again, or use Linux 6.16 or later",
-                probe::release()
+                kernel_release::release()
             )));
         }
         let action = format!("resize {} of {} to {size_bytes} bytes", self.kernel_name(), self.volume);

@@ -17,7 +17,7 @@ use shorthorn_types::{ByteRange, Errno};
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::fetching::{Fetching, cannot_map};
 use super::privilege;
-use crate::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE, probe};
+use crate::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE, kernel_release};
 
 /// A queue: tag N of the driver is slot N.
 ///
@@ -64,7 +64,7 @@ impl UblkQueue {
             size_bytes,
             success: vec![0; usize::from(depth)].into(),
             zeroes: vec![None; usize::from(depth)].into(),
-            task_work: match probe::is_deferral_safe(&probe::release()) {
+            task_work: match kernel_release::is_deferral_safe(&kernel_release::release()) {
                 true => TaskWork::Deferred,
                 false => TaskWork::Cooperative,
             },

@@ -41,8 +41,8 @@ use shorthorn_types::VolumeName;
 use super::abi::{self, DeviceInfo};
 use super::control::Control;
 use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
-use crate::leftovers::remove_node_first;
-use crate::{FrontendError, node, probe, queue_attribute, wait};
+use crate::node::remove_node_first;
+use crate::{FrontendError, kernel_release, modules, node, queue_attribute, wait};
 
 /// The time limit for the descriptors of a dead process to be closed. Its memory has to be freed first, and
 /// its I/O on a slow disk has to end. The limit is longer than the block layer's default timer of requests.
@@ -102,7 +102,7 @@ const STILL_OPEN: &str = ": its character device is still open, or its io_uring 
 /// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a
 /// queue.
 pub(super) fn notice_deaths_soon(kernel_name: &str) {
-    if needs_timer(&probe::release()) {
+    if needs_timer(&kernel_release::release()) {
         let consequence = "requests may wait 30 s after this process has died";
         queue_attribute::lower(kernel_name, "io_timeout", REQUEST_TIMER_MS, consequence);
     }
@@ -110,7 +110,7 @@ pub(super) fn notice_deaths_soon(kernel_name: &str) {
 
 /// Returns true if the driver of this kernel notices some deaths by the timer of requests only.
 fn needs_timer(release: &str) -> bool {
-    matches!(probe::version(release), [Some(6), Some(7..=14), _])
+    matches!(kernel_release::version(release), [Some(6), Some(7..=14), _])
 }
 
 /// Stops and deletes every device of `volume`, each after its node in `device_dir`: the remains of an engine
@@ -122,7 +122,7 @@ pub fn remove_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize,
     let mut control = match Control::open() {
         // No driver, no devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
-        opened => opened.map_err(during(format!("open {}", super::CONTROL_PATH)))?,
+        opened => opened.map_err(during(format!("open {}", modules::CONTROL_PATH)))?,
     };
     clear(&mut control, volume, device_dir)
 }
