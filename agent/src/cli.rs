@@ -9,8 +9,11 @@ use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::VolumeName;
 
-use crate::disks::{Filesystem, UNITS};
+use crate::filesystem::Filesystem;
 use crate::serve::config::SUM_MIB_PER_S;
+
+/// The place of mount units.
+const UNITS: &str = "/etc/systemd/system";
 use crate::size::VolumeSize;
 
 /// Replicated block storage: everything that runs on a node.

@@ -218,8 +218,8 @@ mod tests {
         drop(command);
         let mut text = String::new();
         ours.read_to_string(&mut text).unwrap();
-        assert_eq!(text, "here\n", "and nobody else has it");
-        assert!(lock(&store.kept).0.is_empty(), "nobody gets it twice");
+        assert_eq!(text, "here\n", "no other process has it");
+        assert!(lock(&store.kept).0.is_empty(), "a descriptor is taken once");
     }
 
     #[test]

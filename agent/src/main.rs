@@ -5,6 +5,8 @@ mod cli;
 mod descriptor_store;
 mod disks;
 mod enrol;
+mod filesystem;
+mod join;
 mod manual;
 mod on_host;
 mod pid_file;
@@ -22,6 +24,7 @@ use anyhow::Context;
 use clap::Parser;
 
 use cli::{AgentCommand, Cli, DiskCommand, LogArgs, ReplicaDirectoryCommand, ServeArgs};
+use serve::Examinations;
 use serve::config::{Config, DEFAULT_PATH};
 use serve::network::DataSource;
 use shorthorn_engine::EngineError;
@@ -78,7 +81,7 @@ fn run_command(cli: &Cli) -> anyhow::Result<()> {
         AgentCommand::ServeOnHost(args) => match on_host::serve_on_host(args)? {},
         AgentCommand::Join(args) => {
             start_logs(&cli.log);
-            writeln!(io::stdout(), "{}", enrol::join::join(args)?).context("standard output")
+            writeln!(io::stdout(), "{}", join::join(args)?).context("standard output")
         }
         AgentCommand::Run(args) => {
             start_logs(&cli.log);
@@ -126,7 +129,7 @@ fn serve_node(args: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     }
     let level = log.log_level.as_deref().unwrap_or(&config.log_level);
     shorthorn_logging::start(level, log.log_format.unwrap_or(config.log_format), &[]);
-    serve::serve(config)
+    serve::serve(config, Examinations { warnings: check::warnings, devices: disks::discovered })
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@
 mod connection;
 mod connector;
 mod context;
+mod copy_limits;
 mod counters;
 mod error;
 mod events;

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use shorthorn_control::{
-    EnginePhase, EngineSpec, FrontendChoice, ProcessCommand, Publisher, RebuildLimits, ReplicaEndpoint,
-    Server, load_spec,
+    EnginePhase, EngineSpec, FrontendChoice, ProcessCommand, Publisher, ReplicaEndpoint, Server, load_spec,
 };
-use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, FlightLimits, PeerConfig, PeerIndex};
+use shorthorn_core::{CoreConfig, EngineCore, FlightLimits, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
 use shorthorn_frontend::{
     DeviceRecord, FrontendKind, FrontendSpec, IscsiIdentity, Prepared, QueueFrontend, QueueSocket, discard,
@@ -28,6 +27,7 @@ use shorthorn_wire::{derived_password, fingerprint};
 use crate::connection::Connection;
 use crate::connector::Connector;
 use crate::context::{EngineContext, Peer};
+use crate::copy_limits::copy_limits;
 use crate::counters::{self, QueueCounters, RequestMeter};
 use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
@@ -490,11 +490,6 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         verify_reads: spec.verify_reads,
         refuses_requests: opened.lost_writes,
     }
-}
-
-/// Converts the limits to those of the core.
-pub fn copy_limits(limits: RebuildLimits) -> CopyLimits {
-    CopyLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
 }
 
 /// Returns the links of one queue, one for every replica that there may ever be.

@@ -359,7 +359,7 @@ mod tests {
         state.set_device(None).unwrap();
         drop(state);
         assert!(open(3, 0).lost_writes() && open(3, 0).was_live());
-        assert!(open(4, 2).lost_writes(), "another number, but nobody has let go of the volume");
+        assert!(open(4, 2).lost_writes(), "another number, but the volume was not detached");
         assert!(!open(5, 5).lost_writes() && !open(5, 5).was_live());
     }
 

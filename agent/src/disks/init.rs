@@ -17,9 +17,6 @@ use crate::disks::device::{BlockDevice, difference, obstacles};
 use crate::disks::plan::PlannedDisk;
 use crate::serve::missing_mount;
 
-/// The place of mount units.
-pub const UNITS: &str = "/etc/systemd/system";
-
 /// The way to mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mounts {
@@ -246,7 +243,7 @@ fn run(command: &mut Command) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use crate::disks::device::Signature;
-    use crate::disks::plan::Filesystem;
+    use crate::filesystem::Filesystem;
 
     fn planned(mount_point: &str) -> PlannedDisk {
         PlannedDisk {

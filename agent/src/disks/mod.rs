@@ -22,8 +22,6 @@ use crate::serve::config::Config;
 use crate::serve::listen::ListenAddress;
 use device::{BlockDevice, obstacles};
 use init::Mounts;
-pub use init::UNITS;
-pub use plan::Filesystem;
 use plan::{Plan, PlannedDisk};
 
 /// The same test as sd_booted(3).

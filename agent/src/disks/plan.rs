@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::disks::device::{BlockDevice, Identity, obstacles};
+use crate::filesystem::Filesystem;
 use crate::serve::config::absolute;
 
 /// The version of the file.
@@ -56,44 +57,6 @@ pub struct PlannedDisk {
     pub uuid: String,
     /// The directory at which it is mounted.
     pub mount_point: PathBuf,
-}
-
-/// A file system that `init` makes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Filesystem {
-    /// XFS.
-    #[default]
-    Xfs,
-    /// ext4.
-    Ext4,
-}
-
-impl Filesystem {
-    /// Returns the name of the type.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Filesystem::Xfs => "xfs",
-            Filesystem::Ext4 => "ext4",
-        }
-    }
-
-    /// Returns the program that makes it and its arguments, without a flag that would make it overwrite
-    /// another file system.
-    pub fn make(self, uuid: &str, device: &Path) -> (&'static str, Vec<String>) {
-        let device = device.display().to_string();
-        match self {
-            Filesystem::Xfs => {
-                let uuid = format!("uuid={uuid}");
-                ("mkfs.xfs", ["-q", "-b", "size=4096", "-m", &uuid, &device].map(str::to_owned).into())
-            }
-            // The reserve of root is none of the agent's: it keeps its own.
-            Filesystem::Ext4 => {
-                let arguments = ["-q", "-b", "4096", "-m", "0", "-U", uuid, &device];
-                ("mkfs.ext4", arguments.map(str::to_owned).into())
-            }
-        }
-    }
 }
 
 impl PlannedDisk {
@@ -213,6 +176,7 @@ pub fn describe(device: &BlockDevice) -> String {
 mod tests {
     use super::*;
     use crate::disks::device::Signature;
+    use crate::filesystem::Filesystem;
 
     const UUID: &str = "0f8fad5b-d9cb-469f-a165-70867728950e";
 

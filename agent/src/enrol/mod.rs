@@ -2,7 +2,7 @@
 //!
 //! - In a Kubernetes cluster the agent makes a CertificateSigningRequest with the kubelet's certificate
 //!   (`kubernetes`).
-//! - Elsewhere a person runs `shorthorn-agent join` with a one-time token (`join`). The token has the pin of
+//! - Elsewhere a person runs `shorthorn-agent join` with a one-time token (`crate::join`). The token has the pin of
 //!   the CA.
 //!
 //! The first enrolment decides which CAs the node trusts. A later one is accepted only if one of those CAs
@@ -10,7 +10,6 @@
 //! connection.
 
 pub mod https;
-pub mod join;
 pub mod kubeconfig;
 pub mod kubernetes;
 

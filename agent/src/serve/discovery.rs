@@ -6,7 +6,6 @@ use shorthorn_api::v1;
 use tokio::sync::Mutex;
 use tokio::task::JoinHandle;
 
-use crate::disks;
 use crate::serve::error::NodeError;
 
 /// The time limit for the examination of all devices. One may hang.
@@ -15,16 +14,24 @@ const LIMIT: Duration = Duration::from_secs(30);
 type Found = anyhow::Result<Vec<v1::DiscoveredDevice>>;
 
 /// The examination of block devices. At most one runs, and an abandoned one is not repeated beside it.
-#[derive(Debug, Default)]
-pub struct Discovery(Mutex<Option<JoinHandle<Found>>>);
+#[derive(Debug)]
+pub struct Discovery {
+    look: fn() -> Found,
+    running: Mutex<Option<JoinHandle<Found>>>,
+}
 
 impl Discovery {
+    /// Returns the examination that calls `look`.
+    pub fn new(look: fn() -> Found) -> Discovery {
+        Discovery { look, running: Mutex::default() }
+    }
+
     /// Returns the devices.
     ///
     /// # Errors
     /// [`NodeError::Unavailable`] if a device does not answer, or sysfs cannot be read.
     pub async fn devices(&self) -> Result<Vec<v1::DiscoveredDevice>, NodeError> {
-        self.devices_from(disks::discovered, LIMIT).await
+        self.devices_from(self.look, LIMIT).await
     }
 
     async fn devices_from(
@@ -33,7 +40,7 @@ impl Discovery {
         limit: Duration,
     ) -> Result<Vec<v1::DiscoveredDevice>, NodeError> {
         let busy = |_| NodeError::Unavailable("the devices are being examined: try again".to_owned());
-        let mut running = self.0.try_lock().map_err(busy)?;
+        let mut running = self.running.try_lock().map_err(busy)?;
         // A result that no caller has waited for may be old.
         running.take_if(|look| look.is_finished());
         let look = running.get_or_insert_with(|| tokio::task::spawn_blocking(look));
@@ -58,7 +65,7 @@ mod tests {
     #[tokio::test]
     async fn a_device_that_hangs_holds_up_one_examination_only() {
         let (release, held) = mpsc::channel::<()>();
-        let discovery = Discovery::default();
+        let discovery = Discovery::new(|| Ok(Vec::new()));
         let look = move || {
             let _ = held.recv();
             Ok(Vec::new())
@@ -74,12 +81,12 @@ mod tests {
 
     #[tokio::test]
     async fn an_examination_that_was_given_up_leaves_no_result() {
-        let discovery = Discovery::default();
+        let discovery = Discovery::new(|| Ok(Vec::new()));
         let old = tokio::task::spawn_blocking(|| anyhow::bail!("an old result"));
         while !old.is_finished() {
             tokio::task::yield_now().await;
         }
-        *discovery.0.lock().await = Some(old);
+        *discovery.running.lock().await = Some(old);
         assert!(discovery.devices_from(|| Ok(Vec::new()), LIMIT).await.is_ok());
     }
 }

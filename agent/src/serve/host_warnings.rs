@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 use tokio::task::JoinHandle;
 
-use crate::check;
 use crate::serve::config::Config;
 
 /// The age up to which findings count. The controller asks every half minute, and hosts rarely change.
@@ -15,8 +14,11 @@ const FRESH: Duration = Duration::from_mins(10);
 const CHECK_LIMIT: Duration = Duration::from_secs(5);
 
 /// The findings of the last check.
-#[derive(Debug, Default)]
-pub struct HostWarnings(Mutex<LastCheck>);
+#[derive(Debug)]
+pub struct HostWarnings {
+    check: fn(&Config) -> Vec<String>,
+    last: Mutex<LastCheck>,
+}
 
 #[derive(Debug, Default)]
 struct LastCheck {
@@ -26,10 +28,15 @@ struct LastCheck {
 }
 
 impl HostWarnings {
+    /// Returns the warnings that `check` finds.
+    pub fn new(check: fn(&Config) -> Vec<String>) -> HostWarnings {
+        HostWarnings { check, last: Mutex::default() }
+    }
+
     /// Returns the findings of `shorthorn-agent check` that only have to be read.
     pub async fn get(&self, config: &Arc<Config>) -> Vec<String> {
-        let config = Arc::clone(config);
-        self.get_from(move || check::warnings(&config), CHECK_LIMIT).await
+        let (check, config) = (self.check, Arc::clone(config));
+        self.get_from(move || check(&config), CHECK_LIMIT).await
     }
 
     async fn get_from(
@@ -37,7 +44,7 @@ impl HostWarnings {
         check: impl FnOnce() -> Vec<String> + Send + 'static,
         limit: Duration,
     ) -> Vec<String> {
-        let mut last = self.0.lock().await;
+        let mut last = self.last.lock().await;
         if let Some((at, warnings)) = &last.found
             && at.elapsed() < FRESH
         {
@@ -69,7 +76,7 @@ mod tests {
     #[tokio::test]
     async fn a_check_that_hangs_holds_nothing_up() {
         let (release, held) = mpsc::channel::<()>();
-        let warnings = HostWarnings::default();
+        let warnings = HostWarnings::new(|_| Vec::new());
         let check = move || {
             let _ = held.recv();
             Vec::new()

@@ -36,6 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
+use shorthorn_api::v1;
 use shorthorn_api::v1::node_server::NodeServer;
 use shorthorn_api::v1::node_tls_server::NodeTlsServer;
 use shorthorn_pki::AccessLayer;
@@ -48,11 +49,13 @@ use crate::pid_file::PidFile;
 use claim::{Claim, Claimed};
 use config::{Config, InstancesChoice};
 pub use csi::KubeletRoots;
+use discovery::Discovery;
 use disks::Disks;
 pub use disks::{
     add_offline as add_disk_offline, known_offline as known_disks, look as look_at_disk, missing_mount,
 };
 use error::NodeError;
+use host_warnings::HostWarnings;
 use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
 use leaders::Leaders;
 use listen::ListenAddress;
@@ -74,10 +77,19 @@ const KEEPALIVE: Duration = Duration::from_secs(20);
 /// Calls that are under way when the agent stops have so long. They are safe to repeat.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);
 
+/// The examinations of this host that the node API offers.
+#[derive(Clone, Copy, Debug)]
+pub struct Examinations {
+    /// Returns the findings of `shorthorn-agent check` that only have to be read.
+    pub warnings: fn(&Config) -> Vec<String>,
+    /// Returns the block devices of this host.
+    pub devices: fn() -> anyhow::Result<Vec<v1::DiscoveredDevice>>,
+}
+
 /// Runs the agent until SIGTERM or SIGINT.
-pub fn serve(config: Config) -> anyhow::Result<()> {
+pub fn serve(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(run(config))
+    runtime.block_on(run(config, examinations))
 }
 
 /// Removes the old state of engines now and then, until the agent stops.
@@ -112,7 +124,7 @@ fn spawn_keepers(
     }
 }
 
-async fn run(config: Config) -> anyhow::Result<()> {
+async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let inherited = csi::Inherited::take().context("sockets of systemd")?;
     let source = AgentMetrics::new();
     let shown: Arc<dyn shorthorn_metrics::MetricsSource> = Arc::<AgentMetrics>::clone(&source);
@@ -151,8 +163,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         hub,
         disks,
         frontends: Arc::default(),
-        discovery: Arc::default(),
-        host_warnings: Arc::default(),
+        discovery: Arc::new(Discovery::new(examinations.devices)),
+        host_warnings: Arc::new(HostWarnings::new(examinations.warnings)),
         claim,
         driver: driver_state,
         stopping: stopping.clone(),

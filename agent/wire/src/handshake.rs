@@ -1,11 +1,11 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, Secret, View, VolumeName};
+use shorthorn_types::{Members, ReplicaReport, Secret, View};
 
+use crate::claim::{Claim, Holder, derive};
 use crate::header::{FrameError, Header, MAX_TEXT_BYTES, Opcode};
 use crate::mac::Mac;
 use crate::proof::{Nonce, Proof};
-use crate::session::{Holder, derive};
 
 /// First frame of a connection, from the replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,19 +16,6 @@ pub struct Challenge {
     /// that has to encrypt goes no further without it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encrypted: bool,
-}
-
-/// The identity of the engine, and of the replica that it wants.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Claim {
-    /// The volume that the engine serves.
-    pub volume: VolumeName,
-    /// The replica that it expects at this address.
-    pub replica: ReplicaId,
-    /// The generation of this engine. The replica refuses lower ones than it has seen.
-    pub generation: Generation,
-    /// The index of the engine's queue that this connection serves, from 0.
-    pub queue: u16,
 }
 
 /// The claim of the engine, and the proof that it has the volume's secret.
@@ -141,7 +128,7 @@ impl Challenge {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_types::{Members, ViewId};
+    use shorthorn_types::{Generation, Members, ReplicaId, ViewId};
 
     use super::*;
     use crate::session::Session;

@@ -14,7 +14,7 @@
 //! | 16 | 8 | offset in the volume, bytes |
 //! | 24 | 4 | length, bytes: of the range, or of the text that a control frame carries |
 //! | 28 | 4 | status: an errno in a response; the number of the layer in READ_LAYER and WRITE_LAYER; 0 else |
-//! | 32 | 4 | CRC-32C of the data behind the header, 0 where there is none |
+//! | 32 | 4 | CRC-32C of the data behind the header, 0 without data |
 //! | 36 | 4 | CRC-32C of bytes 0 to 35: tells damage from malice, and another version from both |
 //! | 40 | 8 | keyed check: SipHash-2-4 of bytes 0 to 39 and the frame's number (8 bytes); 0 in the opening |
 //!
@@ -45,6 +45,7 @@
 //! data and overlap, rounded to [`shorthorn_types::limits::BLOCK_BYTES`].
 #![forbid(unsafe_code)]
 
+mod claim;
 mod handshake;
 mod header;
 mod layers;
@@ -55,14 +56,15 @@ mod regions;
 mod session;
 mod sums;
 
-pub use handshake::{Challenge, Claim, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text};
+pub use claim::{Claim, Holder};
+pub use handshake::{Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text};
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};
 pub use mac::{derived_password, directory_fingerprint, fingerprint};
 pub use pages::BadPage;
 pub use proof::{HexError, Nonce, Proof};
 pub use regions::{CONTROL_QUEUE, ExpandReplica, RegionsPage, RegionsQuery};
-pub use session::{Holder, ProvenWelcome, Session, Unproven};
+pub use session::{ProvenWelcome, Session, Unproven};
 pub use shorthorn_types::ReplicaReport;
 pub use sums::{
     EMPTY_SUM, KeepSums, LayerCheck, LayerPatch, LayerRange, PATCH_BYTES_MAX, SUM_PIECE_BYTES, SummedRun,

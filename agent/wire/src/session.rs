@@ -7,7 +7,8 @@ use shorthorn_types::{Generation, Secret};
 use siphasher::sip::SipHasher24;
 use thiserror::Error;
 
-use crate::handshake::{Claim, Welcome};
+use crate::claim::{Claim, Holder, derive};
+use crate::handshake::Welcome;
 use crate::header::{FrameError, HEADER_BYTES, Header};
 use crate::mac::{MAC_BYTES, Mac, mac};
 use crate::proof::{Nonce, Proof};
@@ -40,16 +41,6 @@ pub enum Unproven {
         /// The generation of the engine.
         own: Generation,
     },
-}
-
-/// The generation that holds a replica, with the proof that a process with the volume's secret says so to
-/// this engine.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Holder {
-    /// The named generation.
-    pub generation: Generation,
-    /// See [`Session::prove_holder`].
-    pub proof: Proof,
 }
 
 /// A [`Welcome`] with the proof that the replica has the volume's secret.
@@ -196,14 +187,6 @@ impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Session").field("generation", &self.generation).finish_non_exhaustive()
     }
-}
-
-/// Returns a MAC over both nonces and all claims of the engine. None of the fields has a line feed, so no two
-/// different lists of fields give the same text.
-pub(crate) fn derive(secret: &Secret, label: &str, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Mac {
-    let (challenge, nonce) = (String::from(challenge), String::from(nonce));
-    let Claim { volume, replica, generation, queue } = claim;
-    mac(secret.bytes(), label, &format!("{challenge}\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n"))
 }
 
 #[cfg(test)]

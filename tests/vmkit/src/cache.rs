@@ -65,7 +65,7 @@ impl RunDir {
         fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
         let lock = lock_file(&path.join("lock"))?;
         if !try_lock(&lock)? {
-            bail!("{} is locked by somebody else", path.display());
+            bail!("{} is locked by another process", path.display());
         }
         Ok(Self { path, _lock: lock })
     }

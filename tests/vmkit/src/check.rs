@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail, ensure};
 
 use crate::image::Image;
-use crate::machine::Kernel;
+use crate::kernel::Kernel;
 use crate::vm::{Vm, VmOptions};
 
 /// Starts a VM with that kernel and checks its properties. Returns a line about it.

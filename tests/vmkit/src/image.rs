@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use crate::cache;
-use crate::machine::{Accelerator, Kernel, QEMU};
+use crate::kernel::{Accelerator, Kernel, QEMU};
 use crate::process::wait_at_most;
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../vm/build-image");

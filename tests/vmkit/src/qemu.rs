@@ -12,8 +12,9 @@ use serde_json::{Value, json};
 
 use crate::disk::Disk;
 use crate::image::Image;
+use crate::kernel::QEMU;
 use crate::lan::Lan;
-use crate::machine::{CONTROL_NETWORK, Hardware, Machine, Memory, QEMU};
+use crate::machine::{CONTROL_NETWORK, Hardware, Machine, Memory};
 use crate::process::{spawn_tied, wait_at_most};
 use crate::qmp::Qmp;
 

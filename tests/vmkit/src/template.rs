@@ -14,7 +14,8 @@ use crate::cache;
 use crate::console::ConsoleLog;
 use crate::disk::create_overlay;
 use crate::image::Image;
-use crate::machine::{Accelerator, Hardware, Kernel, Memory, hardware_arguments};
+use crate::kernel::{Accelerator, Kernel};
+use crate::machine::{Hardware, Memory, hardware_arguments};
 use crate::qemu::{Files, Qemu};
 
 /// Longest cold boot: some 15 s alone, several times that on a busy machine.

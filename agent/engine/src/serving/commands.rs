@@ -11,9 +11,9 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use super::moves::Peering;
 use super::{NO_DELAY, Serving};
 use crate::context::Peer;
+use crate::copy_limits::copy_limits;
 use crate::error::EngineError;
 use crate::events::Ending;
-use crate::main_loop::copy_limits;
 use crate::scrubber::Scrubbing;
 use crate::status;
 

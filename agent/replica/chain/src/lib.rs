@@ -18,6 +18,7 @@
 
 mod block_map;
 mod check;
+mod checks;
 mod copy;
 mod document;
 mod error;
@@ -35,6 +36,7 @@ mod window;
 
 pub use block_map::{BlockMap, MapUsage};
 pub use check::{with_check, without_check};
+pub use checks::Checks;
 pub use copy::{CopyLayer, CopyList};
 pub use document::{DiskMeta, VolumeMeta};
 pub use error::ChainError;
@@ -49,6 +51,6 @@ pub use names::{
 };
 pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps};
 pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};
-pub use recovery::{Checks, Recovery, recover};
+pub use recovery::{Recovery, recover};
 pub use shorthorn_types::{ByteRange, RangeError};
 pub use step::{FileStep, document_steps};

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::checks::Checks;
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
 use crate::facts::{DirectoryFacts, ImageFacts, MetaFacts};
@@ -14,23 +15,6 @@ use crate::layout::{Layout, head_of};
 use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
 use crate::operation::expand_steps;
 use crate::step::{FileStep, document_steps};
-
-/// The checks that may be skipped.
-#[derive(Clone, Debug, Default)]
-pub struct Checks {
-    /// Take a replica whose rebuild did not finish.
-    pub accept_rebuilding: bool,
-    /// Take layers that are smaller than the one above them without an expansion that explains it.
-    pub accept_short_layers: bool,
-    /// Sizes of such layers that were accepted before.
-    pub known_sizes: BTreeMap<String, u64>,
-}
-
-impl Checks {
-    pub(crate) fn accepts(&self, image: &ImageName, size_bytes: u64) -> bool {
-        self.accept_short_layers || self.known_sizes.get(image.as_str()) == Some(&size_bytes)
-    }
-}
 
 /// The layout of a directory and the steps that repair it.
 #[derive(Clone, Debug)]

@@ -217,7 +217,7 @@ mod tests {
         assert!(!lost(Some(boot("a", false)), "a", true), "a process that died takes no page cache with it");
         assert!(!lost(Some(boot("a", false)), "b", false));
         assert!(lost(Some(boot("a", false)), "b", true));
-        assert!(lost(None, "b", true), "nobody knows");
+        assert!(lost(None, "b", true), "the boot is unknown");
         assert!(!lost(None, "b", false));
         assert!(lost(Some(boot("", false)), "", true));
         assert!(lost(Some(boot("b", true)), "b", false), "a clean close does not bring it back");

@@ -13,7 +13,7 @@ use crate::error::StoreError;
 use crate::options::FaultHook;
 use crate::steps::Executor;
 use crate::store::Store;
-use crate::sums::sweep_sums;
+use crate::sums_files::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
 

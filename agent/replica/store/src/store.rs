@@ -14,7 +14,7 @@ use shorthorn_types::ByteRange;
 
 use crate::boot::{Boot, LossRecord};
 use crate::buffer::AlignedBuffer;
-use crate::copy::Copy;
+use crate::copy_record::Copy;
 use crate::directory::{Directory, RESERVE_FILE};
 use crate::error::StoreError;
 use crate::facts::collect;
@@ -26,7 +26,7 @@ use crate::lock::{LOCK_FILE, Lock};
 use crate::options::{CreateOptions, FaultHook, OpenOptions};
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
-use crate::sums::sweep_sums;
+use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
 
 type Result<T> = std::result::Result<T, StoreError>;

@@ -30,10 +30,10 @@ use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::buffer::AlignedBuffer;
-use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::files::{data_extents, signed};
 use crate::store::{CHUNK_BYTES, Store};
+use crate::sums_files::SUMS_PREFIX;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -140,8 +140,6 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
 }
-
-const SUMS_PREFIX: &str = "sums-";
 
 /// Returns the file for the sums of a snapshot; none if its name would make it something else to Longhorn, or
 /// is too long.
@@ -339,22 +337,6 @@ fn gaps(range: ByteRange, runs: &[ByteRange]) -> impl Iterator<Item = ByteRange>
         .zip(ends)
         .filter_map(|(start, end)| ByteRange::new(start, end.checked_sub(start)?).ok())
         .filter(|gap| !gap.is_empty())
-}
-
-/// Removes all sums but those of snapshots for which `is_there` is true.
-pub(crate) fn sweep_sums(directory: &Directory, is_there: impl Fn(&ImageName) -> bool) -> Result<()> {
-    let image = |name: &str| {
-        let snapshot = name.strip_prefix(OWN_PREFIX)?.strip_prefix(SUMS_PREFIX)?;
-        Some(ImageName::parse(&format!("volume-snap-{snapshot}.img")))
-    };
-    let names = directory.list()?;
-    let goes = |name: &&String| image(name).is_some_and(|image| !image.is_some_and(|image| is_there(&image)));
-    let stale: Vec<&String> = names.iter().filter(goes).collect();
-    if stale.is_empty() {
-        return Ok(());
-    }
-    stale.into_iter().try_for_each(|name| directory.unlink(name))?;
-    directory.sync()
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ impl Store {
             Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => {
                 let head = self.layout.head();
                 self.repairs.push(format!(
-                    "{head} may have blocks that are allocated and were never written, and there is no space to make \
+                    "{head} may have blocks that are allocated and were never written, and the disk has no space to make \
                      holes of them: {error}; the replica's directory stays dirty until there is"
                 ));
             }

@@ -165,6 +165,6 @@ mod tests {
             assert!(name.is_there());
         }
         fs::remove_file(&path).unwrap();
-        assert!(inherited.csi_at(&path).is_none(), "nobody can call a socket without a name");
+        assert!(inherited.csi_at(&path).is_none(), "a socket without a name cannot be called");
     }
 }

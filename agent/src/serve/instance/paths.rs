@@ -283,7 +283,7 @@ mod tests {
         fs::write(paths.specs(InstanceKind::Engine).join("broken.json"), "{").unwrap();
         fs::remove_file(paths.spec(&id)).unwrap();
         paths.remove_old_engine_states(later).unwrap();
-        assert_eq!(count(), 3, "nobody knows whose the state is");
+        assert_eq!(count(), 3, "the owner of the state is unknown");
     }
 
     #[test]

@@ -140,7 +140,7 @@ impl NodeTls {
         &self.node
     }
 
-    /// Seconds since 1970 until which the certificate is valid; 0: there is none.
+    /// Seconds since 1970 until which the certificate is valid; 0 without one.
     pub fn expiry_s(&self) -> u64 {
         let bundle = self.credentials().map(|credentials| credentials.current());
         bundle.and_then(|bundle| Some(bundle.identity.as_ref()?.certificate().not_after)).unwrap_or_default()

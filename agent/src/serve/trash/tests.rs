@@ -233,7 +233,7 @@ fn a_trash_that_cannot_be_read_is_not_taken_for_an_empty_one() {
     moved(dir.path(), "", 7).unwrap();
     let (root, hidden) = (root_of(dir.path()), dir.path().join("hidden"));
     fs::rename(&root, &hidden).unwrap();
-    assert!(!has(dir.path(), &replica()).unwrap() && listed(dir.path()).is_empty(), "there is none");
+    assert!(!has(dir.path(), &replica()).unwrap() && listed(dir.path()).is_empty(), "the disk has no trash");
     // As far as the system says: no directory can be read there.
     fs::write(&root, "").unwrap();
     assert!(has(dir.path(), &replica()).is_err() && list(dir.path(), "", LIMITS).is_err());

@@ -112,7 +112,7 @@ impl Model {
             ModelStep::Acknowledge { engine, write } => next.acknowledge(engine, write),
         }
         let mut messages = std::mem::take(&mut next.messages);
-        messages.retain(|message| message.is_of_use(&next));
+        messages.retain(|message| next.is_of_use(*message));
         next.messages = messages;
         next
     }

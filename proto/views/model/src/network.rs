@@ -1,6 +1,4 @@
-use crate::state::State;
-
-/// A message in flight. Engines are named by their index in [`State::engines`].
+/// A message in flight. Engines are named by their index in [`State::engines`](crate::State::engines).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Message {
     /// An engine wants to hold a replica.
@@ -85,44 +83,6 @@ pub enum Message {
         /// The receiver.
         engine: u8,
     },
-}
-
-impl Message {
-    /// Returns true if the message can still have an effect. Generations only rise, engines do not come back
-    /// to life, and views are never numbered twice. A message without effect now never has one, and two
-    /// states that differ only in it are equal.
-    pub(crate) fn is_of_use(self, state: &State) -> bool {
-        let at = |engine: u8| state.engine(engine);
-        let holder = |replica: u8| state.replica(replica).views.generation();
-        match self {
-            Message::Open { engine, replica } => {
-                let (holder, generation) = (holder(replica), at(engine).generation);
-                // Another engine may have the same one, if it draws no nonce.
-                let is_shared =
-                    || state.engines.iter().filter(|one| one.generation == generation).count() > 1;
-                let is_new = at(engine).welcomes[usize::from(replica)].is_none();
-                holder < generation || (holder == generation && is_new && is_shared())
-            }
-            Message::Opened { engine, replica } => at(engine).alive && !at(engine).reached.has(replica),
-            Message::Propose { engine, replica, .. } | Message::Commit { engine, replica, .. } => {
-                holder(replica) <= at(engine).generation
-            }
-            Message::Write { engine, replica, link, .. } => {
-                holder(replica) <= at(engine).generation && link == at(engine).link(replica)
-            }
-            Message::Stored { engine, replica, number } => {
-                at(engine).waits_for(number) && !at(engine).who_stored().has(replica)
-            }
-            Message::Applied { engine, replica, link, write } => {
-                let engine = at(engine);
-                let is_open = engine.pending.has(write) && !engine.answered(replica).has(write);
-                engine.alive && is_open && link == engine.link(replica)
-            }
-            Message::Ask { engine, .. } => at(engine).generation.attach == state.attach,
-            Message::Granted { engine, number } => at(engine).waits_for(number),
-            Message::Refused { engine } => at(engine).alive,
-        }
-    }
 }
 
 impl Message {

@@ -176,6 +176,41 @@ impl State {
         Rc::make_mut(&mut self.engines[usize::from(engine)])
     }
 
+    /// Returns true if the message can still have an effect. Generations only rise, engines do not come back
+    /// to life, and views are never numbered twice. A message without effect now never has one, and two
+    /// states that differ only in it are equal.
+    pub(crate) fn is_of_use(&self, message: Message) -> bool {
+        let at = |engine: u8| self.engine(engine);
+        let holder = |replica: u8| self.replica(replica).views.generation();
+        match message {
+            Message::Open { engine, replica } => {
+                let (holder, generation) = (holder(replica), at(engine).generation);
+                // Another engine may have the same one, if it draws no nonce.
+                let is_shared = || self.engines.iter().filter(|one| one.generation == generation).count() > 1;
+                let is_new = at(engine).welcomes[usize::from(replica)].is_none();
+                holder < generation || (holder == generation && is_new && is_shared())
+            }
+            Message::Opened { engine, replica } => at(engine).alive && !at(engine).reached.has(replica),
+            Message::Propose { engine, replica, .. } | Message::Commit { engine, replica, .. } => {
+                holder(replica) <= at(engine).generation
+            }
+            Message::Write { engine, replica, link, .. } => {
+                holder(replica) <= at(engine).generation && link == at(engine).link(replica)
+            }
+            Message::Stored { engine, replica, number } => {
+                at(engine).waits_for(number) && !at(engine).who_stored().has(replica)
+            }
+            Message::Applied { engine, replica, link, write } => {
+                let engine = at(engine);
+                let is_open = engine.pending.has(write) && !engine.answered(replica).has(write);
+                engine.alive && is_open && link == engine.link(replica)
+            }
+            Message::Ask { engine, .. } => at(engine).generation.attach == self.attach,
+            Message::Granted { engine, number } => at(engine).waits_for(number),
+            Message::Refused { engine } => at(engine).alive,
+        }
+    }
+
     /// Puts a message on its way, unless it is already.
     pub(crate) fn send(&mut self, message: Message) {
         if let Err(place) = self.messages.binary_search(&message) {

@@ -1,0 +1,196 @@
+//! The record of a copy that is under way.
+//!
+//! A directory that is being copied to is marked as rebuilding. `shorthorn.copy` has the layers of the
+//! source, whether they exist here yet, and which of them are complete. After any stop of the process or the
+//! machine, the next opening continues. Incomplete layers are made again, complete ones are kept, and the
+//! record of an ended copy is removed.
+
+use serde::{Deserialize, Serialize};
+use shorthorn_chain::{CopyLayer, CopyList, ImageName, VOLUME_META, VolumeMeta, with_check, without_check};
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::guard::Guard;
+use crate::steps::Executor;
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+const COPY_FILE: &str = "shorthorn.copy";
+const FORMAT: u32 = 1;
+
+/// A copy that is under way.
+#[derive(Clone, Debug)]
+pub(crate) struct Copy {
+    /// The layers of the source.
+    pub(crate) list: CopyList,
+    /// True if the layers exist.
+    pub(crate) prepared: bool,
+    /// True for layers that are complete and durable.
+    pub(crate) done: Vec<bool>,
+    /// The epoch of the guard in which the record was written.
+    pub(crate) epoch: u64,
+}
+
+/// The content of `shorthorn.copy`.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    format: u32,
+    epoch: u64,
+    size_bytes: u64,
+    prepared: bool,
+    done: Vec<bool>,
+    layers: Vec<RecordLayer>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct RecordLayer {
+    image: String,
+    meta: String,
+    size_bytes: u64,
+}
+
+impl Copy {
+    /// Resumes or removes an interrupted copy, before anything else in the directory is read.
+    pub(crate) fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
+        let directory = executor.directory;
+        let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
+        // The copy has ended. Its record does not matter any more, even if it is damaged.
+        if !read_volume(directory)?.is_rebuilding() {
+            Copy::remove(directory)?;
+            return Ok(None);
+        }
+        let damaged = |reason| StoreError::CopyDamaged { path: directory.path_of(COPY_FILE), reason };
+        let mut copy = Copy::parse(&bytes).map_err(damaged)?;
+        if copy.epoch != guard.epoch {
+            // Another program has had the directory open: no layer counts as complete.
+            copy.done.fill(false);
+            copy.epoch = guard.epoch;
+        }
+        if !copy.prepared {
+            copy.prepare(executor, guard)?;
+        }
+        Ok(Some(copy))
+    }
+
+    /// Makes the layers. Repeatable.
+    pub(crate) fn prepare(&mut self, executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+        let directory = executor.directory;
+        let steps = self.list.steps(&read_volume(directory)?, &directory.list()?, &self.done);
+        executor.run(&steps, guard)?;
+        self.prepared = true;
+        self.save(directory)
+    }
+
+    /// Parses the content of the file. The error is a description of the problem.
+    fn parse(bytes: &[u8]) -> std::result::Result<Copy, String> {
+        let document = without_check(COPY_FILE, bytes).map_err(|_| "its check is wrong")?;
+        let record: Record = serde_json::from_slice(&document).map_err(|error| error.to_string())?;
+        if record.format != FORMAT {
+            return Err(format!("its format is {}, this program knows {FORMAT}", record.format));
+        }
+        let layer = |layer: RecordLayer| {
+            let image = ImageName::parse(&layer.image)?;
+            Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
+        };
+        let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
+        let layers = layers.ok_or("it names something that is no layer")?;
+        let list = CopyList::new(layers, record.size_bytes).map_err(|error| error.to_string())?;
+        if record.done.len() != list.layers().len() {
+            return Err("it does not say of each layer whether it is whole".to_owned());
+        }
+        Ok(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
+    }
+
+    /// Stores the record.
+    pub(crate) fn save(&self, directory: &Directory) -> Result<()> {
+        let mut bytes = serde_json::to_vec(&self.record())
+            .map_err(|error| StoreError::io("write", directory.path_of(COPY_FILE), error))?;
+        bytes.push(b'\n');
+        directory.replace(COPY_FILE, &with_check(bytes))
+    }
+
+    fn record(&self) -> Record {
+        let layer = |layer: &CopyLayer| RecordLayer {
+            image: layer.image.to_string(),
+            meta: String::from_utf8_lossy(&layer.meta).into_owned(),
+            size_bytes: layer.size_bytes,
+        };
+        let layers = self.list.layers();
+        Record {
+            format: FORMAT,
+            epoch: self.epoch,
+            size_bytes: layers.last().map_or(0, |head| head.size_bytes),
+            prepared: self.prepared,
+            done: self.done.clone(),
+            layers: layers.iter().map(layer).collect(),
+        }
+    }
+
+    /// Removes the record, after the copy has ended.
+    pub(crate) fn remove(directory: &Directory) -> Result<()> {
+        directory.unlink(COPY_FILE)?;
+        directory.sync()
+    }
+}
+
+fn read_volume(directory: &Directory) -> Result<VolumeMeta> {
+    let bytes = directory.read(VOLUME_META)?.unwrap_or_default();
+    VolumeMeta::parse(&bytes).map_err(|error| StoreError::chain(directory.path(), error))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const META: &str = "{\"Name\":\"volume-head-000.img\",\"Parent\":\"volume-snap-a.img\",\"Removed\":false,\
+        \"UserCreated\":false,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
+    const OLDEST: &str = "{\"Name\":\"volume-snap-a.img\",\"Parent\":\"\",\"Removed\":false,\"UserCreated\":true,\
+        \"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
+
+    fn file() -> Vec<u8> {
+        let layer = |image: &str, meta: &str| RecordLayer {
+            image: image.to_owned(),
+            meta: meta.to_owned(),
+            size_bytes: 1 << 20,
+        };
+        let layers = vec![layer("volume-snap-a.img", OLDEST), layer("volume-head-000.img", META)];
+        let done = vec![true, false];
+        let record = Record { format: FORMAT, epoch: 5, size_bytes: 1 << 20, prepared: true, done, layers };
+        let mut bytes = serde_json::to_vec(&record).unwrap();
+        bytes.push(b'\n');
+        bytes
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_written() {
+        let copy = Copy::parse(&with_check(file())).unwrap();
+        assert_eq!((copy.epoch, copy.prepared, copy.done), (5, true, vec![true, false]));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_no_record(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            prop_assert!(Copy::parse(&bytes).is_err());
+        }
+
+        /// With a check that fits, as an attacker makes it.
+        #[test]
+        fn a_changed_record_is_refused_or_written_again(
+            at in any::<prop::sample::Index>(),
+            new in prop::sample::select(vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "../", "true", "\0", ""]),
+            removed in 0usize..6,
+        ) {
+            let mut bytes = file();
+            let at = at.index(bytes.len() - 2);
+            bytes.splice(at..(at + removed).min(bytes.len() - 2), new.bytes());
+            if let Ok(copy) = Copy::parse(&with_check(bytes)) {
+                prop_assert_eq!(copy.done.len(), copy.list.layers().len());
+                let again = serde_json::to_vec(&copy.record()).unwrap();
+                let twin = Copy::parse(&again).unwrap();
+                prop_assert_eq!(serde_json::to_vec(&twin.record()).unwrap(), again);
+            }
+        }
+    }
+}

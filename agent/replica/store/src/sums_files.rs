@@ -1,0 +1,28 @@
+//! The files with the sums of snapshots, by their names.
+
+use shorthorn_chain::{ImageName, OWN_PREFIX};
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+
+/// The start of the name of such a file, after the prefix of own files.
+pub(crate) const SUMS_PREFIX: &str = "sums-";
+
+/// Removes all sums but those of snapshots for which `is_there` is true.
+pub(crate) fn sweep_sums(
+    directory: &Directory,
+    is_there: impl Fn(&ImageName) -> bool,
+) -> Result<(), StoreError> {
+    let image = |name: &str| {
+        let snapshot = name.strip_prefix(OWN_PREFIX)?.strip_prefix(SUMS_PREFIX)?;
+        Some(ImageName::parse(&format!("volume-snap-{snapshot}.img")))
+    };
+    let names = directory.list()?;
+    let goes = |name: &&String| image(name).is_some_and(|image| !image.is_some_and(|image| is_there(&image)));
+    let stale: Vec<&String> = names.iter().filter(goes).collect();
+    if stale.is_empty() {
+        return Ok(());
+    }
+    stale.into_iter().try_for_each(|name| directory.unlink(name))?;
+    directory.sync()
+}
