@@ -5,8 +5,8 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::intent::CostFigure;
 use super::rebuild::{USED, WRITE, load_at};
+use super::turns::{CostFigure, measure_by_turns};
 use super::workload::Workload;
 use crate::{BareVolume, BareVolumeOptions, Transport};
 
@@ -32,18 +32,10 @@ pub fn measure_encryption(base: &Path, seconds: u32, turns: u32) -> Result<Vec<C
         (Subject::start(base, Transport::EncryptedTcp)?, Subject::start(base, Transport::Tcp)?);
     let mut figures = Vec::new();
     for workload in &LOADS {
-        for turn in 0..turns {
-            let measure = |subject: &Subject| -> Result<f64> {
-                Ok(load_at(&subject.volume.uri(), workload, USED, seconds)?.requests_per_s)
-            };
-            let (with, without) = if turn.is_multiple_of(2) {
-                let first = measure(&without)?;
-                (measure(&with)?, first)
-            } else {
-                (measure(&with)?, measure(&without)?)
-            };
-            figures.push(CostFigure { workload: workload.name, with, without });
-        }
+        let measure = |subject: &Subject| -> Result<f64> {
+            Ok(load_at(&subject.volume.uri(), workload, USED, seconds)?.requests_per_s)
+        };
+        figures.extend(measure_by_turns(workload.name, (&with, &without), turns, measure)?);
     }
     with.volume.stop()?;
     without.volume.stop()?;

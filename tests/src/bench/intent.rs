@@ -10,6 +10,7 @@ use anyhow::Result;
 use shorthorn_store::{SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES};
 
 use super::rebuild::{USED, WRITE, load};
+use super::turns::{CostFigure, measure_by_turns};
 use super::workload::Workload;
 use crate::{LocalVolume, LocalVolumeOptions, until};
 
@@ -54,17 +55,6 @@ impl Cost {
     }
 }
 
-/// A turn of both volumes under one load.
-#[derive(Clone, Copy, Debug)]
-pub struct CostFigure {
-    /// The load.
-    pub workload: &'static str,
-    /// Requests per second of the volume with it.
-    pub with: f64,
-    /// The figure of the volume without the feature.
-    pub without: f64,
-}
-
 /// Measures `turns` turns of each load with the files below `base`: which volume comes first changes from
 /// turn to turn.
 ///
@@ -80,15 +70,7 @@ pub fn measure_cost(cost: Cost, base: &Path, seconds: u32, turns: u32) -> Result
         let measure = |subject: &Subject| -> Result<f64> {
             Ok(load(&subject.volume, workload, USED, seconds)?.requests_per_s)
         };
-        for turn in 0..turns {
-            let (with, without) = if turn.is_multiple_of(2) {
-                let first = measure(&without)?;
-                (measure(&with)?, first)
-            } else {
-                (measure(&with)?, measure(&without)?)
-            };
-            figures.push(CostFigure { workload: workload.name, with, without });
-        }
+        figures.extend(measure_by_turns(workload.name, (&with, &without), turns, measure)?);
     }
     with.volume.stop()?;
     without.volume.stop()?;

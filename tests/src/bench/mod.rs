@@ -7,13 +7,15 @@ mod process;
 mod rebuild;
 mod table;
 mod targets;
+mod turns;
 mod workload;
 
 pub use encryption::{measure_encryption, no_encryption};
 pub use in_vm::{VmFigure, measure_in_vm};
-pub use intent::{Cost, CostFigure, measure_cost};
+pub use intent::{Cost, measure_cost};
 pub use process::Usage;
 pub use rebuild::{RebuildFigures, measure_rebuild};
 pub use table::{Row, median, print};
 pub use targets::{Measured, Target, TargetKind};
+pub use turns::CostFigure;
 pub use workload::{WORKLOADS, Workload};
