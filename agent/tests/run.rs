@@ -156,12 +156,12 @@ fn goes_on_where_its_own_files_are_lost_or_older_than_the_replicas() {
 
 #[test]
 fn an_ordinary_user_can_run_one() {
-    const NOBODY: u32 = 65534;
+    const ORDINARY_USER: u32 = 65534;
     let dir = tempfile::tempdir().unwrap();
     if fs::metadata(dir.path()).unwrap().uid() != 0 {
-        return; // whoever runs the tests is an ordinary user
+        return; // the tests run as an ordinary user
     }
-    std::os::unix::fs::chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+    std::os::unix::fs::chown(dir.path(), Some(ORDINARY_USER), Some(ORDINARY_USER)).unwrap();
     // The binary may be in a directory that is closed to others. Another test that starts a process just then
     // could hold a copy made by this process open for writing.
     let binary = dir.path().join("shorthorn-agent");
@@ -169,7 +169,7 @@ fn an_ordinary_user_can_run_one() {
     assert!(copied.success());
     let mut command = Command::new(binary);
     command.args(["run", "v1", "--size", "16MiB", "--replicas", "2", "--dir"]).arg(dir.path().join("v1"));
-    let mut running = Running::start(command.uid(NOBODY).gid(NOBODY));
+    let mut running = Running::start(command.uid(ORDINARY_USER).gid(ORDINARY_USER));
     let ready = Ready::of(&running);
     let mut nbd = Nbd::connect(&ready.socket(), "v1").unwrap();
     nbd.write(0, &[3; 4096]).unwrap();

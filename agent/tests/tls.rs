@@ -138,8 +138,8 @@ async fn the_controller_of_the_cluster_is_served_and_nobody_else() {
     assert!(ask(port, foreign).await.is_err(), "another CA of the same name");
     let expired = ours.bundle_of(&Role::Controller, ago(100 * DAY));
     assert!(ask(port, expired).await.is_err(), "expired");
-    let nobody = Bundle { identity: None, trust: ours.0.trust().unwrap() };
-    assert!(ask(port, nobody).await.is_err(), "no certificate");
+    let anonymous = Bundle { identity: None, trust: ours.0.trust().unwrap() };
+    assert!(ask(port, anonymous).await.is_err(), "no certificate");
     // Without TLS.
     let plain = tonic::transport::Endpoint::from_shared(format!("http://127.0.0.1:{port}")).unwrap();
     let refused = match plain.connect().await {

@@ -176,7 +176,7 @@ impl Hosts {
     /// # Errors
     /// It does not answer.
     pub fn keep_controller(&mut self) -> Result<()> {
-        let controller = self.controller.as_mut().context("there is no controller")?;
+        let controller = self.controller.as_mut().context("the controller does not run")?;
         if let Some(status) = controller.try_wait()? {
             println!("the controller has ended with {status}; it is started again");
             return self.start_controller();

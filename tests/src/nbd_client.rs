@@ -216,7 +216,7 @@ impl NbdClient {
             let (magic, error, cookie) = (be32(header), be32(&header[4..]), be64(&header[8..]));
             ensure!(magic == SIMPLE_REPLY_MAGIC, "an NBD reply begins with {magic:#x}");
             let request = self.outstanding.get(&cookie);
-            let request = request.with_context(|| format!("an answer to {cookie}, which nobody asked"))?;
+            let request = request.with_context(|| format!("an answer to the unknown request {cookie}"))?;
             let data_bytes = match request {
                 NbdRequest::Read { length, .. } if error == 0 => usize::try_from(*length)?,
                 _ => 0,

@@ -87,7 +87,7 @@ fn files(directory: &Path, prefix: &str, suffix: &str) -> Result<Vec<PathBuf>> {
 }
 
 fn head(directory: &Path) -> Result<PathBuf> {
-    files(directory, "volume-head-", ".img")?.pop().context("there is no head")
+    files(directory, "volume-head-", ".img")?.pop().context("the directory has no head")
 }
 
 fn snapshot(directory: &Path, name: &str) -> PathBuf {
@@ -196,7 +196,7 @@ fn until_summed(volume: &BareVolume) -> Result<()> {
 fn sums_of(directory: &Path) -> Result<WriteIntentLog> {
     let guard: serde_json::Value = serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
     let regions = Regions::of(fs::metadata(head(directory)?)?.len());
-    let epoch = guard["epoch"].as_u64().context("there is no epoch")?;
+    let epoch = guard["epoch"].as_u64().context("the guard has no epoch")?;
     let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
     intent_log.keep_unsummed(Some(&fs::read(directory.join("shorthorn.unsummed"))?));
     Ok(intent_log)

@@ -64,7 +64,7 @@ impl Controller {
     }
 
     fn end(&mut self) -> Result<()> {
-        let mut child = self.child.take().context("there is no controller")?;
+        let mut child = self.child.take().context("the controller does not run")?;
         child.kill()?;
         child.wait()?;
         Ok(())

@@ -101,7 +101,9 @@ fn main() -> Result<(), Anything> {
                 }
                 eprintln!("the volume has {size_bytes} bytes");
             }
-            Signal::SIGUSR2 => eprintln!("used: {}", device.in_use().unwrap_or_else(|| "by nobody".into())),
+            Signal::SIGUSR2 => {
+                eprintln!("used: {}", device.in_use().unwrap_or_else(|| "by no process".into()))
+            }
             signal => break signal == Signal::SIGHUP,
         }
     };

@@ -48,7 +48,7 @@ fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
     let number = read("dev")?;
     ensure!(node == format!("block special file 660 disk {number}"), "{node}");
 
-    ensure!(guest.ask(pid, "USR2")? == "used: by nobody");
+    ensure!(guest.ask(pid, "USR2")? == "used: by no process");
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount {NODE} /mnt/m"))?;
     ensure!(guest.ask(pid, "USR2")? == "used: mounted at /mnt/m");
     let fio = guest.start_fio("/mnt/m/file", "randwrite", 5)?;

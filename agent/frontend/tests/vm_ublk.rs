@@ -174,7 +174,7 @@ fn file_systems_and_who_uses_them() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "")?;
     let vm = &guest.vm;
-    ensure!(guest.ask(pid, "USR2")? == "used: by nobody");
+    ensure!(guest.ask(pid, "USR2")? == "used: by no process");
     for file_system in ["ext4", "xfs"] {
         let force = if file_system == "xfs" { "-f" } else { "-F" };
         vm.sh(&format!(
@@ -191,7 +191,7 @@ fn file_systems_and_who_uses_them() -> Result<()> {
     let users = guest.ask(pid, "USR2")?;
     ensure!(users.starts_with("used: held by dm-"), "{users}");
     vm.sh("dmsetup remove on-top")?;
-    ensure!(guest.ask(pid, "USR2")? == "used: by nobody");
+    ensure!(guest.ask(pid, "USR2")? == "used: by no process");
     guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }
@@ -277,7 +277,7 @@ fn every_tag_taken(kernel: Kernel) -> Result<()> {
     println!("the longest recovery took {} ms", longest.as_millis());
     ensure!(
         longest < BLOCK_TIMEOUT / 2,
-        "a recovery took {longest:?}, as if nobody had set the timer of requests"
+        "a recovery took {longest:?}, as if the timer of requests was not set"
     );
     let output = fio.wait(10 * MINUTE)?;
     ensure!(output.success(), "fio: {output}");

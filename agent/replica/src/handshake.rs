@@ -42,7 +42,7 @@ pub(crate) enum HandshakeError {
     #[error(
         "this is replica {replica} of volume {volume}, not replica {asked_replica} of volume {asked_volume}"
     )]
-    SomebodyElse {
+    OtherIdentity {
         volume: VolumeName,
         replica: ReplicaId,
         asked_volume: VolumeName,
@@ -73,7 +73,7 @@ impl HandshakeError {
     fn errno(&self) -> Option<Errno> {
         match self {
             HandshakeError::Io(_) | HandshakeError::Frame(_) | HandshakeError::NoHello(_) => None,
-            HandshakeError::SomebodyElse { .. } => Some(Errno::new(libc::ENXIO)),
+            HandshakeError::OtherIdentity { .. } => Some(Errno::new(libc::ENXIO)),
             HandshakeError::Proof(_) | HandshakeError::Plain(_) | HandshakeError::Encryption(_) => {
                 Some(Errno::new(libc::EACCES))
             }
@@ -173,7 +173,7 @@ impl Identity {
     fn check(&self, hello: &Hello, challenge: &Challenge) -> Result<(), HandshakeError> {
         let claim = &hello.claim;
         if (&claim.volume, claim.replica) != (&self.volume, self.replica) {
-            return Err(HandshakeError::SomebodyElse {
+            return Err(HandshakeError::OtherIdentity {
                 volume: self.volume.clone(),
                 replica: self.replica,
                 asked_volume: claim.volume.clone(),

@@ -99,7 +99,7 @@ fn a_rotten_block_is_told_to_whoever_asks() {
     let base = base();
     let spec = spec_of(base.path());
     let (_replica, mut client) = summed(&spec);
-    assert!(!is_summed(&spec, SIZE, 1), "there is nothing in the second region");
+    assert!(!is_summed(&spec, SIZE, 1), "the second region is empty");
     assert_eq!(read_checked(&mut client, 0, 65536), Ok(pattern(1, 65536)));
     rot(&spec, 3);
     assert_eq!(read_checked(&mut client, 0, 65536), Err(ROTTEN));

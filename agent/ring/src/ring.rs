@@ -318,7 +318,7 @@ mod tests {
         let mut out = Vec::new();
         ring.readable(reader.as_raw_fd(), TOKEN);
         ring.wait(Some(Duration::from_millis(1)), &mut out).unwrap();
-        assert!(out.is_empty(), "there is nothing yet");
+        assert!(out.is_empty(), "no completion yet");
         std::io::Write::write_all(&mut writer, b"x").unwrap();
         ring.wait(None, &mut out).unwrap();
         assert_eq!((out[0].token, out[0].count().is_ok()), (TOKEN, true));

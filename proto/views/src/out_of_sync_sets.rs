@@ -107,7 +107,7 @@ mod tests {
         let (old, now) = (view(3, &[1, 2, 3]), view(5, &[1, 2]));
         let eight = ids(&[11, 12, 13, 14, 15, 16, 17, 18]);
         assert!(lacks_room(me, &eight, &now, [&old, &now]));
-        assert!(!lacks_room(me, &eight, &now, [&now]), "nobody is left out");
+        assert!(!lacks_room(me, &eight, &now, [&now]), "no replica is left out");
         assert!(!lacks_room(me, &ids(&[3, 12, 13, 14, 15, 16, 17, 18]), &now, [&old]), "it has that one");
         assert!(!lacks_room(me, &ids(&[12, 13, 14, 15, 16, 17, 18]), &now, [&old]), "there is room for one");
         assert!(!lacks_room(ReplicaId::from_random(3), &eight, &now, [&old]), "it keeps none of itself");

@@ -335,7 +335,7 @@ mod tests {
         // The others were left out of it by a grant that a restored store has forgotten.
         let (before, now) = (view(3, &[1, 2, 3]), view(5, &[3]));
         let all = [fenced(1, before, &[]), fenced(2, before, &[]), fenced(3, now, &[])];
-        assert_eq!(plan(&all[..2], None).unwrap().members, ids(&[1, 2]), "nobody else knows");
+        assert_eq!(plan(&all[..2], None).unwrap().members, ids(&[1, 2]), "no other replica knows");
         assert!(without(&all, &[3]).is_none());
     }
 
@@ -343,7 +343,7 @@ mod tests {
     fn empty_directories_do_not_start_a_volume_whose_offender_has_data() {
         let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
         let all = [fenced(1, first, &[]), fenced(2, first, &[]), fenced(3, now, &[])];
-        assert!(plan(&all[..2], None).is_ok(), "nobody else knows that there was an engine");
+        assert!(plan(&all[..2], None).is_ok(), "no other replica has seen an engine");
         assert!(without(&all, &[3]).is_none());
         // Nor do they count beside one that has the data.
         let four = view(5, &[1, 2, 3, 4]);

@@ -26,7 +26,7 @@ pub struct Basis {
 pub enum CannotStart {
     /// No replica answers.
     #[error("no replica was reached")]
-    Nobody,
+    NoReplica,
     /// Too few replicas of a view that may hold acknowledged writes.
     #[error("{} of {} replicas of view {view} were reached: more than half are needed; missing: {missing}",
         view.members.len() - missing.len(), view.members.len())]
@@ -92,7 +92,7 @@ impl Start<'_> {
     fn basis(&self) -> Result<Basis, CannotStart> {
         let Start { reports, granted, .. } = *self;
         let committed = reports.iter().map(|(_, report)| report.committed).reduce(newer);
-        let committed = committed.ok_or(CannotStart::Nobody)?;
+        let committed = committed.ok_or(CannotStart::NoReplica)?;
         // The operator has decided which replica is the volume: that ends all earlier views.
         let salvaged = granted.filter(View::is_first);
         let committed = salvaged.map_or(committed, |salvaged| newer(committed, salvaged));
@@ -353,6 +353,6 @@ mod tests {
 
     #[test]
     fn nobody_is_not_enough() {
-        assert_eq!(basis(&[], None), Err(CannotStart::Nobody));
+        assert_eq!(basis(&[], None), Err(CannotStart::NoReplica));
     }
 }

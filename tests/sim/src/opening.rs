@@ -429,7 +429,7 @@ impl Process {
         let mut sim = self.sim.borrow_mut();
         sim.needed = match cannot {
             CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
-            CannotStart::Nobody => Members::NONE,
+            CannotStart::NoReplica => Members::NONE,
         };
         let is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
         sim.is_torn = is_torn && unfit.is_empty();

@@ -147,6 +147,6 @@ fn a_rule_that_is_left_out_is_noticed() {
         let output = simulate(&[&run[..], &["--shrink-runs", "0", "--sabotage", sabotage]].concat());
         // A sabotage that the program does not know fails too.
         let is_noticed = !output.status.success() && text(&output).contains(" failed, ");
-        assert!(is_noticed, "nobody noticed {sabotage}: {}", text(&output));
+        assert!(is_noticed, "the checker did not notice {sabotage}: {}", text(&output));
     }
 }

@@ -198,7 +198,7 @@ mod tests {
             ("the minority is as it was", &[(2, 1, NONE), (2, 1, NONE), (1, 1, NONE)], odd(&[0, 1], &[2])),
             ("two that always differed", &[(1, 1, NONE), (2, 2, NONE)], ScrubResult::Equal),
             ("and a third is rotten", &[(1, 1, NONE), (2, 2, NONE), (3, 1, NONE)], odd(&[2], &[0, 1])),
-            ("nobody is as it was", &[(2, 1, 2), (3, 1, 3)], ScrubResult::Torn(vec![0, 1])),
+            ("both have changed", &[(2, 1, 2), (3, 1, 3)], ScrubResult::Torn(vec![0, 1])),
             ("nor here, but two agree", &[(2, 1, 2), (3, 1, 3), (2, NONE, 2)], odd(&[1], &[0, 2])),
             ("a new one without a sum is the same", &[(1, 1, NONE), (1, NONE, NONE)], ScrubResult::Equal),
             ("a new one is not", &[(1, 1, NONE), (2, NONE, NONE)], ScrubResult::LookFurther),
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(
             scrub_result(&[(1, NONE, NONE), (NONE, NONE, NONE)]),
             odd(&[1], &[0]),
-            "there is no other copy"
+            "the other copy cannot be read"
         );
         assert_eq!(scrub_result(&[(2, 1, NONE), (NONE, NONE, NONE)]), ScrubResult::Torn(vec![0, 1]));
         assert_eq!(
@@ -257,7 +257,7 @@ mod tests {
             member_checksums.iter().map(keep).collect::<Vec<_>>()
         };
         assert_eq!(kept(&[(1, NONE), (1, NONE)]), [1, 1], "the first time that all agree");
-        assert_eq!(kept(&[(1, NONE)]), [NONE], "nobody else says so");
+        assert_eq!(kept(&[(1, NONE)]), [NONE], "no other member says so");
         assert_eq!(kept(&[(2, 1)]), [1], "what it holds now is rot");
         assert_eq!(kept(&[(1, NONE), (2, NONE)]), [NONE, NONE]);
         assert_eq!(kept(&[(1, NONE), (2, NONE), (1, NONE)]), [1, NONE, 1], "the majority says so");

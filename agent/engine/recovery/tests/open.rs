@@ -169,7 +169,7 @@ impl OpeningEngine for Engine {
         match self.grants.pop_front() {
             Some(grant) => Ok(grant),
             None if self.is_arbiter_silent => Ok(Grant::Nothing),
-            None => Err(NotOpen::Stopped("nobody answers")),
+            None => Err(NotOpen::Stopped("no replica answers")),
         }
     }
 

@@ -264,7 +264,7 @@ impl Link for Control<'_> {
     }
 
     async fn extents(&mut self, _: ExtentsQuery) -> Result<ExtentsPage, Gone> {
-        unreachable!("there is no snapshot")
+        unreachable!("the volume has no snapshot")
     }
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, Gone> {

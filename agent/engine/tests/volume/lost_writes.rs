@@ -62,7 +62,7 @@ fn a_flush_does_not_succeed_after_all_members_have_lost_power() {
     assert_eq!(
         client.read(OFFSET, 4096).unwrap(),
         [0; 4096],
-        "it is gone, and whoever attached the volume knows"
+        "the record is gone: the process that attached the volume knows"
     );
     client.write(0, &DATA).unwrap();
     client.flush().unwrap();

@@ -387,7 +387,7 @@ mod tests {
             assert_eq!(
                 rotten(&known, 5, [70, 82, 99]),
                 unmerged,
-                "it is as it was, or nobody knows what it holds"
+                "the block is unchanged, or its content is unknown"
             );
         }
     }

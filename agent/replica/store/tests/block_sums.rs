@@ -30,7 +30,7 @@ fn a_series_counts_as_long_as_account_is_kept_of_changes() {
     store.write_at(&[1; 4096], 0, true).unwrap();
     store.close().unwrap();
     let mut store = open(&path);
-    assert_eq!(series(&mut store), first, "whoever has written has kept account");
+    assert_eq!(series(&mut store), first, "the writer has kept account");
     drop(store);
     assert_eq!(series(&mut open(&path)), first, "as after a crash");
     let mut store = open(&path);
@@ -39,7 +39,7 @@ fn a_series_counts_as_long_as_account_is_kept_of_changes() {
     store.close().unwrap();
     let mut store = open(&path);
     let second = series(&mut store);
-    assert!(second > first, "nobody has kept account of that write");
+    assert!(second > first, "no store has kept account of that write");
     store.forget_block_sums().unwrap();
     drop(store);
     let mut store = open(&path);

@@ -118,7 +118,7 @@ impl Replica {
                     _ => self.out_of_sync.entry(peer).or_default(),
                 }
             }
-            RegionsOf::Allocated => panic!("nobody marks what is allocated"),
+            RegionsOf::Allocated => panic!("the engine never marks allocated regions"),
         };
         for region in change.runs.iter().flat_map(|(start, count)| *start..start + count) {
             match change.action {

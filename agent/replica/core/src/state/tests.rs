@@ -192,7 +192,7 @@ fn a_generation_that_could_not_be_stored_holds_nothing() {
     disk.fails = Some((0, Errno::NO_SPACE, false));
     assert_eq!(state.fence(&mut disk, Generation::new(2, 0)), Err(Errno::NO_SPACE));
     assert_eq!((state.views().generation(), state.failure()), (Generation::NEVER, None));
-    assert_eq!(state.fence(&mut disk, Generation::new(1, 0)), Ok(Fence::Raised), "nobody has heard of it");
+    assert_eq!(state.fence(&mut disk, Generation::new(1, 0)), Ok(Fence::Raised), "the generation is new");
 }
 
 #[test]

@@ -166,7 +166,7 @@ fn members_without_space_are_made_equal_before_the_request_fails() {
             let out = bench.reply(others[1], COPY, Ok(()));
             assert_eq!(completed(&out, 0), NO_SPACE, "{operation:?}");
             assert_eq!(sent_to(&out, 1).len(), 1, "who waited goes on");
-            assert_eq!(bench.core.membership().view().members.len(), 3, "nobody has left");
+            assert_eq!(bench.core.membership().view().members.len(), 3, "all members have stayed");
             assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
         }
     }
@@ -187,7 +187,7 @@ fn a_write_is_good_when_those_without_space_have_left() {
     assert_eq!(completed(&out, 0), None);
     let out = bench.view_stored(2, 2);
     let out = bench.answer(out, &[]);
-    assert_eq!(completed(&out, 0), NO_SPACE, "the copy had begun: from whoever is left");
+    assert_eq!(completed(&out, 0), NO_SPACE, "the copy had begun: from a remaining member");
 }
 
 #[test]

@@ -373,7 +373,7 @@ fn a_region_that_is_being_copied_stays_dirty() {
     assert_eq!(sent_to(&out, COPY), [READER]);
     for turn in 1..5 {
         let out = bench.tick(turn * INTERVAL_MS / 2);
-        assert_eq!(sent_to(&bench.answer(out, &[]), COPY + 1), [], "there is nothing to flush for");
+        assert_eq!(sent_to(&bench.answer(out, &[]), COPY + 1), [], "no write needs a flush");
     }
 }
 

@@ -79,7 +79,7 @@ fn a_rotten_member_without_space_for_its_repair_stays() {
     bench.reply(source, COPY, Err(Errno::NO_SPACE));
     let out = bench.reply(2, COPY, Ok(()));
     assert!(bench.answer(out, &[]).contains(&Output::Rebuilt { peer: 2 }));
-    assert_eq!(bench.core.membership().view().members.len(), 3, "nobody has left");
+    assert_eq!(bench.core.membership().view().members.len(), 3, "all members have stayed");
 }
 
 #[test]
@@ -345,7 +345,7 @@ fn a_read_fails_if_every_member_holds_rot_there() {
     bench.submit(0, Operation::Read, 0);
     let out = bench.reply(0, 0, Err(Errno::ROTTEN));
     assert_eq!((completed(&out, 0), drops(&out)), (Some(Err(Errno::IO)), vec![]));
-    assert_eq!(sent(&out, COPY), [], "nobody could say what is right");
+    assert_eq!(sent(&out, COPY), [], "no member has the right data");
 }
 
 /// Each has lost another block.
