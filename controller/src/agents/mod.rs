@@ -279,7 +279,7 @@ impl Fleet {
     }
 
     /// Changes the view of the agent of `node`.
-    fn change(&self, node: &NodeName, change: impl FnOnce(&mut AgentView)) {
+    pub(crate) fn change(&self, node: &NodeName, change: impl FnOnce(&mut AgentView)) {
         if let Some(mut view) = self.agents_mut().get_mut(node) {
             change(&mut view);
         }

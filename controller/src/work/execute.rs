@@ -1,10 +1,36 @@
+//! Carries decisions out: writes to the store and calls to agents.
+
+use std::sync::Arc;
+
 use shorthorn_controller_core::objects::Key;
 use shorthorn_controller_core::{Action, AgentCall, Decision, Event};
+use tokio::sync::mpsc;
 
-use super::{Outcome, Worker};
-use crate::store::StoreError;
+use crate::agents::Fleet;
+use crate::events::Events;
+use crate::queue::Outcome;
+use crate::store::{Store, StoreError};
 
-impl Worker {
+/// Performs the actions of decisions.
+pub(super) struct Executor {
+    store: Arc<dyn Store>,
+    fleet: Arc<Fleet>,
+    /// The channel for errors of the store that no retry can repair.
+    broken: mpsc::Sender<StoreError>,
+    /// The events, which people see besides the log.
+    events: Option<Events>,
+}
+
+impl Executor {
+    pub(super) fn new(
+        store: Arc<dyn Store>,
+        fleet: Arc<Fleet>,
+        broken: mpsc::Sender<StoreError>,
+        events: Option<Events>,
+    ) -> Executor {
+        Executor { store, fleet, broken, events }
+    }
+
     /// Carries the actions out in order, up to the first that fails. `version`: that of the object when it
     /// was decided.
     pub(super) async fn carry_out(&self, key: &Key, version: u64, decision: Decision) -> Outcome {
@@ -85,5 +111,129 @@ impl Worker {
                 false
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::RwLockReadGuard;
+    use std::time::Duration;
+
+    use async_trait::async_trait;
+    use shorthorn_controller_core::objects::{Node, Object, Replica};
+    use shorthorn_controller_core::observed::Link;
+    use shorthorn_controller_core::{ClusterState, Timestamp};
+    use shorthorn_types::ReplicaId;
+    use tokio::sync::broadcast;
+
+    use super::*;
+    use crate::counts::Metrics;
+    use crate::queue::Queue;
+    use crate::store::MemoryStore;
+
+    /// A store whose disk is full, except for objects named `fits`.
+    struct Full(MemoryStore);
+
+    #[async_trait]
+    impl Store for Full {
+        fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+            self.0.state()
+        }
+
+        async fn put(&self, object: Object) -> Result<Object, StoreError> {
+            if object.metadata().name == "fits" {
+                return self.0.put(object).await;
+            }
+            Err(StoreError::Write { path: "store".into(), message: "no space".to_owned() })
+        }
+
+        async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+            self.0.remove(key, version).await
+        }
+
+        fn reserve(&self, replicas: Vec<Replica>) -> bool {
+            self.0.reserve(replicas)
+        }
+
+        fn forget_reservations(&self, names: &[String]) {
+            self.0.forget_reservations(names);
+        }
+
+        fn changes(&self) -> broadcast::Receiver<Key> {
+            self.0.changes()
+        }
+
+        fn cluster(&self) -> &str {
+            self.0.cluster()
+        }
+    }
+
+    /// Returns an executor with an agent on `a` that counts as synced and does not answer.
+    fn executor(store: impl Store) -> (Arc<dyn Store>, Executor, mpsc::Receiver<StoreError>) {
+        let store: Arc<dyn Store> = Arc::new(store);
+        let nodes =
+            BTreeMap::from([("a".parse().unwrap(), "unix:///nonexistent/agent.sock".parse().unwrap())]);
+        let queue = Arc::new(Queue::new());
+        let fleet = Fleet::new(&nodes, Arc::clone(&store), queue, Metrics::default()).unwrap();
+        fleet.change(&"a".parse().unwrap(), |view| view.link = Link::Synced);
+        let (broken, errors) = mpsc::channel(1);
+        (Arc::clone(&store), Executor::new(store, fleet, broken, None), errors)
+    }
+
+    fn node(name: &str) -> Object {
+        Node::new(name, Timestamp::UNIX_EPOCH).into()
+    }
+
+    fn decision(actions: Vec<Action>) -> Decision {
+        Decision { actions, look_again: Some(Duration::from_secs(3)) }
+    }
+
+    fn write(object: Object) -> Action {
+        Action::Write(Box::new(object))
+    }
+
+    #[tokio::test]
+    async fn actions_are_performed_in_order_up_to_the_first_that_fails() {
+        let (store, executor, mut errors) = executor(MemoryStore::new());
+        let key = node("a").key();
+        let all = decision(vec![write(node("a")), write(node("b"))]);
+        assert_eq!(executor.carry_out(&key, 0, all).await, Outcome::Done(Some(Duration::from_secs(3))));
+        let some = decision(vec![write(node("c")), write(node("a")), write(node("d"))]);
+        assert_eq!(executor.carry_out(&key, 0, some).await, Outcome::Failed, "the version of a is old");
+        assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert!(errors.try_recv().is_err(), "a conflict needs a new decision only");
+    }
+
+    #[tokio::test]
+    async fn data_is_not_deleted_if_its_object_has_changed_since_the_decision() {
+        let (store, executor, _errors) = executor(MemoryStore::new());
+        let stored = store.put(node("a")).await.unwrap();
+        let (key, version) = (stored.key(), stored.metadata().resource_version);
+        let call = AgentCall::DeleteReplica {
+            disk_path: "/disk".to_owned(),
+            disk_uuid: String::new(),
+            volume: "v".parse().unwrap(),
+            replica_id: ReplicaId::from_random(7),
+            record: String::new(),
+        };
+        let delete = || decision(vec![Action::Call("a".parse().unwrap(), call.clone())]);
+        let failures = || executor.fleet.agents().get(&"a".parse().unwrap()).unwrap().failures.len();
+        for (decided_at, calls) in [(version - 1, 0), (version, 1)] {
+            assert_eq!(executor.carry_out(&key, decided_at, delete()).await, Outcome::Failed);
+            assert_eq!(failures(), calls, "decided at version {decided_at}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_error_that_no_retry_repairs_is_sent_once() {
+        let (_store, executor, mut errors) = executor(Full(MemoryStore::new()));
+        let key = node("a").key();
+        for _ in 0..2 {
+            let full = decision(vec![write(node("a")), write(node("fits"))]);
+            assert_eq!(executor.carry_out(&key, 0, full).await, Outcome::Failed);
+        }
+        assert!(matches!(errors.try_recv(), Ok(StoreError::Write { .. })));
+        assert!(errors.try_recv().is_err(), "the second one finds the channel full");
     }
 }

@@ -1,15 +1,14 @@
 //! Runs the reconcilers when something changes, and carries their actions out.
 
+mod decider;
 mod execute;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use shorthorn_controller_core::objects::{Key, Replica};
+use shorthorn_controller_core::objects::Key;
 use shorthorn_controller_core::reconcile::places::{self, Search};
-use shorthorn_controller_core::reconcile::{Context, Settings, concerned, gives_space_away, reconcile};
-use shorthorn_controller_core::{Decision, Timestamp};
-use shorthorn_types::limits::MAX_MEMBERS;
+use shorthorn_controller_core::reconcile::{Settings, concerned};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -21,6 +20,8 @@ use crate::events::Events;
 use crate::store::{Store, StoreError};
 
 pub use crate::queue::{Depth, Outcome, Queue};
+use decider::{Decided, Decider};
+use execute::Executor;
 
 /// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.
 const RUNS_MAX: usize = 64;
@@ -38,14 +39,10 @@ pub struct Worker {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     queue: Arc<Queue>,
-    /// Held while a decision that may give disk space away is taken, until its space is reserved.
-    placing: Mutex<()>,
-    /// The channel for errors of the store that no retry can repair.
-    broken: mpsc::Sender<StoreError>,
-    /// The events, which people see besides the log.
-    events: Option<Events>,
     settings: Settings,
     metrics: Metrics,
+    decider: Decider,
+    executor: Executor,
 }
 
 impl std::fmt::Debug for Worker {
@@ -66,7 +63,9 @@ impl Worker {
         settings: Settings,
         metrics: Metrics,
     ) -> Arc<Worker> {
-        Arc::new(Worker { store, fleet, queue, placing: Mutex::new(()), broken, events, settings, metrics })
+        let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), settings);
+        let executor = Executor::new(Arc::clone(&store), Arc::clone(&fleet), broken, events);
+        Arc::new(Worker { store, fleet, queue, settings, metrics, decider, executor })
     }
 
     /// Works until it is dropped. Running work is interrupted then between two actions, or within a call to
@@ -118,14 +117,12 @@ impl Worker {
 
     async fn one(self: Arc<Worker>, key: Key) {
         let started = Instant::now();
-        let outcome = match self.decide_and_reserve(&key) {
+        let outcome = match self.decider.decide(&key) {
             // The next decision knows why the place is not open any more.
             Ok(None) => Outcome::Failed,
-            Ok(Some((decision, version, scheduled))) => {
-                let outcome = self.carry_out(&key, version, decision).await;
-                if !scheduled.is_empty() {
-                    self.store.forget_reservations(&scheduled);
-                }
+            Ok(Some(Decided { decision, version, reserved })) => {
+                let outcome = self.executor.carry_out(&key, version, decision).await;
+                self.decider.release(&reserved);
                 outcome
             }
             Err(error) => {
@@ -135,36 +132,5 @@ impl Worker {
         };
         self.metrics.reconciled(key.kind, outcome != Outcome::Failed, started.elapsed());
         self.queue.done(&key, outcome);
-    }
-
-    /// Returns a decision, the version of the object that it is about, and the names of the new replicas
-    /// whose space is reserved until it is carried out. None: a disk or a node that the decision has chosen
-    /// takes no replica any more.
-    fn decide_and_reserve(
-        &self,
-        key: &Key,
-    ) -> Result<Option<(Decision, u64, Vec<String>)>, getrandom::Error> {
-        let gives = gives_space_away(&self.store.state(), key);
-        let _placing = gives.then(|| self.placing.lock().unwrap_or_else(PoisonError::into_inner));
-        let (decision, version) = self.decide(key)?;
-        let new: Vec<Replica> = decision.new_replicas(&self.store.state()).cloned().collect();
-        let names = new.iter().map(|replica| replica.metadata.name.clone()).collect();
-        if !new.is_empty() && !self.store.reserve(new) {
-            tracing::info!(object = %key, "a place was closed after it was chosen: looking again");
-            return Ok(None);
-        }
-        Ok(Some((decision, version, names)))
-    }
-
-    fn decide(&self, key: &Key) -> Result<(Decision, u64), getrandom::Error> {
-        let mut random = [0; MAX_MEMBERS];
-        for number in &mut random {
-            *number = getrandom::u64()?;
-        }
-        let cluster = self.store.state();
-        let agents = self.fleet.agents();
-        let (now, settings) = (Timestamp::now(), self.settings);
-        let context = Context { cluster: &cluster, agents: &agents, now, random, settings };
-        Ok((reconcile(&context, key), cluster.version(key)))
     }
 }
