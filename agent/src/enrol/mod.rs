@@ -2,8 +2,8 @@
 //!
 //! - In a Kubernetes cluster the agent makes a CertificateSigningRequest with the kubelet's certificate
 //!   (`kubernetes`).
-//! - Elsewhere a person runs `shorthorn-agent join` with a one-time token (`crate::join`). The token has the pin of
-//!   the CA.
+//! - Elsewhere a person runs `shorthorn-agent join` with a one-time token (`crate::join`). The token has the
+//!   pin of the CA.
 //!
 //! The first enrolment decides which CAs the node trusts. A later one is accepted only if one of those CAs
 //! has signed the certificate. After the enrolment the controller renews the certificate over its own
