@@ -53,10 +53,12 @@ impl Metered {
     }
 
     fn heard<T>(&self, result: &Result<T, StoreError>) {
-        self.readiness.heard(match result {
-            Ok(_) | Err(StoreError::Conflict { .. } | StoreError::Refused { .. }) => None,
-            Err(error) => Some(error.to_string()),
-        });
+        match result {
+            Ok(_) => self.readiness.heard(None),
+            // The store says nothing about other writes with that.
+            Err(StoreError::Conflict { .. } | StoreError::Refused { .. }) => {}
+            Err(error) => self.readiness.heard(Some(error.to_string())),
+        }
     }
 
     /// Checks the store while it does not answer, until this is dropped: a controller without work writes

@@ -16,6 +16,7 @@ mod convert;
 mod follow;
 mod keys;
 mod known;
+mod last_write;
 mod order;
 mod remote;
 
@@ -38,6 +39,7 @@ pub(crate) use self::convert::{FINALIZER, Parts};
 pub(crate) use self::follow::{PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S};
 use self::keys::VolumeKeys;
 use self::known::Known;
+use self::last_write::LastWrite;
 use self::remote::{Part, Remote};
 use super::{Store, StoreError};
 use crate::events::Events;
@@ -134,6 +136,7 @@ struct Inner {
     keys: VolumeKeys,
     remote: Remote,
     known: Known,
+    last_write: LastWrite,
     events: Events,
 }
 
@@ -152,6 +155,7 @@ impl KubeStore {
             keys,
             remote: Remote::new(client, namespace),
             known: Known::new(),
+            last_write: LastWrite::default(),
             events,
         });
         let mut listing = JoinSet::new();
@@ -211,15 +215,17 @@ impl Store for KubeStore {
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
         let inner = Arc::clone(&self.inner);
         // The write completes even if the caller is gone: the memory learns of it.
-        finished(tokio::spawn(async move { inner.put(object).await })).await
+        finished(tokio::spawn(async move { inner.last_write.record(inner.put(object).await) })).await
     }
 
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
         let (inner, key) = (Arc::clone(&self.inner), key.clone());
-        finished(tokio::spawn(async move { inner.remove(&key, version).await })).await
+        finished(tokio::spawn(async move { inner.last_write.record(inner.remove(&key, version).await) }))
+            .await
     }
 
     async fn check(&self) -> Result<(), StoreError> {
+        self.inner.last_write.check()?;
         let one =
             bounded(self.inner.remote.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
         let unavailable = |error: CallError| StoreError::Unavailable { message: error.to_string() };
@@ -433,3 +439,6 @@ fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> Store
     }
     StoreError::Unavailable { message: format!("{key}: {error}") }
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,7 @@ use tower::service_fn;
 
 use super::super::keys::VolumeKeys;
 use super::super::known::Known;
+use super::super::last_write::LastWrite;
 use super::super::remote::Remote;
 use super::*;
 use crate::events::events;
@@ -111,6 +112,7 @@ fn inner(api: &Arc<FakeApi>) -> Arc<Inner> {
         keys,
         remote: Remote::new(client, "n"),
         known: Known::new(),
+        last_write: LastWrite::default(),
         events,
     })
 }

@@ -1,0 +1,118 @@
+use std::convert::Infallible;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use http::{Method, Request, Response};
+use kube::client::Body;
+use serde_json::{Value, json};
+use shorthorn_controller_core::Timestamp;
+use shorthorn_controller_core::objects::Node;
+use tower::service_fn;
+
+use super::last_write::DOUBT_LIMIT;
+use super::*;
+use crate::kubernetes::events::events;
+use crate::metrics::{Metered, Metrics, Readiness, ReadinessPhase};
+
+/// An API server that takes new objects and their status. Lists are empty.
+#[derive(Default)]
+struct FakeApi {
+    /// The object that was written last.
+    stored: Mutex<Option<Value>>,
+    /// True if it refuses every write.
+    refuses_writes: AtomicBool,
+}
+
+impl FakeApi {
+    fn answer(&self, head: &http::request::Parts, body: &[u8]) -> (u16, Value) {
+        if head.method == Method::GET {
+            let metadata = json!({ "resourceVersion": "1" });
+            let kind = "PartialObjectMetadataList";
+            return (
+                200,
+                json!({ "apiVersion": "meta.k8s.io/v1", "kind": kind, "metadata": metadata, "items": [] }),
+            );
+        }
+        if self.refuses_writes.load(Ordering::Relaxed) {
+            let status = json!({ "kind": "Status", "status": "Failure", "message": "no right", "code": 403 });
+            return (403, status);
+        }
+        let written: Value = serde_json::from_slice(body).unwrap();
+        let mut stored = self.stored.lock().unwrap();
+        let object = match head.method {
+            Method::POST => {
+                let mut object = written;
+                object["metadata"]["uid"] = json!("uid");
+                object["metadata"]["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
+                object["metadata"]["resourceVersion"] = json!("5");
+                object
+            }
+            _ => {
+                let mut object = stored.clone().unwrap();
+                object["status"] = written["status"].clone();
+                object["metadata"]["resourceVersion"] = json!("6");
+                object
+            }
+        };
+        *stored = Some(object.clone());
+        (200, object)
+    }
+}
+
+fn store(api: &Arc<FakeApi>) -> KubeStore {
+    let api = Arc::clone(api);
+    let service = service_fn(move |request: Request<Body>| {
+        let api = Arc::clone(&api);
+        async move {
+            let (head, body) = request.into_parts();
+            let body = body.collect_bytes().await.unwrap();
+            let (code, answer) = api.answer(&head, &body);
+            let answer = Body::from(serde_json::to_vec(&answer).unwrap());
+            Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
+        }
+    });
+    let client = Client::new(service, "n");
+    let (events, _) = events(client.clone(), "n", "a");
+    let keys = VolumeKeys::new(&[7; 32]);
+    let inner = Inner {
+        cluster: keys.cluster(),
+        keys,
+        remote: Remote::new(client, "n"),
+        known: Known::new(),
+        last_write: LastWrite::default(),
+        events,
+    };
+    KubeStore { inner: Arc::new(inner), leader: None, _following: JoinSet::new() }
+}
+
+fn node(name: &str) -> Object {
+    Node::new(name, Timestamp::UNIX_EPOCH).into()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_controller_whose_reads_work_and_writes_do_not_is_not_ready() {
+    let (api, readiness) = (Arc::<FakeApi>::default(), Arc::<Readiness>::default());
+    readiness.reached(ReadinessPhase::Leading);
+    let store = Arc::new(Metered::new(Arc::new(store(&api)), Metrics::default(), Arc::clone(&readiness)));
+    let following = tokio::spawn(Arc::clone(&store).follow());
+    api.refuses_writes.store(true, Ordering::Relaxed);
+    store.put(node("a")).await.unwrap_err();
+    tokio::time::sleep(DOUBT_LIMIT - Duration::from_secs(1)).await;
+    let unready = readiness.check().unwrap_err();
+    assert!(unready.contains("the last write failed") && unready.contains("no right"), "{unready}");
+    // Nobody writes any more, and reads work.
+    tokio::time::sleep(DOUBT_LIMIT).await;
+    readiness.check().unwrap();
+    store.put(node("a")).await.unwrap_err();
+    readiness.check().unwrap_err();
+    // A conflict says nothing about the writes of other objects.
+    let mut old = Node::new("a", Timestamp::UNIX_EPOCH);
+    old.metadata.resource_version = 3;
+    assert!(matches!(store.put(old.into()).await, Err(StoreError::Conflict { .. })));
+    readiness.check().unwrap_err();
+    api.refuses_writes.store(false, Ordering::Relaxed);
+    store.put(node("a")).await.unwrap();
+    readiness.check().unwrap();
+    following.abort();
+}
