@@ -287,7 +287,12 @@ impl Inner {
             let fingerprint = (FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint());
             new.metadata.annotations = Some([fingerprint].into());
         }
-        let made = self.remote.create(key.kind, &new).await?;
+        if asks_for_encryption(&new) {
+            // A dry run: reconcilers would see a volume that is made and taken back.
+            keeps_encryption(&new, &self.remote.create(key.kind, &new, true).await?)?;
+        }
+        let made = self.remote.create(key.kind, &new, false).await?;
+        keeps_encryption(&new, &made)?;
         let made = self.take_in(key, &made)?;
         let nothing = convert::parts(&made)?.status;
         match convert::whole_patch(&nothing, &status) {
@@ -387,6 +392,9 @@ impl Inner {
             WriteError::Json(error) => {
                 return StoreError::Refused { key: key.clone(), message: error.to_string() };
             }
+            WriteError::EncryptionDropped => {
+                return StoreError::Refused { key: key.clone(), message: error.to_string() };
+            }
         };
         if is_code(error, 409) || is_code(error, 404) {
             self.refresh(key, expected).await;
@@ -421,6 +429,24 @@ enum WriteError {
     Convert(#[from] ConvertError),
     #[error(transparent)]
     Json(#[from] serde_json::Error),
+    #[error(
+        "the API server drops encryptInTransit, because its definition of volumes is of an earlier release: apply the \
+         definitions (CRDs) of this release first: shorthorn-controller crds | kubectl apply -f -"
+    )]
+    EncryptionDropped,
+}
+
+fn asks_for_encryption(object: &DynamicObject) -> bool {
+    object.data["spec"]["encryptInTransit"] == true
+}
+
+/// Checks that the answer of the API server has the encryption that was asked for: a definition of an earlier
+/// release drops the field.
+fn keeps_encryption(sent: &DynamicObject, answer: &DynamicObject) -> Result<(), WriteError> {
+    if asks_for_encryption(sent) && !asks_for_encryption(answer) {
+        return Err(WriteError::EncryptionDropped);
+    }
+    Ok(())
 }
 
 /// Returns true if the status of a watch means that the version is too old to continue from.

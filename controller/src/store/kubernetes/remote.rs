@@ -79,9 +79,14 @@ impl Remote {
         Ok(left.filter(|left| left.metadata.deletion_timestamp.is_some()))
     }
 
-    /// Makes an object, without its status.
-    pub(super) async fn create(&self, kind: Kind, new: &DynamicObject) -> Result<DynamicObject, CallError> {
-        let parameters = PostParams { field_manager: manager(), ..PostParams::default() };
+    /// Makes an object, without its status; with `dry_run` only answers how it would be.
+    pub(super) async fn create(
+        &self,
+        kind: Kind,
+        new: &DynamicObject,
+        dry_run: bool,
+    ) -> Result<DynamicObject, CallError> {
+        let parameters = PostParams { field_manager: manager(), dry_run };
         bounded(self.api(kind).create(&parameters, new)).await
     }
 }

@@ -7,7 +7,8 @@ use http::{Method, Request, Response};
 use kube::client::Body;
 use serde_json::{Value, json};
 use shorthorn_controller_core::Timestamp;
-use shorthorn_controller_core::objects::Node;
+use shorthorn_controller_core::objects::{Node, Secret};
+use shorthorn_controller_core::requests::CreateVolume;
 use tower::service_fn;
 
 use super::last_write::DOUBT_LIMIT;
@@ -22,6 +23,8 @@ struct FakeApi {
     stored: Mutex<Option<Value>>,
     /// True if it refuses every write.
     refuses_writes: AtomicBool,
+    /// True if its definition of volumes has no encryption.
+    is_old: AtomicBool,
 }
 
 impl FakeApi {
@@ -46,6 +49,12 @@ impl FakeApi {
                 object["metadata"]["uid"] = json!("uid");
                 object["metadata"]["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
                 object["metadata"]["resourceVersion"] = json!("5");
+                if self.is_old.load(Ordering::Relaxed) {
+                    object["spec"].as_object_mut().unwrap().remove("encryptInTransit");
+                }
+                if head.uri.query().is_some_and(|query| query.contains("dryRun=All")) {
+                    return (201, object);
+                }
                 object
             }
             _ => {
@@ -115,4 +124,36 @@ async fn a_controller_whose_reads_work_and_writes_do_not_is_not_ready() {
     store.put(node("a")).await.unwrap();
     readiness.check().unwrap();
     following.abort();
+}
+
+fn volume(encrypt_in_transit: bool) -> Object {
+    let name = "v".to_owned();
+    let wanted = CreateVolume { name, size_bytes: 1 << 30, encrypt_in_transit, ..CreateVolume::default() };
+    wanted.sketch(Secret::new([1; 32]), Timestamp::UNIX_EPOCH).unwrap().into()
+}
+
+#[tokio::test]
+async fn a_volume_whose_encryption_the_api_server_drops_is_refused_and_not_created() {
+    let api = Arc::<FakeApi>::default();
+    let store = store(&api);
+    api.is_old.store(true, Ordering::Relaxed);
+    let error = store.put(volume(true)).await.unwrap_err();
+    assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+    let remedy = "apply the definitions (CRDs) of this release first";
+    assert!(error.to_string().contains(remedy), "{error}");
+    assert_eq!(*api.stored.lock().unwrap(), None);
+    assert!(store.state().volumes.is_empty());
+    api.is_old.store(false, Ordering::Relaxed);
+    store.put(volume(true)).await.unwrap();
+    assert!(store.state().volumes["v"].spec.encrypt_in_transit);
+    assert_eq!(api.stored.lock().unwrap().as_ref().unwrap()["spec"]["encryptInTransit"], true);
+}
+
+#[tokio::test]
+async fn a_volume_without_encryption_needs_no_new_definition() {
+    let api = Arc::<FakeApi>::default();
+    api.is_old.store(true, Ordering::Relaxed);
+    let store = store(&api);
+    store.put(volume(false)).await.unwrap();
+    assert!(!store.state().volumes["v"].spec.encrypt_in_transit);
 }
