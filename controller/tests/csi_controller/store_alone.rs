@@ -1,12 +1,17 @@
 //! The service over a store alone: the tests play the reconcilers.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::{Request, Response};
+use kube::client::Body;
+use serde_json::Value;
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::csi::CsiController;
+use shorthorn_controller::kubernetes::events::{Events, events};
 use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store};
 use shorthorn_controller::work::Queue;
@@ -16,10 +21,11 @@ use shorthorn_controller_core::objects::{
 };
 use shorthorn_controller_core::reconcile::Settings;
 use tokio::net::UnixListener;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::Code;
+use tower::service_fn;
 
 use crate::support::cluster::LIMIT;
 use crate::support::csi::*;
@@ -35,13 +41,18 @@ struct Alone {
 
 impl Alone {
     fn start() -> Alone {
+        Alone::start_with(None)
+    }
+
+    fn start_with(events: Option<Events>) -> Alone {
         let store = Arc::new(MemoryStore::new());
         let shared: Arc<dyn Store> = Arc::<MemoryStore>::clone(&store);
         let fleet =
             Fleet::new(&Default::default(), Arc::clone(&shared), Arc::new(Queue::new()), Metrics::default())
                 .unwrap();
         let (stop, stopping) = watch::channel(false);
-        let service = CsiController::new(shared, fleet, stopping, Settings::default(), Metrics::default());
+        let service = CsiController::new(shared, fleet, stopping, Settings::default(), Metrics::default())
+            .with_events(events);
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("csi.sock");
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
@@ -257,4 +268,35 @@ async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
     let cluster = alone.store.state();
     let wanted = cluster.volumes.values().filter(|volume| volume.spec.node_id.is_some()).count();
     assert_eq!(wanted, 1);
+}
+
+/// Parameters of Longhorn's StorageClasses that mean nothing here are accepted. The event has their names.
+#[tokio::test]
+async fn ignored_parameters_are_in_an_event_of_the_volume() {
+    let (sender, mut told) = mpsc::unbounded_channel();
+    let service = service_fn(move |request: Request<Body>| {
+        let sender = sender.clone();
+        async move {
+            let body = request.into_body().collect_bytes().await.unwrap();
+            sender.send(serde_json::from_slice::<Value>(&body).unwrap()).unwrap();
+            Ok::<_, Infallible>(Response::builder().status(201).body(Body::from(body.to_vec())).unwrap())
+        }
+    });
+    let (events, recorder) = events(kube::Client::new(service, "n"), "n", "me");
+    let recording = tokio::spawn(recorder.run());
+    let mut alone = Alone::start_with(Some(events));
+    // No event comes of a request without such parameters.
+    alone.volume().await;
+    let parameters =
+        [("staleReplicaTimeout", "30"), ("numberOfReplicas", "3"), ("disableRevisionCounter", "true")];
+    let parameters = parameters.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+    alone.csi.create(v1::CreateVolumeRequest { parameters, ..create("v") }).await.unwrap();
+    let event = tokio::time::timeout(LIMIT, told.recv()).await.unwrap().unwrap();
+    assert_eq!((&event["reason"], &event["type"]), (&"ParametersIgnored".into(), &"Normal".into()));
+    let about = &event["regarding"];
+    assert_eq!((&about["kind"], &about["name"]), (&"Volume".into(), &"v".into()));
+    let note = event["note"].as_str().unwrap();
+    let ignored = "mean nothing here: disableRevisionCounter: \"true\", staleReplicaTimeout: \"30\"";
+    assert!(note.ends_with(ignored), "{note}");
+    recording.abort();
 }
