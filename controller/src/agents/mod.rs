@@ -227,6 +227,12 @@ impl Fleet {
         self.agents.write().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Adds an agent as it is seen, without a connection.
+    #[cfg(test)]
+    pub(crate) fn insert_view(&self, node: &str, view: AgentView) {
+        self.agents_mut().insert(NodeName::new(node).unwrap(), view);
+    }
+
     /// Returns the keys of the nodes whose agents are known, stored or not.
     pub fn node_keys(&self) -> Vec<Key> {
         self.peers().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()

@@ -45,6 +45,16 @@ impl Machines {
         Some(KubernetesCluster { machines: self.machines.all()?, drivers: self.drivers.all()? })
     }
 
+    /// Returns a cluster whose machines have these nodes.
+    #[cfg(test)]
+    pub(super) fn with_drivers(drivers: &[(&str, &str)]) -> Arc<Machines> {
+        let machines = Machines::new();
+        let named = drivers.iter().map(|(machine, node)| ((*machine).to_owned(), (*node).to_owned()));
+        machines.machines.replace(std::collections::BTreeMap::new());
+        machines.drivers.replace(named.collect());
+        machines
+    }
+
     /// Subscribes to later changes.
     #[must_use]
     pub fn changes(&self) -> MachineChanges {

@@ -148,3 +148,6 @@ impl Restager {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
