@@ -7,6 +7,7 @@ mod common;
 use std::path::Path;
 
 use common::*;
+use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume};
 use shorthorn_api::csi::v1::volume_usage::Unit;
@@ -270,6 +271,17 @@ async fn a_device_that_has_grown_needs_nothing_more() {
     client.publish(publish("v1", &staging, &target, block())).await.unwrap();
     let size = node.loops_grow("v1", SIZE * 2);
     assert_eq!(client.expand("v1", &target, size).await.unwrap(), i64::try_from(size).unwrap());
+    // Where a device is staged, nothing shows the volume: the capability does.
+    let unclear = client.expand("v1", &staging, size).await.map(drop);
+    refused(unclear, Code::NotFound, "not at volume_path");
+    let request = v1::NodeExpandVolumeRequest {
+        volume_id: "v1".into(),
+        volume_path: staging.display().to_string(),
+        volume_capability: Some(block()),
+        ..v1::NodeExpandVolumeRequest::default()
+    };
+    let grown = client.node.node_expand_volume(request).await.unwrap().into_inner();
+    assert_eq!(grown.capacity_bytes, i64::try_from(size).unwrap());
 }
 
 #[tokio::test]
