@@ -1,7 +1,7 @@
 //! Checks the invariants after every step, and the conditions at the end.
 
 use shorthorn_controller_core::objects::{
-    CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
+    ConditionType, CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
 };
 use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
 use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, drain, given_up};
@@ -12,6 +12,7 @@ use crate::agent::SimAgent;
 
 impl Sim {
     pub(super) fn check_write(&self, object: &Object) {
+        check_reason(object);
         match object {
             Object::Volume(volume) => {
                 let stored = self.store.volumes.get(&volume.metadata.name);
@@ -468,6 +469,36 @@ impl Sim {
                 assert!(wanted.is_some() || is_stuck, "{key} is left over");
             }
         }
+    }
+}
+
+/// Checks that everything that is called unknown has the reason for that.
+fn check_reason(object: &Object) {
+    let has_reason = match object {
+        Object::Volume(volume) if volume.status.robustness == Robustness::Unknown => explains(volume),
+        Object::Replica(replica) if replica.status.current_state == CurrentState::Unknown => {
+            !replica.status.message.is_empty()
+        }
+        Object::Engine(engine) if engine.status.current_state == CurrentState::Unknown => {
+            !engine.status.message.is_empty()
+        }
+        _ => true,
+    };
+    assert!(has_reason, "unknown without a reason: {object:#?}");
+}
+
+/// Returns true if the conditions of a volume say why its robustness is unknown.
+fn explains(volume: &Volume) -> bool {
+    let says = |condition: ConditionType| {
+        let condition = volume.status.conditions.get(condition);
+        condition.is_some_and(|it| !it.status && !it.reason.is_empty() && !it.message.is_empty())
+    };
+    match volume.status.state {
+        // A volume without places has no data yet.
+        VolumeState::Creating => true,
+        // Perhaps it never had a place.
+        VolumeState::Deleting => says(ConditionType::Healthy) || says(ConditionType::Settled),
+        _ => says(ConditionType::Healthy),
     }
 }
 
