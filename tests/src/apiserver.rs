@@ -157,10 +157,18 @@ impl ApiServer {
     /// # Errors
     /// The program cannot be started.
     pub fn start_controller_manager(&mut self) -> Result<()> {
+        self.start_controllers(&VOLUME_CONTROLLERS)
+    }
+
+    /// Starts these controllers of Kubernetes.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub fn start_controllers(&mut self, controllers: &[&str]) -> Result<()> {
         let mut command = Command::new(self.programs.join("kube-controller-manager"));
         let kubeconfig = self.kubeconfig_of("manager.kubeconfig", ADMIN)?;
         command.arg("--kubeconfig").arg(kubeconfig);
-        command.arg(format!("--controllers={}", VOLUME_CONTROLLERS.join(",")));
+        command.arg(format!("--controllers={}", controllers.join(",")));
         // No ports: it has no clients. And only one runs.
         command.args(["--port=0", "--secure-port=0", "--leader-elect=false"]);
         self.manager = Some(self.spawn(command, "manager.log")?);
@@ -204,6 +212,14 @@ impl ApiServer {
     /// The file cannot be written.
     pub fn kubeconfig(&self) -> Result<PathBuf> {
         self.kubeconfig_of("kubeconfig", CONTROLLER)
+    }
+
+    /// Returns the kubeconfig of the administrator.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
+        self.kubeconfig_of("admin.kubeconfig", ADMIN)
     }
 
     fn kubeconfig_of(&self, name: &str, user: &str) -> Result<PathBuf> {

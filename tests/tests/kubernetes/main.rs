@@ -2,6 +2,7 @@
 //! account with the roles of packaging/deploy, real agents, engines and replicas.
 
 mod cluster;
+mod uninstall;
 
 use std::path::PathBuf;
 use std::process::Child;
