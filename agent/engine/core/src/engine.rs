@@ -125,8 +125,8 @@ impl EngineCore {
         &self.membership
     }
 
-    /// Returns the time since the last answer of a connected replica. A silent connection gets a PING within
-    /// a second.
+    /// Returns the time for which a connected replica owes the answer to PING on every connection. A
+    /// connection gets a PING each second.
     #[must_use]
     pub fn silent_ms(&self, peer: PeerIndex) -> u64 {
         self.timeouts.silent_ms(peer, self.clock.now_ms())

@@ -103,6 +103,15 @@ struct ConnectionTimes {
     heard_at_ms: u64,
 }
 
+impl ConnectionTimes {
+    /// Returns the time for which the answer to PING is owed, while nothing else has come; none if it is not
+    /// owed.
+    fn silent_ms(&self, now_ms: u64) -> Option<u64> {
+        let since_ms = self.pinged_at_ms?.max(self.heard_at_ms);
+        Some(now_ms.saturating_sub(since_ms))
+    }
+}
+
 /// The times for which certain replicas have been enough of the view without a break.
 #[derive(Clone, Copy, Debug, Default)]
 struct Steady {
@@ -204,11 +213,13 @@ impl ReplicaTimeouts {
         self.connection(peer, queue)?.pinged_at_ms.take()
     }
 
-    /// Returns the time since the last answer of `peer`, of whatever kind and over whichever connection.
+    /// Returns the time for which `peer` owes the answer to PING on each of its connections, and has sent
+    /// nothing else. A replica that was not asked is not silent.
     pub fn silent_ms(&self, peer: PeerIndex, now_ms: u64) -> u64 {
         let connections = self.connections.get(usize::from(peer)).into_iter();
-        let heard = connections.flat_map(|connections| connections.iter().take(self.queues));
-        now_ms.saturating_sub(heard.map(|connection| connection.heard_at_ms).max().unwrap_or(now_ms))
+        let connections = connections.flat_map(|connections| connections.iter().take(self.queues));
+        let silent_ms = connections.map(|connection| connection.silent_ms(now_ms).unwrap_or(0));
+        silent_ms.min().unwrap_or(0)
     }
 
     /// Forgets the debts of `peer`, which is lost or connected anew.
@@ -287,11 +298,8 @@ impl ReplicaTimeouts {
         }
         marks.pending().for_each(|(pending, sent_at_ms)| owe(pending, sent_at_ms));
         for (debt, connections) in debts.iter_mut().zip(&self.connections) {
-            let silent_ms = |connection: &ConnectionTimes| {
-                let since_ms = connection.pinged_at_ms?.max(connection.heard_at_ms);
-                Some(now_ms.saturating_sub(since_ms))
-            };
-            debt.silent_ms = connections.iter().filter_map(silent_ms).max().unwrap_or(0);
+            let silent_ms = connections.iter().filter_map(|connection| connection.silent_ms(now_ms));
+            debt.silent_ms = silent_ms.max().unwrap_or(0);
         }
         debts
     }

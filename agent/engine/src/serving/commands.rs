@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shorthorn_control::{ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand, ScrubStatus};
-use shorthorn_core::{EngineCore, Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
 use shorthorn_recovery::{ServingEngine, Standing};
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -133,13 +133,16 @@ impl Serving<'_> {
         if self.moves.is_idle() {
             return;
         }
-        let peering = |core: &EngineCore, peer: PeerIndex| Peering {
-            is_member: core.membership().state(peer) == PeerState::Member,
-            silent_ms: core.silent_ms(peer),
-        };
-        let mut moves = std::mem::take(&mut self.moves);
-        let taken = self.shared().look(|core| moves.take(|peer| peering(core, peer)));
-        self.moves = moves;
+        let (view_members, peers) = self.shared().look(|core| {
+            let peering = |peer| Peering {
+                is_member: core.membership().state(peer) == PeerState::Member,
+                silent_ms: core.silent_ms(peer),
+            };
+            let peers: [Peering; MAX_MEMBERS] =
+                std::array::from_fn(|peer| PeerIndex::try_from(peer).map(peering).unwrap_or_default());
+            (core.membership().view().members.len(), peers)
+        });
+        let taken = self.moves.take(view_members, &peers);
         for (peer, reason) in taken {
             self.shared().send_to_core(Event::Lost { peer, reason });
         }

@@ -1,14 +1,15 @@
 //! Moves members to their new addresses, one after the other.
 //!
 //! The connections of a member whose address has changed are given up, and it comes back over the new address
-//! within a second. If several members change their addresses together, the volume would lose its majority
-//! for that time. So the next one is moved when the one before is a member again. A member that does not
-//! answer at its former address any more is moved at once: it is lost already.
+//! within a second. A member that answers is moved only if the other members that answer are a majority of
+//! the view, and if the one that was moved before is a member again. Otherwise the volume would lose its
+//! majority for that time, or for good if the new address does not work. A member that does not answer at its
+//! former address any more is moved at once: it is lost already.
 
 use shorthorn_core::PeerIndex;
 
-/// A member that is silent for so long does not answer at its former address. Longer than the interval of
-/// PINGs by far more than the way to it and back takes.
+/// A member that owes the answer to PING for so long does not answer at its former address. Longer by far
+/// than the way to it and back takes.
 pub(super) const SILENT_MS: u64 = 1500;
 
 /// The members whose addresses have changed. Each replica is in it at most once.
@@ -21,12 +22,22 @@ pub(super) struct Moves {
 }
 
 /// The standing of a replica.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Peering {
-    /// True if the replica is in the view.
+    /// True if the replica is in the view, and its connections are not lost.
     pub is_member: bool,
-    /// The time since its last answer.
+    /// The time for which it owes the answer to PING.
     pub silent_ms: u64,
+}
+
+impl Peering {
+    fn is_silent(self) -> bool {
+        self.silent_ms >= SILENT_MS
+    }
+
+    fn answers(self) -> bool {
+        self.is_member && !self.is_silent()
+    }
 }
 
 impl Moves {
@@ -47,27 +58,41 @@ impl Moves {
         self.waiting.is_empty()
     }
 
-    /// Takes the replicas whose connections are to be given up now.
-    pub(super) fn take(&mut self, peering: impl Fn(PeerIndex) -> Peering) -> Vec<(PeerIndex, String)> {
+    /// Takes the replicas whose connections are to be given up now. `view_members` is the size of the view,
+    /// and `peers` has the standing of each replica at its index.
+    pub(super) fn take(&mut self, view_members: usize, peers: &[Peering]) -> Vec<(PeerIndex, String)> {
         let Moves { waiting, under_way } = self;
         waiting
             .extract_if(.., |(peer, _)| {
-                let Peering { is_member, silent_ms } = peering(*peer);
-                let goes = !is_member || silent_ms >= SILENT_MS || under_way.is_empty();
-                if goes && is_member {
+                let peering = peers.get(usize::from(*peer)).copied().unwrap_or_default();
+                let can_wait = peering.answers();
+                let is_taken =
+                    !can_wait || (under_way.is_empty() && is_majority_without(*peer, view_members, peers));
+                if is_taken && peering.is_member {
                     under_way.push(*peer);
                 }
-                goes
+                is_taken
             })
             .collect()
     }
 }
 
+/// Returns true if the members that answer are a majority of the view without `peer`.
+fn is_majority_without(peer: PeerIndex, view_members: usize, peers: &[Peering]) -> bool {
+    let others = (0..).zip(peers).filter(|(other, peering)| *other != peer && peering.answers());
+    2 * others.count() > view_members
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use shorthorn_types::limits::MAX_MEMBERS;
+
     use super::*;
 
     const ANSWERS: Peering = Peering { is_member: true, silent_ms: 10 };
+    const SILENT: Peering = Peering { is_member: true, silent_ms: SILENT_MS };
+    const AWAY: Peering = Peering { is_member: false, silent_ms: 0 };
 
     fn moves(peers: &[PeerIndex]) -> Moves {
         let mut moves = Moves::default();
@@ -75,43 +100,104 @@ mod tests {
         moves
     }
 
-    fn taken(moves: &mut Moves, peering: impl Fn(PeerIndex) -> Peering) -> Vec<PeerIndex> {
-        moves.take(peering).into_iter().map(|(peer, _)| peer).collect()
+    /// Takes those of a view with all members in `peers`.
+    fn taken(moves: &mut Moves, peers: &[Peering]) -> Vec<PeerIndex> {
+        let members = peers.iter().filter(|peering| peering.is_member).count();
+        moves.take(members, peers).into_iter().map(|(peer, _)| peer).collect()
     }
 
     #[test]
     fn members_that_answer_move_one_after_the_other() {
-        let mut moves = moves(&[1, 2, 3]);
-        assert_eq!(taken(&mut moves, |_| ANSWERS), [1]);
-        assert!(taken(&mut moves, |_| ANSWERS).is_empty(), "the first one is not back");
-        moves.add(2, "2 has moved again".to_owned());
-        moves.end(1);
-        assert_eq!(taken(&mut moves, |_| ANSWERS), [3]);
-        moves.end(3);
-        assert_eq!(moves.take(|_| ANSWERS), [(2, "2 has moved again".to_owned())]);
+        let mut moves = moves(&[0, 1, 2]);
+        assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [0]);
+        assert!(taken(&mut moves, &[ANSWERS; 3]).is_empty(), "the first one is not back");
+        moves.add(1, "1 has moved again".to_owned());
+        moves.end(0);
+        assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [2]);
         moves.end(2);
+        assert_eq!(moves.take(3, &[ANSWERS; 3]), [(1, "1 has moved again".to_owned())]);
+        moves.end(1);
         assert!(moves.is_idle() && moves.under_way.is_empty());
     }
 
     #[test]
     fn a_member_that_is_silent_does_not_wait() {
-        let mut moves = moves(&[1, 2, 3]);
-        let silent = |peer| Peering { silent_ms: if peer == 3 { SILENT_MS } else { 0 }, ..ANSWERS };
-        assert_eq!(taken(&mut moves, silent), [1, 3]);
-        assert!(taken(&mut moves, silent).is_empty());
+        let mut moves = moves(&[0, 1, 2]);
+        let peers = [ANSWERS, ANSWERS, SILENT];
+        assert_eq!(taken(&mut moves, &peers), [2], "without another one, one of three would be left");
+        assert!(taken(&mut moves, &peers).is_empty(), "the silent one is not back");
+        assert_eq!(moves.take(3, &[ANSWERS, SILENT, AWAY]), [(1, "1 has moved".to_owned())]);
+        moves.end(2);
+        assert!(taken(&mut moves, &[ANSWERS; 3]).is_empty(), "1 is not back");
         moves.end(1);
-        assert!(taken(&mut moves, silent).is_empty(), "the silent one is not back either");
-        moves.end(3);
-        assert_eq!(taken(&mut moves, silent), [2]);
+        assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [0]);
+    }
+
+    #[test]
+    fn a_member_waits_while_others_are_away_for_other_reasons() {
+        let mut moves = moves(&[0]);
+        for peers in [[ANSWERS, ANSWERS, SILENT], [ANSWERS, SILENT, ANSWERS]] {
+            assert!(taken(&mut moves, &peers).is_empty(), "one of three would be left");
+        }
+        // The third one has left the view, or is about to leave it.
+        assert!(taken(&mut moves, &[ANSWERS, ANSWERS, AWAY]).is_empty(), "half of the view would be left");
+        assert!(moves.take(3, &[ANSWERS, ANSWERS, AWAY]).is_empty());
+        assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [0]);
+    }
+
+    #[test]
+    fn the_last_members_move_when_their_former_addresses_are_silent() {
+        for count in [1, 2] {
+            let mut moves = moves(&[0]);
+            let mut peers = vec![ANSWERS; count];
+            assert!(taken(&mut moves, &peers).is_empty(), "the view of {count} would have no majority");
+            peers[0] = SILENT;
+            assert_eq!(taken(&mut moves, &peers), [0]);
+        }
     }
 
     #[test]
     fn a_replica_outside_the_view_holds_nothing_up() {
-        let mut moves = moves(&[1, 2, 3]);
-        let first_is_away = |peer| Peering { is_member: peer != 1, silent_ms: 0 };
-        assert_eq!(taken(&mut moves, first_is_away), [1, 2]);
+        let mut moves = moves(&[0, 1, 2]);
+        let peers = [AWAY, ANSWERS, ANSWERS, ANSWERS];
+        assert_eq!(taken(&mut moves, &peers), [0, 1]);
         // The replica that waits is given up.
-        moves.end(3);
+        moves.end(2);
         assert!(moves.is_idle());
+    }
+
+    fn peering() -> impl Strategy<Value = Peering> {
+        (any::<bool>(), 0..2 * SILENT_MS).prop_map(|(is_member, silent_ms)| Peering { is_member, silent_ms })
+    }
+
+    proptest! {
+        /// The members that answer and were not given up stay a majority, and the moves come to an end.
+        #[test]
+        fn no_move_costs_the_majority(
+            rounds in prop::collection::vec(prop::collection::vec(peering(), MAX_MEMBERS), 1..20),
+            away in 0..MAX_MEMBERS,
+        ) {
+            let all: Vec<PeerIndex> = (0..).take(MAX_MEMBERS).collect();
+            let mut moves = moves(&all);
+            for mut peers in rounds {
+                // A member that was given up is none.
+                moves.under_way.iter().for_each(|peer| peers[usize::from(*peer)] = AWAY);
+                let view_members = away + peers.iter().filter(|peering| peering.is_member).count();
+                let before = moves.under_way.clone();
+                let taken: Vec<usize> =
+                    moves.take(view_members, &peers).iter().map(|(peer, _)| usize::from(*peer)).collect();
+                let prompt = taken.iter().filter(|peer| peers[**peer].answers()).count();
+                if prompt > 0 {
+                    prop_assert!(before.is_empty() && prompt == 1, "{taken:?} beside {before:?}");
+                    let stay = (0..MAX_MEMBERS).filter(|peer| peers[*peer].answers() && !taken.contains(peer));
+                    prop_assert!(2 * stay.count() > view_members, "{taken:?} of {peers:?}");
+                }
+            }
+            for _ in 0..=MAX_MEMBERS {
+                moves.under_way.clone().into_iter().for_each(|peer| moves.end(peer));
+                moves.take(MAX_MEMBERS, &[ANSWERS; MAX_MEMBERS]);
+            }
+            prop_assert!(moves.is_idle());
+        }
     }
 }

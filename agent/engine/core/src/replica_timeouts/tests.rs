@@ -159,6 +159,20 @@ fn pings_are_sent_on_every_connection_of_a_replica_that_owes_none() {
 }
 
 #[test]
+fn a_replica_is_silent_from_an_unanswered_ping_on_each_connection() {
+    let mut timeouts = timeouts();
+    assert_eq!(timeouts.silent_ms(1, 60_000), 0, "it was asked nothing");
+    timeouts.ping(PeerMask::one(1), 60_000, &mut Vec::new());
+    assert_eq!(timeouts.silent_ms(1, 61_000), 1000);
+    timeouts.heard(1, 0, 60_500);
+    assert_eq!(timeouts.silent_ms(1, 61_000), 500, "the other connection may be dead");
+    timeouts.ponged(1, 0);
+    assert_eq!(timeouts.silent_ms(1, 70_000), 0, "the first connection owes nothing");
+    timeouts.ponged(1, 1);
+    assert_eq!(timeouts.silent_ms(1, 70_000), 0);
+}
+
+#[test]
 fn a_copy_that_holds_requests_up_has_a_limit_by_its_length() {
     let (timeouts, mut jobs) = (timeouts(), Jobs::new(Slots::new(1, 1, 2).copies()));
     let range = ByteRange::new(0, 4 << 20).unwrap();
