@@ -2,6 +2,10 @@
 //! them. No number of them keeps the controller out: addresses that authenticated lately have a share of
 //! their own, and a new handshake takes the place of the oldest one that waits, silent ones first.
 //!
+//! A handshake whose client has sent something keeps its place for [`YOUNG_FOR`]. Otherwise a flood of new
+//! ones would displace each before it can end. While all places are so young, the new one is refused. So a
+//! client in such a flood may have to try several times, and a try that gets a place succeeds.
+//!
 //! Pure: the caller gives the time.
 
 use std::collections::HashMap;
@@ -18,6 +22,9 @@ const FORGIVEN_EVERY: Duration = Duration::from_millis(20);
 /// An address counts as a friend for so long after it has authenticated, and after its last connection has
 /// ended.
 const FRIEND_FOR: Duration = Duration::from_hours(1);
+/// The time for which a handshake keeps its place. Longer than a handshake between nodes takes, whose way to
+/// the other one and back is some milliseconds. The shorter it is, the more tries get a place in a flood.
+const YOUNG_FOR: Duration = Duration::from_millis(50);
 /// Addresses that are remembered.
 const ADDRESSES_MAX: usize = 1024;
 /// Failures are logged no more often than that.
@@ -57,6 +64,7 @@ struct Running {
     address: IpAddr,
     is_friend: bool,
     stage: Stage,
+    begun_at: Instant,
 }
 
 /// The progress of a handshake.
@@ -89,6 +97,17 @@ pub(crate) struct Begun {
     /// The handshake whose place it has taken, which has to be ended.
     pub displaced: Option<u64>,
     address: IpAddr,
+}
+
+impl Running {
+    /// Returns true if a new handshake may take its place.
+    fn yields(&self, now: Instant) -> bool {
+        match self.stage {
+            Stage::Silent => true,
+            Stage::Heard => now.saturating_duration_since(self.begun_at) >= YOUNG_FOR,
+            Stage::Authenticated => false,
+        }
+    }
 }
 
 impl Address {
@@ -135,30 +154,35 @@ impl Handshakes {
             return None;
         }
         let under_way = known.under_way;
-        let displaced = self.make_place(address, is_friend, under_way)?;
+        let displaced = self.make_place((address, is_friend, under_way), now)?;
         let id = self.next_id;
         self.next_id += 1;
-        self.running.push(Running { id, address, is_friend, stage: Stage::Silent });
+        self.running.push(Running { id, address, is_friend, stage: Stage::Silent, begun_at: now });
         if let Some(known) = self.addresses.get_mut(&address) {
             known.under_way += 1;
         }
         Some(Begun { id, displaced, address })
     }
 
-    /// Ends a handshake for a new one if the places are taken: the oldest one of the same address, or of the
-    /// address that has the most. Returns its number, and None if every place is of a client that has
-    /// authenticated.
-    fn make_place(&mut self, address: IpAddr, is_friend: bool, under_way: usize) -> Option<Option<u64>> {
+    /// Ends a handshake for a new one of `address` if the places are taken: the oldest one of the same
+    /// address, or of the address that has the most. Returns its number, and None if no handshake yields.
+    fn make_place(
+        &mut self,
+        (address, is_friend, under_way): (IpAddr, bool, usize),
+        now: Instant,
+    ) -> Option<Option<u64>> {
         let own_max = if is_friend { self.max_of_source * FRIEND_FACTOR } else { self.max_of_source };
         let alike = |one: &Running| one.is_friend == is_friend;
         let is_full = self.running.iter().filter(|one| alike(one)).count() >= self.max;
         let victim = if under_way >= own_max {
-            self.oldest(|one| one.address == address && (!is_full || alike(one)))?
+            self.oldest(|one| one.address == address && (!is_full || alike(one)) && one.yields(now))?
         } else if is_full {
             let of = |address| self.running.iter().filter(|one| alike(one) && one.address == address).count();
             let waiting = |one: &&Running| alike(one) && one.stage != Stage::Authenticated;
             let most = self.running.iter().filter(waiting).map(|one| of(one.address)).max()?;
-            self.oldest(|one| alike(one) && of(one.address) == most)?
+            // Young ones of an address yield to an address that has fewer also with the new one.
+            let is_greedy = most > under_way + 1;
+            self.oldest(|one| alike(one) && of(one.address) == most && (is_greedy || one.yields(now)))?
         } else {
             return Some(None);
         };
@@ -320,6 +344,66 @@ mod tests {
         assert_eq!(all.addresses[&address(1)].under_way, 3);
         all.end(silent[0], Outcome::Silent, now);
         assert_eq!(all.addresses[&address(1)].under_way, 3, "its place was taken before");
+    }
+
+    /// Begins handshakes of one address of `floods` after the other, at random times with the mean interval
+    /// `every`, and now and then tries of a client at address 0 that take `takes` each. Strays send something
+    /// and stay; their failures are not counted. Returns the share of the tries that succeed, in percent.
+    fn flood(all: &mut Handshakes, floods: &[IpAddr], every: Duration, takes: Duration) -> u32 {
+        let (mut now, mut random) = (Instant::now(), 1_u64);
+        let (mut tries, mut done, mut trying) = (0, 0, None::<(Begun, Instant)>);
+        for from in floods.iter().cycle().take(20_000) {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            now += every * u32::try_from((random >> 33) % 201).unwrap() / 100;
+            if let Some((begun, _)) = trying.take_if(|(_, since)| now.duration_since(*since) >= takes) {
+                done += u32::from(all.keep(begun));
+                all.end(begun, Outcome::Anonymous, now); // which makes no friend of it
+            }
+            if trying.is_none() && (random >> 44) % 97 == 0 {
+                tries += 1;
+                trying = all.begin(address(0), now).map(|begun| (begun, now));
+                trying.iter().for_each(|(begun, _)| all.hear(*begun));
+            } else if let Some(stray) = all.begin(*from, now) {
+                trying.take_if(|(begun, _)| stray.displaced == Some(begun.id));
+                all.hear(stray);
+            }
+            assert!(all.running.len() <= 2 * all.max, "friends and others");
+            assert!(all.addresses.values().all(|known| known.under_way <= FRIEND_FACTOR * all.max_of_source));
+        }
+        100 * done / tries
+    }
+
+    #[test]
+    fn a_flood_from_the_same_address_does_not_keep_a_handshake_from_its_end() {
+        let (mut all, now) = (Handshakes::new(64, 8), Instant::now());
+        let friend = all.begin(address(0), now).unwrap();
+        all.end(friend, Outcome::Authenticated, now);
+        // 250 begin in 50 ms, and 32 of them get a place: 12 %.
+        let (every, takes) = (Duration::from_micros(200), Duration::from_millis(20));
+        let share = flood(&mut all, &[address(0)], every, takes);
+        assert!((5..20).contains(&share), "{share} % of the tries succeed");
+    }
+
+    #[test]
+    fn a_flood_from_other_addresses_keeps_no_handshake_out() {
+        let others: Vec<IpAddr> = (1..20).map(address).collect();
+        let (every, takes) = (Duration::from_micros(100), Duration::from_millis(20));
+        let share = flood(&mut Handshakes::new(64, 8), &others, every, takes);
+        assert!(share >= 99, "{share} % of the tries succeed: the last one may be under way");
+    }
+
+    #[test]
+    fn young_handshakes_keep_their_places_and_silent_ones_do_not() {
+        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let begin = |all: &mut Handshakes, at| all.begin(address(1), at);
+        let talking: Vec<Begun> = (0..3).filter_map(|_| begin(&mut all, now)).collect();
+        talking.iter().for_each(|one| all.hear(*one));
+        let silent = begin(&mut all, now).unwrap();
+        let next = begin(&mut all, now).unwrap();
+        assert_eq!(next.displaced, Some(silent.id));
+        all.hear(next);
+        assert_eq!(begin(&mut all, now + YOUNG_FOR - Duration::from_millis(1)), None, "all are young");
+        assert_eq!(begin(&mut all, now + YOUNG_FOR).unwrap().displaced, Some(talking[0].id));
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub struct Limits {
     /// Handshakes in progress of addresses that have authenticated lately, and as many of others.
     pub handshakes_max: usize,
     /// Handshakes in progress of one address (of one /64 with IPv6). An address that has authenticated lately
-    /// may have four times as many. A further one takes the place of the oldest that waits.
+    /// may have four times as many. A further one takes the place of the oldest that waits and is not young.
     pub handshakes_per_source_max: usize,
     /// The longest handshake.
     pub handshake_timeout: Duration,
@@ -112,7 +112,7 @@ async fn accept(listener: TcpListener, door: Arc<Door>, ready: Ready) {
         match accepted {
             Ok((stream, address)) => {
                 let Some(shaking) = door.begin(address) else {
-                    door.log(address, &"too many handshakes, or too many that failed");
+                    door.log(address, &"too many handshakes, all of them young, or too many that failed");
                     continue;
                 };
                 let Begun { id, displaced, .. } = shaking.begun;
