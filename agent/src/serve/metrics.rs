@@ -227,7 +227,7 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
         sizes.set(&[volume], engine.size_bytes);
         frozen.set(&[volume], u64::from(engine.known_phase() == Some(EnginePhase::Frozen)));
         lost.set(&[volume], u64::from(engine.lost_writes));
-        outdated.set(&[volume], u64::from(engine.needs_upgrade));
+        engine.needs_upgrade.iter().for_each(|needed| outdated.set(&[volume], u64::from(*needed)));
         for mode in MemberMode::ALL {
             let count = engine.members.iter().filter(|member| member.known_mode() == mode).count();
             members.set(&[volume, ("mode", mode.as_str())], number(count));
@@ -359,6 +359,7 @@ mod tests {
         let engine = v1::EngineStatus {
             volume: "v1".into(),
             lost_writes: true,
+            needs_upgrade: Some(true),
             size_bytes: 4096,
             members: vec![
                 member("0000000a", MemberMode::Member, None),

@@ -197,7 +197,7 @@ impl<'a> Doctor<'a> {
                 let (volume, version) = (&key.name, &engine.version);
                 let message = if !version.is_empty() && version != installed {
                     format!("the engine of volume {volume} is version {version}, node {node} has {installed}")
-                } else if engine.needs_upgrade {
+                } else if engine.needs_upgrade == Some(true) {
                     format!("the engine of volume {volume} runs another build than node {node} has")
                 } else {
                     continue;

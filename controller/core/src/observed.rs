@@ -348,8 +348,9 @@ pub struct EngineView {
     pub grant_wanted: Option<Box<GrantWanted>>,
     /// Version of its program; empty: it does not say.
     pub version: String,
-    /// True if it runs another program than the one that is installed beside its agent.
-    pub needs_upgrade: bool,
+    /// True if it runs another program than the one that is installed beside its agent; none if they are not
+    /// compared yet.
+    pub needs_upgrade: Option<bool>,
 }
 
 /// The view of a replica process according to itself.

@@ -144,7 +144,7 @@ async fn outdated(client: &ControllerClient<Channel>, nodes: &[String]) -> Resul
 }
 
 fn needs_upgrade(volume: &v1::Volume) -> bool {
-    volume.engine.as_ref().is_some_and(|engine| engine.needs_upgrade)
+    volume.engine.as_ref().is_some_and(|engine| engine.needs_upgrade == Some(true))
 }
 
 /// Returns the number of members of the view.
@@ -273,6 +273,7 @@ mod tests {
     use super::*;
 
     fn volume(needs_upgrade: bool, phase: EnginePhase, robustness: &str) -> v1::Volume {
+        let needs_upgrade = Some(needs_upgrade);
         let engine = v1::Engine { needs_upgrade, ..v1::Engine::default() }.with_phase(phase);
         v1::Volume {
             name: "v".to_owned(),

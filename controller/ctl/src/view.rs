@@ -163,7 +163,8 @@ struct EngineView {
     view: String,
     frontend: String,
     message: String,
-    needs_upgrade: bool,
+    /// Null if the programs are not compared yet.
+    needs_upgrade: Option<bool>,
 }
 
 #[derive(Debug, Serialize)]

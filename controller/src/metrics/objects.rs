@@ -51,7 +51,8 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
         cluster.engines.values().filter(|engine| engine.status.phase == Some(EnginePhase::Frozen)).count();
     page.gauges("shorthorn_frozen_volumes", "Volumes whose requests wait for replicas or the arbiter")
         .set(&[], number(frozen));
-    let outdated = cluster.engines.values().filter(|engine| engine.status.needs_upgrade).count();
+    let outdated =
+        cluster.engines.values().filter(|engine| engine.status.needs_upgrade == Some(true)).count();
     page.gauges(
         "shorthorn_outdated_engines",
         "Engines that run another program than the one that is installed on their node",

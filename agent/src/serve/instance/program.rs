@@ -12,6 +12,37 @@ const OWN: &str = "/proc/self/exe";
 /// The bytes that are compared at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
+/// The comparison of the program of an engine with the installed one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Comparison {
+    /// The process has not shown yet that it runs the engine.
+    #[default]
+    NotBegun,
+    /// The programs are being compared.
+    UnderWay,
+    /// The programs cannot be compared: their versions count.
+    ByVersion,
+    /// The programs were compared.
+    Done {
+        /// True if the process runs another program.
+        differs: bool,
+    },
+}
+
+impl Comparison {
+    /// Returns true if an engine that says it has that version runs another program than the installed one;
+    /// none if that is not known.
+    pub fn needs_upgrade(self, version: &str) -> Option<bool> {
+        let is_other_version = !version.is_empty() && version != env!("CARGO_PKG_VERSION");
+        match self {
+            Comparison::Done { differs } => Some(differs),
+            _ if is_other_version => Some(true),
+            Comparison::ByVersion if !version.is_empty() => Some(false),
+            Comparison::NotBegun | Comparison::UnderWay | Comparison::ByVersion => None,
+        }
+    }
+}
+
 /// Returns the path of the program that new processes run: the file of this one, which an upgrade has
 /// replaced.
 pub fn installed() -> PathBuf {
@@ -68,6 +99,20 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    #[test]
+    fn an_engine_is_current_once_it_was_compared() {
+        let own = env!("CARGO_PKG_VERSION");
+        for comparison in [Comparison::NotBegun, Comparison::UnderWay] {
+            assert_eq!(comparison.needs_upgrade(own), None, "another build may have the same version");
+            assert_eq!(comparison.needs_upgrade("0.0.9"), Some(true));
+        }
+        let by_version = |version: &str| Comparison::ByVersion.needs_upgrade(version);
+        assert_eq!([by_version(own), by_version("0.0.9"), by_version("")], [Some(false), Some(true), None]);
+        for differs in [true, false] {
+            assert_eq!(Comparison::Done { differs }.needs_upgrade("0.0.9"), Some(differs));
+        }
+    }
 
     #[test]
     fn a_replaced_program_has_its_path() {

@@ -12,7 +12,8 @@ use shorthorn_types::VolumeName;
 use tokio::sync::broadcast;
 use tokio::task::JoinHandle;
 
-use crate::serve::instance::{InstanceId, Process, Spec, control_watch, program};
+use crate::serve::instance::program::{self, Comparison};
+use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
 use crate::serve::{instance_message, ports};
 
 /// The number of events that a watcher may be behind before it is disconnected.
@@ -38,21 +39,6 @@ struct Entry {
     published: v1::Instance,
     /// Follows the control socket while the process lives.
     follower: Option<JoinHandle<()>>,
-}
-
-/// The comparison of the program of an engine with the installed one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Comparison {
-    /// The process has not shown yet that it runs the engine.
-    #[default]
-    NotBegun,
-    /// The programs are being compared, or cannot be: their versions count.
-    ByVersion,
-    /// The programs were compared.
-    Done {
-        /// True if the process runs another program.
-        differs: bool,
-    },
 }
 
 impl Drop for Entry {
@@ -199,7 +185,7 @@ impl Table {
         if let Some(entry) = inner.entries.get_mut(id).filter(|entry| entry.process.pid == Some(pid)) {
             // Before its first status, the process may still be the program of systemd that starts it.
             if matches!(status, Some(Status::Engine(_))) && entry.program == Comparison::NotBegun {
-                entry.program = Comparison::ByVersion;
+                entry.program = Comparison::UnderWay;
                 tokio::spawn(Arc::clone(self).compare(id.clone(), pid));
             }
             entry.status = status;
@@ -209,31 +195,31 @@ impl Table {
 
     async fn compare(self: Arc<Table>, id: InstanceId, pid: i32) {
         let compared = tokio::task::spawn_blocking(move || program::differs(pid)).await;
-        let differs = match compared {
-            Ok(Ok(differs)) => differs,
+        let program = match compared {
+            Ok(Ok(differs)) => Comparison::Done { differs },
             Ok(Err(error)) => {
-                return tracing::info!(instance = %id, pid, "only the version is compared: {error}");
+                tracing::info!(instance = %id, pid, "only the version is compared: {error}");
+                Comparison::ByVersion
             }
-            Err(lost) => return tracing::warn!(instance = %id, pid, "only the version is compared: {lost}"),
+            Err(lost) => {
+                tracing::warn!(instance = %id, pid, "only the version is compared: {lost}");
+                Comparison::ByVersion
+            }
         };
         let mut inner = self.lock();
         if let Some(entry) = inner.entries.get_mut(&id).filter(|entry| entry.process.pid == Some(pid)) {
-            entry.program = Comparison::Done { differs };
+            entry.program = program;
             inner.publish(&id);
         }
     }
 }
 
 impl Entry {
-    /// Returns true if its process is an engine of another program than the installed one.
-    fn needs_upgrade(&self) -> bool {
-        match (self.program, &self.status) {
-            (Comparison::Done { differs }, Some(Status::Engine(_))) => differs,
-            (_, Some(Status::Engine(engine))) => {
-                !engine.version.is_empty() && engine.version != env!("CARGO_PKG_VERSION")
-            }
-            _ => false,
-        }
+    /// Returns true if its process is an engine of another program than the installed one; none if that is
+    /// not known.
+    fn needs_upgrade(&self) -> Option<bool> {
+        let Some(Status::Engine(engine)) = &self.status else { return None };
+        self.program.needs_upgrade(&engine.version)
     }
 }
 

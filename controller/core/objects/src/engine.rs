@@ -127,8 +127,9 @@ pub struct EngineStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rebuild: Option<RebuildLimits>,
     /// True if the process runs another program than the one that is installed on its node.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub needs_upgrade: bool,
+    // Absent if the agent has not compared them yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub needs_upgrade: Option<bool>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]

@@ -58,7 +58,8 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
     );
     assert_ill(
         |example| {
-            example.engine_says(crate::observed::EngineView { needs_upgrade: true, ..Default::default() })
+            example
+                .engine_says(crate::observed::EngineView { needs_upgrade: Some(true), ..Default::default() })
         },
         "engine-versions",
         Warned,

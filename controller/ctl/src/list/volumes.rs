@@ -65,9 +65,10 @@ fn entry(volume: v1::Volume) -> Entry {
 /// Returns a word if the engine of a volume has one to be replaced; empty without an engine.
 fn needs_upgrade(volume: &v1::Volume) -> &'static str {
     let is_attached = !volume.current_node.is_empty();
-    match volume.engine.as_ref().filter(|_| is_attached) {
-        Some(engine) if engine.needs_upgrade => "yes",
-        Some(_) => "no",
+    match volume.engine.as_ref().filter(|_| is_attached).map(|engine| engine.needs_upgrade) {
+        Some(Some(true)) => "yes",
+        Some(Some(false)) => "no",
+        Some(None) => "unknown",
         None => "",
     }
 }
@@ -75,6 +76,22 @@ fn needs_upgrade(volume: &v1::Volume) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_engine_that_is_not_compared_is_not_current() {
+        let cell = |needs_upgrade, node: &str| {
+            let engine = Some(v1::Engine { needs_upgrade, ..v1::Engine::default() });
+            needs_upgrade_of(v1::Volume { engine, current_node: node.to_owned(), ..v1::Volume::default() })
+        };
+        let needs = [Some(true), Some(false), None].map(|needs_upgrade| cell(needs_upgrade, "n1"));
+        assert_eq!(needs, ["yes", "no", "unknown"]);
+        assert_eq!(cell(None, ""), "", "the volume is detached");
+    }
+
+    fn needs_upgrade_of(volume: v1::Volume) -> String {
+        let at = COLUMNS.iter().position(|column| column.header == "NEEDS-UPGRADE").unwrap();
+        entry(volume).rows[0][at].clone()
+    }
 
     #[test]
     fn a_row_has_a_cell_for_each_column_and_shows_claim_and_workload() {

@@ -54,9 +54,12 @@ fn an_engine_of_another_program_is_a_condition_until_it_is_replaced() {
     let volume = shown(&cluster, &agents);
     assert!(volume.status.conditions.get(ConditionType::EngineCurrent).is_none(), "it always was current");
     cluster.insert(volume.into());
-    for needs_upgrade in [true, false] {
+    // The comparison of an engine takes a moment: the last result stays until then.
+    for (compared, needs_upgrade) in
+        [(Some(true), true), (None, true), (Some(false), false), (None, false), (Some(true), true)]
+    {
         let engine = cluster.engines["v"].clone();
-        let status = EngineStatus { needs_upgrade, ..engine.status.clone() };
+        let status = EngineStatus { needs_upgrade: compared, ..engine.status.clone() };
         cluster.insert(Engine { status, ..engine }.into());
         let volume = shown(&cluster, &agents);
         let current = volume.status.conditions.get(ConditionType::EngineCurrent).unwrap().clone();

@@ -2,7 +2,7 @@
 
 use super::Run;
 use crate::NodeName;
-use crate::objects::{ConditionType, Display, Engine, Finding, Replica, Volume, VolumeState};
+use crate::objects::{ConditionType, CurrentState, Display, Engine, Finding, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
 use crate::reconcile::quiet_left;
 
@@ -44,13 +44,14 @@ impl Run<'_> {
     }
 
     /// Notes whether the engine runs the program that is installed on its node. A volume whose engine always
-    /// did has no such condition.
+    /// did has no such condition. The condition stays while the programs are not compared yet.
     fn note_program(&mut self) {
-        let outdated = self.engine.filter(|engine| engine.status.needs_upgrade);
-        let finding = match outdated {
-            Some(engine) => needs_upgrade(engine),
-            None if self.next.status.conditions.get(ConditionType::EngineCurrent).is_none() => return,
-            None => Finding::Well,
+        let running = self.engine.filter(|engine| engine.status.current_state == CurrentState::Running);
+        let has_condition = self.next.status.conditions.get(ConditionType::EngineCurrent).is_some();
+        let finding = match running.map(|engine| (engine, engine.status.needs_upgrade)) {
+            Some((engine, Some(true))) => needs_upgrade(engine),
+            Some((_, Some(false))) | None if has_condition => Finding::Well,
+            _ => return,
         };
         self.next.status.conditions.set(ConditionType::EngineCurrent, finding, self.context.now);
     }

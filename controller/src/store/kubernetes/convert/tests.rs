@@ -140,7 +140,7 @@ fn full_engine() -> Engine {
             damaged_ranges: 2,
             expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
             rebuild: Some(REBUILD),
-            needs_upgrade: true,
+            needs_upgrade: Some(true),
         },
     }
 }
