@@ -156,11 +156,13 @@ impl Node for NodeService {
         request: Request<v1::UpgradeEngineRequest>,
     ) -> Answer<v1::UpgradeEngineResponse> {
         let request = request.into_inner();
-        let upgraded = self.hub.upgrade(name(&request.volume)?, request.attach).await?;
+        let v1::UpgradeEngineRequest { volume, attach, only_outdated } = request;
+        let upgraded = self.hub.upgrade(name(&volume)?, attach, only_outdated).await?;
         Ok(Response::new(v1::UpgradeEngineResponse {
             pause_ms: u64::try_from(upgraded.pause.as_millis()).unwrap_or(u64::MAX),
             old_pid: upgraded.old_pid,
             new_pid: upgraded.new_pid,
+            already_current: upgraded.old_pid == upgraded.new_pid,
         }))
     }
 

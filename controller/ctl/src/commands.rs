@@ -257,7 +257,8 @@ impl Session {
     }
 
     async fn upgrade(&mut self, name: String) -> Result<String, CtlError> {
-        let mut request = tonic::Request::new(v1::GetVolumeRequest { name: name.clone() });
+        let mut request =
+            tonic::Request::new(v1::UpgradeVolumeEngineRequest { name: name.clone(), only_outdated: false });
         request.set_timeout(UPGRADE_LIMIT);
         let upgraded = self.client.upgrade_volume_engine(request).await.map_err(self.error())?.into_inner();
         output::upgrade(self.format, &name, &upgraded)

@@ -1,37 +1,44 @@
 //! The command upgrade engines: replaces the engines that run another program than the installed one.
 //!
 //! The engines themselves show which of them are left, so the command can be repeated, and another controller
-//! may answer meanwhile.
+//! may answer meanwhile. The agents compare the programs again before each replacement, so two commands at
+//! the same time replace each engine once.
 
+mod replace;
+
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
-use shorthorn_types::status::EnginePhase;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
+use tonic::Status;
 use tonic::transport::Channel;
-use tonic::{Code, Status};
 
 use super::calls::limited;
-use super::error::{CtlError, is_unreachable};
+use super::error::CtlError;
 use super::format::{Format, seconds};
 use super::output;
+use replace::{Failure, One, is_passing, is_serving, needs_upgrade};
 
-/// The longest that the agent may take to replace one engine.
-const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
-/// The interval of queries for the state of a volume.
-const POLL: Duration = Duration::from_millis(300);
 /// The number of volumes in a request.
 const PAGE: u32 = 500;
+/// The interval of reading the list while agents compare programs.
+const LIST_EVERY: Duration = Duration::from_secs(1);
+/// The longest that the command waits at the end for agents to compare programs.
+const COMPARE_LIMIT: Duration = Duration::from_secs(30);
+/// The most volumes that a message names.
+const NAMES_MAX: usize = 10;
 
 /// Commands for upgrades.
 #[derive(Debug, Subcommand)]
 pub enum UpgradeCommand {
     /// Replaces the engines that run another program than their node has, after an upgrade of its package.
-    /// Devices stay in use. Stops at the first failure, and can be repeated
+    /// Devices stay in use. Reports engines that cannot be replaced, and continues with the others. Stops if
+    /// a new engine does not serve as well as the former one. Can be repeated
     Engines(EnginesArgs),
 }
 
@@ -47,7 +54,7 @@ pub struct EnginesArgs {
     /// Shows the engines that need it, and replaces none
     #[arg(long)]
     pub dry_run: bool,
-    /// Maximum seconds to wait until the volume of an engine is as healthy as before
+    /// Maximum seconds to replace one engine and to wait until its volume is as healthy as before
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = seconds)]
     pub timeout: Duration,
 }
@@ -62,19 +69,23 @@ struct Replaced {
     /// The pause of requests; absent if the answer was lost with its controller.
     #[serde(skip_serializing_if = "Option::is_none")]
     pause_ms: Option<u64>,
+    /// True if the programs are not compared yet, in a plan.
+    #[serde(rename = "unknown", skip_serializing_if = "std::ops::Not::not")]
+    is_unknown: bool,
 }
 
-/// The standing of a volume whose engine is replaced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing {
-    /// The engine runs the former program.
-    Former,
-    /// The engine runs the installed program, and the volume is not as healthy as before.
-    Recovering,
-    /// The engine runs the installed program, and the volume is as healthy as before.
-    Done,
-    /// The volume was detached or has moved: its next engine is a new process.
-    Gone,
+impl Replaced {
+    const fn new(volume: String, node: String) -> Replaced {
+        Replaced { volume, node, pause_ms: None, is_unknown: false }
+    }
+}
+
+/// Volumes by the comparison of the programs of their engines.
+#[derive(Debug, Default)]
+struct Found {
+    outdated: Vec<v1::Volume>,
+    /// The agents have not compared them yet.
+    unknown: Vec<v1::Volume>,
 }
 
 /// Replaces the engines of `args`.
@@ -85,57 +96,180 @@ pub(super) async fn run(
     command: UpgradeCommand,
 ) -> Result<String, CtlError> {
     let UpgradeCommand::Engines(args) = command;
-    let mut waiting = outdated(client, &args.nodes).await.map_err(|status| CtlError::of(&status, server))?;
-    let all = waiting.len();
+    let found = find(client, &args.nodes).await.map_err(|status| CtlError::of(&status, server))?;
     if args.dry_run {
-        return shown(format, &waiting.iter().map(|volume| replaced(volume, None)).collect::<Vec<_>>(), true);
+        return plan(format, found);
     }
-    waiting.reverse();
-    let mut running = JoinSet::new();
-    let (mut done, mut failure) = (Vec::new(), None);
-    loop {
-        while failure.is_none()
-            && running.len() < usize::try_from(args.max_parallel).unwrap_or(usize::MAX)
-            && let Some(volume) = waiting.pop()
-        {
-            let deadline = Instant::now() + args.timeout;
-            let one = One { client: client.clone(), server: server.to_owned(), volume, deadline };
-            running.spawn(one.replace());
-        }
-        match running.join_next().await {
-            Some(Ok(Ok(one))) => {
-                if format.is_for_people() {
-                    output::print(&line(&one))?;
+    let mut rollout = Rollout {
+        client: client.clone(),
+        server: server.to_owned(),
+        format,
+        args,
+        begun: BTreeSet::new(),
+        waiting: VecDeque::new(),
+        done: Vec::new(),
+        failures: Vec::new(),
+        unknown: Vec::new(),
+        is_stopped: false,
+    };
+    rollout.run(found).await?;
+    rollout.result()
+}
+
+/// The replacement of many engines.
+struct Rollout {
+    client: ControllerClient<Channel>,
+    server: String,
+    format: Format,
+    args: EnginesArgs,
+    /// The names of the volumes whose turn has come.
+    begun: BTreeSet<String>,
+    waiting: VecDeque<v1::Volume>,
+    done: Vec<Replaced>,
+    failures: Vec<String>,
+    /// The names of the volumes whose engines are not compared yet.
+    unknown: Vec<String>,
+    is_stopped: bool,
+}
+
+impl Rollout {
+    /// Replaces the engines in `found`, and those that further lists show. Each volume has one turn.
+    async fn run(&mut self, mut found: Found) -> Result<(), CtlError> {
+        let mut unknown_until = None;
+        loop {
+            found.outdated.retain(|volume| !self.begun.contains(&volume.name));
+            if !found.outdated.is_empty() {
+                self.replace_all(found.outdated).await?;
+                unknown_until = None;
+            } else if !found.unknown.is_empty() {
+                let limit = COMPARE_LIMIT.min(self.args.timeout);
+                let until = *unknown_until.get_or_insert_with(|| Instant::now() + limit);
+                if Instant::now() >= until {
+                    self.unknown = found.unknown.into_iter().map(|volume| volume.name).collect();
+                    return Ok(());
                 }
-                done.push(one);
+                sleep(LIST_EVERY).await;
+            } else {
+                return Ok(());
             }
-            // Those that have begun are waited for; none begins after a failure.
-            Some(Ok(Err(error))) => failure = failure.or(Some(error)),
-            Some(Err(lost)) => failure = failure.or_else(|| Some(lost.to_string())),
-            None => break,
+            if self.is_stopped {
+                return Ok(());
+            }
+            found = self.find_again().await?;
         }
     }
-    match failure {
-        None => shown(format, &done, false),
-        Some(failure) => Err(CtlError::Incomplete(format!(
-            "{failure}. {} of {all} engines are replaced, and {} were left alone; after the repair, replace \
-             the rest with another shorthornctl upgrade engines",
-            done.len(),
-            waiting.len()
-        ))),
+
+    /// Reads the list, also while the controller is replaced.
+    async fn find_again(&self) -> Result<Found, CtlError> {
+        let deadline = Instant::now() + self.args.timeout;
+        loop {
+            match find(&self.client, &self.args.nodes).await {
+                Ok(found) => return Ok(found),
+                Err(status) if is_passing(&status, false) && Instant::now() < deadline => {
+                    sleep(LIST_EVERY).await;
+                }
+                Err(status) => return Err(CtlError::of(&status, &self.server)),
+            }
+        }
+    }
+
+    async fn replace_all(&mut self, outdated: Vec<v1::Volume>) -> Result<(), CtlError> {
+        // The healthy ones first: one that does not serve is waited for.
+        let (serving, sick): (Vec<_>, Vec<_>) = outdated.into_iter().partition(is_serving);
+        self.waiting.extend(serving.into_iter().chain(sick));
+        let mut running = JoinSet::new();
+        loop {
+            while !self.is_stopped
+                && running.len() < usize::try_from(self.args.max_parallel).unwrap_or(usize::MAX)
+                && let Some(volume) = self.waiting.pop_front()
+            {
+                self.begun.insert(volume.name.clone());
+                let (client, server) = (self.client.clone(), self.server.clone());
+                let deadline = Instant::now() + self.args.timeout;
+                let (volume, node) = (volume.name, volume.current_node);
+                running.spawn(One { client, server, volume, node, deadline }.replace());
+            }
+            // Those that have begun are waited for, also if no other one is to begin.
+            match running.join_next().await {
+                Some(Ok(Ok(one))) => self.take(one)?,
+                Some(Ok(Err(failure))) => self.fail(failure)?,
+                Some(Err(lost)) => self.fail(Failure { sentence: lost.to_string(), is_general: true })?,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    fn take(&mut self, one: Option<Replaced>) -> Result<(), CtlError> {
+        let Some(one) = one else { return Ok(()) };
+        if self.format.is_for_people() {
+            output::print(&line(&one))?;
+        }
+        self.done.push(one);
+        Ok(())
+    }
+
+    fn fail(&mut self, failure: Failure) -> Result<(), CtlError> {
+        output::complain(&failure.sentence)?;
+        self.failures.push(failure.sentence);
+        self.is_stopped |= failure.is_general;
+        Ok(())
+    }
+
+    fn result(self) -> Result<String, CtlError> {
+        let text = shown(self.format, &self.done)?;
+        let Some(problem) = self.problem() else { return Ok(text) };
+        if !self.format.is_for_people() {
+            output::print(&text)?;
+        }
+        Err(CtlError::Incomplete(problem))
+    }
+
+    /// Returns the summary if something is left to do.
+    fn problem(&self) -> Option<String> {
+        let Rollout { done, failures, waiting, unknown, .. } = self;
+        let mut parts = Vec::new();
+        if !failures.is_empty() {
+            let all = done.len() + failures.len() + waiting.len();
+            parts.push(format!(
+                "{} of {all} engines are replaced, {} failed, and {} were left alone",
+                done.len(),
+                failures.len(),
+                waiting.len()
+            ));
+        }
+        if !unknown.is_empty() {
+            let mut names = unknown[..unknown.len().min(NAMES_MAX)].join(", ");
+            if unknown.len() > NAMES_MAX {
+                names.push_str(", …");
+            }
+            parts.push(format!(
+                "the programs of {} engines are not compared with the installed ones yet: volumes {names}",
+                unknown.len()
+            ));
+        }
+        let remedy = "after the repair, replace the rest with another shorthornctl upgrade engines";
+        (!parts.is_empty()).then(|| format!("{}; {remedy}", parts.join("; ")))
     }
 }
 
-/// Returns the volumes on these nodes, or on all, whose engines run another program than the installed one.
-async fn outdated(client: &ControllerClient<Channel>, nodes: &[String]) -> Result<Vec<v1::Volume>, Status> {
-    let (mut client, mut found, mut page_token) = (client.clone(), Vec::new(), String::new());
+/// Returns the volumes on these nodes, or on all, whose engines run another program than the installed one,
+/// or may do so.
+async fn find(client: &ControllerClient<Channel>, nodes: &[String]) -> Result<Found, Status> {
+    let (mut client, mut found, mut page_token) = (client.clone(), Found::default(), String::new());
     loop {
         let request = v1::ListVolumesRequest { page_size: PAGE, page_token, ..Default::default() };
         let page = client.list_volumes(limited(request)).await?.into_inner();
-        found.extend(page.volumes.into_iter().filter(|volume| {
+        for volume in page.volumes {
             let is_wanted = nodes.is_empty() || nodes.contains(&volume.current_node);
-            is_wanted && !volume.current_node.is_empty() && needs_upgrade(volume)
-        }));
+            if !is_wanted || volume.current_node.is_empty() {
+                continue;
+            }
+            match needs_upgrade(&volume) {
+                Some(true) => found.outdated.push(volume),
+                Some(false) => {}
+                None => found.unknown.push(volume),
+            }
+        }
         if page.next_page_token.is_empty() {
             return Ok(found);
         }
@@ -143,128 +277,34 @@ async fn outdated(client: &ControllerClient<Channel>, nodes: &[String]) -> Resul
     }
 }
 
-fn needs_upgrade(volume: &v1::Volume) -> bool {
-    volume.engine.as_ref().is_some_and(|engine| engine.needs_upgrade == Some(true))
-}
-
-/// Returns the number of members of the view.
-fn members(volume: &v1::Volume) -> usize {
-    let mode =
-        |replica: &&v1::Replica| replica.shown_mode() == Some(shorthorn_types::status::MemberMode::Member);
-    volume.replicas.iter().filter(mode).count()
-}
-
-/// Returns the standing of the volume that was `before`.
-fn standing(before: &v1::Volume, now: &v1::Volume) -> Standing {
-    if now.attach != before.attach || now.current_node != before.current_node {
-        return Standing::Gone;
-    }
-    let phase = now.engine.as_ref().and_then(v1::Engine::known_phase);
-    let is_serving = phase == Some(EnginePhase::Serving);
-    let is_whole = now.robustness == "healthy"
-        || (before.robustness != "healthy" && is_serving && members(now) >= members(before));
-    match (needs_upgrade(now), is_serving && is_whole) {
-        (true, _) => Standing::Former,
-        (false, true) => Standing::Done,
-        (false, false) => Standing::Recovering,
-    }
-}
-
-/// An engine to replace.
-struct One {
-    client: ControllerClient<Channel>,
-    server: String,
-    volume: v1::Volume,
-    deadline: Instant,
-}
-
-impl One {
-    /// Replaces the engine, and waits until its volume is as healthy as before.
-    async fn replace(mut self) -> Result<Replaced, String> {
-        let mut pause_ms = None;
-        // The answer of an order may be lost with its controller: the engine shows whether it is done.
-        let mut last = None;
-        while pause_ms.is_none() && self.look().await?.is_none_or(|standing| standing == Standing::Former) {
-            self.check_deadline(last.as_ref())?;
-            match self.order().await {
-                Ok(upgraded) => pause_ms = Some(upgraded.pause_ms),
-                Err(status) if is_passing(&status, last.is_some()) => last = Some(status),
-                Err(status) => return Err(self.sentence(&CtlError::of(&status, &self.server).to_string())),
-            }
-            if last.is_some() && pause_ms.is_none() {
-                sleep(POLL).await;
-            }
-        }
-        while !matches!(self.look().await?, Some(Standing::Done | Standing::Gone)) {
-            if Instant::now() >= self.deadline {
-                let why =
-                    "the new engine serves not as well as the former one in time: shorthornctl volume why";
-                return Err(self.sentence(&format!("{why} {} has the reason", self.volume.name)));
-            }
-            sleep(POLL).await;
-        }
-        Ok(replaced(&self.volume, pause_ms))
-    }
-
-    async fn order(&mut self) -> Result<v1::UpgradeEngineResponse, Status> {
-        let mut request = tonic::Request::new(v1::GetVolumeRequest { name: self.volume.name.clone() });
-        request.set_timeout(UPGRADE_LIMIT);
-        Ok(self.client.upgrade_volume_engine(request).await?.into_inner())
-    }
-
-    /// Returns the standing of the volume; none if no controller answers at the moment.
-    async fn look(&mut self) -> Result<Option<Standing>, String> {
-        let request = limited(v1::GetVolumeRequest { name: self.volume.name.clone() });
-        match self.client.get_volume(request).await {
-            Ok(now) => Ok(Some(standing(&self.volume, now.get_ref()))),
-            Err(status) if status.code() == Code::NotFound => Ok(Some(Standing::Gone)),
-            Err(status) if is_passing(&status, false) && Instant::now() < self.deadline => Ok(None),
-            Err(status) => Err(self.sentence(&CtlError::of(&status, &self.server).to_string())),
-        }
-    }
-
-    fn check_deadline(&self, last: Option<&Status>) -> Result<(), String> {
-        if Instant::now() < self.deadline {
-            return Ok(());
-        }
-        let why = last.map_or("no controller answers", Status::message);
-        Err(self.sentence(&format!("not replaced in time: {why}")))
-    }
-
-    fn sentence(&self, problem: &str) -> String {
-        format!("the engine of volume {} on node {}: {problem}", self.volume.name, self.volume.current_node)
-    }
-}
-
-/// Returns true if the call can succeed when it is repeated. `was_lost`: the answer of an earlier one is not
-/// known, so that the engine may be starting.
-fn is_passing(status: &Status, was_lost: bool) -> bool {
-    let starts = was_lost && status.code() == Code::FailedPrecondition;
-    starts || is_unreachable(status) || matches!(status.code(), Code::Unavailable | Code::Cancelled)
-}
-
-fn replaced(volume: &v1::Volume, pause_ms: Option<u64>) -> Replaced {
-    Replaced { volume: volume.name.clone(), node: volume.current_node.clone(), pause_ms }
-}
-
 fn line(one: &Replaced) -> String {
     let pause = one.pause_ms.map_or_else(String::new, |ms| format!("; requests waited for {ms} ms"));
     format!("volume {} on node {}: its engine is replaced{pause}", one.volume, one.node)
 }
 
-fn shown(format: Format, engines: &[Replaced], is_plan: bool) -> Result<String, CtlError> {
+fn plan(format: Format, found: Found) -> Result<String, CtlError> {
+    let engine = |volume: v1::Volume| Replaced::new(volume.name, volume.current_node);
+    let outdated = found.outdated.into_iter().map(engine);
+    let unknown = found.unknown.into_iter().map(|volume| Replaced { is_unknown: true, ..engine(volume) });
+    let engines: Vec<Replaced> = outdated.chain(unknown).collect();
+    if !format.is_for_people() || engines.is_empty() {
+        return shown(format, &engines);
+    }
+    let remark = |one: &Replaced| if one.is_unknown { ": its program is not compared yet" } else { "" };
+    Ok(engines
+        .iter()
+        .map(|one| format!("volume {} on node {}{}\n", one.volume, one.node, remark(one)))
+        .collect())
+}
+
+fn shown(format: Format, engines: &[Replaced]) -> Result<String, CtlError> {
     if !format.is_for_people() {
         return output::for_programs(format, &engines);
     }
-    if is_plan && !engines.is_empty() {
-        let lines = engines.iter().map(|one| format!("volume {} on node {}\n", one.volume, one.node));
-        return Ok(lines.collect());
-    }
-    let (number, verb) = (engines.len(), if is_plan { "need to be" } else { "are" });
-    Ok(if number == 0 {
+    Ok(if engines.is_empty() {
         "every engine runs the program that is installed on its node".to_owned()
     } else {
-        format!("engines that {verb} replaced: {number}")
+        format!("engines that are replaced: {}", engines.len())
     })
 }
 
@@ -272,56 +312,30 @@ fn shown(format: Format, engines: &[Replaced], is_plan: bool) -> Result<String, 
 mod tests {
     use super::*;
 
-    fn volume(needs_upgrade: bool, phase: EnginePhase, robustness: &str) -> v1::Volume {
-        let needs_upgrade = Some(needs_upgrade);
-        let engine = v1::Engine { needs_upgrade, ..v1::Engine::default() }.with_phase(phase);
-        v1::Volume {
-            name: "v".to_owned(),
-            attach: 3,
-            current_node: "n1".to_owned(),
-            robustness: robustness.to_owned(),
-            engine: Some(engine),
-            ..v1::Volume::default()
-        }
-    }
-
-    #[test]
-    fn an_engine_is_done_when_its_volume_is_as_healthy_as_before() {
-        use EnginePhase::{Serving, Starting};
-        let before = volume(true, Serving, "healthy");
-        let now = |volume: v1::Volume| standing(&before, &volume);
-        assert_eq!(now(before.clone()), Standing::Former);
-        assert_eq!(now(volume(false, Starting, "unknown")), Standing::Recovering);
-        assert_eq!(now(volume(false, Serving, "degraded")), Standing::Recovering, "it was healthy");
-        assert_eq!(now(volume(false, Serving, "healthy")), Standing::Done);
-        assert_eq!(now(v1::Volume { attach: 4, ..before.clone() }), Standing::Gone);
-        assert_eq!(now(v1::Volume { current_node: String::new(), ..before.clone() }), Standing::Gone);
-        // A volume that lacks a replica needs no more than it had.
-        let degraded = volume(true, Serving, "degraded");
-        assert_eq!(standing(&degraded, &volume(false, Serving, "degraded")), Standing::Done);
-        assert_eq!(standing(&degraded, &volume(false, Starting, "unknown")), Standing::Recovering);
-    }
-
-    #[test]
-    fn a_refusal_ends_the_command_and_a_lost_controller_does_not() {
-        assert!(is_passing(&Status::unavailable("the agent does not answer"), false));
-        let refused = Status::failed_precondition("the engine does not serve");
-        assert!(!is_passing(&refused, false));
-        assert!(is_passing(&refused, true), "it may be the new engine, which starts");
-        assert!(!is_passing(&Status::not_found("no such volume"), true));
-    }
-
     #[test]
     fn people_and_programs_see_each_engine() {
-        let one = Replaced { volume: "v".to_owned(), node: "n1".to_owned(), pause_ms: Some(40) };
+        let one = Replaced { pause_ms: Some(40), ..Replaced::new("v".to_owned(), "n1".to_owned()) };
         assert_eq!(line(&one), "volume v on node n1: its engine is replaced; requests waited for 40 ms");
-        assert_eq!(
-            shown(Format::Table, std::slice::from_ref(&one), false).unwrap(),
-            "engines that are replaced: 1"
-        );
-        assert!(shown(Format::Table, &[], true).unwrap().contains("every engine"));
-        let json: serde_json::Value =
-            serde_json::from_str(&shown(Format::Json, &[one], false).unwrap()).unwrap();
+        assert_eq!(shown(Format::Table, std::slice::from_ref(&one)).unwrap(), "engines that are replaced: 1");
+        assert!(shown(Format::Table, &[]).unwrap().contains("every engine"));
+        let json: serde_json::Value = serde_json::from_str(&shown(Format::Json, &[one]).unwrap()).unwrap();
         assert_eq!((&json[0]["nodeID"], &json[0]["pauseMs"]), (&"n1".into(), &40.into()));
+    }
+
+    #[test]
+    fn a_plan_names_the_engines_that_are_not_compared() {
+        let volume = |name: &str| v1::Volume {
+            name: name.to_owned(),
+            current_node: "n1".to_owned(),
+            ..v1::Volume::default()
+        };
+        let found = || Found { outdated: vec![volume("a")], unknown: vec![volume("b")] };
+        assert_eq!(
+            plan(Format::Table, found()).unwrap(),
+            "volume a on node n1\nvolume b on node n1: its program is not compared yet\n"
+        );
+        let json: serde_json::Value = serde_json::from_str(&plan(Format::Json, found()).unwrap()).unwrap();
+        assert_eq!((&json[0]["unknown"], &json[1]["unknown"]), (&serde_json::Value::Null, &true.into()));
+        assert!(plan(Format::Table, Found::default()).unwrap().contains("every engine"));
     }
 }

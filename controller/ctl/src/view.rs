@@ -315,7 +315,7 @@ mod tests {
         has_keys(v1::ReplicaMove::default(), moved);
         has_keys(v1::Salvage::default(), "attach by decided done losses reason replicaID");
         has_keys(v1::ScrubStatus::default(), "atBytes found last repaired running snapshot");
-        has_keys(v1::UpgradeEngineResponse::default(), "newPid oldPid pauseMs");
+        has_keys(v1::UpgradeEngineResponse::default(), "alreadyCurrent newPid oldPid pauseMs");
         has_keys(v1::View::default(), "attach members nonce number restart");
         has_keys(v1::Workload::default(), "kind name phase pod");
     }

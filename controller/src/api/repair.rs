@@ -35,10 +35,14 @@ impl Api {
         self.show(&name).map(Response::new)
     }
 
-    pub(super) async fn upgrade(&self, volume: String) -> Reply<v1::UpgradeEngineResponse> {
+    pub(super) async fn upgrade(
+        &self,
+        request: v1::UpgradeVolumeEngineRequest,
+    ) -> Reply<v1::UpgradeEngineResponse> {
+        let v1::UpgradeVolumeEngineRequest { name: volume, only_outdated } = request;
         let location = requests::engine_location(&self.store.state(), &volume);
         let (node, attach) = location.map_err(|error| status::of_request(&error))?;
-        let request = v1::UpgradeEngineRequest { volume, attach };
+        let request = v1::UpgradeEngineRequest { volume, attach, only_outdated };
         let upgraded = self.fleet.upgrade_engine(&node, request).await;
         upgraded.map(Response::new).map_err(|error| status::of_call(&error))
     }

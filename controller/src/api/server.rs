@@ -265,9 +265,9 @@ impl Controller for Api {
 
     async fn upgrade_volume_engine(
         &self,
-        request: Request<v1::GetVolumeRequest>,
+        request: Request<v1::UpgradeVolumeEngineRequest>,
     ) -> Reply<v1::UpgradeEngineResponse> {
-        self.upgrade(request.into_inner().name).await
+        self.upgrade(request.into_inner()).await
     }
 
     async fn inspect_replicas(

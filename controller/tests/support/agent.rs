@@ -3,7 +3,7 @@
 #[path = "agent/service.rs"]
 mod service;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -19,8 +19,8 @@ use tokio::net::UnixListener;
 use tokio::sync::broadcast;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
-use tonic::Status;
 use tonic::transport::Server;
+use tonic::{Code, Status};
 
 type Key = (i32, String);
 
@@ -52,6 +52,10 @@ struct State {
     trash: Vec<v1::TrashedReplica>,
     /// The committed view of each directory.
     views: BTreeMap<String, v1::View>,
+    /// Answers of the next calls to upgrade an engine. True: nothing was done before that answer.
+    fails_upgrades: VecDeque<(Code, bool)>,
+    /// Engines that were replaced.
+    upgrades: u32,
 }
 
 /// An action that happens once.
@@ -164,6 +168,16 @@ impl FakeAgent {
 
     pub fn directories(&self) -> BTreeSet<String> {
         self.state().directories.clone()
+    }
+
+    /// Answers the next calls to upgrade an engine with these codes. True: before anything is done.
+    pub fn fail_upgrades(&self, answers: &[(Code, bool)]) {
+        self.state().fails_upgrades = answers.iter().copied().collect();
+    }
+
+    /// Returns the number of engines that were ever replaced.
+    pub fn upgrades(&self) -> u32 {
+        self.state().upgrades
     }
 
     /// Returns the number of processes that were ever started.

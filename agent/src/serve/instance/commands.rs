@@ -15,6 +15,7 @@ use tokio::time::{Instant, timeout};
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
 use crate::serve::instance::hub::finish;
+use crate::serve::instance::program::{self, Comparison};
 use crate::serve::instance::{Hub, InstanceId, Process, ProcessPhase, Spec, Watch, control_watch};
 
 /// The longest that the new process of an upgrade may take to serve.
@@ -31,7 +32,7 @@ pub struct Upgraded {
     pub pause: Duration,
     /// The process before.
     pub old_pid: i32,
-    /// The process since.
+    /// The process since; the same one if it was left alone.
     pub new_pid: i32,
 }
 
@@ -231,17 +232,28 @@ impl Hub {
         }
     }
 
-    /// Replaces the process of an engine under I/O; see the node API.
+    /// Replaces the process of an engine under I/O; see the node API. With `only_outdated`, a process that
+    /// runs the installed program is left alone.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] if it does not serve, [`NodeError::Unavailable`] if the new one does not
     /// serve in time: it continues to try.
-    pub async fn upgrade(self: &Arc<Hub>, volume: VolumeName, attach: u64) -> Result<Upgraded, NodeError> {
-        let hub = Arc::clone(self);
-        finish(tokio::spawn(async move { hub.upgrade_now(InstanceId::Engine(volume), attach).await })).await
+    pub async fn upgrade(
+        self: &Arc<Hub>,
+        volume: VolumeName,
+        attach: u64,
+        only_outdated: bool,
+    ) -> Result<Upgraded, NodeError> {
+        let (hub, id) = (Arc::clone(self), InstanceId::Engine(volume));
+        finish(tokio::spawn(async move { hub.upgrade_now(id, attach, only_outdated).await })).await
     }
 
-    async fn upgrade_now(&self, id: InstanceId, attach: u64) -> Result<Upgraded, NodeError> {
+    async fn upgrade_now(
+        &self,
+        id: InstanceId,
+        attach: u64,
+        only_outdated: bool,
+    ) -> Result<Upgraded, NodeError> {
         let gate = self.gate(&id);
         let _open = gate.lock().await;
         let (_, process) = self.engine_of(&id, attach)?;
@@ -250,6 +262,10 @@ impl Hub {
             let message = format!("the {id} does not serve: it can be upgraded when it does");
             return Err(NodeError::Precondition(message));
         };
+        // Behind the gate: of two callers, the second one meets the process that the first one has started.
+        if only_outdated && !is_outdated(&shown, old_pid).await? {
+            return Ok(Upgraded { pause: Duration::ZERO, old_pid, new_pid: old_pid });
+        }
         let mut watch = self.table().watch();
         self.backend().restart(&id).await?;
         let name = id.name();
@@ -343,6 +359,17 @@ fn is_serving(instance: &v1::Instance) -> bool {
 
 fn says_serving(instance: &v1::Instance) -> bool {
     matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving))
+}
+
+/// Returns true if the process of an engine runs another program than the installed one, or may do so.
+async fn is_outdated(engine: &v1::Instance, pid: i32) -> Result<bool, NodeError> {
+    let compared = blocking(move || Ok(program::differs(pid))).await?;
+    let comparison = compared.map_or(Comparison::ByVersion, |differs| Comparison::Done { differs });
+    let version = match &engine.detail {
+        Some(Detail::Engine(engine)) => engine.version.as_str(),
+        _ => "",
+    };
+    Ok(comparison.needs_upgrade(version).unwrap_or(true))
 }
 
 /// Watches one process go and the next one come.

@@ -218,9 +218,24 @@ impl Node for FakeAgent {
 
     async fn upgrade_engine(
         &self,
-        _: Request<v1::UpgradeEngineRequest>,
+        request: Request<v1::UpgradeEngineRequest>,
     ) -> Result<Response<v1::UpgradeEngineResponse>, Status> {
-        Ok(Response::new(v1::UpgradeEngineResponse { pause_ms: 42, old_pid: 2, new_pid: 3 }))
+        let v1::UpgradeEngineRequest { volume, attach, only_outdated } = request.into_inner();
+        let failure = self.state().fails_upgrades.pop_front();
+        if let Some((code, is_before)) = failure.filter(|(_, is_before)| *is_before) {
+            return Err(Status::new(code, format!("before: {is_before}")));
+        }
+        let mut already_current = false;
+        self.told(&volume, attach, |engine| {
+            already_current = only_outdated && engine.needs_upgrade == Some(false);
+            engine.needs_upgrade = Some(false);
+        })?;
+        self.state().upgrades += u32::from(!already_current);
+        if let Some((code, _)) = failure {
+            return Err(Status::new(code, "the agent has died"));
+        }
+        let (pause_ms, new_pid) = if already_current { (0, 2) } else { (42, 3) };
+        Ok(Response::new(v1::UpgradeEngineResponse { pause_ms, old_pid: 2, new_pid, already_current }))
     }
 
     async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Result<Response<v1::ScrubResponse>, Status> {

@@ -1,0 +1,283 @@
+//! Replaces the engine of one volume, and waits until the volume is as healthy as before.
+
+use std::time::Duration;
+
+use shorthorn_api::v1;
+use shorthorn_api::v1::controller_client::ControllerClient;
+use shorthorn_types::status::{EnginePhase, MemberMode};
+use tokio::time::{Instant, sleep};
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use super::Replaced;
+use crate::commands::limited;
+use crate::error::{CtlError, is_unreachable};
+
+/// The longest that the agent may take to replace one engine.
+const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
+/// The interval of queries for the state of a volume.
+const POLL: Duration = Duration::from_millis(300);
+
+/// The standing of a volume whose engine is replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// The engine runs the former program and serves.
+    Former,
+    /// The engine runs the former program and does not serve.
+    Sick,
+    /// The agent has not compared the program of the engine yet.
+    NotCompared,
+    /// The engine runs the installed program, and the volume is not as healthy as before.
+    Recovering,
+    /// The engine runs the installed program, and the volume is as healthy as before.
+    Done,
+    /// The volume was detached or has moved: its next engine is a new process.
+    Gone,
+}
+
+/// An engine that could not be replaced, or does not serve as well as before.
+#[derive(Debug)]
+pub(super) struct Failure {
+    /// The engine and the problem.
+    pub sentence: String,
+    /// True if other engines may have the same problem: the new program, or no controller.
+    pub is_general: bool,
+}
+
+/// An engine to replace.
+pub(super) struct One {
+    pub client: ControllerClient<Channel>,
+    pub server: String,
+    pub volume: String,
+    pub node: String,
+    pub deadline: Instant,
+}
+
+/// The steps so far.
+#[derive(Debug, Default)]
+struct Progress {
+    /// The volume just before the first order.
+    before: Option<v1::Volume>,
+    /// True if an order was sent.
+    is_ordered: bool,
+    /// True if an order was answered.
+    is_answered: bool,
+    /// The engine was left alone: another one has replaced it.
+    is_left_alone: bool,
+    pause_ms: Option<u64>,
+    /// The last order that got no answer of the agent.
+    lost: Option<Status>,
+    /// The volume as it was seen last; none if no controller answers.
+    standing: Option<Standing>,
+}
+
+impl One {
+    /// Replaces the engine, and waits until its volume is as healthy as before. Returns none if the engine
+    /// runs the installed program already, or is gone.
+    pub(super) async fn replace(mut self) -> Result<Option<Replaced>, Failure> {
+        let mut progress = Progress::default();
+        loop {
+            let now = self.look().await?;
+            progress.see(now.as_ref());
+            match progress.standing {
+                Some(Standing::Done | Standing::Gone) => break,
+                Some(Standing::Recovering) if !progress.is_ordered => break, // another one replaces it
+                Some(Standing::Former) if !progress.is_answered => self.order(&mut progress).await?,
+                _ => {}
+            }
+            if Instant::now() >= self.deadline {
+                return Err(self.late(&progress));
+            }
+            sleep(POLL).await;
+        }
+        let is_replaced = progress.is_ordered && !progress.is_left_alone;
+        let pause_ms = progress.pause_ms;
+        Ok(is_replaced.then(|| Replaced { pause_ms, ..Replaced::new(self.volume, self.node) }))
+    }
+
+    /// Returns the volume; none if no controller answers at the moment. A volume that is deleted is detached.
+    async fn look(&mut self) -> Result<Option<v1::Volume>, Failure> {
+        match self.client.get_volume(limited(v1::GetVolumeRequest { name: self.volume.clone() })).await {
+            Ok(now) => Ok(Some(now.into_inner())),
+            Err(status) if status.code() == Code::NotFound => Ok(Some(v1::Volume::default())),
+            Err(status) if is_passing(&status, false) => Ok(None),
+            Err(status) => Err(self.refused(&status)),
+        }
+    }
+
+    async fn order(&mut self, progress: &mut Progress) -> Result<(), Failure> {
+        let order = v1::UpgradeVolumeEngineRequest { name: self.volume.clone(), only_outdated: true };
+        let mut request = tonic::Request::new(order);
+        request.set_timeout(UPGRADE_LIMIT);
+        let was_lost = progress.lost.is_some();
+        match self.client.upgrade_volume_engine(request).await {
+            Ok(answer) => {
+                let v1::UpgradeEngineResponse { pause_ms, already_current, .. } = answer.into_inner();
+                // An order before, whose answer was lost, may be the one that was carried out.
+                progress.is_left_alone = already_current && !was_lost;
+                progress.pause_ms = (!already_current).then_some(pause_ms);
+                progress.is_answered = true;
+            }
+            Err(status) if is_passing(&status, was_lost) => progress.lost = Some(status),
+            Err(status) => return Err(self.refused(&status)),
+        }
+        progress.is_ordered = true;
+        Ok(())
+    }
+
+    fn refused(&self, status: &Status) -> Failure {
+        self.failure(&CtlError::of(status, &self.server).to_string(), false)
+    }
+
+    /// Returns the failure of an engine whose time is over.
+    fn late(&self, progress: &Progress) -> Failure {
+        let why = format!("shorthornctl volume why {} has the reason", self.volume);
+        match (progress.standing, &progress.lost) {
+            (None, _) => self.failure("not replaced in time: no controller answers", true),
+            (Some(Standing::NotCompared), _) if !progress.is_ordered => {
+                self.failure("not replaced in time: its agent has not compared its program", false)
+            }
+            (Some(Standing::Former | Standing::Sick), Some(lost)) if !progress.is_answered => {
+                self.failure(&format!("not replaced in time: {}", lost.message()), false)
+            }
+            (Some(Standing::Sick), _) => {
+                self.failure(&format!("not replaced in time, because it does not serve: {why}"), false)
+            }
+            (Some(Standing::Former), _) => {
+                self.failure("it is replaced, and runs another program than the installed one", false)
+            }
+            _ => {
+                let problem = "the new engine serves not as well as the former one in time";
+                self.failure(&format!("{problem}: {why}"), true)
+            }
+        }
+    }
+
+    fn failure(&self, problem: &str, is_general: bool) -> Failure {
+        let sentence = format!("the engine of volume {} on node {}: {problem}", self.volume, self.node);
+        Failure { sentence, is_general }
+    }
+}
+
+impl Progress {
+    /// Notes the volume as it is now. Until the first order, that is the volume before.
+    fn see(&mut self, now: Option<&v1::Volume>) {
+        self.standing = now.map(|now| {
+            if !self.is_ordered && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {
+                self.before = Some(now.clone());
+            }
+            self.before.as_ref().map_or(Standing::Gone, |before| standing(before, now))
+        });
+    }
+}
+
+/// Returns true if the engine of the volume needs to be replaced; none if that is not known.
+pub(super) fn needs_upgrade(volume: &v1::Volume) -> Option<bool> {
+    volume.engine.as_ref().and_then(|engine| engine.needs_upgrade)
+}
+
+/// Returns true if the engine of the volume serves.
+pub(super) fn is_serving(volume: &v1::Volume) -> bool {
+    volume.engine.as_ref().and_then(v1::Engine::known_phase) == Some(EnginePhase::Serving)
+}
+
+/// Returns the number of members of the view.
+fn members(volume: &v1::Volume) -> usize {
+    let is_member = |replica: &&v1::Replica| replica.shown_mode() == Some(MemberMode::Member);
+    volume.replicas.iter().filter(is_member).count()
+}
+
+fn is_same_engine(before: &v1::Volume, now: &v1::Volume) -> bool {
+    now.attach == before.attach && now.current_node == before.current_node
+}
+
+/// Returns the standing of the volume that was `before`.
+pub(super) fn standing(before: &v1::Volume, now: &v1::Volume) -> Standing {
+    if !is_same_engine(before, now) || now.current_node.is_empty() {
+        return Standing::Gone;
+    }
+    let is_whole =
+        now.robustness == "healthy" || (before.robustness != "healthy" && members(now) >= members(before));
+    match (needs_upgrade(now), is_serving(now)) {
+        (None, _) => Standing::NotCompared,
+        (Some(true), true) => Standing::Former,
+        (Some(true), false) => Standing::Sick,
+        (Some(false), true) if is_whole => Standing::Done,
+        (Some(false), _) => Standing::Recovering,
+    }
+}
+
+/// Returns true if the call can succeed when it is repeated, as after the death of a controller or an agent.
+/// `was_lost`: the answer of an earlier one is not known, so that the engine may be starting.
+pub(super) fn is_passing(status: &Status, was_lost: bool) -> bool {
+    let is_lost = matches!(
+        status.code(),
+        Code::Unavailable | Code::Cancelled | Code::Unknown | Code::Internal | Code::DeadlineExceeded
+    );
+    is_lost || is_unreachable(status) || (was_lost && status.code() == Code::FailedPrecondition)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn volume(needs_upgrade: Option<bool>, phase: EnginePhase, robustness: &str) -> v1::Volume {
+        let engine = v1::Engine { needs_upgrade, ..v1::Engine::default() }.with_phase(phase);
+        v1::Volume {
+            name: "v".to_owned(),
+            attach: 3,
+            current_node: "n1".to_owned(),
+            robustness: robustness.to_owned(),
+            engine: Some(engine),
+            ..v1::Volume::default()
+        }
+    }
+
+    #[test]
+    fn an_engine_is_done_when_its_volume_is_as_healthy_as_before() {
+        use EnginePhase::{Frozen, Serving, Starting};
+        let (outdated, current) = (Some(true), Some(false));
+        let before = volume(outdated, Serving, "healthy");
+        let now = |volume: v1::Volume| standing(&before, &volume);
+        assert_eq!(now(before.clone()), Standing::Former);
+        assert_eq!(now(volume(outdated, Frozen, "unknown")), Standing::Sick);
+        assert_eq!(now(volume(None, Serving, "healthy")), Standing::NotCompared, "of either program");
+        assert_eq!(now(volume(current, Starting, "unknown")), Standing::Recovering);
+        assert_eq!(now(volume(current, Serving, "degraded")), Standing::Recovering, "it was healthy");
+        assert_eq!(now(volume(current, Serving, "healthy")), Standing::Done);
+        assert_eq!(now(v1::Volume { attach: 4, ..before.clone() }), Standing::Gone);
+        assert_eq!(now(v1::Volume { current_node: String::new(), ..before.clone() }), Standing::Gone);
+        // A volume that lacks a replica needs no more than it had.
+        let degraded = volume(outdated, Serving, "degraded");
+        assert_eq!(standing(&degraded, &volume(current, Serving, "degraded")), Standing::Done);
+        assert_eq!(standing(&degraded, &volume(current, Starting, "unknown")), Standing::Recovering);
+    }
+
+    #[test]
+    fn the_volume_just_before_the_order_is_compared_with() {
+        use EnginePhase::Serving;
+        let mut progress = Progress::default();
+        progress.see(Some(&volume(Some(true), Serving, "healthy")));
+        // It loses a replica before its turn.
+        progress.see(Some(&volume(Some(true), Serving, "degraded")));
+        assert_eq!(progress.standing, Some(Standing::Former));
+        progress.is_ordered = true;
+        progress.see(Some(&volume(Some(false), Serving, "degraded")));
+        assert_eq!(progress.standing, Some(Standing::Done));
+        progress.see(None);
+        assert_eq!(progress.standing, None, "no controller answers");
+        progress.see(Some(&v1::Volume::default()));
+        assert_eq!(progress.standing, Some(Standing::Gone), "it was deleted");
+    }
+
+    #[test]
+    fn a_refusal_ends_the_attempt_and_a_lost_agent_or_controller_does_not() {
+        for code in [Code::Unavailable, Code::Cancelled, Code::Unknown, Code::Internal] {
+            assert!(is_passing(&Status::new(code, "transport error"), false), "{code}");
+        }
+        let refused = Status::failed_precondition("the engine does not serve");
+        assert!(!is_passing(&refused, false));
+        assert!(is_passing(&refused, true), "it may be the new engine, which starts");
+        assert!(!is_passing(&Status::not_found("no such volume"), true));
+    }
+}
