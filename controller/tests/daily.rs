@@ -197,3 +197,14 @@ async fn devices_that_may_become_disks_are_listed() {
     assert_eq!((all.len(), &all[1]["nodeID"], &all[1]["fits"]), (2, &"b".into(), &true.into()));
     assert_eq!(cluster.fails(&["disk", "discover", "--node", "z"]).await.0, 3);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn devices_of_many_nodes_come_in_pages() {
+    let names: Vec<String> = (10..45).map(|number| format!("n{number}")).collect();
+    let cluster = Cluster::start(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    let all = json(&cluster, &["disk", "discover", "-o", "json"]).await;
+    let all: Vec<&str> =
+        all.as_array().unwrap().iter().filter_map(|device| device["nodeID"].as_str()).collect();
+    let expected: Vec<&String> = names.iter().flat_map(|name| [name, name]).collect();
+    assert_eq!(all, expected, "two devices of each node");
+}

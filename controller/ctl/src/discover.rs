@@ -11,8 +11,10 @@ use super::error::CtlError;
 use super::format::Format;
 use super::{list, output};
 
-/// The longest that the examination of all devices may take.
+/// The longest that the examination of the devices of a page of nodes may take.
 const LIMIT: Duration = Duration::from_secs(90);
+/// The number of nodes in a request. The controller asks so many at the same time.
+const PAGE: u32 = 32;
 
 /// Lists the devices of all nodes, or of those that are named.
 pub(super) async fn run(
@@ -21,10 +23,20 @@ pub(super) async fn run(
     format: Format,
     args: DiscoverArgs,
 ) -> Result<String, CtlError> {
-    let mut request = tonic::Request::new(v1::DiscoverNodeDevicesRequest { nodes: args.nodes });
-    request.set_timeout(LIMIT);
-    let found = client.discover_devices(request).await.map_err(|status| CtlError::of(&status, server))?;
-    let nodes = found.into_inner().nodes;
+    let (mut nodes, mut page_token) = (Vec::new(), String::new());
+    loop {
+        let wanted = args.nodes.clone();
+        let request = v1::DiscoverNodeDevicesRequest { nodes: wanted, page_size: PAGE, page_token };
+        let mut request = tonic::Request::new(request);
+        request.set_timeout(LIMIT);
+        let found = client.discover_devices(request).await.map_err(|status| CtlError::of(&status, server))?;
+        let page = found.into_inner();
+        nodes.extend(page.nodes);
+        if page.next_page_token.is_empty() {
+            break;
+        }
+        page_token = page.next_page_token;
+    }
     let unknown = nodes.iter().filter(|node| !node.problem.is_empty()).count();
     let is_partial = unknown > 0 && unknown == nodes.len();
     let list = list::devices(nodes, args.all || !format.is_for_people());

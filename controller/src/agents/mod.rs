@@ -30,6 +30,7 @@ use tonic::{Code, Status};
 
 use self::cluster::OfCluster;
 use self::convert::Message;
+pub(crate) use self::discover::ASKED_MAX;
 use crate::counts::Metrics;
 use crate::queue::Queue;
 use crate::store::Store;

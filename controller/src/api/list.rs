@@ -17,13 +17,18 @@ pub(super) const PAGE_MAX: usize = 1000;
 const TOKEN: &str = "after:";
 
 /// A page of objects of a kind, in the order of their names.
-struct ListPage<'a, T> {
-    objects: Vec<&'a T>,
-    next_token: String,
+pub(super) struct ListPage<'a, T> {
+    pub objects: Vec<&'a T>,
+    pub next_token: String,
+}
+
+/// Returns the token of the page after the object of that name.
+pub(super) fn token_after(name: &str) -> String {
+    format!("{TOKEN}{name}")
 }
 
 /// Returns the page of the `wanted` objects after the one that `token` names.
-fn page<'a, T>(
+pub(super) fn page<'a, T>(
     all: &'a BTreeMap<String, T>,
     size: u32,
     token: &str,
@@ -45,7 +50,7 @@ fn page<'a, T>(
             format!("there are more than {PAGE_MAX}: ask with page_size, as a newer shorthornctl does");
         return Err(Status::resource_exhausted(message));
     }
-    let last = found.last().filter(|_| is_more).map(|(name, _)| format!("{TOKEN}{name}"));
+    let last = found.last().filter(|_| is_more).map(|(name, _)| token_after(name));
     let objects = found.into_iter().map(|(_, object)| object).collect();
     Ok(ListPage { objects, next_token: last.unwrap_or_default() })
 }
