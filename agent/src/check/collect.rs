@@ -24,8 +24,15 @@ use crate::serve::listen::ListenAddress;
 use crate::serve::network::{self, Interfaces};
 use crate::serve::{KubeletRoots, known_disks, longhorn, look_at_disk, tls};
 
-/// The directories of the rule that hides devices of volumes.
-const UDEV_RULES: [&str; 3] = ["/etc/udev/rules.d", "/usr/lib/udev/rules.d", "/lib/udev/rules.d"];
+/// The directories of the rule that hides devices of volumes, below the root. A file in an earlier one
+/// replaces those of its name in later ones (udev(7)).
+const UDEV_RULES: [&str; 5] = [
+    "etc/udev/rules.d",
+    "run/udev/rules.d",
+    "usr/local/lib/udev/rules.d",
+    "usr/lib/udev/rules.d",
+    "lib/udev/rules.d",
+];
 const UDEV_RULE: &str = "59-shorthorn.rules";
 /// The most addresses of other nodes that are probed, two seconds each at most.
 const PEERS_MAX: usize = 16;
@@ -101,9 +108,17 @@ fn block_tools() -> BlockTools {
         multipathd_runs: runs("multipathd"),
         multipath_config: files.iter().filter_map(|file| fs::read_to_string(file).ok()).collect(),
         has_lvm: is_there("/usr/sbin/lvm") || is_there("/sbin/lvm"),
-        has_udev_rule: UDEV_RULES.iter().any(|dir| Path::new(dir).join(UDEV_RULE).exists()),
+        has_udev_rule: has_udev_rule(Path::new("/")),
         udev_runs: is_there("/run/udev/control"),
     }
+}
+
+/// Returns true if udev reads the rule below this root. An administrator switches a rule off with an empty
+/// file or a link to /dev/null.
+fn has_udev_rule(root: &Path) -> bool {
+    let mut files = UDEV_RULES.iter().map(|folder| root.join(folder).join(UDEV_RULE));
+    let first = files.find(|file| file.symlink_metadata().is_ok());
+    first.and_then(|file| file.metadata().ok()).is_some_and(|file| file.is_file() && file.len() > 0)
 }
 
 /// Returns true if a process of that name runs.
@@ -316,6 +331,25 @@ mod tests {
         assert_eq!(listening(text), wanted);
         let text = "   0: 000000FD000000000000000001000000:2710 00:0000 0A\n";
         assert_eq!(listening(text), ["[fd00::1]:10000".parse().unwrap()]);
+    }
+
+    #[test]
+    fn the_udev_rule_counts_in_each_directory_unless_it_is_switched_off() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(!has_udev_rule(root.path()));
+        let file = |folder: &str| {
+            let folder = root.path().join(folder);
+            fs::create_dir_all(&folder).unwrap();
+            folder.join(UDEV_RULE)
+        };
+        for folder in UDEV_RULES {
+            fs::write(file(folder), "SUBSYSTEM==\"block\"").unwrap();
+            assert!(has_udev_rule(root.path()), "{folder}");
+            fs::remove_file(file(folder)).unwrap();
+        }
+        fs::write(file("usr/lib/udev/rules.d"), "SUBSYSTEM==\"block\"").unwrap();
+        std::os::unix::fs::symlink("/dev/null", file("etc/udev/rules.d")).unwrap();
+        assert!(!has_udev_rule(root.path()), "the link is first");
     }
 
     #[test]
