@@ -199,8 +199,9 @@ fn grows_in_use(host: &VmHost) -> Result<()> {
 }
 
 fn nothing_is_left(host: &VmHost) -> Result<()> {
-    host.sh("test ! -e /dev/longhorn/v1; test -z \"$(ls /sys/class/iscsi_session)\"; ! pgrep --exact tgtd; \
-         ! grep fuse.shorthorn /proc/mounts; test -z \"$(ls /etc/iscsi/nodes)\"; \
+    // Joined by &&: `set -e` ignores a command that begins with an exclamation mark.
+    host.sh("test ! -e /dev/longhorn/v1 && test -z \"$(ls /sys/class/iscsi_session)\" && \
+         ! pgrep --exact tgtd && ! grep fuse.shorthorn /proc/mounts && test -z \"$(ls /etc/iscsi/nodes)\" && \
          test -z \"$(ls -d /run/shorthorn/engine/*.iscsi 2>/dev/null)\"")
         .map(drop)
         .context("the detached volume has left something behind")
