@@ -5,8 +5,15 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-/// The pause between two looks.
-const PAUSE: Duration = Duration::from_millis(10);
+/// The shortest and the longest pause between two looks.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Returns the pause after a look: as long as the look itself. A look into a virtual machine would otherwise
+/// take the processor from the work that is waited for.
+fn pause_after(look: Duration) -> Duration {
+    look.clamp(PAUSE_MIN, PAUSE_MAX)
+}
 
 /// Looks again and again until `look` succeeds, and returns its value.
 ///
@@ -15,11 +22,12 @@ const PAUSE: Duration = Duration::from_millis(10);
 pub fn retry<T, E>(limit: Duration, mut look: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     let deadline = Instant::now() + limit;
     loop {
+        let begin = Instant::now();
         let result = look();
         if result.is_ok() || Instant::now() >= deadline {
             return result;
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(pause_after(begin.elapsed()));
     }
 }
 
@@ -30,11 +38,12 @@ pub fn retry<T, E>(limit: Duration, mut look: impl FnMut() -> Result<T, E>) -> R
 pub async fn retry_async<T, E>(limit: Duration, mut look: impl AsyncFnMut() -> Result<T, E>) -> Result<T, E> {
     let deadline = Instant::now() + limit;
     loop {
+        let begin = Instant::now();
         let result = look().await;
         if result.is_ok() || Instant::now() >= deadline {
             return result;
         }
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(pause_after(begin.elapsed())).await;
     }
 }
 
@@ -74,6 +83,13 @@ mod tests {
         });
         assert_eq!(third, Ok(3));
         assert_eq!(retry(Duration::ZERO, || Err::<(), _>("not there")), Err("not there"));
+    }
+
+    #[test]
+    fn a_pause_is_as_long_as_the_look_within_bounds() {
+        assert_eq!(pause_after(Duration::from_micros(3)), PAUSE_MIN);
+        assert_eq!(pause_after(Duration::from_millis(300)), Duration::from_millis(300));
+        assert_eq!(pause_after(Duration::from_secs(9)), PAUSE_MAX);
     }
 
     #[test]
