@@ -96,6 +96,11 @@ fn files_go_in_and_out() -> Result<()> {
     ensure!(vm.pull("/opt/test/big")? == content, "the file came back different");
     println!("pulled 30 MB in {:.1} s", started.elapsed().as_secs_f32());
     ensure!(vm.pull("/no/such/file").is_err());
+    // A program comes without its symbols.
+    let program = std::env::current_exe()?;
+    vm.push(&[(&program, "/opt/test/program", 0o755)])?;
+    let size: u64 = vm.sh("/opt/test/program --list >/dev/null && stat -c %s /opt/test/program")?.parse()?;
+    ensure!(size < fs::metadata(&program)?.len(), "the program has its symbols: {size} bytes");
     // A second push finds the place free again.
     vm.push(&[(dir.join("empty"), "/opt/again", 0o755)])?;
     ensure!(vm.sh("lsblk -ndo NAME")? == "vda", "a disk was left behind");
