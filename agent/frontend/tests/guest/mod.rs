@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -114,8 +115,18 @@ impl Guest {
     }
 }
 
-/// Builds the example with the profile of this test, and returns its path.
+/// Builds the example with the profile of this test, once in this process, and returns its path.
 fn memory_device() -> Result<PathBuf> {
+    static BUILT: Mutex<Option<PathBuf>> = Mutex::new(None);
+    // A panic elsewhere cannot leave a half-made value behind.
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if built.is_none() {
+        *built = Some(build_memory_device()?);
+    }
+    built.clone().context("the example was built just now")
+}
+
+fn build_memory_device() -> Result<PathBuf> {
     let mut dir = std::env::current_exe()?;
     dir.pop();
     dir.pop();
