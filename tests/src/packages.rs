@@ -1,3 +1,4 @@
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -23,6 +24,23 @@ pub fn build_packages(output: &Path, arguments: &[&str]) -> Result<()> {
     let errors = String::from_utf8_lossy(&built.stderr);
     ensure!(built.status.success(), "packaging/build: {}\n{errors}", built.status);
     Ok(())
+}
+
+/// Copies the programs `names` without their symbols, as releases have them, to a folder in `dir`.
+///
+/// Returns that folder. The symbols are most of the bytes that an image or a machine would pack and unpack.
+///
+/// # Errors
+/// A program is not built, or strip is not installed.
+pub fn stripped_programs(dir: &Path, names: &[&str]) -> Result<PathBuf> {
+    let folder = dir.join("programs");
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    for name in names {
+        let stripped = Command::new("strip").arg("-o").arg(folder.join(name)).arg(binary(name)?).output();
+        let stripped = stripped.context("running strip: install the package binutils")?;
+        ensure!(stripped.status.success(), "strip {name}: {}", String::from_utf8_lossy(&stripped.stderr));
+    }
+    Ok(folder)
 }
 
 /// Returns the tree of the project.

@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::{VmHost, binary};
+use crate::{VmHost, stripped_programs};
 
 const BUILD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/image/build");
 /// The directory of the image in the machine, and of the settings that the container sees in /settings.
@@ -49,24 +49,23 @@ pub fn push_agent_image(host: &VmHost, settings: &str) -> Result<()> {
     fs::write(&file, settings)?;
     let settings = format!("{SETTINGS}/agent.toml");
     host.vm.push(&[
-        (layer.as_path(), "/root/layer.tar.gz", 0o644),
+        (layer.as_path(), "/root/layer.tar", 0o644),
         (program.as_path(), "/root/run.py", 0o644),
         (file.as_path(), settings.as_str(), 0o644),
     ])?;
     host.sh(&format!(
-        "mkdir {ROOT} && tar --extract --file /root/layer.tar.gz --directory {ROOT} && \
-         rm /root/layer.tar.gz && mkdir {ROOT}/proc {ROOT}/settings"
+        "mkdir {ROOT} && tar --extract --file /root/layer.tar --directory {ROOT} && \
+         rm /root/layer.tar && mkdir {ROOT}/proc {ROOT}/settings"
     ))
     .map(drop)
 }
 
-/// Builds the image, and returns its only layer.
+/// Builds the image, and returns its only layer, decompressed: emulated processors are slow at that.
 fn layer(dir: &Path) -> Result<PathBuf> {
-    let program = binary("shorthorn-agent")?;
-    let programs = program.parent().context("the program has no folder")?;
+    let programs = stripped_programs(dir, &["shorthorn-agent"])?;
     let archive = dir.join("agent.tar");
     let mut build = Command::new(BUILD);
-    build.args(["--image", "shorthorn-agent", "--programs"]).arg(programs).arg("--output").arg(&archive);
+    build.args(["--image", "shorthorn-agent", "--programs"]).arg(&programs).arg("--output").arg(&archive);
     let built = build.output().context("packaging/image/build")?;
     ensure!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let digest = String::from_utf8(built.stdout)?;
@@ -74,7 +73,13 @@ fn layer(dir: &Path) -> Result<PathBuf> {
     ensure!(unpacked.success(), "tar: {unpacked}");
     let blob = |digest: &str| dir.join("blobs").join(digest.trim().replace(':', "/"));
     let manifest: Value = serde_json::from_slice(&fs::read(blob(&digest))?)?;
-    Ok(blob(manifest["layers"][0]["digest"].as_str().context("no layer")?))
+    let layer = blob(manifest["layers"][0]["digest"].as_str().context("no layer")?);
+    let tar = dir.join("layer.tar");
+    let mut gzip = Command::new("gzip");
+    gzip.args(["--decompress", "--stdout"]).arg(&layer);
+    let unpacked = gzip.stdout(fs::File::create(&tar)?).status().context("running gzip")?;
+    ensure!(unpacked.success(), "gzip: {unpacked}");
+    Ok(tar)
 }
 
 /// Starts a container of the agent; `name` is the unit that stands for its control group.

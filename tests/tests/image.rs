@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use shorthorn_tests::binary;
+use shorthorn_tests::stripped_programs;
 
 const BUILD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/image/build");
 const CONTROLLER: &str = "shorthorn-controller";
@@ -98,8 +98,8 @@ fn a_missing_program_is_named_with_the_remedy() -> Result<()> {
 
 /// Returns the digest that the script prints.
 fn build(image: &str, archive: &Path) -> Result<String> {
-    let programs = binary(image)?;
-    let programs = programs.parent().context("the program has no folder")?;
+    let names: &[&str] = if image == CONTROLLER { &[CONTROLLER, "shorthornctl"] } else { &[image] };
+    let programs = stripped_programs(archive.parent().context("no folder")?, names)?;
     let mut command = Command::new(BUILD);
     command
         .env("SOURCE_DATE_EPOCH", "1700000000")
