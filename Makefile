@@ -15,7 +15,7 @@ IMAGE_DIR ?= $(TARGET_DIR)/image
 # Where packages are written.
 PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
-.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build apiserver manual docs book image chart clean
+.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build vm-image apiserver manual docs book image chart clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,7 +24,13 @@ demo: demo-build ## a replicated volume as a block device in a virtual machine, 
 	$(PROGRAMS)/shorthorn-vm prepare
 	$(PROGRAMS)/shorthorn-demo
 
-test: setup lint book few-regions test-build apiserver ## every test: units, properties, processes, virtual machines
+# The API server, the image of the virtual machines and mdbook wait for the network and for single processors,
+# so they are made beside the programs. The simulation of few-regions uses all processors for a fixed time, and
+# runs alone.
+test: setup ## every test: units, properties, processes, virtual machines
+	$(MAKE) apiserver vm-image book & surroundings=$$!; \
+		$(MAKE) lint test-build; status=$$?; wait $$surroundings && exit $$status
+	$(MAKE) few-regions
 	$(TEST_PROGRAMS)/shorthorn-vm prepare
 	SHORTHORN_BIN_DIR=$(TEST_PROGRAMS) tests/run
 
@@ -79,6 +85,9 @@ demo-build: setup
 
 test-build: setup
 	cargo test --workspace --no-run
+
+vm-image: setup ## the disk image of the virtual machines, once; `prepare` adds the machines that tests clone
+	tests/vm/build-image >/dev/null
 
 apiserver: setup ## the Kubernetes API server of the tests and benchmarks, once
 	tests/apiserver/build >/dev/null
