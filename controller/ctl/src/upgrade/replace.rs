@@ -10,7 +10,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::Replaced;
-use crate::commands::limited;
+use crate::calls::limited;
 use crate::error::{CtlError, is_unreachable};
 
 /// The longest that the agent may take to replace one engine.
