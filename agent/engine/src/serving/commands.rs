@@ -133,19 +133,21 @@ impl Serving<'_> {
         if self.moves.is_idle() {
             return;
         }
-        let (view_members, peers) = self.shared().look(|core| {
+        let timeout_ms = u64::from(self.spec.replica_timeout_ms);
+        let mut moves = std::mem::take(&mut self.moves);
+        // Under one lock: no other member may be lost in between.
+        self.shared().decide(|core, outputs| {
             let peering = |peer| Peering {
                 is_member: core.membership().state(peer) == PeerState::Member,
                 silent_ms: core.silent_ms(peer),
             };
             let peers: [Peering; MAX_MEMBERS] =
                 std::array::from_fn(|peer| PeerIndex::try_from(peer).map(peering).unwrap_or_default());
-            (core.membership().view().members.len(), peers)
+            for (peer, reason) in moves.take(core.membership().view().members.len(), &peers, timeout_ms) {
+                core.apply(Event::Lost { peer, reason }, outputs);
+            }
         });
-        let taken = self.moves.take(view_members, &peers);
-        for (peer, reason) in taken {
-            self.shared().send_to_core(Event::Lost { peer, reason });
-        }
+        self.moves = moves;
     }
 
     fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {

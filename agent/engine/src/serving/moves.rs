@@ -4,7 +4,8 @@
 //! within a second. A member that answers is moved only if the other members that answer are a majority of
 //! the view, and if the one that was moved before is a member again. Otherwise the volume would lose its
 //! majority for that time, or for good if the new address does not work. A member that does not answer at its
-//! former address any more is moved at once: it is lost already.
+//! former address any more is moved at once if the others are a majority. If they are none, it gets the time
+//! of a late replica first: its silence may be short, and the volume would stop.
 
 use shorthorn_core::PeerIndex;
 
@@ -31,12 +32,12 @@ pub(super) struct Peering {
 }
 
 impl Peering {
-    fn is_silent(self) -> bool {
-        self.silent_ms >= SILENT_MS
+    fn answers(self) -> bool {
+        self.is_member_within(SILENT_MS)
     }
 
-    fn answers(self) -> bool {
-        self.is_member && !self.is_silent()
+    fn is_member_within(self, limit_ms: u64) -> bool {
+        self.is_member && self.silent_ms < limit_ms
     }
 }
 
@@ -59,15 +60,21 @@ impl Moves {
     }
 
     /// Takes the replicas whose connections are to be given up now. `view_members` is the size of the view,
-    /// and `peers` has the standing of each replica at its index.
-    pub(super) fn take(&mut self, view_members: usize, peers: &[Peering]) -> Vec<(PeerIndex, String)> {
+    /// and `peers` has the standing of each replica at its index. `timeout_ms` is the time of a late replica.
+    pub(super) fn take(
+        &mut self,
+        view_members: usize,
+        peers: &[Peering],
+        timeout_ms: u64,
+    ) -> Vec<(PeerIndex, String)> {
         let Moves { waiting, under_way } = self;
         waiting
             .extract_if(.., |(peer, _)| {
                 let peering = peers.get(usize::from(*peer)).copied().unwrap_or_default();
-                let can_wait = peering.answers();
-                let is_taken =
-                    !can_wait || (under_way.is_empty() && is_majority_without(*peer, view_members, peers));
+                let has_majority = is_majority_without(*peer, view_members, peers);
+                let limit_ms = if has_majority { SILENT_MS } else { timeout_ms.max(SILENT_MS) };
+                let can_wait = peering.is_member_within(limit_ms);
+                let is_taken = !can_wait || (under_way.is_empty() && has_majority);
                 if is_taken && peering.is_member {
                     under_way.push(*peer);
                 }
@@ -92,6 +99,8 @@ mod tests {
 
     const ANSWERS: Peering = Peering { is_member: true, silent_ms: 10 };
     const SILENT: Peering = Peering { is_member: true, silent_ms: SILENT_MS };
+    const TIMEOUT_MS: u64 = 2500;
+    const LATE: Peering = Peering { is_member: true, silent_ms: TIMEOUT_MS };
     const AWAY: Peering = Peering { is_member: false, silent_ms: 0 };
 
     fn moves(peers: &[PeerIndex]) -> Moves {
@@ -103,7 +112,7 @@ mod tests {
     /// Takes those of a view with all members in `peers`.
     fn taken(moves: &mut Moves, peers: &[Peering]) -> Vec<PeerIndex> {
         let members = peers.iter().filter(|peering| peering.is_member).count();
-        moves.take(members, peers).into_iter().map(|(peer, _)| peer).collect()
+        moves.take(members, peers, TIMEOUT_MS).into_iter().map(|(peer, _)| peer).collect()
     }
 
     #[test]
@@ -115,7 +124,7 @@ mod tests {
         moves.end(0);
         assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [2]);
         moves.end(2);
-        assert_eq!(moves.take(3, &[ANSWERS; 3]), [(1, "1 has moved again".to_owned())]);
+        assert_eq!(moves.take(3, &[ANSWERS; 3], TIMEOUT_MS), [(1, "1 has moved again".to_owned())]);
         moves.end(1);
         assert!(moves.is_idle() && moves.under_way.is_empty());
     }
@@ -126,7 +135,8 @@ mod tests {
         let peers = [ANSWERS, ANSWERS, SILENT];
         assert_eq!(taken(&mut moves, &peers), [2], "without another one, one of three would be left");
         assert!(taken(&mut moves, &peers).is_empty(), "the silent one is not back");
-        assert_eq!(moves.take(3, &[ANSWERS, SILENT, AWAY]), [(1, "1 has moved".to_owned())]);
+        assert!(moves.take(3, &[ANSWERS, SILENT, AWAY], TIMEOUT_MS).is_empty(), "one of three would be left");
+        assert_eq!(moves.take(3, &[ANSWERS, LATE, AWAY], TIMEOUT_MS), [(1, "1 has moved".to_owned())]);
         moves.end(2);
         assert!(taken(&mut moves, &[ANSWERS; 3]).is_empty(), "1 is not back");
         moves.end(1);
@@ -141,7 +151,7 @@ mod tests {
         }
         // The third one has left the view, or is about to leave it.
         assert!(taken(&mut moves, &[ANSWERS, ANSWERS, AWAY]).is_empty(), "half of the view would be left");
-        assert!(moves.take(3, &[ANSWERS, ANSWERS, AWAY]).is_empty());
+        assert!(moves.take(3, &[ANSWERS, ANSWERS, AWAY], TIMEOUT_MS).is_empty());
         assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [0]);
     }
 
@@ -152,6 +162,8 @@ mod tests {
             let mut peers = vec![ANSWERS; count];
             assert!(taken(&mut moves, &peers).is_empty(), "the view of {count} would have no majority");
             peers[0] = SILENT;
+            assert!(taken(&mut moves, &peers).is_empty(), "a short silence stops no volume");
+            peers[0] = LATE;
             assert_eq!(taken(&mut moves, &peers), [0]);
         }
     }
@@ -185,7 +197,7 @@ mod tests {
                 let view_members = away + peers.iter().filter(|peering| peering.is_member).count();
                 let before = moves.under_way.clone();
                 let taken: Vec<usize> =
-                    moves.take(view_members, &peers).iter().map(|(peer, _)| usize::from(*peer)).collect();
+                    moves.take(view_members, &peers, TIMEOUT_MS).iter().map(|(peer, _)| usize::from(*peer)).collect();
                 let prompt = taken.iter().filter(|peer| peers[**peer].answers()).count();
                 if prompt > 0 {
                     prop_assert!(before.is_empty() && prompt == 1, "{taken:?} beside {before:?}");
@@ -195,7 +207,7 @@ mod tests {
             }
             for _ in 0..=MAX_MEMBERS {
                 moves.under_way.clone().into_iter().for_each(|peer| moves.end(peer));
-                moves.take(MAX_MEMBERS, &[ANSWERS; MAX_MEMBERS]);
+                moves.take(MAX_MEMBERS, &[ANSWERS; MAX_MEMBERS], TIMEOUT_MS);
             }
             prop_assert!(moves.is_idle());
         }
