@@ -247,7 +247,7 @@ mod tests {
         assert_eq!(fs::read_to_string(directory.join("shorthorn.state")).unwrap(), text);
     }
 
-    /// As if the controller had its store from a backup, and drew a number that was used before.
+    /// A controller whose store was restored from a backup may draw a number that was used before.
     #[test]
     fn a_salvage_with_the_number_of_a_known_engine_is_no_repetition() {
         let dir = tempfile::tempdir().unwrap();

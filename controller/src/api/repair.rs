@@ -87,6 +87,7 @@ impl Api {
             reason: short(&request.reason, "no reason given"),
             losses,
             known_attach: newest_attach(&found),
+            are_all_known: found.iter().all(|found| found.inspection.is_some()),
         };
         tracing::warn!(
             volume = wanted.name,

@@ -39,6 +39,7 @@ pub(super) fn of_request(error: &RequestError) -> Status {
         | RequestError::Shrinks { .. }
         | RequestError::IsServed(_)
         | RequestError::HoldsNothing(_)
+        | RequestError::NoAttach { .. }
         | RequestError::IsAttached(_)
         | RequestError::NoDevice(_)
         | RequestError::Published { .. }

@@ -37,6 +37,7 @@ impl IntoCsiError for RequestError {
             | RequestError::IsPersistentVolume { .. }
             | RequestError::Shrinks { .. }
             | RequestError::HoldsNothing(_)
+            | RequestError::NoAttach { .. }
             | RequestError::IsServed(_)
             | RequestError::IsAttached(_)
             | RequestError::Published { .. }

@@ -119,6 +119,7 @@ fn no_replica_is_made_the_volume_beside_one_that_was_left_out() {
             reason: "a test".to_owned(),
             losses: String::new(),
             known_attach: 0,
+            are_all_known: true,
         };
         wanted.apply(&example.cluster, now())
     };

@@ -11,6 +11,17 @@ use crate::{LabelError, NodeName, NodeNameError};
 /// The reason why a call is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RequestError {
+    /// A replica knows a number of an attachment that has no successor.
+    #[error(
+        "volume {name}: a replica knows attachment {known}, which cannot be: inspect the replicas, and remove \
+         the one whose state is damaged"
+    )]
+    NoAttach {
+        /// The volume.
+        name: String,
+        /// The number.
+        known: u64,
+    },
     /// The volume's name can never work.
     #[error(transparent)]
     VolumeName(#[from] NameError),

@@ -21,7 +21,12 @@ pub struct SalvageVolume {
     pub losses: String,
     /// The newest attachment that a replica in reach knows: the store may be older.
     pub known_attach: u64,
+    /// True if every replica is in reach.
+    pub are_all_known: bool,
 }
+
+/// More attachments than a volume has between a backup of the store and its restoration.
+const UNKNOWN_ATTACHES: u64 = 1 << 16;
 
 impl SalvageVolume {
     /// Returns the volume with a new number of attachment, and a grant of the arbiter for that replica alone:
@@ -46,13 +51,15 @@ impl SalvageVolume {
         }
         let replica_id = replica.spec.replica_id;
         let status = &volume.status;
-        if status.pending_salvage().is_some_and(|salvage| salvage.replica_id == replica_id) {
+        let is_pending =
+            |salvage: &Salvage| salvage.replica_id == replica_id && salvage.attach > self.known_attach;
+        if status.pending_salvage().is_some_and(is_pending) {
             return Ok(Change::AlreadySo(volume.clone()));
         }
         // An unreadable replica may have everything: its data is unknown.
         check_all_known(cluster, &self.name)?;
         check_salvageable(cluster, volume)?;
-        let attach = status.attach.max(self.known_attach) + 1;
+        let attach = self.next_attach(status.attach)?;
         let mut volume = volume.clone();
         volume.status.attach = attach;
         volume.status.attach_started_at = Some(now);
@@ -68,6 +75,14 @@ impl SalvageVolume {
             done: false,
         });
         Ok(Change::Store(volume))
+    }
+
+    /// Returns a number above all that replicas know. If the store is older than the volume, a replica out of
+    /// reach may know more than the others: numbers are given one by one, so a gap keeps above those.
+    fn next_attach(&self, stored: u64) -> Result<u64, RequestError> {
+        let step = if self.known_attach > stored && !self.are_all_known { UNKNOWN_ATTACHES } else { 1 };
+        let next = stored.max(self.known_attach).checked_add(step);
+        next.ok_or_else(|| RequestError::NoAttach { name: self.name.clone(), known: self.known_attach })
     }
 }
 

@@ -419,10 +419,20 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         reason: "a test".to_owned(),
         losses: String::new(),
         known_attach: 41,
+        are_all_known: true,
     };
     let salvaged = stored(salvage.apply(&cluster, now()).unwrap());
-    let decided = salvaged.status.salvage.unwrap();
+    let decided = salvaged.status.salvage.clone().unwrap();
     assert_eq!((decided.replica_id, decided.attach), (replica_id, 42), "above all that a replica knows");
+    cluster.insert(salvaged.into());
+    assert!(matches!(salvage.apply(&cluster, now()), Ok(Change::AlreadySo(_))));
+    // An engine has used that number meanwhile, and a replica out of reach may know a newer one.
+    let again = SalvageVolume { known_attach: 42, ..salvage.clone() };
+    assert_eq!(stored(again.apply(&cluster, now()).unwrap()).status.attach, 43);
+    let again = SalvageVolume { known_attach: 50, are_all_known: false, ..salvage.clone() };
+    assert!(stored(again.apply(&cluster, now()).unwrap()).status.attach > 1000);
+    let again = SalvageVolume { known_attach: u64::MAX, ..salvage };
+    assert!(matches!(again.apply(&cluster, now()), Err(RequestError::NoAttach { .. })));
 }
 
 /// An engine that has served may have its device in use: it would not stop, and might serve again.

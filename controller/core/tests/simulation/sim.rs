@@ -326,6 +326,7 @@ impl Sim {
             reason: "a test".to_owned(),
             losses: String::new(),
             known_attach: 0,
+            are_all_known: true,
         };
         if let Ok(Change::Store(volume)) = wanted.apply(&self.store, self.now) {
             assert!(self.put(volume.into()));
