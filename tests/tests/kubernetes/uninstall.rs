@@ -20,7 +20,7 @@ const PAGE: &str = "docs/uninstall.md";
 const END: &str = "\n## Nodes without the package\n";
 /// The programs of the page that run against a cluster.
 const PROGRAMS: [&str; 3] = ["kubectl", "helm", "shorthornctl"];
-/// The volume that is deleted in its step; nobody deletes the other one.
+/// The volume that is deleted in its step; the other one stays.
 const DELETED: &str = "w";
 /// The controllers of Kubernetes that complete deletions.
 const CONTROLLERS: [&str; 3] = ["namespace", "persistentvolume-binder", "pv-protection"];

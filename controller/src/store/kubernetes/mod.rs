@@ -460,10 +460,17 @@ fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> Store
     if is(409) || is(404) {
         return StoreError::Conflict { key: key.clone(), expected, found };
     }
-    if is(400) || is(422) {
+    if is(400) || is(413) || is(422) || is_denied_by_policy(error) {
         return StoreError::Refused { key: key.clone(), message: error.to_string() };
     }
     StoreError::Unavailable { message: format!("{key}: {error}") }
+}
+
+/// Returns true if a quota or an admission policy refuses this object. Without the right to write, the API
+/// server refuses every object with the same code.
+fn is_denied_by_policy(error: &CallError) -> bool {
+    let text = error.to_string();
+    is_code(error, 403) && (text.contains("exceeded quota") || text.contains("admission"))
 }
 
 #[cfg(test)]

@@ -110,7 +110,7 @@ async fn a_controller_whose_reads_work_and_writes_do_not_is_not_ready() {
     tokio::time::sleep(DOUBT_LIMIT - Duration::from_secs(1)).await;
     let unready = readiness.check().unwrap_err();
     assert!(unready.contains("the last write failed") && unready.contains("no right"), "{unready}");
-    // Nobody writes any more, and reads work.
+    // No client writes any more, and reads work.
     tokio::time::sleep(DOUBT_LIMIT).await;
     readiness.check().unwrap();
     store.put(node("a")).await.unwrap_err();
