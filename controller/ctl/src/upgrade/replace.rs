@@ -137,6 +137,9 @@ impl One {
             (Some(Standing::NotCompared), _) if !progress.is_ordered => {
                 self.failure("not replaced in time: its agent has not compared its program", false)
             }
+            (Some(Standing::NotCompared), _) => {
+                self.failure("it is replaced, and its agent has not compared its program in time", false)
+            }
             (Some(Standing::Former | Standing::Sick), Some(lost)) if !progress.is_answered => {
                 self.failure(&format!("not replaced in time: {}", lost.message()), false)
             }
