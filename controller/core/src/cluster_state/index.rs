@@ -260,6 +260,7 @@ mod tests {
                     status: NodeStatus::default(),
                 };
                 node.spec.eviction_requested = odd;
+                node.spec.disks = [("/d".to_owned(), crate::objects::DiskSpec::of_new(0))].into();
                 node.spec.zone = (name > 1).then(|| format!("z{name}").parse().unwrap());
                 node.into()
             }

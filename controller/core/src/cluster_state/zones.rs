@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::ClusterState;
 use crate::objects::{Label, Node};
 
-/// The names of the nodes by zone. The nodes of no zone are one zone.
+/// The names of the nodes with disks, by zone. The nodes of no zone are one zone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodesByZone {
     /// In the order of their names, so that any part of a zone is found at once.
@@ -14,8 +14,9 @@ pub(super) struct NodesByZone {
 }
 
 impl NodesByZone {
-    /// Records the zone of a node; none: the node does not exist.
+    /// Records the zone of a node; none: the node does not exist. A node without disks is in no zone.
     pub(super) fn set(&mut self, name: &str, node: Option<&Node>) {
+        let node = node.filter(|node| !node.spec.disks.is_empty());
         let zone = node.map(|node| node.zone().cloned());
         if self.zone_of.get(name) == zone.as_ref() {
             return;
@@ -43,8 +44,8 @@ impl NodesByZone {
 }
 
 impl ClusterState {
-    /// Returns about `most` nodes, as many of each zone as of any other, from a place that `random` chooses.
-    /// Each zone has at least one among them.
+    /// Returns about `most` nodes with disks, as many of each zone as of any other, from a place that
+    /// `random` chooses. Each zone has at least one among them.
     pub(crate) fn some_nodes(&self, most: usize, random: u64) -> BTreeSet<&str> {
         let zones = &self.index.zones.names;
         let share = most.div_ceil(zones.len().max(1));
@@ -64,13 +65,14 @@ impl ClusterState {
 mod tests {
     use super::*;
     use crate::Timestamp;
-    use crate::objects::{Metadata, NodeSpec, NodeStatus};
+    use crate::objects::{DiskSpec, Metadata, NodeSpec, NodeStatus};
 
     fn cluster(zones: &[(&str, usize)]) -> ClusterState {
         let mut cluster = ClusterState::default();
         for (zone, count) in zones {
             for at in 0..*count {
-                let spec = NodeSpec { zone: zone.parse().ok(), ..NodeSpec::default() };
+                let disks = [("/disk".to_owned(), DiskSpec::of_new(0))].into();
+                let spec = NodeSpec { zone: zone.parse().ok(), disks, ..NodeSpec::default() };
                 let metadata = Metadata::new(format!("{zone}-{at:03}"), Timestamp::UNIX_EPOCH);
                 cluster.insert(Node { metadata, spec, status: NodeStatus::default() }.into());
             }
@@ -90,6 +92,15 @@ mod tests {
             assert_eq!((of_zone(&some, "a"), of_zone(&some, "b"), of_zone(&some, "c")), (10, 10, 3));
         }
         assert_ne!(cluster.some_nodes(30, 1), cluster.some_nodes(30, 50));
+    }
+
+    #[test]
+    fn nodes_without_disks_make_no_zone() {
+        let mut cluster = cluster(&[("a", 2), ("b", 1)]);
+        let mut node = cluster.nodes["b-000"].clone();
+        node.spec.disks.clear();
+        cluster.insert(node.into());
+        assert_eq!(cluster.some_nodes(2, 0), BTreeSet::from(["a-000", "a-001"]));
     }
 
     #[test]
