@@ -173,9 +173,23 @@ impl Fleet {
         })
         .await;
         let healthy = "shorthorn_volumes{state=\"attached\",robustness=\"healthy\"}";
+        let rebuilds = self.end_rebuilds();
         self.controller.until("all volumes healthy", |shown| shown.value(healthy) == Some(all)).await;
+        rebuilds.abort();
         line("attached, volumes/s", format!("{:.0}", all / begun.elapsed().as_secs_f64()));
         self.cpu("attaching").await;
+    }
+
+    /// Ends every rebuild soon after its begin. If all volumes are attached at once, some engines do not wait
+    /// for their last replica.
+    fn end_rebuilds(&self) -> JoinHandle<()> {
+        let agents = self.agents.clone();
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(PROGRESS_EVERY).await;
+                agents.iter().for_each(FakeAgent::end_rebuilds);
+            }
+        })
     }
 
     /// Prints the CPU time of the controller since its start.

@@ -276,6 +276,22 @@ impl FakeAgent {
         rebuilding.map(|(name, _)| name.clone()).collect()
     }
 
+    /// Makes each replica that is being rebuilt a member.
+    pub fn end_rebuilds(&self) {
+        for volume in self.rebuilding() {
+            let key = (v1::InstanceKind::Engine.into(), volume);
+            let mut state = self.state();
+            let Some(instance) = state.instances.get_mut(&key) else { continue };
+            let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { continue };
+            for member in engine.members.iter_mut().filter(|one| one.known_mode() == MemberMode::Rebuilding) {
+                *member = member.clone().with_mode(MemberMode::Member);
+                member.copy = None;
+            }
+            let changed = instance.clone();
+            self.send(Type::Set, changed);
+        }
+    }
+
     /// Sets the rest of the rebuilds of the engine of `volume`, if it runs here.
     pub fn show_progress(&self, volume: &str, left_bytes: u64) {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
