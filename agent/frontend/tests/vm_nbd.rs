@@ -192,7 +192,8 @@ fn several_queues_are_back_after_the_request_time_out() -> Result<()> {
     let output = fio.wait(10 * MINUTE)?;
     ensure!(output.success(), "fio: {output}");
     let replaced = kernel_lines(&guest, "reconnected socket")?;
-    ensure!(replaced == 2, "{replaced} connections were replaced, not two");
+    // On a slow machine a timer may run out for one of the new connections too.
+    ensure!(replaced >= 2, "{replaced} connections were replaced, not two");
     guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }
