@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use shorthorn_control::{ProcessCommand, ReplicaPhase, ReplicaStatus, Status};
+use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Flags, Opcode};
 
@@ -211,8 +212,13 @@ fn a_volume_that_encrypts_in_transit_takes_no_plain_engine_of_another_host() {
     };
     assert!(status != 0 && refusal.message.contains("encrypts in transit"), "{refusal:?}");
     assert_eq!(replica.status().generation, None, "it has fenced no engine");
-    // The Unix socket does not leave the host.
-    replica.open(generation(1)).write(0, &pattern(1, 4096)).unwrap();
+    // The Unix socket does not leave the host. But an engine that does not know of encryption is refused there
+    // too: it could copy the data to another host in clear.
+    let Err((status, _)) = replica.try_open(generation(1), 0) else { panic!("it takes an older engine") };
+    assert!(status != 0);
+    let secret = *connection_secret(&spec.secret, true).bytes();
+    let (mut engine, _) = Client::open(replica.connect(), &claim, secret).unwrap().unwrap();
+    engine.write(0, &pattern(1, 4096)).unwrap();
     assert!(replica.terminate().success());
 
     // An earlier release does not know the field, and must not serve the data in clear.
