@@ -139,8 +139,8 @@ async fn handshake(
     mut shaking: Shaking,
 ) {
     let shake = async {
-        // Nothing is signed for a client that sends nothing.
-        stream.readable().await?;
+        // Nothing is signed for a client that sends nothing. `readable` may return before anything is there.
+        stream.peek(&mut [0]).await?;
         shaking.hear();
         door.shake(stream, address).await
     };
