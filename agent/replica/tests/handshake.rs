@@ -212,8 +212,8 @@ fn a_volume_that_encrypts_in_transit_takes_no_plain_engine_of_another_host() {
     };
     assert!(status != 0 && refusal.message.contains("encrypts in transit"), "{refusal:?}");
     assert_eq!(replica.status().generation, None, "it has fenced no engine");
-    // The Unix socket does not leave the host. But an engine that does not know of encryption is refused there
-    // too: it could copy the data to another host in clear.
+    // The Unix socket does not leave the host. But an engine that does not know of encryption is refused
+    // there too: it could copy the data to another host in clear.
     let Err((status, _)) = replica.try_open(generation(1), 0) else { panic!("it takes an older engine") };
     assert!(status != 0);
     let secret = *connection_secret(&spec.secret, true).bytes();
