@@ -1,5 +1,5 @@
 //! Copying a replica: the source's description of its layers, and the way in which a directory becomes a
-//! copy. [`Copy`] is the record of it.
+//! copy. `Copy` is the record of it.
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
