@@ -59,6 +59,9 @@ pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;
 
 /// Pages of sums that are kept in memory, each for 2 MiB of the volume.
 pub(crate) const SUM_PAGES: usize = 24;
+/// Pages of sums that are kept in memory while reads are verified: 4 GiB of the volume, in 12 MiB. A read of
+/// a block of other pages reads its page too.
+pub(crate) const SUM_PAGES_MAX: usize = 2048;
 /// The bytes that are read at a time for sums.
 pub(crate) const SUM_PIECE_BYTES: u64 = 256 << 10;
 /// While requests are under way, the speed of summing is divided by this.

@@ -14,6 +14,7 @@ mod mark;
 mod privilege;
 mod queue;
 mod recovery;
+mod stuck;
 
 use std::fs::File;
 use std::io;

@@ -40,7 +40,7 @@ use shorthorn_types::VolumeName;
 
 use super::abi::{self, DeviceInfo};
 use super::control::Control;
-use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, unless_gone};
+use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, stuck, unless_gone};
 use crate::node::remove_node_first;
 use crate::{FrontendError, kernel_release, modules, node, queue_attribute, wait};
 
@@ -90,14 +90,18 @@ pub(super) fn take_over(
             },
         }
     });
+    if matches!(taken, Ok(None)) {
+        stuck::log(id, volume, server_pid);
+    }
     taken.and_then(|taken| taken.ok_or_else(|| wait::timed_out(DEAD_SERVER_LIMIT))).map_err(during(format!(
         "take over ublkb{id} of {volume} from process {server_pid}, which has to be gone{reason}"
     )))
 }
 
 const STILL_LIVE: &str =
-    ": the driver still waits for it (state LIVE; /sys/kernel/debug/block has the requests in flight)";
-const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended";
+    ": the driver still waits for it (state LIVE; see the lines with \"stuck device\" in the log)";
+const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended; see the lines with \"stuck device\" in \
+     the log";
 
 /// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a
 /// queue.

@@ -32,11 +32,11 @@ impl Executor {
 
     /// Finishes the request if it is not to be compared, or all its pages of sums are here.
     fn has_compared(&mut self, slot: u16) -> bool {
-        let rotten = match self.work(slot).wants_check {
-            true if !self.has_sums_for(slot) => return false,
-            true => self.rotten_block(slot),
-            false => None,
-        };
+        let wants_check = self.work(slot).wants_check;
+        if wants_check && !self.has_sums_for(slot) {
+            return false;
+        }
+        let rotten = if wants_check { self.rotten_block(slot) } else { None };
         self.requests.end_check(slot);
         if let Some(block) = rotten {
             self.know_rot(block);
@@ -59,17 +59,23 @@ impl Executor {
         })
     }
 
-    fn has_sums_for(&self, slot: u16) -> bool {
-        self.pages_for(slot).all(|page| self.summer.pages.peek(page).is_some())
+    /// Returns true if all pages of sums for the slot are in memory, and marks them as used.
+    fn has_sums_for(&mut self, slot: u16) -> bool {
+        let pages = self.first_pages_for(slot).into_iter().flatten();
+        pages.fold(true, |has_all, page| self.summer.pages.touch(page) && has_all)
     }
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
-        // A request touches no more than two.
+        for page in self.first_pages_for(slot).into_iter().flatten() {
+            self.summer.pages.load_for_read(page, &mut self.in_flight, ring);
+        }
+    }
+
+    /// Returns the pages for the slot: a request touches no more than two.
+    fn first_pages_for(&self, slot: u16) -> [Option<u64>; 2] {
         let mut pages = [None; 2];
         pages.iter_mut().zip(self.pages_for(slot)).for_each(|(place, page)| *place = Some(page));
-        for page in pages.into_iter().flatten() {
-            self.sum_page(page, ring);
-        }
+        pages
     }
 
     /// Returns the first block in the slot that differs from its sum, if any. Sums describe the data that a

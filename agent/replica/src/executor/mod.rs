@@ -159,6 +159,11 @@ impl Executor {
         }
     }
 
+    /// Releases memory of verified reads that was not used since the last call.
+    pub fn release_unused_sums(&mut self) {
+        self.summer.pages.release_unused();
+    }
+
     /// Begins to execute the request in `slot`. It comes out of [`Executor::take_finished`], maybe at once.
     pub fn start(&mut self, slot: u16, ring: &mut Ring) {
         let started = if self.state.failure().is_some() { Err(Errno::IO) } else { self.begin(slot, ring) };

@@ -40,8 +40,27 @@ impl SumFile {
 
     /// Returns the place of a page, if it is in memory; else it is being read, or will be asked for again.
     pub fn load(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> Option<usize> {
+        let found = self.is_kept().then(|| self.pages.find(number))?;
+        self.read(found, number, in_flight, ring)
+    }
+
+    /// Loads a page for a read that is compared, which may take more memory.
+    pub fn load_for_read(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) {
+        if self.is_kept() {
+            let found = self.pages.find_for_read(number);
+            self.read(found, number, in_flight, ring);
+        }
+    }
+
+    fn read(
+        &mut self,
+        found: Found,
+        number: u64,
+        in_flight: &mut InFlight,
+        ring: &mut Ring,
+    ) -> Option<usize> {
         let fd = self.fd()?;
-        match self.pages.find(number) {
+        match found {
             Found::Here(at) => Some(at),
             Found::Loading | Found::Full => None,
             Found::Load(at) => {
@@ -80,6 +99,16 @@ impl SumFile {
     /// Returns the content of a page, if it is in memory.
     pub fn peek(&self, number: u64) -> Option<&SumPage> {
         self.pages.peek(number)
+    }
+
+    /// Marks a page as used. Returns true if its content is in memory.
+    pub fn touch(&mut self, number: u64) -> bool {
+        self.pages.touch(number)
+    }
+
+    /// Frees memory of pages that reads do not use any more.
+    pub fn release_unused(&mut self) {
+        self.pages.release_unused();
     }
 
     pub fn sums_mut(&mut self, at: usize) -> &mut SumPage {

@@ -1,11 +1,13 @@
-//! The pages of sums of blocks that are in memory: a few, those used last.
+//! The pages of sums of blocks that are in memory: those used last. Modifications and the summing of clean
+//! regions need a few. Reads that are compared get more places, as long as they need them.
 
+use std::collections::HashMap;
 use std::io;
 
 use shorthorn_ring::{Arena, IoBuf};
 use shorthorn_store::{SUM_PAGE_BYTES, SumPage};
 
-use crate::limits::SUM_PAGES;
+use crate::limits::{SUM_PAGES, SUM_PAGES_MAX};
 
 /// A cached page.
 #[derive(Debug)]
@@ -14,6 +16,12 @@ struct Entry {
     state: State,
     sums: SumPage,
     used: u64,
+}
+
+impl Entry {
+    fn empty() -> Entry {
+        Entry { number: None, state: State::Ready, sums: SumPage::unknown(), used: 0 }
+    }
 }
 
 /// The operation of the ring on a page.
@@ -46,36 +54,88 @@ pub(super) enum Found {
 #[derive(Debug)]
 pub(super) struct SumPages {
     entries: Vec<Entry>,
+    /// The entry of each number.
+    places: HashMap<u64, usize>,
+    /// A buffer for each entry; those that no entry ever used cost nothing.
     arena: Arena,
     clock: u64,
+    /// The clock at the last call of [`SumPages::release_unused`].
+    released_at: u64,
 }
 
 impl SumPages {
     pub fn new() -> io::Result<SumPages> {
-        let entry = || Entry { number: None, state: State::Ready, sums: SumPage::unknown(), used: 0 };
-        let entries = (0..SUM_PAGES).map(|_| entry()).collect();
-        Ok(SumPages { entries, arena: Arena::new(SUM_PAGES, SUM_PAGE_BYTES)?, clock: 0 })
+        Ok(SumPages {
+            entries: (0..SUM_PAGES).map(|_| Entry::empty()).collect(),
+            places: HashMap::with_capacity(SUM_PAGES),
+            arena: Arena::new(SUM_PAGES_MAX, SUM_PAGE_BYTES)?,
+            clock: 0,
+            released_at: 0,
+        })
     }
 
     /// Searches a page. A page that has to be loaded counts as being read from now on.
     pub fn find(&mut self, number: u64) -> Found {
         self.clock += 1;
-        if let Some(at) = self.entries.iter().position(|entry| entry.number == Some(number)) {
+        if let Some(at) = self.places.get(&number).copied() {
             self.entries[at].used = self.clock;
             return if self.entries[at].state == State::Loading { Found::Loading } else { Found::Here(at) };
         }
         let free = self.entries.iter().enumerate().filter(|(_, entry)| entry.state == State::Ready);
         let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return Found::Full };
+        self.empty(at);
         let entry = &mut self.entries[at];
         (entry.number, entry.state, entry.used) = (Some(number), State::Loading, self.clock);
-        entry.sums.clear();
+        self.places.insert(number, at);
         Found::Load(at)
+    }
+
+    /// Searches a page for a read, which may add a place: up to [`SUM_PAGES_MAX`].
+    pub fn find_for_read(&mut self, number: u64) -> Found {
+        let is_known = self.places.contains_key(&number);
+        if !is_known && self.places.len() >= SUM_PAGES && self.entries.len() < SUM_PAGES_MAX {
+            self.entries.push(Entry::empty());
+        }
+        self.find(number)
+    }
+
+    /// Marks a page as used. Returns true if its content is cached.
+    pub fn touch(&mut self, number: u64) -> bool {
+        self.clock += 1;
+        let Some(at) = self.places.get(&number) else { return false };
+        let entry = &mut self.entries[*at];
+        entry.used = self.clock;
+        entry.state != State::Loading
     }
 
     /// Returns the content of a page, if it is cached.
     pub fn peek(&self, number: u64) -> Option<&SumPage> {
-        let entry = self.entries.iter().find(|entry| entry.number == Some(number))?;
+        let entry = &self.entries[*self.places.get(&number)?];
         (entry.state != State::Loading).then_some(&entry.sums)
+    }
+
+    /// Removes the places that reads have added, if nothing has used them since the last call.
+    pub fn release_unused(&mut self) {
+        let since = std::mem::replace(&mut self.released_at, self.clock);
+        let is_unused = |entry: &Entry| entry.state == State::Ready && entry.used <= since;
+        while self.entries.len() > SUM_PAGES && self.entries.last().is_some_and(is_unused) {
+            let at = self.entries.len() - 1;
+            self.empty(at);
+            self.entries.pop();
+            self.arena.release_pages(at, 0);
+        }
+        if self.entries.len() == SUM_PAGES {
+            self.places.shrink_to(SUM_PAGES);
+        }
+    }
+
+    /// Removes the page from an entry.
+    fn empty(&mut self, at: usize) {
+        let entry = &mut self.entries[at];
+        entry.sums.clear();
+        if let Some(number) = entry.number.take() {
+            self.places.remove(&number);
+        }
     }
 
     pub fn sums_mut(&mut self, at: usize) -> &mut SumPage {
@@ -116,15 +176,16 @@ impl SumPages {
         let entry = &mut self.entries[at];
         let state = std::mem::replace(&mut entry.state, State::Ready);
         if !well {
-            entry.number = None;
+            self.empty(at);
         }
         state == State::Writing
     }
 
     /// Forgets all pages.
     pub fn forget(&mut self) {
+        self.places.clear();
         for entry in &mut self.entries {
-            entry.number = None;
+            (entry.number, entry.used) = (None, 0);
             if entry.state != State::Ready {
                 entry.state = State::Orphan;
             }
@@ -156,6 +217,38 @@ mod tests {
         assert_eq!(pages.find(100), Found::Load(places[1]), "0 was used later");
         assert_eq!(pages.find(0), Found::Here(places[0]));
         assert_eq!(pages.peek(0).map(|sums| sums.sum(1)), Some(7));
+    }
+
+    #[test]
+    fn reads_add_places_that_go_when_they_are_not_used() {
+        let mut pages = SumPages::new().unwrap();
+        for number in 0..SUM_PAGES_MAX as u64 + 1 {
+            let Found::Load(at) = pages.find_for_read(number) else { panic!("{number}") };
+            pages.loaded(at, 5, 0);
+        }
+        assert_eq!((pages.entries.len(), pages.places.len()), (SUM_PAGES_MAX, SUM_PAGES_MAX));
+        assert_eq!(pages.find_for_read(0), Found::Load(1), "it was used first; now 1 was");
+        pages.loaded(1, 5, 0);
+        pages.release_unused();
+        assert_eq!(pages.entries.len(), SUM_PAGES_MAX, "they were used since the start");
+        assert!(pages.touch(100));
+        assert!(!pages.touch(1), "0 has its place");
+        pages.release_unused();
+        assert_eq!((pages.entries.len(), pages.places.len()), (101, 101), "100 was used");
+        pages.release_unused();
+        assert_eq!(pages.entries.len(), SUM_PAGES);
+        assert_eq!(pages.find(3), Found::Here(3));
+        assert!(matches!(pages.find(100), Found::Load(_)));
+    }
+
+    #[test]
+    fn modifications_add_no_place() {
+        let mut pages = SumPages::new().unwrap();
+        for number in 0..SUM_PAGES as u64 * 2 {
+            let Found::Load(at) = pages.find(number) else { panic!("{number}") };
+            pages.loaded(at, 5, 0);
+        }
+        assert_eq!(pages.entries.len(), SUM_PAGES);
     }
 
     #[test]

@@ -238,6 +238,7 @@ impl Server {
             }
         }
         self.executor.write_stale_pages(&mut self.ring);
+        self.executor.release_unused_sums();
         if self.memory.tick(self.slots.is_idle()) {
             self.executor.release_memory();
         }

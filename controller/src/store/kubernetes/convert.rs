@@ -17,6 +17,10 @@ use shorthorn_kube::{VOLUME_LABEL, resource};
 /// Keeps an object with data until the reconcilers have deleted that.
 pub const FINALIZER: &str = "shorthorn.io/data";
 
+/// Marks a volume whose data is encrypted between nodes. Definitions of earlier releases drop the field of the
+/// spec, and no definition drops an annotation.
+pub const ENCRYPTION_ANNOTATION: &str = "shorthorn.io/encrypt-in-transit";
+
 /// The word for a volume that cannot be.
 pub const INVALID_SPEC: &str = "InvalidSpec";
 
@@ -64,6 +68,9 @@ pub fn object(kind: Kind, stored: &DynamicObject, keys: &VolumeKeys) -> Result<O
         Kind::Volume => {
             let uid = stored.metadata.uid.as_deref().ok_or(ConvertError::Lacks("uid"))?;
             complete_volume(&mut spec, &metadata.name, &String::from(keys.secret_of(uid)));
+            if has_encryption_mark(stored) {
+                spec["encryptInTransit"] = true.into();
+            }
             let volume = Volume { metadata, spec: spec_of(spec)?, status: status_of(status)? };
             requests::check_stored(&volume).map_err(|error| ConvertError::Part("spec", error.to_string()))?;
             volume.into()
@@ -72,6 +79,17 @@ pub fn object(kind: Kind, stored: &DynamicObject, keys: &VolumeKeys) -> Result<O
         Kind::Replica => Replica { metadata, spec: spec_of(spec)?, status: status_of(status)? }.into(),
         Kind::Node => Node { metadata, spec: spec_of(spec)?, status: status_of(status)? }.into(),
     })
+}
+
+/// Returns true if the spec of a volume asks for encryption.
+pub fn asks_for_encryption(object: &DynamicObject) -> bool {
+    object.data["spec"]["encryptInTransit"] == true
+}
+
+/// Returns true if the volume was encrypted when it was marked as ours.
+pub fn has_encryption_mark(object: &DynamicObject) -> bool {
+    let annotations = object.metadata.annotations.as_ref();
+    annotations.is_some_and(|all| all.contains_key(ENCRYPTION_ANNOTATION))
 }
 
 fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {

@@ -302,10 +302,12 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     inner.events.record(&event, object.metadata.uid.as_deref().unwrap_or_default());
 }
 
-/// Returns true if the object has our finalizer, and a volume the fingerprint of its key.
+/// Returns true if the object has our finalizer, and a volume its annotations.
 fn is_marked(kind: Kind, object: &DynamicObject) -> bool {
-    let is_complete =
-        kind != Kind::Volume || has_fingerprint(object) || object.metadata.deletion_timestamp.is_some();
+    let is_complete = kind != Kind::Volume
+        || object.metadata.deletion_timestamp.is_some()
+        || has_fingerprint(object)
+            && (convert::has_encryption_mark(object) || !convert::asks_for_encryption(object));
     is_complete && convert::is_held(kind, &object.metadata)
 }
 
@@ -314,15 +316,16 @@ fn has_fingerprint(volume: &DynamicObject) -> bool {
     annotations.is_some_and(|annotations| annotations.contains_key(FINGERPRINT_ANNOTATION))
 }
 
-/// Adds our finalizer, and in the same write the fingerprint of the key that a volume needs from here on.
+/// Adds our finalizer, and in the same write the annotations of a volume: the fingerprint of the key that it
+/// needs from here on, and the mark of encryption.
 async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<DynamicObject, CallError> {
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
     if !finalizers.iter().any(|one| one == convert::FINALIZER) {
         finalizers.push(convert::FINALIZER.to_owned());
     }
-    let fingerprint = (key.kind == Kind::Volume).then(|| inner.keys.fingerprint());
-    inner.remote.send(key, version, Part::Held { finalizers, fingerprint }).await
+    let annotations = (key.kind == Kind::Volume).then(|| inner.marks_of(object));
+    inner.remote.send(key, version, Part::Held { finalizers, annotations }).await
 }
 
 /// Returns the keys that existing volumes need, before a key can read them.

@@ -20,6 +20,7 @@ mod last_write;
 mod order;
 mod remote;
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, RwLockReadGuard};
 
 use async_trait::async_trait;
@@ -215,7 +216,16 @@ impl Store for KubeStore {
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
         let inner = Arc::clone(&self.inner);
         // The write completes even if the caller is gone: the memory learns of it.
-        finished(tokio::spawn(async move { inner.last_write.record(inner.put(object).await) })).await
+        finished(tokio::spawn(async move {
+            let known = object.metadata().resource_version;
+            let result = inner.put(object).await;
+            match &result {
+                // Nothing had to be written, which says nothing about writes.
+                Ok(stored) if stored.metadata().resource_version == known => result,
+                _ => inner.last_write.record(result),
+            }
+        }))
+        .await
     }
 
     async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
@@ -284,10 +294,9 @@ impl Inner {
         let Parts { spec, status } = convert::parts(object)?;
         let mut new = convert::new(object, spec, self.remote.namespace());
         if key.kind == Kind::Volume {
-            let fingerprint = (FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint());
-            new.metadata.annotations = Some([fingerprint].into());
+            new.metadata.annotations = Some(self.marks_of(&new));
         }
-        if asks_for_encryption(&new) {
+        if convert::asks_for_encryption(&new) {
             // A dry run: reconcilers would see a volume that is made and taken back.
             keeps_encryption(&new, &self.remote.create(key.kind, &new, true).await?)?;
         }
@@ -299,6 +308,15 @@ impl Inner {
             Some(change) => self.patch(key, made.metadata().resource_version, Part::Status(change)).await,
             None => Ok(made),
         }
+    }
+
+    /// Returns the annotations of a volume that its fields do not keep.
+    fn marks_of(&self, volume: &DynamicObject) -> BTreeMap<String, String> {
+        let mut marks = BTreeMap::from([(FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint())]);
+        if convert::asks_for_encryption(volume) {
+            marks.insert(convert::ENCRYPTION_ANNOTATION.to_owned(), "true".to_owned());
+        }
+        marks
     }
 
     async fn update(&self, key: &Key, stored: Object, object: &Object) -> Result<Object, WriteError> {
@@ -436,14 +454,10 @@ enum WriteError {
     EncryptionDropped,
 }
 
-fn asks_for_encryption(object: &DynamicObject) -> bool {
-    object.data["spec"]["encryptInTransit"] == true
-}
-
 /// Checks that the answer of the API server has the encryption that was asked for: a definition of an earlier
 /// release drops the field.
 fn keeps_encryption(sent: &DynamicObject, answer: &DynamicObject) -> Result<(), WriteError> {
-    if asks_for_encryption(sent) && !asks_for_encryption(answer) {
+    if convert::asks_for_encryption(sent) && !convert::asks_for_encryption(answer) {
         return Err(WriteError::EncryptionDropped);
     }
     Ok(())

@@ -1,12 +1,13 @@
 //! The objects on the API server: reads and conditional writes of one namespace.
 
+use std::collections::BTreeMap;
+
 use kube::Client;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
 use serde_json::{Value, json};
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_kube::{CallError, bounded};
 
-use super::FINGERPRINT_ANNOTATION;
 use shorthorn_kube::{FIELD_MANAGER, resource};
 
 /// The namespace of the objects on the API server.
@@ -20,10 +21,10 @@ pub(super) struct Remote {
 pub(super) enum Part {
     Spec(Value),
     Status(Value),
-    /// The finalizers with ours, and of a volume the fingerprint of its key.
+    /// The finalizers with ours, and the annotations of a volume that its fields do not keep.
     Held {
         finalizers: Vec<String>,
-        fingerprint: Option<String>,
+        annotations: Option<BTreeMap<String, String>>,
     },
     Finalizers(Vec<String>),
 }
@@ -54,11 +55,11 @@ impl Remote {
                 let body = json!({ "metadata": metadata, "status": change });
                 bounded(api.patch_status(&key.name, &parameters, &Patch::Merge(body))).await
             }
-            Part::Held { finalizers, fingerprint } => {
+            Part::Held { finalizers, annotations } => {
                 let mut metadata =
                     json!({ "resourceVersion": version.to_string(), "finalizers": finalizers });
-                if let Some(fingerprint) = fingerprint {
-                    metadata["annotations"] = json!({ FINGERPRINT_ANNOTATION: fingerprint });
+                if let Some(annotations) = annotations {
+                    metadata["annotations"] = json!(annotations);
                 }
                 let body = json!({ "metadata": metadata });
                 bounded(api.patch(&key.name, &parameters, &Patch::Merge(body))).await

@@ -115,6 +115,13 @@ async fn a_controller_whose_reads_work_and_writes_do_not_is_not_ready() {
     readiness.check().unwrap();
     store.put(node("a")).await.unwrap_err();
     readiness.check().unwrap_err();
+    // So does a write that needs no call.
+    api.refuses_writes.store(false, Ordering::Relaxed);
+    let known = store.put(node("b")).await.unwrap();
+    api.refuses_writes.store(true, Ordering::Relaxed);
+    store.put(node("a")).await.unwrap_err();
+    store.put(known).await.unwrap();
+    readiness.check().unwrap_err();
     // A conflict says nothing about the writes of other objects.
     let mut old = Node::new("a", Timestamp::UNIX_EPOCH);
     old.metadata.resource_version = 3;
@@ -147,6 +154,20 @@ async fn a_volume_whose_encryption_the_api_server_drops_is_refused_and_not_creat
     store.put(volume(true)).await.unwrap();
     assert!(store.state().volumes["v"].spec.encrypt_in_transit);
     assert_eq!(api.stored.lock().unwrap().as_ref().unwrap()["spec"]["encryptInTransit"], true);
+}
+
+#[tokio::test]
+async fn a_volume_stays_encrypted_after_a_definition_has_dropped_the_field() {
+    let api = Arc::<FakeApi>::default();
+    let store = store(&api);
+    store.put(volume(true)).await.unwrap();
+    let mut stored = api.stored.lock().unwrap().clone().unwrap();
+    assert_eq!(stored["spec"].as_object_mut().unwrap().remove("encryptInTransit"), Some(json!(true)));
+    stored["metadata"]["resourceVersion"] = json!("9");
+    let stored: DynamicObject = serde_json::from_value(stored).unwrap();
+    let Object::Volume(found) =
+        store.inner.take_in(&Key::new(Kind::Volume, "v"), &stored).unwrap() else { panic!("another kind") };
+    assert_eq!((found.metadata.resource_version, found.spec.encrypt_in_transit), (9, true));
 }
 
 #[tokio::test]

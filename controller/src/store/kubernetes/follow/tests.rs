@@ -161,6 +161,29 @@ async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
     assert_eq!(inner.known.state().unknown(&b), None);
 }
 
+/// A client makes volumes too; without the mark a definition of an earlier release would drop the encryption.
+#[tokio::test]
+async fn an_encrypted_volume_is_marked_as_one() {
+    let api = Arc::<FakeApi>::default();
+    for name in ["a", "b", "c"] {
+        api.add(name);
+    }
+    let marks = json!({ FINGERPRINT_ANNOTATION: "f" });
+    for name in ["b", "c"] {
+        let mut volumes = api.volumes.lock().unwrap();
+        let volume = volumes.get_mut(name).unwrap();
+        volume["spec"]["encryptInTransit"] = json!(name == "b");
+        volume["metadata"]["annotations"] = marks.clone();
+        volume["metadata"]["finalizers"] = json!([convert::FINALIZER]);
+    }
+    let inner = inner(&api);
+    list(&inner, Kind::Volume).await.unwrap();
+    let volumes = api.volumes.lock().unwrap();
+    let has_mark = |name: &str| !volumes[name]["metadata"]["annotations"][convert::ENCRYPTION_ANNOTATION].is_null();
+    assert_eq!((has_mark("a"), has_mark("b"), has_mark("c")), (false, true, false));
+    assert_eq!(volumes["c"]["metadata"]["resourceVersion"], "5", "it has all that it needs");
+}
+
 async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
     let mut retries = Retries::default();
     retries.begin(inner, &followed.left_out);
