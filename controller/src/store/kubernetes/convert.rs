@@ -17,8 +17,8 @@ use shorthorn_kube::{VOLUME_LABEL, resource};
 /// Keeps an object with data until the reconcilers have deleted that.
 pub const FINALIZER: &str = "shorthorn.io/data";
 
-/// Marks a volume whose data is encrypted between nodes. Definitions of earlier releases drop the field of the
-/// spec, and no definition drops an annotation.
+/// Marks a volume whose data is encrypted between nodes. Definitions of earlier releases drop the field of
+/// the spec, and no definition drops an annotation.
 pub const ENCRYPTION_ANNOTATION: &str = "shorthorn.io/encrypt-in-transit";
 
 /// The word for a volume that cannot be.

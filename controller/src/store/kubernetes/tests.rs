@@ -165,8 +165,9 @@ async fn a_volume_stays_encrypted_after_a_definition_has_dropped_the_field() {
     assert_eq!(stored["spec"].as_object_mut().unwrap().remove("encryptInTransit"), Some(json!(true)));
     stored["metadata"]["resourceVersion"] = json!("9");
     let stored: DynamicObject = serde_json::from_value(stored).unwrap();
-    let Object::Volume(found) =
-        store.inner.take_in(&Key::new(Kind::Volume, "v"), &stored).unwrap() else { panic!("another kind") };
+    let Object::Volume(found) = store.inner.take_in(&Key::new(Kind::Volume, "v"), &stored).unwrap() else {
+        panic!("another kind")
+    };
     assert_eq!((found.metadata.resource_version, found.spec.encrypt_in_transit), (9, true));
 }
 

@@ -179,7 +179,8 @@ async fn an_encrypted_volume_is_marked_as_one() {
     let inner = inner(&api);
     list(&inner, Kind::Volume).await.unwrap();
     let volumes = api.volumes.lock().unwrap();
-    let has_mark = |name: &str| !volumes[name]["metadata"]["annotations"][convert::ENCRYPTION_ANNOTATION].is_null();
+    let has_mark =
+        |name: &str| !volumes[name]["metadata"]["annotations"][convert::ENCRYPTION_ANNOTATION].is_null();
     assert_eq!((has_mark("a"), has_mark("b"), has_mark("c")), (false, true, false));
     assert_eq!(volumes["c"]["metadata"]["resourceVersion"], "5", "it has all that it needs");
 }
