@@ -75,6 +75,12 @@ impl Controller {
         let _ = self.process.wait();
     }
 
+    /// Ends the process. Returns the path of its store.
+    pub fn end(&mut self) -> PathBuf {
+        self.kill();
+        store(self.folder.path())
+    }
+
     pub fn restart(&mut self) {
         self.kill();
         self.process = run(self.folder.path(), self.metrics);
@@ -107,11 +113,15 @@ impl Controller {
 fn run(folder: &Path, metrics: SocketAddr) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shorthorn-controller"));
     command.arg("serve").arg("--config").arg(folder.join("controller.toml"));
-    command.arg("--store").arg(folder.join("store.redb"));
+    command.arg("--store").arg(store(folder));
     command.arg("--listen").arg(format!("unix://{}", api_socket(folder).display()));
     command.arg("--csi-listen").arg(format!("unix://{}", csi_socket(folder).display()));
     command.args(["--metrics-listen", &metrics.to_string(), "--log", "error"]);
     command.stdin(Stdio::null()).spawn().unwrap()
+}
+
+fn store(folder: &Path) -> PathBuf {
+    folder.join("store.redb")
 }
 
 fn api_socket(folder: &Path) -> PathBuf {

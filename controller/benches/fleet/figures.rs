@@ -34,13 +34,14 @@ impl Figures {
         self.0.push((what.to_owned(), value, limit));
     }
 
-    /// Prints all figures with their limits.
-    pub fn show(&self) {
+    /// Prints all figures with their limits. Returns true if all are met.
+    pub fn show(&self) -> bool {
         println!("\nfigures, and their limits for 100,000 volumes on 5,000 nodes");
         for (what, value, limit) in &self.0 {
             let verdict = if limit.is_met(*value) { "met" } else { "missed" };
             println!("  {what:<66} {value:>10.2}  {:<14} {verdict}", limit.words());
         }
+        self.0.iter().all(|(_, value, limit)| limit.is_met(*value))
     }
 }
 

@@ -247,25 +247,27 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
         return Ok(Read::Nothing);
     }
     // The check comes before the hold: the creator can remove an invalid object again.
-    if let Err(error) = convert::object(key.kind, &object, &inner.keys) {
-        refuse(inner, key, &object, &error).await;
-        return Ok(Read::LeftOut(unreadable(key, &object, &error)));
-    }
-    if !is_marked(key.kind, &object) {
-        match hold(inner, key, &object).await {
-            Ok(held) => object = held,
-            Err(error) if is_code(&error, 404) => return Ok(Read::Nothing),
-            // Another writer was first: the watch brings the new version.
-            Err(error) if is_code(&error, 409) => {
-                let (why, remedy) = ("it was changed while the controller marked it", "wait a moment");
-                return Ok(Read::LeftOut(left_out(key, &object, why.to_owned(), remedy.to_owned())));
-            }
-            Err(error) if is_about_object(&error) => {
-                let why = format!("it cannot be marked with the finalizer: {error}");
-                return Ok(Read::Unmarked(left_out(key, &object, why, UNMARKED_REMEDY.to_owned()), error));
-            }
-            Err(error) => return Err(error),
+    match convert::object(key.kind, &object, &inner.keys) {
+        Ok(read) if is_marked(key.kind, &object) => return Ok(Read::Object(Box::new(read))),
+        Ok(_) => {}
+        Err(error) => {
+            refuse(inner, key, &object, &error).await;
+            return Ok(Read::LeftOut(unreadable(key, &object, &error)));
         }
+    }
+    match hold(inner, key, &object).await {
+        Ok(held) => object = held,
+        Err(error) if is_code(&error, 404) => return Ok(Read::Nothing),
+        // Another writer was first: the watch brings the new version.
+        Err(error) if is_code(&error, 409) => {
+            let (why, remedy) = ("it was changed while the controller marked it", "wait a moment");
+            return Ok(Read::LeftOut(left_out(key, &object, why.to_owned(), remedy.to_owned())));
+        }
+        Err(error) if is_about_object(&error) => {
+            let why = format!("it cannot be marked with the finalizer: {error}");
+            return Ok(Read::Unmarked(left_out(key, &object, why, UNMARKED_REMEDY.to_owned()), error));
+        }
+        Err(error) => return Err(error),
     }
     match convert::object(key.kind, &object, &inner.keys) {
         Ok(object) => Ok(Read::Object(Box::new(object))),
@@ -337,8 +339,9 @@ pub(super) async fn keys_of_volumes(
     let mut page = ListParams::default().limit(PAGE_OBJECTS);
     let mut volumes = Vec::new();
     loop {
-        let found = bounded(api.list(&page)).await.map_err(|error| not_installed(Kind::Volume, error))?;
-        volumes.extend(found.items.iter().map(KeyOfVolume::of));
+        let found = bounded(api.list_metadata(&page)).await;
+        let found = found.map_err(|error| not_installed(Kind::Volume, error))?;
+        volumes.extend(found.items.iter().map(|volume| KeyOfVolume::of(&volume.metadata)));
         match found.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => page.continue_token = Some(token),
             None => return Ok(volumes),

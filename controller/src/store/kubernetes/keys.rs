@@ -8,7 +8,7 @@
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
-use kube::api::{Api, DynamicObject, ObjectMeta, Patch, PatchParams, PostParams};
+use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use ring::hmac;
 use serde_json::json;
 use shorthorn_controller_core::objects::{Kind, SECRET_BYTES, Secret};
@@ -165,14 +165,14 @@ pub struct KeyOfVolume {
 }
 
 impl KeyOfVolume {
-    /// Returns the record in the object.
-    pub fn of(volume: &DynamicObject) -> KeyOfVolume {
-        let annotations = volume.metadata.annotations.as_ref();
+    /// Returns the record in the metadata of a volume.
+    pub fn of(volume: &ObjectMeta) -> KeyOfVolume {
+        let annotations = volume.annotations.as_ref();
         KeyOfVolume {
-            volume: volume.metadata.name.clone().unwrap_or_default(),
+            volume: volume.name.clone().unwrap_or_default(),
             fingerprint: annotations.and_then(|all| all.get(FINGERPRINT_ANNOTATION)).cloned(),
             // Nothing is made for a volume before it has the finalizer.
-            is_needed: is_held(Kind::Volume, &volume.metadata),
+            is_needed: is_held(Kind::Volume, volume),
         }
     }
 }
@@ -354,15 +354,12 @@ mod tests {
 
     #[test]
     fn a_volume_needs_its_key_from_its_finalizer_on() {
-        let mut object: DynamicObject = serde_json::from_value(json!({
-            "apiVersion": "shorthorn.io/v1alpha1", "kind": "Volume",
-            "metadata": { "name": "v", "annotations": { FINGERPRINT_ANNOTATION: "f00d" } },
-        }))
-        .unwrap();
-        assert_eq!(KeyOfVolume::of(&object), volume("v", Some("f00d"), false));
-        object.metadata.finalizers = Some(vec!["shorthorn.io/data".into()]);
-        object.metadata.annotations = None;
-        assert_eq!(KeyOfVolume::of(&object), volume("v", None, true));
+        let annotations = Some([(FINGERPRINT_ANNOTATION.to_owned(), "f00d".to_owned())].into());
+        let mut metadata = ObjectMeta { name: Some("v".to_owned()), annotations, ..ObjectMeta::default() };
+        assert_eq!(KeyOfVolume::of(&metadata), volume("v", Some("f00d"), false));
+        metadata.finalizers = Some(vec!["shorthorn.io/data".into()]);
+        metadata.annotations = None;
+        assert_eq!(KeyOfVolume::of(&metadata), volume("v", None, true));
     }
 
     #[test]
