@@ -39,7 +39,6 @@ use std::time::{Duration, Instant};
 use agent::{FakeAgent, Truth};
 use controller::{Controller, create, publish, unpublish};
 use figures::{Figures, Limit, line};
-use rustix::process::{Resource, Rlimit, setrlimit};
 use shorthorn_api::v1;
 use shorthorn_controller::open_files;
 use tokio::task::{JoinHandle, JoinSet};
@@ -90,22 +89,13 @@ async fn main() {
         let (nodes, volumes) = (option("--nodes").unwrap_or(5_000), option("--volumes").unwrap_or(100_000));
         Size { nodes, volumes, rebuilding: volumes / 20, measured: Duration::from_secs(60), calm: CALM }
     };
-    raise_open_files();
+    // Each agent has a socket, and two for its connection.
+    open_files::raise_limit();
     let minutes = option("--minutes").unwrap_or(MINUTES_MAX);
     let limit = Duration::from_mins(u64::try_from(minutes).unwrap());
     // The controller ends with the run.
     let ended = tokio::time::timeout(limit, run(size)).await;
     ended.unwrap_or_else(|_| panic!("the benchmark did not end within {minutes} minutes"));
-}
-
-/// Raises the limit of open files: each agent has a socket, and keeps two for each connection that it ever had.
-fn raise_open_files() {
-    const WANTED: u64 = 65_536;
-    let limits = Rlimit { current: Some(WANTED), maximum: Some(WANTED) };
-    // Only root may; at full size the run needs 25,000.
-    if setrlimit(Resource::Nofile, limits).is_err() {
-        open_files::raise_limit();
-    }
 }
 
 async fn run(size: Size) {
@@ -354,6 +344,9 @@ impl Fleet {
     /// Kills the controller. The next one has the same store.
     async fn take_over(&mut self) {
         let begun = Instant::now();
+        self.controller.end();
+        // Each agent keeps its end of a connection open.
+        self.agents.iter().for_each(FakeAgent::hang_up);
         self.controller.restart();
         let decided = self
             .controller

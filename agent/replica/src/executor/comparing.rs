@@ -61,8 +61,11 @@ impl Executor {
 
     /// Returns true if all pages of sums for the slot are in memory, and marks them as used.
     fn has_sums_for(&mut self, slot: u16) -> bool {
-        let pages = self.first_pages_for(slot).into_iter().flatten();
-        pages.fold(true, |has_all, page| self.summer.pages.touch(page) && has_all)
+        let mut has_all = true;
+        for page in self.first_pages_for(slot).into_iter().flatten() {
+            has_all &= self.summer.pages.touch(page);
+        }
+        has_all
     }
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
