@@ -17,7 +17,7 @@ use crate::enrol::{Answer, accept, file_in};
 use crate::serve::config::Config;
 use crate::serve::tls::{now, trust};
 
-/// The longest that the controller may take.
+/// The longest that the controller may take. It signs at once, but its store may wait for a disk.
 const LIMIT: Duration = Duration::from_secs(30);
 const TOKEN_MAX_BYTES: u64 = 4096;
 /// In `tls_dir`: the key of a call whose answer was not stored. The controller accepts a second use of the

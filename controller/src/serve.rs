@@ -39,9 +39,10 @@ use crate::tls::{Keeper, SecretKeeper, Tls, TlsError, signer};
 use crate::work::{Queue, Worker};
 
 /// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
-/// recorded.
+/// recorded. After that they work with the stored claims.
 const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
-/// The time limit for the last line of the log.
+/// The time limit for the last line of the log. The process ends because of a lost lease, and must not wait
+/// for a full pipe.
 const LOG_LIMIT: Duration = Duration::from_millis(100);
 
 /// The reason why the controller cannot run, or had to end.

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use crate::status::{ProcessCommand, Status};
 
+/// The time limit of an answer. A process answers from memory, so a longer silence means that it hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The reason why a request to a process has failed.

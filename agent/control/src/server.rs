@@ -15,7 +15,8 @@ use crate::status::{IoCounters, ProcessCommand, Status};
 const CLIENTS_MAX: usize = 16;
 /// The longest line that a client may send.
 const LINE_MAX_BYTES: u64 = 32 << 10;
-/// The time after which a client that does not take its status is disconnected.
+/// The time after which a client that does not take its status is disconnected. A status fits the buffer of
+/// the socket, so only a client that hangs makes the process wait.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Handles the orders of clients to the process.

@@ -18,12 +18,14 @@ use crate::volumes::Device;
 
 /// The label of a file system that is not finished. xfs has room for 12 bytes.
 pub(crate) const UNFINISHED_LABEL: &str = "shorthorn-mk";
-/// Reading a few blocks.
+/// Reading a few blocks. A degraded volume may hold each of these reads up for seconds.
 const PROBE_LIMIT: Duration = Duration::from_secs(60);
-/// Making a file system writes some parts per thousand of the volume.
+/// Making a file system writes some parts per thousand of the volume. A large volume on slow disks takes
+/// minutes for that.
 const FORMAT_LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Replaying a journal takes seconds; a whole check, after an error, hours.
 const CHECK_LIMIT: Duration = Duration::from_secs(12 * 3600);
+/// Growing writes metadata of the new part, as making a file system does.
 const GROW_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// The exit code with which blkid(8) reports that it has found nothing.

@@ -14,7 +14,9 @@ use crate::command::Tool;
 use crate::mounts::{Mount, MountTable};
 
 /// The time limit of mount and unmount: mounting replays the journal, and unmounting writes back dirty data.
+/// Gigabytes of dirty data on slow disks take minutes.
 const MOUNT_LIMIT: Duration = Duration::from_secs(30 * 60);
+/// The time limit of a bind mount. The kernel changes a table in memory for that, but waits for other mounts.
 const BIND_LIMIT: Duration = Duration::from_secs(60);
 /// The maximum number of stacked mounts that are unmounted.
 const STACKED_MAX: usize = 16;

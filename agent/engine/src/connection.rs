@@ -28,7 +28,8 @@ use thiserror::Error;
 /// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give
 /// less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
-/// The time limit for all pages of a set of regions together, at most some hundred.
+/// The time limit for all pages of a set of regions together, at most some hundred. A replica answers each
+/// page from memory.
 const SET_LIMIT: Duration = Duration::from_secs(60);
 /// The same for the regions that have data. The replica asks its file system for them, and a disk that is
 /// busy has to be read for that. Each page has to bring something new, and the rebuild task looks between

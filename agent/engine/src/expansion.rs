@@ -22,6 +22,7 @@ use crate::shared::lock;
 
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// The longest pause: a user waits for the new size.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 const STACK_BYTES: usize = 256 << 10;
 

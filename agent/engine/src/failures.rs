@@ -15,7 +15,7 @@ use shorthorn_types::Errno;
 /// lines per second at most.
 const REPORTED_MAX: u32 = 10;
 /// The interval after which the queue reports the number of errors that it has left out, and reports single
-/// errors again.
+/// errors again. Ten lines in ten seconds do not fill a log.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// An error that reaches the user of the device, as a queue reports it to the main thread.

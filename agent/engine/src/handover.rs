@@ -33,7 +33,8 @@ use shorthorn_types::limits::MAX_QUEUES;
 const PASSED: &str = "SHORTHORN_DESCRIPTORS";
 /// The last of the descriptors that every process has: standard error.
 const LAST_STANDARD: RawFd = 2;
-/// The time limit for the service manager to take descriptors: all work waits for that.
+/// The time limit for the service manager to take descriptors: all work waits for that. systemd answers
+/// within milliseconds unless it hangs.
 const KEEP_LIMIT: Duration = Duration::from_secs(2);
 
 /// The name of a socket while the service manager keeps it.

@@ -61,7 +61,7 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 /// The time limit of an ending engine for the flush of the members. A flush usually takes less, and callers
 /// that stop an engine wait longer.
 const CLEAR_LIMIT: Duration = Duration::from_secs(5);
-/// The same while requests wait for the next process.
+/// The same while requests wait for the next process, which resyncs the regions that stay dirty.
 const CLEAR_DRAINED_LIMIT: Duration = Duration::from_millis(50);
 /// The maximum that the next process may have to resync: eight regions of a small volume.
 const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;

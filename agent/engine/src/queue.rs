@@ -18,10 +18,13 @@ use crate::link::{self, Link, Notice};
 use crate::shared::{QueueMessage, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
-/// The interval of the core's ticks while requests are in flight.
+/// The interval of the core's ticks while requests are in flight. The core needs four a second to notice late
+/// replicas in time.
 const TICK_BUSY: Duration = Duration::from_millis(250);
+/// The interval while nothing is in flight. PINGs and the clearing of regions need no more.
 const TICK_IDLE: Duration = Duration::from_millis(1000);
-/// While the last requests are being answered.
+/// While the last requests are being answered. Each tick is a part of the pause that the user of the device
+/// sees.
 const TICK_DRAINING: Duration = Duration::from_millis(1);
 /// The memory that a slot keeps when the queue is idle, in bytes.
 const SLOT_KEEP_BYTES: usize = 16 << 10;

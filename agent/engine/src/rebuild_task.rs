@@ -25,12 +25,15 @@ use crate::events::{MainEvent, RebuildProgress};
 
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// The longest pause: the volume is degraded meanwhile, and an attempt costs little.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// The pause after a refusal that lasts until the operator changes something.
+/// The pause after a refusal that lasts until the operator changes something. The change is noticed soon
+/// enough, and the log stays short.
 const LASTING_PAUSE: Duration = Duration::from_secs(30);
 /// The pause after an attempt in which no member could give a block of a snapshot; doubled with each further
 /// one in a row. Each of them reads the layer with that block again.
 const FIRST_UNREAD_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause. A disk that cannot read is not loaded with more reads.
 const LONGEST_UNREAD_PAUSE: Duration = Duration::from_secs(300);
 const STACK_BYTES: usize = 256 << 10;
 

@@ -29,7 +29,7 @@ use crate::events::{Done, Finding, MainEvent, ScrubProgress};
 use crate::pacer::Pacer;
 use sum_writer::SumWriter;
 
-/// The interval of progress reports.
+/// The interval of progress reports. People read them.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
 

@@ -32,11 +32,13 @@ use crate::state::EngineState;
 use crate::status::{self, Meter};
 use moves::Moves;
 
-/// The interval of asking the core for the progress of running copies.
+/// The interval of asking the core for the progress of running copies. People read it, and asking takes the
+/// core's lock.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval of looking at members that are to be moved to new addresses.
+/// The interval of looking at members that are to be moved to new addresses. Requests do not wait for a move,
+/// but an old address may be removed from the host soon.
 const MOVES_INTERVAL: Duration = Duration::from_millis(200);
-/// The interval of logging the progress of a copy.
+/// The interval of logging the progress of a copy. A copy takes minutes to hours.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 const NO_DELAY: RejoinDelay = RejoinDelay::For(Duration::ZERO);

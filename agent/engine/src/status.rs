@@ -102,7 +102,8 @@ pub struct Meter {
     begun: Instant,
 }
 
-/// A speed is measured over this at least.
+/// A speed is measured over this at least. It is a little less than the interval of reports, so that each
+/// report has a new speed.
 const MEASURE_INTERVAL: Duration = Duration::from_millis(900);
 
 impl Meter {

@@ -43,16 +43,19 @@ pub(crate) const ZERO_PLAN_BYTES: u64 = 4 << 20;
 /// The bytes of zeroes that are written at a time.
 pub(crate) const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
-/// The time limit for an engine to prove its identity on a new connection.
+/// The time limit for an engine to prove its identity on a new connection. It needs two round trips for that
+/// and no disk. Unproven connections are limited, so silent ones must end soon.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval at which the data thread looks for silent connections and unused memory.
+/// The interval at which the data thread looks for silent connections and unused memory. Neither is urgent,
+/// and an idle replica must not wake up often.
 pub(crate) const TICK: Duration = Duration::from_secs(5);
 /// After so many ticks without a byte from an engine (which pings when it has nothing else to say) its
 /// connection is closed: 60 seconds.
 pub(crate) const SILENT_TICKS_MAX: u32 = 12;
-/// The interval of reading the free space for the status.
+/// The interval of reading the free space for the status. People and the scheduler need no newer figure.
 pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
-/// The time for which engines get the last known free space before the file system is asked again.
+/// The time for which engines get the last known free space before the file system is asked again. Each queue
+/// of an engine asks about once a second, and a newer figure has no use.
 pub(crate) const FREE_SPACE_PERIOD: Duration = Duration::from_secs(1);
 /// Stack of a thread that does nothing deep.
 pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;
@@ -66,7 +69,7 @@ pub(crate) const SUM_PAGES_MAX: usize = 2048;
 pub(crate) const SUM_PIECE_BYTES: u64 = 256 << 10;
 /// While requests are under way, the speed of summing is divided by this.
 pub(crate) const SUM_BUSY_SHARE: u64 = 8;
-/// The interval of searching clean regions while others are to be summed.
+/// The interval of searching clean regions while others are to be summed. Sums are not urgent.
 pub(crate) const SUM_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Between two looks for regions that hold data, at the start: one takes some milliseconds.
 pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);

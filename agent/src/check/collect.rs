@@ -40,7 +40,8 @@ const PEERS_MAX: usize = 16;
 const PING_HEADER_BYTES: u32 = 28;
 const PING6_HEADER_BYTES: u32 = 48;
 const SMALL_PING_BYTES: u32 = 56;
-/// The time limit for all disks together.
+/// The time limit for all disks together. A file system that hangs must not hold up the report about the
+/// others.
 const DISKS_LIMIT: Duration = Duration::from_secs(5);
 
 /// Collects all facts. Loads the modules of frontends, as the agent does, and pings other nodes.

@@ -20,7 +20,8 @@ use tokio_rustls::TlsConnector;
 
 use crate::enrol::kubeconfig::KubeletIdentity;
 
-/// The longest that a request may take, with its connection.
+/// The longest that a request may take, with its connection. An API server under load answers after seconds,
+/// and the agent tries again.
 const REQUEST_LIMIT: Duration = Duration::from_secs(30);
 /// The longest answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;

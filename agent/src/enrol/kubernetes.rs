@@ -16,7 +16,7 @@ use crate::enrol::https::{ApiServer, HttpsError};
 
 const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 /// The time after which the agent gives up a pending request and makes another one. Kubernetes removes the
-/// request after a day.
+/// request after a day. An administrator may have to approve it by hand.
 const DECISION_LIMIT: Duration = Duration::from_hours(1);
 /// First pause before the request is read again, and the longest one.
 const POLL_FIRST: Duration = Duration::from_millis(500);

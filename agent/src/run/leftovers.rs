@@ -13,6 +13,8 @@ use crate::run::RunError;
 use crate::run::runtime::RuntimeDir;
 use crate::run::volume::VolumeDir;
 
+/// The time limit for a process of an earlier run to end. An engine writes its device back and flushes its
+/// replicas first.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
 /// Stops them, the engine first, as a supervisor does. If the device is in use, the engine is killed instead:

@@ -22,7 +22,7 @@ use crate::run::{RunError, dies_with_supervisor};
 /// A replica of a volume that was ready before is not waited for any longer once it has failed so often:
 /// the engine can do without it.
 const REPLICA_TRIES: u32 = 2;
-/// The time limit for a process to stop.
+/// The time limit for a process to stop. An engine writes its device back and flushes its replicas first.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// And so long once it was killed: the kernel may have to give up its I/O first.
 const KILL_LIMIT: Duration = Duration::from_secs(10);

@@ -8,7 +8,8 @@ use tokio::task::JoinHandle;
 
 use crate::serve::error::NodeError;
 
-/// The time limit for the examination of all devices. One may hang.
+/// The time limit for the examination of all devices. One may hang. A disk that spins up takes less than
+/// that.
 const LIMIT: Duration = Duration::from_secs(30);
 
 type Found = anyhow::Result<Vec<v1::DiscoveredDevice>>;

@@ -68,11 +68,12 @@ use tls::{NodeTls, TlsService};
 const REQUEST_MAX_BYTES: usize = 256 << 10;
 /// A list of CAs has up to 16384 serial numbers.
 const TRUST_MAX_BYTES: usize = 2 << 20;
-/// Time between two searches for old state of engines.
+/// Time between two searches for old state of engines. They are some hundred bytes each.
 const ENGINE_STATES_EVERY: Duration = Duration::from_hours(1);
 /// Calls that one client may have under way.
 const CALLS_MAX: usize = 64;
-/// A client that does not answer is given up after twice this, so that its watches end.
+/// A client that does not answer is given up after twice this, so that its watches end. The watches of a dead
+/// client cost memory only.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// Calls that are under way when the agent stops have so long. They are safe to repeat.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);

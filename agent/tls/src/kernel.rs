@@ -56,7 +56,8 @@ pub fn prepare_kernel(socket: &impl AsFd) -> Result<(), TlsError> {
     })
 }
 
-/// The time in which this host connects to itself.
+/// The time in which this host connects to itself. No network is involved, so a longer wait means that it
+/// does not work.
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Checks that the kernel of this host can encrypt, on a connection to itself.

@@ -12,7 +12,8 @@ use shorthorn_kube::crds::{self, definition_name};
 use super::doctor::{CheckView, FAILED, WARNED};
 use super::reach::Cluster;
 
-/// The longest that one question may take.
+/// The longest that one question may take. A check of a sick cluster must end although an answer does not
+/// come.
 const LIMIT: Duration = Duration::from_secs(10);
 /// The label of the pods of controllers.
 const POD_LABEL: &str = "app.kubernetes.io/name=shorthorn-controller";

@@ -21,7 +21,7 @@ use super::tls::Certificates;
 use super::wait::{Drained, Goal, drain_rest, drained, wait};
 use super::{bundle, cluster_checks, confirm, discover, doctor, manual, output, placement, status, upgrade};
 
-/// An upgrade waits until the new process serves.
+/// An upgrade waits until the new process serves. The controller gives the agent two minutes for it.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 
 /// Runs the command of the command line.

@@ -11,7 +11,8 @@ use super::error::CtlError;
 use super::format::Format;
 use super::{list, output};
 
-/// The longest that the examination of the devices of a page of nodes may take.
+/// The longest that the examination of the devices of a page of nodes may take. The controller gives each
+/// agent a minute.
 const LIMIT: Duration = Duration::from_secs(90);
 /// The number of nodes in a request. The controller asks so many at the same time.
 const PAGE: u32 = 32;

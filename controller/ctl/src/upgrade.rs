@@ -28,7 +28,8 @@ use replace::{Failure, One, is_passing, is_serving, needs_upgrade};
 const PAGE: u32 = 500;
 /// The interval of reading the list while agents compare programs.
 const LIST_EVERY: Duration = Duration::from_secs(1);
-/// The longest that the command waits at the end for agents to compare programs.
+/// The longest that the command waits at the end for agents to compare programs. An agent reads the program
+/// of each engine for that, which a busy disk delays.
 const COMPARE_LIMIT: Duration = Duration::from_secs(30);
 /// The most volumes that a message names.
 const NAMES_MAX: usize = 10;

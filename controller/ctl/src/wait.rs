@@ -21,7 +21,8 @@ use super::size::human;
 const RETRY: Duration = Duration::from_millis(200);
 /// The interval of queries for the rest of a drain.
 const DRAIN_POLL: Duration = Duration::from_millis(500);
-/// The longest that such a question may take.
+/// The longest that such a question may take. The controller answers from memory; the limit is for a
+/// connection that has died.
 const DRAIN_CALL_LIMIT: Duration = Duration::from_secs(30);
 /// The time for which the whole rest of a drain may be held before the wait ends: the controller needs a
 /// moment to begin.

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// The longest that the API server may take to answer.
+/// The longest that the API server may take to answer. A slow etcd delays answers by seconds, and every
+/// caller tries again.
 pub const CALL_LIMIT: Duration = Duration::from_secs(15);
 
 /// The reason why a call to the API server failed.

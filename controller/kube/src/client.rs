@@ -7,7 +7,8 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use thiserror::Error;
 
-/// The longest that a connection to the API server may take to come about.
+/// The longest that a connection to the API server may take to come about. It is in the same network; the
+/// next attempt may reach another API server.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// The longest silence on a connection; longer than that of a watch.
 const READ_LIMIT: Duration = Duration::from_secs(180);

@@ -23,7 +23,8 @@ const DISKS_EVERY: Duration = Duration::from_secs(30);
 const LOOKS_PER_S_MAX: u32 = 80;
 /// The longest wait before an agent is tried again: a volume may be frozen until it is back.
 const RECONNECT_MAX: Duration = Duration::from_millis(500);
-/// The maximum time for an agent to show all of its objects.
+/// The maximum time for an agent to show all of its objects. An agent that has just started looks at all of
+/// its processes first.
 const SYNC_LIMIT: Duration = Duration::from_secs(30);
 
 /// Follows the agent of `node` for ever; connects anew, ever later, if that breaks.

@@ -35,16 +35,19 @@ use crate::counts::Metrics;
 use crate::queue::Queue;
 use crate::store::Store;
 
-/// The longest that a connection may take to come about.
+/// The longest that a connection may take to come about. A SYN is sent again after 1 s and 3 s.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// The interval of probes of a silent connection, and the time limit of the answer.
+/// The interval of probes of a silent connection, and the time limit of the answer. With the limit it is as
+/// long as `UNREACHABLE_AFTER` of the reconcilers.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// The longest answer of an agent that starts or looks at something.
+/// The longest answer of an agent that starts or looks at something. A busy disk delays the files that it
+/// stores by seconds.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(15);
-/// The longest answer of an agent that waits for a process to end, or deletes a directory.
+/// The longest answer of an agent that waits for an engine to end, which has 45 s, or deletes a directory.
 const STOP_LIMIT: Duration = Duration::from_secs(90);
 
-/// The longest that an agent may take to replace the process of an engine.
+/// The longest that an agent may take to replace the process of an engine. The agent itself gives the new
+/// process a minute, and the last one may end before.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
 
 /// The connection to an agent. Each call over it says which cluster it is for, and of which leader.

@@ -16,7 +16,8 @@ use tokio::signal::unix::{SignalKind, signal};
 /// server is away.
 const QUIET: &[&str] = &["kube_client=off"];
 
-/// The longest that threads with a write may delay the end.
+/// The longest that threads with a write may delay the end. A commit takes one fsync; a disk that hangs must
+/// not keep the process.
 const THREADS_LIMIT: Duration = Duration::from_secs(5);
 
 fn main() -> anyhow::Result<()> {

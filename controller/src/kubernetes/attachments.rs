@@ -12,7 +12,8 @@ use shorthorn_csi::DRIVER_NAME;
 
 /// The most that are asked for at once.
 const PAGE: u32 = 500;
-/// The longest that all of them may take.
+/// The longest that all of them may take. An API server under load may answer after seconds, and the caller
+/// tries again.
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// An attachment of a volume.

@@ -19,7 +19,8 @@ use super::lease::Leadership;
 use super::{KubernetesConfig, connect};
 use crate::store::kubernetes::CallError;
 
-/// The time limit for the process to end after the lease is lost.
+/// The time limit for the process to end after the lease is lost. Another controller may lead four seconds
+/// after the loss: the lease lasts so much longer than `HOLD_LIMIT`.
 pub const END_LIMIT: Duration = Duration::from_secs(2);
 /// The interval of beats, by which the runtime of the controller shows that it runs.
 const BEAT_EVERY: Duration = Duration::from_secs(1);

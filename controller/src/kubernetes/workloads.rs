@@ -10,7 +10,7 @@ use kube::{Api, Client, ResourceExt};
 
 /// The most pods that are asked for at once.
 const PAGE: u32 = 500;
-/// The longest that all of them may take.
+/// The longest that all of them may take. A user waits for the answer, which is useful without them.
 const LIMIT: Duration = Duration::from_secs(15);
 /// The number of namespaces above which all pods are listed at once.
 const NAMESPACES_MAX: usize = 20;

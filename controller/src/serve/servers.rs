@@ -23,9 +23,11 @@ use crate::api::Api;
 use crate::csi::CsiGate;
 use crate::tls::{Tls, TlsApi};
 
-/// The time limit for running calls after the controller was stopped.
+/// The time limit for running calls after the controller was stopped. Watches never end by themselves, and
+/// other calls are safe to repeat.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
-/// The interval of probes of a silent connection, and the time limit of the answer.
+/// The interval of probes of a silent connection, and the time limit of the answer. A client that has lost
+/// power is noticed within twice this.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 /// The most calls of one sidecar at once; more wait.
 const CSI_CALLS_MAX: usize = 256;

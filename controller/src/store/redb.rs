@@ -48,7 +48,8 @@ const REMEDY: &str = "start the release of the controller that stored it, or res
 /// pages.
 const CACHE_BYTES: usize = 16 << 20;
 
-/// The longest that a caller waits for the disk. A commit waits for one fsync.
+/// The longest that a caller waits for the disk. A commit waits for one fsync. A disk that takes longer has
+/// failed, and the caller may try again.
 const DISK_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]

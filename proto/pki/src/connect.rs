@@ -27,7 +27,8 @@ use crate::trust::{Pin, Usage};
 
 /// Addresses of one name that are tried.
 const ADDRESSES_MAX: usize = 8;
-/// The longest that one address may take to accept, and then to shake hands.
+/// The longest that one address may take to accept, and then to shake hands. An address that is silent must
+/// not use up the time of the others.
 const ADDRESS_LIMIT: Duration = Duration::from_secs(3);
 const PORT: u16 = 80;
 

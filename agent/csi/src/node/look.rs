@@ -14,6 +14,8 @@ use crate::mounts::{Mount, MountTable};
 use crate::node::NodeOptions;
 use crate::volumes::{Condition, Device, Volume};
 
+/// The time limit of blockdev. Opening a device may wait for a first read, and a degraded volume holds that
+/// up for seconds.
 const BLOCKDEV_LIMIT: Duration = Duration::from_secs(60);
 
 /// Returns the device of a volume if it is usable and the expected one.

@@ -16,6 +16,7 @@ const FAILURES_MAX: u32 = 3;
 const FREE_FAILURES: u32 = FAILURES_MAX + 1;
 /// The pause after the first failure beyond these; doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// The longest pause. The volume does not serve meanwhile, and a replica that is well again is wanted soon.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// The part of an attempt in which a replica has failed. A replica that has come further than that is well

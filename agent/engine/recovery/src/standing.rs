@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use shorthorn_core::DropCause;
 
-/// After so long without a drop the earlier ones do not count any more.
+/// After so long without a drop the earlier ones do not count any more. It is longer than any pause, so that
+/// a replica is not forgiven for the time in which it was out.
 const LATE_FORGIVEN: Duration = Duration::from_secs(3600);
 /// The pauses after each time that a replica was late. The cause of the first time may lie outside the
 /// replica, in a storm on a disk or a network.
@@ -36,8 +37,10 @@ const FULL_PAUSES: [Duration; 9] = [
     Duration::from_secs(120),
     Duration::from_secs(300),
 ];
+/// The pause after these. It is short of an hour, so that it does not make the replica forgiven.
 const LONGEST_FULL_PAUSE: Duration = Duration::from_secs(900);
-/// The longest pause of a replica without which too few are left.
+/// The longest pause of a replica without which too few are left. A further loss would freeze the volume,
+/// which costs more than a wait for a late replica.
 const LONGEST_PAUSE_OF_NEEDED: Duration = Duration::from_secs(30);
 /// The time after which a broken connection is forgiven, like [`LATE_FORGIVEN`]: a replica that is restarted
 /// once is not unsteady.
@@ -46,6 +49,8 @@ const BREAKS_FORGIVEN: Duration = Duration::from_secs(60);
 const FREE_BREAKS: u32 = 3;
 /// The pause after the first break beyond these; doubled with each further one.
 const FIRST_BREAK_PAUSE: Duration = Duration::from_millis(500);
+/// The longest pause. It is shorter than [`BREAKS_FORGIVEN`], or each pause would be forgiven, and longer
+/// than the last steps of a usual join.
 const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
 
 /// The time for which a replica stays out.

@@ -51,15 +51,20 @@ pub use self::tools::{IscsidState, iscsid};
 
 /// The time limit of one call of iscsiadm: it may start iscsid first.
 const CALL_LIMIT: Duration = Duration::from_secs(60);
-/// The time limit for the initiator to connect again. It tries every three seconds.
+/// The time limit for the initiator to connect again. It tries every three seconds. Several tries may fail
+/// until the new target listens on a busy host.
 const RECONNECT_LIMIT: Duration = Duration::from_secs(60);
-/// The time limit for kernel and udev to show a disk, and for the kernel to read its size.
+/// The time limit for kernel and udev to show a disk, and for the kernel to read its size. The scan of a new
+/// session waits for scans of other sessions, and udev for its queue of events.
 const DISK_LIMIT: Duration = Duration::from_secs(60);
-/// The time limit for an attribute of a disk.
+/// The time limit for an attribute of a disk. The kernel writes an attribute from memory, but may have to
+/// wait for a scan of the disk.
 const ATTRIBUTE_LIMIT: Duration = Duration::from_secs(10);
-/// The time limit for a disk to answer a first read.
+/// The time limit for a disk to answer a first read. The read waits for the connection, which the initiator
+/// makes within [`RECONNECT_LIMIT`].
 const ALIVE_LIMIT: Duration = Duration::from_secs(60);
-/// The time limit for the disk of a dead engine to answer a read, which would show that it is not dead.
+/// The time limit for the disk of a dead engine to answer a read, which would show that it is not dead. A
+/// live engine answers within milliseconds, and a start after a death waits for this.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
 /// The number of loopback addresses that are tried for a new target.
 const PORTALS_TRIED: usize = 64;

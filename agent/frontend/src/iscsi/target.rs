@@ -25,11 +25,14 @@ use crate::{FrontendError, wait};
 
 /// The longest path that `sockaddr_un` takes, which also needs a NUL.
 const SOCKET_PATH_MAX_BYTES: usize = 107;
-/// The time limit of one call of tgtadm, and of a new tgtd to listen.
+/// The time limit of one call of tgtadm, and of a new tgtd to listen. tgtd answers from memory, but runs
+/// everything in one thread, which may wait for a read.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
-/// The time limit for the end of a killed process, once nothing holds its requests back.
+/// The time limit for the end of a killed process, once nothing holds its requests back. The kernel frees its
+/// memory and closes its sockets, which takes a busy host seconds.
 const END_LIMIT: Duration = Duration::from_secs(20);
-/// The pause before a tgtd that does not start is started again.
+/// The pause before a tgtd that does not start is started again. The port may belong to a process that is
+/// just ending.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// The files of one volume's target.

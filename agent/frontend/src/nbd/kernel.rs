@@ -52,14 +52,17 @@ const DEAD_CONNECTION_TIMEOUT_S: u64 = 7 * 24 * 3600;
 /// The maximum number of connections of a queue: a living one, and broken ones with requests in progress.
 /// Such requests remain if the volume has stopped for longer than the kernel waits.
 const CONNECTIONS: u16 = 4;
-/// The time limit for kernel and udev to show a new device.
+/// The time limit for kernel and udev to show a new device. They need milliseconds, and a udev with a long
+/// queue of events needs seconds.
 const UDEV_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit for a recovered device to answer a first read. It is longer than the longer time-out, so
 /// that a connection that broke meanwhile is replaced before.
 const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
-/// The time limit for the device of a dead engine to answer a read, which would show that it is not dead.
+/// The time limit for the device of a dead engine to answer a read, which would show that it is not dead. A
+/// live engine answers within milliseconds, and a start after a death waits for this.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
-/// The time limit for the removal of a disconnected device.
+/// The time limit for the removal of a disconnected device. The driver removes it at once, but udev or
+/// another program may hold it open for a look.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Makes a queue for each of the sockets that were handed over, and a socket pair for each of the other

@@ -21,6 +21,7 @@ use super::sysfs;
 use crate::{QueueSocket, wait};
 
 /// The time for which a new socket is offered. A dead socket is noticed within milliseconds after it broke.
+/// The driver takes the new socket only after that.
 const OFFER_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit of one call to the driver. A call waits for locks that are held for the time of another
 /// call, and a change of size waits for requests in flight. Those of a killed engine are sent again within

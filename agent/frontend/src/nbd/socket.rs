@@ -36,9 +36,11 @@ const BACKLOG: i32 = 128;
 /// The time limit of a negotiation while another client waits. Clients that follow the protocol need
 /// milliseconds, on a busy host a second or two.
 const NEGOTIATION_LIMIT: Duration = Duration::from_secs(10);
-/// The time for which a new server waits for the kernel to close the socket of a dead one.
+/// The time for which a new server waits for the kernel to close the socket of a dead one. The kernel frees
+/// the memory of the dead process first.
 const DEAD_LIMIT: Duration = Duration::from_secs(2);
-/// The time for which [`Device::stop`] waits for the answers to requests in progress.
+/// The time for which [`Device::stop`] waits for the answers to requests in progress. Requests that wait for
+/// a replica for longer are sent again to the next engine.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
 /// [`Token::kind`] of an accepted client; 1 and 2 are the connections'.

@@ -13,7 +13,8 @@ use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 use super::{DeviceNumber, folder_of, is_gone, name_of};
 use crate::wait;
 
-/// The time for which a program may have a device open for a look, as udev does after each change.
+/// The time for which a program may have a device open for a look, as udev does after each change. udev needs
+/// some milliseconds for that.
 const GLANCE_LIMIT: Duration = Duration::from_secs(1);
 /// The most users that a message names.
 const NAMES_MAX: usize = 8;

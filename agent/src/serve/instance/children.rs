@@ -33,9 +33,10 @@ const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
-/// The time limit for a process to stop.
+/// The time limit for a process to stop. An engine writes its device back within 30 s, and ends within some
+/// seconds after that.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
-/// And so long once it was killed.
+/// And so long once it was killed. The kernel may have to give up its I/O first.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// Names the current boot of the host.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";

@@ -18,10 +18,12 @@ use crate::serve::instance::hub::finish;
 use crate::serve::instance::program::{self, Comparison};
 use crate::serve::instance::{Hub, InstanceId, Process, ProcessPhase, Spec, Watch, control_watch};
 
-/// The longest that the new process of an upgrade may take to serve.
+/// The longest that the new process of an upgrade may take to serve. The last process may drain for 5 s, and
+/// the new one waits up to 30 s for its replicas.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 
-/// The longest that an engine may take to serve the device that was made anew.
+/// The longest that an engine may take to serve the device that was made anew. The engine starts again for
+/// that, and waits up to 30 s for its replicas.
 const RENEW_LIMIT: Duration = Duration::from_secs(60);
 
 /// The result of an upgrade.

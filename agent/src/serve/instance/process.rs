@@ -10,7 +10,8 @@ use tokio::time::timeout;
 
 use crate::serve::instance::{InstanceId, InstancePaths, control_watch};
 
-/// An engine that was asked to end takes its device away, or leaves it to the next one, within this.
+/// An engine that was asked to end takes its device away, or leaves it to the next one, within this. Writing
+/// the device back may take 30 s of it.
 pub const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
 
 /// The phase of an instance's process, according to its manager.

@@ -26,12 +26,14 @@ pub use source::{DataSource, InterfaceFilter, IpNetwork};
 
 /// Changes that come in a row are one: a DHCP client removes an address and adds the next one.
 const SETTLE: Duration = Duration::from_millis(300);
-/// Time between two readings without a change, and after one that has failed.
+/// Time between two readings without a change, and after one that has failed. The kernel reports changes;
+/// this is for a lost report.
 const READ_EVERY: Duration = Duration::from_secs(30);
-/// The same while replicas have not moved yet.
+/// The same while replicas have not moved yet. The old address may be removed soon.
 const RETRY_EVERY: Duration = Duration::from_secs(2);
 
-/// The time without an address of the last family after which one of the other family is taken.
+/// The time without an address of the last family after which one of the other family is taken. A DHCP client
+/// or a router advertisement needs several seconds after a link is up.
 const FAMILY_PATIENCE: Duration = Duration::from_secs(20);
 
 /// The rounds after the start of the agent in which processes of an earlier agent are found again.

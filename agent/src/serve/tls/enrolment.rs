@@ -18,14 +18,17 @@ use crate::serve::config::KubeconfigChoice;
 use crate::serve::error::NodeError;
 use crate::serve::tls::{NodeTls, TlsError, name_of};
 
-/// Time between two checks of the file that `shorthorn-agent join` replaces.
+/// Time between two checks of the file that `shorthorn-agent join` replaces. The command waits until the
+/// agent has taken the file.
 const FILE_EVERY: Duration = Duration::from_secs(2);
-/// Time between two checks of a node that needs no enrolment or cannot enrol by itself.
+/// Time between two checks of a node that needs no enrolment or cannot enrol by itself. Such a change is
+/// rare, and nothing waits for it.
 const IDLE: Duration = Duration::from_secs(60);
 /// The pause after an attempt that has failed, at first and at most.
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(300);
-/// The pause after a denied request, which an administrator has to resolve.
+/// The pause after a denied request, which an administrator has to resolve. Each attempt is a new request
+/// that he has to look at.
 const DENIED_PAUSE: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Error)]

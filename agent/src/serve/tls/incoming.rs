@@ -17,7 +17,8 @@ use crate::serve::tls::NodeTls;
 
 /// Connections that wait for the server, of all addresses.
 const READY_MAX: usize = 16;
-/// First pause after an address could not be bound, and the longest one.
+/// First pause after an address could not be bound, and the longest one. The host may get the address soon,
+/// or never.
 const BIND_PAUSE: Duration = Duration::from_secs(1);
 const BIND_PAUSE_MAX: Duration = Duration::from_secs(30);
 

@@ -22,7 +22,8 @@ pub use self::volume::is_noticeable;
 /// The time without an answer after which the objects of a node count as unknown. It is longer than a restart
 /// of the agent or of the controller.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(10);
-/// The time that an attach waits for slow replicas before it continues without them, if it can.
+/// The time that an attach waits for slow replicas before it continues without them, if it can. A process
+/// needs a second to start, and a busy node several.
 pub const REPLICA_WAIT: Duration = Duration::from_secs(20);
 /// The minimum time between two attachments that replace a lost engine, so that one that always dies does not
 /// keep the node busy.
@@ -30,13 +31,16 @@ pub const ENGINE_RETRY: Duration = Duration::from_secs(10);
 /// The duration of a start after which its single steps are stored. A good start is over sooner, and its
 /// steps are not read. With Kubernetes each would be a call.
 pub const QUIET_START: Duration = Duration::from_secs(5);
-/// The delay before checking a requested start that is not in the agent's stream yet.
+/// The delay before checking a requested start that is not in the agent's stream yet. The agent reports a
+/// start within a second, unless its stream has broken.
 pub const START_CHECK: Duration = Duration::from_secs(10);
-/// The delay before checking a grant again that an engine has got and still waits for.
+/// The delay before checking a grant again that an engine has got and still waits for. The requests of the
+/// volume wait for it.
 pub const GRANT_CHECK: Duration = Duration::from_secs(1);
 /// The delay before checking the space of full disks again, because no event reports deleted files.
 pub const SPACE_CHECK: Duration = Duration::from_secs(60);
-/// The default time that a replica may be absent before it is replaced.
+/// The default time that a replica may be absent before it is replaced. A reboot takes less, and a copy of
+/// the whole volume costs more than that wait.
 pub const REPLICA_REPLACE_AFTER: Duration = Duration::from_secs(600);
 /// The default number of simultaneous rebuilds on a node.
 pub const REBUILDS_PER_NODE: u32 = 5;
@@ -44,7 +48,8 @@ pub const REBUILDS_PER_NODE: u32 = 5;
 pub const REBUILD_CHECK: Duration = Duration::from_secs(5);
 /// The delay before checking whether anything is left on a node that is given up.
 pub const GIVE_UP_CHECK: Duration = Duration::from_secs(10);
-/// The minimum time for a new replica before its rebuild begins.
+/// The minimum time for a new replica before its rebuild begins. It covers the start of its process and a
+/// connection of the engine.
 pub const NEW_REPLICA_WAIT: Duration = Duration::from_secs(120);
 
 /// The administrator's settings for all volumes.

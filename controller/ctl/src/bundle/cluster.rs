@@ -18,7 +18,8 @@ use crate::reach::Cluster;
 /// The most objects of a kind.
 const OBJECTS_MAX: usize = 100_000;
 const PAGE: u32 = 500;
-/// The longest that a page, or a log, may take.
+/// The longest that a page, or a log, may take. An API server under load answers after seconds, and a bundle
+/// continues without a part.
 const CALL_LIMIT: Duration = Duration::from_secs(30);
 /// The most of one log.
 const LOG_MAX_BYTES: i64 = 32 << 20;

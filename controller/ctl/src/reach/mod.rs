@@ -20,6 +20,7 @@ use super::output;
 
 /// The longest that a connection may take to come about; one through Kubernetes takes several calls.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// The longest that a forwarded port may take to come about: kubelet and the API server open a stream each.
 const FORWARD_LIMIT: Duration = Duration::from_secs(20);
 /// The interval of probes of a silent connection through Kubernetes.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);

@@ -13,7 +13,7 @@ use super::Replaced;
 use crate::calls::limited;
 use crate::error::{CtlError, is_unreachable};
 
-/// The longest that the agent may take to replace one engine.
+/// The longest that the agent may take to replace one engine. The controller gives it two minutes.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 /// The interval of queries for the state of a volume.
 const POLL: Duration = Duration::from_millis(300);

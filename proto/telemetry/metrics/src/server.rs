@@ -22,9 +22,11 @@ use crate::process;
 
 /// The maximum number of connections; more of them wait.
 const CONNECTIONS_MAX: usize = 16;
-/// The longest that one may last. It carries one request.
+/// The longest that one may last. It carries one request. That is the default limit of a scrape by
+/// Prometheus.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
-/// The longest that a client may take to ask.
+/// The longest that a client may take to ask. A request fits one packet, and a silent client occupies one of
+/// few places.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// The most that it may ask with.
 const REQUEST_MAX_BYTES: usize = 16 << 10;
