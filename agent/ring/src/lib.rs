@@ -7,6 +7,7 @@
 //! Nothing allocates after set-up.
 
 mod arena;
+mod doze;
 mod peer;
 mod process;
 mod ring;
