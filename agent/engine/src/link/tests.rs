@@ -4,10 +4,12 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use shorthorn_types::limits::{ENGINE_FLIGHT_BYTES_MAX, ENGINE_FLIGHT_REQUESTS_MAX, MAX_IO_BYTES};
 use shorthorn_types::{Errno, MarkAction, Members, RegionsOf, ReplicaId, Secret};
 use shorthorn_wire::{Claim, Holder, Nonce, Refusal, Session, decode_text};
 
 use super::*;
+use crate::main_loop::COPY_SLOTS;
 
 const DEPTH: u16 = 4;
 const COPIES: u16 = 2;
@@ -43,14 +45,18 @@ struct Bench {
 
 impl Bench {
     fn new() -> Bench {
+        Bench::with(LinkSlots { depth: DEPTH, copies: COPIES })
+    }
+
+    fn with(slots: LinkSlots) -> Bench {
         let (ours, replica) = UnixStream::pair().unwrap();
         replica.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut bench = Bench {
-            link: Link::new(1, 0, GENERATION, LinkSlots { depth: DEPTH, copies: COPIES }),
+            link: Link::new(1, 0, GENERATION, slots),
             replica,
             session: session(),
             ring: Ring::new(8).unwrap(),
-            arena: Arena::new(usize::from(DEPTH + COPIES), 1 << 20).unwrap(),
+            arena: Arena::new(usize::from(slots.depth + slots.copies), 1 << 20).unwrap(),
             events: Vec::new(),
             notice: None,
         };
@@ -64,12 +70,16 @@ impl Bench {
     }
 
     fn ask(&mut self, operation: Operation, slot: u16, bytes: u64, buffer_offset: u32) -> Header {
+        self.send(operation, slot, bytes, buffer_offset);
+        self.request()
+    }
+
+    fn send(&mut self, operation: Operation, slot: u16, bytes: u64, buffer_offset: u32) {
         let range = ByteRange::new(8192, bytes).unwrap();
         let id = SlotId { queue: 0, slot };
         let data =
             self.arena.buf(usize::from(slot)).part(buffer_offset as usize, usize::try_from(bytes).unwrap());
         self.link.send(id, operation, range, (data, buffer_offset), data.crc32c(), &mut self.events);
-        self.request()
     }
 
     fn request(&mut self) -> Header {
@@ -394,4 +404,71 @@ fn who_uses_a_connection_that_is_gone_is_told() {
     // The core drops it then, and waits to hear that nothing is under way.
     bench.link.close();
     assert_eq!(bench.link.take_closed(), Some(Event::Closed { peer: 1, queue: 0 }));
+}
+
+/// The longest queue in front of a PING or a proposal: the frontend's writes in flight, a write of each copy
+/// slot, the headers of all requests, and the control frames before it.
+const AHEAD_BYTES_MAX: u64 = {
+    let copies = COPY_SLOTS as u64;
+    let requests = 2 * ENGINE_FLIGHT_REQUESTS_MAX as u64 + copies;
+    let control = CONTROL_FRAMES as u64 * (HEADER_BYTES as u64 + MAX_TEXT_BYTES as u64);
+    ENGINE_FLIGHT_BYTES_MAX + copies * MAX_IO_BYTES as u64 + requests * HEADER_BYTES as u64 + control
+};
+
+/// The least `replica_timeout_ms` that agent.toml may have.
+const REPLICA_TIMEOUT_MIN_MS: u64 = 500;
+
+/// docs/consistency.md states the bound and the time that it takes.
+#[test]
+fn the_queue_before_a_ping_is_short() {
+    const GIGABIT_BYTES_PER_MS: u64 = 1_000_000_000 / 8 / 1000;
+    assert_eq!(AHEAD_BYTES_MAX >> 10, (13 << 10) + 15, "in KiB");
+    // A replica at the end of such a link is not late for it, with the smallest replica_timeout_ms.
+    assert!(AHEAD_BYTES_MAX / GIGABIT_BYTES_PER_MS < REPLICA_TIMEOUT_MIN_MS / 4);
+}
+
+/// All that the core lets be in flight is queued first: half of the requests are reads. The bytes of the
+/// stream are counted, so that the speed of the machine does not matter.
+#[test]
+fn a_ping_stands_behind_no_more_than_the_requests_in_flight() {
+    let requests = u16::try_from(ENGINE_FLIGHT_REQUESTS_MAX).unwrap();
+    let mut bench = Bench::with(LinkSlots { depth: 2 * requests, copies: COPY_SLOTS });
+    let write_bytes = ENGINE_FLIGHT_BYTES_MAX / u64::from(requests);
+    for slot in 0..requests {
+        bench.send(Operation::Read, slot, write_bytes, 0);
+        bench.send(Operation::Write { fua: false }, requests + slot, write_bytes, 0);
+    }
+    for copy in 0..COPY_SLOTS {
+        bench.send(Operation::Write { fua: false }, 2 * requests + copy, u64::from(MAX_IO_BYTES), 0);
+    }
+    bench.link.ping(&mut bench.events);
+    let mut replica = bench.replica.try_clone().unwrap();
+    let mut session = session();
+    let counting = std::thread::spawn(move || {
+        let mut ahead_bytes = 0;
+        loop {
+            let mut header = [0; HEADER_BYTES];
+            replica.read_exact(&mut header).unwrap();
+            let header = session.decode(&header).unwrap();
+            session.advance();
+            if header.opcode == Opcode::Ping {
+                return ahead_bytes;
+            }
+            let mut data = vec![0; header.data_bytes() as usize];
+            replica.read_exact(&mut data).unwrap();
+            ahead_bytes += (HEADER_BYTES + data.len()) as u64;
+        }
+    });
+    while !counting.is_finished() {
+        bench.link.flush(&mut bench.ring);
+        let mut completions = Vec::new();
+        bench.ring.wait(Some(Duration::from_millis(10)), &mut completions).unwrap();
+        for completion in completions {
+            bench.link.on_completion(completion, &mut bench.ring, &bench.arena, &mut bench.events);
+        }
+    }
+    let ahead_bytes = counting.join().unwrap();
+    let data_bytes = ENGINE_FLIGHT_BYTES_MAX + u64::from(COPY_SLOTS) * u64::from(MAX_IO_BYTES);
+    assert!((data_bytes..=AHEAD_BYTES_MAX).contains(&ahead_bytes), "{ahead_bytes} bytes");
+    assert_eq!(bench.events, []);
 }
