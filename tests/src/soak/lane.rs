@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use super::faults::{Episode, Hit, Kind};
 use super::limits::{Times, limit};
 use super::link::Way;
-use super::report::{Outcome, Report};
+use super::report::{EngineEnds, Outcome, Report};
 use super::volume::{Volume, Who};
 use super::watch::Watch;
 use super::{Options, say};
@@ -101,7 +101,8 @@ impl<'a> Lane<'a> {
     }
 
     fn episode(&mut self, episode: &Episode) -> Result<()> {
-        self.watch.take();
+        let reconnections = self.watch.take().reconnections;
+        let ends = self.volume.engine_ends();
         let (begin, mut engine) = (Instant::now(), EngineTime::default());
         let inflicted = self.inflict(episode, &mut engine);
         // All held resources are released, even after errors.
@@ -114,8 +115,11 @@ impl<'a> Lane<'a> {
         let answered = self.until_answered();
         let whole_after = healed.elapsed();
         let has_ended = self.watch.has_ended();
+        let seen = self.watch.take();
         let outcome = Outcome {
-            seen: self.watch.take(),
+            reconnections: seen.reconnections - reconnections,
+            seen,
+            engine_ends: self.engine_ends_since(ends)?,
             fault_time: times.faults,
             limit: limit(episode.row, self.options.replica_timeout).of(times),
             whole_after,
@@ -129,6 +133,12 @@ impl<'a> Lane<'a> {
         self.report.add(episode, self.number, outcome);
         ensure!(!has_ended, "the load has ended");
         answered
+    }
+
+    fn engine_ends_since(&self, before: u32) -> Result<EngineEnds> {
+        let count = self.volume.engine_ends() - before;
+        let error = if count == 0 { String::new() } else { self.volume.last_error_of_engine()? };
+        Ok(EngineEnds { count, error })
     }
 
     /// Waits until all replicas are members and have been so for a while: the engine may not have noticed yet

@@ -19,13 +19,26 @@ pub(super) struct Outcome {
     pub limit: Duration,
     /// The time from the faults until all replicas were members again.
     pub whole_after: Duration,
+    /// The ends of engines by themselves, and the error of the last one.
+    pub engine_ends: EngineEnds,
+    /// The number of connections that the load made again.
+    pub reconnections: u64,
+}
+
+/// Engines that have ended by themselves.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct EngineEnds {
+    pub count: u32,
+    /// The last error in the engine's log, if one has ended.
+    pub error: String,
 }
 
 impl Outcome {
     pub fn describe(&self, episode: &Episode) -> String {
         let replicas: Vec<usize> = episode.hits.iter().map(|hit| hit.replica).collect();
         format!(
-            "episode {}: {} of {replicas:?} for {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; {} errors; whole after {:.1} s",
+            "episode {}: {} of {replicas:?} for {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; {} errors; \
+             {} ends of engines; whole after {:.1} s",
             episode.number,
             name_of(episode.row),
             self.fault_time.as_secs_f64(),
@@ -33,6 +46,7 @@ impl Outcome {
             self.seen.longest.request,
             self.limit.as_secs_f64(),
             self.seen.errors.len(),
+            self.engine_ends.count,
             self.whole_after.as_secs_f64(),
         )
     }
@@ -47,6 +61,10 @@ struct Figures {
     wrong: usize,
     /// The number of requests that have waited beyond their limit.
     over: usize,
+    /// The number of engines that have ended by themselves.
+    ends: u32,
+    /// The number of connections of the load that broke although the engine was not killed.
+    breaks: u64,
     longest: Duration,
     closest: Closest,
 }
@@ -72,6 +90,8 @@ impl Figures {
         self.errors += other.errors;
         self.wrong += other.wrong;
         self.over += other.over;
+        self.ends += other.ends;
+        self.breaks += other.breaks;
         self.longest = self.longest.max(other.longest);
         self.closest = self.closest.max(other.closest);
     }
@@ -86,7 +106,7 @@ pub struct Report {
     volumes_that_differ: usize,
     /// Forbidden errors and waits, and other problems.
     problems: Vec<String>,
-    /// Errors while no majority existed.
+    /// Errors, and ends of engines, while no majority existed.
     honest: Vec<String>,
     /// The ends of processes by themselves, with their numbers.
     ends: BTreeMap<String, u32>,
@@ -102,12 +122,15 @@ impl Report {
     pub(super) fn add(&mut self, episode: &Episode, volume: usize, outcome: Outcome) {
         let (row, waited, errors) = (episode.row, outcome.seen.longest.time, outcome.seen.errors);
         let is_over = waited > outcome.limit;
+        let breaks = if kills_engine(row) { 0 } else { outcome.reconnections };
         let figures = Figures {
             episodes: 1,
             faults: episode.hits.len(),
             errors: errors.len(),
             wrong: 0,
             over: usize::from(is_over),
+            ends: outcome.engine_ends.count,
+            breaks,
             longest: waited,
             closest: Closest { waited, limit: outcome.limit },
         };
@@ -119,9 +142,16 @@ impl Report {
             let request = outcome.seen.longest.request;
             self.problems.push(format!("{place}: {waited:.2} s of at most {limit:.2} s for {request}"));
         }
+        let list = if row.0.leaves_majority() { &mut self.problems } else { &mut self.honest };
         if let Some(first) = errors.first() {
-            let list = if row.0.leaves_majority() { &mut self.problems } else { &mut self.honest };
             list.push(format!("{place}: {} errors, the first: {first}", errors.len()));
+        }
+        let EngineEnds { count, error } = outcome.engine_ends;
+        if count > 0 {
+            list.push(format!("{place}: {count} engines have ended by themselves, the last one: {error}"));
+        }
+        if breaks > 0 {
+            list.push(format!("{place}: {breaks} connections of the load broke"));
         }
     }
 
@@ -186,7 +216,8 @@ impl Report {
 
     fn show_row(&self, row: Row, figures: Figures, to: &mut Formatter<'_>) -> fmt::Result {
         let limit = limit(row, self.replica_timeout);
-        let is_over = figures.over + figures.wrong > 0 || row.0.leaves_majority() && figures.errors > 0;
+        let is_harmed = figures.errors > 0 || figures.ends > 0 || figures.breaks > 0;
+        let is_over = figures.over + figures.wrong > 0 || row.0.leaves_majority() && is_harmed;
         let beyond = match limit.beyond {
             Beyond::Nothing => "",
             Beyond::Engine => "no engine + ",
@@ -194,12 +225,14 @@ impl Report {
         };
         writeln!(
             to,
-            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>9.2} {:>6.2} of {:>5.1}  {:<7} {beyond}{:.0} s: {}",
+            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>4} {:>6} {:>9.2} {:>6.2} of {:>5.1}  {:<7} {beyond}{:.0} s: {}",
             name_of(row),
             figures.episodes,
             figures.faults,
             figures.errors,
             figures.wrong,
+            figures.ends,
+            figures.breaks,
             figures.longest.as_secs_f64(),
             figures.closest.waited.as_secs_f64(),
             figures.closest.limit.as_secs_f64(),
@@ -214,8 +247,17 @@ impl Display for Report {
     fn fmt(&self, to: &mut Formatter<'_>) -> fmt::Result {
         writeln!(
             to,
-            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>9} {:>15}  {:<7} limit",
-            "fault", "episodes", "faults", "errors", "wrong", "longest s", "closest s of s", "verdict"
+            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>4} {:>6} {:>9} {:>15}  {:<7} limit",
+            "fault",
+            "episodes",
+            "faults",
+            "errors",
+            "wrong",
+            "ends",
+            "breaks",
+            "longest s",
+            "closest s of s",
+            "verdict"
         )?;
         self.rows.iter().try_for_each(|(row, figures)| self.show_row(*row, *figures, to))?;
         let mut total = Figures::default();
@@ -231,11 +273,16 @@ impl Display for Report {
             self.answered,
             self.reconnections
         )?;
-        show_list(to, "Errors while there was no majority", &self.honest)?;
+        show_list(to, "Errors and ends of engines while there was no majority", &self.honest)?;
         show_list(to, "MUST NOT BE", &self.problems)?;
         let ends: Vec<String> = self.ends.iter().map(|(end, count)| format!("{count} × {end}")).collect();
         show_list(to, "Processes that have ended by themselves and were started again", &ends)
     }
+}
+
+/// Returns true if the load has to connect again.
+fn kills_engine((group, kind): Row) -> bool {
+    group == Group::WithEngine || kind == Kind::EngineKilled
 }
 
 fn show_list(to: &mut Formatter<'_>, title: &str, lines: &[String]) -> fmt::Result {
@@ -266,5 +313,52 @@ fn name_of((group, kind): Row) -> String {
         Group::Alone => kind.to_owned(),
         Group::WithEngine => format!("{kind}, engine killed"),
         Group::Majority => format!("two or three: {kind}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn episode(row: Row) -> Episode {
+        Episode { number: 1, row, hits: Vec::new() }
+    }
+
+    fn outcome(ends: u32, reconnections: u64) -> Outcome {
+        Outcome {
+            seen: Seen::default(),
+            fault_time: Duration::ZERO,
+            limit: Duration::from_secs(5),
+            whole_after: Duration::ZERO,
+            engine_ends: EngineEnds { count: ends, error: "frozen".to_owned() },
+            reconnections,
+        }
+    }
+
+    /// Returns true if a run with this outcome passes.
+    fn passes(row: Row, outcome: Outcome) -> bool {
+        let mut report = Report::default();
+        report.add(&episode(row), 0, outcome);
+        let table = report.to_string();
+        assert_eq!(table.contains("OVER"), !report.passes_so_far(), "{table}");
+        report.passes_so_far()
+    }
+
+    #[test]
+    fn an_engine_ends_only_without_a_majority() {
+        for kind in [Kind::ReplicaKilled, Kind::EngineKilled, Kind::DiskSlow] {
+            assert!(passes((Group::Alone, kind), outcome(0, 0)));
+            assert!(!passes((Group::Alone, kind), outcome(1, 0)));
+            assert!(!passes((Group::WithEngine, kind), outcome(1, 0)));
+            assert!(passes((Group::Majority, kind), outcome(1, 0)));
+        }
+    }
+
+    #[test]
+    fn a_client_is_closed_only_with_its_engine() {
+        assert!(!passes((Group::Alone, Kind::ReplicaPaused), outcome(0, 1)));
+        assert!(passes((Group::Alone, Kind::EngineKilled), outcome(0, 1)));
+        assert!(passes((Group::WithEngine, Kind::ReplicaPaused), outcome(0, 1)));
+        assert!(passes((Group::Majority, Kind::ReplicaPaused), outcome(0, 1)));
     }
 }

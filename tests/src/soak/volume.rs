@@ -1,7 +1,7 @@
 //! A volume of three. Each replica is on a host of its own with a disk of its own, and the engine is on one
 //! of these hosts. The links between the engine and each replica can be disturbed.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -32,6 +32,7 @@ const LINK_PORT: u16 = 7100;
 const TLS_STAT: &str = "/proc/net/tls_stat";
 const START_LIMIT: Duration = Duration::from_secs(60);
 const ENGINE: usize = REPLICAS;
+const ENGINE_NAME: &str = "engine";
 
 /// A process of a volume.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +89,7 @@ impl Volume {
         for replica in 0..REPLICAS {
             commands.push((format!("replica {replica}"), files.replica_command(&network, replica)?));
         }
-        commands.push(("engine".to_owned(), files.engine_command(&network, engine_host)?));
+        commands.push((ENGINE_NAME.to_owned(), files.engine_command(&network, engine_host)?));
         let processes = Supervisor::start(commands);
         let frontend = options.frontend;
         Ok(Volume { dir: dir.to_owned(), name, engine_host, frontend, processes, links, disks, network })
@@ -125,6 +126,23 @@ impl Volume {
             self.links[replica].cut(way, is_cut);
         }
         Ok(())
+    }
+
+    /// Returns the number of engines that have ended by themselves.
+    pub fn engine_ends(&self) -> u32 {
+        let ends = self.processes.ends();
+        ends.iter().filter(|(end, _)| end.starts_with(ENGINE_NAME)).map(|(_, count)| count).sum()
+    }
+
+    /// Returns the last error in the engine's log with which a process has ended.
+    ///
+    /// # Errors
+    /// The log cannot be read.
+    pub fn last_error_of_engine(&self) -> Result<String> {
+        let path = self.dir.join(format!("{ENGINE_NAME}.log"));
+        let log = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        let last = log.lines().rev().find_map(|line| line.strip_prefix("shorthorn-agent: "));
+        Ok(last.unwrap_or("no error in its log").to_owned())
     }
 
     fn engine_control(&self) -> PathBuf {
@@ -311,7 +329,7 @@ impl Files<'_> {
         let mut command = Command::new("nsenter");
         command.args([&net_flag(network, host), &binary("shorthorn-agent")?]);
         command.args(["engine", "--spec"]).arg(self.dir.join("engine.json"));
-        self.with_log(command, "engine")
+        self.with_log(command, ENGINE_NAME)
     }
 
     fn with_log(&self, mut command: Command, name: &str) -> Result<Command> {

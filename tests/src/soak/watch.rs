@@ -15,11 +15,13 @@ pub(super) type Load = Guest<Box<dyn VolumeClient + Send>>;
 /// Between two rounds of requests: several volumes share the processors.
 const PACE: Duration = Duration::from_millis(10);
 
-/// The observations since the last look.
+/// The observations since the last look, unless a field says otherwise.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
     pub longest: Wait,
     pub errors: Vec<String>,
+    /// The number of connections that the load has made again since it began.
+    pub reconnections: u64,
 }
 
 /// A load that runs until [`Watch::finish`], or until it sees a violation.
@@ -74,7 +76,9 @@ impl Watch {
 
     /// Takes the observations since the last call.
     pub fn take(&self) -> Seen {
-        std::mem::take(&mut self.shared.lock().seen)
+        let seen = &mut self.shared.lock().seen;
+        let reconnections = seen.reconnections;
+        Seen { reconnections, ..std::mem::replace(seen, Seen { reconnections, ..Seen::default() }) }
     }
 
     pub fn has_ended(&self) -> bool {
@@ -116,6 +120,7 @@ impl Shared {
             state.seen.longest = longest;
         }
         state.seen.errors.extend(errors);
+        state.seen.reconnections = guest.reconnections();
         state.answered = Instant::now().checked_sub(oldest);
         drop(state);
         self.changed.notify_all();
