@@ -288,6 +288,14 @@ impl Hosts {
         self.network.set_link(host, up)
     }
 
+    /// Limits the speed of a host's link in each direction.
+    ///
+    /// # Errors
+    /// The host does not exist, or the kernel cannot do that.
+    pub fn limit_rate(&self, host: usize, mbit_per_s: u32) -> Result<()> {
+        self.network.limit_rate(host, mbit_per_s)
+    }
+
     /// Sets the interface of a host down or up.
     ///
     /// # Errors

@@ -59,6 +59,22 @@ impl Network {
         ip(&["-n", &self.hub(), "link", "set", &Network::port(host), state]).map(drop)
     }
 
+    /// Limits the speed of a host's link in each direction. The switch drops a frame that would wait for 50
+    /// ms, like one with small buffers.
+    ///
+    /// # Errors
+    /// The host does not exist, or the kernel has no token bucket filter (sch_tbf).
+    pub fn limit_rate(&self, host: usize, mbit_per_s: u32) -> Result<()> {
+        let rate = format!("{mbit_per_s}mbit");
+        for (namespace, device) in [(self.host(host), "eth0"), (self.hub(), &*Network::port(host))] {
+            let qdisc = ["qdisc", "replace", "dev", device, "root", "tbf", "rate", &rate];
+            let arguments =
+                [&["-n", &namespace], &qdisc[..], &["burst", "256kb", "latency", "50ms"]].concat();
+            run("tc", &arguments)?;
+        }
+        Ok(())
+    }
+
     /// Sets the interface of a host down or up. Unlike with a cut link, the host notices that itself.
     ///
     /// # Errors
@@ -149,8 +165,14 @@ pub fn address(host: usize) -> String {
 }
 
 fn ip(arguments: &[&str]) -> Result<String> {
-    let output = Command::new("ip").args(arguments).output().context("starting ip (package iproute2)")?;
+    run("ip", arguments)
+}
+
+/// Runs a program of the package iproute2.
+fn run(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.with_context(|| format!("starting {program} (package iproute2)"))?;
     let told = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), told.trim());
+    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), told.trim());
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
