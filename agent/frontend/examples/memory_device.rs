@@ -3,15 +3,17 @@
 //! ```text
 //! memory_device --frontend ublk|nbd|iscsi|socket|auto --backing FILE --size BYTES --state FILE
 //!               [--volume NAME] [--queues N] [--depth N] [--socket FILE] [--device-dir DIR]
-//!               [--fault killed|mapped|stalled] [--task-work cooperative]
+//!               [--fault killed|mapped|stalled] [--task-work cooperative] [--delay-ms N]
 //! ```
 //!
 //! Put the backing file on tmpfs, and its content survives `kill -9`. The state file has the data with which
 //! the same command takes the device over after that. A line of JSON on standard output says that the device
 //! is ready. SIGTERM removes the device and ends; SIGHUP leaves it to the next process; SIGUSR1 makes the
-//! volume 64 MiB larger; SIGUSR2 prints the users of the device.
+//! volume 64 MiB larger; SIGUSR2 prints the users of the device. A delay keeps every request for that time
+//! before it is served, so that a load takes every tag.
 #![allow(clippy::print_stderr, reason = "a program for the command line")]
 
+use std::collections::VecDeque;
 use std::error::Error;
 use std::fs::{self, File};
 use std::io;
@@ -21,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal, raise};
 use shorthorn_core::{Operation, Request};
@@ -45,6 +48,7 @@ struct Options {
     spec: FrontendSpec,
     /// The task work to use in place of the frontend's choice for this kernel.
     task_work: Option<TaskWork>,
+    delay: Duration,
     fault: Fault,
 }
 
@@ -82,7 +86,7 @@ fn main() -> Result<(), Anything> {
     let mut threads = Vec::new();
     for queue in queues.into_iter().filter(|_| options.fault != Fault::Stalled) {
         let task_work = options.task_work.unwrap_or_else(|| queue.task_work());
-        let how = How { depth: record.depth, task_work, fault: options.fault };
+        let how = How { depth: record.depth, task_work, delay: options.delay, fault: options.fault };
         threads.push(serve_on_thread(queue, how, &backing, &stopping)?);
     }
     let path = device.go_live()?;
@@ -137,6 +141,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Anythin
             refuses_requests: false,
         },
         task_work: None,
+        delay: Duration::ZERO,
         fault: Fault::None,
     };
     while let Some(name) = arguments.next() {
@@ -153,6 +158,7 @@ fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Anythin
             "--socket" => options.spec.socket_path = value.into(),
             "--device-dir" => options.spec.device_dir = value.into(),
             "--task-work" if value == "cooperative" => options.task_work = Some(TaskWork::Cooperative),
+            "--delay-ms" => options.delay = Duration::from_millis(value.parse()?),
             "--fault" if value == "killed" => options.fault = Fault::Killed,
             "--fault" if value == "mapped" => options.fault = Fault::Mapped,
             "--fault" if value == "stalled" => options.fault = Fault::Stalled,
@@ -220,6 +226,8 @@ fn store(path: &Path, record: &DeviceRecord) -> Result<(), Anything> {
 struct How {
     depth: u16,
     task_work: TaskWork,
+    /// The time for which a request is kept before it is served.
+    delay: Duration,
     fault: Fault,
 }
 
@@ -243,7 +251,7 @@ fn serve_on_thread(
 
 fn serve(
     mut frontend: Box<dyn QueueFrontend>,
-    How { depth, task_work, fault }: How,
+    How { depth, task_work, delay, fault }: How,
     file: &File,
     wake: &Wake,
     stopping: &AtomicBool,
@@ -255,6 +263,8 @@ fn serve(
     let arena = Arena::new(usize::from(depth), MAX_IO_BYTES as usize)?;
     let mut requests = Vec::with_capacity(usize::from(depth));
     let mut refusals = Vec::with_capacity(usize::from(depth));
+    // The requests that are kept, each with the time at which it is served.
+    let mut kept: VecDeque<(Instant, Request)> = VecDeque::with_capacity(usize::from(depth));
     let mut completions: Vec<Completion> = Vec::with_capacity(usize::from(depth) * 8);
     let wake_token = Token { source: WAKE_SOURCE, kind: 0, index: 0, tag: 0 };
     wake.arm(&mut ring, wake_token);
@@ -270,7 +280,9 @@ fn serve(
     }
     while !stopping.load(Ordering::Acquire) {
         refusals.clear();
-        for request in requests.drain(..) {
+        let now = Instant::now();
+        kept.extend(requests.drain(..).map(|request| (now + delay, request)));
+        while let Some((_, request)) = kept.pop_front_if(|(due, _)| *due <= now) {
             submit(&mut ring, &arena, file, request);
         }
         frontend.flush(&mut QueueIo {
@@ -279,7 +291,8 @@ fn serve(
             requests: &mut requests,
             refusals: &mut refusals,
         });
-        ring.wait(None, &mut completions)?;
+        let pause = kept.front().map(|(due, _)| due.saturating_duration_since(now));
+        ring.wait(pause, &mut completions)?;
         for completion in completions.drain(..) {
             let mut io =
                 QueueIo { ring: &mut ring, arena: &arena, requests: &mut requests, refusals: &mut refusals };

@@ -6,12 +6,8 @@ mod guest;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use guest::{Guest, MINUTE, NODE, SIZE_BYTES};
+use guest::{Guest, MINUTE, NODE, REQUEST_LIMIT, SIZE_BYTES};
 use shorthorn_vmkit::Kernel;
-
-/// The limit for a request beyond the time without a server. The timer of the request takes 3 s of it at most:
-/// 2 s, which the block layer rounds up. The rest is for the slowness of emulated processors.
-const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 
 fn start() -> Result<Guest> {
     Guest::start(Kernel::Nbd, "nbd")
@@ -126,14 +122,6 @@ fn timer_is_short(guest: &Guest) -> Result<()> {
     guest.vm.sh(&wait).map(drop).context("the timer of requests is not 2 s")
 }
 
-/// Returns the longest latency of a request in fio's report `file`.
-fn worst_wait(guest: &Guest, file: &str) -> Result<Duration> {
-    let report: serde_json::Value = serde_json::from_str(&guest.vm.sh(&format!("cat {file}"))?)?;
-    let of = |direction: &str| report["jobs"][0][direction]["lat_ns"]["max"].as_u64();
-    let longest = of("read").max(of("write")).context("fio tells no latency")?;
-    Ok(Duration::from_nanos(longest))
-}
-
 /// Waits until the kernel has sent requests that are not answered yet.
 fn requests_are_in_flight(guest: &Guest) -> Result<()> {
     guest.vm.sh(
@@ -173,7 +161,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     }
     let output = fio.wait(10 * MINUTE)?;
     ensure!(output.success(), "fio: {output}");
-    let (worst, resent) = (worst_wait(&guest, "/mem/fio.json")?, kernel_lines(&guest, "Possible stuck")?);
+    let (worst, resent) = (guest.worst_wait("/mem/fio.json")?, kernel_lines(&guest, "Possible stuck")?);
     println!("worst wait {worst:?}, longest restart {longest_restart:?}, {resent} times a timer ran out");
     ensure!(resent > 0, "no request was in flight at a kill: the test shows nothing");
     ensure!(worst < longest_restart + REQUEST_LIMIT, "a request has waited {worst:?}");
@@ -218,7 +206,7 @@ fn a_server_that_hangs_keeps_its_connection() -> Result<()> {
     guest.vm.sh(&format!("kill -STOP {pid}; sleep 20; kill -CONT {pid}"))?;
     let output = fio.wait(10 * MINUTE)?;
     ensure!(output.success(), "fio: {output}");
-    let worst = worst_wait(&guest, "/mem/fio.json")?;
+    let worst = guest.worst_wait("/mem/fio.json")?;
     let ran_out = kernel_lines(&guest, "Possible stuck")?;
     println!("worst wait {worst:?}, {ran_out} times a timer ran out");
     ensure!(ran_out > 0, "no timer ran out: the test shows nothing");

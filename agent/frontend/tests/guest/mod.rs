@@ -13,6 +13,9 @@ use shorthorn_vmkit::{Kernel, Running, Vm, VmOptions};
 pub const MINUTE: Duration = Duration::from_secs(60);
 /// The node of volume `memory`.
 pub const NODE: &str = "/dev/longhorn/memory";
+/// The limit for a request beyond the time without a server. On NBD the timer of a request takes 3 s of it at
+/// most: 2 s, which the block layer rounds up. The rest is for emulated processors.
+pub const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// mkfs.xfs wants 300 MiB at least.
 pub const SIZE_BYTES: u64 = 384 << 20;
 
@@ -99,6 +102,14 @@ impl Guest {
         self.vm.sh(&format!("fallocate -p {range} {NODE}"))?;
         ensure!(allocated()? == before, "a hole takes space");
         Ok(())
+    }
+
+    /// Returns the time of the longest request in fio's report `file`.
+    pub fn worst_wait(&self, file: &str) -> Result<Duration> {
+        let report: serde_json::Value = serde_json::from_str(&self.vm.sh(&format!("cat {file}"))?)?;
+        let of = |direction: &str| report["jobs"][0][direction]["lat_ns"]["max"].as_u64();
+        let longest = of("read").max(of("write")).context("fio tells no latency")?;
+        Ok(Duration::from_nanos(longest))
     }
 
     /// Waits until a process of this name waits for a disk.
