@@ -10,7 +10,7 @@
 //! the same command takes the device over after that. A line of JSON on standard output says that the device
 //! is ready. SIGTERM removes the device and ends; SIGHUP leaves it to the next process; SIGUSR1 makes the
 //! volume 64 MiB larger; SIGUSR2 prints the users of the device. A delay keeps every request for that time
-//! before it is served, so that a load takes every tag.
+//! before it is served, so that a load takes every tag. Warnings of the frontends are on standard error.
 #![allow(clippy::print_stderr, reason = "a program for the command line")]
 
 use std::collections::VecDeque;
@@ -40,6 +40,8 @@ type Anything = Box<dyn Error + Send + Sync>;
 const FILE_SOURCE: u8 = 2;
 const WAKE_SOURCE: u8 = 3;
 const GROW_BYTES: u64 = 64 << 20;
+const SIGNALS: [Signal; 5] =
+    [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2];
 
 struct Options {
     frontend: Option<FrontendKind>,
@@ -66,13 +68,9 @@ enum Fault {
 
 fn main() -> Result<(), Anything> {
     let options = parse(std::env::args().skip(1))?;
-    let signals = SigSet::from_iter([
-        Signal::SIGTERM,
-        Signal::SIGINT,
-        Signal::SIGHUP,
-        Signal::SIGUSR1,
-        Signal::SIGUSR2,
-    ]);
+    let log = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN);
+    log.with_writer(io::stderr).with_ansi(false).init();
+    let signals = SigSet::from_iter(SIGNALS);
     signals.thread_block()?;
     let backing = Arc::new(open_backing(&options)?);
     let kind = choose(&options)?;

@@ -396,6 +396,84 @@ fn killed_between_mapping_and_fetching_on_the_newest_kernel() -> Result<()> {
     guest.no_io_errors()
 }
 
+/// The process lives, but does not run.
+#[test]
+fn a_living_process_keeps_its_device_and_its_state_is_logged() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    let pid = guest.serve("memory", "")?;
+    vm.sh(&format!("kill -STOP {pid}"))?;
+    let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
+    guest.waits_for_disk("dd")?;
+    let reason = format!("process {pid}, which has to be gone: the driver still waits for it (state LIVE");
+    take_over_fails(&guest, &reason, (pid, "memory_device"))?;
+    vm.sh(&format!("kill -CONT {pid}"))?;
+    let output = waiting.wait(MINUTE)?;
+    ensure!(output.success(), "a write to a device whose process was stopped: {output}");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn an_open_device_of_a_dead_process_is_not_taken_over() -> Result<()> {
+    open_in_another_process(Kernel::Ublk, |pid| format!("process {pid}, which has to be gone"))
+}
+
+/// From Linux 6.15 on, the state is LIVE until the character device is closed.
+#[test]
+fn an_open_device_of_a_dead_process_is_not_taken_over_on_the_newest_kernel() -> Result<()> {
+    open_in_another_process(Kernel::Newest, |_| "a process that has ended".to_owned())
+}
+
+fn open_in_another_process(kernel: Kernel, server: fn(u32) -> String) -> Result<()> {
+    let guest = Guest::start(kernel, "ublk")?;
+    let vm = &guest.vm;
+    let pid = guest.serve("memory", "")?;
+    // pidfd_open(2) and pidfd_getfd(2): a copy of the descriptor of the process.
+    let copy = r#"$pid = syscall(434, shift() + 0, 0); $copy = syscall(438, $pid, shift() + 0, 0); die $! if $copy < 0;
+        open($file, ">", "/mem/holder"); print $file $$; close $file; sleep 1000"#;
+    let holder = vm.spawn(&format!(
+        "exec perl -e '{copy}' {pid} $(find /proc/{pid}/fd -lname /dev/ublkc0 -printf '%f ' | cut -d ' ' -f 1)"
+    ))?;
+    vm.sh("for n in $(seq 600); do test -s /mem/holder && exit; sleep 0.05; done; exit 1")?;
+    let holder_pid = vm.sh("cat /mem/holder")?.parse()?;
+    vm.sh(&format!("kill -STOP {pid}"))?;
+    let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
+    guest.waits_for_disk("dd")?;
+    guest.end(pid, "KILL")?;
+    let reason = format!("{}: its character device is still open", server(pid));
+    take_over_fails(&guest, &reason, (holder_pid, "perl"))?;
+    vm.sh(&format!("kill -KILL {holder_pid}"))?;
+    holder.wait(MINUTE)?;
+    let pid = guest.serve("memory", "")?;
+    let output = waiting.wait(MINUTE)?;
+    ensure!(output.success(), "a write that has waited: {output}");
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+/// Checks that a second process gives up, with the reason, and that the log has the state of the device: its
+/// request, the holder of its character device, and the stack of that process.
+fn take_over_fails(guest: &Guest, reason: &str, (pid, command): (u32, &str)) -> Result<()> {
+    guest.vm.sh("mountpoint -q /sys/kernel/debug || mount -t debugfs debugfs /sys/kernel/debug")?;
+    let output = guest.vm.command(&guest.command("memory", "")).limit(3 * MINUTE).run()?;
+    let log = String::from_utf8_lossy(&output.stderr);
+    println!("{log}");
+    ensure!(output.status == 1, "{output}");
+    for part in [
+        format!("take over ublkb0 of memory from {reason}").as_str(),
+        "stuck device: /sys/kernel/debug/block/ublkb0/hctx0/tags:",
+        "nr_tags=128",
+        ".op=WRITE",
+        &format!("stuck device: process {pid} ({command}) has ublkc0 open"),
+        &format!("stuck device: stack of thread {pid} ({command}) of process {pid}:"),
+        "stuck device:     [<0>] ",
+    ] {
+        ensure!(log.contains(part), "{part}: {log}");
+    }
+    Ok(())
+}
+
 #[test]
 fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     let guest = start()?;

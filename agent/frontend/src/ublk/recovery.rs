@@ -74,7 +74,8 @@ pub(super) fn take_over(
         let Some(info) = info.filter(|info| info.state != abi::STATE_DEAD) else { return Ok(Some(None)) };
         if info.state != abi::STATE_QUIESCED {
             // The driver has not noticed yet, or the process lives.
-            (server_pid, reason) = (info.server_pid, STILL_LIVE);
+            (server_pid, reason) =
+                (info.server_pid, if info.server_pid > 0 { STILL_LIVE } else { STILL_OPEN });
             return Ok(None);
         }
         match control.run(abi::CMD_START_USER_RECOVERY, id, 0, COMMAND_LIMIT) {
@@ -93,15 +94,25 @@ pub(super) fn take_over(
     if matches!(taken, Ok(None)) {
         stuck::log(id, volume, server_pid);
     }
-    taken.and_then(|taken| taken.ok_or_else(|| wait::timed_out(DEAD_SERVER_LIMIT))).map_err(during(format!(
-        "take over ublkb{id} of {volume} from process {server_pid}, which has to be gone{reason}"
-    )))
+    taken
+        .and_then(|taken| taken.ok_or_else(|| wait::timed_out(DEAD_SERVER_LIMIT)))
+        .map_err(during(format!("take over ublkb{id} of {volume} from {}{reason}", server(server_pid))))
 }
 
 const STILL_LIVE: &str =
     ": the driver still waits for it (state LIVE; see the lines with \"stuck device\" in the log)";
 const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended; see the lines with \"stuck device\" in \
      the log";
+
+/// Describes the process of a device. From Linux 6.15 on, a driver that knows of the end of a process forgets
+/// its number, and keeps the state LIVE until the character device is closed.
+fn server(pid: i32) -> String {
+    if pid > 0 {
+        format!("process {pid}, which has to be gone")
+    } else {
+        "a process that has ended".to_owned()
+    }
+}
 
 /// Sets the timer of requests, by which the driver notices the death of a process that has every tag of a
 /// queue.
@@ -149,8 +160,12 @@ pub(super) fn clear(
             Ok((state != abi::STATE_LIVE).then_some(()))
         });
         if gone.map_err(during(action()))?.is_none() {
-            let reason =
-                format!("process {} serves ublkb{id} of that volume; stop it first", info.server_pid);
+            let reason = match info.server_pid {
+                pid @ 1.. => format!("process {pid} serves ublkb{id} of that volume; stop it first"),
+                _ => format!(
+                    "another process has ublkc{id} of that volume open; find it with fuser /dev/ublkc{id}"
+                ),
+            };
             return Err(FrontendError::Refused { action: action(), reason });
         }
         tracing::info!(%volume, id, state = info.state, "removing a ublk device that was left behind");
@@ -205,6 +220,12 @@ mod tests {
         {
             assert!(!needs_timer(release), "{release}");
         }
+    }
+
+    #[test]
+    fn a_process_that_has_ended_has_no_number() {
+        assert_eq!(server(12), "process 12, which has to be gone");
+        assert_eq!(server(-1), "a process that has ended");
     }
 
     #[test]

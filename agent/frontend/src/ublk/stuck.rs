@@ -3,33 +3,63 @@
 //!
 //! It is gone after a restart of the host, which is the usual remedy. So it is logged while it lasts. Files
 //! of debugfs: `blk_mq_debugfs_queue_attrs` and `blk_mq_debugfs_hctx_attrs` in block/blk-mq-debugfs.c of the
-//! kernel; stacks: proc_pid_stack(5).
+//! kernel; stacks: proc_pid_stack(5). Reading a file of debugfs takes locks of the device, so it has a limit.
 
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use shorthorn_types::VolumeName;
 
+use crate::wait;
+
 /// Bytes that are read of a file.
 const FILE_BYTES_MAX: u64 = 4096;
-/// Lines of a report.
+/// Lines of each part of a report. A device of many queues must not hide the processes.
 const LINES_MAX: usize = 400;
+/// The time limit for each part of a report.
+const PART_LIMIT: Duration = Duration::from_secs(5);
 /// Files in the folder of a device in debugfs.
 const QUEUE_FILES: [&str; 2] = ["state", "requeue_list"];
 /// Files in the folder of each of its hardware queues.
 const HARDWARE_QUEUE_FILES: [&str; 5] = ["state", "busy", "tags", "dispatch", "flags"];
+/// Lines that are logged of a file `tags`, by their beginnings. The others tell of waiters for a tag.
+const TAGS_LINES: [&str; 3] = ["nr_tags=", "active_queues=", "busy="];
 /// Functions that a thread of the kernel runs while it ends a ring, or while the driver waits for one.
 const FUNCTIONS: [&str; 2] = ["io_ring_exit_work", "ublk_"];
+/// The parts of a report about device `id`, which process `server_pid` served.
+const PARTS: [(&str, Part); 2] = [("requests", Host::requests), ("processes", Host::processes)];
+type Part = fn(&Host, u32, i32) -> Vec<String>;
 
 /// Logs the state of `ublkb{id}`, which process `server_pid` served.
 pub(super) fn log(id: u32, volume: &VolumeName, server_pid: i32) {
-    for line in Host::default().report(id, server_pid) {
+    for line in report(&Host::default(), id, server_pid, PART_LIMIT) {
         tracing::warn!(%volume, id, "stuck device: {line}");
     }
 }
 
+fn report(host: &Host, id: u32, server_pid: i32, limit: Duration) -> Vec<String> {
+    let mut report = Vec::new();
+    for (name, part) in PARTS {
+        let host = host.clone();
+        match wait::within(limit, move || Ok(part(&host, id, server_pid))) {
+            Ok(mut lines) => {
+                let more = lines.len().saturating_sub(LINES_MAX);
+                lines.truncate(LINES_MAX);
+                report.extend(lines);
+                if more > 0 {
+                    report.push(format!("{name}: {more} more lines"));
+                }
+            }
+            Err(error) => report.push(format!("{name}: {error}")),
+        }
+    }
+    report
+}
+
 /// The paths of the kernel's information about itself.
+#[derive(Clone)]
 struct Host {
     debugfs: PathBuf,
     proc: PathBuf,
@@ -42,33 +72,12 @@ impl Default for Host {
 }
 
 impl Host {
-    fn report(&self, id: u32, server_pid: i32) -> Vec<String> {
+    /// Returns the state of the queues of the device.
+    fn requests(&self, id: u32, _server_pid: i32) -> Vec<String> {
         let mut lines = Vec::new();
-        self.add_requests(id, &mut lines);
-        let holders = self.holders(id);
-        if holders.is_empty() {
-            lines.push(format!("no process has ublkc{id} open as a file"));
-        }
-        for pid in &holders {
-            lines.push(format!("process {pid} ({}) has ublkc{id} open", self.command(pid)));
-        }
-        for pid in self.processes() {
-            let is_meant = holders.contains(&pid) || pid == server_pid.to_string();
-            self.add_stacks(&pid, is_meant, &mut lines);
-        }
-        if lines.len() > LINES_MAX {
-            let more = lines.len() - LINES_MAX;
-            lines.truncate(LINES_MAX);
-            lines.push(format!("{more} more lines"));
-        }
-        lines
-    }
-
-    /// Adds the state of the queues of the device.
-    fn add_requests(&self, id: u32, lines: &mut Vec<String>) {
         let folder = self.debugfs.join(format!("block/ublkb{id}"));
         for name in QUEUE_FILES {
-            add_file(&folder.join(name), lines);
+            add_file(&folder.join(name), &mut lines);
         }
         let queues = fs::read_dir(&folder).into_iter().flatten().flatten().map(|entry| entry.path());
         let is_queue = |path: &PathBuf| {
@@ -78,9 +87,28 @@ impl Host {
         queues.sort();
         for queue in queues {
             for name in HARDWARE_QUEUE_FILES {
-                add_file(&queue.join(name), lines);
+                add_file(&queue.join(name), &mut lines);
             }
         }
+        lines
+    }
+
+    /// Returns the holders of the character device. Their stacks follow, and those of the server and of
+    /// threads that run one of [`FUNCTIONS`].
+    fn processes(&self, id: u32, server_pid: i32) -> Vec<String> {
+        let mut lines = Vec::new();
+        let holders = self.holders(id);
+        if holders.is_empty() {
+            lines.push(format!("no process has ublkc{id} open as a file"));
+        }
+        for pid in &holders {
+            lines.push(format!("process {pid} ({}) has ublkc{id} open", self.command(pid)));
+        }
+        for pid in numbered(&self.proc) {
+            let is_meant = holders.contains(&pid) || pid == server_pid.to_string();
+            self.add_stacks(&pid, is_meant, &mut lines);
+        }
+        lines
     }
 
     /// Returns the processes that have the character device open.
@@ -90,11 +118,7 @@ impl Host {
             let files = fs::read_dir(self.proc.join(pid).join("fd")).into_iter().flatten().flatten();
             files.into_iter().any(|file| fs::read_link(file.path()).is_ok_and(|path| path == device))
         };
-        self.processes().into_iter().filter(holds).collect()
-    }
-
-    fn processes(&self) -> Vec<String> {
-        numbered(&self.proc)
+        numbered(&self.proc).into_iter().filter(holds).collect()
     }
 
     fn command(&self, pid: &str) -> String {
@@ -137,7 +161,10 @@ fn add_file(path: &Path, lines: &mut Vec<String>) {
         Ok(text) if text.trim().is_empty() => lines.push(format!("{}: empty", path.display())),
         Ok(text) => {
             lines.push(format!("{}:", path.display()));
-            lines.extend(text.lines().map(|line| format!("    {line}")));
+            let is_logged = |line: &&str| {
+                !path.ends_with("tags") || TAGS_LINES.iter().any(|beginning| line.starts_with(beginning))
+            };
+            lines.extend(text.lines().filter(is_logged).map(|line| format!("    {line}")));
         }
         Err(error) => lines.push(format!("{}: {error}", path.display())),
     }
@@ -154,6 +181,8 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
 
     fn write(path: &Path, text: &str) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -174,7 +203,7 @@ mod tests {
         write(&host.proc.join("40/task/40/stack"), "[<0>] io_ring_exit_work+0x1\n");
         write(&host.proc.join("40/task/40/comm"), "kworker/u4:1\n");
         write(&host.proc.join("41/task/41/stack"), "[<0>] worker_thread\n");
-        let report = host.report(3, 11).join("\n");
+        let report = report(&host, 3, 11, LONG).join("\n");
         for part in [
             "requeue_list: empty",
             "hctx0/busy:\n    request 7",
@@ -189,14 +218,28 @@ mod tests {
     }
 
     #[test]
-    fn a_report_has_an_end() {
+    fn a_report_has_an_end_and_no_part_of_it_hides_another() {
         let temp = tempfile::tempdir().unwrap();
         let host = Host { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
         for queue in 0..LINES_MAX {
-            write(&host.debugfs.join(format!("block/ublkb3/hctx{queue}/tags")), "one\n");
+            write(&host.debugfs.join(format!("block/ublkb3/hctx{queue}/tags")), "busy=1\nws={\n");
         }
-        let report = host.report(3, 11);
-        assert_eq!(report.len(), LINES_MAX + 1);
-        assert!(report.last().unwrap().ends_with("more lines"), "{report:?}");
+        write(&host.proc.join("11/task/11/stack"), "[<0>] do_wait\n");
+        let report = report(&host, 3, 11, LONG);
+        assert!(report[LINES_MAX].starts_with("requests: ") && report[LINES_MAX].ends_with(" more lines"));
+        assert_eq!(report[LINES_MAX + 1..].len(), 3, "{report:?}");
+        assert!(report.last().unwrap().contains("do_wait"), "{report:?}");
+    }
+
+    #[test]
+    fn a_file_that_does_not_answer_is_not_waited_for() {
+        let temp = tempfile::tempdir().unwrap();
+        let host = Host { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
+        let device = host.debugfs.join("block/ublkb3");
+        fs::create_dir_all(&device).unwrap();
+        // Opening it waits for a writer.
+        nix::unistd::mkfifo(&device.join("state"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let report = report(&host, 3, 11, Duration::from_millis(100));
+        assert_eq!(report, ["requests: no answer within 100ms", "no process has ublkc3 open as a file"]);
     }
 }
