@@ -21,6 +21,7 @@ mod wait;
 pub use device::{Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueSocket};
 pub use iscsi::{IscsiIdentity, IscsidState, iscsid, prepare_iscsi, remove_iscsi_leftovers};
 pub use leftovers::discard;
+pub use modules::{NBD_PARTITIONS_REMEDY, nbd_partitions_max};
 #[cfg(shorthorn_fuzzing)]
 pub use nbd::fuzzing;
 pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};

@@ -17,6 +17,11 @@ const NODE_LIMIT: Duration = Duration::from_secs(2);
 const UBLK_MODULE: &str = "ublk_drv";
 /// The module of NBD.
 pub(crate) const NBD_MODULE: &str = "nbd";
+/// The number of partitions of a device that the driver NBD reads. It is fixed when the driver is loaded.
+const NBD_PARTITIONS: &str = "/sys/module/nbd/parameters/max_part";
+/// The way to a driver NBD that reads no partition tables.
+pub const NBD_PARTITIONS_REMEDY: &str = "when no NBD device is in use: modprobe -r nbd && modprobe nbd max_part=0 (for a driver that is a part of \
+     the kernel: nbd.max_part=0 on its command line)";
 
 /// Loads the ublk driver unless it is loaded.
 pub(crate) fn load_ublk() -> Result<(), MissingModule> {
@@ -38,6 +43,13 @@ pub(crate) fn load_ublk() -> Result<(), MissingModule> {
 /// Loads the NBD driver unless it is loaded.
 pub(crate) fn load_nbd() -> Result<(), MissingModule> {
     if is_loaded(NBD_MODULE) { Ok(()) } else { load(NBD_MODULE) }
+}
+
+/// Returns the number of partitions that the kernel of this host reads of an NBD device. None if the driver
+/// is not loaded.
+#[must_use]
+pub fn nbd_partitions_max() -> Option<u32> {
+    std::fs::read_to_string(NBD_PARTITIONS).ok()?.trim().parse().ok()
 }
 
 /// A kernel module is missing.

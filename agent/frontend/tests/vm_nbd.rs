@@ -3,6 +3,7 @@
 
 mod guest;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -229,6 +230,41 @@ fn a_server_of_several_queues_that_hangs_gets_its_connections_back() -> Result<(
     let given_up = kernel_lines(&guest, "Connection timed out")?;
     ensure!(given_up != 0, "no connection was given up: the test shows nothing");
     guest.vm.sh(&format!("dd if=/dev/zero of={NODE} bs=1M count=64 oflag=direct status=none"))?;
+    guest.end(pid, "TERM")?;
+    guest.no_io_errors()
+}
+
+#[test]
+fn the_host_reads_no_partition_table() -> Result<()> {
+    let guest = start()?;
+    let vm = &guest.vm;
+    let file = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../systemd").join(name);
+    vm.push(&[(file("udev/rules.d/59-shorthorn.rules"), "/etc/udev/rules.d/59-shorthorn.rules", 0o644)])?;
+    vm.sh("udevadm control --reload")?;
+    // As on a host that had loaded the driver before the installation.
+    vm.sh("modprobe -r nbd && modprobe nbd max_part=16")?;
+    let pid = guest.serve("memory", "")?;
+    let log = vm.sh("cat /mem/memory.err")?;
+    ensure!(log.contains("reads partition tables") && log.contains("modprobe nbd max_part=0"), "{log}");
+    // One partition of 64 MiB, which begins at 1 MiB.
+    let table =
+        r#"print "\0" x 446, pack("C8VV", 0, 0, 2, 0, 0x83, 0, 0, 0, 2048, 131072), "\0" x 48, "\x55\xaa""#;
+    vm.sh(&format!("perl -e '{table}' | dd of={NODE} bs=512 conv=fsync status=none"))?;
+    guest.end(pid, "TERM")?;
+    let pid = guest.serve("memory", "")?;
+    vm.sh("udevadm settle && test -e /sys/block/nbd0/nbd0p1")
+        .context("the driver reads no table in any case")?;
+    guest.end(pid, "TERM")?;
+
+    vm.push(&[(file("modprobe.d/shorthorn.conf"), "/etc/modprobe.d/shorthorn.conf", 0o644)])?;
+    vm.sh("udevadm settle && modprobe -r nbd")?;
+    let pid = guest.serve("memory", "")?;
+    vm.sh("udevadm settle && test -e /sys/block/nbd0/pid && ! test -e /sys/block/nbd0/nbd0p1")?;
+    let log = vm.sh("cat /mem/memory.err")?;
+    ensure!(!log.contains("reads partition tables"), "{log}");
+    // udev reads the partition then.
+    vm.sh("partx -a /dev/nbd0 && test -e /sys/block/nbd0/nbd0p1 && udevadm settle")
+        .context("on demand they are there")?;
     guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }

@@ -12,7 +12,7 @@ use nix::libc;
 use shorthorn_api::v1;
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::probe::probe;
-use shorthorn_frontend::{FrontendKind, iscsid};
+use shorthorn_frontend::{FrontendKind, iscsid, nbd_partitions_max};
 use shorthorn_metrics::MetricsListen;
 use shorthorn_tls::{TlsError, check_kernel};
 
@@ -56,6 +56,8 @@ pub fn collect(config: &Config) -> anyhow::Result<Facts> {
     facts.disks = disks(config);
     let devices = probe().into_iter().filter(|report| report.kind != FrontendKind::Socket);
     facts.frontends = devices.map(|report| (report.kind.to_string(), report.usable, report.reason)).collect();
+    // The probe may have loaded the driver.
+    facts.nbd_partitions_max = nbd_partitions_max();
     facts.no_encryption = match check_kernel() {
         Ok(()) => None,
         Err(TlsError::Kernel(error)) => Some(error.to_string()),
@@ -87,6 +89,7 @@ pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Fact
     Ok(Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         frontends: Vec::new(),
+        nbd_partitions_max: nbd_partitions_max(),
         iscsid: iscsid(),
         block_tools: block_tools(),
         kubelet: kubelet(config),

@@ -15,6 +15,8 @@ pub struct Facts {
     pub kernel: String,
     /// The frontends that make a device: name, whether each is usable, and the reason.
     pub frontends: Vec<(String, bool, String)>,
+    /// The number of partitions that the kernel reads of an NBD device; None if the driver is not loaded.
+    pub nbd_partitions_max: Option<u32>,
     /// The daemon of the iSCSI initiator.
     pub iscsid: IscsidState,
     /// The daemons and rules of other block device tools.

@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(180);
 
 /// The checks whose findings the agent shows to the controller. The agent shows the others in other ways, or
 /// they need more than reading.
-const SHOWN: [&str; 6] = ["kernel", "multipath", "udev", "kubelet", "ports", "time"];
+const SHOWN: [&str; 7] = ["kernel", "partitions", "multipath", "udev", "kubelet", "ports", "time"];
 
 /// The result of one check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use shorthorn_frontend::IscsidState;
+use shorthorn_frontend::{IscsidState, NBD_PARTITIONS_REMEDY};
 
 use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet};
 use crate::check::{Finding, Level};
@@ -30,6 +30,7 @@ pub fn examine(facts: &Facts) -> Vec<Finding> {
     let checks = [
         kernel(facts),
         frontends(facts),
+        partitions(facts.nbd_partitions_max),
         multipath(facts),
         lvm(facts),
         kubelet(&facts.kubelet),
@@ -128,6 +129,21 @@ fn iscsid(state: IscsidState) -> Finding {
             failed("iscsi", message.to_owned(), "systemctl enable --now iscsid".to_owned())
         }
     }
+}
+
+/// Judges the driver NBD: a guest can write any partition table into its volume.
+fn partitions(nbd_partitions_max: Option<u32>) -> Vec<Finding> {
+    vec![match nbd_partitions_max {
+        None => passed("partitions", "the driver nbd is not loaded".to_owned()),
+        Some(0) => passed("partitions", "the kernel reads no partition tables of NBD devices".to_owned()),
+        Some(max) => {
+            let message = format!(
+                "the kernel reads partition tables of NBD devices (max_part of nbd is {max}): partitions inside \
+                 volumes become devices of this host"
+            );
+            warned("partitions", message, NBD_PARTITIONS_REMEDY.to_owned())
+        }
+    }]
 }
 
 fn multipath(facts: &Facts) -> Vec<Finding> {

@@ -75,6 +75,10 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
         frontend: FrontendKind::Nbd,
         reason: missing.to_string(),
     })?;
+    if let Some(partitions) = modules::nbd_partitions_max().filter(|max| *max > 0) {
+        let remedy = modules::NBD_PARTITIONS_REMEDY;
+        tracing::warn!(volume = %spec.volume, partitions, "the kernel reads partition tables of NBD devices; {remedy}");
+    }
     let backend = backend_of(&spec.volume);
     let recovered = recover_or_clear(spec, &backend)?;
     let old = spec.previous.as_ref().filter(|_| recovered.is_some());

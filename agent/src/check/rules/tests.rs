@@ -19,6 +19,7 @@ fn well() -> Facts {
             ("ublk".to_owned(), true, "features".to_owned()),
             ("nbd".to_owned(), false, "no module".to_owned()),
         ],
+        nbd_partitions_max: Some(0),
         iscsid: IscsidState::Runs,
         block_tools: BlockTools {
             multipathd_runs: true,
@@ -75,6 +76,7 @@ fn a_host_that_is_well_passes_every_check() {
     let all = [
         "kernel",
         "frontend",
+        "partitions",
         "multipath",
         "udev",
         "kubelet",
@@ -120,6 +122,13 @@ fn a_host_with_iscsi_alone_needs_iscsid() {
     assert_eq!(levels(&facts), [Level::Passed; 2]);
     facts.frontends = vec![("iscsi".to_owned(), false, "the host has no tgtd".to_owned())];
     assert!(frontends(&facts)[0].remedy.contains("apt install tgt open-iscsi"));
+}
+
+#[test]
+fn a_driver_that_reads_partition_tables_is_a_warning() {
+    let reads = |facts: &mut Facts| facts.nbd_partitions_max = Some(16);
+    assert_ill(reads, "partitions", Level::Warned, "max_part of nbd is 16", "modprobe nbd max_part=0");
+    assert_eq!(partitions(None)[0].level, Level::Passed);
 }
 
 #[test]
