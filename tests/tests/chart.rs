@@ -5,7 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use k8s_openapi::api::{admissionregistration, apps, core, networking, policy, rbac, storage};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use shorthorn_testkit::docs;
 
 const TREE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
@@ -125,6 +131,58 @@ fn the_chart_has_the_version_of_the_programs() -> Result<()> {
     for line in ["version: ", "appVersion: \""] {
         let line = format!("\n{line}{}", env!("CARGO_PKG_VERSION"));
         ensure!(text.contains(&line), "Chart.yaml lacks {line:?}");
+    }
+    Ok(())
+}
+
+/// The types of Kubernetes 1.33 keep each field of each object. Not examined: whether a field is missing, and
+/// whether a value is one of those that a field permits.
+#[test]
+fn kubernetes_knows_every_field() -> Result<()> {
+    let kubectl = |folder: &str| {
+        let mut kustomize = Command::new(tools()?.join("kubectl"));
+        succeeds(kustomize.arg("kustomize").arg(tree(folder)))
+    };
+    let mut kinds = BTreeSet::new();
+    for documents in [
+        template(&[])?,
+        template(&EVERYTHING)?,
+        kubectl("packaging/deploy")?,
+        kubectl("packaging/deploy/agent")?,
+    ] {
+        let objects: Vec<Value> = serde_saphyr::from_multiple(&documents)?;
+        for object in objects.iter().filter(|object| !object.is_null()) {
+            let (kind, name) = (&object["kind"], &object["metadata"]["name"]);
+            examine(object).with_context(|| format!("{kind} {name}"))?;
+            kinds.insert(kind.as_str().unwrap_or_default().to_owned());
+        }
+    }
+    for kind in ["Deployment", "DaemonSet", "CustomResourceDefinition", "ServiceMonitor", "PrometheusRule"] {
+        ensure!(kinds.contains(kind), "no {kind} in {kinds:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_unknown_field_or_a_value_of_another_type_is_found() -> Result<()> {
+    let object = |api_version: &str, kind: &str, spec: Value| json!({ "apiVersion": api_version, "kind": kind, "metadata": { "name": "a" }, "spec": spec });
+    let service = |port: Value| object("v1", "Service", json!({ "ports": [port] }));
+    examine(&service(json!({ "port": 80, "targetPort": "api" })))?;
+    let monitor = |endpoint: Value| {
+        object("monitoring.coreos.com/v1", "ServiceMonitor", json!({ "endpoints": [endpoint] }))
+    };
+    examine(&monitor(json!({ "port": "metrics", "interval": "30s" })))?;
+    for (object, message) in [
+        (service(json!({ "port": 80, "tragetPort": "api" })), ".spec.ports[0].tragetPort is lost"),
+        (service(json!({ "port": "80" })), "expected i32"),
+        (object("v1", "Servlce", json!({})), "no type"),
+        (object("v2", "Service", json!({})), "no type"),
+        (monitor(json!({ "prot": "metrics" })), ".spec.endpoints[0].prot is unknown"),
+        (monitor(json!({ "port": 9510 })), ".spec.endpoints[0].port is no text"),
+        (monitor(json!({ "interval": "half a minute" })), "is no duration"),
+    ] {
+        let found = examine(&object).err().context(message)?;
+        ensure!(format!("{found:#}").contains(message), "{found:#}, not {message}");
     }
     Ok(())
 }
@@ -296,6 +354,172 @@ fn values_of_the_documentation_exist() -> Result<()> {
     }
     ensure!(values.len() > 4, "only {values:?}");
     template(&values.iter().map(String::as_str).collect::<Vec<_>>())?;
+    Ok(())
+}
+
+/// Checks an object against the type of its kind.
+fn examine(object: &Value) -> Result<()> {
+    let text = |field: &str| object[field].as_str().with_context(|| format!("no {field}"));
+    match (text("apiVersion")?, text("kind")?) {
+        ("v1", "Namespace") => keeps::<core::v1::Namespace>(object),
+        ("v1", "ServiceAccount") => keeps::<core::v1::ServiceAccount>(object),
+        ("v1", "ConfigMap") => keeps::<core::v1::ConfigMap>(object),
+        ("v1", "Service") => keeps::<core::v1::Service>(object),
+        ("apps/v1", "Deployment") => keeps::<apps::v1::Deployment>(object),
+        ("apps/v1", "DaemonSet") => keeps::<apps::v1::DaemonSet>(object),
+        ("policy/v1", "PodDisruptionBudget") => keeps::<policy::v1::PodDisruptionBudget>(object),
+        ("networking.k8s.io/v1", "NetworkPolicy") => keeps::<networking::v1::NetworkPolicy>(object),
+        ("rbac.authorization.k8s.io/v1", "Role") => keeps::<rbac::v1::Role>(object),
+        ("rbac.authorization.k8s.io/v1", "RoleBinding") => keeps::<rbac::v1::RoleBinding>(object),
+        ("rbac.authorization.k8s.io/v1", "ClusterRole") => keeps::<rbac::v1::ClusterRole>(object),
+        ("rbac.authorization.k8s.io/v1", "ClusterRoleBinding") => {
+            keeps::<rbac::v1::ClusterRoleBinding>(object)
+        }
+        ("storage.k8s.io/v1", "CSIDriver") => keeps::<storage::v1::CSIDriver>(object),
+        ("storage.k8s.io/v1", "StorageClass") => keeps::<storage::v1::StorageClass>(object),
+        ("apiextensions.k8s.io/v1", "CustomResourceDefinition") => keeps::<CustomResourceDefinition>(object),
+        ("admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicy") => {
+            keeps::<admissionregistration::v1::ValidatingAdmissionPolicy>(object)
+        }
+        ("admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicyBinding") => {
+            keeps::<admissionregistration::v1::ValidatingAdmissionPolicyBinding>(object)
+        }
+        ("monitoring.coreos.com/v1", "ServiceMonitor") => fits(object, &SERVICE_MONITOR),
+        ("monitoring.coreos.com/v1", "PrometheusRule") => fits(object, &PROMETHEUS_RULE),
+        ("monitoring.coreos.com/v1alpha1", "ScrapeConfig") => fits(object, &SCRAPE_CONFIG),
+        (api_version, kind) => bail!("no type for {api_version} {kind}: add it to this test"),
+    }
+}
+
+/// Checks that the type keeps each field of the object.
+fn keeps<T: DeserializeOwned + Serialize>(object: &Value) -> Result<()> {
+    let typed: T = serde_json::from_value(object.clone())?;
+    compare(object, &serde_json::to_value(typed)?, "")
+}
+
+fn compare(given: &Value, kept: &Value, path: &str) -> Result<()> {
+    match (given, kept) {
+        (Value::Object(given), Value::Object(kept)) => given.iter().try_for_each(|(key, value)| {
+            let path = format!("{path}.{key}");
+            let kept = kept.get(key).with_context(|| format!("{path} is lost"))?;
+            compare(value, kept, &path)
+        }),
+        (Value::Array(given), Value::Array(kept)) => {
+            ensure!(given.len() == kept.len(), "{path} has {} of {} values", kept.len(), given.len());
+            let mut pairs = given.iter().zip(kept).enumerate();
+            pairs.try_for_each(|(index, (given, kept))| compare(given, kept, &format!("{path}[{index}]")))
+        }
+        _ => {
+            // The types have bounds of schemas as floating-point numbers.
+            let is_equal = given == kept || (kept.is_f64() && given.as_f64() == kept.as_f64());
+            ensure!(is_equal, "{path} is {given}, and {kept} is left of it");
+            Ok(())
+        }
+    }
+}
+
+/// The part of a type of the Prometheus operator that the chart may use, after the operator's reference of
+/// its API.
+enum Shape {
+    Text,
+    /// A duration of Prometheus in one unit.
+    Duration,
+    Labels,
+    Selector,
+    List(&'static Shape),
+    Fields(&'static [(&'static str, Shape)]),
+}
+
+const SERVICE_MONITOR: Shape = Shape::Fields(&[
+    ("selector", Shape::Selector),
+    (
+        "endpoints",
+        Shape::List(&Shape::Fields(&[
+            ("port", Shape::Text),
+            ("path", Shape::Text),
+            ("interval", Shape::Duration),
+            ("scrapeTimeout", Shape::Duration),
+        ])),
+    ),
+]);
+const PROMETHEUS_RULE: Shape = Shape::Fields(&[(
+    "groups",
+    Shape::List(&Shape::Fields(&[
+        ("name", Shape::Text),
+        ("interval", Shape::Duration),
+        (
+            "rules",
+            Shape::List(&Shape::Fields(&[
+                ("alert", Shape::Text),
+                ("expr", Shape::Text),
+                ("for", Shape::Duration),
+                ("labels", Shape::Labels),
+                ("annotations", Shape::Labels),
+            ])),
+        ),
+    ])),
+)]);
+const SCRAPE_CONFIG: Shape = Shape::Fields(&[
+    ("jobName", Shape::Text),
+    ("scrapeInterval", Shape::Duration),
+    ("kubernetesSDConfigs", Shape::List(&Shape::Fields(&[("role", Shape::Text)]))),
+    (
+        "relabelings",
+        Shape::List(&Shape::Fields(&[
+            ("sourceLabels", Shape::List(&Shape::Text)),
+            ("regex", Shape::Text),
+            ("replacement", Shape::Text),
+            ("targetLabel", Shape::Text),
+            ("action", Shape::Text),
+        ])),
+    ),
+]);
+
+/// Checks the metadata of an object, and its spec against the shape.
+fn fits(object: &Value, spec: &Shape) -> Result<()> {
+    compare(
+        &object["metadata"],
+        &serde_json::to_value(ObjectMeta::deserialize(&object["metadata"])?)?,
+        ".metadata",
+    )?;
+    let keys = object.as_object().context("no object")?.keys();
+    let other: Vec<_> =
+        keys.filter(|key| !["apiVersion", "kind", "metadata", "spec"].contains(&key.as_str())).collect();
+    ensure!(other.is_empty(), "{other:?} are unknown");
+    has_shape(&object["spec"], spec, ".spec")
+}
+
+fn has_shape(value: &Value, shape: &Shape, path: &str) -> Result<()> {
+    match shape {
+        Shape::Text => ensure!(value.is_string(), "{path} is no text: {value}"),
+        Shape::Duration => {
+            let number = value.as_str().and_then(|text| text.strip_suffix(['s', 'm', 'h', 'd']));
+            let is_one = number.is_some_and(|number| number.parse::<u32>().is_ok());
+            ensure!(is_one, "{path} is no duration: {value}");
+        }
+        Shape::Labels => {
+            let labels = value.as_object().with_context(|| format!("{path} are no labels: {value}"))?;
+            ensure!(labels.values().all(Value::is_string), "{path} has a value that is no text: {value}");
+        }
+        Shape::Selector => {
+            compare(value, &serde_json::to_value(LabelSelector::deserialize(value)?)?, path)?;
+        }
+        Shape::List(of) => {
+            let values = value.as_array().with_context(|| format!("{path} is no list: {value}"))?;
+            for (index, value) in values.iter().enumerate() {
+                has_shape(value, of, &format!("{path}[{index}]"))?;
+            }
+        }
+        Shape::Fields(fields) => {
+            let values = value.as_object().with_context(|| format!("{path} is no object: {value}"))?;
+            for (key, value) in values {
+                let path = format!("{path}.{key}");
+                let known = fields.iter().find(|(name, _)| name == key);
+                let (_, shape) = known.with_context(|| format!("{path} is unknown"))?;
+                has_shape(value, shape, &path)?;
+            }
+        }
+    }
     Ok(())
 }
 
