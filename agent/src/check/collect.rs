@@ -18,6 +18,7 @@ use shorthorn_tls::{TlsError, check_kernel};
 
 use crate::check::bounded::Bounded;
 use crate::check::facts::{BlockTools, DataFacts, DiskFacts, Facts, Kubelet, Ports};
+use crate::check::lvm;
 use crate::pid_file::Holder;
 use crate::serve::config::{Config, CsiChoice};
 use crate::serve::listen::ListenAddress;
@@ -54,6 +55,7 @@ pub fn collect(config: &Config) -> anyhow::Result<Facts> {
     let agent_runs = Holder::find(&pid_file).with_context(unknown)?.is_some();
     let mut facts = collect_quietly(config, agent_runs)?;
     facts.disks = disks(config);
+    facts.block_tools.lvm = lvm::settings();
     let devices = probe().into_iter().filter(|report| report.kind != FrontendKind::Socket);
     facts.frontends = devices.map(|report| (report.kind.to_string(), report.usable, report.reason)).collect();
     // The probe may have loaded the driver.
@@ -114,6 +116,7 @@ fn block_tools() -> BlockTools {
         has_lvm: is_there("/usr/sbin/lvm") || is_there("/sbin/lvm"),
         has_udev_rule: has_udev_rule(Path::new("/")),
         udev_runs: is_there("/run/udev/control"),
+        lvm: None,
     }
 }
 

@@ -52,6 +52,19 @@ pub struct BlockTools {
     pub has_udev_rule: bool,
     /// True if udev runs.
     pub udev_runs: bool,
+    /// The settings of LVM; None if it is not installed, or was not asked.
+    pub lvm: Option<LvmSettings>,
+}
+
+/// The settings of LVM that decide which devices it reads.
+#[derive(Clone, Debug, Default)]
+pub struct LvmSettings {
+    /// The patterns of `devices/global_filter`, as LVM prints them.
+    pub global_filter: String,
+    /// The patterns of `devices/filter`.
+    pub filter: String,
+    /// True if LVM reads only devices of its devices file.
+    pub uses_devices_file: bool,
 }
 
 /// The kubelet of this host.

@@ -5,9 +5,11 @@
 mod bounded;
 mod collect;
 mod facts;
+mod lvm;
 mod rules;
 
 use std::fmt::Write as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bounded::Bounded;
@@ -59,7 +61,7 @@ pub struct Finding {
     pub level: Level,
     /// The finding, in a sentence.
     pub message: String,
-    /// The command or the change that mends it; empty if all is well.
+    /// The command that mends it, or several to choose from, one a line; empty if all is well.
     pub remedy: String,
 }
 
@@ -68,7 +70,17 @@ pub struct Finding {
 /// # Errors
 /// The output cannot be written.
 pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
-    let findings = match Config::load(args.config.as_deref()) {
+    let findings = findings(args.config.as_deref());
+    let text = match args.output {
+        OutputFormat::Text => text(&findings),
+        OutputFormat::Json => serde_json::to_string_pretty(&findings)?,
+    };
+    Ok((text, exit_code(&findings)))
+}
+
+/// Returns the findings about this host with the configuration in `file`, or in the usual place.
+pub fn findings(file: Option<&Path>) -> Vec<Finding> {
+    match Config::load(file) {
         Ok(config) => {
             // Anything may be on a file system that does not answer.
             let collected = Bounded::start(move || collect::collect(&config));
@@ -79,12 +91,7 @@ pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
             }
         }
         Err(error) => vec![rules::of_configuration(&error.to_string())],
-    };
-    let text = match args.output {
-        OutputFormat::Text => text(&findings),
-        OutputFormat::Json => serde_json::to_string_pretty(&findings)?,
-    };
-    Ok((text, exit_code(&findings)))
+    }
 }
 
 /// Returns the findings that are not well, as warnings of the node. Only the agent that runs calls this, and
@@ -96,10 +103,14 @@ pub fn warnings(config: &Config) -> Vec<String> {
     };
     let is_shown = |finding: &Finding| finding.level != Level::Passed && SHOWN.contains(&finding.check);
     let findings = rules::examine(&facts).into_iter().filter(is_shown);
-    findings.map(|finding| format!("{}: {}; {}", finding.check, finding.message, finding.remedy)).collect()
+    let one_line = |finding: Finding| {
+        format!("{}: {}; {}", finding.check, finding.message, finding.remedy.replace('\n', " or "))
+    };
+    findings.map(one_line).collect()
 }
 
-fn exit_code(findings: &[Finding]) -> u8 {
+/// Returns the exit code for these findings.
+pub fn exit_code(findings: &[Finding]) -> u8 {
     match findings.iter().map(|finding| finding.level).max() {
         Some(Level::Failed) => FAILED,
         Some(Level::Warned) => WARNED,
@@ -107,12 +118,13 @@ fn exit_code(findings: &[Finding]) -> u8 {
     }
 }
 
-fn text(findings: &[Finding]) -> String {
+/// Returns the findings for people.
+pub fn text(findings: &[Finding]) -> String {
     let mut text = String::new();
     for finding in findings {
         let _ = writeln!(text, "{:<7} {:<12} {}", finding.level.as_str(), finding.check, finding.message);
-        if !finding.remedy.is_empty() {
-            let _ = writeln!(text, "{:<20} {}", "", finding.remedy);
+        for line in finding.remedy.lines() {
+            let _ = writeln!(text, "{:<20} {line}", "");
         }
     }
     text
@@ -147,6 +159,9 @@ mod tests {
         let lines: Vec<&str> = shown.lines().collect();
         assert_eq!(lines[0], "warned  time         the clock is not synchronised");
         assert_eq!(lines[1].trim(), "timedatectl set-ntp true");
+        let shown = text(&[finding(Level::Warned, "apt install a\ndnf install b")]);
+        let lines: Vec<&str> = shown.lines().map(str::trim).collect();
+        assert_eq!(lines[1..], ["apt install a", "dnf install b"]);
         let json = serde_json::to_value(finding(Level::Failed, "x")).unwrap();
         assert_eq!((&json["level"], &json["check"]), (&"failed".into(), &"time".into()));
     }

@@ -1,11 +1,15 @@
 //! Judges the facts about a host. Every function returns the findings of one check.
+//!
+//! Each line of a remedy is a command that can be copied. Advice stands behind a `#`. Several lines are
+//! alternatives, of which a person chooses one.
 
 use std::net::SocketAddr;
+use std::path::Path;
 
 use shorthorn_frontend::{IscsidState, NBD_PARTITIONS_REMEDY};
 
-use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet};
-use crate::check::{Finding, Level};
+use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet, Ports};
+use crate::check::{Finding, Level, lvm};
 
 /// File systems on which replicas are tested.
 const TESTED_FILESYSTEMS: [&str; 3] = ["xfs", "ext4", "btrfs"];
@@ -32,7 +36,8 @@ pub fn examine(facts: &Facts) -> Vec<Finding> {
         frontends(facts),
         partitions(facts.nbd_partitions_max),
         multipath(facts),
-        lvm(facts),
+        udev(facts),
+        lvm::judge(facts),
         kubelet(&facts.kubelet),
         disks(facts),
         ports(facts),
@@ -47,20 +52,21 @@ pub fn examine(facts: &Facts) -> Vec<Finding> {
 
 /// Returns the finding for a configuration that cannot be used. Nothing else can be checked then.
 pub fn of_configuration(error: &str) -> Finding {
-    failed("config", error.to_owned(), "shorthorn-agent serve --check, and correct the file".to_owned())
+    let remedy = "shorthorn-agent serve --check  # and correct /etc/shorthorn/agent.toml";
+    failed("config", error.to_owned(), remedy.to_owned())
 }
 
 /// Returns the finding for a host whose facts cannot be read.
 pub fn of_host(error: &str) -> Finding {
     let message = format!("this host cannot be checked: {error}");
-    failed("host", message, "shorthorn-agent check, as root".to_owned())
+    failed("host", message, "sudo shorthorn-agent check".to_owned())
 }
 
-fn passed(check: &'static str, message: String) -> Finding {
+pub(super) fn passed(check: &'static str, message: String) -> Finding {
     Finding { check, level: Level::Passed, message, remedy: String::new() }
 }
 
-fn warned(check: &'static str, message: String, remedy: String) -> Finding {
+pub(super) fn warned(check: &'static str, message: String, remedy: String) -> Finding {
     Finding { check, level: Level::Warned, message, remedy }
 }
 
@@ -73,18 +79,28 @@ fn or_passed(check: &'static str, findings: Vec<Finding>, message: String) -> Ve
     if findings.is_empty() { vec![passed(check, message)] } else { findings }
 }
 
+/// Returns the path as a word of a shell.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+:@%".contains(c);
+    if text.chars().all(is_plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
+}
+
 fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel;
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().ok());
     let version: [Option<u32>; 2] = std::array::from_fn(|_| numbers.next().flatten());
     let [Some(major), Some(minor)] = version else {
         let message = format!("the kernel release {release:?} has no version number");
-        return vec![warned("kernel", message, "compare it with the requirements in install.md".to_owned())];
+        let remedy = "uname -r  # compare it with the requirements in docs/install.md";
+        return vec![warned("kernel", message, remedy.to_owned())];
     };
     let [oldest_major, oldest_minor] = OLDEST_KERNEL;
     if [major, minor] < OLDEST_KERNEL {
         let message = format!("kernel {release} is older than {oldest_major}.{oldest_minor}");
-        return vec![failed("kernel", message, "install a later kernel of the distribution".to_owned())];
+        let remedy = "apt-cache search --names-only '^linux-image-'  # install the latest, and reboot\n\
+                      dnf upgrade kernel && reboot";
+        return vec![failed("kernel", message, remedy.to_owned())];
     }
     vec![passed("kernel", format!("kernel {release}"))]
 }
@@ -100,7 +116,7 @@ fn frontends(facts: &Facts) -> Vec<Finding> {
         }
         let remedy = match name.as_str() {
             "ublk" => "modprobe ublk_drv",
-            ISCSI => "apt install tgt open-iscsi (dnf install scsi-target-utils iscsi-initiator-utils)",
+            ISCSI => "apt install tgt open-iscsi\ndnf install scsi-target-utils iscsi-initiator-utils",
             _ => "modprobe nbd",
         };
         let remedy = remedy.to_owned();
@@ -161,7 +177,7 @@ fn multipath(facts: &Facts) -> Vec<Finding> {
     vec![failed("multipath", message.to_owned(), remedy.to_owned())]
 }
 
-fn lvm(facts: &Facts) -> Vec<Finding> {
+fn udev(facts: &Facts) -> Vec<Finding> {
     let tools = &facts.block_tools;
     if !tools.udev_runs {
         return vec![passed("udev", "udev does not run: nothing scans new devices".to_owned())];
@@ -169,7 +185,7 @@ fn lvm(facts: &Facts) -> Vec<Finding> {
     if tools.has_udev_rule {
         return vec![passed("udev", "udev keeps LVM and others off the devices of volumes".to_owned())];
     }
-    let remedy = "apt install --reinstall shorthorn-agent (rpm: dnf reinstall shorthorn-agent)".to_owned();
+    let remedy = "apt install --reinstall shorthorn-agent\ndnf reinstall shorthorn-agent".to_owned();
     let message = "the udev rule 59-shorthorn.rules is not installed".to_owned();
     vec![if tools.has_lvm {
         let message = format!("{message}: LVM scans the devices of volumes and may hold them");
@@ -183,11 +199,13 @@ fn kubelet(kubelet: &Kubelet) -> Vec<Finding> {
     let Some(root) = &kubelet.root else {
         let message = "this host has no directory of a kubelet".to_owned();
         if kubelet.is_wanted {
-            let remedy = "start kubelet, or set kubelet_root or csi = \"off\" in agent.toml".to_owned();
-            return vec![failed("kubelet", message, remedy)];
+            let remedy = "systemctl enable --now kubelet  # or set kubelet_root or csi = \"off\" in \
+                          /etc/shorthorn/agent.toml";
+            return vec![failed("kubelet", message, remedy.to_owned())];
         }
         return vec![passed("kubelet", message)];
     };
+    let quoted_root = quoted(root);
     let root = root.display();
     match &kubelet.mount {
         Some((_, true)) => vec![passed("kubelet", format!("mounts below {root} reach containers"))],
@@ -196,11 +214,11 @@ fn kubelet(kubelet: &Kubelet) -> Vec<Finding> {
                 "the mount {} of {root} is not shared: volumes that are mounted later do not reach containers",
                 point.display()
             );
-            vec![failed("kubelet", message, format!("mount --make-rshared {}", point.display()))]
+            vec![failed("kubelet", message, format!("mount --make-rshared {}", quoted(point)))]
         }
         None => {
             let message = format!("the mount propagation of {root} is not known");
-            vec![warned("kubelet", message, format!("findmnt -o TARGET,PROPAGATION -T {root}"))]
+            vec![warned("kubelet", message, format!("findmnt -o TARGET,PROPAGATION -T {quoted_root}"))]
         }
     }
 }
@@ -214,16 +232,18 @@ fn disks(facts: &Facts) -> Vec<Finding> {
 }
 
 fn disk(disk: &DiskFacts) -> Finding {
-    let path = disk.path.display();
+    let (path, quoted) = (disk.path.display(), quoted(&disk.path));
     if !disk.problem.is_empty() {
-        let remedy = format!("mend it, or remove {path} from the disks of the node");
+        let remedy = format!(
+            "findmnt -T {quoted}; journalctl -k -n 50  # mend the file system, or remove the disk of the node"
+        );
         return failed("disks", format!("{path}: {}", disk.problem), remedy);
     }
     let kind = disk.filesystem.as_str();
     // FUSE file systems have types like fuse.sshfs.
     if UNFIT_FILESYSTEMS.contains(&kind.split('.').next().unwrap_or(kind)) {
         let message = format!("{path} is on {kind}, which does not keep replicas safely");
-        return failed("disks", message, "shorthorn-agent disk discover, and use a local disk".to_owned());
+        return failed("disks", message, "shorthorn-agent disk discover  # and use a local disk".to_owned());
     }
     let free_percent = disk.available_bytes.saturating_mul(100).checked_div(disk.total_bytes).unwrap_or(0);
     if free_percent < u64::from(disk.reserve_percent) {
@@ -231,19 +251,21 @@ fn disk(disk: &DiskFacts) -> Finding {
             "{path} has {free_percent} percent free, less than the reserve of {} percent",
             disk.reserve_percent
         );
-        return warned("disks", message, "add a disk, or delete volumes or other files".to_owned());
+        let remedy = format!("du -xhd 2 {quoted} | sort -h | tail  # delete files or volumes, or add a disk");
+        return warned("disks", message, remedy);
     }
     if disk.is_on_root {
         let message = format!("{path} is on the root file system: replicas can fill it");
         return warned(
             "disks",
             message,
-            "shorthorn-agent disk discover, and use a disk of its own".to_owned(),
+            "shorthorn-agent disk discover  # and use a disk of its own".to_owned(),
         );
     }
     if !TESTED_FILESYSTEMS.contains(&kind) {
         let message = format!("{path} is on {kind}, on which replicas are not tested");
-        return warned("disks", message, "use xfs or ext4".to_owned());
+        let remedy = "shorthorn-agent disk discover  # and use xfs or ext4";
+        return warned("disks", message, remedy.to_owned());
     }
     passed("disks", format!("{path}: {kind}, {free_percent} percent free"))
 }
@@ -270,42 +292,56 @@ fn ports(facts: &Facts) -> Vec<Finding> {
             (false, true) => findings.push(failed(
                 "ports",
                 format!("another program listens on {address}, which is the agent's ({key})"),
-                format!("ss -ltnp 'sport = :{port}', and stop that program or change {key}"),
+                format!(
+                    "ss -ltnp 'sport = :{port}'  # stop that program, or change {key} in \
+                     /etc/shorthorn/agent.toml"
+                ),
             )),
         }
     }
-    if let Some(range) = &ports.data_ports {
-        let (first, last) = (range.start(), range.end());
-        let is_foreign = |address: &&SocketAddr| {
-            range.contains(&address.port()) && !ports.replica_ports.contains(&address.port())
-        };
-        let foreign = ports.listening.iter().filter(is_foreign).count();
-        // Replicas pass over ports of others. kubelet and others of Kubernetes have some here on every host.
-        if foreign * FOREIGN_PORTS_PART > range.len() {
-            findings.push(warned(
-                "ports",
-                format!("{foreign} other sockets listen between {first} and {last}, the ports of replicas"),
-                format!("ss -ltn 'sport >= :{first} and sport <= :{last}', or change data_ports"),
-            ));
-        }
-        let is_reserved = ports.reserved.iter().any(|kept| kept.start() <= first && kept.end() >= last);
-        if let Some(ephemeral) = &ports.ephemeral
-            && ephemeral.start() <= last
-            && first <= ephemeral.end()
-            && !is_reserved
-        {
-            // A write replaces the whole list: those that are reserved for others stay in it.
-            let kept = ports.reserved.iter().chain([range]);
-            let kept: Vec<String> = kept.map(|kept| format!("{}-{}", kept.start(), kept.end())).collect();
-            let kept = kept.join(",");
-            findings.push(warned(
-                "ports",
-                format!("the kernel may give ports between {first} and {last} to outgoing connections"),
-                format!("sysctl -w net.ipv4.ip_local_reserved_ports={kept}, and in /etc/sysctl.d"),
-            ));
-        }
-    }
+    findings.extend(data_ports(ports));
     or_passed("ports", findings, "the ports of agent and replicas are theirs".to_owned())
+}
+
+fn data_ports(ports: &Ports) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let Some(range) = &ports.data_ports else { return findings };
+    let (first, last) = (range.start(), range.end());
+    let is_foreign = |address: &&SocketAddr| {
+        range.contains(&address.port()) && !ports.replica_ports.contains(&address.port())
+    };
+    let foreign = ports.listening.iter().filter(is_foreign).count();
+    // Replicas pass over ports of others. kubelet and others of Kubernetes have some here on every host.
+    if foreign * FOREIGN_PORTS_PART > range.len() {
+        findings.push(warned(
+            "ports",
+            format!("{foreign} other sockets listen between {first} and {last}, the ports of replicas"),
+            format!(
+                "ss -ltn 'sport >= :{first} and sport <= :{last}'  # or change data_ports in \
+                 /etc/shorthorn/agent.toml"
+            ),
+        ));
+    }
+    let is_reserved = ports.reserved.iter().any(|kept| kept.start() <= first && kept.end() >= last);
+    if let Some(ephemeral) = &ports.ephemeral
+        && ephemeral.start() <= last
+        && first <= ephemeral.end()
+        && !is_reserved
+    {
+        // A write replaces the whole list: those that are reserved for others stay in it.
+        let kept = ports.reserved.iter().chain([range]);
+        let kept: Vec<String> = kept.map(|kept| format!("{}-{}", kept.start(), kept.end())).collect();
+        let kept = kept.join(",");
+        findings.push(warned(
+            "ports",
+            format!("the kernel may give ports between {first} and {last} to outgoing connections"),
+            format!(
+                "echo net.ipv4.ip_local_reserved_ports={kept} >/etc/sysctl.d/60-shorthorn.conf && \
+                 sysctl --system"
+            ),
+        ));
+    }
+    findings
 }
 
 fn time(facts: &Facts) -> Vec<Finding> {
@@ -314,7 +350,7 @@ fn time(facts: &Facts) -> Vec<Finding> {
         Some(false) => warned(
             "time",
             "the clock is not synchronised: certificates and logs of nodes may disagree".to_owned(),
-            "timedatectl set-ntp true, or start chronyd".to_owned(),
+            "timedatectl set-ntp true  # or start chronyd".to_owned(),
         ),
         None => warned(
             "time",
@@ -327,8 +363,10 @@ fn time(facts: &Facts) -> Vec<Finding> {
 fn network(facts: &Facts) -> Vec<Finding> {
     let Some(data) = &facts.data else {
         let message = "other nodes do not reach replicas here: this node has no data address".to_owned();
-        let remedy = "set data_interface or data_address in /etc/shorthorn/agent.toml".to_owned();
-        return vec![warned("network", message, remedy)];
+        // Before the first key: the file may end with a table.
+        let remedy = "sed -i '1i data_interface = \"eth1\"' /etc/shorthorn/agent.toml && systemctl restart \
+                      shorthorn-agent  # with the interface that others reach, of ip -br address";
+        return vec![warned("network", message, remedy.to_owned())];
     };
     let mut findings = Vec::new();
     if !data.choice.problem.is_empty() {
@@ -363,7 +401,7 @@ fn mtu(data: &DataFacts) -> Vec<Finding> {
                     "packets of {mtu} bytes, the MTU of {interface}, do not reach {peer}: writes to its \
                      replicas hang"
                 ),
-                format!("set the same MTU on all hosts and switches, or ip link set {interface} mtu 1500"),
+                format!("ip link set {interface} mtu 1500  # or set the same MTU on all hosts and switches"),
             ));
         }
     }
@@ -371,7 +409,7 @@ fn mtu(data: &DataFacts) -> Vec<Finding> {
 }
 
 fn tls(facts: &Facts) -> Vec<Finding> {
-    let remedy = || "shorthorn-agent serve --check; docs/security.md".to_owned();
+    let remedy = || "shorthorn-agent serve --check  # docs/security.md".to_owned();
     vec![match &facts.tls {
         None => passed("tls", "the certificate of this node is usable, or not needed".to_owned()),
         Some((true, problem)) => failed("tls", problem.clone(), remedy()),
@@ -390,7 +428,9 @@ fn encryption(facts: &Facts) -> Vec<Finding> {
 }
 
 fn longhorn(facts: &Facts) -> Vec<Finding> {
-    let warn = |text: &String| warned("longhorn", text.clone(), "stop one of the two".to_owned());
+    let remedy = "kubectl get pods -A -o wide -l longhorn.io/component  # stop one of the two on this node: \
+                  Longhorn, or systemctl disable --now shorthorn-agent";
+    let warn = |text: &String| warned("longhorn", text.clone(), remedy.to_owned());
     let findings = facts.longhorn.iter().map(warn).collect();
     or_passed("longhorn", findings, "no Longhorn manages volumes here".to_owned())
 }

@@ -54,7 +54,7 @@ pub struct Finding {
     pub outcome: Outcome,
     /// The finding.
     pub message: String,
-    /// The remedy.
+    /// The remedy: a command that can be copied, and advice behind a `#`.
     pub fix: String,
 }
 
@@ -153,14 +153,14 @@ impl<'a> Doctor<'a> {
 
     fn agents_answer(&self) -> Vec<Finding> {
         if self.cluster.nodes.is_empty() {
-            let fix = "shorthornctl node add NAME --address HOST:PORT, or start the controller with --node NAME=URL";
+            let fix = "shorthornctl node add NAME --address HOST:PORT  # or start the controller with --node NAME=URL";
             return vec![failed("no node is known".to_owned(), fix.to_owned())];
         }
         let away = |(name, node): (&str, &Node)| {
             let ready = node.status.conditions.get(ConditionType::Ready);
             let ready = ready.filter(|ready| !ready.status)?;
             let fix = format!(
-                "on node {name}: systemctl status shorthorn-agent; a node that never comes back: shorthornctl node delete {name}"
+                "systemctl status shorthorn-agent  # on node {name}; if it never comes back: shorthornctl node delete {name}"
             );
             Some(failed(format!("node {name}: {}", ready.message), fix))
         };
@@ -171,7 +171,7 @@ impl<'a> Doctor<'a> {
         let Controller { version, feature_level, .. } = self.controller;
         let other = |(name, info): (&str, &AgentInfo)| {
             let fix = format!(
-                "upgrade the agent of node {name} to {version}, or the controller to {}",
+                "apt install ./shorthorn-agent_*.deb  # of {version}, on node {name}; or upgrade the controller to {}",
                 info.version
             );
             if info.feature_level < feature_level {
@@ -203,7 +203,7 @@ impl<'a> Doctor<'a> {
                     continue;
                 };
                 findings
-                    .push(warned(message, "shorthornctl upgrade engines; devices stay in use".to_owned()));
+                    .push(warned(message, "shorthornctl upgrade engines  # devices stay in use".to_owned()));
             }
         }
         findings
@@ -212,7 +212,10 @@ impl<'a> Doctor<'a> {
     fn warnings(&self) -> Vec<Finding> {
         let of_node = |(name, info): (&'a str, &'a AgentInfo)| {
             info.warnings.iter().map(move |warning| {
-                warned(format!("node {name}: {warning}"), format!("mend that on node {name}"))
+                warned(
+                    format!("node {name}: {warning}"),
+                    format!("shorthorn-agent check  # on node {name}: it has the command for each"),
+                )
             })
         };
         self.infos().flat_map(of_node).collect()
@@ -227,9 +230,8 @@ impl<'a> Doctor<'a> {
             let reasons: Vec<String> =
                 devices.by_ref().map(|frontend| format!("{}: {}", frontend.name, frontend.reason)).collect();
             let message = format!("node {name} can make no device ({})", reasons.join("; "));
-            let fix = format!(
-                "on node {name}: modprobe ublk_drv or nbd, or install tgt and open-iscsi; then start its agent again"
-            );
+            let fix =
+                format!("modprobe ublk_drv || modprobe nbd || apt install tgt open-iscsi  # on node {name}");
             Some(warned(message, fix))
         };
         self.infos().filter_map(without).collect()
@@ -247,13 +249,14 @@ impl<'a> Doctor<'a> {
                 findings.push(failed(
                     format!("no other node reaches the replicas on node {name}"),
                     format!(
-                        "set data_interface or data_address in /etc/shorthorn/agent.toml of node {name}, and restart its agent"
+                        "sed -i '1i data_interface = \"eth1\"' /etc/shorthorn/agent.toml && systemctl restart \
+                         shorthorn-agent  # on node {name}, with the interface that others reach"
                     ),
                 ));
             } else if let Some(other) = owners.insert(address, name) {
                 findings.push(warned(
                     format!("nodes {other} and {name} both have the data_address {address}"),
-                    "give each its own in /etc/shorthorn/agent.toml, and restart its agent".to_owned(),
+                    "ip -br address  # on both: give each its own in /etc/shorthorn/agent.toml".to_owned(),
                 ));
             }
         }
@@ -272,7 +275,7 @@ impl<'a> Doctor<'a> {
             }
             for (path, disk) in &view.disks {
                 if !disk.problem.is_empty() {
-                    let fix = format!("mend it, or shorthornctl disk drain {node} {path}");
+                    let fix = format!("shorthornctl disk drain {node} {path}  # or mend it");
                     findings.push(failed(format!("disk {path} of node {node}: {}", disk.problem), fix));
                     continue;
                 }
@@ -281,7 +284,7 @@ impl<'a> Doctor<'a> {
                 {
                     findings.push(warned(
                         format!("disk {path} of node {node} has the identity of disk {other} of node {node_of_other}"),
-                        "one disk is a copy of the other: remove it, and format it before use".to_owned(),
+                        format!("shorthornctl disk drain {node} {path}  # if it is the copy; format it before use"),
                     ));
                 }
                 findings.extend(self.fullness(node, path, disk.total_bytes, disk.available_bytes));
@@ -298,7 +301,7 @@ impl<'a> Doctor<'a> {
                 format!(
                     "disk {path} of node {node} has {percent} % free: below {least} % it gets no new replica"
                 ),
-                format!("make room there, add a disk, or shorthornctl disk drain {node} {path}"),
+                format!("shorthornctl disk drain {node} {path}  # or make room there, or add a disk"),
             )
         })
     }
@@ -318,7 +321,8 @@ impl<'a> Doctor<'a> {
                         "{open} nodes take replicas, but volume {name} wants {wanted} on different \
                      nodes"
                     ),
-                    "uncordon or add nodes: a replica that is lost could not be replaced".to_owned(),
+                    "shorthornctl node list  # uncordon or add nodes: a lost replica could not be replaced"
+                        .to_owned(),
                 ));
             }
         }
@@ -334,7 +338,10 @@ impl<'a> Doctor<'a> {
         let mut findings = Vec::new();
         for volume in self.cluster.volumes.values() {
             if let Some((name, message)) = wrong(volume, ConditionType::Accepted) {
-                findings.push(warned(format!("volume {name}: {message}"), "do as it says".to_owned()));
+                findings.push(warned(
+                    format!("volume {name}: {message}"),
+                    format!("shorthornctl volume why {name}"),
+                ));
             }
             let (message, name) = match (wrong(volume, ConditionType::Healthy), volume.status.robustness) {
                 (Some((name, message)), Robustness::Degraded | Robustness::Faulted) => (message, name),

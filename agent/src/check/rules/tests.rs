@@ -1,5 +1,5 @@
 use super::*;
-use crate::check::facts::{BlockTools, Ports};
+use crate::check::facts::{BlockTools, LvmSettings};
 use crate::serve::network::Choice;
 
 /// A host on which every check passes.
@@ -27,6 +27,10 @@ fn well() -> Facts {
             has_lvm: true,
             has_udev_rule: true,
             udev_runs: true,
+            lvm: Some(LvmSettings {
+                global_filter: "[\"r|^/dev/longhorn/|\"]".to_owned(),
+                ..LvmSettings::default()
+            }),
         },
         kubelet: Kubelet {
             is_wanted: true,
@@ -55,6 +59,40 @@ fn well() -> Facts {
     }
 }
 
+/// The programs of all remedies.
+const COMMANDS: [&str; 19] = [
+    "apt",
+    "apt-cache",
+    "dnf",
+    "du",
+    "echo",
+    "findmnt",
+    "ip",
+    "kubectl",
+    "lvmconfig",
+    "modprobe",
+    "mount",
+    "printf",
+    "sed",
+    "shorthorn-agent",
+    "ss",
+    "sudo",
+    "systemctl",
+    "timedatectl",
+    "uname",
+];
+
+/// Asserts that each line of the remedy is a command, which a shell can parse.
+fn assert_commands(finding: &Finding) {
+    assert!(!finding.remedy.is_empty(), "{finding:?}");
+    for line in finding.remedy.lines() {
+        let program = line.split(' ').next().unwrap_or_default();
+        assert!(COMMANDS.contains(&program), "{program:?} begins {line:?}");
+        let parsed = std::process::Command::new("sh").args(["-n", "-c", line]).output().unwrap();
+        assert!(parsed.status.success(), "{line:?}: {parsed:?}");
+    }
+}
+
 /// Asserts that a change leads to exactly one finding that is not well.
 fn assert_ill(change: impl FnOnce(&mut Facts), check: &str, level: Level, message: &str, remedy: &str) {
     let mut facts = well();
@@ -64,6 +102,7 @@ fn assert_ill(change: impl FnOnce(&mut Facts), check: &str, level: Level, messag
     let [found] = findings.as_slice() else { panic!("not one finding: {findings:?}") };
     assert_eq!((found.check, found.level), (check, level), "{found:?}");
     assert!(found.message.contains(message) && found.remedy.contains(remedy), "{found:?}");
+    assert_commands(found);
 }
 
 #[test]
@@ -79,6 +118,7 @@ fn a_host_that_is_well_passes_every_check() {
         "partitions",
         "multipath",
         "udev",
+        "lvm",
         "kubelet",
         "disks",
         "ports",
@@ -94,7 +134,7 @@ fn a_host_that_is_well_passes_every_check() {
 #[test]
 fn kernels_and_drivers() {
     use Level::{Failed, Warned};
-    assert_ill(|facts| facts.kernel = "5.15.0-1".to_owned(), "kernel", Failed, "older than 6.1", "install");
+    assert_ill(|facts| facts.kernel = "5.15.0-1".to_owned(), "kernel", Failed, "older than 6.1", "reboot");
     assert_ill(|facts| facts.kernel = "custom".to_owned(), "kernel", Warned, "custom", "install.md");
     let swap = |facts: &mut Facts| {
         facts.frontends[0].1 = false;
@@ -104,6 +144,7 @@ fn kernels_and_drivers() {
     let mut facts = well();
     facts.frontends[0].1 = false;
     let failures = frontends(&facts);
+    failures.iter().for_each(assert_commands);
     assert!(failures.len() == 2 && failures.iter().all(|finding| finding.level == Failed), "{failures:?}");
 }
 
@@ -116,12 +157,13 @@ fn a_host_with_iscsi_alone_needs_iscsid() {
     facts.iscsid = IscsidState::Dead;
     let found = frontends(&facts);
     assert_eq!((found[1].check, found[1].level), ("iscsi", Level::Failed));
-    assert!(found[1].remedy.contains("systemctl"), "{found:?}");
+    assert_commands(&found[1]);
     // Beside another driver nothing needs it.
     facts.frontends.push(("nbd".to_owned(), true, "netlink".to_owned()));
     assert_eq!(levels(&facts), [Level::Passed; 2]);
     facts.frontends = vec![("iscsi".to_owned(), false, "the host has no tgtd".to_owned())];
     assert!(frontends(&facts)[0].remedy.contains("apt install tgt open-iscsi"));
+    assert_commands(&frontends(&facts)[0]);
 }
 
 #[test]
@@ -154,6 +196,23 @@ fn tools_that_hold_devices() {
 }
 
 #[test]
+fn lvm_that_reads_devices_is_a_warning() {
+    let accepts = |facts: &mut Facts| facts.block_tools.lvm = Some(LvmSettings::default());
+    assert_ill(accepts, "lvm", Level::Warned, "/dev/ublkb*", "global_filter");
+}
+
+#[test]
+fn paths_are_words_of_a_shell() {
+    assert_eq!(quoted(Path::new("/data/a-1")), "/data/a-1");
+    assert_eq!(quoted(Path::new("/data/o'neil b")), "'/data/o'\\''neil b'");
+    let problem = |facts: &mut Facts| {
+        facts.disks[0].path = "/data/a b".into();
+        facts.disks[0].problem = "mounted read-only".to_owned();
+    };
+    assert_ill(problem, "disks", Level::Failed, "/data/a b: mounted", "findmnt -T '/data/a b'");
+}
+
+#[test]
 fn a_kubelet_needs_a_shared_mount() {
     let private = |facts: &mut Facts| facts.kubelet.mount = Some(("/var".into(), false));
     assert_ill(
@@ -177,7 +236,7 @@ fn disks_have_to_keep_replicas() {
     use Level::{Failed, Warned};
     assert_ill(|facts| facts.disks.clear(), "disks", Warned, "no disk", "disk discover");
     let problem = |facts: &mut Facts| facts.disks[0].problem = "mounted read-only".to_owned();
-    assert_ill(problem, "disks", Failed, "/data/a: mounted read-only", "mend it");
+    assert_ill(problem, "disks", Failed, "/data/a: mounted read-only", "mend");
     for (kind, level, message) in [
         ("tmpfs", Failed, "does not keep replicas"),
         ("fuse.sshfs", Failed, "does not keep replicas"),
@@ -187,7 +246,7 @@ fn disks_have_to_keep_replicas() {
         assert_ill(|facts| facts.disks[0].filesystem = kind.to_owned(), "disks", level, message, "");
     }
     let full = |facts: &mut Facts| facts.disks[0].available_bytes = 99;
-    assert_ill(full, "disks", Warned, "9 percent free, less than the reserve of 10", "add a disk");
+    assert_ill(full, "disks", Warned, "9 percent free, less than the reserve of 10", "du -xhd 2 /data/a ");
     assert_ill(|facts| facts.disks[0].is_on_root = true, "disks", Warned, "root file system", "discover");
     // A disk whose size is unknown has nothing free.
     let unknown = |facts: &mut Facts| facts.disks[0].total_bytes = 0;
@@ -269,4 +328,6 @@ fn clocks_networks_and_certificates() {
     assert_ill(missing, "tls", Warned, "no certificate yet", "security.md");
     let both = |facts: &mut Facts| facts.longhorn.push("longhorn-manager runs on this host".to_owned());
     assert_ill(both, "longhorn", Warned, "longhorn-manager", "stop one");
+    assert_commands(&of_configuration("colour is unknown"));
+    assert_commands(&of_host("no permission"));
 }

@@ -2,6 +2,9 @@ use super::*;
 use crate::example::{DISK, Example, VERSION, now};
 use crate::objects;
 
+/// The programs of all remedies.
+const COMMANDS: [&str; 7] = ["apt", "ip", "modprobe", "sed", "shorthorn-agent", "shorthornctl", "systemctl"];
+
 fn examine_it(example: &Example) -> Vec<Check> {
     let controller = Controller { version: VERSION, feature_level: 1, limits: Limits::default() };
     examine(&example.cluster, &example.agents, controller)
@@ -22,6 +25,8 @@ fn assert_ill(change: impl FnOnce(&mut Example), name: &str, outcome: Outcome, w
     change(&mut example);
     let (found, severity, finding) = ill(&example);
     assert_eq!((found, severity), (name, outcome), "{finding:?}");
+    let program = finding.fix.split(' ').next().unwrap_or_default();
+    assert!(COMMANDS.contains(&program), "{program:?} begins {:?}", finding.fix);
     let text = format!("{} | {}", finding.message, finding.fix);
     for word in words {
         assert!(text.contains(word), "{word} in {text}");
@@ -42,7 +47,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
         |example| example.info("b").version = "0.9.0".to_owned(),
         "agent-versions",
         Warned,
-        &["node b is version 0.9.0", "upgrade the agent of node b"],
+        &["node b is version 0.9.0", "on node b"],
     );
     assert_ill(|example| example.info("b").feature_level = 0, "agent-versions", Warned, &["lacks features"]);
     assert_ill(
@@ -80,7 +85,12 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
         Warned,
         &["ublk: no module", "modprobe"],
     );
-    assert_ill(|example| example.info("a").data_address.clear(), "data-addresses", Failed, &["data_address"]);
+    assert_ill(
+        |example| example.info("a").data_address.clear(),
+        "data-addresses",
+        Failed,
+        &["data_interface"],
+    );
     assert_ill(
         |example| example.info("b").data_address = "10.0.0.97".to_owned(),
         "data-addresses",
