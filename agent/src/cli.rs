@@ -53,6 +53,8 @@ pub enum AgentCommand {
     Serve(ServeArgs),
     /// Runs the agent of the host that this container runs on
     ServeOnHost(ServeOnHostArgs),
+    /// Sets this node up: settings, disks, certificate and units
+    Setup(SetupArgs),
     /// Gets a certificate for this node from a controller, with a one-time token
     Join(JoinArgs),
     /// Checks whether this host can serve volumes, and names the remedy of each problem
@@ -242,6 +244,46 @@ pub struct JoinArgs {
     /// Configuration file of the agent, for the name of the node and `tls_dir`
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
+}
+
+/// Sets this node up, after its package was installed.
+///
+/// Makes the directories of the disks, writes agent.toml, gets a certificate if a token is given, enables and
+/// starts the units, and checks the host. A configuration that was changed stays: the command then names the
+/// differences and does nothing. It can be repeated. In a Kubernetes cluster, the agent needs no token,
+/// because it uses the identity of the kubelet. Exit code: that of `check`, or 1 if a step has failed.
+#[derive(Debug, Args)]
+pub struct SetupArgs {
+    /// Token of the cluster, or the file that has it if the value begins with @; @- is standard input
+    #[arg(
+        long,
+        value_name = "TOKEN|@FILE",
+        env = "SHORTHORN_JOIN_TOKEN",
+        hide_env_values = true,
+        requires = "controller"
+    )]
+    pub token: Option<String>,
+    /// Address of the controller's enrolment API
+    #[arg(long, value_name = "HOST:PORT", requires = "token")]
+    pub controller: Option<String>,
+    /// Name of the node [default: the name of the host]
+    #[arg(long, value_name = "NAME")]
+    pub node_name: Option<String>,
+    /// Address of the node for its API and its replicas [default: the address of the default route]
+    #[arg(long, value_name = "IP")]
+    pub address: Option<IpAddr>,
+    /// Interface whose address other nodes reach the replicas at, instead of the address of the node
+    #[arg(long, value_name = "NAME")]
+    pub data_interface: Option<String>,
+    /// Directory of a disk, on a mounted file system; made if it does not exist. Can be given several times
+    #[arg(long = "disk", value_name = "DIR", default_value = "/var/lib/longhorn")]
+    pub disks: Vec<PathBuf>,
+    /// Configuration file of the agent [default: /etc/shorthorn/agent.toml]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Only show the steps
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 /// Checks whether this host can serve volumes.

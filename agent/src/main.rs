@@ -13,6 +13,7 @@ mod pid_file;
 mod roles;
 mod run;
 mod serve;
+mod setup;
 mod size;
 mod tools;
 
@@ -69,12 +70,16 @@ fn dispatch(cli: &Cli) -> anyhow::Result<u8> {
         writeln!(io::stdout(), "{}", text.trim_end()).context("standard output")?;
         return Ok(code);
     }
+    if let AgentCommand::Setup(args) = &cli.command {
+        start_logs(&cli.log);
+        return setup::setup(args);
+    }
     run_command(cli).map(|()| 0)
 }
 
 fn run_command(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
-        AgentCommand::Check(_) => Ok(()), // it has more exit codes than the others
+        AgentCommand::Check(_) | AgentCommand::Setup(_) => Ok(()), // they have more exit codes
         AgentCommand::Disk(DiskCommand::Discover(args)) => disks::discover(args),
         AgentCommand::Disk(DiskCommand::Init(args)) => disks::init(args),
         AgentCommand::Serve(args) => serve_node(args, &cli.log),

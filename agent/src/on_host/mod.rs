@@ -14,8 +14,8 @@
 //! The container needs no mount of the host. A copy of a volume's mount in a container would keep the volume
 //! in use after its unmount.
 
-mod files;
-mod settings;
+pub mod files;
+pub mod settings;
 
 use std::convert::Infallible;
 use std::fs::{self, File};
@@ -48,6 +48,7 @@ pub fn serve_on_host(args: &ServeOnHostArgs) -> anyhow::Result<Infallible> {
         None => String::new(),
     };
     let node = NodeSettings {
+        writer: "serve-on-host at its start",
         name: args.node_name.as_deref(),
         address: args.address,
         port: args.port,

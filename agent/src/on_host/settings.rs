@@ -8,9 +8,11 @@ use anyhow::Context;
 /// The keys of which one says where other nodes reach the replicas.
 const DATA_KEYS: [&str; 3] = ["data_address", "data_interface", "data_network"];
 
-/// The settings that a pod knows and the settings of the cluster do not.
+/// The settings that a node knows and the settings of the cluster do not.
 #[derive(Clone, Copy, Debug)]
 pub struct NodeSettings<'a> {
+    /// The command that writes them.
+    pub writer: &'a str,
     /// The name of the node.
     pub name: Option<&'a str>,
     /// The address of the node.
@@ -29,7 +31,7 @@ pub fn complete(given: &str, node: &NodeSettings<'_>) -> anyhow::Result<String> 
     let keys: toml::Table = toml::from_str(given).context("settings")?;
     let lacks = |names: &[&str]| names.iter().all(|name| !keys.contains_key(*name));
     let at = |port: u16| SocketAddr::new(node.address, port);
-    let mut added = String::from("# Written by serve-on-host at its start.\n");
+    let mut added = format!("# Written by {}.\n", node.writer);
     let mut add = |key: &str, value: toml::Value| {
         // A string takes every text.
         let _ = writeln!(added, "{key} = {value}");
@@ -61,7 +63,7 @@ mod tests {
 
     fn completed(given: &str, address: &str, metrics_port: Option<u16>) -> Config {
         let address = address.parse().unwrap();
-        let node = NodeSettings { name: Some("n1"), address, port: 9501, metrics_port };
+        let node = NodeSettings { writer: "a test", name: Some("n1"), address, port: 9501, metrics_port };
         let text = complete(given, &node).unwrap();
         Config::parse(Path::new("/agent.toml"), &text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
@@ -97,8 +99,8 @@ mod tests {
 
     #[test]
     fn a_text_that_is_no_toml_is_refused() {
-        let node =
-            NodeSettings { name: None, address: [127, 0, 0, 1].into(), port: 9501, metrics_port: None };
+        let address = [127, 0, 0, 1].into();
+        let node = NodeSettings { writer: "a test", name: None, address, port: 9501, metrics_port: None };
         assert!(complete("queues 2", &node).is_err());
     }
 }
