@@ -21,7 +21,7 @@ use crate::role::{ClusterId, Name, NameError, Role};
 use crate::serial::{Serial, from_hex, hex};
 use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
 use crate::trust::{Pin, REVOKED_MAX, Trust, TrustError};
-use crate::{AUTHORITY_SECONDS, BACKDATED_SECONDS, LEAF_SECONDS};
+use crate::{AUTHORITY_SECONDS, BACKDATED_SECONDS};
 
 pub use roll_over::Phase;
 use roll_over::RollOver;
@@ -255,7 +255,7 @@ impl Authority {
         let signer = &self.signers.current;
         let authority = CertificateDer::from(signer.der()?);
         let serial = Serial::draw().map_err(|_| AuthorityError::Sign("no random numbers".to_owned()))?;
-        let not_after = now.as_secs().saturating_add(LEAF_SECONDS).min(signer.not_after);
+        let not_after = now.as_secs().saturating_add(role.lifetime_seconds()).min(signer.not_after);
         if not_after < now.as_secs().saturating_add(60) {
             return Err(AuthorityError::Expired);
         }
@@ -354,7 +354,7 @@ impl Authority {
             self.issued.iter().map(|issued| (issued.role.to_string(), issued.serial.clone())).collect();
         self.issued.retain(|issued| {
             let is_newest = newest.get(&issued.role.to_string()) == Some(&issued.serial);
-            let kept_s = if is_newest { LEAF_SECONDS } else { 0 };
+            let kept_s = if is_newest { issued.role.lifetime_seconds() } else { 0 };
             issued.not_after.saturating_add(kept_s) >= now_s
         });
         let mut expired: Vec<u64> =

@@ -53,8 +53,11 @@ pub use trust::{Pin, Trust, TrustError};
 
 pub use rustls::pki_types::{CertificateDer, UnixTime};
 
-/// Lifetime of certificates of nodes, controllers and administrators.
-pub const LEAF_SECONDS: u64 = 90 * 24 * 3600;
+/// Lifetime of certificates of nodes and controllers. The controller renews them after a third of it, so a
+/// cluster may be without a controller for nine days.
+pub const LEAF_SECONDS: u64 = 14 * 24 * 3600;
+/// Lifetime of certificates of administrators, which nothing renews.
+pub const ADMIN_SECONDS: u64 = 90 * 24 * 3600;
 /// Lifetime of a CA.
 pub const AUTHORITY_SECONDS: u64 = 10 * 365 * 24 * 3600;
 /// Certificates are valid from this long before their signature, for hosts whose clock is late.

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::{ADMIN_SECONDS, LEAF_SECONDS};
+
 const SCHEME: &str = "shorthorn://";
 const CLUSTER_MAX_BYTES: usize = 64;
 /// Maximum length of a node name, the same as in Kubernetes.
@@ -28,6 +30,17 @@ pub enum Role {
     Node(String),
     /// An administrator with shorthornctl.
     Admin(String),
+}
+
+impl Role {
+    /// Returns the lifetime of certificates of this role.
+    #[must_use]
+    pub const fn lifetime_seconds(&self) -> u64 {
+        match self {
+            Role::Controller | Role::Node(_) => LEAF_SECONDS,
+            Role::Admin(_) => ADMIN_SECONDS,
+        }
+    }
 }
 
 /// The identity in a certificate.

@@ -25,9 +25,9 @@ pub fn check(config: &Config) -> Result<Option<String>, String> {
     if identity.certificate().is_expired(now()) {
         return Err(format!("the certificate in {at} is expired: {}", remedy(config)));
     }
-    if identity.certificate().is_due(now()) {
+    if identity.certificate().is_overdue(now()) {
         let why = "two thirds of its life are over: the controller renews it as soon as it reaches this node";
-        return Ok(Some(format!("the certificate in {at} is due for renewal, because {why}")));
+        return Ok(Some(format!("the certificate in {at} should have been renewed, because {why}")));
     }
     if let Some(leaf) = identity.chain().first() {
         trust.verify_server(leaf, now()).map_err(|error| format!("the certificate in {at}: {error}"))?;

@@ -1,8 +1,8 @@
 use std::time::Duration;
 
 use super::*;
-use crate::Phase;
 use crate::trust::Usage;
+use crate::{LEAF_SECONDS, Phase};
 
 fn at(seconds: u64) -> UnixTime {
     UnixTime::since_unix_epoch(Duration::from_secs(1_800_000_000 + seconds))
@@ -99,6 +99,17 @@ fn a_node_with_too_many_certificates_enrols_again_after_they_are_revoked() {
     authority.issue(&node("b"), at(0)).unwrap();
     authority.revoke(|issued| issued.role == node("a"), at(1)).unwrap();
     authority.issue(&node("a"), at(1)).unwrap();
+}
+
+#[test]
+fn certificates_of_nodes_are_short_lived_and_those_of_administrators_outlast_them() {
+    let mut authority = authority();
+    let mut days = |role: &Role| {
+        let identity = authority.issue(role, at(0)).unwrap();
+        (identity.certificate().not_after - at(0).as_secs()) / 86_400
+    };
+    let admin = Role::Admin("ann".to_owned());
+    assert_eq!([node("a"), Role::Controller, admin].map(|role| days(&role)), [14, 14, 90]);
 }
 
 #[test]
