@@ -87,11 +87,6 @@ pub fn check_replicas(replicas: &[ReplicaEndpoint]) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns true if a replica keeps none of its addresses. One that is on this host keeps its Unix socket.
-pub fn has_moved(before: &ReplicaEndpoint, now: &ReplicaEndpoint) -> bool {
-    !before.addresses.iter().any(|address| now.addresses.contains(address))
-}
-
 /// Repeatedly makes a [`CopyStatus`] from the remaining bytes.
 #[derive(Clone, Debug)]
 pub struct Meter {
@@ -172,19 +167,6 @@ mod tests {
         assert_eq!(meter.status().left_bytes, 700 << 20, "too soon to measure");
         meter.update(2000 << 20, now + Duration::from_secs(2));
         assert_eq!(meter.status().total_bytes, 2000 << 20, "there is more to do than at first");
-    }
-
-    #[test]
-    fn a_replica_has_moved_if_it_keeps_no_address() {
-        let at = |addresses: &[&str]| ReplicaEndpoint {
-            replica: ReplicaId::from_random(1),
-            addresses: addresses.iter().map(ToString::to_string).collect(),
-            local: false,
-        };
-        let (old, new) = ("tcp:10.0.0.1:10000", "tcp:10.0.0.2:10000");
-        assert!(has_moved(&at(&[old]), &at(&[new])));
-        assert!(!has_moved(&at(&[old]), &at(&[new, old])));
-        assert!(!has_moved(&at(&["unix:/r", old]), &at(&["unix:/r", new])), "it is on this host");
     }
 
     #[test]

@@ -111,20 +111,18 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Sets the address of a replica. If it keeps none of its former addresses, its host most likely has none
-    /// of them any more: its connections are to be given up, so that it comes back over the new address
-    /// instead of after the time-out of a late replica.
+    /// Sets the addresses of a replica. If it keeps none of those of its connections, these are to be given
+    /// up, so that it comes back over the new address instead of after the time-out of a late replica.
     fn readdress(&mut self, index: PeerIndex, endpoint: ReplicaEndpoint) {
         let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
-        let mut has_moved = false;
+        let (mut former, next) = (Vec::new(), endpoint.addresses.clone());
         self.context().update(index, |peer| {
-            has_moved = status::has_moved(&peer.endpoint, &endpoint);
-            peer.endpoint = endpoint;
+            former = std::mem::replace(&mut peer.endpoint, endpoint).addresses;
         });
         self.publish_member(replica, |member| member.address.clone_from(&address));
-        if has_moved {
+        if former != next {
             tracing::info!(volume = %self.spec.volume, %replica, address, "a replica has another address");
-            self.moves.add(index, format!("its address has changed to {address}"));
+            self.moves.readdress(index, &former, &next, format!("its address has changed to {address}"));
         }
     }
 

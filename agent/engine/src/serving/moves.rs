@@ -6,6 +6,8 @@
 //! majority for that time, or for good if the new address does not work. A member that does not answer at its
 //! former address any more is moved at once if the others are a majority. If they are none, it gets the time
 //! of a late replica first: its silence may be short, and the volume would stop.
+//!
+//! A member whose address changes back before it was moved stays: its connections are those of this address.
 
 use shorthorn_core::PeerIndex;
 
@@ -16,10 +18,19 @@ pub(super) const SILENT_MS: u64 = 1500;
 /// The members whose addresses have changed. Each replica is in it at most once.
 #[derive(Debug, Default)]
 pub(super) struct Moves {
-    /// In the order of their changes, each with the reason.
-    waiting: Vec<(PeerIndex, String)>,
+    /// In the order of their changes.
+    waiting: Vec<Waiting>,
     /// The members that were moved and are not back.
     under_way: Vec<PeerIndex>,
+}
+
+/// A member that is to be moved.
+#[derive(Debug)]
+struct Waiting {
+    peer: PeerIndex,
+    reason: String,
+    /// The addresses before the first change since the connections were made.
+    connected_to: Vec<String>,
 }
 
 /// The standing of a replica.
@@ -42,15 +53,21 @@ impl Peering {
 }
 
 impl Moves {
-    /// Adds a replica whose address has changed, also if it changes again.
-    pub(super) fn add(&mut self, peer: PeerIndex, reason: String) {
-        self.waiting.retain(|(other, _)| *other != peer);
-        self.waiting.push((peer, reason));
+    /// Notes the `next` addresses of a replica instead of its `former` ones. If it keeps none of those of its
+    /// connections, its host most likely has none of them any more, and it is to be moved.
+    pub(super) fn readdress(&mut self, peer: PeerIndex, former: &[String], next: &[String], reason: String) {
+        let waits = self.waiting.iter().position(|waiting| waiting.peer == peer);
+        let connected_to =
+            waits.map_or_else(|| former.to_vec(), |place| self.waiting.remove(place).connected_to);
+        // A replica on this host keeps its Unix socket.
+        if !connected_to.iter().any(|address| next.contains(address)) {
+            self.waiting.push(Waiting { peer, reason, connected_to });
+        }
     }
 
     /// Notes that the replica is a member again, or was given up.
     pub(super) fn end(&mut self, peer: PeerIndex) {
-        self.waiting.retain(|(other, _)| *other != peer);
+        self.waiting.retain(|waiting| waiting.peer != peer);
         self.under_way.retain(|other| *other != peer);
     }
 
@@ -69,7 +86,7 @@ impl Moves {
     ) -> Vec<(PeerIndex, String)> {
         let Moves { waiting, under_way } = self;
         waiting
-            .extract_if(.., |(peer, _)| {
+            .extract_if(.., |Waiting { peer, .. }| {
                 let peering = peers.get(usize::from(*peer)).copied().unwrap_or_default();
                 let has_majority = is_majority_without(*peer, view_members, peers);
                 let limit_ms = if has_majority { SILENT_MS } else { timeout_ms.max(SILENT_MS) };
@@ -80,6 +97,7 @@ impl Moves {
                 }
                 is_taken
             })
+            .map(|waiting| (waiting.peer, waiting.reason))
             .collect()
     }
 }
@@ -105,8 +123,12 @@ mod tests {
 
     fn moves(peers: &[PeerIndex]) -> Moves {
         let mut moves = Moves::default();
-        peers.iter().for_each(|peer| moves.add(*peer, format!("{peer} has moved")));
+        peers.iter().for_each(|peer| readdress(&mut moves, *peer, "a", "b", "has moved"));
         moves
+    }
+
+    fn readdress(moves: &mut Moves, peer: PeerIndex, former: &str, next: &str, event: &str) {
+        moves.readdress(peer, &[former.to_owned()], &[next.to_owned()], format!("{peer} {event}"));
     }
 
     /// Takes those of a view with all members in `peers`.
@@ -120,13 +142,44 @@ mod tests {
         let mut moves = moves(&[0, 1, 2]);
         assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [0]);
         assert!(taken(&mut moves, &[ANSWERS; 3]).is_empty(), "the first one is not back");
-        moves.add(1, "1 has moved again".to_owned());
+        readdress(&mut moves, 1, "b", "c", "has moved again");
         moves.end(0);
         assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [2]);
         moves.end(2);
         assert_eq!(moves.take(3, &[ANSWERS; 3], TIMEOUT_MS), [(1, "1 has moved again".to_owned())]);
         moves.end(1);
         assert!(moves.is_idle() && moves.under_way.is_empty());
+    }
+
+    #[test]
+    fn a_member_whose_address_changes_back_stays() {
+        let mut moves = moves(&[0, 1]);
+        readdress(&mut moves, 1, "b", "c", "has moved again");
+        readdress(&mut moves, 1, "c", "a", "is back");
+        assert_eq!(taken(&mut moves, &[ANSWERS; 3]), [0]);
+        assert!(moves.is_idle());
+        // Its connections are given up: a further change is one of the address that it comes back to.
+        readdress(&mut moves, 0, "b", "a", "has moved back");
+        moves.end(1);
+        assert!(!moves.is_idle());
+        moves.end(0);
+        assert!(moves.is_idle());
+    }
+
+    #[test]
+    fn a_replica_that_keeps_an_address_is_not_moved() {
+        let (old, new) = ("tcp:10.0.0.1:10000", "tcp:10.0.0.2:10000");
+        for (former, next, is_moved) in [
+            (&[old][..], &[new][..], true),
+            (&[old], &[new, old], false),
+            // It is on this host.
+            (&["unix:/r", old], &["unix:/r", new], false),
+        ] {
+            let addresses = |all: &[&str]| all.iter().map(ToString::to_string).collect::<Vec<_>>();
+            let mut moves = Moves::default();
+            moves.readdress(0, &addresses(former), &addresses(next), String::new());
+            assert_eq!(!moves.is_idle(), is_moved, "{former:?} to {next:?}");
+        }
     }
 
     #[test]

@@ -42,3 +42,28 @@ fn two_of_three_replicas_that_move_together_move_one_after_the_other() {
     volume.stop();
     volume.assert_equal();
 }
+
+/// While one of three replicas is away, another one whose address changes waits.
+#[test]
+fn a_replica_whose_address_changes_back_keeps_its_connections() {
+    let mut volume = Volume::start(3, 64 << 20);
+    let load = Load::start(&volume, 52);
+    load.wait_for_writes(100);
+    volume.kill(1);
+    volume.wait_for_log(&[FAILED], 0);
+    let former = volume.endpoints();
+    let mut replicas = former.clone();
+    let path = former[2].addresses[0].strip_prefix("unix:").unwrap();
+    std::os::unix::fs::symlink(path, format!("{path}-next")).unwrap();
+    replicas[2].addresses = vec![format!("unix:{path}-next")];
+    volume.request(&ProcessCommand::Replicas { replicas });
+    volume.request(&ProcessCommand::Replicas { replicas: former });
+    volume.wait_for_log(&["a replica has another address"], 1);
+    volume.start_replica(1);
+    volume.wait_for_log(&[BACK], 0);
+    load.wait_for_writes(100);
+    load.stop_and_verify(&volume);
+    assert_eq!(volume.count_in_log(&[FAILED]), 1, "{}", volume.log_of_engine());
+    volume.stop();
+    volume.assert_equal();
+}
