@@ -17,6 +17,8 @@ use crate::error::{CtlError, is_unreachable};
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 /// The interval of queries for the state of a volume.
 const POLL: Duration = Duration::from_millis(300);
+/// The longest pause after an order that got no answer.
+const ORDER_PAUSE_MAX: Duration = Duration::from_secs(10);
 
 /// The standing of a volume whose engine is replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +62,10 @@ struct Progress {
     before: Option<v1::Volume>,
     /// True if an order was sent.
     is_ordered: bool,
+    /// The number of orders without an answer.
+    lost_orders: u32,
+    /// The time of the next order; none: at once.
+    next_order_at: Option<Instant>,
     /// True if an order was answered.
     is_answered: bool,
     /// The engine was left alone: another one has replaced it.
@@ -82,7 +88,9 @@ impl One {
             match progress.standing {
                 Some(Standing::Done | Standing::Gone) => break,
                 Some(Standing::Recovering) if !progress.is_ordered => break, // another one replaces it
-                Some(Standing::Former) if !progress.is_answered => self.order(&mut progress).await?,
+                Some(Standing::Former) if progress.may_order(Instant::now()) => {
+                    self.order(&mut progress).await?;
+                }
                 _ => {}
             }
             if Instant::now() >= self.deadline {
@@ -118,7 +126,7 @@ impl One {
                 progress.pause_ms = (!already_current).then_some(pause_ms);
                 progress.is_answered = true;
             }
-            Err(status) if is_passing(&status, was_lost) => progress.lost = Some(status),
+            Err(status) if is_passing(&status, was_lost) => progress.lose(status, Instant::now()),
             Err(status) => return Err(self.refused(&status)),
         }
         progress.is_ordered = true;
@@ -163,6 +171,20 @@ impl One {
 }
 
 impl Progress {
+    /// Returns true if an order may be sent.
+    fn may_order(&self, now: Instant) -> bool {
+        !self.is_answered && self.next_order_at.is_none_or(|at| now >= at)
+    }
+
+    /// Notes an order without an answer. The pause before the next one doubles each time: the agent or the
+    /// controller may be starting, with the orders for many engines.
+    fn lose(&mut self, status: Status, now: Instant) {
+        self.lost = Some(status);
+        let factor = 2_u32.saturating_pow(self.lost_orders.min(16));
+        self.lost_orders = self.lost_orders.saturating_add(1);
+        self.next_order_at = Some(now + ORDER_PAUSE_MAX.min(POLL.saturating_mul(factor)));
+    }
+
     /// Notes the volume as it is now. Until the first order, that is the volume before.
     fn see(&mut self, now: Option<&v1::Volume>) {
         self.standing = now.map(|now| {
@@ -271,6 +293,24 @@ mod tests {
         assert_eq!(progress.standing, None, "no controller answers");
         progress.see(Some(&v1::Volume::default()));
         assert_eq!(progress.standing, Some(Standing::Gone), "it was deleted");
+    }
+
+    #[test]
+    fn lost_orders_are_repeated_after_longer_and_longer_pauses() {
+        let (start, mut progress) = (Instant::now(), Progress::default());
+        let mut now = start;
+        let mut pauses_ms = Vec::new();
+        for _ in 0..8 {
+            assert!(progress.may_order(now));
+            progress.lose(Status::unavailable("gone"), now);
+            let next = progress.next_order_at.unwrap();
+            assert!(!progress.may_order(next - Duration::from_millis(1)));
+            pauses_ms.push((next - now).as_millis());
+            now = next;
+        }
+        assert_eq!(pauses_ms, [300, 600, 1200, 2400, 4800, 9600, 10_000, 10_000]);
+        progress.is_answered = true;
+        assert!(!progress.may_order(now));
     }
 
     #[test]
