@@ -143,6 +143,19 @@ impl Hosts {
         Ok(())
     }
 
+    /// Installs the first build of the agent's program again, in the place of the other one. Agents that run
+    /// are not started again.
+    ///
+    /// # Errors
+    /// No other build was installed, or the program cannot be copied.
+    pub fn install_first_build(&self) -> Result<()> {
+        let first = binary("shorthorn-agent")?;
+        ensure!(self.agent_program != first, "no other build is installed");
+        let copy = self.dir.join("shorthorn-agent.old");
+        fs::copy(first, &copy)?;
+        Ok(fs::rename(&copy, &self.agent_program)?)
+    }
+
     /// Starts the agent of a host.
     ///
     /// # Errors

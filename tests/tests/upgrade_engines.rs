@@ -131,6 +131,23 @@ fn a_fleet_is_upgraded_while_the_controller_is_replaced() -> Result<()> {
     })
 }
 
+/// The agents run on: a package that is installed without its scripts restarts nothing.
+#[test]
+fn a_rollback_of_the_program_is_noticed() -> Result<()> {
+    let mut fleet = fleet()?;
+    fleet.upgrade_agents()?;
+    fleet.await_outdated(&VOLUMES)?;
+    let before = fleet.engines()?;
+    fleet.hosts.install_first_build()?;
+    fleet.await_outdated(&[])?;
+    let told = fleet.hosts.ctl(&["upgrade", "engines"])?;
+    ensure!(told.contains("every engine runs the program"), "{told}");
+    fleet.hosts.install_other_build()?;
+    fleet.await_outdated(&VOLUMES)?;
+    ensure!(fleet.engines()? == before, "an engine was replaced");
+    Ok(())
+}
+
 #[test]
 fn an_upgrade_continues_after_a_failure_and_can_be_repeated() -> Result<()> {
     fleet()?.under_loads(|fleet, loads| {

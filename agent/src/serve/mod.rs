@@ -116,6 +116,7 @@ fn spawn_keepers(
     stopping: &watch::Receiver<bool>,
 ) {
     tokio::spawn(keep_engine_states_few(Arc::clone(hub), stopping.clone()));
+    tokio::spawn(Arc::clone(hub.table()).follow_program(stopping.clone()));
     tokio::spawn(network.follow(Arc::clone(hub), stopping.clone()));
     let limits = trash::TrashLimits::of(config);
     tokio::spawn(trash::keep_swept(Arc::clone(disks), limits, stopping.clone()));

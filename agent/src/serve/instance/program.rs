@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// The program of this process, also if its file was replaced or removed.
 const OWN: &str = "/proc/self/exe";
+/// The most comparisons in a row while the file of the installed program changes.
+const COMPARISONS_MAX: usize = 3;
 /// The bytes that are compared at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
@@ -51,6 +53,26 @@ pub fn installed() -> PathBuf {
     if program.exists() { program } else { OWN.into() }
 }
 
+/// The file of the installed program at one moment. It changes when a package replaces the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InstalledFile {
+    device: u64,
+    inode: u64,
+    size_bytes: u64,
+    changed: (i64, i64),
+}
+
+/// Returns the file of the installed program; none if it cannot be seen.
+pub fn installed_file() -> Option<InstalledFile> {
+    file_at(&installed())
+}
+
+fn file_at(path: &Path) -> Option<InstalledFile> {
+    let found = path.metadata().ok()?;
+    let changed = (found.ctime(), found.ctime_nsec());
+    Some(InstalledFile { device: found.dev(), inode: found.ino(), size_bytes: found.len(), changed })
+}
+
 /// Returns the path of a program without the mark by which Linux says that its file was replaced or removed.
 fn without_mark(program: &Path) -> PathBuf {
     let path = program.as_os_str().as_bytes();
@@ -58,12 +80,23 @@ fn without_mark(program: &Path) -> PathBuf {
 }
 
 /// Returns true if the process runs another program than the installed one. A copy of the same build is the
-/// same program, as after the package was installed again.
+/// same program, as after the package was installed again. Compares again if the package replaces the file
+/// meanwhile.
 ///
 /// # Errors
 /// The process has ended, or the agent may not read its program.
 pub fn differs(pid: i32) -> io::Result<bool> {
-    have_other_content(Path::new(&format!("/proc/{pid}/exe")), &installed())
+    let mut file = installed_file();
+    let mut differs = have_other_content(Path::new(&format!("/proc/{pid}/exe")), &installed());
+    for _ in 1..COMPARISONS_MAX {
+        let now = installed_file();
+        if now == file {
+            break;
+        }
+        file = now;
+        differs = have_other_content(Path::new(&format!("/proc/{pid}/exe")), &installed());
+    }
+    differs
 }
 
 fn have_other_content(one: &Path, other: &Path) -> io::Result<bool> {
@@ -139,6 +172,19 @@ mod tests {
         assert!(have_other_content(&old, &file("short", &long[1..])).unwrap());
         let missing = have_other_content(&old, &folder.path().join("none")).unwrap_err();
         assert!(missing.to_string().contains("/none: "), "{missing}");
+    }
+
+    #[test]
+    fn a_replaced_file_is_another_one_also_with_the_same_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("program");
+        assert_eq!(file_at(&path), None);
+        fs::write(&path, "a").unwrap();
+        let first = file_at(&path);
+        assert!(first.is_some() && first == file_at(&path));
+        fs::write(folder.path().join("new"), "a").unwrap();
+        fs::rename(folder.path().join("new"), &path).unwrap();
+        assert_ne!(first, file_at(&path));
     }
 
     #[test]

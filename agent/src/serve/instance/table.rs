@@ -3,19 +3,22 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_control::{EngineSpec, Status};
 use shorthorn_types::VolumeName;
-use tokio::sync::broadcast;
+use tokio::sync::{broadcast, watch};
 use tokio::task::JoinHandle;
 
 use crate::serve::instance::program::{self, Comparison};
 use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
 use crate::serve::{instance_message, ports};
 
+/// The interval of looks at the file of the installed program.
+const PROGRAM_EVERY: Duration = Duration::from_secs(10);
 /// The number of events that a watcher may be behind before it is disconnected.
 const WATCH_LAG_MAX: usize = 1024;
 
@@ -191,6 +194,36 @@ impl Table {
             entry.status = status;
             inner.publish(id);
         }
+    }
+
+    /// Compares the programs again whenever the file of the installed one was replaced. Ends with the agent.
+    /// A package may replace it without a restart of the agent, as a rollback without its scripts does.
+    pub async fn follow_program(self: Arc<Table>, mut stopping: watch::Receiver<bool>) {
+        let mut file = program::installed_file();
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(PROGRAM_EVERY) => {}
+                _ = stopping.wait_for(|stopping| *stopping) => return,
+            }
+            let now = program::installed_file();
+            if now == file {
+                continue;
+            }
+            file = now;
+            tracing::info!("the installed program was replaced: engines are compared with it again");
+            for (id, pid) in self.compared() {
+                Arc::clone(&self).compare(id, pid).await;
+            }
+        }
+    }
+
+    /// Returns the engines whose programs were compared. A comparison under way notices the new file itself.
+    fn compared(&self) -> Vec<(InstanceId, i32)> {
+        let inner = self.lock();
+        let is_over =
+            |entry: &Entry| matches!(entry.program, Comparison::Done { .. } | Comparison::ByVersion);
+        let compared = inner.entries.iter().filter(|(_, entry)| is_over(entry));
+        compared.filter_map(|(id, entry)| Some((id.clone(), entry.process.pid?))).collect()
     }
 
     async fn compare(self: Arc<Table>, id: InstanceId, pid: i32) {
