@@ -12,7 +12,7 @@ use shorthorn_store::{ExportTarget, OpenOptions, Store, export};
 use shorthorn_types::{Members, RegionsOf, ReplicaId, View, ViewId};
 use shorthorn_wire::{
     CONTROL_QUEUE, CopyEnd, CopyState, ExtentsPage, ExtentsQuery, Flags, Header, LayerList, Opcode,
-    RegionsPage, RegionsQuery, ViewMessage,
+    RegionsPage, RegionsQuery, ViewMessage, WireLayer,
 };
 
 const SIZE: u64 = 8 * MIB;
@@ -221,6 +221,45 @@ fn a_member_is_not_thrown_away() {
         assert_eq!(on_layer(&mut client, Opcode::WriteLayer, 0, offset, length, &data), Err(libc::EINVAL));
     }
     client.call(Opcode::Flush, Flags::NONE, 0, 0, &[]).unwrap();
+}
+
+/// A source that lies must not break the replica that is made its copy.
+#[test]
+fn layers_that_no_replica_can_have_change_nothing() {
+    let base = base();
+    let (from, to) = (spec_of(base.path(), "from", 1), spec_of(base.path(), "to", 2));
+    fill(&from, 2);
+    let source = Replica::start(&from);
+    let list = layers(&mut source.open(generation(1)));
+    let spoiled = |spoil: &dyn Fn(&mut WireLayer)| {
+        let mut list = list.clone();
+        spoil(&mut list.layers[0]);
+        list
+    };
+    let long_name = format!("volume-snap-{}.img", "x".repeat(231));
+    let lies = [
+        spoiled(&|layer| layer.size_bytes = 1 << 62),
+        spoiled(&|layer| layer.size_bytes = SIZE + 4096),
+        spoiled(&|layer| layer.size_bytes = 0),
+        spoiled(&|layer| layer.size_bytes = 4097),
+        spoiled(&|layer| layer.meta = "{".to_owned()),
+        spoiled(&|layer| layer.image = "volume-snap-/../../escaped.img".to_owned()),
+        spoiled(&|layer| layer.image = "../volume-snap-a.img".to_owned()),
+        spoiled(&|layer| layer.image.clone_from(&long_name)),
+    ];
+    let mut target = Replica::start(&to);
+    for lie in lies {
+        let mut client = target.open(generation(1));
+        let (errno, refusal) = client.ask::<_, CopyState>(Opcode::CopyBegin, &lie).unwrap_err();
+        assert_eq!(errno, libc::EINVAL, "{refusal:?}");
+        client.write(0, &[5; 4096]).unwrap();
+        assert!(!to.directory.join("shorthorn.copy").exists(), "{refusal:?}");
+    }
+    assert!(target.terminate().success());
+    target = Replica::start(&to);
+    copy(&mut source.open(generation(2)), &mut target.open(generation(2)));
+    assert!(target.terminate().success());
+    assert!(snapshot_files(&from.directory) == snapshot_files(&to.directory));
 }
 
 /// Else the copy would count as ended in memory and not on the disk: a member that may be emptied after a

@@ -6,6 +6,7 @@
 mod device_number;
 mod errno;
 mod generation;
+mod image_kind;
 pub mod limits;
 mod name;
 mod range;
@@ -18,6 +19,7 @@ mod view;
 pub use device_number::{DeviceNumber, DeviceNumberError};
 pub use errno::Errno;
 pub use generation::{Generation, ParseViewError};
+pub use image_kind::{HEAD_PREFIX, IMAGE_SUFFIX, ImageKind, SNAPSHOT_PREFIX};
 pub use name::{NameError, VolumeName};
 pub use range::{ByteRange, RangeError};
 pub use regions::{

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IMAGE_NAME_BYTES};
+
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
 use crate::limits::MAX_LAYERS;
@@ -25,21 +27,25 @@ pub struct CopyLayer {
 pub struct CopyList(Vec<CopyLayer>);
 
 impl CopyList {
-    /// Checks that the layers make a chain of a volume of `size_bytes`.
+    /// Checks that the layers make a chain of a volume of `size_bytes`, which a directory can hold. A
+    /// snapshot from before an expansion is smaller than the layers above it. No layer is larger than the one
+    /// above it.
     ///
     /// # Errors
-    /// [`ChainError::CopyList`] has the problem of the layers, and [`ChainError::Document`] that of a
-    /// document.
+    /// [`ChainError::CopyList`] has the problem.
     pub fn new(layers: Vec<CopyLayer>, size_bytes: u64) -> Result<CopyList, ChainError> {
         let refuse = |reason: String| Err(ChainError::CopyList { reason });
         if layers.is_empty() || layers.len() > MAX_LAYERS {
             return refuse(format!("it has {} layers, not 1 to {MAX_LAYERS}", layers.len()));
         }
-        let mut parent = String::new();
+        let (mut parent, mut below_bytes) = (String::new(), 0);
         let mut seen = BTreeSet::new();
         for (number, CopyLayer { image, meta, size_bytes: layer_bytes }) in (1..).zip(&layers) {
             let is_last = number == layers.len();
-            let document = DiskMeta::parse(&image.meta_name(), meta)?;
+            let document = match DiskMeta::parse(&image.meta_name(), meta) {
+                Ok(document) => document,
+                Err(error) => return refuse(error.to_string()),
+            };
             if document.parent != parent {
                 return refuse(format!("{image} builds on '{}', but follows '{parent}'", document.parent));
             }
@@ -52,12 +58,29 @@ impl CopyList {
             if is_last && *layer_bytes != size_bytes {
                 return refuse(format!("{image} has {layer_bytes} bytes, but the volume has {size_bytes}"));
             }
+            if *layer_bytes == 0 || !layer_bytes.is_multiple_of(BLOCK_BYTES) || *layer_bytes < below_bytes {
+                return refuse(format!("{image} has {layer_bytes} bytes, the layer below it {below_bytes}"));
+            }
+            if image.as_str().len() > MAX_IMAGE_NAME_BYTES {
+                return refuse(format!("the name {image} is longer than {MAX_IMAGE_NAME_BYTES} bytes"));
+            }
             if !seen.insert(image) {
                 return refuse(format!("{image} is in it twice"));
             }
-            parent = image.to_string();
+            (parent, below_bytes) = (image.to_string(), *layer_bytes);
         }
         Ok(CopyList(layers))
+    }
+
+    /// Returns the single layer of an empty volume of `size_bytes`. `created` is the time, RFC 3339 in UTC.
+    ///
+    /// # Errors
+    /// [`ChainError::CopyList`]: no volume has this size.
+    pub fn empty(size_bytes: u64, created: &str) -> Result<CopyList, ChainError> {
+        let image = ImageName::head(0);
+        let (name, created) = (image.to_string(), created.to_owned());
+        let meta = DiskMeta { name, created, ..DiskMeta::default() }.to_bytes();
+        CopyList::new(vec![CopyLayer { image, meta, size_bytes }], size_bytes)
     }
 
     /// Returns the layers, the oldest first, the head last.
@@ -122,6 +145,8 @@ impl CopyList {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn layer(image: &str, parent: &str) -> CopyLayer {
@@ -153,6 +178,53 @@ mod tests {
         let mut layers = chain();
         layers[1].meta = b"{".to_vec();
         refused(layers, "damaged");
+    }
+
+    /// Each would be stored, and then no directory could hold it.
+    #[test]
+    fn layers_that_no_directory_can_hold_are_refused() {
+        for (sizes, is_chain) in [
+            ([4096, 4096, 8192], true),
+            ([4096, 8192, 8192], true),
+            ([1 << 62, 8192, 8192], false),
+            ([12288, 8192, 8192], false),
+            ([8192, 4096, 8192], false),
+            ([8192, 16384, 8192], false),
+            ([0, 8192, 8192], false),
+            ([512, 8192, 8192], false),
+        ] {
+            let mut layers = chain();
+            layers.iter_mut().zip(sizes).for_each(|(layer, size_bytes)| layer.size_bytes = size_bytes);
+            assert_eq!(CopyList::new(layers, 8192).is_ok(), is_chain, "{sizes:?}");
+        }
+        for (length, is_chain) in [(MAX_IMAGE_NAME_BYTES, true), (MAX_IMAGE_NAME_BYTES + 1, false)] {
+            let name = format!("volume-snap-{}.img", "x".repeat(length - "volume-snap-.img".len()));
+            let layers = vec![layer(&name, ""), layer("volume-head-000.img", &name)];
+            assert_eq!(CopyList::new(layers, 8192).is_ok(), is_chain, "{length}");
+        }
+    }
+
+    #[test]
+    fn an_empty_volume_has_a_head_alone() {
+        let list = CopyList::empty(8192, "2026-11-26T06:00:00Z").unwrap();
+        assert_eq!((list.layers().len(), list.layers()[0].size_bytes), (1, 8192));
+        CopyList::empty(0, "").unwrap_err();
+    }
+
+    proptest! {
+        /// A list with any sizes is refused, or its sizes rise to that of the volume.
+        #[test]
+        fn accepted_sizes_rise_to_that_of_the_volume(
+            sizes in prop::array::uniform3(prop::sample::select(vec![0, 1, 4096, 8192, 12288, 1 << 62, u64::MAX])),
+            volume_bytes in prop::sample::select(vec![0, 4096, 8192, 12288]),
+        ) {
+            let mut layers = chain();
+            layers.iter_mut().zip(sizes).for_each(|(layer, size_bytes)| layer.size_bytes = size_bytes);
+            if CopyList::new(layers, volume_bytes).is_ok() {
+                prop_assert!(sizes.is_sorted() && sizes[0] > 0 && sizes[2] == volume_bytes);
+                prop_assert!(sizes.iter().all(|size_bytes| size_bytes % 4096 == 0));
+            }
+        }
     }
 
     #[test]

@@ -1,9 +1,7 @@
 //! Limits of the format and of the map.
 
 use shorthorn_types::limits::BLOCK_BYTES;
-
-/// The most files that one chain can have, the head included; Longhorn refuses longer ones.
-pub const MAX_LAYERS: usize = 250;
+pub use shorthorn_types::limits::MAX_LAYERS;
 
 /// Blocks that one window of the map covers.
 pub(crate) const WINDOW_BLOCKS: usize = 4096;

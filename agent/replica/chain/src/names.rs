@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+use shorthorn_types::limits::MAX_IMAGE_NAME_BYTES;
+use shorthorn_types::{HEAD_PREFIX, IMAGE_SUFFIX, ImageKind, SNAPSHOT_PREFIX};
+
 use crate::error::ChainError;
 
 /// The document that names the head and the size.
@@ -22,10 +25,8 @@ pub const INTENT_FILE: &str = "shorthorn.operation";
 /// Longhorn's count of revisions of a replica.
 pub const REVISION_FILE: &str = "revision.counter";
 
-const HEAD_PREFIX: &str = "volume-head-";
-const SNAPSHOT_PREFIX: &str = "volume-snap-";
-const IMAGE_SUFFIX: &str = ".img";
 const SNAPSHOT_NAME_MAX_BYTES: usize = 200;
+const _: () = assert!(255 - META_SUFFIX.len() - TEMP_SUFFIX.len() == MAX_IMAGE_NAME_BYTES);
 const HEAD_NUMBERS: u32 = 1000;
 
 /// Returns the temporary name beside `name`.
@@ -39,16 +40,10 @@ pub fn temp_name(name: &str) -> String {
 pub struct ImageName(String);
 
 impl ImageName {
-    /// Takes `name` if it has the form of an image's name. Any number of digits will do for a head.
+    /// Takes `name` if it has the form of an image's name: see [`ImageKind::of`].
     #[must_use]
     pub fn parse(name: &str) -> Option<ImageName> {
-        let stem = name.strip_suffix(IMAGE_SUFFIX)?;
-        let well_formed = match (stem.strip_prefix(HEAD_PREFIX), stem.strip_prefix(SNAPSHOT_PREFIX)) {
-            (Some(number), _) => !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()),
-            (None, Some(snapshot)) => !snapshot.is_empty() && !snapshot.contains(['/', '\0']),
-            (None, None) => false,
-        };
-        well_formed.then(|| ImageName(name.to_owned()))
+        ImageKind::of(name).map(|_| ImageName(name.to_owned()))
     }
 
     /// Returns the head with this number.

@@ -2,10 +2,12 @@
 //! requests. That is acceptable: views change when a replica has failed, and then most requests wait already.
 
 use shorthorn_regions::SetKey;
+use shorthorn_types::limits::MAX_VOLUME_BYTES;
 use shorthorn_types::{MarkRegions, Regions, RegionsOf};
 use shorthorn_wire::{ExpandReplica, Header, Opcode, RegionsPage, RegionsQuery, ViewMessage};
 
 use super::Server;
+use crate::error::ReplicaError;
 
 impl Server {
     /// Stores a proposed view, or the mark that one is committed.
@@ -44,6 +46,9 @@ impl Server {
     /// Changes a set of regions.
     pub(super) fn take_mark(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(mark) = self.text::<MarkRegions>(index, slot, header) else { return };
+        if mark.size_bytes > MAX_VOLUME_BYTES {
+            return self.refuse_text(slot, header, &ReplicaError::TooLarge(mark.size_bytes));
+        }
         match self.executor.mark(slot, &mark) {
             Ok(true) => self.respond(slot, Ok(())),
             Ok(false) => {}
@@ -56,6 +61,10 @@ impl Server {
         let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
         let regions = match query.size_bytes {
             0 => self.executor.state().intent_log().regions(),
+            // Places in the regions of a much larger volume would overflow.
+            size_bytes if size_bytes > MAX_VOLUME_BYTES => {
+                return self.refuse_text(slot, header, &ReplicaError::TooLarge(size_bytes));
+            }
             size_bytes => Regions::of(size_bytes),
         };
         let kept = |key| {

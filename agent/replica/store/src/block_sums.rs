@@ -29,14 +29,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use nix::fcntl::OFlag;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::store::Store;
+use crate::sums_files::{BLOCK_SUMS_FILE, forget_block_sums};
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-/// The file of the sums.
-pub(crate) const BLOCK_SUMS_FILE: &str = "shorthorn.block-sums";
 /// Length of a page, and the unit in which sums are read and written.
 pub const SUM_PAGE_BYTES: usize = 4096;
 /// The number of blocks for which a page has a sum: 2 MiB of the volume, so that regions and pages never
@@ -222,7 +220,7 @@ impl Store {
     /// An I/O error: they may count after the next opening.
     pub fn forget_block_sums(&mut self) -> Result<()> {
         self.check_writable()?;
-        forget(&mut self.guard, &self.directory)?;
+        forget_block_sums(&mut self.guard, &self.directory)?;
         self.keeps_sums = false;
         Ok(())
     }
@@ -231,17 +229,6 @@ impl Store {
     pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
         if self.guard.block_sums.is_some() && !self.keeps_sums { self.forget_block_sums() } else { Ok(()) }
     }
-}
-
-/// See [`Store::forget_block_sums`].
-pub(crate) fn forget(guard: &mut crate::guard::Guard, directory: &Directory) -> Result<()> {
-    if let Some(series) = guard.block_sums.take()
-        && let Err(error) = guard.save(directory)
-    {
-        guard.block_sums = Some(series);
-        return Err(error);
-    }
-    directory.unlink(BLOCK_SUMS_FILE)
 }
 
 #[cfg(test)]

@@ -9,13 +9,13 @@ use shorthorn_chain::{Checks, CopyLayer, CopyList, FileIndex, ImageName};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::block_sums::forget;
 use crate::copy_record::Copy;
 use crate::error::StoreError;
+use crate::facts::recover_directory;
 use crate::files::next_data;
 use crate::steps::Executor;
-use crate::store::{Store, recover_directory};
-use crate::sums_files::sweep_sums;
+use crate::store::Store;
+use crate::sums_files::{forget_block_sums, sweep_sums};
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -119,7 +119,7 @@ impl Store {
         };
         // New layers may get the inodes of removed ones.
         sweep_sums(&self.directory, |_| false)?;
-        forget(&mut self.guard, &self.directory)?;
+        forget_block_sums(&mut self.guard, &self.directory)?;
         self.layout.volume_mut().set_rebuilding(true);
         executor.run(&self.layout.volume_steps(), &mut self.guard)?;
         copy.save(&self.directory)?;

@@ -4,14 +4,24 @@
 //! source, whether they exist here yet, and which of them are complete. After any stop of the process or the
 //! machine, the next opening continues. Incomplete layers are made again, complete ones are kept, and the
 //! record of an ended copy is removed.
+//!
+//! A record that is damaged, or whose layers no directory can hold, must not keep the replica from opening
+//! for ever. It is dropped, and no layer counts as complete. The replica stays marked as rebuilding, so the
+//! next copy starts anew. If the directory has no valid layout without the rest of the copy, it becomes that
+//! of an empty volume.
 
 use serde::{Deserialize, Serialize};
-use shorthorn_chain::{CopyLayer, CopyList, ImageName, VOLUME_META, VolumeMeta, with_check, without_check};
+use shorthorn_chain::{
+    ChainError, Checks, CopyLayer, CopyList, ImageName, VOLUME_META, VolumeMeta, with_check, without_check,
+};
 
 use crate::directory::Directory;
 use crate::error::StoreError;
+use crate::facts::recover_directory;
 use crate::guard::Guard;
 use crate::steps::Executor;
+use crate::sums_files::{forget_block_sums, sweep_sums};
+use crate::timestamp::now_rfc3339;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -29,6 +39,24 @@ pub(crate) struct Copy {
     pub(crate) done: Vec<bool>,
     /// The epoch of the guard in which the record was written.
     pub(crate) epoch: u64,
+}
+
+/// The copy that an opening has found.
+#[derive(Debug, Default)]
+pub(crate) struct Resumed {
+    /// The copy, if it can be continued.
+    pub(crate) copy: Option<Copy>,
+    /// A message for people if the record was dropped: the copy starts anew.
+    pub(crate) dropped: Option<String>,
+}
+
+/// The reason why a record is of no use.
+#[derive(Debug, PartialEq, Eq)]
+enum Unusable {
+    /// A newer program has written it.
+    Format(u32),
+    /// The problem.
+    Bad(String),
 }
 
 /// The content of `shorthorn.copy`.
@@ -50,17 +78,35 @@ struct RecordLayer {
 }
 
 impl Copy {
-    /// Resumes or removes an interrupted copy, before anything else in the directory is read.
-    pub(crate) fn resume(executor: &Executor<'_>, guard: &mut Guard) -> Result<Option<Copy>> {
+    /// Resumes or removes an interrupted copy, before anything else in the directory is read. A reader leaves
+    /// the copy alone.
+    ///
+    /// # Errors
+    /// [`StoreError::CopyFormat`], or an I/O error.
+    pub(crate) fn resume(executor: &Executor<'_>, guard: &mut Guard, is_read_only: bool) -> Result<Resumed> {
+        if is_read_only {
+            return Ok(Resumed::default());
+        }
         let directory = executor.directory;
-        let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(None) };
+        let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(Resumed::default()) };
         // The copy has ended. Its record does not matter any more, even if it is damaged.
         if !read_volume(directory)?.is_rebuilding() {
             Copy::remove(directory)?;
-            return Ok(None);
+            return Ok(Resumed::default());
         }
-        let damaged = |reason| StoreError::CopyDamaged { path: directory.path_of(COPY_FILE), reason };
-        let mut copy = Copy::parse(&bytes).map_err(damaged)?;
+        let mut copy = match Copy::parse(&bytes) {
+            Ok(copy) => copy,
+            Err(Unusable::Format(format)) => {
+                let (path, known) = (directory.path_of(COPY_FILE), FORMAT);
+                return Err(StoreError::CopyFormat { path, format, known });
+            }
+            Err(Unusable::Bad(reason)) => {
+                let dropped =
+                    format!("{COPY_FILE} is of no use ({reason}): the copy from another replica starts anew");
+                Copy::drop_record(executor, guard)?;
+                return Ok(Resumed { copy: None, dropped: Some(dropped) });
+            }
+        };
         if copy.epoch != guard.epoch {
             // Another program has had the directory open: no layer counts as complete.
             copy.done.fill(false);
@@ -69,7 +115,38 @@ impl Copy {
         if !copy.prepared {
             copy.prepare(executor, guard)?;
         }
-        Ok(Some(copy))
+        Ok(Resumed { copy: Some(copy), dropped: None })
+    }
+
+    /// Removes a record that is of no use. Repeatable, as long as the record is there.
+    fn drop_record(executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+        let directory = executor.directory;
+        let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
+        match recover_directory(directory, &accepting) {
+            Ok(recovery) => {
+                // The copied replica has accepted the sizes of its layers. The next opening has no record.
+                guard.known_sizes = recovery.layout.short_layers();
+                guard.save(directory)?;
+            }
+            // Emptying the directory would not help against a file that is not of the replica.
+            Err(StoreError::Chain { source, .. }) if !matches!(source, ChainError::ForeignMeta { .. }) => {
+                Copy::make_empty(executor, guard)?;
+            }
+            Err(error) => return Err(error),
+        }
+        Copy::remove(directory)
+    }
+
+    /// Makes the directory that of an empty volume of the same size.
+    fn make_empty(executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+        let directory = executor.directory;
+        sweep_sums(directory, |_| false)?;
+        forget_block_sums(guard, directory)?;
+        let volume = read_volume(directory)?;
+        let size_bytes = u64::try_from(volume.size).unwrap_or(0);
+        let empty = CopyList::empty(size_bytes, &now_rfc3339());
+        let empty = empty.map_err(|error| StoreError::chain(directory.path(), error))?;
+        executor.run(&empty.steps(&volume, &directory.list()?, &[]), guard)
     }
 
     /// Makes the layers. Repeatable.
@@ -81,22 +158,25 @@ impl Copy {
         self.save(directory)
     }
 
-    /// Parses the content of the file. The error is a description of the problem.
-    fn parse(bytes: &[u8]) -> std::result::Result<Copy, String> {
-        let document = without_check(COPY_FILE, bytes).map_err(|_| "its check is wrong")?;
-        let record: Record = serde_json::from_slice(&document).map_err(|error| error.to_string())?;
+    /// Parses the content of the file.
+    fn parse(bytes: &[u8]) -> std::result::Result<Copy, Unusable> {
+        let bad = |reason: &str| Unusable::Bad(reason.to_owned());
+        let document = without_check(COPY_FILE, bytes).map_err(|_| bad("its check is wrong"))?;
+        let record: Record =
+            serde_json::from_slice(&document).map_err(|error| Unusable::Bad(error.to_string()))?;
         if record.format != FORMAT {
-            return Err(format!("its format is {}, this program knows {FORMAT}", record.format));
+            return Err(Unusable::Format(record.format));
         }
         let layer = |layer: RecordLayer| {
             let image = ImageName::parse(&layer.image)?;
             Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
         };
         let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
-        let layers = layers.ok_or("it names something that is no layer")?;
-        let list = CopyList::new(layers, record.size_bytes).map_err(|error| error.to_string())?;
+        let layers = layers.ok_or_else(|| bad("it names something that is no layer"))?;
+        let list = CopyList::new(layers, record.size_bytes);
+        let list = list.map_err(|error| Unusable::Bad(error.to_string()))?;
         if record.done.len() != list.layers().len() {
-            return Err("it does not say of each layer whether it is whole".to_owned());
+            return Err(bad("it does not say of each layer whether it is whole"));
         }
         Ok(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
     }

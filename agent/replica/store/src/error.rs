@@ -121,16 +121,18 @@ pub enum StoreError {
         /// The damage.
         reason: String,
     },
-    /// The record of an unfinished copy cannot be read.
+    /// A newer version has written the record of an unfinished copy.
     #[error(
-        "{} is damaged: {reason}; the replica was being copied to, and it is not known which data it lacks: remove its directory, \
-         and it is made anew from another replica", path.display()
+        "{} has format {format}, this program knows {known}: run the version of shorthorn-agent that has begun the copy, or \
+         remove the directory of the replica, and it is made anew from another replica", path.display()
     )]
-    CopyDamaged {
+    CopyFormat {
         /// The file.
         path: PathBuf,
-        /// The damage.
-        reason: String,
+        /// The format of the record.
+        format: u32,
+        /// The format of this program.
+        known: u32,
     },
     /// The stop hook of a test stopped the operation.
     #[error("stopped by the test")]

@@ -14,11 +14,12 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use crate::buffer::AlignedBuffer;
 use crate::directory::Directory;
 use crate::error::StoreError;
+use crate::facts::recover_directory;
 use crate::files::{Files, Writable, data_extents};
 use crate::guard::Guard;
 use crate::host::HostFileSystem;
 use crate::lock::Lock;
-use crate::store::{CHUNK_BYTES, recover_directory};
+use crate::store::CHUNK_BYTES;
 
 type Result<T> = std::result::Result<T, StoreError>;
 

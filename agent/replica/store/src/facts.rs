@@ -2,13 +2,19 @@
 
 use nix::fcntl::OFlag;
 use shorthorn_chain::{
-    DirectoryEntry, DirectoryFacts, INTENT_FILE, ImageFacts, ImageName, MetaFacts, VOLUME_META, classify,
+    Checks, DirectoryEntry, DirectoryFacts, INTENT_FILE, ImageFacts, ImageName, MetaFacts, Recovery,
+    VOLUME_META, classify, recover,
 };
 use shorthorn_types::ByteRange;
 
 use crate::directory::{Directory, stat_of};
 use crate::error::StoreError;
 use crate::files::data_extents;
+
+/// Derives the layout of the directory, and the steps that repair it.
+pub(crate) fn recover_directory(directory: &Directory, checks: &Checks) -> Result<Recovery, StoreError> {
+    recover(collect(directory)?, checks).map_err(|error| StoreError::chain(directory.path(), error))
+}
 
 pub(crate) fn collect(directory: &Directory) -> Result<DirectoryFacts, StoreError> {
     let mut facts = DirectoryFacts::default();

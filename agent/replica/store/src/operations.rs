@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use shorthorn_chain::{FileStep, NewSnapshot, Operation, Recovery, SnapshotName, temp_name};
 
 use crate::error::StoreError;
+use crate::facts::recover_directory;
 use crate::files::Writable;
 use crate::state::STATE_FILE;
-use crate::store::{Store, open_chain, recover_directory};
+use crate::store::{Store, open_chain};
 
 type Result<T> = std::result::Result<T, StoreError>;
 

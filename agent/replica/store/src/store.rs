@@ -8,16 +8,16 @@ use std::sync::Arc;
 use nix::sys::statvfs::fstatvfs;
 use shorthorn_chain::{
     BlockMap, Checks, DirectoryEntry, FileIndex, FileStep, ImageName, Layout, Recovery, VOLUME_META,
-    VolumeMeta, classify, create_steps, recover,
+    VolumeMeta, classify, create_steps,
 };
 use shorthorn_types::ByteRange;
 
 use crate::boot::{Boot, LossRecord};
 use crate::buffer::AlignedBuffer;
-use crate::copy_record::Copy;
+use crate::copy_record::{Copy, Resumed};
 use crate::directory::{Directory, RESERVE_FILE};
 use crate::error::StoreError;
-use crate::facts::collect;
+use crate::facts::{collect, recover_directory};
 use crate::files::{Files, Writable};
 use crate::guard::{GUARD_FILE, Guard};
 use crate::host::{HostFileSystem, PROBE_FILE};
@@ -117,11 +117,11 @@ impl Store {
         };
         let executor =
             Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
-        let copy = if options.read_only { None } else { Copy::resume(&executor, &mut guard)? };
+        let Resumed { copy, dropped } = Copy::resume(&executor, &mut guard, options.read_only)?;
         let checks = Checks {
             accept_rebuilding: options.accept_rebuilding,
             // The copied replica has accepted the sizes of its layers.
-            accept_short_layers: options.accept_short_layers || copy.is_some(),
+            accept_short_layers: options.accept_short_layers || copy.is_some() || dropped.is_some(),
             known_sizes,
         };
         let Recovery { layout, steps, messages } = recover_directory(&directory, &checks)?;
@@ -155,7 +155,7 @@ impl Store {
             copy,
             keeps_sums: false,
             unwritten: None,
-            repairs: messages.into_iter().chain(damage).collect(),
+            repairs: dropped.into_iter().chain(messages).chain(damage).collect(),
             boot,
             was_dirty,
             provenance,
@@ -420,10 +420,6 @@ impl Store {
     pub(crate) fn chain_error(&self, source: shorthorn_chain::ChainError) -> StoreError {
         StoreError::chain(self.directory.path(), source)
     }
-}
-
-pub(crate) fn recover_directory(directory: &Directory, checks: &Checks) -> Result<Recovery> {
-    recover(collect(directory)?, checks).map_err(|error| StoreError::chain(directory.path(), error))
 }
 
 /// Takes over a directory that interrupted operations have left whole. It counts as dirty from now on.

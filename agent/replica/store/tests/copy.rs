@@ -262,6 +262,51 @@ fn a_salvaged_part_of_a_copy_is_no_source_of_what_others_have_whole() {
     assert_eq!(whole.begin_copy(theirs).unwrap(), [false; 3]);
 }
 
+/// Programs that did not check the sizes of layers before they stored them have left such records.
+#[test]
+fn a_stored_copy_that_can_never_be_made_starts_anew() {
+    for is_emptied in [false, true] {
+        let base = scratch();
+        let (from, to) = (base.path().join("from"), base.path().join("to"));
+        let source = source(&from);
+        let mut target = target(&to);
+        target.begin_copy(source.copy_layers().unwrap()).unwrap();
+        drop(target);
+        let file = to.join("shorthorn.copy");
+        let mut record: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        record.as_object_mut().unwrap().remove("ShorthornCheck").unwrap();
+        record["layers"][0]["size_bytes"] = (1u64 << 62).into();
+        record["prepared"] = false.into();
+        std::fs::write(&file, record.to_string()).unwrap();
+        if is_emptied {
+            std::fs::remove_file(to.join("volume-snap-first.img")).unwrap();
+        }
+        // It is interrupted after each of its steps.
+        let mut steps = 0;
+        let mut target = loop {
+            let left = AtomicUsize::new(steps);
+            let dies = move |_: &str| match left.fetch_sub(1, Ordering::Relaxed) {
+                0 => Fault::Die,
+                _ => Fault::None,
+            };
+            match open(&to, Some(FaultHook::new(dies))).map(drop) {
+                Ok(()) => break open(&to, None).unwrap(),
+                Err(error) => assert!(matches!(error, StoreError::Stopped), "{error}"),
+            }
+            steps += 1;
+        };
+        assert!(target.info().rebuilding && !file.exists() && (!is_emptied || steps > 5), "{steps}");
+        assert_eq!(target.layers().len(), if is_emptied { 1 } else { 3 });
+        let error = target.end_copy().unwrap_err();
+        assert!(matches!(error, StoreError::CopyUnfinished(_)), "{error}");
+        let copied = AtomicUsize::new(0);
+        copy(&source, &mut target, &copied).unwrap();
+        assert_eq!(copied.into_inner(), 2, "no layer counted as whole");
+        target.close().unwrap();
+        assert!(snapshots(&from) == snapshots(&to));
+    }
+}
+
 #[test]
 fn layers_of_a_fixture_come_over() {
     let fixture = Fixture::unpack("lhrich");

@@ -78,7 +78,7 @@ fn a_damaged_record_of_the_boot_counts_as_lost_data() {
 }
 
 #[test]
-fn a_damaged_record_of_a_copy_is_refused_while_that_is_under_way() {
+fn a_copy_with_a_damaged_record_starts_anew() {
     let base = scratch();
     let (from, to) = (base.path().join("from"), base.path().join("to"));
     let (source, mut target) = (create(&from), create(&to));
@@ -88,10 +88,18 @@ fn a_damaged_record_of_a_copy_is_refused_while_that_is_under_way() {
     let record = std::fs::read(&file).unwrap();
     // It would count a layer as whole that has no data.
     change(&file, "\"done\":[false,", "\"done\":[true,");
-    let error = open(&to).unwrap_err();
-    assert!(matches!(error, StoreError::CopyDamaged { .. }), "{error}");
-    let error = error.to_string();
-    assert!(error.contains("shorthorn.copy") && error.contains("remove its directory"), "{error}");
+    let mut dropped = open(&to).unwrap();
+    let info = dropped.info();
+    assert!(info.rebuilding && info.repairs.iter().any(|repair| repair.contains("starts anew")), "{info:?}");
+    assert!(dropped.copy_target(0).is_none() && !file.exists());
+    let error = dropped.end_copy().unwrap_err();
+    assert!(matches!(error, StoreError::CopyUnfinished(_)), "{error}");
+    drop(dropped);
+    std::fs::write(&file, &record).unwrap();
+    take_check_out(&file);
+    change(&file, "\"format\":1", "\"format\":2");
+    let error = open(&to).unwrap_err().to_string();
+    assert!(error.contains("shorthorn.copy has format 2"), "{error}");
     std::fs::write(&file, &record).unwrap();
     take_check_out(&file);
     let mut target = open(&to).unwrap();
