@@ -14,27 +14,19 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, set
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shorthorn_control::Secret;
-use shorthorn_recovery::{Link, LinkError, OTHER_RUN};
+use shorthorn_recovery::OTHER_RUN;
 use shorthorn_ring::set_up_tcp;
-use shorthorn_types::{Errno, Generation, MarkRegions, RegionsOf, View};
+use shorthorn_types::{Errno, Generation};
 use shorthorn_wire::{
-    BadPage, Challenge, Claim, CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, Flags,
-    FrameError, HEADER_BYTES, Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce,
-    Opcode, ProvenWelcome, Refusal, RegionsPage, RegionsQuery, ReplicaReport, Session, Unproven, ViewMessage,
-    Welcome, decode_text, encode_patch, encode_text,
+    BadPage, Challenge, Claim, CopyEnd, ExtentsPage, ExtentsQuery, Flags, FrameError, HEADER_BYTES, Header,
+    Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce, Opcode, ProvenWelcome, Refusal,
+    Session, Unproven, Welcome, decode_text, encode_patch, encode_text,
 };
 use thiserror::Error;
 
 /// Room for whole requests in the socket, so that large ones are not sent piecemeal; the system may give
 /// less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
-/// The time limit for all pages of a set of regions together, at most some hundred. A replica answers each
-/// page from memory.
-const SET_LIMIT: Duration = Duration::from_secs(60);
-/// The same for the regions that have data. The replica asks its file system for them, and a disk that is
-/// busy has to be read for that. Each page has to bring something new, and the rebuild task looks between
-/// pages whether it has to end.
-const ALLOCATED_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The reason why a replica could not be opened or does not do a request.
 #[derive(Debug, Error)]
@@ -295,6 +287,7 @@ impl Connection {
         header.outcome().map_err(|errno| refusal(&header, &text, errno, &session))?;
         let proven: ProvenWelcome = decode_text(&header, &text)?;
         let welcome = session.take_welcome(&proven)?;
+        welcome.check()?;
         self.session = Some(session);
         Ok(welcome)
     }
@@ -305,16 +298,22 @@ impl Connection {
         self.receive_frame(Opcode::Ping).map(drop)
     }
 
-    /// Lists the layers of the replica.
-    pub fn list_layers(&mut self) -> Result<LayerList, ConnectError> {
+    /// Lists the layers of the replica. `volume_bytes` is asked after the answer has arrived.
+    pub fn list_layers(&mut self, volume_bytes: impl FnOnce() -> u64) -> Result<LayerList, ConnectError> {
         self.send(&Header::request(Opcode::Layers, 0, 0, 0), &[])?;
-        self.receive(Opcode::Layers)
+        let list: LayerList = self.receive(Opcode::Layers)?;
+        list.check(volume_bytes())?;
+        Ok(list)
     }
 
-    /// Lists the extents of a layer, a page at a time.
-    pub fn list_extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
+    /// Lists the extents of a layer, a page at a time. `layer_bytes` is asked after the answer has arrived.
+    pub fn list_extents(
+        &mut self,
+        query: ExtentsQuery,
+        layer_bytes: impl FnOnce() -> u64,
+    ) -> Result<ExtentsPage, ConnectError> {
         let page: ExtentsPage = self.ask(Opcode::Extents, &query)?;
-        page.check(&query)?;
+        page.check(&query, layer_bytes())?;
         Ok(page)
     }
 
@@ -362,7 +361,9 @@ impl Connection {
 
     /// Returns the check of a piece of a snapshot's layer.
     pub fn check_layer(&mut self, piece: &LayerRange) -> Result<LayerCheck, ConnectError> {
-        self.ask(Opcode::CheckLayer, piece)
+        let check: LayerCheck = self.ask(Opcode::CheckLayer, piece)?;
+        check.check()?;
+        Ok(check)
     }
 
     /// Has the replica keep sums of a snapshot's layer.
@@ -456,71 +457,6 @@ impl Connection {
     }
 }
 
-impl LinkError for ConnectError {
-    fn deposed_by(&self) -> Option<Generation> {
-        match self {
-            ConnectError::Deposed { holder, .. } => Some(*holder),
-            _ => None,
-        }
-    }
-
-    fn is_refusal(&self) -> bool {
-        matches!(self, ConnectError::Refused { .. })
-    }
-
-    fn is_rot(&self) -> bool {
-        matches!(self, ConnectError::Refused { errno: Errno::ROTTEN, .. })
-    }
-}
-
-/// Each of these blocks until the answer has arrived, or its time is over.
-impl Link for Connection {
-    type Error = ConnectError;
-
-    async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.exchange_text(Opcode::Propose, &ViewMessage { view, basis: honoured.clone() })
-    }
-
-    async fn commit(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {
-        self.exchange_text(Opcode::Commit, &ViewMessage { view, basis: honoured.clone() })
-    }
-
-    async fn expand(&mut self, size_bytes: u64) -> Result<(), ConnectError> {
-        self.exchange_text(Opcode::Expand, &ExpandReplica { size_bytes })
-    }
-
-    async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, ConnectError> {
-        if query.from == 0 || self.pages_deadline.is_none() {
-            let limit = if query.of == RegionsOf::Allocated { ALLOCATED_LIMIT } else { SET_LIMIT };
-            self.pages_deadline = Some(Instant::now() + limit);
-        }
-        let page = self.within(self.pages_deadline, |connection| connection.ask(Opcode::Regions, &query));
-        let page: RegionsPage = page?;
-        page.check(&query)?;
-        Ok(page)
-    }
-
-    async fn mark(&mut self, change: &MarkRegions) -> Result<(), ConnectError> {
-        self.exchange_text(Opcode::Mark, change)
-    }
-
-    async fn layers(&mut self) -> Result<LayerList, ConnectError> {
-        self.list_layers()
-    }
-
-    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
-        self.list_extents(query)
-    }
-
-    async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, ConnectError> {
-        self.ask(Opcode::CopyBegin, layers)
-    }
-
-    async fn copy_end(&mut self) -> Result<(), ConnectError> {
-        self.exchange_text(Opcode::CopyEnd, &CopyEnd { layer: None })
-    }
-}
-
 /// Runs steps over connections that block: they never wait for anything else.
 pub fn finish<T>(steps: impl Future<Output = T>) -> T {
     match pin!(steps).poll(&mut Context::from_waker(Waker::noop())) {
@@ -590,6 +526,7 @@ impl Write for Connection {
 }
 
 mod encryption;
+mod link;
 
 pub use encryption::EncryptionError;
 

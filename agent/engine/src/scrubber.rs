@@ -22,7 +22,7 @@ use shorthorn_core::{
 use shorthorn_types::ByteRange;
 use shorthorn_wire::{LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
 
-use crate::connection::{ConnectError, Connection};
+use crate::connection::ConnectError;
 use crate::context::EngineContext;
 use crate::error::EngineError;
 use crate::events::{Done, Finding, MainEvent, ScrubProgress};
@@ -152,7 +152,8 @@ impl Scrubber {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
         for peer in self.context.members() {
-            let list = match self.context.with_control_of(peer, Connection::list_layers) {
+            let size_bytes = || self.context.connector.size_bytes();
+            let list = match self.context.with_control_of(peer, |control| control.list_layers(size_bytes)) {
                 Ok(list) => list,
                 Err(error) => {
                     self.skipped(peer, &error);

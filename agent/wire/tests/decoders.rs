@@ -427,7 +427,7 @@ proptest! {
                 let _ = page.check(&query);
             }
             if let Ok(page) = serde_json::from_slice::<ExtentsPage>(&text) {
-                let _ = page.check(&ExtentsQuery { layer: 0, from_bytes });
+                let _ = page.check(&ExtentsQuery { layer: 0, from_bytes }, 1 << 30);
             }
         }
     }

@@ -104,6 +104,8 @@ pub enum Sabotage {
     NoOffenders,
     /// A copy is always made of the first member.
     FirstSource,
+    /// Neither the engine nor a new replica checks the layers that the source of a copy lists.
+    UncheckedLists,
 }
 
 /// The options of running a script.
@@ -167,6 +169,7 @@ pub const COVERED: &[&str] = &[
     "lie: extents that cannot be",
     "lie: a proposal that fails",
     "lie: a source that fails",
+    "lie: layers that cannot be",
     "starts without an offender",
     "sources that fail",
     "error: ping",

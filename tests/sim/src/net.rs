@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, View};
-use shorthorn_wire::{ExtentsPage, RegionsPage, RegionsQuery};
+use shorthorn_wire::{ExtentsPage, LayerList, RegionsPage, RegionsQuery};
 
 use crate::checker::Id;
 use crate::disk::{Block, SparseFile};
@@ -18,6 +18,14 @@ pub type ConnId = u64;
 pub struct SnapshotLayer {
     /// The attachment of the salvage that found it incomplete; 0: none has.
     pub salvaged: u64,
+}
+
+impl SnapshotLayer {
+    /// Returns the snapshot below the head, if the list has one.
+    pub fn of(list: &LayerList) -> Option<SnapshotLayer> {
+        let (_, snapshots) = list.layers.split_last()?;
+        Some(SnapshotLayer { salvaged: snapshots.first()?.meta.parse().ok()? })
+    }
 }
 
 /// A request of an engine to a replica. The sectors of data are ids of writes.
@@ -53,8 +61,8 @@ pub enum Ask {
     Layers,
     /// From where on does the head have data?
     HeadExtents(u64),
-    /// Become a copy of a replica: an empty head, over a snapshot if that one has one.
-    CopyBegin { snapshot: Option<SnapshotLayer> },
+    /// Become a copy of a replica with these layers: an empty head, over a snapshot if that one has one.
+    CopyBegin(LayerList),
     /// The snapshot, for a copy of these blocks.
     ReadSnapshot(Range<u64>),
     /// A block of the snapshot in which another one holds rot.
@@ -90,8 +98,8 @@ pub enum Answer {
     Check(u32),
     /// To a question for regions.
     Page(RegionsPage),
-    /// The answer to a question for layers: the snapshot below the head, if one exists.
-    Layers(Option<SnapshotLayer>),
+    /// The answer to a question for layers.
+    Layers(LayerList),
     /// To the beginning of a copy: whether the snapshot is there already.
     Copying { is_snapshot_done: bool },
     /// To a read of the snapshot: that, and the blocks that the replica knows to be rotten.

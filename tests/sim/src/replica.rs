@@ -2,6 +2,7 @@
 
 mod durable;
 mod execute;
+mod lies;
 mod power;
 mod process;
 mod sums;
@@ -17,14 +18,15 @@ use shorthorn_replica_core::{
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{
-    ByteRange, Errno, Generation, Members, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
+    ByteRange, Errno, Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::ReplicaViews;
-use shorthorn_wire::RegionsQuery;
+use shorthorn_wire::{LayerList, RegionsQuery};
 
 use self::durable::{Durable, Pages, Shelf, takes_error};
 pub use self::sums::ROT;
 use self::sums::Summing;
+use crate::Sabotage;
 use crate::checker::{Id, Micros};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::{Broken, LieAt, Mend};

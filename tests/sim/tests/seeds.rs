@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 25] = [
+const SABOTAGES: [&str; 26] = [
     "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
@@ -34,6 +34,7 @@ const SABOTAGES: [&str; 25] = [
     "end-unrecorded",
     "no-offenders",
     "first-source",
+    "unchecked-lists",
     "unchecked-layers",
     "unchecked-sources",
     "sums-before-look",

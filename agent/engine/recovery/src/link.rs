@@ -15,6 +15,11 @@ pub trait LinkError: std::fmt::Display {
     fn is_rot(&self) -> bool {
         false
     }
+
+    /// Returns true if the replica has refused a request because its content makes no sense.
+    fn is_invalid(&self) -> bool {
+        false
+    }
 }
 
 /// A connection to a replica that has taken this engine. Each function is one request and its answer.
@@ -38,11 +43,17 @@ pub trait Link {
     /// Changes one of the replica's sets of regions.
     async fn mark(&mut self, change: &MarkRegions) -> Result<(), Self::Error>;
 
-    /// Returns the layers of the replica.
-    async fn layers(&mut self) -> Result<LayerList, Self::Error>;
+    /// Returns the layers of the replica, which fit a volume of `volume_bytes`: see [`LayerList::check`]. The
+    /// size is asked for after the answer has arrived, because the volume may grow meanwhile.
+    async fn layers(&mut self, volume_bytes: impl FnOnce() -> u64) -> Result<LayerList, Self::Error>;
 
-    /// Returns a page of the extents in which a layer has data.
-    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, Self::Error>;
+    /// Returns a page of the extents in which a layer has data, which lie in its `layer_bytes`: see
+    /// [`ExtentsPage::check`]. The size is asked for after the answer has arrived.
+    async fn extents(
+        &mut self,
+        query: ExtentsQuery,
+        layer_bytes: impl FnOnce() -> u64,
+    ) -> Result<ExtentsPage, Self::Error>;
 
     /// Makes the replica a copy of one with these layers, or continues that.
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, Self::Error>;

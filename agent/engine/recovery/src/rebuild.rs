@@ -226,9 +226,10 @@ impl<C: RebuildTask> Attempt<'_, C> {
         remembers: bool,
     ) -> Result<Lack, Trouble<Error<C>>> {
         let source = self.source()?;
-        let theirs = self.engine.control(source.address).layers().await;
+        let size_bytes = || self.engine.size_bytes();
+        let theirs = self.engine.control(source.address).layers(size_bytes).await;
         let theirs = theirs.map_err(Trouble::while_reading(source, "asking a member for its layers"))?;
-        let mine = self.control().layers().await;
+        let mine = self.control().layers(size_bytes).await;
         let mine = mine.map_err(Trouble::while_doing("asking for its layers"))?;
         let is_what_it_was =
             peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
@@ -294,13 +295,17 @@ impl<C: RebuildTask> Attempt<'_, C> {
     ) -> Result<RegionSet, Trouble<Error<C>>> {
         let begun = match self.control().copy_begin(layers).await {
             // It remembers a view that it was in, although not the last one: it holds old data.
-            Err(error) if error.is_refusal() && !remembers => {
+            Err(error) if error.is_refusal() && !error.is_invalid() && !remembers => {
                 self.depose().await?;
                 self.control().copy_begin(layers).await
             }
             begun => begun,
         };
-        let state = begun.map_err(Trouble::while_doing("beginning a copy"))?;
+        // The next attempt reads another member. If the replica is to blame, the members take turns in vain.
+        let state = begun.map_err(|error| match error.is_invalid() {
+            true => Trouble::while_reading(source, "beginning a copy of the layers of a member")(error),
+            false => Trouble::while_doing("beginning a copy")(error),
+        })?;
         self.send_view().await?;
         let others: Vec<Source> = self.sources()?.into_iter().filter(|other| *other != source).collect();
         self.rebuild_task.copy_snapshots(self.address(), source, &others, layers, &state).await?;
@@ -335,7 +340,9 @@ impl<C: RebuildTask> Attempt<'_, C> {
             if self.rebuild_task.has_to_end() {
                 return Err(Trouble::Ended);
             }
-            let page = control.extents(ExtentsQuery { layer, from_bytes }).await;
+            // The head grows with the volume.
+            let size_bytes = || self.engine.size_bytes();
+            let page = control.extents(ExtentsQuery { layer, from_bytes }, size_bytes).await;
             let page =
                 page.map_err(Trouble::while_reading(source, "reading the extents of a member's layer"))?;
             for Extent { offset_bytes, length_bytes } in page.extents {

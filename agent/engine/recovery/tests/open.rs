@@ -99,11 +99,11 @@ impl Link for Replica {
         Ok(())
     }
 
-    async fn layers(&mut self) -> Result<LayerList, Broken> {
+    async fn layers(&mut self, _: impl FnOnce() -> u64) -> Result<LayerList, Broken> {
         unreachable!("a start copies nothing")
     }
 
-    async fn extents(&mut self, _: ExtentsQuery) -> Result<ExtentsPage, Broken> {
+    async fn extents(&mut self, _: ExtentsQuery, _: impl FnOnce() -> u64) -> Result<ExtentsPage, Broken> {
         unreachable!("a start copies nothing")
     }
 

@@ -21,6 +21,8 @@ use shorthorn_wire::{
 };
 
 const SIZE_BYTES: u64 = 16 << 20;
+/// The document of a layer that no replica takes.
+const BAD_DOCUMENT: &str = "{";
 /// The number of the replica that is away.
 const AWAY: PeerIndex = 1;
 
@@ -45,13 +47,18 @@ fn view(members: &[u64]) -> View {
     View { id: ViewId { generation: Generation::new(1, 0), number: 1 }, members }
 }
 
-/// The error of a replica that was given up.
-#[derive(Debug)]
-struct Gone;
+/// The error of a replica.
+#[derive(Debug, PartialEq, Eq)]
+enum Gone {
+    /// The replica was given up.
+    Away,
+    /// The request makes no sense to it.
+    Invalid,
+}
 
 impl std::fmt::Display for Gone {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "gone")
+        write!(f, "{self:?}")
     }
 }
 
@@ -61,7 +68,11 @@ impl LinkError for Gone {
     }
 
     fn is_refusal(&self) -> bool {
-        false
+        self.is_invalid()
+    }
+
+    fn is_invalid(&self) -> bool {
+        *self == Gone::Invalid
     }
 }
 
@@ -88,6 +99,10 @@ struct Engine {
     rotten: Vec<ReplicaId>,
     /// Members that were asked that, in order.
     read: RefCell<Vec<ReplicaId>>,
+    /// Members whose layers no replica can have, by their documents.
+    lying: Vec<ReplicaId>,
+    /// Replicas that were asked for their layers, in order.
+    listed: RefCell<Vec<ReplicaId>>,
 }
 
 impl Engine {
@@ -130,6 +145,8 @@ impl Engine {
             ends_between_pages: false,
             rotten: Vec::new(),
             read: RefCell::default(),
+            lying: Vec::new(),
+            listed: RefCell::default(),
         }
     }
 
@@ -215,7 +232,7 @@ struct Control<'a> {
 impl Control<'_> {
     fn reach(&self) -> Result<(), Gone> {
         let known = self.engine.peer(self.to.peer).filter(|peer| peer.replica == self.to.replica);
-        known.map(drop).ok_or(Gone)
+        known.map(drop).ok_or(Gone::Away)
     }
 }
 
@@ -243,7 +260,7 @@ impl Link for Control<'_> {
         if query.of == RegionsOf::Allocated {
             self.engine.read.borrow_mut().push(self.to.replica);
             if self.engine.rotten.contains(&self.to.replica) {
-                return Err(Gone);
+                return Err(Gone::Away);
             }
             self.engine.reaches(Moment::Allocated);
         }
@@ -254,21 +271,28 @@ impl Link for Control<'_> {
         self.reach()
     }
 
-    async fn layers(&mut self) -> Result<LayerList, Gone> {
+    async fn layers(&mut self, volume_bytes: impl FnOnce() -> u64) -> Result<LayerList, Gone> {
         self.reach()?;
         if self.to.replica == id(2) {
             self.engine.reaches(Moment::Layers);
         }
-        let head = WireLayer { image: "head".to_owned(), meta: String::new(), size_bytes: SIZE_BYTES };
-        Ok(LayerList { layers: vec![head] })
+        self.engine.listed.borrow_mut().push(self.to.replica);
+        let meta = if self.engine.lying.contains(&self.to.replica) { BAD_DOCUMENT } else { "" }.to_owned();
+        let image = "volume-head-000.img".to_owned();
+        let list = LayerList { layers: vec![WireLayer { image, meta, size_bytes: SIZE_BYTES }] };
+        list.check(volume_bytes()).unwrap();
+        Ok(list)
     }
 
-    async fn extents(&mut self, _: ExtentsQuery) -> Result<ExtentsPage, Gone> {
+    async fn extents(&mut self, _: ExtentsQuery, _: impl FnOnce() -> u64) -> Result<ExtentsPage, Gone> {
         unreachable!("the volume has no snapshot")
     }
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, Gone> {
         self.reach()?;
+        if layers.layers.iter().any(|layer| layer.meta == BAD_DOCUMENT) {
+            return Err(Gone::Invalid);
+        }
         Ok(CopyState { done: vec![false; layers.layers.len()] })
     }
 
@@ -364,6 +388,18 @@ fn another_member_is_read_after_one_that_does_not_answer() {
     assert!(matches!(trouble, Trouble::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
     finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap();
     assert_eq!(*engine.read.borrow(), [id(1), id(4)]);
+    assert_eq!(state_of_the_absent(&engine), PeerState::Rebuilding);
+}
+
+/// Only the replica reads the documents of the layers. Else the first member would be asked for ever.
+#[test]
+fn another_member_is_copied_after_one_whose_layers_are_refused() {
+    let engine = Engine { lying: vec![id(1)], ..Engine::new(Moment::Never, false) };
+    let mut bad_sources = BadSources::default();
+    let trouble = finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap_err();
+    assert!(matches!(trouble, Trouble::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
+    finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap();
+    assert_eq!(*engine.listed.borrow(), [1, 2, 4, 2].map(id));
     assert_eq!(state_of_the_absent(&engine), PeerState::Rebuilding);
 }
 

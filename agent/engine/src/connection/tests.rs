@@ -1,7 +1,8 @@
 use std::thread;
 
-use shorthorn_types::{Members, RegionsOf, ReplicaId, ViewId};
-use shorthorn_wire::Extent;
+use shorthorn_recovery::{Link, LinkError};
+use shorthorn_types::{Members, RegionsOf, ReplicaId, View, ViewId};
+use shorthorn_wire::{Extent, RegionsPage, RegionsQuery, ReplicaReport, WireLayer};
 
 use nix::sys::socket::{Backlog, bind, listen};
 
@@ -158,8 +159,23 @@ fn pages_that_cannot_be_are_refused() {
     let query = ExtentsQuery { layer: 0, from_bytes: 0 };
     let extent = |length_bytes| Extent { offset_bytes: 0, length_bytes };
     let page = |length_bytes| ExtentsPage { extents: vec![extent(length_bytes)], next_bytes: None };
-    assert_eq!(answer_with(&page(4096)).list_extents(query).unwrap(), page(4096));
-    let error = answer_with(&page(512)).list_extents(query).unwrap_err();
+    let list = |length_bytes| answer_with(&page(length_bytes)).list_extents(query, || 8192);
+    assert_eq!(list(4096).unwrap(), page(4096));
+    for bad in [512, 12288] {
+        let error = list(bad).unwrap_err();
+        assert!(matches!(error, ConnectError::Page(_)) && error.is_of_replica(), "{error}");
+    }
+
+    let layers = |size_bytes| LayerList {
+        layers: vec![WireLayer { image: "volume-head-000.img".into(), meta: String::new(), size_bytes }],
+    };
+    assert_eq!(answer_with(&layers(8192)).list_layers(|| 8192).unwrap(), layers(8192));
+    let error = answer_with(&layers(1 << 62)).list_layers(|| 8192).unwrap_err();
+    assert!(matches!(error, ConnectError::Page(_)), "{error}");
+
+    let piece = LayerRange { image: String::new(), offset_bytes: 0, length_bytes: 1 << 20 };
+    let check = LayerCheck { sum: Some(1), kept: None, next_bytes: Some(4096) };
+    let error = answer_with(&check).check_layer(&piece).unwrap_err();
     assert!(matches!(error, ConnectError::Page(_)), "{error}");
 
     let query = RegionsQuery { of: RegionsOf::Intent, from: 0, size_bytes: 1 << 30 };

@@ -130,12 +130,16 @@ impl Link for ControlLink<'_> {
         self.context.with_control(self.to, |control| finish(control.mark(change)))
     }
 
-    async fn layers(&mut self) -> Result<LayerList, ConnectError> {
-        self.context.with_control(self.to, Connection::list_layers)
+    async fn layers(&mut self, volume_bytes: impl FnOnce() -> u64) -> Result<LayerList, ConnectError> {
+        self.context.with_control(self.to, |control| control.list_layers(volume_bytes))
     }
 
-    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, ConnectError> {
-        self.context.with_control(self.to, |control| control.list_extents(query))
+    async fn extents(
+        &mut self,
+        query: ExtentsQuery,
+        layer_bytes: impl FnOnce() -> u64,
+    ) -> Result<ExtentsPage, ConnectError> {
+        self.context.with_control(self.to, |control| control.list_extents(query, layer_bytes))
     }
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, ConnectError> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use shorthorn_recovery::{Address, BlockSearch, LinkError, SOURCE_HAS_LEFT, Source};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList};
+use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList, WireLayer};
 
 use super::{RebuildTask, Trouble};
 use crate::connection::{ConnectError, Connection};
@@ -26,6 +26,7 @@ struct Layer<'a> {
     others: &'a [Source],
     number: u32,
     image: &'a str,
+    size_bytes: u64,
 }
 
 impl RebuildTask {
@@ -40,10 +41,15 @@ impl RebuildTask {
     ) -> Result<(), Trouble> {
         let snapshots = layers.layers.len().saturating_sub(1);
         let is_done = |layer: &u32| state.done.get(*layer as usize).copied().unwrap_or(false);
-        let missing: Vec<u32> = (0..).take(snapshots).filter(|layer| !is_done(layer)).collect();
+        let layer = |(number, layer)| {
+            let WireLayer { image, size_bytes, .. }: &WireLayer = layer;
+            Layer { target, source, others, number, image, size_bytes: *size_bytes }
+        };
+        let all = (0..).zip(&layers.layers).take(snapshots).map(layer);
+        let missing: Vec<Layer<'_>> = all.filter(|layer| !is_done(&layer.number)).collect();
         let mut total_bytes = 0;
         for layer in &missing {
-            self.for_each_extent(source, *layer, |extent| {
+            self.for_each_extent(layer, |extent| {
                 total_bytes += extent.length_bytes;
                 Ok(())
             })?;
@@ -52,10 +58,8 @@ impl RebuildTask {
             Progress { total_bytes, left_bytes: total_bytes, lost_bytes: 0, unread: 0, reported: None };
         let mut pacer = Pacer::new(Instant::now());
         let mut buffer = Vec::new();
-        for number in missing {
-            let image = layers.layers.get(number as usize).map_or("", |layer| layer.image.as_str());
-            let layer = Layer { target, source, others, number, image };
-            self.for_each_extent(source, number, |extent| {
+        for layer in missing {
+            self.for_each_extent(&layer, |extent| {
                 self.copy_extent(&layer, extent, &mut buffer, &mut pacer, &mut progress)
             })?;
             self.tell_lost(&layer, &mut progress);
@@ -64,7 +68,7 @@ impl RebuildTask {
                 return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
             }
             self.context
-                .with_control(target, |control| control.layer_copy_end(number))
+                .with_control(target, |control| control.layer_copy_end(layer.number))
                 .map_err(Trouble::while_doing("ending the copy of a layer"))?;
         }
         Ok(())
@@ -72,15 +76,15 @@ impl RebuildTask {
 
     fn for_each_extent(
         &self,
-        source: Source,
-        layer: u32,
+        &Layer { source, number, size_bytes, .. }: &Layer<'_>,
         mut act: impl FnMut(Extent) -> Result<(), Trouble>,
     ) -> Result<(), Trouble> {
         let mut from = Some(0);
         while let Some(from_bytes) = from {
             self.check_commands()?;
-            let query = ExtentsQuery { layer, from_bytes };
-            let page = self.context.with_control(source.address, |control| control.list_extents(query));
+            let query = ExtentsQuery { layer: number, from_bytes };
+            let list = |control: &mut Connection| control.list_extents(query, || size_bytes);
+            let page = self.context.with_control(source.address, list);
             let page =
                 page.map_err(Trouble::while_reading(source, "asking a member where a layer has data"))?;
             for extent in page.extents {
@@ -197,13 +201,17 @@ impl RebuildTask {
         block: &mut [u8],
     ) -> Result<bool, ConnectError> {
         let context = &self.context;
-        let list = context.with_control(other.address, Connection::list_layers)?;
-        let number = list.layers.iter().position(|layer| layer.image == image);
-        let Some(number) = number.and_then(|number| u32::try_from(number).ok()) else { return Ok(false) };
+        let size_bytes = || context.connector.size_bytes();
+        let list = context.with_control(other.address, |control| control.list_layers(size_bytes))?;
+        let Some(number) = list.layers.iter().position(|layer| layer.image == image) else {
+            return Ok(false);
+        };
         // It may hold the same in another layer. If none has it, it is lost there, too.
-        for layer in (0..=number).rev() {
+        for (layer, WireLayer { size_bytes, .. }) in list.layers[..=number].iter().enumerate().rev() {
+            let layer = u32::try_from(layer).unwrap_or(u32::MAX);
             let query = ExtentsQuery { layer, from_bytes: at };
-            let page = context.with_control(other.address, |control| control.list_extents(query))?;
+            let ask = |control: &mut Connection| control.list_extents(query, || *size_bytes);
+            let page = context.with_control(other.address, ask)?;
             let has_block = |extent: &Extent| {
                 extent.offset_bytes <= at && at < extent.offset_bytes.saturating_add(extent.length_bytes)
             };

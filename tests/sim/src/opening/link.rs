@@ -2,9 +2,10 @@
 
 use shorthorn_recovery::{Address, Link, LinkError, Misfit};
 use shorthorn_types::{Errno, Generation, MarkRegions, ReplicaReport, View};
-use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, WireLayer};
+use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery};
 
 use super::{CALL_TIMEOUT_US, Process};
+use crate::Sabotage;
 use crate::net::{Answer, Ask, ConnId, SnapshotLayer};
 
 /// The reason why a replica has not done a request.
@@ -24,6 +25,12 @@ impl std::fmt::Display for CallError {
     }
 }
 
+impl Process {
+    fn has(&self, sabotage: Sabotage) -> bool {
+        self.sim.borrow().options.sabotage == Some(sabotage)
+    }
+}
+
 impl LinkError for CallError {
     fn deposed_by(&self) -> Option<Generation> {
         match self {
@@ -38,6 +45,10 @@ impl LinkError for CallError {
 
     fn is_rot(&self) -> bool {
         matches!(self, CallError::Refused(Errno::ROTTEN))
+    }
+
+    fn is_invalid(&self) -> bool {
+        matches!(self, CallError::Refused(Errno::INVALID))
     }
 }
 
@@ -54,6 +65,9 @@ impl From<Misfit<CallError>> for CallError {
 pub trait Asks {
     /// Asks, and waits for the answer.
     async fn ask(&self, ask: Ask) -> Result<Answer, CallError>;
+
+    /// Returns true if this part of the rules is left out.
+    fn has(&self, sabotage: Sabotage) -> bool;
 }
 
 /// A connection that is closed when it is dropped.
@@ -79,6 +93,10 @@ impl Asks for Wire {
     async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
         self.process.call(self.conn, ask, CALL_TIMEOUT_US).await
     }
+
+    fn has(&self, sabotage: Sabotage) -> bool {
+        self.process.has(sabotage)
+    }
 }
 
 /// The control connection to a replica.
@@ -90,6 +108,10 @@ pub struct ControlLink<'a> {
 impl Asks for ControlLink<'_> {
     async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
         self.process.with_line(self.to, ask).await
+    }
+
+    fn has(&self, sabotage: Sabotage) -> bool {
+        self.process.has(sabotage)
     }
 }
 
@@ -131,29 +153,31 @@ impl<T: Asks> Link for Via<T> {
         self.done(Ask::Mark(change.clone())).await
     }
 
-    async fn layers(&mut self) -> Result<LayerList, CallError> {
-        let Answer::Layers(snapshot) = self.0.ask(Ask::Layers).await? else {
-            return Err(CallError::Broken);
-        };
-        let layer = |image: &str, meta: String| WireLayer { image: image.to_owned(), meta, size_bytes: 0 };
-        let snapshot = snapshot.map(|snapshot| layer("snapshot", snapshot.salvaged.to_string()));
-        Ok(LayerList { layers: snapshot.into_iter().chain([layer("head", String::new())]).collect() })
+    async fn layers(&mut self, volume_bytes: impl FnOnce() -> u64) -> Result<LayerList, CallError> {
+        match self.0.ask(Ask::Layers).await? {
+            Answer::Layers(list) if self.0.has(Sabotage::UncheckedLists) => Ok(list),
+            Answer::Layers(list) => list.check(volume_bytes()).map(|()| list).map_err(|_| CallError::Broken),
+            _ => Err(CallError::Broken),
+        }
     }
 
-    async fn extents(&mut self, query: ExtentsQuery) -> Result<ExtentsPage, CallError> {
+    async fn extents(
+        &mut self,
+        query: ExtentsQuery,
+        layer_bytes: impl FnOnce() -> u64,
+    ) -> Result<ExtentsPage, CallError> {
         match self.0.ask(Ask::HeadExtents(query.from_bytes)).await? {
-            Answer::Extents(page) => page.check(&query).map(|()| page).map_err(|_| CallError::Broken),
+            Answer::Extents(page) => {
+                page.check(&query, layer_bytes()).map(|()| page).map_err(|_| CallError::Broken)
+            }
             _ => Err(CallError::Broken),
         }
     }
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, CallError> {
-        let snapshot = layers.layers.split_last().and_then(|(_, snapshots)| snapshots.first());
-        let snapshot = snapshot.and_then(|layer| Some(SnapshotLayer { salvaged: layer.meta.parse().ok()? }));
-        let Answer::Copying { is_snapshot_done } = self.0.ask(Ask::CopyBegin { snapshot }).await? else {
-            return Err(CallError::Broken);
-        };
-        let snapshot = snapshot.map(|_| is_snapshot_done);
+        let begun = self.0.ask(Ask::CopyBegin(layers.clone())).await?;
+        let Answer::Copying { is_snapshot_done } = begun else { return Err(CallError::Broken) };
+        let snapshot = SnapshotLayer::of(layers).map(|_| is_snapshot_done);
         Ok(CopyState { done: snapshot.into_iter().chain([false]).collect() })
     }
 

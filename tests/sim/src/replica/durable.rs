@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use fastrand::Rng;
 use shorthorn_regions::{PAGE_BYTES, SetKey};
 use shorthorn_replica_core::{Disk, DurableStep, Found, RecordOutcome, ReplicaState, Started, SumsFound};
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
+use shorthorn_wire::{LayerList, WireLayer};
 
 use crate::faults::Broken;
 use crate::net::SnapshotLayer;
@@ -62,6 +64,16 @@ impl Durable {
     /// Returns the snapshot as the list of layers names it.
     pub fn snapshot(&self) -> Option<SnapshotLayer> {
         self.has_snapshot.then_some(SnapshotLayer { salvaged: self.salvaged })
+    }
+
+    /// Returns the list of layers of a replica of `size_bytes`. The snapshot has the size of one block: it
+    /// does not grow with the volume, and the copy of its data does not depend on it.
+    pub fn layers(&self, size_bytes: u64) -> LayerList {
+        let layer = |image: &str, meta, size_bytes| WireLayer { image: image.to_owned(), meta, size_bytes };
+        let snapshot =
+            |snapshot: SnapshotLayer| layer("volume-snap-s.img", snapshot.salvaged.to_string(), BLOCK_BYTES);
+        let head = layer("volume-head-000.img", String::new(), size_bytes);
+        LayerList { layers: self.snapshot().map(snapshot).into_iter().chain([head]).collect() }
     }
 }
 

@@ -3,7 +3,7 @@
 use shorthorn_regions::SetKey;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, RegionSet, Regions, RegionsOf};
-use shorthorn_wire::{Extent, ExtentsPage, RegionsPage, RegionsQuery};
+use shorthorn_wire::{Extent, ExtentsPage, LayerList, RegionsPage, RegionsQuery};
 
 use super::{Op, Replica, check};
 use crate::Sabotage;
@@ -108,10 +108,20 @@ impl Replica {
         !self.files.head.is_empty() || !self.files.snapshot.is_empty()
     }
 
+    /// Returns true if the replica can have these layers.
+    pub(super) fn can_have(&self, layers: &LayerList) -> bool {
+        let head_bytes = layers.layers.last().map(|head| head.size_bytes);
+        layers.check(self.size_bytes).is_ok() && head_bytes == Some(self.size_bytes)
+    }
+
     /// Becomes a copy. A snapshot that is whole, from an interrupted copy, is kept.
-    pub(super) fn copy_begin(&mut self, snapshot: Option<SnapshotLayer>) -> Result<(), Errno> {
+    pub(super) fn copy_begin(&mut self, layers: &LayerList, is_sabotaged: bool) -> Result<(), Errno> {
         let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
         self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
+        if !self.can_have(layers) && !is_sabotaged {
+            return Err(Errno::INVALID);
+        }
+        let snapshot = SnapshotLayer::of(layers);
         let durable = &mut self.durable;
         durable.is_snapshot_done &=
             durable.rebuilding && snapshot.is_some() && snapshot == durable.snapshot();
@@ -138,28 +148,6 @@ impl Replica {
         let extent = |block| Extent { offset_bytes: block * BLOCK_BYTES, length_bytes: BLOCK_BYTES };
         let extents = held.by_ref().take(ExtentsPage::EXTENTS_MAX).map(extent).collect();
         ExtentsPage { extents, next_bytes: held.next().map(|block| block * BLOCK_BYTES) }
-    }
-
-    /// Replaces a page by an impossible one: an engine that used it would not copy some extents.
-    pub(super) fn spoil_extents(&mut self, page: &mut ExtentsPage) {
-        let extent = |offset_bytes, length_bytes| Extent { offset_bytes, length_bytes };
-        (page.extents, page.next_bytes) = match self.rng.u8(0..4) {
-            0 => (vec![extent(0, 512)], None),
-            1 => (vec![extent(u64::MAX - BLOCK_BYTES + 1, BLOCK_BYTES)], None),
-            2 => (vec![extent(BLOCK_BYTES, BLOCK_BYTES), extent(0, BLOCK_BYTES)], None),
-            _ => (Vec::new(), Some(0)),
-        };
-    }
-
-    /// Replaces a page like [`Replica::spoil_extents`].
-    pub(super) fn spoil_regions(&mut self, page: &mut RegionsPage) {
-        page.kept = true;
-        (page.runs, page.next) = match self.rng.u8(0..4) {
-            0 => (vec![(u32::MAX, 1)], None),
-            1 => (vec![(0, 0)], None),
-            2 => (vec![(1, 1), (0, 1)], None),
-            _ => (Vec::new(), Some(0)),
-        };
     }
 
     pub(super) fn regions(&self, query: &RegionsQuery, sabotage: Option<Sabotage>) -> RegionsPage {

@@ -145,7 +145,7 @@ impl Simulation {
             | Ask::ReadSnapshot(_)
             | Ask::ReadSnapshotBlock(_)
             | Ask::HeadExtents(_)
-            | Ask::CopyBegin { .. }
+            | Ask::CopyBegin(_)
             | Ask::CopySnapshot(..)
             | Ask::SnapshotEnd
             | Ask::CopyEnd
@@ -247,7 +247,7 @@ impl Simulation {
     }
 
     /// Gives waiting requests up, and restarts the replica later, if it has failed just now.
-    fn look_at_failure(&mut self, at: usize, error: Broken) {
+    pub(super) fn look_at_failure(&mut self, at: usize, error: Broken) {
         let replica = &mut self.replicas[at];
         if replica.state.failure().is_none() || std::mem::replace(&mut replica.failed, true) {
             return;
@@ -323,20 +323,16 @@ impl Simulation {
                 Err(errno) => Err(errno),
             },
             Ask::Layers => {
-                let snapshot = replica.durable.snapshot();
-                return self.answer(op.conn, op.number, Answer::Layers(snapshot));
+                let layers = replica.durable.layers(replica.size_bytes);
+                return self.answer(op.conn, op.number, Answer::Layers(layers));
             }
             Ask::ReadSnapshot(blocks) => return self.read_snapshot(at, &op, blocks),
             Ask::ReadSnapshotBlock(block) => return self.read_snapshot_block(at, &op, *block),
             Ask::HeadExtents(from_bytes) => return self.send_extents(at, &op, *from_bytes),
-            Ask::CopyBegin { snapshot } => {
-                let begun = replica.write_document(|replica| replica.copy_begin(*snapshot));
-                if begun.is_ok() {
-                    let is_snapshot_done = replica.durable.is_snapshot_done;
-                    return self.answer(op.conn, op.number, Answer::Copying { is_snapshot_done });
-                }
-                begun
-            }
+            Ask::CopyBegin(layers) => match self.begin_copy(at, layers) {
+                Ok(copying) => return self.answer(op.conn, op.number, copying),
+                Err(errno) => Err(errno),
+            },
             Ask::CopySnapshot(file, blocks, lost) => match self.copy_snapshot(at, file, blocks, lost) {
                 true => Ok(()),
                 false => return,
@@ -358,6 +354,18 @@ impl Simulation {
         self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
     }
 
+    fn begin_copy(&mut self, at: usize, layers: &LayerList) -> Result<Answer, Errno> {
+        let is_sabotaged = self.options.sabotage == Some(Sabotage::UncheckedLists);
+        let replica = &mut self.replicas[at];
+        replica.write_document(|replica| replica.copy_begin(layers, is_sabotaged))?;
+        let (id, can_have) = (replica.id, replica.can_have(layers));
+        let is_snapshot_done = replica.durable.is_snapshot_done;
+        if !can_have {
+            self.violate(format!("{id} has taken layers that no replica can have: {layers:?}"));
+        }
+        Ok(Answer::Copying { is_snapshot_done })
+    }
+
     fn send_extents(&mut self, at: usize, op: &Op, from_bytes: u64) {
         let replica = &mut self.replicas[at];
         let mut page = replica.head_extents(from_bytes);
@@ -377,39 +385,6 @@ impl Simulation {
             self.count(Broken::Regions.name());
         }
         self.answer(op.conn, op.number, Answer::Page(page));
-    }
-
-    /// Returns the answer of a process that lies for a while, if it lies in this one.
-    fn lie(&mut self, at: usize, generation: Generation, ask: &Ask) -> Option<Answer> {
-        let replica = &mut self.replicas[at];
-        let lies = |lie: LieAt| replica.lies.contains_key(&lie);
-        let is_member = replica.state.views().report().committed.members.contains(replica.id);
-        match ask {
-            Ask::Propose(view, basis) if lies(LieAt::Proposals) => {
-                // It may have stored it all the same.
-                if replica.rng.bool() {
-                    let _ = replica.change(|state, disk| state.propose(disk, generation, *view, basis));
-                    self.look_at_failure(at, Broken::State);
-                }
-            }
-            Ask::Layers if lies(LieAt::Source) && is_member => {}
-            Ask::HeadExtents(_) if lies(LieAt::Source) => {
-                let mut page = replica.head_extents(0);
-                replica.spoil_extents(&mut page);
-                self.count("lie: a source that fails");
-                return Some(Answer::Extents(page));
-            }
-            Ask::Regions(RegionsQuery { of: RegionsOf::Allocated, .. }) if lies(LieAt::Source) => {}
-            Ask::ReadSnapshot(blocks) if blocks.clone().any(|block| replica.cannot_read(at, block)) => {}
-            Ask::ReadSnapshotBlock(block) if replica.cannot_read(at, *block) => {}
-            _ => return None,
-        }
-        self.count(match ask {
-            Ask::Propose(..) => "lie: a proposal that fails",
-            Ask::ReadSnapshot(_) | Ask::ReadSnapshotBlock(_) => "error: unreadable blocks of a snapshot",
-            _ => "lie: a source that fails",
-        });
-        Some(Answer::Error(Errno::IO))
     }
 
     pub(super) fn write_pages(&mut self, at: usize) {
