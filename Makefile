@@ -62,7 +62,7 @@ lint: setup ## format, clippy and documentation, with warnings denied
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
 		cargo doc --workspace --no-deps --document-private-items --quiet
 
-fuzz: setup ## each fuzz target for a minute: frames, NBD, region files, metadata, CSI arguments
+fuzz: setup ## each fuzz target for a minute: frames, TLS, certificates, NBD, files of a replica, CSI arguments
 	tests/fuzz/run 60
 
 deny: ## licences, duplicates and sources of the dependencies

@@ -201,6 +201,18 @@ fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
     Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), failures, ..Boot::default() }
 }
 
+#[cfg(shorthorn_fuzzing)]
+pub(crate) mod fuzzing {
+    use super::*;
+
+    /// A record that is accepted is written and read again as the same.
+    pub fn check(bytes: &[u8]) {
+        let Some(boot) = parse(bytes) else { return };
+        let written = serde_json::to_vec(&boot).expect("a record that was read");
+        assert_eq!(parse(&with_check([&written[..], b"\n"].concat())), Some(boot));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

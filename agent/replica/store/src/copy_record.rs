@@ -218,6 +218,21 @@ fn read_volume(directory: &Directory) -> Result<VolumeMeta> {
     VolumeMeta::parse(&bytes).map_err(|error| StoreError::chain(directory.path(), error))
 }
 
+#[cfg(shorthorn_fuzzing)]
+pub(crate) mod fuzzing {
+    use super::*;
+
+    /// A record that is accepted has layers that a directory can hold, and is read again as the same.
+    pub fn check(bytes: &[u8]) {
+        let Ok(copy) = Copy::parse(bytes) else { return };
+        let sizes: Vec<u64> = copy.list.layers().iter().map(|layer| layer.size_bytes).collect();
+        assert!(sizes.is_sorted() && sizes.len() == copy.done.len());
+        let written = serde_json::to_vec(&copy.record()).expect("a record that was read");
+        let again = Copy::parse(&written).expect("a written record");
+        assert_eq!((again.list, again.done, again.prepared), (copy.list, copy.done, copy.prepared));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

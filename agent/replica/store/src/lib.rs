@@ -33,6 +33,8 @@ mod facts;
 mod fiemap;
 mod files;
 mod fold;
+#[cfg(shorthorn_fuzzing)]
+pub mod fuzzing;
 mod guard;
 mod hold;
 mod host;

@@ -133,6 +133,20 @@ impl Store {
     }
 }
 
+#[cfg(shorthorn_fuzzing)]
+pub(crate) mod fuzzing {
+    use super::*;
+
+    /// A record that is accepted has no more blocks than its limit, and is read again as the same.
+    pub fn check(bytes: &[u8]) {
+        let Some(record) = Record::parse(bytes) else { return };
+        assert!(record.blocks.len() <= LOST_BLOCKS_MAX);
+        let again = record.encode().ok().and_then(|written| Record::parse(&written));
+        let again = again.expect("a written record");
+        assert_eq!((again.epoch, again.blocks), (record.epoch, record.blocks));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;

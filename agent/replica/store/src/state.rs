@@ -97,6 +97,20 @@ fn parse(mut bytes: Vec<u8>, epoch: u64) -> Result<SavedState, String> {
     Ok(if header.epoch == epoch { SavedState::Current(payload) } else { SavedState::Outdated(payload) })
 }
 
+#[cfg(shorthorn_fuzzing)]
+pub(crate) mod fuzzing {
+    use super::*;
+
+    /// A state that is accepted is the rest of the file.
+    pub fn check(bytes: &[u8]) {
+        for epoch in [0, 7] {
+            if let Ok(found) = parse(bytes.to_vec(), epoch) {
+                assert!(found.bytes().is_some_and(|payload| bytes.ends_with(payload)));
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

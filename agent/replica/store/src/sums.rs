@@ -339,6 +339,30 @@ fn gaps(range: ByteRange, runs: &[ByteRange]) -> impl Iterator<Item = ByteRange>
         .filter(|gap| !gap.is_empty())
 }
 
+#[cfg(shorthorn_fuzzing)]
+pub(crate) mod fuzzing {
+    use super::*;
+
+    /// Sums that are accepted are those of a file with this content.
+    pub fn check(bytes: &[u8]) {
+        if bytes.len() < HEADER_BYTES {
+            return;
+        }
+        let mut file = bytes.to_vec();
+        file.extend_from_slice(&crc32c::crc32c(bytes).to_le_bytes());
+        let subject = Subject {
+            size_bytes: u64_at(bytes, 16),
+            inode: u64_at(bytes, 24),
+            epoch: u64_at(bytes, 32),
+            name_crc32c: u32_at(bytes, 40),
+        };
+        if let FoundSums::Kept(sums) = LayerSums::decode(&file, subject) {
+            assert_eq!(sums.encode(subject), file);
+        }
+        assert!(!matches!(LayerSums::decode(bytes, subject), FoundSums::None));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

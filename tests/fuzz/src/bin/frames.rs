@@ -1,5 +1,5 @@
 //! Frames and texts between engine and replica. Any bytes are refused, or decode to a value that encodes
-//! back.
+//! back. Answers that pass their checks fit the volume.
 #![no_main]
 
 use std::fmt::Debug;
@@ -7,8 +7,8 @@ use std::fmt::Debug;
 use libfuzzer_sys::fuzz_target;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shorthorn_types::limits::MAX_IO_BYTES;
-use shorthorn_types::{Generation, MarkRegions, ReplicaId, Secret};
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_LAYERS, MAX_PROPOSED_VIEWS, MAX_VOLUME_BYTES};
+use shorthorn_types::{Generation, ImageKind, MarkRegions, Regions, RegionsOf, ReplicaId, Secret};
 use shorthorn_wire::*;
 
 /// Place of the checksum in a header, which the target makes fit, as an attacker does.
@@ -45,6 +45,7 @@ fn check_headers(data: &[u8]) {
 }
 
 fn check_texts(text: &[u8]) {
+    check_answers(text);
     check_text::<Challenge>(text);
     check_text::<Hello>(text);
     check_text::<ProvenWelcome>(text);
@@ -58,6 +59,8 @@ fn check_texts(text: &[u8]) {
     check_text::<CopyState>(text);
     check_text::<ExtentsQuery>(text);
     check_text::<ExtentsPage>(text);
+    check_text::<CopyEnd>(text);
+    check_text::<ExpandReplica>(text);
     check_text::<LayerRange>(text);
     check_text::<LayerCheck>(text);
     check_text::<KeepSums>(text);
@@ -82,4 +85,69 @@ fn check_patch(text: &[u8]) {
     let Ok((patch, data)) = decode_patch(&header, text) else { return };
     let (header, again) = encode_patch(1, &patch, data);
     assert_eq!(decode_patch(&header, &again), Ok((patch, data)));
+}
+
+fn decoded<T: DeserializeOwned>(text: &[u8]) -> Option<T> {
+    decode_text(&header_of(Opcode::Layers, text)?, text).ok()
+}
+
+/// Checks that an answer that the engine would use fits, in volumes of several sizes.
+fn check_answers(text: &[u8]) {
+    for size_bytes in [BLOCK_BYTES, 64 << 20, MAX_VOLUME_BYTES] {
+        check_layers(text, size_bytes);
+        check_extents(text, size_bytes);
+        check_regions(text, size_bytes);
+    }
+    if let Some(check) = decoded::<LayerCheck>(text).filter(|check| check.check().is_ok()) {
+        assert!(check.next_bytes.is_none_or(|next| next.is_multiple_of(SUM_PIECE_BYTES)));
+        assert!(![check.sum, check.kept].contains(&Some(0)));
+    }
+    if let Some(welcome) = decoded::<Welcome>(text).filter(|welcome| welcome.check().is_ok()) {
+        assert!(welcome.report.proposed.len() <= MAX_PROPOSED_VIEWS);
+    }
+}
+
+fn check_layers(text: &[u8], size_bytes: u64) {
+    let list = decoded::<LayerList>(text).filter(|list| list.check(size_bytes).is_ok());
+    let Some(LayerList { layers }) = list else { return };
+    assert!(!layers.is_empty() && layers.len() <= MAX_LAYERS);
+    let mut below_bytes = BLOCK_BYTES;
+    for layer in &layers {
+        assert!(layer.size_bytes >= below_bytes && layer.size_bytes <= size_bytes);
+        assert!(!layer.image.contains(['/', '\0']) && layer.image.len() < 250);
+        below_bytes = layer.size_bytes;
+    }
+    let heads = layers.iter().filter(|layer| ImageKind::of(&layer.image) == Some(ImageKind::Head));
+    assert_eq!(heads.count(), 1);
+}
+
+fn check_extents(text: &[u8], size_bytes: u64) {
+    for from_bytes in [0, BLOCK_BYTES + 1] {
+        let query = ExtentsQuery { layer: 0, from_bytes };
+        let page = decoded::<ExtentsPage>(text).filter(|page| page.check(&query, size_bytes).is_ok());
+        let Some(page) = page else { continue };
+        assert!(page.extents.len() <= ExtentsPage::EXTENTS_MAX);
+        let mut end_bytes = from_bytes / BLOCK_BYTES * BLOCK_BYTES;
+        for extent in &page.extents {
+            assert!(extent.offset_bytes >= end_bytes && extent.length_bytes > 0);
+            end_bytes = extent.offset_bytes + extent.length_bytes;
+            assert!(end_bytes <= size_bytes && end_bytes.is_multiple_of(BLOCK_BYTES));
+        }
+        assert!(page.next_bytes.is_none_or(|next| next >= end_bytes && next > from_bytes));
+    }
+}
+
+fn check_regions(text: &[u8], size_bytes: u64) {
+    for of in [RegionsOf::Intent, RegionsOf::Allocated] {
+        let query = RegionsQuery { of, from: 0, size_bytes };
+        let page = decoded::<RegionsPage>(text).filter(|page| page.check(&query).is_ok());
+        let Some(page) = page else { continue };
+        let mut end = 0;
+        for (start, count) in &page.runs {
+            assert!(*start >= end && *count > 0);
+            end = start + count;
+            assert!(end <= Regions::of(size_bytes).count());
+        }
+        assert!(page.next.is_none_or(|next| next >= end && next > 0));
+    }
 }
