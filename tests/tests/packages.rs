@@ -339,6 +339,23 @@ fn lint_finds_nothing() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn two_builds_are_equal() -> Result<()> {
+    let again = tempfile::tempdir()?;
+    build_packages(again.path(), &["--version", VERSION, "--package", "shorthornctl"])?;
+    let built: Vec<_> = fs::read_dir(again.path())?.collect::<Result<_, _>>()?;
+    ensure!(built.len() == 2, "{built:?}");
+    for package in built {
+        let first = packages()?.join(package.file_name());
+        ensure!(
+            fs::read(&first)? == fs::read(package.path())?,
+            "{package:?} differs from {}",
+            first.display()
+        );
+    }
+    Ok(())
+}
+
 const GENERATOR: &str = "systemd/system-generators/shorthorn-generator";
 
 /// Runs the generator on a root directory with these files; the drop-in that it has made.
