@@ -215,11 +215,20 @@ fn write_unit(disk: &PlannedDisk, units: &Path) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
+/// Has systemd run its generators again. shorthorn-generator orders replicas after the mounts of the disks
+/// that it finds, so it has to run after a disk was added.
+pub fn reload(mounts: &Mounts) -> anyhow::Result<()> {
+    match mounts {
+        Mounts::Systemd => run(Command::new("systemctl").arg("daemon-reload")),
+        Mounts::Direct => Ok(()),
+    }
+}
+
 fn mount(disk: &PlannedDisk, unit: &Path, mounts: &Mounts) -> anyhow::Result<()> {
     match mounts {
         Mounts::Systemd => {
             let name = unit.file_name().context("a unit without a name")?;
-            run(Command::new("systemctl").arg("daemon-reload"))?;
+            reload(mounts)?;
             // The link by UUID is made by udev after mkfs has closed the device; the unit waits for it.
             run(Command::new("systemctl").args(["enable", "--now", "--"]).arg(name))
         }

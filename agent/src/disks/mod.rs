@@ -114,6 +114,7 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
         let done = init::init(disk, options, &args.units, &mounts)?;
         writeln!(output, "{done}").context("standard output")?;
         add(&config, &disk.mount_point)?;
+        init::reload(&mounts)?;
         writeln!(output, "{} is a disk of this node", disk.mount_point.display())
             .context("standard output")?;
     }
