@@ -2,6 +2,7 @@
 //! account with the roles of packaging/deploy, real agents, engines and replicas.
 
 mod cluster;
+mod definitions;
 mod uninstall;
 
 use std::path::PathBuf;
