@@ -6,6 +6,9 @@ use anyhow::{Context, Result, ensure};
 
 use crate::binary;
 
+/// The programs that have packages.
+const PROGRAMS: [&str; 3] = ["shorthorn-agent", "shorthorn-controller", "shorthornctl"];
+
 /// Builds packages of the programs under test with packaging/build, quickly: uncompressed, and without the
 /// licence texts of dependencies.
 ///
@@ -13,7 +16,14 @@ use crate::binary;
 /// The script fails; its output is in the error.
 pub fn build_packages(output: &Path, arguments: &[&str]) -> Result<()> {
     let agent = binary("shorthorn-agent")?;
-    let programs = agent.parent().context("a program without a folder")?;
+    build_packages_of(agent.parent().context("a program without a folder")?, output, arguments)
+}
+
+/// Builds packages of the programs in a folder like [`build_packages`].
+///
+/// # Errors
+/// The script fails; its output is in the error.
+pub fn build_packages_of(programs: &Path, output: &Path, arguments: &[&str]) -> Result<()> {
     let built = Command::new(project().join("packaging/build"))
         .args(["--programs".as_ref(), programs, "--output".as_ref(), output])
         .args(arguments)
@@ -24,6 +34,24 @@ pub fn build_packages(output: &Path, arguments: &[&str]) -> Result<()> {
     let errors = String::from_utf8_lossy(&built.stderr);
     ensure!(built.status.success(), "packaging/build: {}\n{errors}", built.status);
     Ok(())
+}
+
+/// Makes another build of all programs in a folder in `dir`, which it returns: equal, but for a section that
+/// is not loaded.
+///
+/// # Errors
+/// A program is not built, or binutils are not installed.
+pub fn other_build(dir: &Path) -> Result<PathBuf> {
+    let folder = stripped_programs(dir, &PROGRAMS)?;
+    let section = dir.join("section");
+    fs::write(&section, "another build")?;
+    for name in PROGRAMS {
+        let mut objcopy = Command::new("objcopy");
+        objcopy.arg("--add-section").arg(format!(".shorthorn.build={}", section.display()));
+        let added = objcopy.arg(folder.join(name)).output().context("running objcopy")?;
+        ensure!(added.status.success(), "objcopy {name}: {}", String::from_utf8_lossy(&added.stderr));
+    }
+    Ok(folder)
 }
 
 /// Copies the programs `names` without their symbols, as releases have them, to a folder in `dir`.

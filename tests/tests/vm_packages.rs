@@ -1,25 +1,34 @@
-//! The packages for Debian in a virtual machine: installed, upgraded and downgraded under a load, removed and
-//! purged.
+//! The packages for Debian in a virtual machine: apt installs them, upgrades and downgrades them under a
+//! load, removes and purges them.
 
+use std::fs;
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{NODE, VmHost, build_packages, until};
+use serde_json::Value;
+use shorthorn_tests::{NODE, VmHost, build_packages, build_packages_of, other_build, until};
 use shorthorn_vmkit::{Kernel, Vm};
 
 const LIMIT: Duration = Duration::from_secs(120);
+/// The longest that apt takes for all packages, beside a load on a busy machine.
+const APT_LIMIT: Duration = Duration::from_secs(600);
 const OLD: &str = "0.0.1";
 const NEW: &str = "0.0.2";
+
+const PACKAGES: [&str; 3] = ["shorthorn-agent", "shorthorn-controller", "shorthornctl"];
+/// The repository in the machine: apt reads it as a user of its own.
+const REPOSITORY: &str = "/srv/packages";
 
 #[test]
 fn a_host_has_the_packages_from_installation_to_purge() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    build_packages(folder.path(), &["--version", OLD, "--format", "deb"])?;
-    let upgrade = ["--version", NEW, "--format", "deb", "--package", "shorthorn-agent"];
-    build_packages(folder.path(), &upgrade)?;
+    repository(folder.path())?;
     // Not with VmHost::start, which installs the files by itself.
-    let host = VmHost { vm: Vm::start(VmHost::options(Kernel::Ublk))? };
-    host.vm.push(&[(folder.path(), "/root/packages", 0o644)])?;
+    let options = VmHost::options(Kernel::Ublk).command_limit(APT_LIMIT);
+    let host = VmHost { vm: Vm::start(options)? };
+    host.vm.push(&[(folder.path(), REPOSITORY, 0o755)])?;
     installed(&host)?;
     configured(&host)?;
     host.ctl("volume create v1 --size 32MiB --replicas 2 --soft-anti-affinity")?;
@@ -31,15 +40,42 @@ fn a_host_has_the_packages_from_installation_to_purge() -> Result<()> {
     purged(&host)
 }
 
-/// Runs dpkg, without a flush to the disk for each file.
-fn dpkg(arguments: &str) -> String {
-    format!("cd /root/packages && dpkg --force-unsafe-io {arguments} 2>&1")
+/// Makes a repository with two versions of the packages. The programs of the new one are another build.
+fn repository(folder: &Path) -> Result<()> {
+    build_packages(folder, &["--version", OLD, "--format", "deb"])?;
+    let programs = tempfile::tempdir()?;
+    build_packages_of(&other_build(programs.path())?, folder, &["--version", NEW, "--format", "deb"])?;
+    let index = Command::new("dpkg-scanpackages").args(["--multiversion", "."]).current_dir(folder).output();
+    let index = index.context("running dpkg-scanpackages: install the package dpkg-dev")?;
+    ensure!(index.status.success(), "{}", String::from_utf8_lossy(&index.stderr));
+    Ok(fs::write(folder.join("Packages"), index.stdout)?)
 }
 
+/// Runs apt-get, without a flush to the disk for each file. The machine has no network to download from.
+fn apt(arguments: &str) -> String {
+    format!(
+        "cd {REPOSITORY} && DEBIAN_FRONTEND=noninteractive apt-get --yes \
+         -o Dpkg::Options::=--force-unsafe-io -o Dpkg::Use-Pty=0 {arguments} 2>&1"
+    )
+}
+
+/// Names this version of all packages.
+fn all_of(version: &str) -> String {
+    PACKAGES.map(|package| format!("{package}={version}-1")).join(" ")
+}
+
+/// Installs the agent and the controller as a user does who has their files, then the command line, which
+/// apt has from the repository.
 fn installed(host: &VmHost) -> Result<()> {
-    host.sh(&dpkg(&format!(
-        "--install shorthorn-agent_{OLD}-1_*.deb shorthorn-controller_*.deb shorthornctl_*.deb"
-    )))?;
+    host.sh(&format!("echo 'deb [trusted=yes] file:{REPOSITORY} ./' >/etc/apt/sources.list"))?;
+    host.sh("apt-get update 2>&1")?;
+    let plan = host.sh(&apt("install --simulate --install-recommends shorthorn-agent"))?;
+    for package in ["shorthorn-agent", "shorthornctl"] {
+        ensure!(plan.contains(&format!("Inst {package} ({NEW}-1 ")), "{package} is not in the plan: {plan}");
+    }
+    host.sh(&apt(&format!("install ./shorthorn-agent_{OLD}-1_*.deb ./shorthorn-controller_{OLD}-1_*.deb")))?;
+    host.sh(&apt(&format!("install shorthornctl={OLD}-1")))?;
+    has_version(host, OLD)?;
     let units = "shorthorn-agent.service shorthorn-controller.service";
     let sockets = "shorthorn-agent-csi.socket shorthorn-agent-registration.socket";
     host.sh(&format!("systemctl is-active {units} && systemctl is-enabled {units} {sockets}"))?;
@@ -71,40 +107,73 @@ fn only_volumes_are_marked(host: &VmHost) -> Result<()> {
 }
 
 fn upgraded_under_load(host: &VmHost) -> Result<()> {
-    // One short run after the other, so that the load ends soon after its stop.
+    // One short run after the other, so that the load ends soon after its stop. Without a rate it takes the
+    // processors that apt needs.
     let load = host.spawn(
         "while test ! -e /root/enough; do \
          fio --name=load --filename=/dev/longhorn/v1 --size=8m --rw=randwrite --bs=16k --direct=1 \
-         --ioengine=libaio --iodepth=8 --verify=crc32c --verify_fatal=1 --do_verify=1 --output=/root/fio || \
+         --ioengine=libaio --iodepth=8 --rate_iops=50 --verify=crc32c --verify_fatal=1 --do_verify=1 --output=/root/fio || \
          { cat /root/fio; exit 1; }; \
          echo run >> /root/runs; done",
     )?;
     whole_run(host)?;
     let before = pids(host)?;
-    for version in [NEW, OLD] {
-        let agent = pid(host, "shorthorn-agent")?;
-        host.sh(&dpkg(&format!("--install shorthorn-agent_{version}-1_*.deb")))?;
-        host.sh(&format!(
-            "dpkg-query --show --showformat='${{Version}}' shorthorn-agent | grep -qx {version}-1 && \
-             systemctl is-active shorthorn-agent && \
-             grep -q '^node_name = \"{NODE}\"' /etc/shorthorn/agent.toml"
-        ))?;
-        ensure!(pid(host, "shorthorn-agent")? != agent, "the agent is still that of the last version");
+    let downgrade = format!("install --allow-downgrades {}", all_of(OLD));
+    for (version, command) in [(NEW, "upgrade"), (OLD, downgrade.as_str()), (NEW, "upgrade")] {
+        let daemons = ["shorthorn-agent", "shorthorn-controller"];
+        let old = daemons.map(|daemon| pid(host, daemon).unwrap_or_default());
+        host.sh(&apt(command))?;
+        has_version(host, version)?;
+        settings_are_kept(host)?;
+        for (daemon, old) in daemons.into_iter().zip(old) {
+            ensure!(pid(host, daemon)? != old, "{daemon} is still that of the last version");
+        }
         ensure!(pids(host)? == before, "{version} has restarted an engine or a replica");
+        // The engine is of the old version.
+        until("comparison of the programs", LIMIT, || {
+            let is_outdated = needs_upgrade(host)?;
+            ensure!(is_outdated == Value::from(version == NEW), "needsUpgrade is {is_outdated} at {version}");
+            Ok(Some(()))
+        })?;
     }
     whole_run(host)?;
     // The engine is still the program that the first upgrade deleted, until it hands over.
     let program = "readlink /proc/$(systemctl show --property MainPID --value shorthorn-engine@v1)/exe";
     host.sh(&format!("{program} | grep ' (deleted)$'"))?;
-    host.ctl("volume upgrade-engine v1")?;
+    let replaced = host.ctl("upgrade engines")?;
+    ensure!(replaced.contains("engines that are replaced: 1"), "{replaced}");
     host.sh(&format!("{program} | grep -x /usr/bin/shorthorn-agent"))?;
+    ensure!(needs_upgrade(host)? == false, "the engine is replaced and needs an upgrade");
     whole_run(host)?;
     host.sh("touch /root/enough")?;
     host.finish(load, LIMIT).context("fio saw an error").map(drop)
 }
 
+/// Checks that all packages have a version, and that both daemons run.
+fn has_version(host: &VmHost, version: &str) -> Result<()> {
+    let shown = "dpkg-query --show --showformat='${Version} ${db:Status-Status}\\n'";
+    let versions = host.sh(&format!("{shown} {}", PACKAGES.join(" ")))?;
+    let expected = format!("{version}-1 installed");
+    ensure!(versions.lines().count() == 3 && versions.lines().all(|line| line == expected), "{versions}");
+    host.sh("systemctl is-active shorthorn-agent shorthorn-controller").map(drop)
+}
+
+fn settings_are_kept(host: &VmHost) -> Result<()> {
+    host.sh(&format!(
+        "grep -q '^node_name = \"{NODE}\"' /etc/shorthorn/agent.toml && \
+         grep -q '^SHORTHORN_CONTROLLER_ARGS=' /etc/shorthorn/controller.env"
+    ))
+    .map(drop)
+}
+
+/// Returns whether the engine of the volume runs another program than the installed one; null before it is
+/// compared.
+fn needs_upgrade(host: &VmHost) -> Result<Value> {
+    Ok(host.inspect("v1")?["engine"]["needsUpgrade"].clone())
+}
+
 fn removal_is_refused(host: &VmHost) -> Result<()> {
-    let refused = host.vm.run(&dpkg("--remove shorthorn-agent"))?;
+    let refused = host.vm.run(&apt("remove shorthorn-agent"))?;
     ensure!(!refused.success(), "the agent was removed under a volume: {}", refused.text());
     let text = refused.text();
     ensure!(text.contains("volumes are attached to this host: v1"), "{text}");
@@ -125,7 +194,7 @@ fn removed(host: &VmHost) -> Result<()> {
         Ok(host.sh("ls /var/lib/shorthorn/instances/replica")?.is_empty().then_some(()))
     })?;
     host.sh(&format!("{DATA} && mv /root/data.new /root/data"))?;
-    host.sh(&dpkg("--remove shorthorn-agent shorthorn-controller"))?;
+    host.sh(&apt("remove shorthorn-agent shorthorn-controller"))?;
     host.sh(
         "test ! -e /usr/bin/shorthorn-agent && ! systemctl is-active shorthorn-agent shorthorn-controller && \
              test -e /etc/shorthorn/agent.toml && test -e /var/lib/shorthorn/disks.json",
@@ -134,7 +203,7 @@ fn removed(host: &VmHost) -> Result<()> {
 }
 
 fn purged(host: &VmHost) -> Result<()> {
-    host.sh(&dpkg("--purge shorthorn-agent shorthorn-controller shorthornctl"))?;
+    host.sh(&apt("purge shorthorn-agent shorthorn-controller shorthornctl"))?;
     let left =
         host.sh("ls -A /var/lib/shorthorn; ls -d /etc/shorthorn /usr/bin/shorthorn* 2>/dev/null || true")?;
     ensure!(left == "controller.redb", "left after the purge: {left}");
