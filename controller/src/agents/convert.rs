@@ -142,22 +142,39 @@ pub(crate) fn inspection(found: &v1::ReplicaInspection) -> Inspection {
     }
 }
 
-/// Returns the level of features that an agent needs for a call. A new call or field adds its own.
-pub(super) const fn level_of(call: &AgentCall) -> u32 {
+/// Returns the level of features that an agent needs for a call. A new call or field adds its own, if an
+/// agent that ignores the field would lose data or break a promise.
+///
+/// A start needs no level for the identity of its disk, because a start destroys nothing. So the volumes of
+/// a cluster start while its agents are upgraded.
+pub(super) fn level_of(call: &AgentCall) -> u32 {
     match call {
-        AgentCall::StartReplica(StartReplica { encrypt_in_transit: true, .. })
-        | AgentCall::StartEngine(StartEngine { encrypt_in_transit: true, .. }) => level::ENCRYPTION,
-        AgentCall::StartReplica(_)
-        | AgentCall::StartEngine(_)
-        | AgentCall::Grant { .. }
+        AgentCall::StartReplica(StartReplica { encrypt_in_transit, rebind, .. }) => {
+            highest([(*encrypt_in_transit, level::ENCRYPTION), (*rebind, level::REBINDING)])
+        }
+        AgentCall::StartEngine(StartEngine { encrypt_in_transit, .. }) => {
+            highest([(*encrypt_in_transit, level::ENCRYPTION)])
+        }
+        AgentCall::SalvageReplica { disk_uuid, .. } => {
+            highest([(!disk_uuid.is_empty(), level::DISK_IDENTITY)])
+        }
+        // Without the trash the data is gone at once, whether there is a record or not.
+        AgentCall::DeleteReplica { disk_uuid, .. } => {
+            highest([(true, level::TRASH), (!disk_uuid.is_empty(), level::DISK_IDENTITY)])
+        }
+        AgentCall::Grant { .. }
         | AgentCall::UpdateReplicas { .. }
         | AgentCall::SetRebuildLimits { .. }
         | AgentCall::FenceReplica { .. }
         | AgentCall::ExpandEngine { .. }
-        | AgentCall::SalvageReplica { .. }
-        | AgentCall::StopInstance { .. }
-        | AgentCall::DeleteReplica { .. } => 0,
+        | AgentCall::StopInstance { .. } => 0,
     }
+}
+
+/// Returns the highest level of the fields that are used; 0 if none is.
+fn highest<const COUNT: usize>(fields: [(bool, u32); COUNT]) -> u32 {
+    let used = fields.into_iter().filter(|(is_used, _)| *is_used);
+    used.map(|(_, level)| level).max().unwrap_or(0)
 }
 
 /// A call as the message that node.proto has for it.
@@ -344,22 +361,24 @@ mod tests {
 
     use super::*;
 
+    fn start_replica_with(rebind: bool, encrypt_in_transit: bool) -> AgentCall {
+        AgentCall::StartReplica(StartReplica {
+            volume: "v1".parse().unwrap(),
+            replica_id: ReplicaId::from_random(1),
+            disk_path: "/d".to_owned(),
+            disk_uuid: "e3c8".to_owned(),
+            size_bytes: 4096,
+            first_members: Vec::new(),
+            secret: Secret::new([1; SECRET_BYTES]),
+            create: true,
+            rebind,
+            encrypt_in_transit,
+        })
+    }
+
     #[test]
-    fn only_encryption_needs_a_newer_agent() {
-        let replica = |encrypt_in_transit| {
-            AgentCall::StartReplica(StartReplica {
-                volume: "v1".parse().unwrap(),
-                replica_id: ReplicaId::from_random(1),
-                disk_path: "/d".to_owned(),
-                disk_uuid: String::new(),
-                size_bytes: 4096,
-                first_members: Vec::new(),
-                secret: Secret::new([1; SECRET_BYTES]),
-                create: true,
-                rebind: false,
-                encrypt_in_transit,
-            })
-        };
+    fn encryption_needs_its_level() {
+        let replica = |encrypt_in_transit| start_replica_with(false, encrypt_in_transit);
         assert_eq!([level_of(&replica(false)), level_of(&replica(true))], [0, level::ENCRYPTION]);
         let Message::StartReplica(request) = message(&replica(true)) else { panic!("another message") };
         assert!(request.encrypt_in_transit);
@@ -382,6 +401,50 @@ mod tests {
         assert_eq!([level_of(&engine(false)), level_of(&engine(true))], [0, level::ENCRYPTION]);
         let Message::StartEngine(request) = message(&engine(true)) else { panic!("another message") };
         assert!(request.encrypt_in_transit);
+    }
+
+    #[test]
+    fn rebinding_needs_its_level() {
+        let rebound = start_replica_with(true, false);
+        assert_eq!(level_of(&rebound), level::REBINDING);
+        let Message::StartReplica(request) = message(&rebound) else { panic!("another message") };
+        assert!(request.rebind);
+    }
+
+    #[test]
+    fn a_deletion_needs_the_trash_with_a_record_and_without() {
+        let delete = |record: &str| AgentCall::DeleteReplica {
+            disk_path: "/d".to_owned(),
+            disk_uuid: String::new(),
+            volume: "v1".parse().unwrap(),
+            replica_id: ReplicaId::from_random(1),
+            record: record.to_owned(),
+        };
+        assert_eq!([level_of(&delete("{}")), level_of(&delete(""))], [level::TRASH, level::TRASH]);
+        let Message::DeleteReplica(request) = message(&delete("{}")) else { panic!("another message") };
+        assert_eq!(request.record, "{}");
+    }
+
+    #[test]
+    fn a_change_of_data_on_a_known_disk_needs_the_identity_of_disks() {
+        let salvage = |disk_uuid: &str| AgentCall::SalvageReplica {
+            disk_path: "/d".to_owned(),
+            disk_uuid: disk_uuid.to_owned(),
+            volume: "v1".parse().unwrap(),
+            replica_id: ReplicaId::from_random(1),
+            attach: 1,
+        };
+        assert_eq!([level_of(&salvage("")), level_of(&salvage("e3c8"))], [0, level::DISK_IDENTITY]);
+        let Message::SalvageReplica(request) = message(&salvage("e3c8")) else { panic!("another message") };
+        assert_eq!(request.disk_uuid, "e3c8");
+        let delete = AgentCall::DeleteReplica {
+            disk_path: "/d".to_owned(),
+            disk_uuid: "e3c8".to_owned(),
+            volume: "v1".parse().unwrap(),
+            replica_id: ReplicaId::from_random(1),
+            record: String::new(),
+        };
+        assert!(level_of(&delete) >= level::DISK_IDENTITY);
     }
 
     #[test]

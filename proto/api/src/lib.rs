@@ -18,8 +18,14 @@ pub const LEADER_HEADER: &str = "shorthorn-leader";
 pub mod level {
     /// The agent knows which cluster its node belongs to.
     pub const CLUSTERS: u32 = 1;
+    /// The agent moves deleted replicas to the trash of their disk, with the record of the request.
+    pub const TRASH: u32 = CLUSTERS;
+    /// The agent refuses a request for a disk that is not mounted, or that another disk has replaced.
+    pub const DISK_IDENTITY: u32 = CLUSTERS;
     /// The agent starts engines and replicas that encrypt in transit.
     pub const ENCRYPTION: u32 = 2;
+    /// The agent binds a restored replica to the new secret of its volume.
+    pub const REBINDING: u32 = ENCRYPTION;
     /// The level of this release.
     pub const NEWEST: u32 = ENCRYPTION;
 }
