@@ -210,6 +210,9 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     let trash = cluster.ok(&["volume", "trash"]).await;
     assert!(names.iter().all(|name| trash.contains(&name[2..])) && trash.contains("yes"), "{trash}");
     assert!(cluster.ok(&["volume", "trash", "w"]).await.contains("trash is empty"));
+    let sorted = cluster.ok(&["volume", "trash", "--sort-by", "nodeID", "-o", "name"]).await;
+    let nodes: Vec<&str> = sorted.lines().filter_map(|line| line.split(':').next()).collect();
+    assert_eq!(nodes, ["trash/a", "trash/b"]);
 
     cluster.stop_agent(1);
     wait_for_async("node b is lost", LIMIT, async || {
@@ -292,6 +295,9 @@ async fn leftovers_are_listed_and_deleted_only_by_name() {
     cluster.agents[1].leave_over("old-0000000b");
     let list = cluster.ok(&["orphan", "list"]).await;
     assert!(list.contains("old-0000000a") && list.contains("old-0000000b") && !list.contains("v-"), "{list}");
+    let sorted = cluster.ok(&["orphan", "list", "--sort-by", "name", "-o", "name"]).await;
+    let expected = ["a", "b"].map(|end| format!("orphan/b:{disk}/old-0000000{end}\n"));
+    assert_eq!(sorted.trim_end(), expected.concat().trim_end());
     let (code, text) = cluster.fails(&["orphan", "delete", "b", disk, "old-0000000a"]).await;
     assert!(code == 1 && text.contains("--yes"), "{text}");
     cluster.ok(&["orphan", "delete", "b", disk, "old-0000000a", "--yes"]).await;

@@ -260,7 +260,10 @@ impl FromStr for TagList {
 pub enum OrphanCommand {
     /// Lists orphans
     #[command(visible_alias = "ls")]
-    List,
+    List {
+        #[command(flatten)]
+        order: list::Order,
+    },
     /// Moves an orphan to the trash of its disk
     #[command(visible_alias = "rm")]
     Delete {

@@ -181,10 +181,12 @@ impl Session {
                 self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.state))
             }
             VolumeCommand::Delete { name, yes, wait } => self.delete(name, yes, wait).await,
-            VolumeCommand::Trash { name: Some(name), remove: true, replica, yes } => {
+            VolumeCommand::Trash { name: Some(name), remove: true, replica, yes, order: _ } => {
                 self.remove_trash(name, replica.unwrap_or_default(), yes).await
             }
-            VolumeCommand::Trash { name, .. } => self.trash(name.unwrap_or_default()).await,
+            VolumeCommand::Trash { name, order, .. } => {
+                self.list(What::Trash { volume: name.unwrap_or_default() }, order.into()).await
+            }
             VolumeCommand::Undelete { name } => self.undelete(name).await,
         }
     }
@@ -309,12 +311,6 @@ impl Session {
         self.show(volume, |_| format!("volume {name} {end}"))
     }
 
-    async fn trash(&mut self, name: String) -> Result<String, CtlError> {
-        let request = limited(v1::ListVolumeTrashRequest { name });
-        let trash = self.client.list_trash(request).await.map_err(self.error())?.into_inner();
-        output::trash(self.format, trash)
-    }
-
     async fn undelete(&mut self, name: String) -> Result<String, CtlError> {
         let request = limited(v1::UndeleteVolumeRequest { name });
         let undeleted = self.client.undelete_volume(request).await.map_err(self.error())?.into_inner();
@@ -379,7 +375,7 @@ impl Session {
 
     /// Returns a list as text. A watched list is written while it changes.
     async fn list(&mut self, what: What, options: Options) -> Result<String, CtlError> {
-        let is_watched = options.watch;
+        let is_watched = options.order.watch;
         let lister = Lister { client: self.client.clone(), what, options };
         if is_watched {
             watch(lister, &self.server, self.format).await?;
@@ -555,10 +551,7 @@ impl Session {
 
     async fn orphan(&mut self, command: OrphanCommand) -> Result<String, CtlError> {
         match command {
-            OrphanCommand::List => {
-                let list = self.client.list_orphans(limited(v1::ListOrphansRequest {})).await;
-                output::orphans(self.format, list.map_err(self.error())?.into_inner())
-            }
+            OrphanCommand::List { order } => self.list(What::Orphans, order.into()).await,
             OrphanCommand::Delete { node, disk, name, yes } => {
                 if !yes {
                     confirm::orphan_deletion(&name)?;

@@ -11,7 +11,7 @@ use shorthorn_types::status::{CopyStatus, MemberMode};
 use super::error::CtlError;
 use super::format::Format;
 use super::size::human;
-use super::view::{InspectionView, RebalanceView, TrashView, VolumeView};
+use super::view::{InspectionView, RebalanceView, VolumeView};
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -238,57 +238,6 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     text.push_str("\n\n");
     text.push_str(&replica_table(&volume.replicas));
     Ok(text)
-}
-
-pub(super) fn trash(format: Format, trash: v1::ListVolumeTrashResponse) -> Result<String, CtlError> {
-    let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
-    let problems = trash.problems.iter().map(|problem| format!("\n{problem}"));
-    let silent: String = trash.silent_nodes.iter().map(silent).chain(problems).collect();
-    let views: Vec<TrashView> = trash.replicas.into_iter().map(Into::into).collect();
-    if !format.is_for_people() {
-        return for_programs(format, &views);
-    }
-    if views.is_empty() {
-        return Ok(format!("The trash is empty.{silent}"));
-    }
-    let mut table = table(&["VOLUME", "REPLICA", "NODE", "DISK", "SIZE", "DELETED", "EXPIRES", "UNDELETE"]);
-    for view in views {
-        let undelete = match (view.problem.is_empty(), view.with_volume) {
-            (false, _) => view.problem,
-            (true, true) => "yes".to_owned(),
-            (true, false) => "no, its volume went on without it".to_owned(),
-        };
-        let size = human(view.allocated_bytes);
-        let times = (view.deleted, view.expires);
-        table.add_row([
-            view.volume,
-            view.replica_id,
-            view.node,
-            view.disk_path,
-            size,
-            times.0,
-            times.1,
-            undelete,
-        ]);
-    }
-    Ok(format!("{table}{silent}"))
-}
-
-pub(super) fn orphans(format: Format, list: v1::ListOrphansResponse) -> Result<String, CtlError> {
-    let orphans = list.orphans;
-    if format != Format::Table {
-        return for_programs(format, &orphans);
-    }
-    let silent = |node: &String| format!("\nNode {node} does not answer: there may be more on its disks.");
-    let silent: String = list.silent_nodes.iter().map(silent).collect();
-    if orphans.is_empty() {
-        return Ok(format!("Every directory belongs to a volume.{silent}"));
-    }
-    let mut table = table(&["NODE", "DISK", "UUID", "DIRECTORY"]);
-    for orphan in orphans {
-        table.add_row([orphan.node, orphan.disk_path, orphan.disk_uuid, orphan.name]);
-    }
-    Ok(format!("{table}{silent}"))
 }
 
 fn replica_table(replicas: &[v1::Replica]) -> String {

@@ -34,12 +34,16 @@ impl Fleet {
         };
         let mut found = at_most(ASKED_MAX, nodes.into_iter().map(ask)).await;
         found.sort_by(|(one, _), (other, _)| one.cmp(other));
-        found
+        let blamed = |(node, found): (NodeName, Result<_, CallError>)| {
+            let found = found.map_err(|error| self.blamed(&node, "examine its devices", error));
+            (node, found)
+        };
+        found.into_iter().map(blamed).collect()
     }
 }
 
 /// Returns the answers to all questions, of which at most so many are under way at the same time.
-async fn at_most<T: Send + 'static>(
+pub(super) async fn at_most<T: Send + 'static>(
     max: usize,
     questions: impl Iterator<Item = impl Future<Output = T> + Send + 'static>,
 ) -> Vec<T> {

@@ -5,25 +5,22 @@ pub(crate) mod convert;
 mod discover;
 mod follow;
 mod link;
+mod requests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::observed::{AgentView, Agents, DiskView, Failure};
-use shorthorn_controller_core::orphans::Directory;
+use shorthorn_controller_core::observed::{AgentView, Agents, Failure};
 use shorthorn_controller_core::reconcile::concerned;
-use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
 use shorthorn_pki::address::{AddressError, ServerUrl};
 use shorthorn_pki::{Credentials, Role};
-use shorthorn_types::{ReplicaId, VolumeName};
 use thiserror::Error;
 use tokio::sync::{Mutex, OwnedMutexGuard};
-use tokio::task::JoinSet;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
@@ -31,6 +28,7 @@ use tonic::{Code, Status};
 use self::cluster::OfCluster;
 use self::convert::Message;
 pub(crate) use self::discover::ASKED_MAX;
+pub use self::requests::{Found, FoundTrash};
 use crate::counts::Metrics;
 use crate::queue::Queue;
 use crate::store::Store;
@@ -45,10 +43,6 @@ const KEEP_ALIVE: Duration = Duration::from_secs(5);
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(15);
 /// The longest answer of an agent that waits for an engine to end, which has 45 s, or deletes a directory.
 const STOP_LIMIT: Duration = Duration::from_secs(90);
-
-/// The longest that an agent may take to replace the process of an engine. The agent itself gives the new
-/// process a minute, and the last one may end before.
-const UPGRADE_LIMIT: Duration = Duration::from_secs(120);
 
 /// The connection to an agent. Each call over it says which cluster it is for, and of which leader.
 pub(crate) type AgentChannel = InterceptedService<Channel, OfCluster>;
@@ -121,26 +115,6 @@ pub struct Fleet {
     credentials: Option<Credentials>,
     peers: RwLock<BTreeMap<NodeName, Peer>>,
     agents: RwLock<Agents>,
-}
-
-/// The content of the trash of all nodes.
-#[derive(Clone, Debug, Default)]
-pub struct FoundTrash {
-    /// The directories, with their nodes.
-    pub found: Vec<(NodeName, v1::TrashedReplica)>,
-    /// The nodes that do not say.
-    pub silent: Vec<NodeName>,
-    /// The disks whose trash is not known, in sentences.
-    pub problems: Vec<String>,
-}
-
-impl FoundTrash {
-    /// Returns the missing parts, in sentences.
-    #[must_use]
-    pub fn unknown(&self) -> Vec<String> {
-        let silent = self.silent.iter().map(|node| format!("node {node} does not list its trash"));
-        silent.chain(self.problems.iter().cloned()).collect()
-    }
 }
 
 /// The way to an agent.
@@ -323,6 +297,18 @@ impl Fleet {
         result
     }
 
+    /// Returns the answer of the agent of `node`. If the agent does not know the request, the error names the
+    /// agent to upgrade.
+    async fn answer<T>(
+        &self,
+        node: &NodeName,
+        what: &'static str,
+        asked: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    ) -> Result<T, CallError> {
+        let answered = asked.await.map(tonic::Response::into_inner);
+        answered.map_err(|status| self.blamed(node, what, status.into()))
+    }
+
     /// Returns the error with its remedy: a call that an agent does not know has one remedy, for any message
     /// of gRPC.
     fn blamed(&self, node: &NodeName, what: &'static str, error: CallError) -> CallError {
@@ -379,205 +365,6 @@ impl Fleet {
             }
         }
         .map_err(CallError::from)
-    }
-
-    /// Requests the content of a replica's directory from the agent of `node`.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn inspect_replica(
-        &self,
-        node: &NodeName,
-        volume: &VolumeName,
-        replica: ReplicaId,
-        disk_path: &str,
-    ) -> Result<v1::ReplicaInspection, CallError> {
-        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
-            return Err(CallError::OutOfReach(node.clone()));
-        }
-        let request = convert::inspect_request(volume, replica, disk_path);
-        Ok(self.client(node)?.inspect_replica(limited(request, CALL_LIMIT)).await?.into_inner())
-    }
-
-    /// Returns the content of the trash on every reachable node, and the nodes without an answer.
-    pub async fn trash(&self) -> FoundTrash {
-        let in_reach: Vec<NodeName> = {
-            let agents = self.agents();
-            agents
-                .by_node()
-                .iter()
-                .filter(|(_, view)| view.is_synced())
-                .map(|(node, _)| node.clone())
-                .collect()
-        };
-        let known: Vec<NodeName> = self.agents().by_node().keys().cloned().collect();
-        let mut asking = JoinSet::new();
-        for node in in_reach {
-            let Ok(mut client) = self.client(&node) else { continue };
-            asking.spawn(async move {
-                let answer = client.list_trash(limited(v1::ListTrashRequest {}, CALL_LIMIT)).await;
-                (node, answer)
-            });
-        }
-        let (mut found, mut said, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
-        for (node, answer) in asking.join_all().await {
-            match answer {
-                Ok(answer) => {
-                    let v1::ListTrashResponse { replicas, problems: of_node } = answer.into_inner();
-                    found.extend(replicas.into_iter().map(|trashed| (node.clone(), trashed)));
-                    problems.extend(of_node.into_iter().map(|problem| format!("node {node}: {problem}")));
-                    said.insert(node);
-                }
-                Err(error) => tracing::warn!(%node, %error, "its trash is unknown"),
-            }
-        }
-        let silent = known.into_iter().filter(|node| !said.contains(node)).collect();
-        FoundTrash { found, silent, problems }
-    }
-
-    /// Returns the content of the trash on the disks of one node.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn trash_on(&self, node: &NodeName) -> Result<v1::ListTrashResponse, CallError> {
-        Ok(self.client(node)?.list_trash(limited(v1::ListTrashRequest {}, CALL_LIMIT)).await?.into_inner())
-    }
-
-    /// Has the agent of `node` take a directory out of the trash.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn restore_replica(&self, trashed: &Trashed) -> Result<(), CallError> {
-        let request = v1::RestoreReplicaRequest {
-            disk_path: trashed.disk_path.clone(),
-            volume: trashed.volume.to_string(),
-            replica_id: trashed.replica_id.to_string(),
-            deleted_ms: trashed.deleted_ms,
-            disk_uuid: trashed.disk_uuid.clone(),
-        };
-        self.client(&trashed.node)?.restore_replica(limited(request, CALL_LIMIT)).await?;
-        Ok(())
-    }
-
-    /// Returns the directories of replicas on the disks of every reachable node, and the nodes without an
-    /// answer.
-    pub async fn directories(&self) -> (Vec<Directory>, Vec<NodeName>) {
-        let known: Vec<(NodeName, bool)> = {
-            let agents = self.agents();
-            agents.by_node().iter().map(|(node, view)| (node.clone(), view.is_synced())).collect()
-        };
-        let (mut asking, mut silent) = (JoinSet::new(), Vec::new());
-        for (node, is_synced) in known {
-            match self.client(&node) {
-                Ok(mut client) if is_synced => drop(asking.spawn(async move {
-                    let answer = client.list_disks(limited(v1::ListDisksRequest {}, CALL_LIMIT)).await;
-                    (node, answer)
-                })),
-                _ => silent.push(node),
-            }
-        }
-        let mut found = Vec::new();
-        for (node, answer) in asking.join_all().await {
-            match answer {
-                Ok(answer) => found.extend(convert::directories(&node, answer.into_inner().disks)),
-                Err(error) => {
-                    tracing::warn!(%node, %error, "its directories are unknown");
-                    silent.push(node);
-                }
-            }
-        }
-        (found, silent)
-    }
-
-    /// Makes the agent of `node` stop using a directory; its content stays.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn remove_disk(&self, node: &NodeName, path: &str) -> Result<(), CallError> {
-        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
-            return Err(CallError::OutOfReach(node.clone()));
-        }
-        // Later than a question that is under way, whose answer still has it.
-        let _asking = self.ask_for_disks(node).await;
-        let request = v1::RemoveDiskRequest { path: path.to_owned() };
-        let removed = self.client(node)?.remove_disk(limited(request, CALL_LIMIT)).await;
-        removed.map_err(|status| self.blamed(node, "remove a disk", status.into()))?;
-        self.change(node, |view| drop(view.disks.remove(path)));
-        Ok(())
-    }
-
-    /// Makes the agent of its node delete a directory in the trash for good; of a restored one, only its
-    /// record.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn remove_trash(&self, trashed: &Trashed) -> Result<(), CallError> {
-        let request = v1::RemoveTrashRequest {
-            disk_path: trashed.disk_path.clone(),
-            volume: trashed.volume.to_string(),
-            replica_id: trashed.replica_id.to_string(),
-            deleted_ms: trashed.deleted_ms,
-            disk_uuid: trashed.disk_uuid.clone(),
-        };
-        self.client(&trashed.node)?.remove_trash(limited(request, STOP_LIMIT)).await?;
-        Ok(())
-    }
-
-    /// Has the agent of `node` replace the process of an engine.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn upgrade_engine(
-        &self,
-        node: &NodeName,
-        request: v1::UpgradeEngineRequest,
-    ) -> Result<v1::UpgradeEngineResponse, CallError> {
-        let upgraded = self.client(node)?.upgrade_engine(limited(request, UPGRADE_LIMIT)).await;
-        let blamed = |status: Status| self.blamed(node, "upgrade an engine", status.into());
-        Ok(upgraded.map_err(blamed)?.into_inner())
-    }
-
-    /// Has the agent of `node` start or stop a scrub.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn scrub(&self, node: &NodeName, request: v1::ScrubRequest) -> Result<(), CallError> {
-        self.client(node)?.scrub(limited(request, CALL_LIMIT)).await?;
-        Ok(())
-    }
-
-    /// Returns the cluster of the node according to its agent; empty: none yet. And that of this controller.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn cluster_of(&self, node: &NodeName) -> Result<(String, String), CallError> {
-        let info =
-            self.client(node)?.get_node(limited(v1::GetNodeRequest {}, CALL_LIMIT)).await?.into_inner();
-        Ok((info.cluster, self.store.cluster().to_owned()))
-    }
-
-    /// Has the agent of `node` belong to the cluster of this controller instead of `from`.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), CallError> {
-        let request = v1::ReleaseNodeRequest { cluster: from.to_owned() };
-        let released = self.client(node)?.release_node(limited(request, CALL_LIMIT)).await;
-        // The features are not known yet: the view of another cluster's node is not taken over.
-        released.map(drop).map_err(|status| self.blamed(node, "hand its node over", status.into()))
-    }
-
-    /// Has the agent of `node` prepare a disk.
-    ///
-    /// # Errors
-    /// [`CallError`].
-    pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<DiskView, CallError> {
-        let _asking = self.ask_for_disks(node).await;
-        let request = v1::AddDiskRequest { path: path.to_owned() };
-        let disk = self.client(node)?.add_disk(limited(request, CALL_LIMIT)).await?.into_inner();
-        let (path, disk) = convert::disk(disk);
-        self.change(node, |view| drop(view.disks.insert(path, disk.clone())));
-        Ok(disk)
     }
 }
 

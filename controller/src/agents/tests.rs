@@ -6,6 +6,7 @@ use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_api::v1::node_tls_server::{NodeTls, NodeTlsServer};
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER};
 use shorthorn_controller_core::observed::{AgentInfo, InstanceKey, Link};
+use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::net::UnixListener;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -115,5 +116,69 @@ async fn a_call_that_an_older_agent_does_not_know_names_the_agent_to_upgrade() {
     let failure = &agents.get(&node).unwrap().failures[&call.instance()];
     assert!(failure.message.contains("upgrade the agent of node a"), "{failure:?}");
     assert!(fleet.can(&node, 0) && !fleet.can(&node, 1), "it has shown no feature");
+    serving.abort();
+}
+
+#[tokio::test]
+async fn each_request_that_an_older_agent_does_not_know_names_the_agent_to_upgrade() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("agent.sock");
+    let serving = serve(&Recorder::default(), &socket);
+    let node = NodeName::new("a").unwrap();
+    let fleet = fleet(&node, &socket);
+    fleet.change(&node, |view| {
+        view.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
+        view.link = Link::Synced;
+    });
+    let volume = VolumeName::new("v").unwrap();
+    let replica = ReplicaId::from_random(1);
+    let trashed = v1::TrashedReplica {
+        disk_path: "/d".to_owned(),
+        volume: "v".to_owned(),
+        replica_id: replica.to_string(),
+        ..v1::TrashedReplica::default()
+    };
+    let trashed = convert::trashed(&node, &trashed).unwrap();
+    let upgrade = v1::UpgradeEngineRequest::default();
+    let all = [
+        ("inspect", fleet.inspect_replica(&node, &volume, replica, "/d").await.err()),
+        ("trash", fleet.trash_on(&node).await.err()),
+        ("restore", fleet.restore_replica(&trashed).await.err()),
+        ("empty", fleet.remove_trash(&trashed).await.err()),
+        ("remove", fleet.remove_disk(&node, "/d").await.err()),
+        ("add", fleet.add_disk(&node, "/d").await.err()),
+        ("upgrade", fleet.upgrade_engine(&node, upgrade).await.err()),
+        ("scrub", fleet.scrub(&node, v1::ScrubRequest::default()).await.err()),
+        ("cluster", fleet.cluster_of(&node).await.err()),
+        ("take", fleet.take_node(&node, "other").await.err()),
+        ("discover", fleet.discover_devices(vec![node.clone()]).await.remove(0).1.err()),
+    ];
+    for (request, error) in all {
+        let error = error.unwrap_or_else(|| panic!("{request} was answered"));
+        assert_eq!(error.code(), Code::FailedPrecondition, "{request}: {error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("version 0.0.9") && text.contains("upgrade the agent of node a"),
+            "{request}: {text}"
+        );
+    }
+    serving.abort();
+}
+
+#[tokio::test]
+async fn an_older_agent_is_not_silent_about_its_disks() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("agent.sock");
+    let serving = serve(&Recorder::default(), &socket);
+    let node = NodeName::new("a").unwrap();
+    let fleet = fleet(&node, &socket);
+    assert_eq!(fleet.trash(fleet.known()).await.silent, std::slice::from_ref(&node), "not reached yet");
+    fleet.change(&node, |view| view.link = Link::Synced);
+    let trash = fleet.trash(fleet.known()).await;
+    let directories = fleet.directories(fleet.known()).await;
+    for (silent, problems) in [(trash.silent, trash.problems), (directories.silent, directories.problems)] {
+        assert!(silent.is_empty(), "{silent:?}");
+        assert!(problems.len() == 1 && problems[0].contains("upgrade the agent of node a"), "{problems:?}");
+    }
     serving.abort();
 }

@@ -4,13 +4,11 @@ use shorthorn_api::v1;
 use shorthorn_controller_core::{NodeName, requests};
 use tonic::Status;
 
-use super::list::{ListPage, page, token_after};
+use super::list::{ANSWER_MAX_BYTES, ListPage, fitting, page, token_after};
 use super::server::Api;
 use super::status;
 use crate::agents::ASKED_MAX;
 
-/// The size of an answer, without the bytes of the encoding. gRPC accepts 4 MiB.
-const ANSWER_MAX_BYTES: usize = 2 << 20;
 /// More than the size of a device without its texts.
 const DEVICE_BYTES: usize = 64;
 
@@ -58,12 +56,7 @@ fn bounded(
     next_page_token: String,
     max_bytes: usize,
 ) -> v1::DiscoverNodeDevicesResponse {
-    let mut bytes = 0;
-    let fits = |node: &&v1::NodeDevices| {
-        bytes += size_bytes(node);
-        bytes <= max_bytes
-    };
-    let count = nodes.iter().take_while(fits).count().max(1);
+    let count = fitting(nodes.iter().map(size_bytes), max_bytes);
     if count >= nodes.len() {
         return v1::DiscoverNodeDevicesResponse { nodes, next_page_token };
     }

@@ -9,8 +9,10 @@ use shorthorn_controller_core::requests::Change;
 use shorthorn_controller_core::{AgentCall, NodeName, orphans};
 use tonic::Status;
 
+use super::list::{nodes_page, shortened};
 use super::server::Api;
 use super::status;
+use crate::agents::Found;
 
 impl Api {
     /// Removes a disk. If the disk is usable, its agent removes it first, because the agent would report it
@@ -83,8 +85,14 @@ impl Api {
         wanted.leave_trash(directories).map_err(|error| status::of_request(&error))
     }
 
-    pub(super) async fn orphans(&self) -> v1::ListOrphansResponse {
-        let (found, silent) = self.fleet.directories().await;
+    /// Returns the orphans, a page of nodes at a time.
+    pub(super) async fn orphans(
+        &self,
+        request: v1::ListOrphansRequest,
+    ) -> Result<v1::ListOrphansResponse, Status> {
+        let v1::ListOrphansRequest { page_size, page_token } = request;
+        let page = nodes_page(self.fleet.known(), page_size, &page_token)?;
+        let Found { found, silent, problems } = self.fleet.directories(page.nodes.clone()).await;
         let found = orphans::orphans(&self.store.state(), found);
         let shown = found.into_iter().map(|directory| v1::Orphan {
             node: directory.node.to_string(),
@@ -92,10 +100,14 @@ impl Api {
             disk_path: directory.disk_path,
             disk_uuid: directory.disk_uuid,
         });
-        v1::ListOrphansResponse {
-            orphans: shown.collect(),
+        let mut orphans: Vec<v1::Orphan> = shown.collect();
+        let page = shortened(page, page_size, &mut orphans, |orphan| &orphan.node, size_bytes)?;
+        Ok(v1::ListOrphansResponse {
+            orphans,
             silent_nodes: silent.iter().map(ToString::to_string).collect(),
-        }
+            problems,
+            next_page_token: page.next_token,
+        })
     }
 
     /// Moves an orphan to the trash. A process of it may run, as on a node that was given up while it was
@@ -105,7 +117,8 @@ impl Api {
         request: v1::DeleteOrphanRequest,
     ) -> Result<v1::DeleteOrphanResponse, Status> {
         let v1::DeleteOrphanRequest { node, disk_path, name } = request;
-        let (found, _) = self.fleet.directories().await;
+        let on = NodeName::new(&node).map_err(|error| status::of_request(&error.into()))?;
+        let Found { found, .. } = self.fleet.directories(vec![on]).await;
         let orphan = orphans::find(&self.store.state(), found, &node, &disk_path, &name)
             .map_err(|error| status::of_request(&error))?;
         tracing::warn!(node, disk_path, name, "an orphan is deleted");
@@ -126,4 +139,11 @@ impl Api {
         self.fleet.call(&orphan.node, &delete).await.map_err(|error| status::of_call(&error))?;
         Ok(v1::DeleteOrphanResponse {})
     }
+}
+
+/// Returns more than the size of an orphan in an answer.
+fn size_bytes(orphan: &v1::Orphan) -> usize {
+    let v1::Orphan { node, disk_path, disk_uuid, name } = orphan;
+    let texts = [node, disk_path, disk_uuid, name].into_iter();
+    texts.map(|text| text.len() + 8).sum::<usize>()
 }

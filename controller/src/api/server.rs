@@ -199,7 +199,7 @@ impl Controller for Api {
         &self,
         request: Request<v1::ListVolumeTrashRequest>,
     ) -> Reply<v1::ListVolumeTrashResponse> {
-        Ok(Response::new(self.trash(&request.into_inner().name).await))
+        self.trash(request.into_inner()).await.map(Response::new)
     }
 
     async fn undelete_volume(
@@ -313,8 +313,8 @@ impl Controller for Api {
         self.take_disk_away(request.into_inner()).await.map(Response::new)
     }
 
-    async fn list_orphans(&self, _: Request<v1::ListOrphansRequest>) -> Reply<v1::ListOrphansResponse> {
-        Ok(Response::new(self.orphans().await))
+    async fn list_orphans(&self, request: Request<v1::ListOrphansRequest>) -> Reply<v1::ListOrphansResponse> {
+        self.orphans(request.into_inner()).await.map(Response::new)
     }
 
     async fn delete_orphan(

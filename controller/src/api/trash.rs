@@ -7,11 +7,12 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ReplicaSpec
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
-use shorthorn_controller_core::{Timestamp, csi, given_up};
+use shorthorn_controller_core::{NodeName, Timestamp, csi, given_up};
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::Status;
 
+use super::list::{nodes_page, shortened};
 use super::server::Api;
 use super::status;
 use crate::agents::{FoundTrash, convert};
@@ -21,44 +22,47 @@ use crate::store::StoreError;
 /// The maximum number of new decisions of an undeletion after conflicting changes.
 const CONFLICTS_MAX: u32 = 10;
 
+/// More than the size of a directory in an answer, with its names and views and without its problem.
+const TRASH_BYTES: usize = 2048;
+
 /// The time that an undeletion waits for the end of the deletion, which is less than the caller waits.
 const DELETION_LIMIT: Duration = Duration::from_secs(20);
 
 impl Api {
-    pub(super) async fn trash(&self, name: &str) -> v1::ListVolumeTrashResponse {
-        let FoundTrash { found, silent, problems } = self.fleet.trash().await;
-        // A restored directory in use is no trash.
-        let is_in_use = |trashed: &v1::TrashedReplica| {
-            let cluster = self.store.state();
-            let name = format!("{}-{}", trashed.volume, trashed.replica_id);
-            let is_stored = |kind, name: &str| {
-                let key = Key::new(kind, name);
-                cluster.version(&key) > 0 || cluster.unknown(&key).is_some()
-            };
-            trashed.restored && is_stored(Kind::Volume, &trashed.volume) && is_stored(Kind::Replica, &name)
-        };
-        let of_it = found
-            .into_iter()
-            .filter(|(_, trashed)| (name.is_empty() || trashed.volume == name) && !is_in_use(trashed));
-        let shown = of_it.map(|(node, replica)| {
-            let record = convert::trashed(&node, &replica).and_then(|trashed| trashed.record);
-            v1::VolumeTrash {
-                node: node.to_string(),
-                with_volume: record.is_some_and(|record| record.with_volume),
-                // It is for the controller.
-                replica: Some(v1::TrashedReplica { record: String::new(), ..replica }),
-            }
+    /// Returns the trash of the volume, or of all if none is named, a page of nodes at a time.
+    pub(super) async fn trash(
+        &self,
+        request: v1::ListVolumeTrashRequest,
+    ) -> Result<v1::ListVolumeTrashResponse, Status> {
+        let v1::ListVolumeTrashRequest { name, page_size, page_token } = request;
+        let page = nodes_page(self.fleet.known(), page_size, &page_token)?;
+        let FoundTrash { found, silent, problems } = self.fleet.trash(page.nodes.clone()).await;
+        let of_it = found.into_iter().filter(|(_, trashed)| {
+            (name.is_empty() || trashed.volume == name) && !self.is_restored_and_used(trashed)
         });
-        let mut replicas: Vec<v1::VolumeTrash> = shown.collect();
+        let mut replicas: Vec<v1::VolumeTrash> = of_it.map(shown).collect();
+        let page = shortened(page, page_size, &mut replicas, |shown| &shown.node, size_bytes)?;
         replicas.sort_by_key(|shown| {
             let replica = shown.replica.as_ref();
             replica.map(|replica| (replica.volume.clone(), replica.deleted_ms, replica.replica_id.clone()))
         });
-        v1::ListVolumeTrashResponse {
+        Ok(v1::ListVolumeTrashResponse {
             replicas,
             silent_nodes: silent.iter().map(ToString::to_string).collect(),
             problems,
-        }
+            next_page_token: page.next_token,
+        })
+    }
+
+    /// Returns true for a restored directory in use, which is no trash.
+    fn is_restored_and_used(&self, trashed: &v1::TrashedReplica) -> bool {
+        let cluster = self.store.state();
+        let name = format!("{}-{}", trashed.volume, trashed.replica_id);
+        let is_stored = |kind, name: &str| {
+            let key = Key::new(kind, name);
+            cluster.version(&key) > 0 || cluster.unknown(&key).is_some()
+        };
+        trashed.restored && is_stored(Kind::Volume, &trashed.volume) && is_stored(Kind::Replica, &name)
     }
 
     /// Deletes the trash of the volume, or of one of its replicas, for good. Restored directories stay.
@@ -71,7 +75,7 @@ impl Api {
             // It may be what an undeletion needs.
             return Err(status::of_request(&RequestError::LeftOut(sentence)));
         }
-        let listed = self.fleet.trash().await;
+        let listed = self.fleet.trash(self.fleet.known()).await;
         let is_meant = |trashed: &v1::TrashedReplica| {
             let is_replica = replica_id.is_empty() || trashed.replica_id == replica_id;
             trashed.volume == name && is_replica && !trashed.restored
@@ -102,7 +106,7 @@ impl Api {
     /// in between finds the rest in the trash.
     pub(super) async fn undelete(&self, name: &str) -> Result<v1::UndeleteVolumeResponse, Status> {
         self.wait_for_deletion(name).await?;
-        let listed = self.fleet.trash().await;
+        let listed = self.fleet.trash(self.fleet.known()).await;
         let trash: Vec<Trashed> =
             listed.found.iter().filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
         let wanted =
@@ -175,7 +179,7 @@ impl Api {
     /// Restores directories again that a deletion may have moved since `before` was listed, if it was decided
     /// before the volume was stored. Returns the problems.
     async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
-        let FoundTrash { found, .. } = self.fleet.trash().await;
+        let FoundTrash { found, .. } = self.fleet.trash(self.fleet.known()).await;
         let is_stored = |trashed: &Trashed| {
             let cluster = self.store.state();
             let stored =
@@ -241,4 +245,20 @@ impl Api {
         }
         Ok(())
     }
+}
+
+/// Converts a directory in the trash for a client; its record is for the controller.
+fn shown((node, replica): (NodeName, v1::TrashedReplica)) -> v1::VolumeTrash {
+    let record = convert::trashed(&node, &replica).and_then(|trashed| trashed.record);
+    v1::VolumeTrash {
+        node: node.to_string(),
+        with_volume: record.is_some_and(|record| record.with_volume),
+        replica: Some(v1::TrashedReplica { record: String::new(), ..replica }),
+    }
+}
+
+/// Returns more than the size of a directory in an answer.
+fn size_bytes(trash: &v1::VolumeTrash) -> usize {
+    let problem = trash.replica.as_ref().map_or(0, |replica| replica.problem.len());
+    TRASH_BYTES + problem
 }

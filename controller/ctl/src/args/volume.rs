@@ -118,8 +118,10 @@ pub enum VolumeCommand {
     Trash {
         /// Lists only the trash of this volume
         name: Option<String>,
+        #[command(flatten)]
+        order: list::Order,
         /// Deletes the trash of this volume for good
-        #[arg(long, requires = "name")]
+        #[arg(long, requires = "name", conflicts_with_all = ["sort_by", "watch"])]
         remove: bool,
         /// Deletes only this replica
         #[arg(long, value_name = "ID", requires = "remove")]

@@ -42,6 +42,7 @@ pub(super) async fn gather(
         }
     }
     add_status(archive, client.clone()).await?;
+    add_trash(archive, client.clone()).await?;
     explain(archive, client.clone(), ill).await?;
     diagnose(archive, client.clone()).await
 }
@@ -72,16 +73,21 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
         }
         Err(status) => archive.add_missing("doctor.txt", status.message()),
     }
-    match client.list_trash(limited(v1::ListVolumeTrashRequest { name: String::new() })).await {
-        Ok(trash) => {
-            let trash = crate::output::trash(Format::Table, trash.into_inner()).map_err(io::Error::other)?;
-            archive.add_text("trash.txt", &trash)
+    Ok(())
+}
+
+async fn add_trash(archive: &mut Archive<File>, client: ControllerClient<Channel>) -> io::Result<()> {
+    let what = What::Trash { volume: String::new() };
+    match (Lister { client, what, options: Options::default() }).list().await {
+        Ok(Ok(list)) => {
+            let table = list.text(Format::Table).map_err(io::Error::other)?;
+            let text = std::iter::once(table).chain(list.warnings).collect::<Vec<_>>().join("\n");
+            archive.add_text("trash.txt", &text)?;
         }
-        Err(status) => {
-            archive.add_missing("trash.txt", status.message());
-            Ok(())
-        }
+        Ok(Err(status)) => archive.add_missing("trash.txt", status.message()),
+        Err(error) => archive.add_missing("trash.txt", &error.to_string()),
     }
+    Ok(())
 }
 
 async fn explain(

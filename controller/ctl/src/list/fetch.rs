@@ -6,28 +6,41 @@ use shorthorn_api::v1::controller_client::ControllerClient;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::{List, nodes, replicas, sort, volumes};
+use super::{List, nodes, replicas, sort, trash, volumes};
 use crate::calls::limited;
 use crate::error::CtlError;
 
 /// The number of objects in a request.
 const PAGE: u32 = 500;
 
-/// The options of a list.
+/// The order of a list, and whether it is watched.
 #[derive(Clone, Debug, Default, Args)]
-pub struct Options {
+pub struct Order {
     /// Sorts by this field of -o json, like size or engine.phase
     #[arg(long, value_name = "FIELD")]
     pub sort_by: Option<String>,
     /// Shows changes until it is interrupted
-    #[arg(long, short, conflicts_with = "limit")]
+    #[arg(long, short)]
     pub watch: bool,
+}
+
+/// The options of a list.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub order: Order,
     /// Maximum number of objects; standard error has the command for the next ones
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "watch")]
     pub limit: Option<u32>,
     /// Continues after a list with --limit
     #[arg(long = "continue", value_name = "TOKEN", default_value = "", hide_default_value = true)]
     pub page_token: String,
+}
+
+impl From<Order> for Options {
+    fn from(order: Order) -> Options {
+        Options { order, ..Options::default() }
+    }
 }
 
 /// The kind of the listed objects.
@@ -47,6 +60,12 @@ pub(crate) enum What {
     },
     Nodes,
     Disks,
+    /// The trash.
+    Trash {
+        /// The volume whose trash is listed; empty for all.
+        volume: String,
+    },
+    Orphans,
 }
 
 /// A maker of lists.
@@ -62,7 +81,8 @@ struct ListPage<T> {
     all: Vec<T>,
     /// The token of the next page; empty for the last one.
     next_token: String,
-    problem: String,
+    /// The reasons why something may be missing.
+    problems: Vec<String>,
 }
 
 impl Lister {
@@ -70,7 +90,7 @@ impl Lister {
     pub(crate) async fn list(&self) -> Result<Result<List, Status>, CtlError> {
         Ok(match self.fetch().await {
             Ok(mut list) => {
-                if let Some(by) = &self.options.sort_by {
+                if let Some(by) = &self.options.order.sort_by {
                     sort::sort(&mut list.entries, by)?;
                 }
                 Ok(list)
@@ -85,6 +105,8 @@ impl Lister {
             What::Replicas { volume, node } => self.replicas(volume, node).await?,
             What::Nodes => self.nodes(nodes::list).await?,
             What::Disks => self.nodes(nodes::disks).await?,
+            What::Trash { volume } => self.trash(volume).await?,
+            What::Orphans => self.orphans().await?,
         };
         if !next_token.is_empty() {
             list.warnings.push(format!("more results: continue with --continue {next_token}"));
@@ -97,17 +119,14 @@ impl Lister {
             let (namespace, name) = (namespace.clone(), String::new());
             let request = v1::ListVolumesRequest { page_size, page_token, workloads, namespace, name };
             let page = client.list_volumes(limited(request)).await?.into_inner();
-            Ok(ListPage {
-                all: page.volumes,
-                next_token: page.next_page_token,
-                problem: page.workloads_problem,
-            })
+            let problem = Some(page.workloads_problem).filter(|problem| !problem.is_empty());
+            let problems = problem.map(|problem| format!("the workloads are not known: {problem}"));
+            let problems = problems.into_iter().collect();
+            Ok(ListPage { all: page.volumes, next_token: page.next_page_token, problems })
         });
         let found = found.await?;
         let mut list = volumes::list(found.all);
-        if !found.problem.is_empty() {
-            list.warnings.push(format!("the workloads are not known: {}", found.problem));
-        }
+        list.warnings = found.problems;
         Ok((list, found.next_token))
     }
 
@@ -116,7 +135,7 @@ impl Lister {
             let (volume, node) = (volume.clone(), node.clone());
             let request = v1::ListReplicasRequest { volume, page_size, page_token, node };
             let page = client.list_replicas(limited(request)).await?.into_inner();
-            Ok(ListPage { all: page.replicas, next_token: page.next_page_token, problem: String::new() })
+            Ok(ListPage { all: page.replicas, next_token: page.next_page_token, problems: Vec::new() })
         });
         let found = found.await?;
         Ok((replicas::list(found.all), found.next_token))
@@ -126,10 +145,32 @@ impl Lister {
         let found = self.pages(async |mut client, page_size, page_token| {
             let request = v1::ListNodesRequest { page_size, page_token };
             let page = client.list_nodes(limited(request)).await?.into_inner();
-            Ok(ListPage { all: page.nodes, next_token: page.next_page_token, problem: String::new() })
+            Ok(ListPage { all: page.nodes, next_token: page.next_page_token, problems: Vec::new() })
         });
         let found = found.await?;
         Ok((list(found.all), found.next_token))
+    }
+
+    async fn trash(&self, volume: String) -> Result<(List, String), Status> {
+        let found = self.pages(async |mut client, page_size, page_token| {
+            let request = v1::ListVolumeTrashRequest { name: volume.clone(), page_size, page_token };
+            let page = client.list_trash(limited(request)).await?.into_inner();
+            let problems = trash::unknown(&page.silent_nodes, page.problems);
+            Ok(ListPage { all: page.replicas, next_token: page.next_page_token, problems })
+        });
+        let found = found.await?;
+        Ok((List { warnings: found.problems, ..trash::list(found.all) }, found.next_token))
+    }
+
+    async fn orphans(&self) -> Result<(List, String), Status> {
+        let found = self.pages(async |mut client, page_size, page_token| {
+            let request = v1::ListOrphansRequest { page_size, page_token };
+            let page = client.list_orphans(limited(request)).await?.into_inner();
+            let problems = trash::unknown(&page.silent_nodes, page.problems);
+            Ok(ListPage { all: page.orphans, next_token: page.next_page_token, problems })
+        });
+        let found = found.await?;
+        Ok((List { warnings: found.problems, ..trash::orphans(found.all) }, found.next_token))
     }
 
     /// Asks for page after page, as far as is wanted.
@@ -138,13 +179,15 @@ impl Lister {
         ask: impl AsyncFn(ControllerClient<Channel>, u32, String) -> Result<ListPage<T>, Status>,
     ) -> Result<ListPage<T>, Status> {
         let next_token = self.options.page_token.clone();
-        let mut found = ListPage { all: Vec::new(), next_token, problem: String::new() };
+        let mut found = ListPage { all: Vec::new(), next_token, problems: Vec::new() };
         while let Some(size) = self.page_after(found.all.len()) {
             let page = ask(self.client.clone(), size, found.next_token).await?;
             found.all.extend(page.all);
             found.next_token = page.next_token;
-            if !page.problem.is_empty() {
-                found.problem = page.problem;
+            for problem in page.problems {
+                if !found.problems.contains(&problem) {
+                    found.problems.push(problem);
+                }
             }
             if found.next_token.is_empty() {
                 break;

@@ -5,6 +5,7 @@ mod fetch;
 mod nodes;
 mod replicas;
 mod sort;
+mod trash;
 mod volumes;
 mod watch;
 
@@ -18,7 +19,7 @@ use super::format::Format;
 use super::output::for_programs;
 
 pub(super) use devices::devices;
-pub(super) use fetch::{Lister, Options, What};
+pub(super) use fetch::{Lister, Options, Order, What};
 pub(super) use watch::watch;
 
 /// A column of a table.
