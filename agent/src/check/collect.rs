@@ -101,7 +101,11 @@ pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Fact
         data: data(config, &interfaces),
         tls: None,
         no_encryption: None,
-        longhorn: longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir),
+        longhorn: longhorn::warnings(
+            Path::new(longhorn::PROC),
+            &config.device_dir,
+            &known_disks(&config.disks, &config.state_dir),
+        ),
     })
 }
 

@@ -1,8 +1,9 @@
 //! Detects Longhorn on this host: it would delete Shorthorn's replicas on its disks as orphans, and its
 //! devices have the same paths.
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The folder of this host's processes.
 pub const PROC: &str = "/proc";
@@ -22,16 +23,24 @@ pub fn running(proc: &Path) -> Option<&'static str> {
         .find_map(|line| program(&line))
 }
 
-/// Returns the warnings for a host on which Longhorn runs.
-pub fn warnings(proc: &Path, device_dir: &Path) -> Vec<String> {
+/// Returns the warnings for a host on which Longhorn runs, with these disks of Shorthorn. Longhorn may take a
+/// disk at any time, and then uses the identity that is there. Reads no disk, because one may hang.
+pub fn warnings(proc: &Path, device_dir: &Path, disks: &BTreeSet<PathBuf>) -> Vec<String> {
     let Some(program) = running(proc) else { return Vec::new() };
-    if device_dir != Path::new(DEVICES) {
-        return Vec::new();
-    }
-    vec![format!(
-        "{program} runs on this host, and both make devices in {DEVICES}: no volume of one may have the name of a volume of the \
-         other. Set device_dir of the agent to another directory unless Longhorn is about to go"
-    )]
+    let devices = (device_dir == Path::new(DEVICES)).then(|| {
+        format!(
+            "{program} runs on this host, and both make devices in {DEVICES}: no volume of one may have the name of a volume of \
+             the other. Set device_dir of the agent to another directory unless Longhorn is about to go"
+        )
+    });
+    let of_disk = |disk: &PathBuf| {
+        format!(
+            "{program} runs on this host: if {} is a disk of its node too, its deletion of orphans removes replicas of \
+             Shorthorn. Remove the disk from the node in Longhorn, or stop Longhorn on this host",
+            disk.display()
+        )
+    };
+    devices.into_iter().chain(disks.iter().map(of_disk)).collect()
 }
 
 /// Returns the reason why a directory that has the identity of a Longhorn disk cannot become a Shorthorn
@@ -70,11 +79,19 @@ mod tests {
         process("12", "vi /doc/longhorn-manager.txt ");
         process("self", "longhorn-manager daemon ");
         fs::create_dir(proc.path().join("77")).unwrap();
+        let disks = BTreeSet::from(["/data/a", "/data/b"].map(PathBuf::from));
+        let warned = |device_dir: &str, disks| warnings(proc.path(), Path::new(device_dir), disks);
         assert_eq!(running(proc.path()), None);
-        assert!(warnings(proc.path(), Path::new(DEVICES)).is_empty());
+        assert!(warned(DEVICES, &disks).is_empty());
         process("99", "/tini -- /usr/local/sbin/longhorn-manager -d daemon ");
         assert_eq!(running(proc.path()), Some("longhorn-manager"));
-        assert_eq!(warnings(proc.path(), Path::new(DEVICES)).len(), 1);
-        assert!(warnings(proc.path(), Path::new("/dev/shorthorn")).is_empty());
+        assert_eq!(warned(DEVICES, &BTreeSet::new()).len(), 1);
+        assert!(warned("/dev/shorthorn", &BTreeSet::new()).is_empty());
+        // A disk that Longhorn begins to use later looks as before.
+        let of_disks = warned("/dev/shorthorn", &disks);
+        assert_eq!(of_disks.len(), 2);
+        for (warning, disk) in of_disks.iter().zip(["/data/a", "/data/b"]) {
+            assert!(warning.contains(disk) && warning.contains("orphans"), "{warning}");
+        }
     }
 }

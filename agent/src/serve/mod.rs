@@ -137,7 +137,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     devices::remove_stale(&config.device_dir);
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
     let claim = Arc::new(Claim::open(&config.state_dir)?);
-    for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir) {
+    for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir, &disks.paths()) {
         tracing::warn!("{warning}");
     }
     let table = Table::new();

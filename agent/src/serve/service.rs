@@ -72,9 +72,9 @@ impl Node for NodeService {
             reason: report.reason,
         };
         let reports = self.frontends.get().await?;
-        let device_dir = self.config.device_dir.clone();
-        let mut warnings =
-            blocking(move || Ok(longhorn::warnings(Path::new(longhorn::PROC), &device_dir))).await?;
+        let (device_dir, disks) = (self.config.device_dir.clone(), self.disks.paths());
+        let of_longhorn = move || Ok(longhorn::warnings(Path::new(longhorn::PROC), &device_dir, &disks));
+        let mut warnings = blocking(of_longhorn).await?;
         let data = self.hub.data_address();
         warnings.extend(self.host_warnings.get(&self.config).await);
         warnings.extend(Some(data.problem).filter(|problem| !problem.is_empty()));
