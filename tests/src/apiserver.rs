@@ -399,6 +399,12 @@ fn path_of(document: &str) -> Result<String> {
         "NetworkPolicy" => format!("/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies"),
         "CSIDriver" => "/apis/storage.k8s.io/v1/csidrivers".to_owned(),
         "CustomResourceDefinition" => "/apis/apiextensions.k8s.io/v1/customresourcedefinitions".to_owned(),
+        "ValidatingAdmissionPolicy" => {
+            "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies".to_owned()
+        }
+        "ValidatingAdmissionPolicyBinding" => {
+            "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings".to_owned()
+        }
         other => bail!("the tests make no {other} yet"),
     })
 }

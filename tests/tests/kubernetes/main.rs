@@ -3,6 +3,7 @@
 
 mod cluster;
 mod definitions;
+mod guard;
 mod uninstall;
 
 use std::path::PathBuf;
