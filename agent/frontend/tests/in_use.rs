@@ -37,21 +37,19 @@ impl Drop for Bound {
     }
 }
 
-/// Returns a loop device; none if this user may not make any.
-fn device() -> Option<(Loop, tempfile::TempDir)> {
-    if fs::OpenOptions::new().write(true).open("/dev/loop-control").is_err() {
-        println!("skipped: no loop devices here");
-        return None;
-    }
+/// Returns a loop device. Without one nothing is tested, and the test fails.
+fn device() -> (Loop, tempfile::TempDir) {
+    let control = fs::OpenOptions::new().write(true).open("/dev/loop-control");
+    assert!(control.is_ok(), "root and loop devices are needed: {control:?}");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("disk");
     fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
-    Some((Loop::of(&file), folder))
+    (Loop::of(&file), folder)
 }
 
 #[test]
 fn a_process_that_has_it_open_is_named() {
-    let Some((device, _folder)) = device() else { return };
+    let (device, _folder) = device();
     assert_eq!(in_use(&device.0), None);
     let opened = fs::File::open(&device.0).unwrap();
     let said = in_use(&device.0).unwrap();
@@ -63,7 +61,7 @@ fn a_process_that_has_it_open_is_named() {
 
 #[test]
 fn a_loop_device_on_it_is_named_whatever_became_of_its_path() {
-    let Some((device, folder)) = device() else { return };
+    let (device, folder) = device();
     // As kubelet does: the node under another path, which goes while the loop device stays.
     let node = folder.path().join("node");
     run("cp", &[Path::new("--archive"), &device.0, &node]);
@@ -78,7 +76,7 @@ fn a_loop_device_on_it_is_named_whatever_became_of_its_path() {
 
 #[test]
 fn a_mount_of_its_node_is_named() {
-    let Some((device, folder)) = device() else { return };
+    let (device, folder) = device();
     let target = folder.path().join("target");
     fs::File::create(&target).unwrap();
     run("mount", &[Path::new("--bind"), &device.0, &target]);
