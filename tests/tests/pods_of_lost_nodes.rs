@@ -2,10 +2,16 @@
 //! engines and replicas. No kubelet and none of Kubernetes' own controllers runs, so the controller has
 //! removed all removed objects.
 
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use shorthorn_api::csi::v1;
+use shorthorn_api::csi::v1::node_client::NodeClient;
+use shorthorn_tests::Caller;
 use shorthorn_tests::apiserver::{ApiServer, CONTROLLER, NAMESPACE};
 use shorthorn_tests::claims::{attachment_path, claim_path, set_finalizer, volume_path};
 use shorthorn_tests::hosts::{Hosts, name};
@@ -165,6 +171,19 @@ impl Cluster {
         })
     }
 
+    /// Starts the agent of a host again, with CSI. Returns the directory of its kubelet.
+    fn serve_csi(&mut self, host: usize) -> Result<PathBuf> {
+        let folder = self.folder.path().join(name(host));
+        let (file, root) = (folder.join("agent.toml"), folder.join("k"));
+        let csi = format!("csi = \"on\"\nkubelet_root = \"{}\"", root.display());
+        let config = fs::read_to_string(&file)?.replace("csi = \"off\"", &csi);
+        ensure!(config.contains(&csi), "the agent has another configuration: {config}");
+        fs::write(&file, config)?;
+        self.hosts.kill_agent(host)?;
+        self.hosts.start_agent(host)?;
+        Ok(root)
+    }
+
     /// Replaces the running controller by one with one more flag.
     fn replace_controller(&mut self, tag: &str, flags: &[&str]) -> Result<()> {
         self.hosts.kill_controller()?;
@@ -317,4 +336,95 @@ fn a_role_that_is_missing_breaks_nothing(cluster: &Cluster, node: &str) -> Resul
     cluster.until_volume("one", "volume on another node", |status| {
         status["state"] == "attached" && status["currentNodeID"] == name(1)
     })
+}
+
+/// A loop device, and the mount of its node, as kubelet makes it for a pod that uses a device. Both are
+/// removed when this is dropped.
+struct Published {
+    device: String,
+    target: PathBuf,
+    content: PathBuf,
+}
+
+impl Published {
+    fn at(target: PathBuf, content: PathBuf) -> Result<Published> {
+        fs::create_dir_all(target.parent().context("no directory")?)?;
+        fs::write(&target, "")?;
+        fs::File::create(&content)?.set_len(1 << 20)?;
+        let shown = run(Command::new("losetup").args(["--find", "--show"]).arg(&content))?;
+        let published = Published { device: shown.trim().to_owned(), target, content };
+        run(Command::new("mount").arg("--bind").arg(&published.device).arg(&published.target))?;
+        Ok(published)
+    }
+
+    /// Makes the device one without a server: it stays, with a size of 0, as one of NBD does.
+    fn die(&self) -> Result<()> {
+        fs::File::options().write(true).open(&self.content)?.set_len(0)?;
+        run(Command::new("losetup").args(["--set-capacity", &self.device])).map(drop)
+    }
+}
+
+impl Drop for Published {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.target).status();
+        let _ = Command::new("losetup").args(["-d", &self.device]).status();
+    }
+}
+
+fn run(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    ensure!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Asks the agent for the condition of a volume, as kubelet does.
+fn condition(csi: &Caller, volume: &str, path: &Path) -> Result<v1::VolumeCondition> {
+    let request = v1::NodeGetVolumeStatsRequest {
+        volume_id: volume.to_owned(),
+        volume_path: path.display().to_string(),
+        staging_target_path: String::new(),
+    };
+    let answer = csi.call(request, LIMIT, async |channel, request| {
+        NodeClient::new(channel).node_get_volume_stats(request).await
+    })?;
+    answer.volume_condition.context("no condition")
+}
+
+/// The engine of a volume is gone for good under a pod. Kubelet's question finds out, and the controller ends
+/// the pod, so that its volume is staged anew. Needs root and loop devices.
+#[test]
+fn a_pod_whose_device_is_dead_is_ended() -> Result<()> {
+    let mut cluster = Cluster::start()?;
+    let node = name(0);
+    cluster.register(&node)?;
+    cluster.say_ready(&node, "True")?;
+    cluster.volume("dead", &node)?;
+    cluster.until_volume("dead", "volume that is attached", |status| status["state"] == "attached")?;
+    let owner =
+        json!({ "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "1", "controller": true });
+    cluster.pod("user", &node, &["dead"], &json!({ "ownerReferences": [owner] }))?;
+    cluster.pod("bystander", &node, &["dead"], &json!({ "ownerReferences": [owner] }))?;
+    let pod = cluster.api.ok("GET", &pod_path("user"), None)?;
+    let uid = pod["metadata"]["uid"].as_str().context("no uid")?;
+    let root = cluster.serve_csi(0)?;
+    let target = root.join("plugins/kubernetes.io/csi/volumeDevices/publish/dead").join(uid);
+    let published = Published::at(target.clone(), cluster.folder.path().join("content"))?;
+    let csi = Caller::unix(&root.join("plugins/csi.shorthorn.io/csi.sock"))?;
+
+    let nowhere = json!({ "spec": { "nodeID": null } });
+    cluster.api.ok("PATCH", &ApiServer::path("volumes/dead"), Some(&nowhere))?;
+    cluster.until_volume("dead", "volume without an engine", |status| status["state"] == "detached")?;
+    // A living device is of another volume.
+    until("answer about a living device", LIMIT, || {
+        let told = format!("{:?}", condition(&csi, "dead", &target));
+        ensure!(told.contains("not attached to this node"), "{told}");
+        Ok(Some(()))
+    })?;
+    published.die()?;
+    let told = condition(&csi, "dead", &target)?;
+    ensure!(told.abnormal && told.message.contains("is gone"), "{told:?}");
+    cluster.until_event("default", "Pod", "user", "PodEnded")?;
+    let deleted = cluster.deletions()?;
+    ensure!(deleted == ["delete pods user"], "{deleted:?}");
+    cluster.until_event(NAMESPACE, "Volume", "dead", "PodEnded")
 }
