@@ -132,7 +132,7 @@ fn upgraded_under_load(host: &VmHost) -> Result<()> {
         // The engine is of the old version.
         until("comparison of the programs", LIMIT, || {
             let is_outdated = needs_upgrade(host)?;
-            ensure!(is_outdated == Value::from(version == NEW), "needsUpgrade is {is_outdated} at {version}");
+            ensure!(is_outdated == (version == NEW), "needsUpgrade is {is_outdated} at {version}");
             Ok(Some(()))
         })?;
     }

@@ -85,8 +85,9 @@ mod tests {
         assert!(warned(DEVICES, &disks).is_empty());
         process("99", "/tini -- /usr/local/sbin/longhorn-manager -d daemon ");
         assert_eq!(running(proc.path()), Some("longhorn-manager"));
-        assert_eq!(warned(DEVICES, &BTreeSet::new()).len(), 1);
-        assert!(warned("/dev/shorthorn", &BTreeSet::new()).is_empty());
+        let none = BTreeSet::new();
+        assert_eq!(warned(DEVICES, &none).len(), 1);
+        assert!(warned("/dev/shorthorn", &none).is_empty());
         // A disk that Longhorn begins to use later looks as before.
         let of_disks = warned("/dev/shorthorn", &disks);
         assert_eq!(of_disks.len(), 2);

@@ -11,7 +11,6 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-use shorthorn_api::v1;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{AgentView, Agents, Failure};
