@@ -9,6 +9,7 @@ pub mod guard_pods;
 pub mod leader_pod;
 pub mod lease;
 pub mod lease_thread;
+pub(crate) mod list_watch;
 pub mod lost_node_pods;
 #[cfg(test)]
 mod manifests;

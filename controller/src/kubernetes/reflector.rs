@@ -1,19 +1,20 @@
-//! Mirrors a part of the API server's objects of one kind in memory. A list is followed by a watch from its
-//! version, and both are repeated when the watch breaks. Mirrors are for objects that the controller only
+//! Keeps a part of the API server's objects of one kind in memory. A list is followed by a watch from its
+//! version, and both are repeated when the watch breaks. Reflectors are for objects that the controller only
 //! reads; its own are in the store.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kube::api::{Api, ListParams, WatchEvent, WatchParams};
+use kube::api::{Api, ListParams};
 use kube::{Resource, ResourceExt};
 use serde::de::DeserializeOwned;
+use shorthorn_kube::CallError;
 use tokio::sync::watch;
-use tokio_stream::StreamExt;
 
+use super::list_watch::{Change, Watch, WatchEnd, list};
 use crate::backoff::backoff;
-use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
 
 /// The kept part of each object, by name.
 #[derive(Debug)]
@@ -38,14 +39,6 @@ pub enum ReflectorEvent<T> {
     All(BTreeMap<String, T>),
     /// The changed objects by name; none for a deleted one.
     Some(BTreeMap<String, Option<T>>),
-}
-
-/// The reason why a watch does not continue.
-enum Broken {
-    /// The watch has ended, and the next one continues from the last version.
-    Watch(String),
-    /// The objects have to be listed again.
-    Version(String),
 }
 
 impl<T: Clone + PartialEq> Reflector<T> {
@@ -114,7 +107,7 @@ impl<T: Clone + PartialEq> Reflector<T> {
     /// none.
     pub async fn follow<K>(&self, api: Api<K>, part: fn(&K) -> Option<T>)
     where
-        K: Resource + Clone + Debug + DeserializeOwned,
+        K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
     {
         let mut failures = 0;
         let mut version: Option<String> = None;
@@ -126,17 +119,15 @@ impl<T: Clone + PartialEq> Reflector<T> {
             match listed {
                 Ok(from) => {
                     let mut at = from.clone();
-                    match self.watch(&api, part, &mut at).await {
-                        Broken::Watch(reason) => {
-                            tracing::debug!(resource = api.resource_url(), reason, "watching again");
-                            if at != from {
-                                failures = 0;
-                            }
-                            version = Some(at);
+                    let Err(end) = self.watch(&api, part, &mut at).await;
+                    // After an error of the API server, the version may not be usable any more.
+                    let lists = matches!(end, WatchEnd::Expired(_) | WatchEnd::Refused(_));
+                    tracing::debug!(resource = api.resource_url(), %end, lists, "watching again");
+                    if !lists {
+                        if at != from {
+                            failures = 0;
                         }
-                        Broken::Version(reason) => {
-                            tracing::debug!(resource = api.resource_url(), reason, "listing again");
-                        }
+                        version = Some(at);
                     }
                 }
                 Err(error) => tracing::warn!(resource = api.resource_url(), %error, "cannot list"),
@@ -150,56 +141,31 @@ impl<T: Clone + PartialEq> Reflector<T> {
     where
         K: Resource + Clone + Debug + DeserializeOwned,
     {
-        let mut all = BTreeMap::new();
-        let mut page = ListParams::default().limit(PAGE_OBJECTS);
-        let mut version = None;
-        loop {
-            let found = bounded(api.list(&page)).await?;
-            all.extend(found.items.iter().filter_map(|object| Some((object.name_any(), part(object)?))));
-            let version = version.get_or_insert_with(|| found.metadata.resource_version.unwrap_or_default());
-            match found.metadata.continue_.filter(|token| !token.is_empty()) {
-                Some(token) => page.continue_token = Some(token),
-                None => {
-                    self.replace(all);
-                    return Ok(version.clone());
-                }
-            }
-        }
+        let kept = |object: K| Some((object.name_any(), part(&object)?));
+        let (all, version) = list(api, ListParams::default(), kept).await?;
+        self.replace(all.into_iter().collect());
+        Ok(version)
     }
 
     /// Takes over the changes of a watch; `version` is updated to the last one.
-    async fn watch<K>(&self, api: &Api<K>, part: fn(&K) -> Option<T>, version: &mut String) -> Broken
+    async fn watch<K>(
+        &self,
+        api: &Api<K>,
+        part: fn(&K) -> Option<T>,
+        version: &mut String,
+    ) -> Result<Infallible, WatchEnd>
     where
-        K: Resource + Clone + Debug + DeserializeOwned,
+        K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
     {
-        let parameters = WatchParams::default().timeout(WATCH_LIMIT_S);
-        let stream = match bounded(api.watch(&parameters, version)).await {
-            Ok(stream) => stream,
-            Err(error) if is_code(&error, 410) => return Broken::Version(error.to_string()),
-            Err(error) => return Broken::Watch(error.to_string()),
-        };
-        let mut stream = std::pin::pin!(stream);
+        let mut watch = Watch::open(api, version).await?;
         loop {
-            let event = match tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
-                Ok(Some(Ok(event))) => event,
-                Ok(Some(Err(error))) => return Broken::Watch(error.to_string()),
-                Ok(None) => return Broken::Watch("the API server ended it".to_owned()),
-                Err(_) => return Broken::Watch("the API server is silent".to_owned()),
-            };
-            let at = match event {
-                WatchEvent::Added(object) | WatchEvent::Modified(object) => {
-                    self.set(object.name_any(), part(&object));
-                    object.resource_version()
-                }
-                WatchEvent::Deleted(object) => {
-                    self.set(object.name_any(), None);
-                    object.resource_version()
-                }
-                WatchEvent::Bookmark(bookmark) => Some(bookmark.metadata.resource_version),
-                // Mostly that the version is too old; a list helps against all else too.
-                WatchEvent::Error(status) => return Broken::Version(status.message),
-            };
-            if let Some(at) = at {
+            let change = watch.next().await?;
+            match &change {
+                Change::Set(object) => self.set(object.name_any(), part(object)),
+                Change::Deleted(object) => self.set(object.name_any(), None),
+                Change::Bookmark(_) => {}
+            }
+            if let Some(at) = change.version() {
                 *version = at;
             }
         }

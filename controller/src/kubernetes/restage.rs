@@ -18,7 +18,8 @@ use shorthorn_controller_core::observed::DeadMount;
 use shorthorn_controller_core::{Event, NodeName};
 
 use super::discover::Machines;
-use super::lost_node_pods::{deleted, exactly, list, read};
+use super::list_watch::list;
+use super::lost_node_pods::{deleted, exactly, read};
 use crate::agents::Fleet;
 use crate::backoff::backoff;
 use crate::events::Events;

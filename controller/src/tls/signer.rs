@@ -15,6 +15,7 @@ use shorthorn_pki::{CertificateDer, Request, Role, SIGNER_NAME, chain_to_pem};
 use tokio::time::Instant;
 
 use super::{Tls, TlsError, now};
+use crate::kubernetes::list_watch::Pages;
 use crate::store::kubernetes::{CallError, bounded, is_code};
 
 /// The time between two looks at the requests.
@@ -104,23 +105,17 @@ async fn look(
     tls: &Tls,
     attempts: &mut AllAttempts,
 ) -> Result<(), SignError> {
-    let mut of_ours = ListParams::default().fields(&format!("spec.signerName={SIGNER_NAME}")).limit(PAGE_MAX);
-    let mut listed = BTreeSet::new();
-    loop {
-        let page = bounded(api.list(&of_ours)).await?;
-        for found in &page.items {
+    let of_ours = ListParams::default().fields(&format!("spec.signerName={SIGNER_NAME}")).limit(PAGE_MAX);
+    let (mut pages, mut listed) = (Pages::new(api, of_ours), BTreeSet::new());
+    while let Some(page) = pages.next().await? {
+        for found in &page {
             let uid = found.metadata.uid.clone().unwrap_or_default();
             listed.insert(uid.clone());
             handle_one(api, tls, found, attempts.entry(uid).or_default()).await?;
         }
-        match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => of_ours = of_ours.continue_token(&token),
-            None => {
-                attempts.retain(|uid, attempt| listed.contains(uid) && attempt.failures > 0);
-                return Ok(());
-            }
-        }
     }
+    attempts.retain(|uid, attempt| listed.contains(uid) && attempt.failures > 0);
+    Ok(())
 }
 
 /// Handles a request. One that fails does not hold up the others.

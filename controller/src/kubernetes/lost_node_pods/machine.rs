@@ -6,19 +6,17 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Node as Machine, PersistentVolume, Pod as KubePod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
-use kube::Resource;
-use kube::api::{Api, DeleteParams, ListParams, Preconditions, WatchEvent, WatchParams};
-use serde::de::DeserializeOwned;
+use kube::api::{Api, DeleteParams, ListParams, Preconditions};
 use shorthorn_controller_core::lost_node_pods::{self, Attachment, Namespaced, Plan, Pod, Why};
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::{Event, NodeName, Timestamp};
+use shorthorn_kube::{CallError, bounded, is_code};
 use thiserror::Error;
-use tokio_stream::StreamExt;
 
 use super::read::{self, Claimed};
 use super::{DEBOUNCE, PodForceDeleter};
 use crate::backoff::backoff;
-use crate::store::kubernetes::{CallError, PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S, bounded, is_code};
+use crate::kubernetes::list_watch::{Change, Watch, WatchEnd, list};
 
 const FORCE_DELETED: &str = "PodForceDeleted";
 const NOT_FORCE_DELETED: &str = "PodNotForceDeleted";
@@ -236,27 +234,19 @@ impl PodForceDeleter {
         list(&api, there, |pod| read::pod(&pod)).await.map_err(doing("list the pods"))
     }
 
-    /// Waits until a pod of the machine changes, or there has been no news for a while.
+    /// Waits until a pod of the machine changes, or the watch ends without a change.
     async fn await_change(&self, name: &str, version: &str) -> Result<(), Trouble> {
         let trouble = doing("watch the pods");
         let api: Api<KubePod> = Api::all(self.client.clone());
-        let parameters = WatchParams::default().fields(&field_selector(name)).timeout(WATCH_LIMIT_S);
-        let stream = match bounded(api.watch_metadata(&parameters, version)).await {
-            Ok(stream) => stream,
-            // Too old: everything is read anew anyway.
-            Err(error) if is_code(&error, 410) => return Ok(()),
-            Err(error) => return Err(trouble(error)),
+        let change = async {
+            let mut watch = Watch::open_metadata(&api, &field_selector(name), version).await?;
+            while let Change::Bookmark(_) = watch.next().await? {}
+            Ok(())
         };
-        let mut stream = std::pin::pin!(stream);
-        loop {
-            match tokio::time::timeout(SILENCE_LIMIT, stream.next()).await {
-                Ok(Some(Ok(WatchEvent::Bookmark(_)))) => {}
-                Ok(Some(Ok(WatchEvent::Error(status)))) if status.code != 410 => {
-                    return Err(trouble(kube::Error::Api(status).into()));
-                }
-                Ok(Some(Ok(_)) | None) | Err(_) => return Ok(()),
-                Ok(Some(Err(error))) => return Err(trouble(error.into())),
-            }
+        match change.await {
+            // Everything is read anew in any case.
+            Ok(()) | Err(WatchEnd::Ended | WatchEnd::Silent | WatchEnd::Expired(_)) => Ok(()),
+            Err(WatchEnd::Refused(error) | WatchEnd::Failed(error)) => Err(trouble(error)),
         }
     }
 }
@@ -280,28 +270,5 @@ pub(in crate::kubernetes) fn deleted<T>(result: Result<T, CallError>) -> Result<
         Ok(_) => Ok(true),
         Err(error) if is_code(&error, 404) || is_code(&error, 409) => Ok(false),
         Err(error) => Err(error),
-    }
-}
-
-/// Lists a kind page by page, and returns the kept parts and the version of the list.
-pub(in crate::kubernetes) async fn list<K, T>(
-    api: &Api<K>,
-    parameters: ListParams,
-    part: impl Fn(K) -> Option<T>,
-) -> Result<(Vec<T>, String), CallError>
-where
-    K: Resource + Clone + std::fmt::Debug + DeserializeOwned,
-{
-    let mut page = parameters.limit(PAGE_OBJECTS);
-    let mut all = Vec::new();
-    let mut version = None;
-    loop {
-        let found = bounded(api.list(&page)).await?;
-        all.extend(found.items.into_iter().filter_map(&part));
-        let version = version.get_or_insert_with(|| found.metadata.resource_version.unwrap_or_default());
-        match found.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => page.continue_token = Some(token),
-            None => return Ok((all, version.clone())),
-        }
     }
 }

@@ -23,7 +23,7 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use super::discover::Machines;
 use crate::events::Events;
-pub(super) use machine::{deleted, exactly, list};
+pub(super) use machine::{deleted, exactly};
 
 use crate::agents::Fleet;
 use crate::counts::Metrics;

@@ -1,10 +1,10 @@
-//! Hears of every change of one kind: a list, then a watch from its version on, and again if that breaks.
+//! Follows every change of one kind: a list, then a watch from its version on, and again if that breaks.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kube::api::{Api, DynamicObject, ListParams, WatchEvent, WatchParams};
+use kube::api::{Api, DynamicObject, ListParams};
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 use shorthorn_controller_core::{Event, Timestamp};
@@ -12,20 +12,14 @@ use shorthorn_kube::{GROUP, plural, resource};
 use thiserror::Error;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_stream::{Stream, StreamExt};
 
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
 use super::remote::Part;
-use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, is_code, is_expired};
+use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, is_code};
 use crate::backoff::backoff;
+use crate::kubernetes::list_watch::{Change, Pages, Watch, WatchEnd};
 
-/// The number of objects in a page of 2 to 6 MB, which the API server makes in one go.
-pub(crate) const PAGE_OBJECTS: u32 = 2000;
-/// After which time the API server ends a watch by itself, in seconds.
-pub(crate) const WATCH_LIMIT_S: u32 = 290;
-/// The longest silence of a watch: the API server sends a bookmark every minute.
-pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(150);
 /// The maximum number of restarts of a list whose version the API server has forgotten.
 const LISTS_MAX: u32 = 5;
 /// The number of objects that are marked at a time during a list.
@@ -33,15 +27,24 @@ const HOLDS_MAX: usize = 16;
 /// The wait before objects are tried again that could not be marked as ours.
 const LEFT_OUT_WAIT: Duration = Duration::from_secs(30);
 
-/// The reason why a watch does not continue.
+/// The reason why the changes of a kind are not followed any further.
 #[derive(Debug, Error)]
-enum WatchError {
-    /// The watch has ended as usual, or broke: the next one continues from the last version.
+enum FollowError {
+    /// The next watch continues from the last version.
     #[error("{0}")]
-    Broken(String),
+    Broken(WatchEnd),
     /// The objects have to be listed again.
     #[error("{0}")]
     Lost(String),
+}
+
+impl From<WatchEnd> for FollowError {
+    fn from(end: WatchEnd) -> FollowError {
+        match end {
+            WatchEnd::Expired(error) => FollowError::Lost(error.to_string()),
+            end => FollowError::Broken(end),
+        }
+    }
 }
 
 /// The known state of a kind.
@@ -85,8 +88,8 @@ pub(super) async fn follow(inner: Arc<Inner>, kind: Kind, mut followed: Followed
             failures = 0;
         }
         match error {
-            WatchError::Broken(reason) => tracing::debug!(kind = kind.as_str(), reason, "watching again"),
-            WatchError::Lost(reason) => {
+            FollowError::Broken(end) => tracing::debug!(kind = kind.as_str(), %end, "watching again"),
+            FollowError::Lost(reason) => {
                 tracing::info!(kind = kind.as_str(), reason, "listing again");
                 match list(&inner, kind).await {
                     Ok(listed) => followed = listed,
@@ -117,18 +120,12 @@ pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, Ope
 async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
     let api = inner.remote.api(kind);
     let (mut list, mut followed) = (List::default(), Followed::new(0));
-    let mut page = ListParams::default().limit(PAGE_OBJECTS);
-    loop {
-        let found = bounded(api.list(&page)).await.map_err(|error| not_installed(kind, error))?;
+    let mut pages = Pages::new(&api, ListParams::default());
+    while let Some(objects) = pages.next().await.map_err(|error| not_installed(kind, error))? {
         if list.version == 0 {
-            list.version =
-                convert::version(found.metadata.resource_version.as_deref()).map_err(OpenError::List)?;
+            list.version = convert::version(pages.version()).map_err(OpenError::List)?;
         }
-        read_page(inner, kind, found.items, &mut list, &mut followed).await?;
-        match found.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => page.continue_token = Some(token),
-            None => break,
-        }
+        read_page(inner, kind, objects, &mut list, &mut followed).await?;
     }
     followed.version = list.version;
     inner.known.relist(kind, list);
@@ -336,45 +333,33 @@ pub(super) async fn keys_of_volumes(
     namespace: &str,
 ) -> Result<Vec<KeyOfVolume>, OpenError> {
     let api: Api<DynamicObject> = Api::namespaced_with(client.clone(), namespace, &resource(Kind::Volume));
-    let mut page = ListParams::default().limit(PAGE_OBJECTS);
-    let mut volumes = Vec::new();
-    loop {
-        let found = bounded(api.list_metadata(&page)).await;
-        let found = found.map_err(|error| not_installed(Kind::Volume, error))?;
-        volumes.extend(found.items.iter().map(|volume| KeyOfVolume::of(&volume.metadata)));
-        match found.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => page.continue_token = Some(token),
-            None => return Ok(volumes),
-        }
+    let (mut pages, mut volumes) = (Pages::new(&api, ListParams::default()), Vec::new());
+    while let Some(page) = pages.next_metadata().await.map_err(|error| not_installed(Kind::Volume, error))? {
+        volumes.extend(page.iter().map(|volume| KeyOfVolume::of(&volume.metadata)));
+    }
+    Ok(volumes)
+}
+
+/// Takes in the changes, and keeps `followed` up to date.
+async fn watch(inner: &Arc<Inner>, kind: Kind, followed: &mut Followed) -> FollowError {
+    match Watch::open(&inner.remote.api(kind), &followed.version.to_string()).await {
+        Ok(watch) => take_changes(inner, kind, followed, watch).await,
+        Err(end) => end.into(),
     }
 }
 
-/// Takes in what changes, and keeps `followed` up to date.
-async fn watch(inner: &Arc<Inner>, kind: Kind, followed: &mut Followed) -> WatchError {
-    let parameters = WatchParams::default().timeout(WATCH_LIMIT_S);
-    let api = inner.remote.api(kind);
-    let start = followed.version.to_string();
-    match bounded(api.watch(&parameters, &start)).await {
-        Ok(stream) => take_events(inner, kind, followed, stream).await,
-        Err(error) if is_code(&error, 410) => WatchError::Lost(error.to_string()),
-        Err(error) => WatchError::Broken(error.to_string()),
-    }
-}
-
-/// Takes in the events of a watch until it ends. Objects that are left out are tried again beside it:
-/// neither their calls nor their failures hold up an event, or hide that the watch is silent.
-async fn take_events(
+/// Takes in the changes of a watch until it ends. Objects that are left out are tried again beside it:
+/// neither their calls nor their failures hold up a change, or hide that the watch is silent.
+async fn take_changes(
     inner: &Arc<Inner>,
     kind: Kind,
     followed: &mut Followed,
-    stream: impl Stream<Item = kube::Result<WatchEvent<DynamicObject>>>,
-) -> WatchError {
-    let mut stream = std::pin::pin!(stream);
+    mut watch: Watch<DynamicObject>,
+) -> FollowError {
     let mut retries = Retries::default();
-    let mut silent_at = Instant::now() + SILENCE_LIMIT;
     loop {
-        let event = tokio::select! {
-            event = tokio::time::timeout_at(silent_at, stream.next()) => event,
+        let change = tokio::select! {
+            change = watch.next() => change,
             () = tokio::time::sleep_until(followed.again_at),
                 if !followed.left_out.is_empty() && retries.running.is_empty() =>
             {
@@ -382,7 +367,7 @@ async fn take_events(
                 continue;
             }
             Some(tried) = retries.running.join_next() => {
-                let tried = tried.map_err(|error| WatchError::Lost(error.to_string()));
+                let tried = tried.map_err(|error| FollowError::Lost(error.to_string()));
                 match tried.and_then(|(key, tried)| take_tried(inner, key, tried, followed)) {
                     Ok(()) => retries.go_on(inner),
                     Err(error) => return error,
@@ -393,14 +378,11 @@ async fn take_events(
                 continue;
             }
         };
-        silent_at = Instant::now() + SILENCE_LIMIT;
-        let event = match event {
-            Ok(Some(Ok(event))) => event,
-            Ok(Some(Err(error))) => return WatchError::Broken(error.to_string()),
-            Ok(None) => return WatchError::Broken("the API server ended it".to_owned()),
-            Err(_) => return WatchError::Broken("the API server is silent".to_owned()),
+        let taken = match change {
+            Ok(change) => take(inner, kind, change, followed).await,
+            Err(end) => Err(end.into()),
         };
-        if let Err(error) = take(inner, kind, event, followed).await {
+        if let Err(error) = taken {
             return error;
         }
     }
@@ -439,7 +421,7 @@ async fn try_again(inner: &Inner, key: &Key) -> Tried {
     }
 }
 
-fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) -> Result<(), WatchError> {
+fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) -> Result<(), FollowError> {
     if !followed.left_out.contains(&key) {
         // The watch has brought something newer meanwhile.
         return Ok(());
@@ -450,7 +432,7 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
             inner.known.take(*object);
             if inner.known.state().version(&key) == 0 {
                 // Another controller has marked it, and the watch is past that.
-                return Err(WatchError::Lost(format!("{key} was marked meanwhile")));
+                return Err(FollowError::Lost(format!("{key} was marked meanwhile")));
             }
         }
         Ok(Some(Read::LeftOut(left_out))) => {
@@ -469,21 +451,19 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
 async fn take(
     inner: &Inner,
     kind: Kind,
-    event: WatchEvent<DynamicObject>,
+    change: Change<DynamicObject>,
     followed: &mut Followed,
-) -> Result<(), WatchError> {
-    let lost = |error: ConvertError| WatchError::Lost(error.to_string());
-    let (object, is_gone) = match event {
-        WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
-        WatchEvent::Deleted(object) => (object, true),
-        WatchEvent::Bookmark(bookmark) => {
-            let version = convert::version(Some(&bookmark.metadata.resource_version)).map_err(lost)?;
+) -> Result<(), FollowError> {
+    let lost = |error: ConvertError| FollowError::Lost(error.to_string());
+    let (object, is_gone) = match change {
+        Change::Set(object) => (object, false),
+        Change::Deleted(object) => (object, true),
+        Change::Bookmark(version) => {
+            let version = convert::version(Some(&version)).map_err(lost)?;
             followed.version = version;
             inner.known.heard(kind, version);
             return Ok(());
         }
-        WatchEvent::Error(status) if is_expired(&status) => return Err(WatchError::Lost(status.message)),
-        WatchEvent::Error(status) => return Err(WatchError::Broken(status.message)),
     };
     let at = convert::version(object.metadata.resource_version.as_deref()).map_err(lost)?;
     let key = key_of(kind, &object);
@@ -493,7 +473,7 @@ async fn take(
     } else {
         // It is listed again if it cannot be marked now.
         let read =
-            readable(inner, &key, object).await.map_err(|error| WatchError::Lost(error.to_string()))?;
+            readable(inner, &key, object).await.map_err(|error| FollowError::Lost(error.to_string()))?;
         let is_unmarked = matches!(read, Read::Unmarked(..));
         if !is_unmarked {
             followed.left_out.remove(&key);

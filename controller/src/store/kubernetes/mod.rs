@@ -28,7 +28,6 @@ use k8s_openapi::api::core::v1::Secret as KubernetesSecret;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::Client;
 use kube::api::{Api, DynamicObject, ListParams};
-use kube::core::Status;
 use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use shorthorn_kube::{KINDS, crds, plural};
@@ -37,7 +36,6 @@ use tokio::sync::broadcast;
 use tokio::task::JoinSet;
 
 pub(crate) use self::convert::{FINALIZER, Parts};
-pub(crate) use self::follow::{PAGE_OBJECTS, SILENCE_LIMIT, WATCH_LIMIT_S};
 use self::keys::VolumeKeys;
 use self::known::Known;
 use self::last_write::LastWrite;
@@ -461,11 +459,6 @@ fn keeps_encryption(sent: &DynamicObject, answer: &DynamicObject) -> Result<(), 
         return Err(WriteError::EncryptionDropped);
     }
     Ok(())
-}
-
-/// Returns true if the status of a watch means that the version is too old to continue from.
-fn is_expired(status: &Status) -> bool {
-    status.code == 410 || status.reason == "Expired"
 }
 
 /// Returns the error of a write of `key`, of which the cache knows version `found`.

@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use http::{Method, Request, Response};
+use kube::api::WatchEvent;
 use kube::client::Body;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
@@ -16,6 +17,7 @@ use super::super::last_write::LastWrite;
 use super::super::remote::Remote;
 use super::*;
 use crate::events::events;
+use crate::kubernetes::list_watch::SILENCE_LIMIT;
 
 /// Volumes of an API server, two on a page.
 #[derive(Default)]
@@ -217,7 +219,7 @@ async fn an_object_that_is_tried_again_holds_up_no_event() {
     let (sender, events) = mpsc::channel(4);
     let watched = Arc::clone(&inner);
     let watching = tokio::spawn(async move {
-        take_events(&watched, Kind::Volume, &mut followed, ReceiverStream::new(events)).await
+        take_changes(&watched, Kind::Volume, &mut followed, Watch::of(ReceiverStream::new(events))).await
     });
     let mut changes = inner.known.changes();
     api.asked.notified().await;
@@ -227,7 +229,7 @@ async fn an_object_that_is_tried_again_holds_up_no_event() {
     assert_eq!(changes.recv().await.unwrap(), Key::new(Kind::Volume, "late"));
     assert_eq!(asked.elapsed(), Duration::ZERO, "it did not wait for the call");
     drop(sender);
-    assert!(matches!(watching.await.unwrap(), WatchError::Broken(reason) if reason.contains("ended")));
+    assert!(matches!(watching.await.unwrap(), FollowError::Broken(WatchEnd::Ended)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -238,9 +240,9 @@ async fn an_object_that_is_tried_again_does_not_hide_that_the_watch_is_silent() 
     let inner = inner(&api);
     let mut followed = list(&inner, Kind::Volume).await.unwrap();
     let (start, (_sender, events)) = (Instant::now(), mpsc::channel(1));
-    let watching = take_events(&inner, Kind::Volume, &mut followed, ReceiverStream::new(events));
+    let watching = take_changes(&inner, Kind::Volume, &mut followed, Watch::of(ReceiverStream::new(events)));
     let ended = tokio::time::timeout(SILENCE_LIMIT * 4, watching).await.unwrap();
-    assert!(matches!(ended, WatchError::Broken(reason) if reason.contains("silent")));
+    assert!(matches!(ended, FollowError::Broken(WatchEnd::Silent)));
     assert_eq!(start.elapsed(), SILENCE_LIMIT);
 }
 
