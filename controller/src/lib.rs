@@ -1,13 +1,12 @@
 //! The shell around the decisions of `shorthorn-controller-core`.
 //!
-//! - [`kubernetes`][]: custom resources, and the way to the API server.
+//! - [`kubernetes`][]: everything of Kubernetes: the API server, custom resources, events, certificates.
 //! - [`store`][]: where the objects are kept, with compare-and-swap.
 //! - [`agents`][]: the connections to the agents, and their views.
 //! - [`queue`][]: the objects to reconcile.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
 //! - [`api`][]: the gRPC interface of the controller.
 //! - [`csi`][]: the Controller service of CSI.
-//! - [`events`][]: events of Kubernetes.
 //! - [`metrics`][]: the metrics for Prometheus, and probes.
 //! - [`open_files`][]: the limit of open files.
 //! - [`serve`][]: puts these together into the daemon; [`config`] says how.
@@ -21,7 +20,6 @@ mod backoff;
 pub mod config;
 pub mod counts;
 pub mod csi;
-pub mod events;
 pub mod keeper;
 pub mod kubernetes;
 pub mod manual;

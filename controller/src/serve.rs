@@ -21,21 +21,21 @@ use crate::agents::Fleet;
 use crate::api::{Api, Diagnostics};
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::csi::{CsiController, CsiGate};
-use crate::events::{Events, events};
 use crate::kubernetes::attachments::ClusterAttachments;
 use crate::kubernetes::claims::record_claims;
 use crate::kubernetes::discover::{Machines, discover};
+use crate::kubernetes::events::{Events, events};
 use crate::kubernetes::guard_pods::GuardPods;
 use crate::kubernetes::leader_pod;
 use crate::kubernetes::lease_thread::{END_LIMIT, LeaseThread};
 use crate::kubernetes::lost_node_pods::PodForceDeleter;
 use crate::kubernetes::restage::Restager;
+use crate::kubernetes::store::{KubeStore, OpenError};
 use crate::kubernetes::workloads::ClusterWorkloads;
-use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, connect};
+use crate::kubernetes::{ConnectError, KubernetesConfig, PodsOfLostNodes, SecretKeeper, connect, signer};
 use crate::metrics::{ControllerMetrics, Metered, Metrics, Readiness, ReadinessPhase};
-use crate::store::kubernetes::OpenError;
-use crate::store::{KubeStore, RedbStore, Store, StoreError};
-use crate::tls::{Keeper, SecretKeeper, Tls, TlsError, signer};
+use crate::store::{RedbStore, Store, StoreError};
+use crate::tls::{Keeper, Tls, TlsError};
 use crate::work::{Queue, Worker};
 
 /// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and

@@ -14,7 +14,7 @@ use super::capacity::Rooms;
 use super::deadline::wait_limit;
 use crate::agents::Fleet;
 use crate::counts::Metrics;
-use crate::events::Events;
+use crate::kubernetes::events::Events;
 use crate::store::Store;
 
 type Answer<T> = Result<Response<T>, Status>;

@@ -17,6 +17,7 @@ use shorthorn_controller_core::Event;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::reboot::Needed;
 use shorthorn_controller_core::reboot::guards::{self, Guard, GuardPod, Plan};
+use shorthorn_kube::{CallError, bounded, is_code};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::time::Instant;
@@ -25,9 +26,7 @@ use super::discover::Machines;
 use super::reflector::Reflector;
 use super::{GROUP, VERSION, kind_name};
 use crate::backoff::backoff;
-use crate::events::Events;
 use crate::store::Store;
-use crate::store::kubernetes::{CallError, bounded, is_code};
 
 /// The time for which changes are gathered before they are examined.
 const DEBOUNCE: Duration = Duration::from_secs(1);

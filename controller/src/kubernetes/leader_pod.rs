@@ -11,9 +11,8 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
+use shorthorn_kube::{CallError, bounded, is_code};
 use tokio::sync::watch;
-
-use crate::store::kubernetes::{CallError, bounded, is_code};
 
 /// The label; a pod that does not lead lacks it.
 pub const LEADER_LABEL: &str = "shorthorn.io/leader";

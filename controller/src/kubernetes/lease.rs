@@ -13,10 +13,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use kube::Client;
 use kube::api::{Api, ObjectMeta, PostParams};
 use shorthorn_controller_core::Timestamp;
-use shorthorn_kube::LEASE_NAME;
+use shorthorn_kube::{CallError, LEASE_NAME, bounded, is_code};
 use tokio::time::Instant;
-
-use crate::store::kubernetes::{CallError, bounded, is_code};
 
 /// The time for which other controllers respect a lease that is not renewed.
 pub const DURATION: Duration = Duration::from_secs(12);

@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use shorthorn_kube::CallError;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 
 use super::lease::Leadership;
 use super::{KubernetesConfig, connect};
-use crate::store::kubernetes::CallError;
 
 /// The time limit for the process to end after the lease is lost. Another controller may lead four seconds
 /// after the loss: the lease lasts so much longer than `HOLD_LIMIT`.

@@ -1,9 +1,19 @@
-//! The parts for Kubernetes: the custom resources, and the connection to the API server.
+//! Everything of Kubernetes: the connection to the API server, and its objects.
+//!
+//! - [`store`][]: the custom resources as the store of the controller.
+//! - `list_watch`: the only list-and-watch; `reflector` keeps objects of others in memory with it.
+//! - [`lease`][], [`lease_thread`][], [`leader_pod`][]: the election of the leader.
+//! - [`events`][]: events, which people see with their volume.
+//! - [`signer`][]: certificate signing requests of agents; the CA is in a Secret.
+//! - [`discover`][], [`claims`][], [`attachments`][], [`workloads`][]: nodes, volumes and pods of others.
+//! - [`guard`][], [`guard_pods`][], [`lost_node_pods`][], [`restage`][]: deletions and drains.
 
 pub mod attachments;
+mod ca_secret;
 pub mod claims;
 mod client;
 pub mod discover;
+pub mod events;
 pub mod guard;
 pub mod guard_pods;
 pub mod leader_pod;
@@ -15,8 +25,11 @@ pub mod lost_node_pods;
 mod manifests;
 mod reflector;
 pub mod restage;
+pub mod signer;
+pub mod store;
 pub mod workloads;
 
+pub use ca_secret::SecretKeeper;
 pub use client::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, connect};
 pub use shorthorn_kube::{
     ConnectError, FIELD_MANAGER, GROUP, KINDS, VERSION, VOLUME_LABEL, crds, kind_name, plural, resource,

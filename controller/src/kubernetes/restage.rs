@@ -16,15 +16,15 @@ use shorthorn_controller_core::lost_node_pods::Pod;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::DeadMount;
 use shorthorn_controller_core::{Event, NodeName};
+use shorthorn_kube::{CallError, bounded};
 
 use super::discover::Machines;
+use super::events::Events;
 use super::list_watch::list;
 use super::lost_node_pods::{deleted, exactly, read};
 use crate::agents::Fleet;
 use crate::backoff::backoff;
-use crate::events::Events;
 use crate::store::Store;
-use crate::store::kubernetes::{CallError, bounded};
 
 /// The interval at which the views of the agents are examined.
 const LOOK_EVERY: Duration = Duration::from_secs(10);

@@ -8,25 +8,25 @@ use super::{CHANGES_MAX, StoreError};
 
 /// The stored objects in memory, and the subscribers to their changes.
 #[derive(Debug)]
-pub(super) struct Cache {
+pub(crate) struct Cache {
     state: RwLock<ClusterState>,
     changes: broadcast::Sender<Key>,
 }
 
 impl Cache {
-    pub(super) fn new(state: ClusterState) -> Cache {
+    pub(crate) fn new(state: ClusterState) -> Cache {
         Cache { state: RwLock::new(state), changes: broadcast::Sender::new(CHANGES_MAX) }
     }
 
-    pub(super) fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
+    pub(crate) fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn changes(&self) -> broadcast::Receiver<Key> {
+    pub(crate) fn changes(&self) -> broadcast::Receiver<Key> {
         self.changes.subscribe()
     }
 
-    pub(super) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
+    pub(crate) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
         let found = self.state().version(key);
         if found == expected {
             return Ok(());
@@ -35,30 +35,30 @@ impl Cache {
     }
 
     /// Lets `change` modify the objects; it returns the keys of the modified ones.
-    pub(super) fn change(&self, change: impl FnOnce(&mut ClusterState) -> Vec<Key>) {
+    pub(crate) fn change(&self, change: impl FnOnce(&mut ClusterState) -> Vec<Key>) {
         let changed = change(&mut self.state.write().unwrap_or_else(PoisonError::into_inner));
         for key in changed {
             let _ = self.changes.send(key);
         }
     }
 
-    pub(super) fn reserve(&self, replicas: Vec<Replica>) -> bool {
+    pub(crate) fn reserve(&self, replicas: Vec<Replica>) -> bool {
         self.state.write().unwrap_or_else(PoisonError::into_inner).reserve(replicas)
     }
 
-    pub(super) fn forget_reservations(&self, names: &[String]) {
+    pub(crate) fn forget_reservations(&self, names: &[String]) {
         let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
         names.iter().for_each(|name| state.forget_reservation(name));
     }
 
-    pub(super) fn insert(&self, object: Object) {
+    pub(crate) fn insert(&self, object: Object) {
         let key = object.key();
         self.state.write().unwrap_or_else(PoisonError::into_inner).insert(object);
         // A lack of listeners is no error.
         let _ = self.changes.send(key);
     }
 
-    pub(super) fn remove(&self, key: &Key) {
+    pub(crate) fn remove(&self, key: &Key) {
         self.state.write().unwrap_or_else(PoisonError::into_inner).remove(key);
         let _ = self.changes.send(key.clone());
     }

@@ -1,8 +1,7 @@
 //! Stores of objects.
 
-mod cache;
+pub(crate) mod cache;
 mod change;
-pub mod kubernetes;
 mod later;
 mod memory;
 mod redb;
@@ -17,7 +16,6 @@ use thiserror::Error;
 use tokio::sync::broadcast;
 
 pub use self::change::{ChangeError, change};
-pub use self::kubernetes::KubeStore;
 pub use self::memory::MemoryStore;
 pub use self::redb::RedbStore;
 

@@ -2,11 +2,9 @@
 //!
 //! Only the controller that leads has the CA. Each change is stored before its result leaves the controller.
 
-mod kubernetes;
 mod packed;
 mod renew;
 mod service;
-pub mod signer;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +20,6 @@ use shorthorn_pki::{
 use thiserror::Error;
 use tokio::sync::{Notify, RwLock};
 
-pub use self::kubernetes::SecretKeeper;
 pub use self::service::TlsApi;
 pub use crate::keeper::{Keeper, KeeperError};
 
@@ -225,7 +222,7 @@ impl Tls {
         self.newer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn seen(&self) -> MutexGuard<'_, BTreeMap<NodeName, NodeSeen>> {
+    pub(crate) fn seen(&self) -> MutexGuard<'_, BTreeMap<NodeName, NodeSeen>> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -245,7 +242,7 @@ impl Tls {
 }
 
 /// The CA in these stored bytes.
-fn read(stored: Vec<u8>) -> Result<Authority, TlsError> {
+pub(crate) fn read(stored: Vec<u8>) -> Result<Authority, TlsError> {
     let state = packed::unpack(stored).map_err(|error| AuthorityError::Stored(error.to_string()))?;
     Ok(Authority::from_json(&state)?)
 }

@@ -7,7 +7,7 @@ use shorthorn_controller_core::{Action, AgentCall, Decision, Event};
 use tokio::sync::mpsc;
 
 use crate::agents::Fleet;
-use crate::events::Events;
+use crate::kubernetes::events::Events;
 use crate::queue::Outcome;
 use crate::store::{Store, StoreError};
 

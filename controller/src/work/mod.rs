@@ -16,7 +16,7 @@ use tokio::time::MissedTickBehavior;
 
 use crate::agents::Fleet;
 use crate::counts::Metrics;
-use crate::events::Events;
+use crate::kubernetes::events::Events;
 use crate::store::{Store, StoreError};
 
 pub use crate::queue::{Depth, Outcome, Queue};

@@ -11,7 +11,7 @@ use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::csi::CsiController;
-use shorthorn_controller::events::{Events, events};
+use shorthorn_controller::kubernetes::events::{Events, events};
 use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store};
 use shorthorn_controller::work::Queue;

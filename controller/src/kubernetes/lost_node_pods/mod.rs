@@ -22,7 +22,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::discover::Machines;
-use crate::events::Events;
+use crate::kubernetes::events::Events;
 pub(super) use machine::{deleted, exactly};
 
 use crate::agents::Fleet;
@@ -36,7 +36,7 @@ const MACHINES_MAX: usize = 100;
 /// The number of these that call the API server at once.
 const ROUNDS_MAX: usize = 4;
 
-/// The shared state of the releaser.
+/// Force-deletes the pods of lost nodes.
 pub struct PodForceDeleter {
     client: Client,
     known: Arc<Machines>,
@@ -54,7 +54,7 @@ impl std::fmt::Debug for PodForceDeleter {
 }
 
 impl PodForceDeleter {
-    /// Creates a releaser.
+    /// Creates one that does nothing before [`PodForceDeleter::run`].
     #[must_use]
     pub fn new(
         client: Client,

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tower::service_fn;
 
 use super::*;
-use crate::events::events;
+use crate::kubernetes::events::events;
 use crate::metrics::Metrics;
 use crate::store::MemoryStore;
 use crate::work::Queue;

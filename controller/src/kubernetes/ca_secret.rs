@@ -9,10 +9,11 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use serde_json::json;
+use shorthorn_kube::{bounded, is_code};
 use tokio::sync::Mutex;
 
-use super::{Keeper, KeeperError};
-use crate::store::kubernetes::{KEY_NAME, bounded, is_code};
+use super::store::KEY_NAME;
+use crate::keeper::{Keeper, KeeperError};
 
 /// The Secret that has the CA.
 pub const CA_NAME: &str = "shorthorn-ca";
@@ -87,7 +88,7 @@ fn secret(state: Vec<u8>) -> Secret {
 
 /// The pin of the CA in a state.
 fn pin_of(state: &[u8]) -> Result<String, KeeperError> {
-    let authority = super::read(state.to_vec()).map_err(|error| KeeperError(error.to_string()))?;
+    let authority = crate::tls::read(state.to_vec()).map_err(|error| KeeperError(error.to_string()))?;
     authority.pin().map(|pin| pin.to_string()).map_err(|error| KeeperError(error.to_string()))
 }
 

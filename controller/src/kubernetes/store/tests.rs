@@ -13,7 +13,7 @@ use tower::service_fn;
 
 use super::last_write::DOUBT_LIMIT;
 use super::*;
-use crate::events::events;
+use crate::kubernetes::events::events;
 use crate::metrics::{Metered, Metrics, Readiness, ReadinessPhase};
 
 /// An API server that takes new objects and their status. Lists are empty.

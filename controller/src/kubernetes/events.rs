@@ -16,9 +16,8 @@ use shorthorn_controller_core::event_correlator::{About, Correlation, EventCorre
 use shorthorn_controller_core::lost_node_pods::Namespaced;
 use shorthorn_controller_core::objects::Key;
 use shorthorn_controller_core::{Event, Timestamp};
-use tokio::sync::mpsc;
-
 use shorthorn_kube::{FIELD_MANAGER, bounded, kind_name, resource};
+use tokio::sync::mpsc;
 
 /// The maximum number of queued events.
 const QUEUE_MAX: usize = 256;

@@ -40,8 +40,8 @@ use self::keys::VolumeKeys;
 use self::known::Known;
 use self::last_write::LastWrite;
 use self::remote::{Part, Remote};
-use super::{Store, StoreError};
-use crate::events::Events;
+use super::events::Events;
+use crate::store::{Store, StoreError};
 
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};

@@ -11,12 +11,12 @@ use k8s_openapi::api::certificates::v1::{
 };
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::json;
+use shorthorn_kube::{CallError, bounded, is_code};
 use shorthorn_pki::{CertificateDer, Request, Role, SIGNER_NAME, chain_to_pem};
 use tokio::time::Instant;
 
-use super::{Tls, TlsError, now};
-use crate::kubernetes::list_watch::Pages;
-use crate::store::kubernetes::{CallError, bounded, is_code};
+use super::list_watch::Pages;
+use crate::tls::{Tls, TlsError, now};
 
 /// The time between two looks at the requests.
 const EVERY: Duration = Duration::from_secs(5);
@@ -370,15 +370,15 @@ mod tests {
     }
 
     #[async_trait::async_trait]
-    impl super::super::Keeper for Memory {
-        async fn load(&self) -> Result<Option<Vec<u8>>, super::super::KeeperError> {
+    impl crate::keeper::Keeper for Memory {
+        async fn load(&self) -> Result<Option<Vec<u8>>, crate::keeper::KeeperError> {
             Ok(self.stored.lock().unwrap().clone())
         }
 
-        async fn save(&self, state: Vec<u8>) -> Result<(), super::super::KeeperError> {
+        async fn save(&self, state: Vec<u8>) -> Result<(), crate::keeper::KeeperError> {
             self.saves.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             if self.is_full.load(std::sync::atomic::Ordering::SeqCst) {
-                return Err(super::super::KeeperError("full".to_owned()));
+                return Err(crate::keeper::KeeperError("full".to_owned()));
             }
             *self.stored.lock().unwrap() = Some(state);
             Ok(())
@@ -469,7 +469,7 @@ mod tests {
     async fn a_store_that_fails_for_long_fails_no_request() {
         use std::sync::atomic::Ordering;
         let keeper = Arc::<Memory>::default();
-        let kept: Arc<dyn super::super::Keeper> = Arc::<Memory>::clone(&keeper);
+        let kept: Arc<dyn crate::keeper::Keeper> = Arc::<Memory>::clone(&keeper);
         let tls = Tls::open(kept, "c0ffee").await.unwrap();
         keeper.is_full.store(true, Ordering::SeqCst);
         let api = OneRequest::new(false);

@@ -16,7 +16,7 @@ use super::super::known::Known;
 use super::super::last_write::LastWrite;
 use super::super::remote::Remote;
 use super::*;
-use crate::events::events;
+use crate::kubernetes::events::events;
 use crate::kubernetes::list_watch::SILENCE_LIMIT;
 
 /// Volumes of an API server, two on a page.
