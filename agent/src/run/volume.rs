@@ -1,15 +1,15 @@
 use std::fs;
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shorthorn_control::{Secret, load_spec, store_spec};
-use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_types::{HumanBytes, ReplicaId, VolumeName};
 
 use crate::cli::RunArgs;
 use crate::pid_file::{PidFile, PidFileError};
 use crate::run::RunError;
-use crate::size;
 
 /// The file `volume.json`: the parameters of a volume for the life of its directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -127,13 +127,19 @@ pub fn private_dir(path: &Path) -> Result<(), RunError> {
 }
 
 fn check(file: &VolumeFile, args: &RunArgs, dir: &Path) -> Result<(), RunError> {
-    let differs = |what, found: String, wanted: String| {
-        let dir = dir.to_owned();
-        if found == wanted { Ok(()) } else { Err(RunError::Other { dir, what, found, wanted }) }
-    };
-    differs("name", file.name.to_string(), args.name.to_string())?;
-    differs("size", size::human(file.size_bytes), size::human(args.size.0))?;
-    differs("number of replicas", file.replicas.len().to_string(), args.replicas.to_string())
+    let other =
+        |what, found: String, wanted: String| RunError::Other { dir: dir.to_owned(), what, found, wanted };
+    if file.name != args.name {
+        return Err(other("name", file.name.to_string(), args.name.to_string()));
+    }
+    if file.size_bytes != args.size.0 {
+        let bytes = |bytes: u64| format!("{} ({bytes} bytes)", HumanBytes(bytes));
+        return Err(other("size", bytes(file.size_bytes), bytes(args.size.0)));
+    }
+    if file.replicas.len() != usize::from(args.replicas) {
+        return Err(other("number of replicas", file.replicas.len().to_string(), args.replicas.to_string()));
+    }
+    Ok(())
 }
 
 /// Draws the identity of a new volume.
@@ -157,15 +163,8 @@ fn draw(args: &RunArgs) -> Result<VolumeFile, RunError> {
 
 fn random<const N: usize>() -> Result<[u8; N], RunError> {
     let mut bytes = [0; N];
-    let mut filled = 0;
-    while filled < N {
-        let flags = rustix::rand::GetRandomFlags::empty();
-        match rustix::rand::getrandom(&mut bytes[filled..], flags) {
-            Ok(got) => filled += got,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(RunError::doing("no random numbers")(error)),
-        }
-    }
+    getrandom::fill(&mut bytes)
+        .map_err(|error| RunError::doing("no random numbers")(io::Error::other(error)))?;
     Ok(bytes)
 }
 
@@ -207,7 +206,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         VolumeDir::open(&args(dir.path(), &["--size", "1GiB"])).unwrap();
         let size = VolumeDir::open(&args(dir.path(), &["--size", "2GiB"])).unwrap_err().to_string();
-        assert!(size.contains("whose size is 1GiB, not 2GiB"), "{size}");
+        assert!(
+            size.contains("whose size is 1 GiB (1073741824 bytes), not 2 GiB (2147483648 bytes)"),
+            "{size}"
+        );
         let count = args(dir.path(), &["--size", "1GiB", "--replicas", "2"]);
         let count = VolumeDir::open(&count).unwrap_err().to_string();
         assert!(count.contains("whose number of replicas is 3, not 2"), "{count}");

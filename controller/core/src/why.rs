@@ -5,7 +5,7 @@ mod text;
 
 use std::time::Duration;
 
-use shorthorn_types::{Members, ReplicaId};
+use shorthorn_types::{HumanBytes, Members, ReplicaId};
 
 use crate::drain::Leaves;
 use crate::objects::{
@@ -15,7 +15,7 @@ use crate::objects::{
 use crate::observed::{Agents, CopyStatus, Detail, EngineView, InstanceKey, Link};
 use crate::reconcile::Settings;
 use crate::{ClusterState, NodeName, Timestamp, drain};
-use text::{age, bytes, duration, passed_ms};
+use text::{age, duration, passed_ms};
 
 /// A disk with less free than this part of it counts as full.
 const FULL_PART: u64 = 100;
@@ -112,7 +112,7 @@ impl Explainer<'_> {
         if !self.volume.is_expanding() {
             return;
         }
-        let (has, wants) = (bytes(self.volume.current_size_bytes()), bytes(self.volume.spec.size));
+        let (has, wants) = (HumanBytes(self.volume.current_size_bytes()), HumanBytes(self.volume.spec.size));
         let trouble = self.trouble(ConditionType::Expanded);
         let waits = trouble.map(|trouble| after_colon(&trouble.message)).unwrap_or_default();
         let is_next_attach = trouble.is_some_and(|trouble| trouble.reason == NEXT_ATTACH);
@@ -464,7 +464,7 @@ impl Explainer<'_> {
                 ));
             } else if disk.total_bytes > 0 && disk.available_bytes < disk.total_bytes / FULL_PART {
                 self.explanation.healthy = false;
-                let (free, total) = (bytes(disk.available_bytes), bytes(disk.total_bytes));
+                let (free, total) = (HumanBytes(disk.available_bytes), HumanBytes(disk.total_bytes));
                 self.say(format!(
                     "Disk {path} of node {node}, which has replica {name}, is full ({free} of {total} are free): writes \
                      that need more space fail."
@@ -525,9 +525,9 @@ fn progress(copy: CopyStatus) -> String {
     format!(
         ": {} % done, {} of {} to go at {}/s{}",
         copy.percent(),
-        bytes(copy.left_bytes),
-        bytes(copy.total_bytes),
-        bytes(copy.bytes_per_s),
+        HumanBytes(copy.left_bytes),
+        HumanBytes(copy.total_bytes),
+        HumanBytes(copy.bytes_per_s),
         left.unwrap_or_default()
     )
 }

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use shorthorn_pki::address::{AddressError, ServerUrl};
+use shorthorn_types::parse_bytes;
 
 use super::bundle::BundleArgs;
 use super::format::{Format, seconds};
 use super::list;
 use super::reach::ReachArgs;
-use super::size::Size;
 use super::tls::{TlsCommand, TokenArgs};
 use super::upgrade::UpgradeCommand;
 pub use volume::{CreateArgs, SalvageArgs, SetVolumeArgs, VolumeCommand};
@@ -388,8 +388,8 @@ pub enum DiskCommand {
         #[arg(long, value_name = "TAG,...")]
         tags: Option<TagList>,
         /// Space reserved for other uses, like 10GiB
-        #[arg(long, value_name = "SIZE")]
-        reserved: Option<Size>,
+        #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+        reserved: Option<u64>,
         /// Allows new replicas there
         #[arg(long, value_name = "true|false")]
         scheduling: Option<bool>,

@@ -162,14 +162,14 @@ impl Session {
                 self.show(volume.into_inner(), placement::sentence)
             }
             VolumeCommand::Expand { name, size, wait, timeout } => {
-                self.expand(name, size.0, WaitArgs { no_wait: !wait, timeout }).await
+                self.expand(name, size, WaitArgs { no_wait: !wait, timeout }).await
             }
             VolumeCommand::RebuildLimit { name, bytes_per_s, share } => {
-                let limits = v1::RebuildLimits { bytes_per_s: bytes_per_s.0, share_percent: share };
+                let limits = v1::RebuildLimits { bytes_per_s, share_percent: share };
                 self.limit_rebuilds(name, limits).await
             }
             VolumeCommand::Scrub { name, repair, rate, stop } => {
-                self.scrub(v1::ScrubRequest { volume: name, stop, repair, bytes_per_s: rate.0 }).await
+                self.scrub(v1::ScrubRequest { volume: name, stop, repair, bytes_per_s: rate }).await
             }
             VolumeCommand::UpgradeEngine { name } => self.upgrade(name).await,
             VolumeCommand::Salvage(args) => self.salvage(args).await,
@@ -212,7 +212,7 @@ impl Session {
     async fn create(&mut self, args: CreateArgs) -> Result<String, CtlError> {
         let request = limited(v1::CreateVolumeRequest {
             name: args.name,
-            size_bytes: args.size.0,
+            size_bytes: args.size,
             number_of_replicas: args.replicas,
             frontend: args.frontend,
             replica_soft_anti_affinity: args.soft_anti_affinity,
@@ -541,7 +541,7 @@ impl Session {
                 path,
                 allow_scheduling: scheduling,
                 tags: tags.map(of_tags),
-                reserved_bytes: reserved.map(|size| size.0),
+                reserved_bytes: reserved,
                 eviction_requested: None,
             },
         };

@@ -21,7 +21,6 @@ mod placement;
 mod reach;
 mod rebalance;
 mod reboot;
-mod size;
 mod status;
 mod tls;
 mod upgrade;

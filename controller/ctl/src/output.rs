@@ -5,12 +5,11 @@ use std::io::Write;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_api::v1;
-use shorthorn_types::Generation;
 use shorthorn_types::status::{CopyStatus, MemberMode};
+use shorthorn_types::{Generation, HumanBytes};
 
 use super::error::CtlError;
 use super::format::Format;
-use super::size::human;
 use super::view::{InspectionView, RebalanceView, VolumeView};
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
@@ -53,12 +52,12 @@ pub(super) fn members(volume: &v1::Volume) -> String {
 
 /// Returns the size, with the desired one if it differs.
 pub(super) fn size(volume: &v1::Volume) -> String {
-    let wanted = human(volume.size_bytes);
+    let wanted = HumanBytes(volume.size_bytes).to_string();
     // A controller of an earlier version does not say it.
     match volume.current_size_bytes {
         0 => wanted,
         has if has == volume.size_bytes => wanted,
-        has => format!("{}, to be {wanted}", human(has)),
+        has => format!("{}, to be {wanted}", HumanBytes(has)),
     }
 }
 
@@ -75,7 +74,7 @@ fn copying(replicas: &[v1::Replica]) -> String {
 fn progress(copy: &v1::CopyStatus) -> String {
     let copy = CopyStatus::from(*copy);
     let left = copy.left_s().map(|seconds| format!(", {seconds} s left"));
-    format!("{} % at {}/s{}", copy.percent(), human(copy.bytes_per_s), left.unwrap_or_default())
+    format!("{} % at {}/s{}", copy.percent(), HumanBytes(copy.bytes_per_s), left.unwrap_or_default())
 }
 
 /// Limits of copying in words.
@@ -83,7 +82,7 @@ pub(super) fn limits(limits: v1::RebuildLimits) -> String {
     let share = format!("at most {} % of a busy volume's bytes", limits.share_percent);
     match limits.bytes_per_s {
         0 => share,
-        rate => format!("{share}, and at most {}/s", human(rate)),
+        rate => format!("{share}, and at most {}/s", HumanBytes(rate)),
     }
 }
 
@@ -91,7 +90,7 @@ fn scrub(scrub: &v1::ScrubStatus) -> String {
     let place =
         if scrub.snapshot.is_empty() { String::new() } else { format!(" of snapshot {}", scrub.snapshot) };
     let state =
-        if scrub.running { format!("at {}{place}", human(scrub.at_bytes)) } else { "done".to_owned() };
+        if scrub.running { format!("at {}{place}", HumanBytes(scrub.at_bytes)) } else { "done".to_owned() };
     let last = if scrub.last.is_empty() { String::new() } else { format!(" ({})", scrub.last) };
     format!("{state}, {} differences, {} repaired{last}", scrub.found, scrub.repaired)
 }
@@ -156,7 +155,7 @@ pub(super) fn inspections(
             dash(proposed.join(" ")),
             dash(inspection.generation.clone()),
             inspected_state(replica, &inspection),
-            human(inspection.allocated_bytes),
+            HumanBytes(inspection.allocated_bytes).to_string(),
             dash(written.map(|written| written.to_string()).unwrap_or_default()),
         ]);
     }
@@ -262,7 +261,7 @@ pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
         replica.disk_path.clone(),
         replica.current_state.clone(),
         mode,
-        human(replica.allocated_bytes),
+        HumanBytes(replica.allocated_bytes).to_string(),
         replica.message.clone(),
     ]
 }
@@ -274,7 +273,8 @@ pub(super) fn disk_row(node: &str, disk: &v1::NodeDisk) -> [String; 8] {
         (false, false) => "no",
         (false, true) => "no, it is drained",
     };
-    let sizes = [disk.total_bytes, disk.available_bytes, disk.scheduled_bytes].map(human);
+    let sizes = [disk.total_bytes, disk.available_bytes, disk.scheduled_bytes];
+    let sizes = sizes.map(|bytes| HumanBytes(bytes).to_string());
     let [size, available, scheduled] = sizes;
     let (uuid, message) = (dash(disk.uuid.clone()), dash(disk.problem.clone()));
     [node.to_owned(), disk.path.clone(), uuid, size, available, scheduled, allowed.to_owned(), message]
@@ -339,8 +339,8 @@ pub(super) fn node_rows(node: &v1::NodeObject) -> Vec<Vec<String>> {
         };
         let said = [message.as_str(), closed, disk.problem.as_str()];
         let said: Vec<&str> = said.into_iter().filter(|text| !text.is_empty()).collect();
-        let sizes =
-            [disk.total_bytes, disk.available_bytes, disk.reserved_bytes, disk.scheduled_bytes].map(human);
+        let sizes = [disk.total_bytes, disk.available_bytes, disk.reserved_bytes, disk.scheduled_bytes];
+        let sizes = sizes.map(|bytes| HumanBytes(bytes).to_string());
         let path = std::iter::once(disk.path.clone());
         first.iter().cloned().chain(path).chain(sizes).chain([said.join("; ")]).collect()
     };

@@ -4,11 +4,11 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 use shorthorn_api::v1;
+use shorthorn_types::HumanBytes;
 
 use super::error::CtlError;
 use super::format::Format;
 use super::output::for_programs;
-use super::size::human;
 
 /// The version of this program.
 pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -101,7 +101,7 @@ pub(super) fn text(format: Format, overview: v1::Overview) -> Result<String, Ctl
             overview.nodes, overview.ready_nodes, overview.closed_nodes
         ),
     );
-    let sizes = [overview.available_bytes, overview.total_bytes, overview.scheduled_bytes].map(human);
+    let sizes = [overview.available_bytes, overview.total_bytes, overview.scheduled_bytes].map(HumanBytes);
     line("Space", format!("{} free of {}, {} scheduled", sizes[0], sizes[1], sizes[2]));
     for (number, version) in overview.versions.iter().enumerate() {
         line(if number == 0 { "Versions" } else { "" }, version_line(version));

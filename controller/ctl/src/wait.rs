@@ -8,6 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_objects::{NEXT_ATTACH, REPLICAS_STOPPING};
+use shorthorn_types::HumanBytes;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
@@ -15,7 +16,6 @@ use tonic::{Code, Status};
 use super::error::{CtlError, is_unreachable};
 use super::format::Format;
 use super::output::for_programs;
-use super::size::human;
 
 /// The wait before a broken stream is opened again.
 const RETRY: Duration = Duration::from_millis(200);
@@ -55,7 +55,7 @@ impl Goal {
             Goal::Created => "created".to_owned(),
             Goal::Attached(node) => format!("attached to {node}"),
             Goal::Detached => "detached".to_owned(),
-            Goal::Expanded(size_bytes) => format!("expanded to {}", human(*size_bytes)),
+            Goal::Expanded(size_bytes) => format!("expanded to {}", HumanBytes(*size_bytes)),
             Goal::Deleted => "deleted".to_owned(),
         }
     }

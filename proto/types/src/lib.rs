@@ -13,6 +13,7 @@ mod range;
 mod regions;
 mod replica_id;
 mod secret;
+mod size;
 pub mod status;
 mod view;
 
@@ -28,4 +29,5 @@ pub use regions::{
 };
 pub use replica_id::{ReplicaId, ReplicaIdError};
 pub use secret::{SECRET_BYTES, Secret, SecretError};
+pub use size::{HumanBytes, HumanGib, ParseBytesError, parse_bytes};
 pub use view::{Members, ReplicaReport, TooManyMembers, View, ViewId};

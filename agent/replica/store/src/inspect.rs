@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Serialize;
 use shorthorn_chain::{Checks, DirectoryFacts, DiskMeta, ImageName, Layout, Recovery, VolumeMeta, recover};
-use shorthorn_types::Regions;
+use shorthorn_types::{HumanBytes, Regions};
 
 use crate::boot::Boot;
 use crate::directory::Directory;
@@ -17,7 +17,7 @@ use crate::info::Provenance;
 use crate::lock::Lock;
 use crate::regions;
 use crate::state::{self, SavedState};
-use crate::table::{human, table};
+use crate::table::table;
 
 /// The content of a directory. [`fmt::Display`] gives it as text for people.
 #[derive(Clone, Debug, Serialize)]
@@ -304,7 +304,8 @@ impl fmt::Display for Inspection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.directory)?;
         if let Some(volume) = &self.volume {
-            let size = u64::try_from(volume.size_bytes).map_or_else(|_| "no size".to_owned(), human);
+            let size = u64::try_from(volume.size_bytes)
+                .map_or_else(|_| "no size".to_owned(), |bytes| HumanBytes(bytes).to_string());
             writeln!(f, "  volume  {size} ({} bytes), {}", volume.size_bytes, self.condition(volume))?;
             writeln!(f, "  head    {}", volume.head)?;
         }
@@ -360,8 +361,8 @@ fn row(layer: &InspectedLayer) -> Vec<String> {
     vec![
         plain(&layer.image),
         kind,
-        human(layer.size_bytes),
-        human(layer.allocated_bytes),
+        HumanBytes(layer.size_bytes).to_string(),
+        HumanBytes(layer.allocated_bytes).to_string(),
         layer.created.clone(),
         layer.parent.as_deref().map_or_else(|| "-".to_owned(), plain),
         labels.join(","),

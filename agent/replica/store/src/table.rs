@@ -26,35 +26,9 @@ pub(crate) fn table(heading: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// Formats a size in the largest unit that leaves at most four digits before the point.
-pub(crate) fn human(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut unit = 0;
-    while unit + 1 < UNITS.len() && bytes >> (10 * (unit + 1)) > 0 {
-        unit += 1;
-    }
-    let whole = bytes >> (10 * unit);
-    let tenth = if unit == 0 { 0 } else { (bytes >> (10 * (unit - 1)) & 1023) * 10 / 1024 };
-    if tenth == 0 { format!("{whole} {}", UNITS[unit]) } else { format!("{whole}.{tenth} {}", UNITS[unit]) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_are_short() {
-        for (bytes, text) in [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (4096, "4 KiB"),
-            (1 << 20, "1 MiB"),
-            (1536 << 20, "1.5 GiB"),
-            (5 << 50, "5120 TiB"),
-        ] {
-            assert_eq!(human(bytes), text);
-        }
-    }
 
     #[test]
     fn columns_line_up() {

@@ -1,6 +1,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use shorthorn_types::HumanGib;
+
 use super::{Context, GIVE_UP_CHECK, Reachability, reachability};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, EnginePhase, Finding, Frontend, Key, Kind, Node};
 use crate::observed::{AgentView, Detail, Instance, InstanceKey};
@@ -195,14 +197,8 @@ fn free_space<'a>(disks: impl Iterator<Item = &'a DiskStatus>) -> String {
     });
     match sums {
         (_, 0) => String::new(),
-        (free, all) => format!("{} of {}", gib(free), gib(all)),
+        (free, all) => format!("{} of {}", HumanGib(free), HumanGib(all)),
     }
-}
-
-fn gib(bytes: u64) -> String {
-    const TENTH: u64 = (1 << 30) / 10;
-    let tenths = bytes / TENTH;
-    format!("{}.{} GiB", tenths / 10, tenths % 10)
 }
 
 #[cfg(test)]

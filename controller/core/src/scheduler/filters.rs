@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use shorthorn_types::HumanGib;
+
 use super::zones::Zone;
 use super::{DiskCandidate, NodeCandidate, Request};
 use crate::{Label, Labels};
@@ -165,8 +167,8 @@ fn stays_free(request: &Request, disk: &DiskCandidate) -> bool {
 fn too_full(request: &Request, disk: &DiskCandidate) -> String {
     format!(
         "has {} free, and {} ({} %) have to stay free",
-        Gib(disk.available_bytes),
-        Gib(disk.minimal_available_bytes(request.limits)),
+        HumanGib(disk.available_bytes),
+        HumanGib(disk.minimal_available_bytes(request.limits)),
         request.limits.storage_minimal_available_percentage,
     )
 }
@@ -174,11 +176,11 @@ fn too_full(request: &Request, disk: &DiskCandidate) -> String {
 fn too_small(request: &Request, disk: &DiskCandidate) -> String {
     format!(
         "can schedule {} more, {} are needed (size {}, reserved {}, scheduled {})",
-        Gib(disk.room_bytes(request.limits)),
-        Gib(request.size_bytes),
-        Gib(disk.total_bytes),
-        Gib(disk.reserved_bytes),
-        Gib(disk.scheduled_bytes),
+        HumanGib(disk.room_bytes(request.limits)),
+        HumanGib(request.size_bytes),
+        HumanGib(disk.total_bytes),
+        HumanGib(disk.reserved_bytes),
+        HumanGib(disk.scheduled_bytes),
     )
 }
 
@@ -198,7 +200,9 @@ impl Filter {
             Filter::DiskTags => format!("{has} no disk with {}", Tags(&request.disk_selector)),
             Filter::DiskAntiAffinity => format!("{has} no disk without a replica of this volume"),
             Filter::MinimalAvailable => format!("{has} too little free space"),
-            Filter::Capacity => format!("{has} no disk that can schedule {} more", Gib(request.size_bytes)),
+            Filter::Capacity => {
+                format!("{has} no disk that can schedule {} more", HumanGib(request.size_bytes))
+            }
         }
     }
 }
@@ -219,15 +223,5 @@ struct Missing<'a>(&'a Labels, &'a Labels);
 impl fmt::Display for Missing<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         Tags(&self.0.difference(self.1).cloned().collect()).fmt(f)
-    }
-}
-
-/// Bytes as GiB with one decimal, truncated.
-struct Gib(u64);
-
-impl fmt::Display for Gib {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let tenths = u128::from(self.0) * 10 / (1 << 30);
-        write!(f, "{}.{} GiB", tenths / 10, tenths % 10)
     }
 }

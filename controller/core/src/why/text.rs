@@ -1,19 +1,8 @@
-//! Sizes and times for people.
+//! Times for people.
 
 use crate::Timestamp;
 
-const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-
-/// Formats bytes in IEC units with one decimal.
-pub(super) fn bytes(bytes: u64) -> String {
-    let Some((name, shift)) = UNITS.iter().find(|(_, shift)| bytes >> shift > 0) else {
-        return format!("{bytes} B");
-    };
-    let tenths = (u128::from(bytes) * 10) >> shift;
-    format!("{}.{} {name}", tenths / 10, tenths % 10)
-}
-
-/// Seconds in the two largest units.
+/// Formats seconds in the two largest units.
 pub(super) fn duration(seconds: u64) -> String {
     let (minutes, hours) = (seconds / 60, seconds / 3600);
     match (hours, minutes) {
@@ -24,7 +13,7 @@ pub(super) fn duration(seconds: u64) -> String {
     }
 }
 
-/// Milliseconds from `since` to `now`; 0 where the clock was set back.
+/// Returns the milliseconds from `since` to `now`; 0 if the clock was set back.
 pub(super) fn passed_ms(since: Timestamp, now: Timestamp) -> u64 {
     now.as_millisecond().saturating_sub(since.as_millisecond()).max(0).unsigned_abs()
 }

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use shorthorn_types::parse_bytes;
 
 use super::{TagList, WaitArgs};
 use crate::format::seconds;
 use crate::list;
-use crate::size::Size;
 
 /// Commands for volumes.
 #[derive(Debug, Subcommand)]
@@ -70,7 +70,8 @@ pub enum VolumeCommand {
         /// Name of the volume
         name: String,
         /// New size, like 20GiB
-        size: Size,
+        #[arg(value_parser = parse_bytes)]
+        size: u64,
         /// Waits until the volume, and its device if it is attached, have that size
         #[arg(long)]
         wait: bool,
@@ -83,8 +84,8 @@ pub enum VolumeCommand {
         /// Name of the volume
         name: String,
         /// Maximum bytes copied per second, like 100MiB; 0: no limit
-        #[arg(long, default_value = "0", value_name = "SIZE")]
-        bytes_per_s: Size,
+        #[arg(long, default_value = "0", value_name = "SIZE", value_parser = parse_bytes)]
+        bytes_per_s: u64,
         /// Maximum share of copying in all traffic while the volume is busy, 1 to 100 percent
         #[arg(long, default_value_t = 30, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
         share: u32,
@@ -98,8 +99,8 @@ pub enum VolumeCommand {
         #[arg(long)]
         repair: bool,
         /// Maximum bytes compared per second, like 100MiB; 0: no limit
-        #[arg(long, default_value = "0", value_name = "SIZE")]
-        rate: Size,
+        #[arg(long, default_value = "0", value_name = "SIZE", value_parser = parse_bytes)]
+        rate: u64,
         /// Stops the current scrub
         #[arg(long, conflicts_with_all = ["repair", "rate"])]
         stop: bool,
@@ -208,8 +209,8 @@ pub struct CreateArgs {
     /// Name: lower-case letters, digits and '-', at most 63 characters
     pub name: String,
     /// Size, like 10GiB or 512MiB: KiB, MiB, GiB, TiB, or a number of bytes
-    #[arg(long)]
-    pub size: Size,
+    #[arg(long, value_parser = parse_bytes)]
+    pub size: u64,
     /// The number of replicas, 1 to 8
     #[arg(long, default_value_t = 3, value_name = "COUNT")]
     pub replicas: u32,

@@ -1,9 +1,9 @@
 //! Block devices of nodes in a list.
 
 use shorthorn_api::v1;
+use shorthorn_types::HumanBytes;
 
 use super::{Column, Entry, List, column, fields, wide};
-use crate::size::human;
 
 const COLUMNS: [Column; 8] = [
     column("NODE"),
@@ -44,7 +44,7 @@ fn entry((node, device): (String, v1::DiscoveredDevice)) -> Entry {
     let row = vec![
         node.clone(),
         device.path.clone(),
-        human(device.size_bytes),
+        HumanBytes(device.size_bytes).to_string(),
         fit.to_owned(),
         device.model.clone(),
         device.serial.clone(),

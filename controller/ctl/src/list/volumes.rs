@@ -1,10 +1,10 @@
 //! Volumes in a list.
 
 use shorthorn_api::v1;
+use shorthorn_types::HumanBytes;
 
 use super::{Column, Entry, List, column, fields, wide};
 use crate::output;
-use crate::size::human;
 use crate::view::VolumeView;
 
 const COLUMNS: [Column; 15] = [
@@ -37,7 +37,11 @@ pub(super) fn list(volumes: Vec<v1::Volume>) -> List {
 fn entry(volume: v1::Volume) -> Entry {
     let (namespace, claim) = volume.claim.split_once('/').unwrap_or_default();
     let wrong = volume.conditions.iter().find(|condition| !condition.status);
-    let actual = if volume.actual_size_bytes == 0 { String::new() } else { human(volume.actual_size_bytes) };
+    let actual = if volume.actual_size_bytes == 0 {
+        String::new()
+    } else {
+        HumanBytes(volume.actual_size_bytes).to_string()
+    };
     let row = vec![
         volume.name.clone(),
         namespace.to_owned(),
