@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shorthorn_csi::{CsiError, FsKind};
+use shorthorn_mounts::{Mount, MountTable};
 
 use crate::command::Tool;
-use crate::mounts::{Mount, MountTable};
 
 /// The time limit of mount and unmount: mounting replays the journal, and unmounting writes back dirty data.
 /// Gigabytes of dirty data on slow disks take minutes.
@@ -205,6 +205,8 @@ mod tests {
             root: "/".into(),
             point: "/m".into(),
             options: "rw".into(),
+            is_shared: false,
+            source: "/dev/longhorn/v".into(),
             fs_type: "ext4".into(),
             super_options: options.into(),
         };

@@ -14,6 +14,7 @@ use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::probe::probe;
 use shorthorn_frontend::{FrontendKind, iscsid, nbd_partitions_max};
 use shorthorn_metrics::MetricsListen;
+use shorthorn_mounts::MountTable;
 use shorthorn_tls::{TlsError, check_kernel};
 
 use crate::check::bounded::Bounded;
@@ -145,30 +146,15 @@ fn kubelet(config: &Config) -> Kubelet {
         CsiChoice::On | CsiChoice::Auto => KubeletRoots::new(config.kubelet_root.clone()).look(),
     };
     // The mounts of the host: the agent may have its own.
-    let mounts = fs::read_to_string("/proc/1/mountinfo");
-    let mounts = mounts.or_else(|_| fs::read_to_string("/proc/self/mountinfo")).unwrap_or_default();
-    let mount = root.as_ref().and_then(|root| mount_of(&mounts, root));
+    let mounts =
+        ["/proc/1/mountinfo", "/proc/self/mountinfo"].map(|file| MountTable::readable_in(Path::new(file)));
+    let above = |root: &PathBuf| mounts.iter().find_map(|mounts| mounts.above(root));
+    let mount = root.as_ref().and_then(above).map(|mount| (mount.point.clone(), mount.is_shared));
     Kubelet { is_wanted: config.csi == CsiChoice::On, root, mount }
 }
 
-/// Returns the mount that `path` is on, and whether it is shared (proc_pid_mountinfo(5)).
-fn mount_of(mounts: &str, path: &Path) -> Option<(PathBuf, bool)> {
-    let mut found: Option<(PathBuf, bool)> = None;
-    for line in mounts.lines() {
-        let fields = line.split(" - ").next()?;
-        let mut fields = fields.split(' ').skip(4);
-        let Some(point) = fields.next().map(PathBuf::from) else { continue };
-        let is_shared = fields.any(|field| field.starts_with("shared:"));
-        let is_longer = found.as_ref().is_none_or(|(longest, _)| longest.as_os_str() <= point.as_os_str());
-        if path.starts_with(&point) && is_longer {
-            found = Some((point, is_shared));
-        }
-    }
-    found
-}
-
 fn disks(config: &Config) -> Vec<DiskFacts> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = MountTable::readable_in(Path::new("/proc/self/mountinfo"));
     // All at once: a dead NFS server holds up every call that concerns its file system.
     let looks = known_disks(&config.disks, &config.state_dir).into_iter().map(|path| {
         let looked = path.clone();
@@ -181,7 +167,7 @@ fn disks(config: &Config) -> Vec<DiskFacts> {
         let disk = look.and_then(|look| look.wait_until(deadline)).unwrap_or_else(|error| {
             silent(format!("the file system does not answer ({error}): its server or its device may be dead"))
         });
-        let is_on_root = mount_of(&mounts, &path).is_some_and(|(point, _)| point == Path::new("/"));
+        let is_on_root = mounts.above(&path).is_some_and(|mount| mount.point == Path::new("/"));
         DiskFacts {
             path,
             problem: disk.problem,
@@ -369,17 +355,6 @@ mod tests {
         let shown = listening(&fs::read_to_string("/proc/net/tcp").unwrap());
         assert!(shown.contains(&listener.local_addr().unwrap()), "{shown:?}");
         assert!(is_clock_synchronised().is_some());
-    }
-
-    #[test]
-    fn the_mount_of_a_path_is_the_longest() {
-        let mounts = "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n\
-             23 22 8:2 / /var rw - ext4 /dev/sdb rw\n\
-             24 23 8:3 / /var/lib/kubelet rw shared:9 master:1 - ext4 /dev/sdc rw\n";
-        let mount = |path: &str| mount_of(mounts, Path::new(path)).unwrap();
-        assert_eq!(mount("/var/lib/kubelet/pods"), ("/var/lib/kubelet".into(), true));
-        assert_eq!(mount("/var/lib/kubelets"), ("/var".into(), false));
-        assert_eq!(mount("/srv"), ("/".into(), true));
     }
 
     #[test]

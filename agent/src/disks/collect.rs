@@ -12,6 +12,7 @@ use anyhow::{Context, bail, ensure};
 use nix::libc;
 use serde::Deserialize;
 use shorthorn_frontend::node::shared_with;
+use shorthorn_mounts::MountTable;
 
 use crate::disks::device::{BlockDevice, Identity, Signature, is_left_out, is_usual, transport};
 
@@ -220,11 +221,10 @@ pub fn open_exclusively(path: &Path) -> io::Result<File> {
 fn mount_points(numbers: &[String]) -> Vec<PathBuf> {
     let mut points = Vec::new();
     for file in ["/proc/self/mountinfo", "/proc/1/mountinfo"] {
-        for line in fs::read_to_string(file).unwrap_or_default().lines() {
-            let mut fields = line.split(' ').skip(2);
-            let (Some(number), Some(point)) = (fields.next(), fields.nth(1)) else { continue };
-            if numbers.iter().any(|own| own == number) && !points.contains(&PathBuf::from(point)) {
-                points.push(point.into());
+        for mount in MountTable::readable_in(Path::new(file)).iter() {
+            let number = mount.device.to_string();
+            if numbers.contains(&number) && !points.contains(&mount.point) {
+                points.push(mount.point.clone());
             }
         }
     }

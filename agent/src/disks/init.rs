@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail, ensure};
 use rustix::fs::{FlockOperation, flock};
+use shorthorn_mounts::MountTable;
 
 use crate::disks::collect::{device_at, open_exclusively};
 use crate::disks::device::{BlockDevice, difference, obstacles};
@@ -160,8 +161,7 @@ fn check_mount_point(path: &Path, device: &BlockDevice, missing: Option<String>)
         Err(error) => return Err(error).with_context(|| shown.to_string()),
         Ok(metadata) => ensure!(metadata.is_dir(), "mount_point {shown} is no directory"),
     }
-    let mounts = fs::read_to_string("/proc/self/mountinfo").context("/proc/self/mountinfo")?;
-    let is_mount = mounts.lines().any(|line| line.split(' ').nth(4) == path.to_str());
+    let is_mount = MountTable::read().context("/proc/self/mountinfo")?.at(path).is_some();
     ensure!(!is_mount, "another file system is mounted at mount_point {shown}");
     let is_empty = fs::read_dir(path).with_context(|| shown.to_string())?.next().is_none();
     ensure!(is_empty, "mount_point {shown} is not empty: a mount would hide its content");

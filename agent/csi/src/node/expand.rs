@@ -4,9 +4,10 @@ use std::path::Path;
 
 use shorthorn_csi::{Access, Capability, CsiError, FsKind};
 
+use shorthorn_mounts::MountTable;
+
 use crate::filesystem;
 use crate::mounting;
-use crate::mounts::MountTable;
 use crate::node::look;
 use crate::volumes::{Device, Volume};
 

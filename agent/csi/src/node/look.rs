@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shorthorn_csi::CsiError;
+use shorthorn_mounts::{Mount, MountTable};
 use shorthorn_types::DeviceNumber;
 
 use crate::command::Tool;
 use crate::device;
-use crate::mounts::{Mount, MountTable};
 use crate::node::NodeOptions;
 use crate::volumes::{Condition, Device, Volume};
 

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use shorthorn_csi::{Access, Capability, CsiError, MountSpec};
 
+use shorthorn_mounts::{Mount, MountTable};
+
 use crate::mounting::{self, TargetKind};
-use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look, stage};
 use crate::volumes::{Device, Volume};
 

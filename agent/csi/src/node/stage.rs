@@ -5,10 +5,11 @@ use std::path::Path;
 
 use shorthorn_csi::{Access, Capability, CsiError, FsKind, MountSpec};
 
+use shorthorn_mounts::{Mount, MountTable};
+
 use crate::device;
 use crate::filesystem::{self, Content};
 use crate::mounting::{self, TargetKind};
-use crate::mounts::{Mount, MountTable};
 use crate::node::{NodeOptions, look};
 use crate::volumes::{Device, Volume};
 

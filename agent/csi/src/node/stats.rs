@@ -6,10 +6,10 @@ use rustix::fs::{StatVfs, statvfs};
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_usage::Unit;
 use shorthorn_csi::CsiError;
+use shorthorn_mounts::Mount;
 
 use crate::device;
 use crate::mounting;
-use crate::mounts::Mount;
 use crate::node::{NodeOptions, look};
 use crate::volumes::{Condition, Device, Volume, VolumesError};
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno as SystemErrno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use shorthorn_mounts::{Mount, MountTable};
 use shorthorn_ring::IoBuf;
 use shorthorn_types::VolumeName;
 
@@ -18,8 +19,6 @@ use super::protocol::FILE_MODE;
 pub(crate) const FUSE_DEVICE: &str = "/dev/fuse";
 /// The type of the mount, in the list of mounts.
 const TYPE: &str = "fuse.shorthorn";
-/// The list of mounts.
-const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// The descriptor over which the kernel sends requests for one file.
 #[derive(Debug)]
@@ -85,38 +84,13 @@ fn source(volume: &VolumeName) -> String {
 /// # Errors
 /// The error of the file system.
 pub(super) fn mounted(volume: &VolumeName) -> io::Result<Option<PathBuf>> {
-    Ok(mounted_in(&fs::read_to_string(MOUNTS)?, volume))
+    Ok(mounted_in(&MountTable::read()?, volume))
 }
 
-fn mounted_in(mounts: &str, volume: &VolumeName) -> Option<PathBuf> {
+fn mounted_in(mounts: &MountTable, volume: &VolumeName) -> Option<PathBuf> {
     let source = source(volume);
-    mounts.lines().rev().find_map(|line| {
-        let (mount, file_system) = line.split_once(" - ")?;
-        let mut words = file_system.split(' ');
-        let is_it = words.next() == Some(TYPE) && words.next() == Some(&source);
-        is_it.then(|| mount.split(' ').nth(4).map(unescaped)).flatten()
-    })
-}
-
-/// Returns the path that the kernel has escaped: blanks and backslashes are octal numbers.
-fn unescaped(path: &str) -> PathBuf {
-    let mut plain = String::new();
-    let mut rest = path;
-    while let Some((before, after)) = rest.split_once('\\') {
-        plain.push_str(before);
-        match after.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => {
-                plain.push(char::from(byte));
-                rest = &after[3..];
-            }
-            None => {
-                plain.push('\\');
-                rest = after;
-            }
-        }
-    }
-    plain.push_str(rest);
-    plain.into()
+    let is_it = |mount: &&Mount| mount.fs_type == TYPE && mount.source == Path::new(&source);
+    mounts.iter().rev().find(is_it).map(|mount| mount.point.clone())
 }
 
 /// Fails all requests of the file on `path`, and unmounts it. A path without a mount is left alone.
@@ -165,10 +139,11 @@ mod tests {
 61 25 0:49 / /run/v-10.iscsi/disk rw,nosuid shared:3 - fuse.shorthorn shorthorn:v-10 rw,user_id=0,group_id=0
 62 25 0:50 / /mnt rw - fuse.sshfs shorthorn:v-2 rw
 ";
+        let mounts = &MountTable::readable(mounts.as_bytes());
         assert_eq!(mounted_in(mounts, &volume("v-1")), Some("/run/a b/v-1.iscsi/disk".into()));
         assert_eq!(mounted_in(mounts, &volume("v-10")), Some("/run/v-10.iscsi/disk".into()));
         assert_eq!(mounted_in(mounts, &volume("v-2")), None);
-        assert_eq!(mounted_in("", &volume("v-1")), None);
+        assert_eq!(mounted_in(&MountTable::default(), &volume("v-1")), None);
     }
 
     #[test]

@@ -1,14 +1,13 @@
 //! Users of a block device.
 
-use std::ffi::OsString;
 use std::fs;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
+use shorthorn_mounts::MountTable;
 
 use super::{DeviceNumber, folder_of, is_gone, name_of};
 use crate::wait;
@@ -107,8 +106,7 @@ impl Host {
         let devices = self.with_partitions(device);
         // Process 1 sees the mounts of the host; we may live in a namespace of our own.
         for process in ["self", "1"] {
-            let mounts = self.read(&format!("{process}/mountinfo"));
-            for mount in parse_mountinfo(&mounts) {
+            for mount in self.mounts(process).iter() {
                 if devices.contains(&mount.device) || is_one_of(&devices, &mount.source) {
                     users.push(format!("mounted at {}", mount.point.display()));
                 }
@@ -143,12 +141,17 @@ impl Host {
         users
     }
 
+    /// Returns the mounts that a process sees. Unexpected lines are skipped: they serve messages only.
+    fn mounts(&self, process: &str) -> MountTable {
+        MountTable::readable_in(&self.proc.join(process).join("mountinfo"))
+    }
+
     /// Returns the places at which a node of one of `devices` is mounted on a file.
     fn mounted_nodes(&self, devices: &[DeviceNumber], node_fs: DeviceNumber) -> Vec<String> {
         let mut found = Vec::new();
         for process in ["self", "1"] {
             let root = self.proc.join(process).join("root");
-            for mount in parse_mountinfo(&self.read(&format!("{process}/mountinfo"))) {
+            for mount in self.mounts(process).iter() {
                 // Nothing is asked about mounts of other file systems.
                 if mount.device != node_fs || mount.root == Path::new("/") {
                     continue;
@@ -241,54 +244,14 @@ fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
     path.is_absolute() && device_at(path).is_some_and(|device| devices.contains(&device))
 }
 
-/// A line of `/proc/<pid>/mountinfo`, see proc_pid_mountinfo(5).
-#[derive(Debug, PartialEq, Eq)]
-struct Mount {
-    /// The device of the file system; made up if it spans several devices (btrfs).
-    device: DeviceNumber,
-    /// The mounted part of the file system.
-    root: PathBuf,
-    point: PathBuf,
-    source: PathBuf,
-}
-
-/// Parses mounts. Unexpected lines are skipped: this serves messages only.
-fn parse_mountinfo(text: &str) -> Vec<Mount> {
-    let parse = |line: &str| {
-        let (front, back) = line.split_once(" - ")?;
-        let mut front = front.split(' ').skip(2);
-        let device = front.next()?.parse().ok()?;
-        let root = unescape(front.next()?);
-        let point = unescape(front.next()?);
-        let source = unescape(back.split(' ').nth(1)?);
-        Some(Mount { device, root, point, source })
-    };
-    text.lines().filter_map(parse).collect()
-}
-
 /// Returns the devices and files in /proc/swaps, see proc_swaps(5).
 fn parse_swaps(text: &str) -> Vec<PathBuf> {
-    text.lines().skip(1).filter_map(|line| line.split_whitespace().next()).map(unescape).collect()
-}
-
-/// Undoes the escaping of blanks, tabs, newlines, '#' and backslashes as three octal digits.
-fn unescape(text: &str) -> PathBuf {
-    let bytes = text.as_bytes();
-    let mut out = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while let Some(byte) = bytes.get(at) {
-        let digits = text.get(at + 1..at + 4).filter(|_| *byte == b'\\');
-        let escaped = digits.and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        out.push(escaped.unwrap_or(*byte));
-        at += if escaped.is_some() { 4 } else { 1 };
-    }
-    OsString::from_vec(out).into()
+    let names = text.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    names.filter_map(|name| shorthorn_mounts::path(name.as_bytes())).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::ffi::OsStrExt;
-
     use proptest::prelude::*;
 
     use super::*;
@@ -303,20 +266,6 @@ mod tests {
 garbage
 93 22 1:x / /odd rw - ext4 /dev/odd rw
 ";
-
-    #[test]
-    fn mounts_have_device_point_and_source() {
-        let mounts = parse_mountinfo(MOUNTINFO);
-        assert_eq!(mounts.len(), 4);
-        let expected = Mount {
-            device: DISK,
-            root: "/".into(),
-            point: "/mnt/my data".into(),
-            source: "/dev/longhorn/a".into(),
-        };
-        assert_eq!(mounts[1], expected);
-        assert_eq!(mounts[2].source, Path::new("/dev/longhorn/b"));
-    }
 
     #[test]
     fn swaps_have_names() {
@@ -359,23 +308,8 @@ garbage
 
     proptest! {
         #[test]
-        fn escaping_is_undone(name in "[ -~\t\n]{0,40}") {
-            let escaped: String = name
-                .bytes()
-                .map(|byte| match byte {
-                    b' ' | b'\t' | b'\n' | b'\\' | b'#' => format!("\\{byte:03o}"),
-                    _ => char::from(byte).to_string(),
-                })
-                .collect();
-            let path = unescape(&escaped);
-            prop_assert_eq!(path.as_os_str().as_bytes(), name.as_bytes());
-        }
-
-        #[test]
         fn any_text_is_taken_without_harm(text in "\\PC{0,200}") {
-            parse_mountinfo(&text);
             parse_swaps(&text);
-            unescape(&text);
         }
     }
 }

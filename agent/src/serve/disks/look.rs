@@ -6,11 +6,12 @@ use std::{fs, io};
 
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use shorthorn_api::v1;
+use shorthorn_types::DeviceNumber;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use super::REPLICAS;
 use super::identity::{IDENTITY_FILE, read_identity};
-use super::mounts::filesystem_in;
+use super::mounts::{filesystem_in, own_mounts};
 use crate::serve::instance::InstanceId;
 use crate::serve::trash;
 
@@ -72,9 +73,7 @@ pub(super) fn obstacle(path: &Path) -> Option<String> {
 /// Returns the type of the file system that `path` is on.
 fn filesystem(path: &Path) -> Option<String> {
     let device = fs::metadata(path).ok()?.dev();
-    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
-    filesystem_in(&mounts, &number, path)
+    filesystem_in(&own_mounts(), DeviceNumber::of(device), path)
 }
 
 pub(super) fn replicas(disk: &Path) -> Vec<String> {

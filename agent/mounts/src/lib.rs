@@ -1,4 +1,8 @@
-//! Lists mounts from /proc/self/mountinfo, whose format is in proc_pid_mountinfo(5).
+//! The table of mounts, from `/proc/<pid>/mountinfo`. Its format is in proc_pid_mountinfo(5).
+//!
+//! - [`MountTable::read`] is for decisions about mounts: a line that is not understood is an error.
+//! - [`MountTable::readable_in`] is for searches and messages: such lines are skipped.
+#![forbid(unsafe_code)]
 
 use std::ffi::OsString;
 use std::fs;
@@ -15,7 +19,7 @@ const READS_MAX: usize = 5;
 
 /// A mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Mount {
+pub struct Mount {
     /// Device of the file system.
     pub device: DeviceNumber,
     /// The directory, or file, of the file system that is mounted.
@@ -24,8 +28,12 @@ pub(crate) struct Mount {
     pub point: PathBuf,
     /// Options of this mount.
     pub options: String,
+    /// True if mounts below it appear in other namespaces too.
+    pub is_shared: bool,
     /// Kind of the file system.
     pub fs_type: String,
+    /// Device, server or name of the file system.
+    pub source: PathBuf,
     /// Options of the file system.
     pub super_options: String,
 }
@@ -33,15 +41,18 @@ pub(crate) struct Mount {
 /// The line is not as proc_pid_mountinfo(5) says.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{MOUNTINFO} has a line that is not understood: {0:?}")]
-pub(crate) struct MountInfoError(String);
+pub struct MountInfoError(String);
 
-/// All mounts of this mount namespace, in the order in which the kernel lists them.
-#[derive(Clone, Debug)]
-pub(crate) struct MountTable(Vec<Mount>);
+/// All mounts of a mount namespace, in the order in which the kernel lists them.
+#[derive(Clone, Debug, Default)]
+pub struct MountTable(Vec<Mount>);
 
 impl MountTable {
-    /// Returns the current mounts.
-    pub(crate) fn read() -> io::Result<MountTable> {
+    /// Returns the current mounts of this process.
+    ///
+    /// # Errors
+    /// The error of the system, or [`MountInfoError`].
+    pub fn read() -> io::Result<MountTable> {
         // The kernel gives the file page by page, and mounts may come and go in between.
         let mut before = fs::read(MOUNTINFO)?;
         for _ in 1..READS_MAX {
@@ -54,39 +65,60 @@ impl MountTable {
         MountTable::parse(&before).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
+    /// Returns the mounts in the lines of a `mountinfo` file that are understood; none if it cannot be read.
+    #[must_use]
+    pub fn readable_in(file: &Path) -> MountTable {
+        MountTable::readable(&fs::read(file).unwrap_or_default())
+    }
+
+    /// Returns the mounts in the lines of `text` that are understood.
+    #[must_use]
+    pub fn readable(text: &[u8]) -> MountTable {
+        MountTable(lines(text).filter_map(parse_line).collect())
+    }
+
     fn parse(text: &[u8]) -> Result<MountTable, MountInfoError> {
-        let lines = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
         let wrong = |line: &[u8]| MountInfoError(String::from_utf8_lossy(line).chars().take(200).collect());
-        lines
+        lines(text)
             .map(|line| parse_line(line).ok_or_else(|| wrong(line)))
             .collect::<Result<_, _>>()
             .map(MountTable)
     }
 
     /// Returns the visible mount at `point`: the last of mounts on top of each other.
-    pub(crate) fn at(&self, point: &Path) -> Option<&Mount> {
+    #[must_use]
+    pub fn at(&self, point: &Path) -> Option<&Mount> {
         self.0.iter().rev().find(|mount| mount.point == point)
     }
 
+    /// Returns the visible mount that `path` is on.
+    #[must_use]
+    pub fn above(&self, path: &Path) -> Option<&Mount> {
+        path.ancestors().find_map(|above| self.at(above))
+    }
+
     /// Returns all mounts.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Mount> {
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Mount> {
         self.0.iter()
     }
 }
 
 impl Mount {
     /// Returns true if it is the file system on that device, whole.
-    pub(crate) fn is_whole(&self, device: DeviceNumber) -> bool {
+    #[must_use]
+    pub fn is_whole(&self, device: DeviceNumber) -> bool {
         self.device == device && self.root == Path::new("/")
     }
 
     /// Returns true if it may only be read through this mount.
-    pub(crate) fn is_read_only(&self) -> bool {
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
         has_option(&self.options, "ro")
     }
 
     /// Returns the reason why writes fail although the mount allows them; none if they work.
-    pub(crate) fn trouble(&self) -> Option<&'static str> {
+    #[must_use]
+    pub fn trouble(&self) -> Option<&'static str> {
         let now = |option| has_option(&self.super_options, option);
         if now("shutdown") {
             return Some("the file system has shut itself down after an error");
@@ -100,6 +132,10 @@ fn has_option(options: &str, wanted: &str) -> bool {
     options.split(',').any(|option| option == wanted)
 }
 
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty())
+}
+
 /// Parses a line like `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`.
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
@@ -108,14 +144,22 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     let (root, point) = (path(fields.next()?)?, path(fields.next()?)?);
     let options = text(fields.next()?)?;
     // Any number of optional fields.
-    fields.by_ref().find(|field| *field == b"-")?;
+    let mut is_shared = false;
+    loop {
+        match fields.next()? {
+            b"-" => break,
+            field => is_shared |= field.starts_with(b"shared:"),
+        }
+    }
     let fs_type = text(fields.next()?)?;
-    let _source = fields.next()?;
+    let source = path(fields.next()?)?;
     let super_options = text(fields.next()?)?;
-    Some(Mount { device, root, point, options, fs_type, super_options })
+    Some(Mount { device, root, point, options, is_shared, fs_type, source, super_options })
 }
 
-fn path(field: &[u8]) -> Option<PathBuf> {
+/// Decodes a path of a table of the kernel, or of fstab(5); none if an escape is not understood.
+#[must_use]
+pub fn path(field: &[u8]) -> Option<PathBuf> {
     Some(PathBuf::from(OsString::from_vec(unescape(field)?)))
 }
 
@@ -174,7 +218,9 @@ mod tests {
             root: "/mnt1".into(),
             point: "/mnt2".into(),
             options: "rw,noatime".into(),
+            is_shared: true,
             fs_type: "ext3".into(),
+            source: "/dev/root".into(),
             super_options: "rw,errors=continue".into(),
         };
         assert_eq!(table.at(Path::new("/mnt2")), Some(&wanted));
@@ -195,6 +241,14 @@ mod tests {
     fn the_last_mount_at_a_place_is_the_one_that_is_seen() {
         assert_eq!(table().at(Path::new("/m")).unwrap().device, number("259:5"));
         assert_eq!(table().at(Path::new("/m/below")), None);
+    }
+
+    #[test]
+    fn a_path_is_on_the_nearest_mount_above_it() {
+        let above = |path: &str| table().above(Path::new(path)).map(|mount| mount.device);
+        assert_eq!(above("/m/below/more"), Some(number("259:5")));
+        assert_eq!(above("/mnt2"), Some(number("98:0")));
+        assert_eq!(above("/mnt23"), None, "it is no part of /mnt2");
     }
 
     #[test]
@@ -227,6 +281,8 @@ mod tests {
             ["x", "1 2 3:4 / /m rw ext4 dev rw", "1 2 34 / /m rw - ext4 d rw", "1 2 3:4 / /m\\9 rw - e d rw"]
         {
             assert!(MountTable::parse(bad.as_bytes()).is_err(), "{bad}");
+            let mixed = format!("{TABLE}{bad}\n");
+            assert_eq!(MountTable::readable(mixed.as_bytes()).iter().count(), 7, "{bad}");
         }
     }
 
