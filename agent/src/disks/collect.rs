@@ -11,13 +11,12 @@ use std::process::Command;
 use anyhow::{Context, bail, ensure};
 use nix::libc;
 use serde::Deserialize;
-use shorthorn_frontend::node::shared_with;
+use shorthorn_frontend::node::{DeviceNumber, property, shared_with};
 use shorthorn_mounts::MountTable;
 
 use crate::disks::device::{BlockDevice, Identity, Signature, is_left_out, is_usual, transport};
 
 const SYSFS: &str = "/sys/class/block";
-const UDEV: &str = "/run/udev/data";
 const BY_ID: &str = "/dev/disk/by-id";
 /// sysfs counts sizes in these, whatever the blocks of the device are.
 const SECTOR_BYTES: u64 = 512;
@@ -148,13 +147,6 @@ fn entries(folder: &Path, accept: impl Fn(&Path) -> bool) -> Vec<String> {
     names
 }
 
-/// Returns a property of the udev database; empty without udev.
-fn property(number: &str, key: &str) -> String {
-    let text = fs::read_to_string(Path::new(UDEV).join(format!("b{number}"))).unwrap_or_default();
-    let value = |line: &str| line.strip_prefix("E:")?.strip_prefix(key)?.strip_prefix('=').map(str::to_owned);
-    text.lines().find_map(value).unwrap_or_default()
-}
-
 fn first_of(texts: impl IntoIterator<Item = String>) -> String {
     texts.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
 }
@@ -164,7 +156,7 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
     let path = Path::new("/dev").join(name);
     let number = attribute(name, "dev");
     let rdev = fs::metadata(&path).with_context(|| path.display().to_string())?.rdev();
-    let has_number = number == format!("{}:{}", rustix::fs::major(rdev), rustix::fs::minor(rdev));
+    let has_number = number == DeviceNumber::of(rdev).to_string();
     ensure!(has_number, "{} is not device {number}", path.display());
     let partitions = entries(&folder, |entry| entry.join("partition").exists());
     let mut holders = entries(&folder.join("holders"), |_| true);
@@ -173,22 +165,23 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
         holders.extend(entries(&Path::new(SYSFS).join(partition).join("holders"), |_| true));
         numbers.push(attribute(partition, "dev"));
     }
+    let of_udev = |key| property(DeviceNumber::of(rdev), key).unwrap_or_default();
     let identity = Identity {
         device: links.get(&rdev).cloned().unwrap_or_else(|| path.clone()),
         size_bytes: size_bytes(name),
         serial: first_of([
-            property(&number, "ID_SERIAL_SHORT"),
+            of_udev("ID_SERIAL_SHORT"),
             attribute(name, "device/serial"),
             attribute(name, "serial"),
         ]),
-        wwn: first_of([property(&number, "ID_WWN"), attribute(name, "wwid"), attribute(name, "device/wwid")]),
+        wwn: first_of([of_udev("ID_WWN"), attribute(name, "wwid"), attribute(name, "device/wwid")]),
         diskseq: attribute(name, "diskseq").parse().unwrap_or_default(),
     };
     Ok(BlockDevice {
         name: name.to_owned(),
         identity,
         vendor: attribute(name, "device/vendor"),
-        model: first_of([property(&number, "ID_MODEL"), attribute(name, "device/model")]),
+        model: first_of([of_udev("ID_MODEL"), attribute(name, "device/model")]),
         is_partition: is_partition(name),
         is_read_only: attribute(name, "ro") != "0",
         is_removable: attribute(name, "removable") == "1",

@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use shorthorn_csi::{Access, Capability, CsiError, FsKind};
-
 use shorthorn_mounts::MountTable;
 
 use crate::filesystem;

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use shorthorn_csi::{Access, Capability, CsiError, MountSpec};
-
 use shorthorn_mounts::{Mount, MountTable};
 
 use crate::mounting::{self, TargetKind};

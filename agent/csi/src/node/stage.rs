@@ -4,7 +4,6 @@
 use std::path::Path;
 
 use shorthorn_csi::{Access, Capability, CsiError, FsKind, MountSpec};
-
 use shorthorn_mounts::{Mount, MountTable};
 
 use crate::device;

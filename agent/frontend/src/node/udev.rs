@@ -87,6 +87,14 @@ pub(super) fn is_recorded(device: DeviceNumber) -> bool {
     Device::from_devnum(DeviceType::Block, number).is_ok_and(|device| device.is_initialized())
 }
 
+/// Returns a property from udev's database; none without a record of the device.
+#[must_use]
+pub fn property(device: DeviceNumber, key: &str) -> Option<String> {
+    let number = libc::makedev(device.major, device.minor);
+    let device = Device::from_devnum(DeviceType::Block, number).ok()?;
+    device.property_value(key).map(|value| value.to_string_lossy().into_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
@@ -104,6 +112,8 @@ mod tests {
 
     #[test]
     fn a_device_that_does_not_exist_has_no_record() {
-        assert!(!is_recorded(DeviceNumber { major: 4095, minor: 1 }));
+        let device = DeviceNumber { major: 4095, minor: 1 };
+        assert!(!is_recorded(device));
+        assert_eq!(property(device, "ID_SERIAL_SHORT"), None);
     }
 }
