@@ -15,6 +15,7 @@ mod run;
 mod serve;
 mod setup;
 mod size;
+mod supervision;
 mod tools;
 
 use std::io::{self, Write};

@@ -1,12 +1,12 @@
 //! A process of a volume: the engine or a replica.
 
 use std::fmt;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use std::{fs, io};
 
 use nix::sys::signal::{Signal, kill};
@@ -18,11 +18,7 @@ use crate::descriptor_store::DescriptorStore;
 use crate::run::RunError;
 use crate::run::events::{self, Event};
 use crate::run::runtime::ProcessFiles;
-
-const FIRST_BACKOFF: Duration = Duration::from_millis(100);
-const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
-/// A process that has run for so long did not die of how it was started.
-const STABLE_AFTER: Duration = Duration::from_secs(10);
+use crate::supervision::{FIRST_WAIT, Invocation, RestartBackoff};
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,8 +49,8 @@ pub struct Process {
     pub status: Option<Status>,
     /// The message of the last end.
     pub last_words: Option<String>,
-    /// The number of ends in a row before the process has settled.
-    pub failures: u32,
+    /// The failed starts, and the wait before the next one.
+    pub backoff: RestartBackoff,
     /// The time of the next start.
     pub restart_at: Option<Instant>,
     index: usize,
@@ -80,7 +76,7 @@ impl Process {
             files,
             status: None,
             last_words: None,
-            failures: 0,
+            backoff: RestartBackoff::default(),
             restart_at: None,
             index,
             with_parent,
@@ -114,22 +110,18 @@ impl Process {
     }
 
     fn command(&self) -> Command {
-        // The very program that runs, even where its file has been replaced since.
-        let mut command = Command::new("/proc/self/exe");
-        command.arg0("shorthorn-agent");
-        match self.role {
-            Role::Engine => command.arg("engine"),
-            Role::Replica(_) => command.args(["replica", "serve"]),
+        // The very program that runs, even if its file has been replaced since.
+        let invocation = Invocation {
+            program: Path::new("/proc/self/exe"),
+            is_engine: self.role == Role::Engine,
+            spec: &self.files.spec,
+            pid_file: &self.files.pid,
+            error_file: &self.files.error,
         };
-        command.arg("--spec").arg(&self.files.spec);
-        command.arg("--pid-file").arg(&self.files.pid);
-        command.arg("--error-file").arg(&self.files.error);
+        let mut command = invocation.command();
         if self.with_parent {
             command.arg("--parent").arg(std::process::id().to_string());
         }
-        // ctrl-C is for the supervisor, which stops the others in their order.
-        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
-        command.env_remove("NOTIFY_SOCKET");
         if let Some(store) = &self.store {
             store.pass_to(&mut command);
         }
@@ -202,15 +194,13 @@ impl Process {
     /// an engine that leaves its device to the next one.
     pub fn schedule_restart(&mut self, cleanly: bool) {
         let now = Instant::now();
-        if cleanly && now - self.started_at >= FIRST_BACKOFF {
-            self.failures = 0;
+        let uptime = now - self.started_at;
+        if cleanly && uptime >= FIRST_WAIT {
+            self.backoff.reset();
             self.restart_at = Some(now);
             return;
         }
-        self.failures =
-            if now - self.started_at >= STABLE_AFTER { 1 } else { self.failures.saturating_add(1) };
-        let doubled = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10));
-        self.restart_at = Some(now + doubled.min(LONGEST_BACKOFF));
+        self.restart_at = Some(now + self.backoff.ended(uptime));
     }
 
     /// Asks it to do something, if it runs.

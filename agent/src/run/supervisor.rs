@@ -118,7 +118,7 @@ impl Supervisor {
                 return Err(RunError::Ended { role: process.role.to_string(), message });
             }
             process.schedule_restart(status.success());
-            tracing::warn!(role = %process.role, failures = process.failures, "ended, starting it again: {message}");
+            tracing::warn!(role = %process.role, failures = process.backoff.failures(), "ended, starting it again: {message}");
         }
         Ok(())
     }
@@ -141,7 +141,7 @@ impl Supervisor {
         }
         let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
         let first_start = engine.pid().is_none() && engine.restart_at.is_none();
-        let is_final = |replica: &Process| replica.serves() || replica.failures >= REPLICA_TRIES;
+        let is_final = |replica: &Process| replica.serves() || replica.backoff.failures() >= REPLICA_TRIES;
         if !first_start || !replicas.iter().all(is_final) {
             return Ok(());
         }

@@ -8,9 +8,8 @@ use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -28,11 +27,8 @@ use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, order_end};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table, program,
 };
+use crate::supervision::{Invocation, RestartBackoff};
 
-const FIRST_BACKOFF: Duration = Duration::from_millis(100);
-const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
-/// A process that has run for so long did not die of how it was started.
-const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// The time limit for a process to stop. An engine writes its device back within 30 s, and ends within some
 /// seconds after that.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
@@ -53,7 +49,7 @@ pub struct Children {
 struct Runner {
     /// Set to have the instance stopped.
     stop: watch::Sender<bool>,
-    /// Told to have a new process take over.
+    /// Notified to have a new process take over.
     restart: Arc<Notify>,
     task: JoinHandle<Result<(), BackendError>>,
 }
@@ -82,7 +78,7 @@ impl Children {
             stopping,
             restart: Arc::clone(&restart),
             store: None,
-            failures: 0,
+            backoff: RestartBackoff::default(),
         };
         let task = tokio::spawn(instance.run());
         runners.insert(id.clone(), Runner { stop, restart, task });
@@ -162,7 +158,7 @@ struct Instance {
     restart: Arc<Notify>,
     /// The store in which an engine leaves the sockets of its device for the next one.
     store: Option<DescriptorStore>,
-    failures: u32,
+    backoff: RestartBackoff,
 }
 
 /// A process that lives, or did until just now.
@@ -188,7 +184,7 @@ impl Instance {
                     self.report(Process::with_pid(ProcessPhase::Running, living.pid));
                     tokio::select! {
                         biased;
-                        () = told(&mut self.stopping) => {
+                        () = stop_requested(&mut self.stopping) => {
                             self.report(Process::with_pid(ProcessPhase::Stopping, living.pid));
                             self.end(&mut living, &ProcessCommand::Stop).await?;
                             break;
@@ -212,8 +208,7 @@ impl Instance {
 
     /// Says how the process ended, and waits a little before the next one.
     async fn pause(&mut self, started: Instant, ended: Ended) {
-        self.failures = if started.elapsed() >= STABLE_AFTER { 1 } else { self.failures.saturating_add(1) };
-        let backoff = FIRST_BACKOFF.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_BACKOFF);
+        let backoff = self.backoff.ended(started.elapsed());
         match ended {
             Ended::Well => {
                 tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
@@ -226,7 +221,7 @@ impl Instance {
             }
         }
         tokio::select! {
-            () = told(&mut self.stopping) => {}
+            () = stop_requested(&mut self.stopping) => {}
             () = self.restart.notified() => {}
             () = sleep(backoff) => {}
         }
@@ -257,19 +252,14 @@ impl Instance {
 
     fn command(&self, pid_file: &Path) -> Command {
         // A start after an upgrade runs the new one.
-        let mut command = Command::new(program::installed());
-        command.arg0("shorthorn-agent");
-        match self.id {
-            InstanceId::Engine(_) => command.arg("engine"),
-            InstanceId::Replica(..) => command.args(["replica", "serve"]),
+        let invocation = Invocation {
+            program: &program::installed(),
+            is_engine: self.id.kind() == InstanceKind::Engine,
+            spec: &self.paths.spec(&self.id),
+            pid_file,
+            error_file: &self.paths.error(&self.id),
         };
-        command.arg("--spec").arg(self.paths.spec(&self.id));
-        command.arg("--pid-file").arg(pid_file);
-        command.arg("--error-file").arg(self.paths.error(&self.id));
-        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
-        for variable in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"] {
-            command.env_remove(variable);
-        }
+        let mut command = invocation.command();
         if let Some(store) = &self.store {
             store.pass_to(&mut command);
         }
@@ -309,14 +299,14 @@ impl Instance {
 
 /// The way in which a process ended.
 enum Ended {
-    /// The end was ordered: another program told the engine to leave its device to the next one.
+    /// The end was ordered: another program ordered the engine to leave its device to the next one.
     Well,
     /// The process failed; a message.
     Badly(String),
 }
 
-/// Waits until the instance is to stop; a sender that is gone says so too.
-async fn told(stopping: &mut watch::Receiver<bool>) {
+/// Waits until the instance is to stop, or the sender is gone.
+async fn stop_requested(stopping: &mut watch::Receiver<bool>) {
     let _ = stopping.wait_for(|stop| *stop).await;
 }
 

@@ -170,7 +170,9 @@ mod tests {
         assert!(late.is_err(), "other writes hold it up");
         store.inner.saves.fetch_add(1, Ordering::SeqCst);
         drop(busy);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while Arc::strong_count(&store.inner) > 2 {
+            assert!(Instant::now() < deadline, "the older write does not end");
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         assert_eq!(keeper.load().await.unwrap(), None);

@@ -1,0 +1,91 @@
+//! The common parts of both supervisors of engines and replicas: `run`, and `serve` without systemd.
+//!
+//! They stay two. `run` starts its children on its main thread, because they may ask for a signal at the end
+//! of their parent, and they end with it. The processes of `serve` outlive it, and the next one finds them.
+
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// The wait before the start after the first failure.
+pub const FIRST_WAIT: Duration = Duration::from_millis(100);
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+/// A process that has run for so long did not die of how it was started.
+const STABLE_AFTER: Duration = Duration::from_secs(10);
+
+/// The wait between two starts of a process, which doubles with each failure in a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RestartBackoff {
+    failures: u32,
+}
+
+impl RestartBackoff {
+    /// Counts an end of the process after it ran for `uptime`, and returns the wait before the next start.
+    pub fn ended(&mut self, uptime: Duration) -> Duration {
+        self.failures = if uptime >= STABLE_AFTER { 1 } else { self.failures.saturating_add(1) };
+        FIRST_WAIT.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_WAIT)
+    }
+
+    /// Forgets all failures.
+    pub fn reset(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Returns the number of failures in a row.
+    #[must_use]
+    pub fn failures(self) -> u32 {
+        self.failures
+    }
+}
+
+/// The program and the files of a process.
+#[derive(Clone, Copy, Debug)]
+pub struct Invocation<'a> {
+    /// The program.
+    pub program: &'a Path,
+    /// True for an engine, false for a replica.
+    pub is_engine: bool,
+    /// The file with its parameters.
+    pub spec: &'a Path,
+    /// The file that it holds while it runs.
+    pub pid_file: &'a Path,
+    /// The file for its last error.
+    pub error_file: &'a Path,
+}
+
+impl Invocation<'_> {
+    /// Returns the command in a process group of its own: signals of a terminal are for the supervisor.
+    #[must_use]
+    pub fn command(self) -> Command {
+        let mut command = Command::new(self.program);
+        command.arg0("shorthorn-agent");
+        match self.is_engine {
+            true => command.arg("engine"),
+            false => command.args(["replica", "serve"]),
+        };
+        command.arg("--spec").arg(self.spec);
+        command.arg("--pid-file").arg(self.pid_file);
+        command.arg("--error-file").arg(self.error_file);
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
+        for variable in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"] {
+            command.env_remove(variable);
+        }
+        command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wait_doubles_until_the_process_was_stable() {
+        let mut backoff = RestartBackoff::default();
+        let waits_ms: Vec<u128> = (0..8).map(|_| backoff.ended(Duration::ZERO).as_millis()).collect();
+        assert_eq!(waits_ms, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
+        assert_eq!(backoff.ended(STABLE_AFTER), FIRST_WAIT);
+        backoff.reset();
+        assert_eq!((backoff.failures(), backoff.ended(Duration::ZERO)), (0, FIRST_WAIT));
+    }
+}
