@@ -110,7 +110,7 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
 /// # Errors
 /// [`FrontendError::System`] if the disk does not come up within `limit`. A udev that is slow or stuck is
 /// worth a warning only: the device works without its links.
-pub fn settle(
+pub fn wait_until_ready(
     name: &str,
     size_bytes: u64,
     events: Option<&Events>,
@@ -413,7 +413,9 @@ mod tests {
         assert_eq!(disk_of(sys.path()).unwrap(), Some((device, 1 << 20)));
         fs::write(sys.path().join("size"), "many").unwrap();
         assert!(disk_of(sys.path()).is_err());
-        let error = settle("no-such-disk", 1 << 20, None, Duration::from_millis(1)).unwrap_err().to_string();
+        let error = wait_until_ready("no-such-disk", 1 << 20, None, Duration::from_millis(1))
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("no-such-disk of 1048576 bytes"), "{error}");
     }
 }

@@ -229,7 +229,7 @@ impl EngineCore {
         }
     }
 
-    /// Returns true if no new request may be sent, because the change of the members is not settled.
+    /// Returns true if no new request may be sent, because a change of the members is not complete.
     fn is_paused(&self) -> bool {
         self.membership.is_frozen() || self.timeouts.is_out_of_touch() || self.membership.is_changing()
     }

@@ -75,7 +75,7 @@ impl Resync {
         intent.touch(region..region + 1);
     }
 
-    /// Settles the regions of a single member, which differs from no other one. While a copy to it runs,
+    /// Clears the regions of a single member, which differs from no other one. While a copy to it runs,
     /// requests wait until that has ended, because its writes would overtake them.
     pub fn is_alone(&mut self, jobs: &Jobs, intent: &mut Intent) {
         intent.touch_all(&self.left);

@@ -122,7 +122,7 @@ impl Suspects {
     }
 
     /// Ends the comparison and repair of the current block, if any. A hopeless one could not be repaired.
-    pub fn settle(&mut self, is_hopeless: bool) {
+    pub fn end_check(&mut self, is_hopeless: bool) {
         let Some(block) = self.current.take().filter(|_| is_hopeless) else { return };
         if self.hopeless.len() >= SUSPECTS_MAX {
             self.hopeless.remove(0);
@@ -226,10 +226,10 @@ mod tests {
         assert!(suspects.add(range(1, 2)) && !suspects.add(range(2, 1)), "it is known");
         assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(range(1, 1)));
         assert!(!suspects.add(range(1, 1)), "it is being compared");
-        suspects.settle(false);
+        suspects.end_check(false);
         let short = ByteRange::new(2 * BLOCK_BYTES, 512).unwrap();
         assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(short));
-        suspects.settle(false);
+        suspects.end_check(false);
         assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), None);
         assert!(suspects.add(range(1, 1)), "it may have rotted again");
     }
@@ -239,7 +239,7 @@ mod tests {
         let mut suspects = Suspects::default();
         for block in 0..=SUSPECTS_MAX as u64 {
             assert!(suspects.add(range(block, 1)) && suspects.next_block(1 << 30).is_some());
-            suspects.settle(true);
+            suspects.end_check(true);
         }
         assert!(!suspects.add(range(1, 1)) && suspects.add(range(0, 1)), "the oldest is forgotten");
         suspects.forget_hopeless();

@@ -50,7 +50,7 @@ fn writers_that_go_on_until_the_end_leave_nothing_to_make_equal_either() {
 }
 
 #[test]
-fn a_handover_settles_before_requests_have_to_wait() {
+fn a_handover_clears_regions_before_requests_have_to_wait() {
     let mut volume = Volume::start(3, 64 << 20);
     let load = Load::start(&volume, 22);
     load.wait_for_writes(500);
@@ -92,7 +92,7 @@ fn a_stop_does_not_wait_long_for_a_replica_that_hangs() {
 }
 
 #[test]
-fn a_stop_settles_without_a_replica_that_is_dead() {
+fn a_stop_clears_regions_without_a_replica_that_is_dead() {
     let mut volume = Volume::start(3, 16 << 20);
     let load = Load::start(&volume, 24);
     load.wait_for_writes(100);

@@ -335,7 +335,7 @@ impl Device for IscsiDevice {
         let (session, disk) = session::wait_for_disk(self.volume(), DISK_LIMIT)
             .map_err(|source| self.failed("find", source))?;
         self.catch_up(&session, &disk)?;
-        let number = node::settle(&disk, self.size_bytes(), events.as_ref(), DISK_LIMIT)?;
+        let number = node::wait_until_ready(&disk, self.size_bytes(), events.as_ref(), DISK_LIMIT)?;
         session.let_requests_wait().map_err(|source| self.failed("set the timer of", source))?;
         self.write_zeroes_as_data(&session);
         let path = node::publish(&self.device_dir, self.volume(), number)?;

@@ -410,7 +410,7 @@ impl NbdDevice {
         if !new {
             self.catch_up(index, &name)?;
         }
-        let number = node::settle(&name, self.export.size_bytes(), events, UDEV_LIMIT)?;
+        let number = node::wait_until_ready(&name, self.export.size_bytes(), events, UDEV_LIMIT)?;
         // Of the size of a slot. Others work as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
         if self.record.queues == 1 {

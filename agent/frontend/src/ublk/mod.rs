@@ -368,7 +368,7 @@ impl Device for UblkDevice {
         self.start()?;
         recovery::notice_deaths_soon(&self.kernel_name());
         let size_bytes = self.catch_up()?;
-        let number = node::settle(&self.kernel_name(), size_bytes, events.as_ref(), UDEV_LIMIT)?;
+        let number = node::wait_until_ready(&self.kernel_name(), size_bytes, events.as_ref(), UDEV_LIMIT)?;
         self.number = Some(number);
         node::publish(&self.device_dir, &self.volume, number)
     }
@@ -401,7 +401,7 @@ impl Device for UblkDevice {
         self.control
             .run(abi::CMD_UPDATE_SIZE, self.info.id, size_bytes / SECTOR_BYTES, COMMAND_LIMIT)
             .map_err(during(action))?;
-        node::settle(&self.kernel_name(), size_bytes, None, UDEV_LIMIT).map(drop)
+        node::wait_until_ready(&self.kernel_name(), size_bytes, None, UDEV_LIMIT).map(drop)
     }
 
     fn in_use(&self) -> Option<String> {

@@ -77,7 +77,7 @@ impl Executor {
         self.look_at_store();
         self.look_at_document(&done);
         done?;
-        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
+        self.record_cured_by_copy().map_err(ReplicaError::LostBlocksUnwritten)
     }
 
     /// Completes the copy: see [`Store::end_copy`](shorthorn_store::Store::end_copy). Waits for the disk.
@@ -85,7 +85,7 @@ impl Executor {
         let ended = self.store.end_copy();
         self.look_at_document(&ended);
         ended?;
-        self.settle_lost().map_err(ReplicaError::LostBlocksUnwritten)
+        self.record_cured_by_copy().map_err(ReplicaError::LostBlocksUnwritten)
     }
 
     /// Stops serving if a document could not be written, unless only space was missing.

@@ -178,7 +178,7 @@ impl Executor {
 
     /// The copy, or that of a layer, has ended. Blocks that have got other data meanwhile are not lost any
     /// more.
-    pub(super) fn settle_lost(&mut self) -> Outcome {
+    pub(super) fn record_cured_by_copy(&mut self) -> Outcome {
         let is_over = |block: &u64| !self.summer.known.is_lost(*block);
         let cured: Vec<u64> = self.summer.lost.keys().copied().filter(is_over).collect();
         self.are_cured(&cured)

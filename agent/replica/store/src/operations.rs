@@ -59,7 +59,7 @@ impl Store {
         Ok(())
     }
 
-    /// Settles like [`Store::recover`], without opening the files anew, because they are in use.
+    /// Recovers like [`Store::recover`], without opening the files anew, because they are in use.
     fn recover_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
         self.broken = true;
         let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {

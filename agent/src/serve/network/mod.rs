@@ -25,7 +25,7 @@ use netlink::Netlink;
 pub use source::{DataSource, InterfaceFilter, IpNetwork};
 
 /// Changes that come in a row are one: a DHCP client removes an address and adds the next one.
-const SETTLE: Duration = Duration::from_millis(300);
+const DEBOUNCE: Duration = Duration::from_millis(300);
 /// Time between two readings without a change, and after one that has failed. The kernel reports changes;
 /// this is for a lost report.
 const READ_EVERY: Duration = Duration::from_secs(30);
@@ -155,7 +155,7 @@ impl DataNetwork {
             }
             // Without interfaces to follow only replicas that have not moved are left to do.
             if timeout(pause, self.changed()).await.is_ok() {
-                sleep(SETTLE).await;
+                sleep(DEBOUNCE).await;
             }
             self.look().await;
         }

@@ -343,7 +343,7 @@ impl Simulation {
             }),
             Ask::CopyEnd => replica.write_document(|replica| {
                 replica.durable.rebuilding = false;
-                replica.settle_lost();
+                replica.record_cured_by_copy();
                 Ok(())
             }),
             Ask::Expand(size_bytes) => return self.expand_replica(at, &op, *size_bytes),

@@ -230,8 +230,8 @@ impl Replica {
         }
     }
 
-    /// The copy has ended: see [`Replica::record_cured`].
-    pub(super) fn settle_lost(&mut self) {
+    /// Records the blocks that the ended copy has cured.
+    pub(super) fn record_cured_by_copy(&mut self) {
         self.files.head.sync(usize::MAX);
         self.durable.lost.retain(|block, _| self.known_rot.is_lost(*block));
     }

@@ -58,8 +58,8 @@ impl EngineCore {
         }
     }
 
-    /// Drops members without space if the view can continue without them. Each change of the view may settle
-    /// other requests, too.
+    /// Drops members without space if the view can continue without them. Each change of the view may decide
+    /// about other requests, too.
     pub(super) fn leave_without_space(&mut self, out: &mut Outputs) {
         let mut at = 0;
         while let Some(waiting) = self.space.get(at).filter(|_| !self.is_paused()) {

@@ -109,7 +109,7 @@ impl EngineCore {
             && range.length() > BLOCK_BYTES
             && self.scrub.as_mut().is_some_and(|scrub| scrub.look_closer(range))
         {
-            self.suspects.settle(false);
+            self.suspects.end_check(false);
             return self.free_slot(id, out);
         }
         match scrub_result {
@@ -117,11 +117,11 @@ impl EngineCore {
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
             ScrubResult::Odd { odd, .. } | ScrubResult::Torn(odd) => {
-                self.suspects.settle(true);
+                self.suspects.end_check(true);
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
             // The comparison covers only the data that a reader sees.
-            ScrubResult::Equal | ScrubResult::LookFurther => self.suspects.settle(false),
+            ScrubResult::Equal | ScrubResult::LookFurther => self.suspects.end_check(false),
         }
         self.free_slot(id, out);
     }
@@ -146,7 +146,7 @@ impl EngineCore {
         // A member that had no space for its repair is still a member.
         let is_left_odd = !odd.and(self.membership.answering()).without(left).is_empty();
         let repaired = !left.is_empty() && !is_left_odd;
-        self.suspects.settle(!repaired);
+        self.suspects.end_check(!repaired);
         out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
     }
 }

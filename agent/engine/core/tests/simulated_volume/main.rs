@@ -463,7 +463,7 @@ impl SimulatedVolume {
         self.apply(Event::Tick { now_ms: self.now_ms });
     }
 
-    /// Settles pending work: connections close, the arbiter grants, a frozen engine ends.
+    /// Completes pending work: connections close, the arbiter grants, a frozen engine ends.
     fn converge(&mut self) {
         for peer in (0..REPLICAS).filter(|peer| self.closing[*peer]).collect::<Vec<_>>() {
             self.cut(peer);

@@ -406,7 +406,7 @@ fn settling_follows_a_turn_that_is_under_way() {
 }
 
 #[test]
-fn settling_waits_until_the_view_is_settled() {
+fn a_clearing_waits_until_the_view_has_changed() {
     let mut bench = Bench::new(3);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
@@ -420,7 +420,7 @@ fn settling_waits_until_the_view_is_settled() {
 }
 
 #[test]
-fn settling_ends_where_the_last_member_cannot_flush() {
+fn a_clearing_ends_if_the_last_member_cannot_flush() {
     let mut bench = Bench::new(1);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
