@@ -35,7 +35,6 @@ pub(super) struct VolumeView {
     replicas: Vec<ReplicaView>,
     rebuild_bytes_per_second: u64,
     rebuild_share_percent: u32,
-    #[serde(rename = "equalising")]
     resync: Option<v1::CopyStatus>,
     scrub: Option<v1::ScrubStatus>,
     salvage: Option<v1::Salvage>,

@@ -233,6 +233,7 @@ pub struct EngineStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grant_wanted: Option<GrantWanted>,
     /// Regions that are made equal after an unclean stop, while there are any.
+    // The key of the control socket, which programs of other versions read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "equalising")]
     pub resync: Option<CopyStatus>,
