@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shorthorn_core::{DropCause, PeerIndex};
-use shorthorn_recovery::{BadSources, RejoinDelay, Standing, rebuild};
+use shorthorn_recovery::{BadSources, RebuildDelay, Standing, rebuild};
 use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
@@ -41,7 +41,7 @@ const STACK_BYTES: usize = 256 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskCommand {
     /// The replica is not in the view: bring it back after the delay.
-    Start(RejoinDelay),
+    Start(RebuildDelay),
     /// The reason for a pause is gone.
     EndDelay,
     /// The replica may be reachable again: try at once.
@@ -71,7 +71,7 @@ impl RebuildTasks {
     ///
     /// # Errors
     /// No thread is to be had.
-    pub fn start(&mut self, peer: PeerIndex, delay: RejoinDelay) -> Result<(), EngineError> {
+    pub fn start(&mut self, peer: PeerIndex, delay: RebuildDelay) -> Result<(), EngineError> {
         let entry = &mut self.commands[usize::from(peer)];
         if let Some(commands) = entry
             && commands.send(TaskCommand::Start(delay)).is_ok()
@@ -159,7 +159,7 @@ struct RebuildTask {
     /// The cause of the last failure, so that it is logged once.
     cause: Option<String>,
     /// A delay that was ordered in the middle of an attempt: it begins when that has failed.
-    later: Cell<Option<RejoinDelay>>,
+    later: Cell<Option<RebuildDelay>>,
     /// Members that could not be read to bring the replica back.
     bad_sources: BadSources,
     /// The number of attempts in a row in which no member could give a block of a snapshot.
@@ -184,11 +184,11 @@ impl RebuildTask {
     }
 
     /// Waits until the replica may come back; false if the rebuild task has to end.
-    fn wait_for_delay(&self, delay: RejoinDelay) -> bool {
+    fn wait_for_delay(&self, delay: RebuildDelay) -> bool {
         let until = match delay {
-            RejoinDelay::For(Duration::ZERO) => return true,
-            RejoinDelay::For(pause) => Instant::now().checked_add(pause),
-            RejoinDelay::Out => None,
+            RebuildDelay::For(Duration::ZERO) => return true,
+            RebuildDelay::For(pause) => Instant::now().checked_add(pause),
+            RebuildDelay::Out => None,
         };
         loop {
             let command = match until {
@@ -290,8 +290,8 @@ impl RebuildTask {
         // From long before the start on: else the first time would seem to follow another one.
         let now = self.context.age() + Duration::from_secs(1 << 20);
         match self.standing.dropped(DropCause::Broken, now, false) {
-            RejoinDelay::For(pause) => pause,
-            RejoinDelay::Out => LASTING_PAUSE,
+            RebuildDelay::For(pause) => pause,
+            RebuildDelay::Out => LASTING_PAUSE,
         }
     }
 

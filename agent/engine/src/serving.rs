@@ -15,7 +15,7 @@ use shorthorn_control::{
 };
 use shorthorn_core::{Cause, Event, Failure, PeerIndex, ScrubConfig};
 use shorthorn_frontend::Refusal;
-use shorthorn_recovery::{RejoinDelay, Standing};
+use shorthorn_recovery::{RebuildDelay, Standing};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
@@ -41,7 +41,7 @@ const MOVES_INTERVAL: Duration = Duration::from_millis(200);
 /// The interval of logging the progress of a copy. A copy takes minutes to hours.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
-const NO_DELAY: RejoinDelay = RejoinDelay::For(Duration::ZERO);
+const NO_DELAY: RebuildDelay = RebuildDelay::For(Duration::ZERO);
 
 /// See the module.
 pub struct Serving<'a> {

@@ -36,4 +36,4 @@ pub use other_member::BlockSearch;
 pub use out_of_sync_sets::{forget_in_vain, give_up};
 pub use rebuild::{OTHER_RUN, RebuildTask, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
 pub use serving::{Address, Peer, PendingView, ServingEngine, members};
-pub use standing::{RejoinDelay, Standing};
+pub use standing::{RebuildDelay, Standing};

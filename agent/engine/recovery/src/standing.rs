@@ -55,7 +55,7 @@ const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
 
 /// The time for which a replica stays out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RejoinDelay {
+pub enum RebuildDelay {
     /// For so long.
     For(Duration),
     /// The replica stays out until an operator clears that.
@@ -90,31 +90,31 @@ impl Strikes {
 impl Standing {
     /// Records that the replica is dropped, and returns its stay. `now` counts from any fixed point;
     /// `is_needed`: without it so few are left that it may not stay out.
-    pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> RejoinDelay {
+    pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> RebuildDelay {
         match cause {
             DropCause::Late => {
                 let times = self.late.add(now, LATE_FORGIVEN);
                 match LATE_PAUSES.get(times.saturating_sub(1) as usize) {
-                    Some(pause) if is_needed => RejoinDelay::For((*pause).min(LONGEST_PAUSE_OF_NEEDED)),
-                    Some(pause) => RejoinDelay::For(*pause),
-                    None if is_needed => RejoinDelay::For(LONGEST_PAUSE_OF_NEEDED),
-                    None => RejoinDelay::Out,
+                    Some(pause) if is_needed => RebuildDelay::For((*pause).min(LONGEST_PAUSE_OF_NEEDED)),
+                    Some(pause) => RebuildDelay::For(*pause),
+                    None if is_needed => RebuildDelay::For(LONGEST_PAUSE_OF_NEEDED),
+                    None => RebuildDelay::Out,
                 }
             }
             DropCause::Full => {
                 let times = self.full.add(now, LATE_FORGIVEN);
                 let pause = FULL_PAUSES.get(times.saturating_sub(1) as usize).copied();
                 let longest = if is_needed { LONGEST_PAUSE_OF_NEEDED } else { LONGEST_FULL_PAUSE };
-                RejoinDelay::For(pause.unwrap_or(LONGEST_FULL_PAUSE).min(longest))
+                RebuildDelay::For(pause.unwrap_or(LONGEST_FULL_PAUSE).min(longest))
             }
-            DropCause::Unused => RejoinDelay::For(Duration::ZERO),
+            DropCause::Unused => RebuildDelay::For(Duration::ZERO),
             DropCause::Broken => {
                 let times = self.broken.add(now, BREAKS_FORGIVEN);
                 let Some(doublings) = times.checked_sub(FREE_BREAKS + 1) else {
-                    return RejoinDelay::For(Duration::ZERO);
+                    return RebuildDelay::For(Duration::ZERO);
                 };
                 let pause = FIRST_BREAK_PAUSE.saturating_mul(1 << doublings.min(16));
-                RejoinDelay::For(pause.min(LONGEST_BREAK_PAUSE))
+                RebuildDelay::For(pause.min(LONGEST_BREAK_PAUSE))
             }
         }
     }
@@ -130,10 +130,10 @@ impl Standing {
 mod tests {
     use super::*;
 
-    fn seconds(stay: RejoinDelay) -> f64 {
+    fn seconds(stay: RebuildDelay) -> f64 {
         match stay {
-            RejoinDelay::For(pause) => pause.as_secs_f64(),
-            RejoinDelay::Out => f64::INFINITY,
+            RebuildDelay::For(pause) => pause.as_secs_f64(),
+            RebuildDelay::Out => f64::INFINITY,
         }
     }
 
@@ -187,7 +187,7 @@ mod tests {
         }
         assert_eq!(
             standing.dropped(DropCause::Late, Duration::from_secs(2), false),
-            RejoinDelay::For(Duration::ZERO)
+            RebuildDelay::For(Duration::ZERO)
         );
         assert_eq!(standing.times_late(), 1);
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shorthorn_control::MemberMode;
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
-use shorthorn_recovery::RejoinDelay;
+use shorthorn_recovery::RebuildDelay;
 use shorthorn_types::ByteRange;
 
 use super::{NO_DELAY, Serving};
@@ -44,7 +44,7 @@ impl Serving<'_> {
     }
 
     /// Returns the time for which the dropped replica stays out, and a description of it.
-    fn delay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (RejoinDelay, String) {
+    fn delay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (RebuildDelay, String) {
         let peers = self.context().known_peers();
         let members = self.shared().look(|core| {
             let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
@@ -58,16 +58,16 @@ impl Serving<'_> {
         let times = standing.times_late();
         let message = match delay {
             NO_DELAY => String::new(),
-            RejoinDelay::For(pause) if cause == DropCause::Late => {
+            RebuildDelay::For(pause) if cause == DropCause::Late => {
                 format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
             }
-            RejoinDelay::For(pause) if cause == DropCause::Full => {
+            RebuildDelay::For(pause) if cause == DropCause::Full => {
                 format!("; its disk is full: it stays out for {} s", pause.as_secs())
             }
-            RejoinDelay::For(pause) => {
+            RebuildDelay::For(pause) => {
                 format!("; its connections break often: it stays out for {} ms", pause.as_millis())
             }
-            RejoinDelay::Out => format!(
+            RebuildDelay::Out => format!(
                 "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
                  volume is attached anew"
             ),
