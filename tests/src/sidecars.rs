@@ -62,7 +62,7 @@ impl<'a> Sidecars<'a> {
         let class = text(&claim["spec"]["storageClassName"])?;
         let class = self.api.ok("GET", &format!("/apis/storage.k8s.io/v1/storageclasses/{class}"), None)?;
         let name = format!("pvc-{}", text(&claim["metadata"]["uid"])?);
-        let request = self.wish(&claim, &class, &name)?;
+        let request = self.create_request(&claim, &class, &name)?;
         let volume = self.until_done("volume of the claim", || {
             let made = self.csi.call(request.clone(), CALL_LIMIT, async |channel, request| {
                 ControllerClient::new(channel).create_volume(request).await
@@ -78,7 +78,7 @@ impl<'a> Sidecars<'a> {
         Ok(name)
     }
 
-    fn wish(&self, claim: &Value, class: &Value, name: &str) -> Result<v1::CreateVolumeRequest> {
+    fn create_request(&self, claim: &Value, class: &Value, name: &str) -> Result<v1::CreateVolumeRequest> {
         let required_bytes = bytes(&claim["spec"]["resources"]["requests"]["storage"])?;
         let selected = text(&claim["metadata"]["annotations"]["volume.kubernetes.io/selected-node"])?;
         Ok(v1::CreateVolumeRequest {

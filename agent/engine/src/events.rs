@@ -1,5 +1,5 @@
-//! News for the main thread, and the reports in them. All threads send them, so this module uses no thread's
-//! module.
+//! Events for the main thread, and the reports in them. All threads send them, so this module uses no
+//! module of a thread.
 
 use std::os::fd::OwnedFd;
 
@@ -9,7 +9,7 @@ use shorthorn_types::{ByteRange, Generation, View};
 
 use crate::failures::Trouble;
 
-/// News for the main thread.
+/// An event for the main thread.
 #[derive(Debug)]
 pub enum MainEvent {
     /// SIGTERM or SIGINT.

@@ -164,7 +164,7 @@ impl Opener<'_> {
         let order = match self.events.recv_timeout(pause) {
             Ok(MainEvent::Terminate) => return Err(Stop::Ended(Ending::Terminate)),
             Ok(MainEvent::ControlCommand(order)) => order,
-            // The queues do not run yet, so no other news can come.
+            // The queues do not run yet, so no other event can come.
             Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
             Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended(Ending::Terminate)),
         };

@@ -235,7 +235,7 @@ impl Shared {
         self.connected.get(usize::from(peer)).is_none_or(|queues| queues.load(Ordering::Acquire) == 0)
     }
 
-    /// Sends news to the main thread.
+    /// Sends an event to the main thread.
     pub fn send_event(&self, event: MainEvent) {
         // The main thread has gone only where the process is ending.
         let _ = self.events.send(event);

@@ -170,7 +170,7 @@ mod tests {
         let counted = Correlation::Counted;
         let all = [again(2), counted.clone(), again(4), counted.clone(), counted.clone(), counted, again(8)];
         assert_eq!(queued, all);
-        // Much later it is news again.
+        // Much later it is a new event again.
         let later = at(8 + i64::try_from(SERIES_WINDOW.as_secs()).unwrap());
         assert!(matches!(correlator.take(&event("v", "a"), later), Correlation::New(other) if other != name));
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use crate::objects::{DataState, Replica, Volume};
 use crate::{ClusterState, given_up};
 
-/// Verdict on the replicas that remain of a volume, the best first.
+/// The chance of a volume with its remaining replicas, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Survivors {
     /// The volume continues, or starts again, with the remaining replicas.

@@ -196,7 +196,7 @@ fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &In
     let cluster = fleet.store.state();
     let volume = cluster.replicas.get(&key.name)?.spec.volume_name.as_str();
     let stored_bytes = cluster.volumes.get(volume).map(|volume| volume.status.actual_size);
-    // The volume takes as much as its largest replica: a smaller one is no news.
+    // The volume takes as much as its largest replica: a smaller one does not change that.
     let has_grown = stored_bytes.is_some_and(|stored_bytes| {
         now.allocated_bytes > stored_bytes && is_noticeable(stored_bytes, now.allocated_bytes)
     });
@@ -258,7 +258,7 @@ mod tests {
         let volume = Some(Key::new(Kind::Volume, "v"));
         assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 0)), volume);
         fleet.change(&node, |view| drop(view.instances.insert(key.clone(), shown(1, 0))));
-        assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 4096)), None, "its size is no news");
+        assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 4096)), None, "its size changes nothing");
         assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(2, 0)), volume);
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tonic::metadata::MetadataMap;
 
-/// The maximum wait, for any wish of the caller, who may ask again.
+/// The maximum wait, whatever the caller asks for: it may call again.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 /// The answer has to be there before the caller gives up: this much of the time is left for it…
 const ANSWER_PART: u32 = 10;

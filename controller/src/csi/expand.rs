@@ -23,7 +23,8 @@ impl CsiController {
         if range.required_bytes == 0 && range.limit_bytes == 0 {
             return Err(CsiError::Invalid("capacity_range is missing".into()));
         }
-        let capability = request.volume_capability.map(|wish| arguments::usable(Some(wish))).transpose()?;
+        let capability =
+            request.volume_capability.map(|wanted| arguments::usable(Some(wanted))).transpose()?;
         let volume = arguments::existing_volume_id(&request.volume_id)?;
         let pass = self.enter(&volume)?;
         let name = volume.as_str();

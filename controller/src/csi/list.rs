@@ -66,9 +66,9 @@ impl CsiController {
         let cluster = self.store.state();
         let volume = requests::find(&cluster, name.as_str()).map_err(IntoCsiError::into_csi_error)?;
         // An incomplete capability is an error all the same.
-        for wish in &request.volume_capabilities {
-            if wish.access_mode.is_none() || wish.access_type.is_none() {
-                capability(Some(wish.clone()))?;
+        for wanted in &request.volume_capabilities {
+            if wanted.access_mode.is_none() || wanted.access_type.is_none() {
+                capability(Some(wanted.clone()))?;
             }
         }
         Ok(match unusable(&cluster, volume, &request) {

@@ -36,7 +36,7 @@ const USAGES: &[&str] = &["digital signature", "key encipherment", "server auth"
 
 /// The decision about one request.
 #[derive(Debug)]
-enum Verdict {
+enum RequestDecision {
     /// Sign it for this node.
     Sign { node: String, request: Box<Request> },
     /// Deny it for this reason.
@@ -155,17 +155,17 @@ async fn handle(
 ) -> Result<(), SignError> {
     let name = found.metadata.name.clone().unwrap_or_default();
     match judge(found) {
-        Verdict::Done => {}
-        Verdict::Deny(reason) => {
+        RequestDecision::Done => {}
+        RequestDecision::Deny(reason) => {
             tracing::warn!(request = name, reason, "a certificate signing request is denied");
             decide(api, found, "Denied", &reason).await?;
         }
-        Verdict::Sign { .. } if attempts.failures >= ATTEMPTS_MAX => {
+        RequestDecision::Sign { .. } if attempts.failures >= ATTEMPTS_MAX => {
             let reason = format!("{ATTEMPTS_MAX} attempts to sign it have failed: {}", attempts.error);
             tracing::error!(request = name, reason, "a certificate signing request has failed");
             fail(api, found, &reason).await?;
         }
-        Verdict::Sign { node, request } => {
+        RequestDecision::Sign { node, request } => {
             if !has_condition(found, "Approved") {
                 decide(api, found, "Approved", "the kubelet of the node made the request").await?;
             }
@@ -258,16 +258,16 @@ fn has_condition(found: &CertificateSigningRequest, verdict: &str) -> bool {
     conditions.is_some_and(|all| all.iter().any(|condition| condition.type_ == verdict))
 }
 
-fn judge(found: &CertificateSigningRequest) -> Verdict {
+fn judge(found: &CertificateSigningRequest) -> RequestDecision {
     let is_signed = found.status.as_ref().is_some_and(|status| status.certificate.is_some());
     if is_signed || has_condition(found, "Denied") || has_condition(found, "Failed") {
-        return Verdict::Done;
+        return RequestDecision::Done;
     }
     match check(&found.spec) {
-        Ok((node, request)) => Verdict::Sign { node, request: Box::new(request) },
+        Ok((node, request)) => RequestDecision::Sign { node, request: Box::new(request) },
         // An administrator's approval does not replace the proof.
-        Err(_) if has_condition(found, "Approved") => Verdict::Done,
-        Err(reason) => Verdict::Deny(reason),
+        Err(_) if has_condition(found, "Approved") => RequestDecision::Done,
+        Err(reason) => RequestDecision::Deny(reason),
     }
 }
 
@@ -318,7 +318,7 @@ mod tests {
 
     fn denial(found: &CertificateSigningRequest) -> String {
         match judge(found) {
-            Verdict::Deny(reason) => reason,
+            RequestDecision::Deny(reason) => reason,
             other => panic!("{other:?}"),
         }
     }
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn only_the_kubelet_of_a_node_gets_its_certificate() {
         let good = request("system:node:a", "a");
-        assert!(matches!(judge(&good), Verdict::Sign { node, .. } if node == "a"));
+        assert!(matches!(judge(&good), RequestDecision::Sign { node, .. } if node == "a"));
         assert!(denial(&request("system:node:a", "b")).contains("names"));
         assert!(denial(&request("system:serviceaccount:x:y", "a")).contains("kubelet"));
         let mut without_group = good.clone();
@@ -353,12 +353,15 @@ mod tests {
             });
             found
         };
-        assert!(matches!(judge(&with("Denied", request("system:node:a", "a"))), Verdict::Done));
-        assert!(matches!(judge(&with("Approved", request("system:node:a", "a"))), Verdict::Sign { .. }));
-        assert!(matches!(judge(&with("Approved", request("mallory", "a"))), Verdict::Done));
+        assert!(matches!(judge(&with("Denied", request("system:node:a", "a"))), RequestDecision::Done));
+        assert!(matches!(
+            judge(&with("Approved", request("system:node:a", "a"))),
+            RequestDecision::Sign { .. }
+        ));
+        assert!(matches!(judge(&with("Approved", request("mallory", "a"))), RequestDecision::Done));
         let mut signed = with("Approved", request("system:node:a", "a"));
         signed.status.as_mut().unwrap().certificate = Some(ByteString(b"x".to_vec()));
-        assert!(matches!(judge(&signed), Verdict::Done));
+        assert!(matches!(judge(&signed), RequestDecision::Done));
     }
 
     /// Keeps the CA in memory, and refuses to store it on request.

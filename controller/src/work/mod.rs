@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::Key;
-use shorthorn_controller_core::reconcile::places::{self, Search};
+use shorthorn_controller_core::reconcile::waiting_volumes::{self, Search};
 use shorthorn_controller_core::reconcile::{Settings, concerned};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::mpsc;
@@ -102,7 +102,7 @@ impl Worker {
     fn look_at_concerned(&self, key: &Key, search: &mut Search) {
         let cluster = self.store.state();
         let keys = concerned(&cluster, key);
-        if places::may_open(&cluster, self.settings.scheduling, key) {
+        if waiting_volumes::may_open(&cluster, self.settings.scheduling, key) {
             search.start();
         }
         // The queue looks at the cluster state itself.

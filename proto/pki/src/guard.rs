@@ -14,8 +14,8 @@ use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
 use crate::certificate::Certificate;
+use crate::connection_slots::{CertifiedConnection, UncertifiedSlot};
 use crate::credentials::{Credentials, now};
-use crate::places::{Friend, StrangerPlace};
 use crate::role::Role;
 use crate::trust::Usage;
 
@@ -48,7 +48,7 @@ pub(crate) struct Guard {
     /// The replacement that was checked last; 0: none.
     pub(crate) generation: u64,
     /// Keeps the address of a client known.
-    pub(crate) _friend: Option<Friend>,
+    pub(crate) _friend: Option<CertifiedConnection>,
 }
 
 impl Guard {
@@ -72,7 +72,7 @@ pub(crate) enum Limit {
     /// The peer has shown a certificate.
     Certificate(Box<Guard>),
     /// The peer has shown none: such connections are few and short.
-    Stranger { until: Instant, timer: Pin<Box<Sleep>>, _held: StrangerPlace },
+    Stranger { until: Instant, timer: Pin<Box<Sleep>>, _held: UncertifiedSlot },
 }
 
 /// A connection whose peer is checked whenever it receives data.

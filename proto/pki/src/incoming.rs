@@ -15,10 +15,10 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::certificate::Certificate;
+use crate::connection_slots::{CertifiedConnection, Sources, UncertifiedSlot, lock};
 use crate::credentials::{ClientAuth, Credentials};
 use crate::guard::{Guard, Guarded, Limit, Peer};
 use crate::handshakes::{Begun, Handshakes, Outcome};
-use crate::places::{Friend, Sources, StrangerPlace, lock};
 use crate::trust::Usage;
 
 /// Connections that wait for the server.
@@ -177,7 +177,7 @@ impl Door {
         }
     }
 
-    fn admit_stranger(&self, address: SocketAddr) -> Option<StrangerPlace> {
+    fn admit_stranger(&self, address: SocketAddr) -> Option<UncertifiedSlot> {
         let permit = Arc::clone(&self.strangers).try_acquire_owned().ok()?;
         self.stranger_sources.admit(permit, address, self.limits.strangers_per_source_max)
     }
@@ -206,7 +206,7 @@ impl Door {
             expected: None,
             not_after: certificate.not_after,
             generation: 0,
-            _friend: Some(Friend::connect(&self.handshakes, address)),
+            _friend: Some(CertifiedConnection::connect(&self.handshakes, address)),
         };
         let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
         Ok(Guarded { stream, limit: Limit::Certificate(Box::new(guard)), peer })

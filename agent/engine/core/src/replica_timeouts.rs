@@ -87,7 +87,7 @@ pub(crate) struct ReplicaTimeouts {
 
 /// The replicas that need something after a check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Verdict {
+pub(crate) struct LateReplicas {
     /// Replicas to drop.
     pub late: PeerMask,
     /// Late members that the volume waits for.
@@ -305,24 +305,24 @@ impl ReplicaTimeouts {
     }
 
     /// Decides which replicas are too late, and for which late ones the volume waits.
-    pub fn check(&mut self, debts: &Debts, membership: &Membership, now_ms: u64) -> Verdict {
+    pub fn check(&mut self, debts: &Debts, membership: &Membership, now_ms: u64) -> LateReplicas {
         let of = |peer: PeerIndex| debts[usize::from(peer)];
         let members = membership.answering();
         let prompt = members.filter(|peer| of(peer).worst_ms() <= self.timeout_ms / 2);
         self.slow = members.without(prompt);
         let others = self.others(prompt, debts, membership, now_ms);
-        let mut verdict = Verdict::default();
+        let mut late_replicas = LateReplicas::default();
         for peer in membership.connected().iter() {
             let debt = of(peer);
             // A rebuilding replica is dropped like a member without which the others can continue.
             let others = if members.has(peer) { others } else { Others { prompt: Quorum::More, ..others } };
             if self.is_over(debt, others) {
-                verdict.late = verdict.late.with(PeerMask::one(peer));
+                late_replicas.late = late_replicas.late.with(PeerMask::one(peer));
             } else if members.has(peer) && debt.worst_ms() > self.reported_late_ms() {
-                verdict.awaited = verdict.awaited.with(PeerMask::one(peer));
+                late_replicas.awaited = late_replicas.awaited.with(PeerMask::one(peer));
             }
         }
-        verdict
+        late_replicas
     }
 
     fn others(&mut self, prompt: PeerMask, debts: &Debts, membership: &Membership, now_ms: u64) -> Others {

@@ -323,7 +323,7 @@ impl Device for NbdDevice {
             tracing::warn!(index, %error, "nbd: udev can not be told of the device: its rules may not have matched");
             events = None;
         }
-        let path = self.bring_up(index, new, events.as_ref());
+        let path = self.connect_device(index, new, events.as_ref());
         if path.is_err() && new {
             self.closed.store(true, Ordering::Release);
             let number = self.number.take();
@@ -397,7 +397,12 @@ impl NbdDevice {
         connected.map_err(|source| system(format!("make an NBD device for {}", self.volume), source))
     }
 
-    fn bring_up(&mut self, index: u32, new: bool, events: Option<&Events>) -> Result<PathBuf, FrontendError> {
+    fn connect_device(
+        &mut self,
+        index: u32,
+        new: bool,
+        events: Option<&Events>,
+    ) -> Result<PathBuf, FrontendError> {
         let name = sysfs::name(index);
         let target = Target { index, backend: self.backend.clone() };
         for socket in std::mem::take(&mut self.kernel_ends) {

@@ -44,7 +44,7 @@ impl Unsummed {
         match file.and_then(made_for) {
             _ if file.is_none() => set.add_durable(0..count),
             // The regions that the volume has got since.
-            Some(before_bytes) => set.add_durable(news(before_bytes, identity.regions)),
+            Some(before_bytes) => set.add_durable(added_regions(before_bytes, identity.regions)),
             None => {}
         }
         if set.stamp().is_none() {
@@ -57,7 +57,7 @@ impl Unsummed {
     /// Returns the set for the volume after it has grown: the new part has no sums.
     pub fn grown(&self, from: Regions, to: Regions) -> PagedSet {
         let mut set = self.set.grown(to);
-        set.add_durable(news(from.size_bytes(), to));
+        set.add_durable(added_regions(from.size_bytes(), to));
         set
     }
 
@@ -142,7 +142,7 @@ impl Summing {
 }
 
 /// Returns the regions that have got bytes since the volume had `before_bytes`.
-fn news(before_bytes: u64, regions: Regions) -> Range<u32> {
+fn added_regions(before_bytes: u64, regions: Regions) -> Range<u32> {
     match shorthorn_types::ByteRange::new(before_bytes, regions.size_bytes().saturating_sub(before_bytes)) {
         Ok(range) => regions.touched(range),
         Err(_) => 0..regions.count(),

@@ -3,7 +3,6 @@
 mod engine;
 mod health;
 mod node;
-pub mod places;
 mod rebuilds;
 mod replica;
 mod volume;

@@ -112,7 +112,7 @@ fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
     decision
 }
 
-/// Writes the status of a wanted replica, if it has news. Two things wait for the next write. The first is
+/// Writes the status of a wanted replica, if it has changed. Two things wait for the next write. The first is
 /// that the replica is being started, for a while. The second is that one of the first replicas is in the
 /// view, because it counts as a member until something else is stored.
 fn store_changed(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {

@@ -313,7 +313,7 @@ impl SimAgent {
                         instance.state = InstanceState::Running;
                     } else {
                         lose_missing(view, &key.name, here, views);
-                        bring_up(view, &key.name, here, views);
+                        start_serving(view, &key.name, here, views);
                     }
                     view.endpoint = format!("/dev/longhorn/{}", key.name);
                     let told = self.sizes.get(&(key.clone(), attach_of(view))).copied();
@@ -456,7 +456,7 @@ fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -
 }
 
 /// Rebuilds replicas that are not members; then they join.
-fn bring_up(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
+fn start_serving(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
     let Some(current) =
         views.newest.get(volume).copied().filter(|current| Some(current.id.generation.attach) == view.attach)
     else {

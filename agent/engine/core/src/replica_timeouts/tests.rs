@@ -95,12 +95,12 @@ fn a_late_member_is_dropped_when_the_others_were_prompt_for_long_enough() {
     let late = debts([6000, 0, 0], [0; 3]);
     assert_eq!(timeouts.check(&late, &membership, 1000).late, PeerMask::NONE);
     assert_eq!(timeouts.slow(), PeerMask::one(0));
-    let verdict = timeouts.check(&late, &membership, TIMEOUT_MS / 2);
-    assert_eq!(verdict, Verdict { late: PeerMask::one(0), awaited: PeerMask::NONE });
+    let late_replicas = timeouts.check(&late, &membership, TIMEOUT_MS / 2);
+    assert_eq!(late_replicas, LateReplicas { late: PeerMask::one(0), awaited: PeerMask::NONE });
     let both_late = debts([6000, 6000, 0], [0; 3]);
-    let verdict = timeouts.check(&both_late, &membership, TIMEOUT_MS / 2);
-    assert_eq!(verdict.late, PeerMask::NONE, "one of three cannot continue");
-    assert_eq!(verdict.awaited, PeerMask::one(0).with(PeerMask::one(1)));
+    let late_replicas = timeouts.check(&both_late, &membership, TIMEOUT_MS / 2);
+    assert_eq!(late_replicas.late, PeerMask::NONE, "one of three cannot continue");
+    assert_eq!(late_replicas.awaited, PeerMask::one(0).with(PeerMask::one(1)));
 }
 
 #[test]

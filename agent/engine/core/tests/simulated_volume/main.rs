@@ -360,7 +360,7 @@ impl SimulatedVolume {
     }
 
     /// Brings a replica outside the view back.
-    fn bring_up(&mut self, peer: usize) {
+    fn restart_replica(&mut self, peer: usize) {
         let in_view = self.core.membership().view().members.contains(id(peer));
         if in_view || self.closing[peer] || self.core.membership().is_changing() {
             return;
@@ -396,7 +396,7 @@ impl SimulatedVolume {
             }
             2 => {
                 for peer in self.peers_in(PeerState::Failed) {
-                    self.bring_up(peer);
+                    self.restart_replica(peer);
                 }
             }
             3 if self.dice.one_in(4) => self.apply(Event::ClearAll),
@@ -508,7 +508,7 @@ impl SimulatedVolume {
                 }
             }
             for peer in self.peers_in(PeerState::Failed) {
-                self.bring_up(peer);
+                self.restart_replica(peer);
             }
             let progress = self.core.copy_progress();
             if self.core.unfinished() == 0

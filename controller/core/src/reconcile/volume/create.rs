@@ -8,7 +8,7 @@ use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     VolumeState,
 };
-use crate::reconcile::{Context, SPACE_CHECK, places};
+use crate::reconcile::{Context, SPACE_CHECK, waiting_volumes};
 use crate::scheduler::{self, Placement, Refusal, Request};
 
 /// The message of a volume whose undeletion was interrupted.
@@ -126,7 +126,7 @@ impl Run<'_> {
     /// Checks again after that time, or later if many volumes wait. An event that may open a place comes
     /// first.
     pub(super) fn check_places_after(&mut self, least: Duration) {
-        self.decision.again_after(places::check_after(self.context.cluster, least));
+        self.decision.again_after(waiting_volumes::check_after(self.context.cluster, least));
     }
 
     pub(super) fn report_unschedulable(&mut self, refusal: &Refusal) {

@@ -11,27 +11,27 @@ use crate::handshakes::{Handshakes, source};
 
 /// The room that a connection without a certificate takes, until it ends.
 #[derive(Debug)]
-pub(crate) struct StrangerPlace {
+pub(crate) struct UncertifiedSlot {
     _permit: OwnedSemaphorePermit,
     _place: Place,
 }
 
 /// A connection with a certificate; it has ended when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Friend {
+pub(crate) struct CertifiedConnection {
     handshakes: Arc<Mutex<Handshakes>>,
     address: IpAddr,
 }
 
-impl Friend {
+impl CertifiedConnection {
     /// Counts the connection as one of its address.
-    pub(crate) fn connect(handshakes: &Arc<Mutex<Handshakes>>, address: SocketAddr) -> Friend {
+    pub(crate) fn connect(handshakes: &Arc<Mutex<Handshakes>>, address: SocketAddr) -> CertifiedConnection {
         lock(handshakes).connect(address.ip());
-        Friend { handshakes: Arc::clone(handshakes), address: address.ip() }
+        CertifiedConnection { handshakes: Arc::clone(handshakes), address: address.ip() }
     }
 }
 
-impl Drop for Friend {
+impl Drop for CertifiedConnection {
     fn drop(&mut self) {
         lock(&self.handshakes).disconnect(self.address, Instant::now());
     }
@@ -60,8 +60,8 @@ impl Sources {
         permit: OwnedSemaphorePermit,
         address: SocketAddr,
         max: usize,
-    ) -> Option<StrangerPlace> {
-        Some(StrangerPlace { _permit: permit, _place: self.enter(address, max)? })
+    ) -> Option<UncertifiedSlot> {
+        Some(UncertifiedSlot { _permit: permit, _place: self.enter(address, max)? })
     }
 
     fn enter(&self, address: SocketAddr, max: usize) -> Option<Place> {
