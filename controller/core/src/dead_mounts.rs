@@ -51,7 +51,7 @@ mod tests {
     use super::*;
     use crate::Timestamp;
     use crate::lost_node_pods::Namespaced;
-    use crate::observed::{AgentInfo, AgentView, Link};
+    use crate::observed::{AgentInfo, Link, ObservedAgent};
 
     fn pod(name: &str, has_controller: bool) -> Pod {
         let name = Namespaced { namespace: "n".to_owned(), name: name.to_owned() };
@@ -91,7 +91,7 @@ mod tests {
     fn only_an_agent_in_reach_is_believed() {
         let mut agents = Agents::default();
         for (node, mounts) in [("a", vec![dead("v", "p")]), ("b", vec![]), ("c", vec![dead("w", "q")])] {
-            let mut view = AgentView::new("http://x:1", Timestamp::UNIX_EPOCH);
+            let mut view = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
             view.info = Some(AgentInfo { dead_mounts: mounts, ..AgentInfo::default() });
             if node != "c" {
                 view.link = Link::Synced;

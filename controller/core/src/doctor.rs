@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::left_out::LeftOut;
 use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
-use crate::observed::{AgentInfo, AgentView, Agents, Detail};
+use crate::observed::{AgentInfo, Agents, Detail, ObservedAgent};
 use crate::scheduler::Limits;
 use crate::{ClusterState, NodeName};
 
@@ -130,7 +130,7 @@ impl<'a> Doctor<'a> {
     }
 
     /// Returns the nodes whose agents answer, with their views.
-    fn seen(&self) -> impl Iterator<Item = (&'a str, &'a AgentView)> {
+    fn seen(&self) -> impl Iterator<Item = (&'a str, &'a ObservedAgent)> {
         let agents = self.agents;
         let view = move |(name, _): (&'a str, &'a Node)| {
             let view = NodeName::new(name).ok().and_then(|name| agents.get(&name))?;

@@ -11,7 +11,8 @@ use crate::objects::{
     ReplicaStatus, Robustness, Secret, Volume, VolumeState,
 };
 use crate::observed::{
-    AgentInfo, AgentView, Agents, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceState, Link,
+    AgentInfo, Agents, Detail, Instance, InstanceKey, InstanceState, Link, ObservedAgent, ObservedDisk,
+    ObservedEngine,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -66,7 +67,8 @@ impl Example {
         }
         example.cluster.insert(volume.into());
         example.cluster.insert(engine.into());
-        let shown = EngineView { attach: Some(1), version: VERSION.to_owned(), ..EngineView::default() };
+        let shown =
+            ObservedEngine { attach: Some(1), version: VERSION.to_owned(), ..ObservedEngine::default() };
         example.engine_says(shown);
         example
     }
@@ -78,7 +80,7 @@ impl Example {
         let status = NodeStatus { conditions, version: VERSION.to_owned(), ..NodeStatus::default() };
         let spec = NodeSpec { allow_scheduling: true, disks, ..NodeSpec::default() };
         self.cluster.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
-        let mut view = AgentView::new("http://agent", now());
+        let mut view = ObservedAgent::new("http://agent", now());
         view.link = Link::Synced;
         let ublk = FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() };
         view.info = Some(AgentInfo {
@@ -89,11 +91,11 @@ impl Example {
             feature_level: 1,
             ..AgentInfo::default()
         });
-        let disk = DiskView {
+        let disk = ObservedDisk {
             uuid: format!("disk-of-{node}"),
             total_bytes: 100 << 30,
             available_bytes: 50 << 30,
-            ..DiskView::default()
+            ..ObservedDisk::default()
         };
         view.disks.insert(DISK.to_owned(), disk);
         self.agents.insert(name(node), view);
@@ -120,7 +122,7 @@ impl Example {
         self.cluster.insert(Replica { metadata, spec, status }.into());
     }
 
-    pub(crate) fn engine_says(&mut self, view: EngineView) {
+    pub(crate) fn engine_says(&mut self, view: ObservedEngine) {
         let detail = Detail::Engine(Box::new(view));
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
         let mut view = self.agents.get_mut(&name("a")).unwrap();
@@ -128,7 +130,7 @@ impl Example {
     }
 
     /// Returns the view of the agent, for changes of anything but its instances.
-    pub(crate) fn agent(&mut self, node: &str) -> &mut AgentView {
+    pub(crate) fn agent(&mut self, node: &str) -> &mut ObservedAgent {
         self.agents.not_indexed(&name(node)).unwrap()
     }
 

@@ -6,7 +6,7 @@
 //! started, and a replica that may be in the view stays. The object stays until no other one names the node.
 
 use crate::objects::{ConditionType, Node, Replica, Volume};
-use crate::observed::{AgentView, Agents};
+use crate::observed::{Agents, ObservedAgent};
 use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::{Losses, listed};
 use crate::{ClusterState, NodeName, Timestamp, drain};
@@ -92,7 +92,7 @@ impl DeleteNode {
 fn answers(node: &Node, agents: &Agents) -> bool {
     let view = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
     let was_ready = node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status);
-    view.is_some_and(AgentView::is_synced) || was_ready
+    view.is_some_and(ObservedAgent::is_synced) || was_ready
 }
 
 #[cfg(test)]

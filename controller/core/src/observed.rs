@@ -7,103 +7,103 @@ use std::ops::{Deref, DerefMut};
 pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ReadFindings, ScrubStatus};
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
 
-pub use crate::objects::DiskView;
+pub use crate::objects::ObservedDisk;
 use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
-/// The views of all agents.
+/// The observed states of all agents.
 #[derive(Clone, Debug, Default)]
 pub struct Agents {
-    by_node: BTreeMap<NodeName, AgentView>,
+    by_node: BTreeMap<NodeName, ObservedAgent>,
     /// The nodes that show an engine of a volume. Each run of an engine's reconciler asks for them.
     engines: BTreeMap<VolumeName, BTreeSet<NodeName>>,
 }
 
 impl Agents {
-    /// Returns the view of each agent, one for every configured node.
+    /// Returns the observed state of each agent, one for every configured node.
     #[must_use]
-    pub fn by_node(&self) -> &BTreeMap<NodeName, AgentView> {
+    pub fn by_node(&self) -> &BTreeMap<NodeName, ObservedAgent> {
         &self.by_node
     }
 
-    /// Returns the view of the agent of `node`; none if no such agent is configured.
+    /// Returns the observed state of the agent of `node`; none if no such agent is configured.
     #[must_use]
-    pub fn get(&self, node: &NodeName) -> Option<&AgentView> {
+    pub fn get(&self, node: &NodeName) -> Option<&ObservedAgent> {
         self.by_node.get(node)
     }
 
-    /// Returns the nodes whose agents show an engine of `volume`, with their views.
-    pub fn with_engine(&self, volume: &VolumeName) -> impl Iterator<Item = (&NodeName, &AgentView)> {
+    /// Returns the nodes whose agents show an engine of `volume`, with their observed states.
+    pub fn with_engine(&self, volume: &VolumeName) -> impl Iterator<Item = (&NodeName, &ObservedAgent)> {
         let nodes = self.engines.get(volume).into_iter().flatten();
         nodes.filter_map(|node| Some((node, self.by_node.get(node)?)))
     }
 
-    /// Sets the view of the agent of `node`.
-    pub fn insert(&mut self, node: NodeName, view: AgentView) {
+    /// Sets the observed state of the agent of `node`.
+    pub fn insert(&mut self, node: NodeName, agent: ObservedAgent) {
         self.remove(&node);
-        for volume in engines_of(&view) {
+        for volume in engines_of(&agent) {
             self.engines.entry(volume).or_default().insert(node.clone());
         }
-        self.by_node.insert(node, view);
+        self.by_node.insert(node, agent);
     }
 
     /// Removes the agent of `node`, which is not configured any more.
     pub fn remove(&mut self, node: &NodeName) {
         // Without instances first, so that the index follows.
-        if let Some(mut view) = self.get_mut(node) {
-            view.instances.clear();
+        if let Some(mut agent) = self.get_mut(node) {
+            agent.instances.clear();
         }
         self.by_node.remove(node);
     }
 
-    /// Returns the view of the agent of `node` for changes; none if no such agent is configured.
-    pub fn get_mut(&mut self, node: &NodeName) -> Option<ViewMut<'_>> {
-        let view = self.by_node.get_mut(node)?;
-        Some(ViewMut { before: engines_of(view), view, engines: &mut self.engines, node: node.clone() })
+    /// Returns the observed state of the agent of `node` for changes; none if no such agent is configured.
+    pub fn get_mut(&mut self, node: &NodeName) -> Option<AgentMut<'_>> {
+        let agent = self.by_node.get_mut(node)?;
+        Some(AgentMut { before: engines_of(agent), agent, engines: &mut self.engines, node: node.clone() })
     }
 
-    /// Returns the view of the agent of `node`, for changes that the index does not follow.
+    /// Returns the observed state of the agent of `node`, for changes that the index does not follow.
     #[cfg(test)]
-    pub(crate) fn not_indexed(&mut self, node: &NodeName) -> Option<&mut AgentView> {
+    pub(crate) fn not_indexed(&mut self, node: &NodeName) -> Option<&mut ObservedAgent> {
         self.by_node.get_mut(node)
     }
 
-    /// Changes the view of every agent.
-    pub fn change_all(&mut self, mut change: impl FnMut(&mut AgentView)) {
+    /// Changes the observed state of every agent.
+    pub fn change_all(&mut self, mut change: impl FnMut(&mut ObservedAgent)) {
         let nodes: Vec<NodeName> = self.by_node.keys().cloned().collect();
         for node in nodes {
-            if let Some(mut view) = self.get_mut(&node) {
-                change(&mut view);
+            if let Some(mut agent) = self.get_mut(&node) {
+                change(&mut agent);
             }
         }
     }
 }
 
-/// The view of an agent during a change. The index of engines follows when this is dropped.
+/// The observed state of an agent during a change. The index of engines follows when this is dropped.
 #[derive(Debug)]
-pub struct ViewMut<'a> {
-    view: &'a mut AgentView,
+pub struct AgentMut<'a> {
+    agent: &'a mut ObservedAgent,
     engines: &'a mut BTreeMap<VolumeName, BTreeSet<NodeName>>,
     node: NodeName,
     before: BTreeSet<VolumeName>,
 }
 
-impl Deref for ViewMut<'_> {
-    type Target = AgentView;
-    fn deref(&self) -> &AgentView {
-        self.view
+impl Deref for AgentMut<'_> {
+    type Target = ObservedAgent;
+    fn deref(&self) -> &ObservedAgent {
+        self.agent
     }
 }
 
-impl DerefMut for ViewMut<'_> {
-    fn deref_mut(&mut self) -> &mut AgentView {
-        self.view
+impl DerefMut for AgentMut<'_> {
+    fn deref_mut(&mut self) -> &mut ObservedAgent {
+        self.agent
     }
 }
 
-impl Drop for ViewMut<'_> {
+impl Drop for AgentMut<'_> {
     fn drop(&mut self) {
-        let after = engines_of(self.view);
+        let after = engines_of(self.agent);
         for volume in self.before.difference(&after) {
             if let Some(nodes) = self.engines.get_mut(volume) {
                 nodes.remove(&self.node);
@@ -118,22 +118,22 @@ impl Drop for ViewMut<'_> {
     }
 }
 
-impl FromIterator<(NodeName, AgentView)> for Agents {
-    fn from_iter<T: IntoIterator<Item = (NodeName, AgentView)>>(views: T) -> Agents {
+impl FromIterator<(NodeName, ObservedAgent)> for Agents {
+    fn from_iter<T: IntoIterator<Item = (NodeName, ObservedAgent)>>(observed: T) -> Agents {
         let mut agents = Agents::default();
-        views.into_iter().for_each(|(node, view)| agents.insert(node, view));
+        observed.into_iter().for_each(|(node, agent)| agents.insert(node, agent));
         agents
     }
 }
 
-fn engines_of(view: &AgentView) -> BTreeSet<VolumeName> {
-    let engines = view.instances.keys().filter(|key| key.kind == InstanceKind::Engine);
+fn engines_of(agent: &ObservedAgent) -> BTreeSet<VolumeName> {
+    let engines = agent.instances.keys().filter(|key| key.kind == InstanceKind::Engine);
     engines.filter_map(|key| VolumeName::new(&key.name).ok()).collect()
 }
 
-/// The view of one agent.
+/// The last answer of one agent.
 #[derive(Clone, Debug)]
-pub struct AgentView {
+pub struct ObservedAgent {
     /// The address of the agent.
     pub address: String,
     /// True if its node's object says so; else the controller's configuration does, and the object follows.
@@ -143,7 +143,7 @@ pub struct AgentView {
     /// The identity of the agent according to itself.
     pub info: Option<AgentInfo>,
     /// The disks that it knows, by path.
-    pub disks: BTreeMap<String, DiskView>,
+    pub disks: BTreeMap<String, ObservedDisk>,
     /// The processes that it knows.
     pub instances: BTreeMap<InstanceKey, Instance>,
     /// The result of the last call for each instance whose last call failed.
@@ -159,11 +159,11 @@ pub struct Failure {
     pub message: String,
 }
 
-impl AgentView {
-    /// Creates the view of an agent that has not been reached yet.
+impl ObservedAgent {
+    /// Creates the observed state of an agent that has not been reached yet.
     #[must_use]
-    pub fn new(address: impl Into<String>, now: Timestamp) -> AgentView {
-        AgentView {
+    pub fn new(address: impl Into<String>, now: Timestamp) -> ObservedAgent {
+        ObservedAgent {
             address: address.into(),
             from_object: false,
             link: Link::Down { since: now, reason: "not reached yet".to_owned() },
@@ -174,7 +174,7 @@ impl AgentView {
         }
     }
 
-    /// Returns true if the view is up to date.
+    /// Returns true if the observed state is up to date.
     #[must_use]
     pub const fn is_synced(&self) -> bool {
         matches!(self.link, Link::Synced)
@@ -306,14 +306,14 @@ pub enum InstanceState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// The part of an engine.
-    Engine(Box<EngineView>),
+    Engine(Box<ObservedEngine>),
     /// The part of a replica.
-    Replica(ReplicaView),
+    Replica(ObservedReplica),
 }
 
-/// The view of an engine process according to itself.
+/// The status of an engine process according to itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct EngineView {
+pub struct ObservedEngine {
     /// Number of the attachment that it was started for; none if it does not report one.
     pub attach: Option<u64>,
     /// The phase; none before the engine has reported one.
@@ -353,9 +353,9 @@ pub struct EngineView {
     pub needs_upgrade: Option<bool>,
 }
 
-/// The view of a replica process according to itself.
+/// The status of a replica process according to itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ReplicaView {
+pub struct ObservedReplica {
     /// The addresses of its server.
     pub addresses: Vec<String>,
     /// The allocated bytes of its directory.

@@ -12,7 +12,7 @@ use crate::objects::{
     Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberStatus, NEXT_ATTACH,
     REPLICAS_STOPPING, Replica, Volume, VolumeState,
 };
-use crate::observed::{Agents, CopyStatus, Detail, EngineView, InstanceKey, Link};
+use crate::observed::{Agents, CopyStatus, Detail, InstanceKey, Link, ObservedEngine};
 use crate::reconcile::Settings;
 use crate::{ClusterState, NodeName, Timestamp, drain};
 use text::{age, duration, passed_ms};
@@ -63,7 +63,7 @@ struct Explainer<'a> {
     volume: &'a Volume,
     engine: Option<&'a Engine>,
     /// The current view of this attachment's engine.
-    shown: Option<&'a EngineView>,
+    shown: Option<&'a ObservedEngine>,
     replicas: Vec<&'a Replica>,
     settings: Settings,
     now: Timestamp,

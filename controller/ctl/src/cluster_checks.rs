@@ -9,7 +9,7 @@ use shorthorn_csi::DRIVER_NAME;
 use shorthorn_kube::LEASE_NAME;
 use shorthorn_kube::crds::{self, definition_name};
 
-use super::doctor::{CheckView, FAILED, WARNED};
+use super::doctor::{CheckOutput, FAILED, WARNED};
 use super::reach::Cluster;
 
 /// The longest that one question may take. A check of a sick cluster must end although an answer does not
@@ -30,7 +30,7 @@ const INSTALL: &str =
 type Found = Option<(&'static str, String, String)>;
 
 /// Makes all checks.
-pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckView> {
+pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckOutput> {
     let checks = [
         ("lease", "a controller leads", lease(cluster).await),
         ("pods", "another controller can take over", pods(cluster).await),
@@ -44,7 +44,7 @@ pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckView> {
             let fix = "run it as a user with these rights".to_owned();
             Some((WARNED, format!("Kubernetes refuses the request: {why}"), fix))
         });
-        CheckView::new(name, title, found)
+        CheckOutput::new(name, title, found)
     });
     checks.collect()
 }

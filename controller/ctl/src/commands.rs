@@ -9,7 +9,7 @@ use super::args::{
     SalvageArgs, VolumeCommand, WaitArgs,
 };
 use super::calls::limited;
-use super::doctor::CheckView;
+use super::doctor::CheckOutput;
 use super::error::CtlError;
 use super::format::Format;
 use super::list::{Lister, Options, What, watch};
@@ -126,11 +126,11 @@ impl Session {
         }
     }
 
-    async fn ask_doctor(&mut self) -> Result<Vec<CheckView>, CtlError> {
+    async fn ask_doctor(&mut self) -> Result<Vec<CheckOutput>, CtlError> {
         let overview = self.client.get_overview(limited(v1::GetOverviewRequest {})).await;
         let overview = overview.map_err(self.error())?.into_inner();
         let found = self.client.examine(limited(v1::ExamineRequest {})).await.map_err(self.error())?;
-        let found = found.into_inner().checks.into_iter().map(CheckView::from);
+        let found = found.into_inner().checks.into_iter().map(CheckOutput::from);
         Ok(std::iter::once(doctor::version_check(&overview.version)).chain(found).collect())
     }
 

@@ -19,40 +19,40 @@ pub(super) const PASSED: &str = "passed";
 
 /// A check in the output.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct CheckView {
+pub(super) struct CheckOutput {
     name: String,
     title: String,
     outcome: String,
-    findings: Vec<FindingView>,
+    findings: Vec<FindingOutput>,
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct FindingView {
+struct FindingOutput {
     outcome: String,
     message: String,
     fix: String,
 }
 
-impl From<v1::Check> for CheckView {
-    fn from(check: v1::Check) -> CheckView {
+impl From<v1::Check> for CheckOutput {
+    fn from(check: v1::Check) -> CheckOutput {
         let v1::Check { name, title, outcome, findings } = check;
         let findings = findings.into_iter().map(|finding| {
             let v1::CheckFinding { outcome, message, fix } = finding;
-            FindingView { outcome, message, fix }
+            FindingOutput { outcome, message, fix }
         });
-        CheckView { name, title, outcome, findings: findings.collect() }
+        CheckOutput { name, title, outcome, findings: findings.collect() }
     }
 }
 
-impl CheckView {
+impl CheckOutput {
     /// Makes a check of this program from its finding, if any: severity, message, and remedy.
-    pub(super) fn new(name: &str, title: &str, found: Option<(&str, String, String)>) -> CheckView {
+    pub(super) fn new(name: &str, title: &str, found: Option<(&str, String, String)>) -> CheckOutput {
         let outcome = found.as_ref().map_or(PASSED, |(outcome, ..)| *outcome).to_owned();
         let findings = found.into_iter().map(|(outcome, message, fix)| {
             let outcome = outcome.to_owned();
-            FindingView { outcome, message, fix }
+            FindingOutput { outcome, message, fix }
         });
-        CheckView { name: name.to_owned(), title: title.to_owned(), outcome, findings: findings.collect() }
+        CheckOutput { name: name.to_owned(), title: title.to_owned(), outcome, findings: findings.collect() }
     }
 
     fn has_failed(&self) -> bool {
@@ -61,27 +61,27 @@ impl CheckView {
 }
 
 /// Checks that the controller has the version of this program.
-pub(super) fn version_check(controller: &str) -> CheckView {
+pub(super) fn version_check(controller: &str) -> CheckOutput {
     let found = (controller != VERSION).then(|| {
         let message = format!("shorthornctl is version {VERSION}, the controller {controller}");
         (WARNED, message, "use the shorthornctl of the controller's version".to_owned())
     });
-    CheckView::new("ctl-version", "shorthornctl is of the controller's version", found)
+    CheckOutput::new("ctl-version", "shorthornctl is of the controller's version", found)
 }
 
 /// Returns the check that the controller did not answer, for that reason.
-pub(super) fn unreachable(reason: String) -> CheckView {
+pub(super) fn unreachable(reason: String) -> CheckOutput {
     let fix = "see the checks above, and the log of the controller".to_owned();
-    CheckView::new("controller", "the controller answers", Some((FAILED, reason, fix)))
+    CheckOutput::new("controller", "the controller answers", Some((FAILED, reason, fix)))
 }
 
 /// Returns the number of failed checks.
-pub(super) fn failures(checks: &[CheckView]) -> usize {
+pub(super) fn failures(checks: &[CheckOutput]) -> usize {
     checks.iter().filter(|check| check.has_failed()).count()
 }
 
 /// Returns the checks as text.
-pub(super) fn text(format: Format, checks: &[CheckView]) -> Result<String, CtlError> {
+pub(super) fn text(format: Format, checks: &[CheckOutput]) -> Result<String, CtlError> {
     if !format.is_for_people() {
         return for_programs(format, &checks);
     }
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn a_finding_is_shown_with_what_mends_it() {
         let failed = Some((FAILED, "no lease".to_owned(), "start it".to_owned()));
-        let checks = [CheckView::new("lease", "a controller leads", failed), version_check(VERSION)];
+        let checks = [CheckOutput::new("lease", "a controller leads", failed), version_check(VERSION)];
         assert_eq!((failures(&checks), checks[1].outcome.as_str()), (1, PASSED));
         let text = super::text(Format::Table, &checks).unwrap();
         assert!(

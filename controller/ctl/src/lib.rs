@@ -14,6 +14,7 @@ mod discover;
 mod doctor;
 mod error;
 mod format;
+mod json;
 mod list;
 mod manual;
 mod output;
@@ -24,7 +25,6 @@ mod reboot;
 mod status;
 mod tls;
 mod upgrade;
-mod view;
 mod wait;
 
 pub use args::Cli;

@@ -10,7 +10,7 @@ use shorthorn_types::{Generation, HumanBytes};
 
 use super::error::CtlError;
 use super::format::Format;
-use super::view::{InspectionView, RebalanceView, VolumeView};
+use super::json::{InspectionOutput, RebalanceOutput, VolumeOutput};
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -138,7 +138,7 @@ pub(super) fn inspections(
     found: Vec<v1::InspectedReplica>,
 ) -> Result<String, CtlError> {
     if !format.is_for_people() {
-        let views: Vec<InspectionView> = found.into_iter().map(Into::into).collect();
+        let views: Vec<InspectionOutput> = found.into_iter().map(Into::into).collect();
         return for_programs(format, &views);
     }
     let mut table =
@@ -197,7 +197,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         return Ok(format!("volume/{}", volume.name));
     }
     if !format.is_for_people() {
-        return for_programs(format, &VolumeView::from(volume));
+        return for_programs(format, &VolumeOutput::from(volume));
     }
     let mut facts = table(&[]);
     let size = size(&volume);
@@ -293,7 +293,7 @@ pub(super) fn rebalance(
     answer: v1::RebalanceResponse,
     begun: usize,
 ) -> Result<String, CtlError> {
-    for_programs(format, &RebalanceView::of(answer, begun))
+    for_programs(format, &RebalanceOutput::of(answer, begun))
 }
 
 /// Formats all fields of a node.

@@ -104,10 +104,10 @@ pub(super) async fn evict(
 /// A node, with details that only this node's call returns.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct NodeDetailView {
+struct NodeDetailOutput {
     #[serde(flatten)]
     node: v1::NodeObject,
-    frontend_details: Vec<FrontendView>,
+    frontend_details: Vec<FrontendOutput>,
     data_address: String,
     max_volumes: u32,
     warnings: Vec<String>,
@@ -117,7 +117,7 @@ struct NodeDetailView {
 }
 
 #[derive(Debug, Serialize)]
-struct FrontendView {
+struct FrontendOutput {
     name: String,
     usable: bool,
     reason: String,
@@ -155,12 +155,12 @@ pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String,
     Ok(text)
 }
 
-fn node_view(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailView {
+fn node_view(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailOutput {
     let frontend = |found: v1::FrontendInfo| {
         let v1::FrontendInfo { name, usable, reason } = found;
-        FrontendView { name, usable, reason }
+        FrontendOutput { name, usable, reason }
     };
-    NodeDetailView {
+    NodeDetailOutput {
         node,
         frontend_details: detail.frontends.into_iter().map(frontend).collect(),
         data_address: detail.data_address,

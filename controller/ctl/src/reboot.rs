@@ -21,15 +21,15 @@ const POLL: Duration = Duration::from_secs(1);
 /// The answer, for programs.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct RebootView {
+struct RebootOutput {
     can_reboot: bool,
-    holds: Vec<HoldView>,
+    holds: Vec<HoldOutput>,
 }
 
 /// A volume that holds it up, for programs.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct HoldView {
+struct HoldOutput {
     volume: String,
     is_engine: bool,
     message: String,
@@ -77,13 +77,13 @@ pub(super) async fn can_reboot(
 fn yes(format: Format, node: &str) -> Result<String, CtlError> {
     match format {
         Format::Table => Ok(format!("node {node} can be restarted")),
-        format => for_programs(format, &RebootView { can_reboot: true, holds: Vec::new() }),
+        format => for_programs(format, &RebootOutput { can_reboot: true, holds: Vec::new() }),
     }
 }
 
 /// Programs get the answer on standard output all the same.
 fn show(format: Format, holds: Vec<v1::RebootHold>) -> Result<(), CtlError> {
-    let view = |hold: v1::RebootHold| HoldView {
+    let view = |hold: v1::RebootHold| HoldOutput {
         volume: hold.volume,
         is_engine: hold.is_engine,
         message: hold.message,
@@ -92,7 +92,7 @@ fn show(format: Format, holds: Vec<v1::RebootHold>) -> Result<(), CtlError> {
         Format::Table => Ok(()),
         format => {
             let holds = holds.into_iter().map(view).collect();
-            print(&for_programs(format, &RebootView { can_reboot: false, holds })?)
+            print(&for_programs(format, &RebootOutput { can_reboot: false, holds })?)
         }
     }
 }

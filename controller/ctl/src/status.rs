@@ -15,24 +15,24 @@ pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct OverviewView {
+struct OverviewOutput {
     well: bool,
     version: String,
     ctl_version: &'static str,
     cluster: String,
-    volumes: VolumesView,
-    nodes: NodesView,
-    space: SpaceView,
-    wrong: Vec<MatterView>,
+    volumes: VolumesOutput,
+    nodes: NodesOutput,
+    space: SpaceOutput,
+    wrong: Vec<MatterOutput>,
     wrong_more: u32,
-    waiting: Vec<MatterView>,
+    waiting: Vec<MatterOutput>,
     waiting_more: u32,
-    versions: Vec<VersionView>,
+    versions: Vec<VersionOutput>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct VolumesView {
+struct VolumesOutput {
     all: u32,
     attached: u32,
     healthy: u32,
@@ -42,7 +42,7 @@ struct VolumesView {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct NodesView {
+struct NodesOutput {
     all: u32,
     ready: u32,
     closed: u32,
@@ -50,21 +50,21 @@ struct NodesView {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct SpaceView {
+struct SpaceOutput {
     storage_maximum: u64,
     storage_available: u64,
     storage_scheduled: u64,
 }
 
 #[derive(Debug, Serialize)]
-struct MatterView {
+struct MatterOutput {
     about: String,
     reason: String,
     message: String,
 }
 
 #[derive(Debug, Serialize)]
-struct VersionView {
+struct VersionOutput {
     program: String,
     version: String,
     count: u32,
@@ -141,35 +141,39 @@ fn list(title: &str, matters: v1::Matters, nothing: &str) -> String {
     text
 }
 
-fn view(overview: v1::Overview) -> OverviewView {
+fn view(overview: v1::Overview) -> OverviewOutput {
     let well = is_well(&overview);
     let matters = |matters: Option<v1::Matters>| {
         let matters = matters.unwrap_or_default();
         let listed = matters.listed.into_iter().map(|matter| {
             let v1::Matter { about, reason, message } = matter;
-            MatterView { about, reason, message }
+            MatterOutput { about, reason, message }
         });
         (listed.collect(), matters.more)
     };
     let ((wrong, wrong_more), (waiting, waiting_more)) = (matters(overview.wrong), matters(overview.waiting));
     let version = |found: v1::ProgramVersion| {
         let v1::ProgramVersion { program, version, count, names, differs } = found;
-        VersionView { program, version, count, names, differs }
+        VersionOutput { program, version, count, names, differs }
     };
-    OverviewView {
+    OverviewOutput {
         well,
         version: overview.version,
         ctl_version: VERSION,
         cluster: overview.cluster,
-        volumes: VolumesView {
+        volumes: VolumesOutput {
             all: overview.volumes,
             attached: overview.attached,
             healthy: overview.healthy,
             degraded: overview.degraded,
             faulted: overview.faulted,
         },
-        nodes: NodesView { all: overview.nodes, ready: overview.ready_nodes, closed: overview.closed_nodes },
-        space: SpaceView {
+        nodes: NodesOutput {
+            all: overview.nodes,
+            ready: overview.ready_nodes,
+            closed: overview.closed_nodes,
+        },
+        space: SpaceOutput {
             storage_maximum: overview.total_bytes,
             storage_available: overview.available_bytes,
             storage_scheduled: overview.scheduled_bytes,

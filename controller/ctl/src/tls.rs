@@ -68,17 +68,17 @@ pub(super) struct Certificates {
 }
 
 #[derive(Serialize)]
-struct StateView {
+struct StateOutput {
     cluster: String,
     phase: String,
     trust_version: u64,
     trusted_pins: Vec<String>,
-    certificates: Vec<CertificateView>,
+    certificates: Vec<CertificateOutput>,
     nodes_behind: Vec<String>,
 }
 
 #[derive(Serialize)]
-struct CertificateView {
+struct CertificateOutput {
     serial: String,
     role: String,
     not_after: String,
@@ -205,14 +205,14 @@ fn date(seconds: u64) -> String {
 }
 
 fn show(format: Format, state: v1::TlsState) -> Result<String, CtlError> {
-    let certificates = state.issued.into_iter().map(|issued| CertificateView {
+    let certificates = state.issued.into_iter().map(|issued| CertificateOutput {
         serial: issued.serial,
         role: issued.role,
         not_after: date(issued.not_after_s),
         revoked: issued.revoked,
         signer_pin: issued.signer_pin,
     });
-    let view = StateView {
+    let view = StateOutput {
         cluster: state.cluster,
         phase: state.phase,
         trust_version: state.trust_version,

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use shorthorn_api::{level, report, v1};
 use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, MemberStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
-    AgentInfo, DeadMount, Detail, DiskView, EngineView, Instance, InstanceKey, InstanceKind, InstanceState,
-    ReplicaView,
+    AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, ObservedDisk,
+    ObservedEngine, ObservedReplica,
 };
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
@@ -37,8 +37,8 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
     }
 }
 
-pub(super) fn disk(disk: v1::Disk) -> (String, DiskView) {
-    let view = DiskView {
+pub(super) fn disk(disk: v1::Disk) -> (String, ObservedDisk) {
+    let view = ObservedDisk {
         uuid: disk.uuid,
         filesystem: disk.filesystem,
         total_bytes: disk.total_bytes,
@@ -67,14 +67,16 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
         (v1::InstanceKind::Replica, Some(v1::instance::Detail::Replica(status))) => {
             (InstanceKind::Replica, Detail::Replica(replica(status)))
         }
-        (v1::InstanceKind::Replica, _) => (InstanceKind::Replica, Detail::Replica(ReplicaView::default())),
+        (v1::InstanceKind::Replica, _) => {
+            (InstanceKind::Replica, Detail::Replica(ObservedReplica::default()))
+        }
         (v1::InstanceKind::Unspecified, _) => return None,
     };
     let key = InstanceKey { kind, name: instance.name };
     Some((key, Instance { state, message: instance.message, detail }))
 }
 
-fn engine(status: v1::EngineStatus) -> EngineView {
+fn engine(status: v1::EngineStatus) -> ObservedEngine {
     let (phase, generation, view) = (status.known_phase(), status.known_generation(), status.known_view());
     let members = status.members.into_iter().filter_map(|member| types::MemberStatus::try_from(member).ok());
     let members: Vec<types::MemberStatus> = members.collect();
@@ -83,7 +85,7 @@ fn engine(status: v1::EngineStatus) -> EngineView {
         message: member.message.clone(),
         away_since_ms: member.away_since_ms,
     };
-    EngineView {
+    ObservedEngine {
         // The generation may come later than the number itself.
         attach: Some(status.attach)
             .filter(|attach| *attach > 0)
@@ -112,8 +114,8 @@ fn engine(status: v1::EngineStatus) -> EngineView {
     }
 }
 
-fn replica(status: v1::ReplicaStatus) -> ReplicaView {
-    ReplicaView {
+fn replica(status: v1::ReplicaStatus) -> ObservedReplica {
+    ObservedReplica {
         attach: status.known_generation().map(|generation| generation.attach),
         addresses: status.addresses,
         allocated_bytes: status.allocated_bytes,

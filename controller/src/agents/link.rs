@@ -211,7 +211,7 @@ mod tests {
     use shorthorn_controller_core::objects::{
         CurrentState, DesireState, Metadata, Replica, ReplicaSpec, ReplicaStatus,
     };
-    use shorthorn_controller_core::observed::{InstanceState, ReplicaView};
+    use shorthorn_controller_core::observed::{InstanceState, ObservedReplica};
     use shorthorn_types::{ReplicaId, VolumeName};
 
     use super::*;
@@ -249,10 +249,10 @@ mod tests {
         let shown = |attach, allocated_bytes| Instance {
             state: InstanceState::Running,
             message: String::new(),
-            detail: Detail::Replica(ReplicaView {
+            detail: Detail::Replica(ObservedReplica {
                 attach: Some(attach),
                 allocated_bytes,
-                ..ReplicaView::default()
+                ..ObservedReplica::default()
             }),
         };
         let volume = Some(Key::new(Kind::Volume, "v"));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::observed::{AgentView, Agents, Failure};
+use shorthorn_controller_core::observed::{ObservedAgent, Agents, Failure};
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
 use shorthorn_pki::address::{AddressError, ServerUrl};
@@ -179,7 +179,7 @@ impl Fleet {
         let role = Role::Node(node.to_string());
         let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;
         let peer = Peer { url: url.clone(), channel, asking_for_disks: Arc::default() };
-        let view = AgentView { from_object, ..AgentView::new(url.to_string(), Timestamp::now()) };
+        let view = ObservedAgent { from_object, ..ObservedAgent::new(url.to_string(), Timestamp::now()) };
         self.agents_mut().insert(node.clone(), view);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), peer);
         Ok(())
@@ -206,7 +206,7 @@ impl Fleet {
 
     /// Adds an agent as it is seen, without a connection.
     #[cfg(test)]
-    pub(crate) fn insert_view(&self, node: &str, view: AgentView) {
+    pub(crate) fn insert_view(&self, node: &str, view: ObservedAgent) {
         self.agents_mut().insert(NodeName::new(node).unwrap(), view);
     }
 
@@ -235,7 +235,7 @@ impl Fleet {
 
     /// Returns the connection to the agent of `node`, if it is connected.
     pub(crate) fn channel(&self, node: &NodeName) -> Option<AgentChannel> {
-        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
+        if !self.agents().get(node).is_some_and(ObservedAgent::is_synced) {
             return None;
         }
         self.peers().get(node).map(|peer| self.marked(peer))
@@ -262,7 +262,7 @@ impl Fleet {
     }
 
     /// Changes the view of the agent of `node`.
-    pub(crate) fn change(&self, node: &NodeName, change: impl FnOnce(&mut AgentView)) {
+    pub(crate) fn change(&self, node: &NodeName, change: impl FnOnce(&mut ObservedAgent)) {
         if let Some(mut view) = self.agents_mut().get_mut(node) {
             change(&mut view);
         }
@@ -273,7 +273,7 @@ impl Fleet {
     /// # Errors
     /// [`CallError`]; the next decision about the instance sees it too.
     pub async fn call(&self, node: &NodeName, call: &AgentCall) -> Result<(), CallError> {
-        if !self.agents().get(node).is_some_and(AgentView::is_synced) {
+        if !self.agents().get(node).is_some_and(ObservedAgent::is_synced) {
             return Err(CallError::OutOfReach(node.clone()));
         }
         let started = Instant::now();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shorthorn_api::v1;
 use shorthorn_controller_core::NodeName;
-use shorthorn_controller_core::observed::{AgentView, DiskView};
+use shorthorn_controller_core::observed::{ObservedAgent, ObservedDisk};
 use shorthorn_controller_core::orphans::Directory;
 use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_types::{ReplicaId, VolumeName};
@@ -69,7 +69,7 @@ impl Fleet {
 
     /// Returns an error unless the agent of `node` is connected.
     fn in_reach(&self, node: &NodeName) -> Result<(), CallError> {
-        let is_synced = self.agents().get(node).is_some_and(AgentView::is_synced);
+        let is_synced = self.agents().get(node).is_some_and(ObservedAgent::is_synced);
         is_synced.then_some(()).ok_or_else(|| CallError::OutOfReach(node.clone()))
     }
 
@@ -248,7 +248,7 @@ impl Fleet {
     ///
     /// # Errors
     /// [`CallError`].
-    pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<DiskView, CallError> {
+    pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<ObservedDisk, CallError> {
         let _asking = self.ask_for_disks(node).await;
         let request = limited(v1::AddDiskRequest { path: path.to_owned() }, CALL_LIMIT);
         let disk = self.answer(node, "add a disk", self.client(node)?.add_disk(request)).await?;

@@ -4,7 +4,7 @@ use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{
     Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
 };
-use shorthorn_controller_core::observed::{Agents, Detail, EngineView, InstanceKey};
+use shorthorn_controller_core::observed::{Agents, Detail, InstanceKey, ObservedEngine};
 use shorthorn_controller_core::{ClusterState, Labels, NodeName};
 
 fn text(node: Option<&NodeName>) -> String {
@@ -62,7 +62,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
 }
 
 /// Returns the view of the current attachment's engine.
-fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a EngineView> {
+fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a ObservedEngine> {
     let view = agents.get(engine.spec.node_id.as_ref()?)?;
     match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
         Detail::Engine(shown) if shown.attach == Some(engine.spec.attach) => Some(shown),

@@ -4,7 +4,7 @@ use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{
     ConditionType, CurrentState, EnginePhase, Kind, Node, Robustness, VolumeState,
 };
-use shorthorn_controller_core::observed::{AgentView, Agents};
+use shorthorn_controller_core::observed::{Agents, ObservedAgent};
 use shorthorn_metrics::MetricsPage;
 
 const VOLUME_STATES: [VolumeState; 6] = [
@@ -94,7 +94,7 @@ fn show_processes(page: &mut MetricsPage, name: &str, help: &str, all: impl Iter
 pub(super) fn show_agents(agents: &Agents, page: &mut MetricsPage) {
     let gauges =
         page.gauges("shorthorn_controller_agents", "Agents, by whether this controller is connected to them");
-    let synced = agents.by_node().values().filter(|view| AgentView::is_synced(view)).count();
+    let synced = agents.by_node().values().filter(|view| ObservedAgent::is_synced(view)).count();
     gauges.set(&[("connected", "true")], number(synced));
     gauges.set(&[("connected", "false")], number(agents.by_node().len() - synced));
 }

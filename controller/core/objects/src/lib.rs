@@ -27,7 +27,8 @@ pub use jiff::Timestamp;
 pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use metadata::{Key, Kind, Metadata};
 pub use node::{
-    Discovered, DiskSpec, DiskStatus, DiskView, FrontendStatus, Node, NodeSpec, NodeStatus, RESERVED_PERCENT,
+    Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus, ObservedDisk,
+    RESERVED_PERCENT,
 };
 pub use node_name::{NodeName, NodeNameError};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};

@@ -204,9 +204,9 @@ impl DiskSpec {
     }
 }
 
-/// The view of a disk according to its agent.
+/// The state of a disk according to its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DiskView {
+pub struct ObservedDisk {
     /// The identity that was written on it.
     pub uuid: String,
     /// ext4, xfs, …
@@ -220,9 +220,9 @@ pub struct DiskView {
 }
 
 impl DiskStatus {
-    /// Returns the part of the agent's view that is stored; `before` is the part stored now.
+    /// Returns the part of the agent's answer that is stored; `before` is the part stored now.
     #[must_use]
-    pub fn of(disk: &DiskView, before: Option<&DiskStatus>) -> DiskStatus {
+    pub fn of(disk: &ObservedDisk, before: Option<&DiskStatus>) -> DiskStatus {
         let stored = before.filter(|before| before.storage_maximum == disk.total_bytes);
         let stored = stored.map(|before| before.storage_available).filter(|stored| {
             stored.abs_diff(disk.available_bytes) < disk.total_bytes / FREE_STEPS && *stored > 0

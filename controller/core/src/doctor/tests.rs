@@ -52,7 +52,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
     assert_ill(|example| example.info("b").feature_level = 0, "agent-versions", Warned, &["lacks features"]);
     assert_ill(
         |example| {
-            example.engine_says(crate::observed::EngineView {
+            example.engine_says(crate::observed::ObservedEngine {
                 version: "0.9.0".to_owned(),
                 ..Default::default()
             })
@@ -63,8 +63,10 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
     );
     assert_ill(
         |example| {
-            example
-                .engine_says(crate::observed::EngineView { needs_upgrade: Some(true), ..Default::default() })
+            example.engine_says(crate::observed::ObservedEngine {
+                needs_upgrade: Some(true),
+                ..Default::default()
+            })
         },
         "engine-versions",
         Warned,
@@ -102,7 +104,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
 #[test]
 fn each_check_of_disks_finds_what_it_looks_for_and_says_what_mends_it() {
     use Outcome::{Failed, Warned};
-    let disk = |change: fn(&mut crate::observed::DiskView)| {
+    let disk = |change: fn(&mut crate::observed::ObservedDisk)| {
         move |example: &mut Example| change(example.agent("c").disks.get_mut(DISK).unwrap())
     };
     assert_ill(disk(|disk| disk.problem = "read-only".to_owned()), "disks", Failed, &["disk drain c /disk"]);

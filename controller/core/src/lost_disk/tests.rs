@@ -5,7 +5,7 @@ use crate::example::{self, Example};
 use crate::objects::{
     DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, ReplicaStatus, Secret, VolumeState,
 };
-use crate::observed::{AgentView, DiskView, Link};
+use crate::observed::{Link, ObservedAgent, ObservedDisk};
 use crate::requests::{CreateVolume, SetDisk};
 use crate::{Timestamp, given_up};
 
@@ -50,8 +50,9 @@ fn cluster(occupied: bool) -> ClusterState {
 }
 
 fn agents(problem: &str) -> Agents {
-    let mut view = AgentView { link: Link::Synced, ..AgentView::new("http://agent", now()) };
-    view.disks.insert(DISK.to_owned(), DiskView { problem: problem.to_owned(), ..DiskView::default() });
+    let mut view = ObservedAgent { link: Link::Synced, ..ObservedAgent::new("http://agent", now()) };
+    view.disks
+        .insert(DISK.to_owned(), ObservedDisk { problem: problem.to_owned(), ..ObservedDisk::default() });
     [(NodeName::new("n").unwrap(), view)].into_iter().collect()
 }
 

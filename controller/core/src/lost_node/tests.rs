@@ -57,7 +57,7 @@ impl Cluster {
             status.conditions.set(ConditionType::Ready, finding, now());
             let spec = NodeSpec { allow_scheduling: name != "a", ..NodeSpec::default() };
             state.insert(Node { metadata: Metadata::new(name, now()), spec, status }.into());
-            let mut view = AgentView::new("http://agent", now());
+            let mut view = ObservedAgent::new("http://agent", now());
             if name != "a" {
                 view.link = Link::Synced;
             }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::discovery;
 use crate::objects::Secret;
-use crate::observed::{AgentInfo, AgentView, Link};
+use crate::observed::{AgentInfo, Link, ObservedAgent};
 use crate::reconcile::UNREACHABLE_AFTER;
 use crate::requests::{Change, CreateVolume};
 
@@ -40,11 +40,11 @@ fn attachment(of: &str, is_ours: bool) -> Attachment {
     }
 }
 
-fn released(plan: &Plan) -> Vec<&str> {
+fn released(plan: &PodPlan) -> Vec<&str> {
     plan.force_delete.iter().map(|pod| pod.name.name.as_str()).collect()
 }
 
-fn detached(plan: &Plan) -> Vec<&str> {
+fn detached(plan: &PodPlan) -> Vec<&str> {
     plan.detach.iter().map(|attachment| attachment.name.as_str()).collect()
 }
 
@@ -63,7 +63,7 @@ fn nothing_is_done_unless_both_have_lost_the_node() {
     for machine in [Machine { is_ready: true, ..LOST }, Machine { is_reachable: true, ..LOST }] {
         assert_eq!(
             plan(machine, &[pod("p", &["data"])], &attachments, at(0)),
-            Plan::default(),
+            PodPlan::default(),
             "{machine:?}"
         );
     }
@@ -190,7 +190,7 @@ fn kubernetes(is_ready: bool) -> KubernetesCluster {
 
 fn agents(link: Link) -> Agents {
     let info = Some(AgentInfo { name: NODE.to_owned(), ..AgentInfo::default() });
-    let view = AgentView { link, info, ..AgentView::new("http://a:1", at(0)) };
+    let view = ObservedAgent { link, info, ..ObservedAgent::new("http://a:1", at(0)) };
     Agents::from_iter([(NodeName::new(NODE).unwrap(), view)])
 }
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::example::{Example, VERSION, id, now};
 use crate::objects::Finding;
-use crate::observed::{CopyStatus, EngineView};
+use crate::observed::{CopyStatus, ObservedEngine};
 
 fn overview(example: &Example) -> Overview {
     Overview::of(&example.cluster, &example.agents, VERSION)
@@ -27,7 +27,8 @@ fn what_is_wrong_and_what_waits_are_told_apart() {
     let conditions = &mut volume.status.conditions;
     conditions.set(ConditionType::Healthy, Finding::wrong("ReplicaFailed", "2 of 3"), now());
     conditions.set(ConditionType::Expanded, Finding::wrong("Growing", "it grows"), now());
-    let mut view = EngineView { attach: Some(1), version: "0.9.0".to_owned(), ..EngineView::default() };
+    let mut view =
+        ObservedEngine { attach: Some(1), version: "0.9.0".to_owned(), ..ObservedEngine::default() };
     view.copies.insert(id(3), CopyStatus { total_bytes: 100, left_bytes: 25, bytes_per_s: 5 });
     example.engine_says(view);
     example.agent("c").disks.get_mut("/disk").unwrap().problem = "it is read-only".to_owned();

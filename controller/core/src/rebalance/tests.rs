@@ -10,7 +10,7 @@ use crate::objects::{
     ConditionType, DesireState, DiskSpec, DiskStatus, Finding, Metadata, Node, NodeSpec, NodeStatus,
     ReplicaSpec, ReplicaStatus, Secret,
 };
-use crate::observed::{AgentView, DiskView, Link};
+use crate::observed::{Link, ObservedAgent, ObservedDisk};
 use crate::requests::CreateVolume;
 
 const GIB: u64 = 1 << 30;
@@ -52,9 +52,9 @@ impl Cluster {
             ..NodeSpec::default()
         };
         self.state.insert(Node { metadata: Metadata::new(name(at).as_str(), now()), spec, status }.into());
-        let seen = DiskView { available_bytes: DISK_BYTES, ..DiskView::default() };
+        let seen = ObservedDisk { available_bytes: DISK_BYTES, ..ObservedDisk::default() };
         let disks = [(DISK.to_owned(), seen)].into();
-        let view = AgentView { link: Link::Synced, disks, ..AgentView::new("http://agent", now()) };
+        let view = ObservedAgent { link: Link::Synced, disks, ..ObservedAgent::new("http://agent", now()) };
         self.agents.insert(name(at), view);
     }
 
@@ -100,7 +100,7 @@ impl Cluster {
         replica
     }
 
-    fn plan(&self) -> Plan {
+    fn plan(&self) -> RebalancePlan {
         Survey::of(&self.state, &self.agents, Limits::default(), &[]).unwrap().plan()
     }
 
@@ -123,7 +123,7 @@ impl Cluster {
     }
 }
 
-fn words(plan: &Plan) -> Vec<String> {
+fn words(plan: &RebalancePlan) -> Vec<String> {
     let word =
         |found: &Move| format!("{} {}>{} {:?}", found.volume, found.from_node, found.to.node, found.gain);
     plan.moves.iter().map(word).collect()

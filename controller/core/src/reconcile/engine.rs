@@ -1,6 +1,6 @@
 use super::{Context, Reachability, START_CHECK, is_given_up, quiet_left, reachability};
 use crate::objects::{CurrentState, DesireState, Engine, EnginePhase, EngineStatus, Key, Kind, Volume};
-use crate::observed::{AgentView, Detail, EngineView, Instance, InstanceKey, InstanceState};
+use crate::observed::{Detail, Instance, InstanceKey, InstanceState, ObservedAgent, ObservedEngine};
 use crate::{Action, AgentCall, Decision, NodeName, StartEngine};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -98,27 +98,30 @@ fn mark_unreachable(engine: &Engine, reason: String) -> Decision {
 }
 
 /// Returns true if the process has ended for good: its agent does not start it again.
-fn has_ended(instance: &Instance, view: &EngineView) -> bool {
+fn has_ended(instance: &Instance, view: &ObservedEngine) -> bool {
     instance.state == InstanceState::Stopped
         || (instance.state == InstanceState::Error && view.phase == Some(EnginePhase::Stopped))
 }
 
 /// Returns the view of the process of exactly this attachment, unless it has ended or is about to.
-pub(super) fn living<'a>(engine: &Engine, view: &'a AgentView) -> Option<(&'a Instance, &'a EngineView)> {
+pub(super) fn living<'a>(
+    engine: &Engine,
+    view: &'a ObservedAgent,
+) -> Option<(&'a Instance, &'a ObservedEngine)> {
     let instance = view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
     let shown = view_of(instance).filter(|shown| shown.attach == Some(engine.spec.attach))?;
     let is_living = instance.state != InstanceState::Stopping && !has_ended(instance, shown);
     is_living.then_some((instance, shown))
 }
 
-fn view_of(instance: &Instance) -> Option<&EngineView> {
+fn view_of(instance: &Instance) -> Option<&ObservedEngine> {
     match &instance.detail {
         Detail::Engine(view) => Some(view),
         Detail::Replica(_) => None,
     }
 }
 
-fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
+fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let attach = engine.spec.attach;
     let instance = view.instances.get(&key);
@@ -175,7 +178,7 @@ fn follow(
     context: &Context<'_>,
     engine: &Engine,
     instance: &Instance,
-    shown: &EngineView,
+    shown: &ObservedEngine,
     decision: &mut Decision,
 ) {
     let mut status = taken_over(engine, instance, shown);
@@ -248,7 +251,7 @@ fn lost(engine: &Engine, message: String) -> EngineStatus {
 }
 
 /// Returns the status from the process of this attachment.
-fn taken_over(engine: &Engine, instance: &Instance, view: &EngineView) -> EngineStatus {
+fn taken_over(engine: &Engine, instance: &Instance, view: &ObservedEngine) -> EngineStatus {
     let attach = engine.spec.attach;
     debug_assert_eq!(view.attach, Some(attach));
     if has_ended(instance, view) {
@@ -310,7 +313,7 @@ fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, deci
     decision.again_after(START_CHECK);
 }
 
-fn stop(engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
+fn stop(engine: &Engine, node: &NodeName, view: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let mut decision = Decision::nothing();
     let instance = view.instances.get(&key);
@@ -337,7 +340,7 @@ fn stop(engine: &Engine, node: &NodeName, view: &AgentView) -> Decision {
 
 /// Returns the status of an engine that has to stop. An engine whose device is in use may serve for long. Its
 /// status is kept up to date, so that its volume is repaired meanwhile.
-fn stopping(engine: &Engine, view: &AgentView, failure: Option<&String>) -> EngineStatus {
+fn stopping(engine: &Engine, view: &ObservedAgent, failure: Option<&String>) -> EngineStatus {
     let stop_refused = failure.unwrap_or(&engine.status.stop_refused).clone();
     match living(engine, view) {
         Some((instance, shown)) if !stop_refused.is_empty() => {

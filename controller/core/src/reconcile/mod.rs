@@ -6,13 +6,14 @@ mod node;
 mod rebuilds;
 mod replica;
 mod volume;
+pub mod waiting_volumes;
 
 use std::time::Duration;
 
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::objects::{EnginePhase, Key, Kind, Replica, Robustness, Volume, VolumeState};
-use crate::observed::{AgentView, Agents, Link};
+use crate::observed::{Agents, Link, ObservedAgent};
 use crate::scheduler::Limits;
 use crate::{ClusterState, Decision, NodeName, Timestamp, drain, given_up};
 
@@ -204,7 +205,7 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
 /// The controller's sight of a node.
 pub(crate) enum Reachability<'a> {
     /// The agent is reachable and its view is up to date.
-    Reachable(&'a AgentView),
+    Reachable(&'a ObservedAgent),
     /// The agent has been unreachable for a short time. The reconciler concludes nothing yet, and runs again
     /// after this duration.
     Uncertain(Duration),

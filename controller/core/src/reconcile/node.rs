@@ -5,7 +5,7 @@ use shorthorn_types::HumanGib;
 
 use super::{Context, GIVE_UP_CHECK, Reachability, reachability};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, EnginePhase, Finding, Frontend, Key, Kind, Node};
-use crate::observed::{AgentView, Detail, Instance, InstanceKey};
+use crate::observed::{Detail, Instance, InstanceKey, ObservedAgent};
 use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -163,7 +163,7 @@ fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
 }
 
 /// Copies the status of the agent, and the disks that its administrator has added.
-fn take_over(node: &mut Node, view: &AgentView) {
+fn take_over(node: &mut Node, view: &ObservedAgent) {
     if let Some(info) = &view.info {
         node.status.version.clone_from(&info.version);
         node.status.data_address.clone_from(&info.data_address);

@@ -8,7 +8,7 @@ use crate::objects::{
     CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
     Volume, VolumeState,
 };
-use crate::observed::{AgentView, Detail, Instance, InstanceKey, InstanceState};
+use crate::observed::{Detail, Instance, InstanceKey, InstanceState, ObservedAgent};
 use crate::undelete::Record;
 use crate::{Action, AgentCall, Decision, StartReplica, Timestamp};
 
@@ -56,7 +56,7 @@ fn mark_unreachable(context: &Context<'_>, replica: &Replica, reason: String) ->
     decision
 }
 
-fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
+fn run(context: &Context<'_>, replica: &Replica, view: &ObservedAgent) -> Decision {
     if replica.status.stop_first {
         return stop_first(replica, view);
     }
@@ -86,7 +86,7 @@ fn run(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
 
 /// Stops the process that a replica may have had before its undeletion, because no engine of its volume could
 /// authenticate to it. The object is stored after the call, as a record of this.
-fn stop_first(replica: &Replica, view: &AgentView) -> Decision {
+fn stop_first(replica: &Replica, view: &ObservedAgent) -> Decision {
     let mut decision = Decision::nothing();
     let key = instance_of(replica);
     let failure = view.failures.get(&key).map(|failure| &failure.message);
@@ -171,7 +171,7 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
     decision.again_after(START_CHECK);
 }
 
-fn stop(context: &Context<'_>, replica: &Replica, view: &AgentView) -> Decision {
+fn stop(context: &Context<'_>, replica: &Replica, view: &ObservedAgent) -> Decision {
     let key = instance_of(replica);
     let mut decision = Decision::nothing();
     let shown = view.instances.get(&key).is_some_and(|instance| instance.state != InstanceState::Stopped);
@@ -352,7 +352,7 @@ fn remove(
 }
 
 /// Returns the obstacle to the deletion of the data: the error of the last call, if that was of a deletion.
-fn obstacle(view: &AgentView, replica: &InstanceKey, stray: Option<InstanceKey>) -> Option<String> {
+fn obstacle(view: &ObservedAgent, replica: &InstanceKey, stray: Option<InstanceKey>) -> Option<String> {
     if let Some(failure) = stray.and_then(|engine| view.failures.get(&engine)) {
         return Some(format!(
             "an engine of its deleted volume is still there, and is stopped first: {}",
@@ -370,7 +370,7 @@ fn stray_engine(
     context: &Context<'_>,
     replica: &Replica,
     record: &str,
-    view: &AgentView,
+    view: &ObservedAgent,
 ) -> Option<(InstanceKey, u64)> {
     let instance = InstanceKey::engine(&replica.spec.volume_name);
     let is_nobodys = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());

@@ -11,7 +11,7 @@ use crate::objects::{
     NodeSpec, NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::observed::{
-    AgentInfo, Detail, DiskView, EngineView, Failure, Instance, InstanceKey, InstanceState,
+    AgentInfo, Detail, Failure, Instance, InstanceKey, InstanceState, ObservedDisk, ObservedEngine,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall, StartEngine};
@@ -58,14 +58,17 @@ fn cluster() -> ClusterState {
 fn agents(on_b: Option<u64>) -> Agents {
     let mut agents = Agents::default();
     for name in ["a", "b"] {
-        let mut view = AgentView::new("http://agent", now());
+        let mut view = ObservedAgent::new("http://agent", now());
         view.link = Link::Synced;
         view.info = Some(AgentInfo { name: name.to_owned(), ..AgentInfo::default() });
-        let disk = DiskView { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..DiskView::default() };
+        let disk =
+            ObservedDisk { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..ObservedDisk::default() };
         view.disks.insert(DISK.to_owned(), disk);
         if let Some(attach) = on_b.filter(|_| name == "b") {
-            let detail =
-                Detail::Engine(Box::new(EngineView { attach: Some(attach), ..EngineView::default() }));
+            let detail = Detail::Engine(Box::new(ObservedEngine {
+                attach: Some(attach),
+                ..ObservedEngine::default()
+            }));
             let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
             view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
         }
@@ -420,7 +423,7 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
         Kind::Replica,
         ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2)),
     ));
-    let mut view = AgentView::new("http://agent", now() - UNREACHABLE_AFTER);
+    let mut view = ObservedAgent::new("http://agent", now() - UNREACHABLE_AFTER);
     view.link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
     agents.insert(b.clone(), view);
     act(&mut cluster, &agents, &Key::new(Kind::Node, "b"));

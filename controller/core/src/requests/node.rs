@@ -2,7 +2,7 @@
 
 use super::{Change, RequestError, absent};
 use crate::objects::{DiskSpec, DiskStatus, Kind, Node, NodeSpec};
-use crate::observed::DiskView;
+use crate::observed::ObservedDisk;
 use crate::{ClusterState, NodeName, Timestamp, labels};
 
 /// Returns the node that is to get a disk at `path`.
@@ -27,7 +27,7 @@ pub fn add_disk(
     cluster: &ClusterState,
     node: &NodeName,
     path: &str,
-    disk: &DiskView,
+    disk: &ObservedDisk,
 ) -> Result<Change<Node>, RequestError> {
     let mut node = find_node(cluster, node.as_str())?.clone();
     if node.spec.disks.contains_key(path) {

@@ -6,7 +6,7 @@ use std::iter::Peekable;
 use super::{DiskCandidate, Limits, NodeCandidate};
 use crate::cluster_state::ScheduledBytes;
 use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
-use crate::observed::{AgentView, Agents, Detail, InstanceKey};
+use crate::observed::{Agents, Detail, InstanceKey, ObservedAgent};
 use crate::{ClusterState, NodeName};
 
 /// Returns the nodes of the cluster state as candidates for replicas of `volume`.
@@ -55,7 +55,7 @@ fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> V
 
 fn candidate(
     node: &Node,
-    view: Option<(&NodeName, &AgentView)>,
+    view: Option<(&NodeName, &ObservedAgent)>,
     scheduled: Option<&BTreeMap<String, ScheduledBytes>>,
     own: &[&Replica],
 ) -> Option<NodeCandidate> {
@@ -132,7 +132,7 @@ pub fn taken_bytes(agents: &Agents, replicas: &[&Replica]) -> u64 {
 }
 
 /// Returns the disk without its replicas.
-fn disk_candidate(node: &Node, view: Option<&AgentView>, path: &str, spec: &DiskSpec) -> DiskCandidate {
+fn disk_candidate(node: &Node, view: Option<&ObservedAgent>, path: &str, spec: &DiskSpec) -> DiskCandidate {
     let status = node.status.disk_status.get(path);
     let seen = view.and_then(|view| view.disks.get(path));
     DiskCandidate {
@@ -152,11 +152,11 @@ fn disk_candidate(node: &Node, view: Option<&AgentView>, path: &str, spec: &Disk
     }
 }
 
-fn not_ready(node: &Node, view: Option<&AgentView>) -> Option<String> {
+fn not_ready(node: &Node, view: Option<&ObservedAgent>) -> Option<String> {
     match node.status.conditions.get(ConditionType::Ready) {
         Some(ready) if !ready.status => Some(format!("not ready: {}", ready.message)),
         None => Some("agent not reached yet".to_owned()),
-        Some(_) if !view.is_some_and(AgentView::is_synced) => Some("agent unreachable".to_owned()),
+        Some(_) if !view.is_some_and(ObservedAgent::is_synced) => Some("agent unreachable".to_owned()),
         Some(_) => None,
     }
 }

@@ -10,8 +10,8 @@ use crate::objects::{
     DesireState, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata,
     ReplicaSpec, ReplicaStatus, Robustness, Secret,
 };
-use crate::observed::AgentView;
-use crate::observed::{DiskView, GrantWanted, Instance, InstanceState, ScrubStatus};
+use crate::observed::ObservedAgent;
+use crate::observed::{GrantWanted, Instance, InstanceState, ObservedDisk, ScrubStatus};
 use crate::requests::{Change, CreateVolume};
 use crate::salvage;
 
@@ -98,22 +98,23 @@ impl Case {
         (1..=3).for_each(|n| cluster.insert(replica(n).into()));
         let mut agents = Agents::default();
         for n in 1..=3 {
-            let mut view = AgentView::new("http://agent", at(0));
+            let mut view = ObservedAgent::new("http://agent", at(0));
             view.link = Link::Synced;
-            let disk = DiskView { total_bytes: 100 << 30, available_bytes: 50 << 30, ..DiskView::default() };
+            let disk =
+                ObservedDisk { total_bytes: 100 << 30, available_bytes: 50 << 30, ..ObservedDisk::default() };
             view.disks.insert("/disk".to_owned(), disk);
             agents.insert(node(n), view);
         }
         let mut case = Case { cluster, agents };
-        case.engine_says(EngineView {
+        case.engine_says(ObservedEngine {
             attach: Some(1),
             phase: Some(EnginePhase::Serving),
-            ..EngineView::default()
+            ..ObservedEngine::default()
         });
         case
     }
 
-    fn engine_says(&mut self, view: EngineView) {
+    fn engine_says(&mut self, view: ObservedEngine) {
         self.engine().status.phase = view.phase;
         let instance = Instance {
             state: InstanceState::Running,
@@ -215,12 +216,12 @@ fn volumes_that_are_copied_or_compared() {
     let copy = CopyStatus { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
     let copies = BTreeMap::from([(id(3), copy)]);
     let resync = Some(CopyStatus { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
-    case.engine_says(EngineView {
+    case.engine_says(ObservedEngine {
         attach: Some(1),
         phase: Some(EnginePhase::Serving),
         copies,
         resync,
-        ..EngineView::default()
+        ..ObservedEngine::default()
     });
     let words = [
         "is being rebuilt: 60 % done, 4 GiB of 10 GiB to go at 100 MiB/s, about 40 s left",
@@ -245,11 +246,11 @@ fn volumes_that_are_copied_or_compared() {
         last: "at 4096".to_owned(),
         ..ScrubStatus::default()
     }));
-    case.engine_says(EngineView {
+    case.engine_says(ObservedEngine {
         attach: Some(1),
         phase: Some(EnginePhase::Serving),
         scrub,
-        ..EngineView::default()
+        ..ObservedEngine::default()
     });
     check("scrub", &case, false, &["found 3 places", "volume scrub v --repair"]);
 }
@@ -286,11 +287,11 @@ fn volumes_that_wait_for_the_arbiter() {
     let granted = view(2, &[1]);
     let honoured = ReplicaReport { committed: view(1, &[1, 2]), proposed: vec![] };
     let wanted = GrantWanted { view: view(3, &[2]), honoured, stored: view(3, &[2]).members };
-    let frozen = EngineView {
+    let frozen = ObservedEngine {
         attach: Some(1),
         phase: Some(EnginePhase::Frozen),
         grant_wanted: Some(Box::new(wanted)),
-        ..EngineView::default()
+        ..ObservedEngine::default()
     };
     case.engine_says(frozen);
     check(
@@ -312,10 +313,10 @@ fn volumes_that_wait_for_the_arbiter() {
 #[test]
 fn volumes_whose_engine_cannot_serve() {
     let mut case = Case::healthy();
-    case.engine_says(EngineView {
+    case.engine_says(ObservedEngine {
         attach: Some(1),
         phase: Some(EnginePhase::Frozen),
-        ..EngineView::default()
+        ..ObservedEngine::default()
     });
     case.engine().status.message = "1 of 3".to_owned();
     case.away(MemberMode::Failed, "connection reset");

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::objects::{EnginePhase, MemberMode, MemberStatus};
 use shorthorn_controller_core::observed::{
-    Detail, EngineView, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, ReplicaView,
+    Detail, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, ObservedEngine, ObservedReplica,
 };
 use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, StartReplica};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
@@ -139,7 +139,7 @@ impl SimAgent {
             let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
             views.stored.insert(key.name.clone(), first);
         }
-        self.start(key, Detail::Replica(ReplicaView::default()), late, events);
+        self.start(key, Detail::Replica(ObservedReplica::default()), late, events);
         Ok(())
     }
 
@@ -167,11 +167,11 @@ impl SimAgent {
             self.maps.insert(key.clone(), (start.revision, start.replicas.keys().copied().collect()));
         }
         let members = start.replicas.keys().map(|id| (*id, MemberStatus::of(MemberMode::Connecting)));
-        let view = EngineView {
+        let view = ObservedEngine {
             attach: Some(attach),
             phase: Some(EnginePhase::Starting),
             members: members.collect(),
-            ..EngineView::default()
+            ..ObservedEngine::default()
         };
         self.start(key, Detail::Engine(Box::new(view)), late, events);
         Ok(())
@@ -234,7 +234,7 @@ impl SimAgent {
     }
 
     /// Returns the engine of that attachment, if it is here.
-    fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, Box<EngineView>), String> {
+    fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, Box<ObservedEngine>), String> {
         match self.instances.get(key) {
             Some(instance) => match &instance.detail {
                 Detail::Engine(view) if view.attach == Some(attach) => Ok((instance.clone(), view.clone())),
@@ -333,7 +333,8 @@ impl SimAgent {
         let Some(instance) = self.instances.get(&key) else { return };
         let Detail::Engine(view) = &instance.detail else { return };
         if attach_of(view) < newest && view.phase != Some(EnginePhase::Stopped) {
-            let view = Box::new(EngineView { phase: Some(EnginePhase::Stopped), ..EngineView::clone(view) });
+            let view =
+                Box::new(ObservedEngine { phase: Some(EnginePhase::Stopped), ..ObservedEngine::clone(view) });
             let message = "fenced by a newer engine".to_owned();
             let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(view) };
             self.set(key, fenced, events);
@@ -375,7 +376,7 @@ impl SimAgent {
 }
 
 /// Returns the attachment of an engine. Those of the simulation all report one.
-fn attach_of(view: &EngineView) -> u64 {
+fn attach_of(view: &ObservedEngine) -> u64 {
     view.attach.unwrap_or_default()
 }
 
@@ -383,7 +384,7 @@ fn next(view: View, members: Members) -> View {
     View { id: ViewId { number: view.id.number + 1, ..view.id }, members }
 }
 
-fn go_on(view: &mut EngineView, granted: View) {
+fn go_on(view: &mut ObservedEngine, granted: View) {
     view.grant_wanted = None;
     view.phase = Some(EnginePhase::Serving);
     debug_assert_eq!(Some(granted.id.generation.attach), view.attach);
@@ -391,7 +392,7 @@ fn go_on(view: &mut EngineView, granted: View) {
 
 /// Starts an engine with the running members of the newest view, if they are enough.
 fn start_up(
-    view: &mut EngineView,
+    view: &mut ObservedEngine,
     volume: &str,
     here: impl Fn(&ReplicaId) -> bool,
     views: &mut Views,
@@ -425,7 +426,12 @@ fn start_up(
 
 /// Removes members that do not run from the view. More than half continue, half ask the arbiter, fewer wait
 /// for them. A replica that is being rebuilt and does not run any more has failed.
-fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
+fn lose_missing(
+    view: &mut ObservedEngine,
+    volume: &str,
+    here: impl Fn(&ReplicaId) -> bool,
+    views: &mut Views,
+) {
     let current = views.newest.get(volume).copied();
     let Some(current) = current.filter(|_| view.phase == Some(EnginePhase::Serving)) else { return };
     if Some(current.id.generation.attach) != view.attach {
@@ -456,7 +462,12 @@ fn lose_missing(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -
 }
 
 /// Rebuilds replicas that are not members; then they join.
-fn start_serving(view: &mut EngineView, volume: &str, here: impl Fn(&ReplicaId) -> bool, views: &mut Views) {
+fn start_serving(
+    view: &mut ObservedEngine,
+    volume: &str,
+    here: impl Fn(&ReplicaId) -> bool,
+    views: &mut Views,
+) {
     let Some(current) =
         views.newest.get(volume).copied().filter(|current| Some(current.id.generation.attach) == view.attach)
     else {

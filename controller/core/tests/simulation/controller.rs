@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use shorthorn_controller_core::objects::{FrontendStatus, Key};
-use shorthorn_controller_core::observed::{AgentInfo, AgentView, Agents, DiskView, Link};
+use shorthorn_controller_core::observed::{AgentInfo, Agents, Link, ObservedAgent, ObservedDisk};
 use shorthorn_controller_core::{Action, NodeName, Timestamp};
 
 use crate::agent::{Event, SimAgent};
@@ -21,7 +21,7 @@ pub struct Controller {
 impl Controller {
     pub fn start(nodes: &[SimAgent], now: Timestamp) -> Controller {
         let view =
-            |node: &SimAgent| (node.name.clone(), AgentView::new(format!("http://{}", node.name), now));
+            |node: &SimAgent| (node.name.clone(), ObservedAgent::new(format!("http://{}", node.name), now));
         Controller {
             agents: nodes.iter().map(view).collect(),
             streams: BTreeMap::new(),
@@ -42,11 +42,11 @@ impl Controller {
             dead_mounts: Vec::new(),
             warnings: Vec::new(),
         });
-        let disk = DiskView {
+        let disk = ObservedDisk {
             uuid: "disk".to_owned(),
             total_bytes: 1 << 40,
             available_bytes: 1 << 39,
-            ..DiskView::default()
+            ..ObservedDisk::default()
         };
         view.disks = BTreeMap::from([("/disk".to_owned(), disk)]);
         view.instances.clone_from(&node.instances);

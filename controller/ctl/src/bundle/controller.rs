@@ -11,7 +11,7 @@ use tonic::transport::Channel;
 
 use super::archive::Archive;
 use crate::calls::limited;
-use crate::doctor::{self, CheckView};
+use crate::doctor::{self, CheckOutput};
 use crate::format::Format;
 use crate::list::{Lister, Options, What};
 use crate::status;
@@ -67,7 +67,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
     }
     match client.examine(limited(v1::ExamineRequest {})).await {
         Ok(found) => {
-            let checks: Vec<CheckView> = found.into_inner().checks.into_iter().map(Into::into).collect();
+            let checks: Vec<CheckOutput> = found.into_inner().checks.into_iter().map(Into::into).collect();
             archive
                 .add_text("doctor.txt", &doctor::text(Format::Table, &checks).map_err(io::Error::other)?)?;
         }

@@ -3,8 +3,8 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields, wide};
+use crate::json::ReplicaOutput;
 use crate::output::replica_row;
-use crate::view::ReplicaView;
 
 const COLUMNS: [Column; 9] = [
     column("REPLICA"),
@@ -28,5 +28,5 @@ fn entry(replica: v1::Replica) -> Entry {
     let [shown, node, disk, state, mode, allocated, message] = replica_row(&replica);
     let wanted = if replica.deleting { "gone" } else { &replica.desire_state };
     let row = [shown, replica.volume.clone(), node, disk, state, mode, allocated, wanted.to_owned(), message];
-    Entry { name, rows: vec![row.into()], fields: fields(&ReplicaView::from(replica)) }
+    Entry { name, rows: vec![row.into()], fields: fields(&ReplicaOutput::from(replica)) }
 }

@@ -3,8 +3,8 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields};
-use crate::size::human;
-use crate::view::TrashView;
+use shorthorn_types::HumanBytes;
+use crate::json::TrashOutput;
 
 const TRASH: [Column; 8] = [
     column("VOLUME"),
@@ -40,7 +40,7 @@ pub(super) fn list(mut trash: Vec<v1::VolumeTrash>) -> List {
 
 fn trashed(trash: v1::VolumeTrash) -> Entry {
     let deleted_ms = trash.replica.as_ref().map_or(0, |replica| replica.deleted_ms);
-    let view = TrashView::from(trash);
+    let view = TrashOutput::from(trash);
     // A disk may have the directories of several deletions of a replica.
     let name = format!("trash/{}:{}-{}-{deleted_ms}", view.node, view.volume, view.replica_id);
     let undelete = match (view.problem.is_empty(), view.with_volume) {
@@ -53,7 +53,7 @@ fn trashed(trash: v1::VolumeTrash) -> Entry {
         view.replica_id.clone(),
         view.node.clone(),
         view.disk_path.clone(),
-        human(view.allocated_bytes),
+        HumanBytes(view.allocated_bytes).to_string(),
         view.deleted.clone(),
         view.expires.clone(),
         undelete,

@@ -4,8 +4,8 @@ use shorthorn_api::v1;
 use shorthorn_types::HumanBytes;
 
 use super::{Column, Entry, List, column, fields, wide};
+use crate::json::VolumeOutput;
 use crate::output;
-use crate::view::VolumeView;
 
 const COLUMNS: [Column; 15] = [
     column("NAME"),
@@ -62,7 +62,7 @@ fn entry(volume: v1::Volume) -> Entry {
     Entry {
         name: format!("volume/{}", volume.name),
         rows: vec![row],
-        fields: fields(&VolumeView::from(volume)),
+        fields: fields(&VolumeOutput::from(volume)),
     }
 }
 

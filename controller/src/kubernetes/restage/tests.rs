@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::lost_node_pods::Namespaced;
 use shorthorn_controller_core::objects::Secret;
-use shorthorn_controller_core::observed::{AgentInfo, AgentView, Link};
+use shorthorn_controller_core::observed::{AgentInfo, Link, ObservedAgent};
 use shorthorn_controller_core::requests::CreateVolume;
 use tokio::sync::mpsc;
 use tower::service_fn;
@@ -90,12 +90,12 @@ fn pod(name: &str, machine: &str, has_controller: bool) -> Value {
 }
 
 /// Returns an agent that says that the devices of these pods are gone under them.
-fn agent(is_synced: bool, dead: &[(&str, &str)]) -> AgentView {
+fn agent(is_synced: bool, dead: &[(&str, &str)]) -> ObservedAgent {
     let mount = |(volume, pod): &(&str, &str)| DeadMount {
         volume: (*volume).to_owned(),
         pod_uid: format!("uid-{pod}"),
     };
-    let mut view = AgentView::new("http://x:1", Timestamp::UNIX_EPOCH);
+    let mut view = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
     let dead_mounts = dead.iter().map(mount).collect();
     view.info = Some(AgentInfo { dead_mounts, ..AgentInfo::default() });
     if is_synced {

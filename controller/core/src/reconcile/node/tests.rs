@@ -1,7 +1,7 @@
 use super::*;
 use crate::example::Example;
 use crate::left_out::LeftOut;
-use crate::observed::{AgentInfo, Agents, DiskView, Link};
+use crate::observed::{AgentInfo, Agents, Link, ObservedDisk};
 use crate::reconcile::{Settings, UNREACHABLE_AFTER};
 use crate::{ClusterState, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -14,13 +14,14 @@ fn now() -> Timestamp {
 
 /// Returns the agent of node a, which answers or has not for long, and has a disk with so much free.
 fn agents(answers: bool, free_bytes: u64) -> Agents {
-    let mut view = AgentView::new("http://a:1", Timestamp::UNIX_EPOCH);
+    let mut view = ObservedAgent::new("http://a:1", Timestamp::UNIX_EPOCH);
     view.from_object = true;
     if answers {
         view.link = Link::Synced;
     }
     view.info = Some(AgentInfo { name: "a".to_owned(), ..AgentInfo::default() });
-    let disk = DiskView { total_bytes: 100 * GIB, available_bytes: free_bytes, ..DiskView::default() };
+    let disk =
+        ObservedDisk { total_bytes: 100 * GIB, available_bytes: free_bytes, ..ObservedDisk::default() };
     view.disks.insert("/d".to_owned(), disk);
     let mut agents = Agents::default();
     agents.insert(NodeName::new("a").unwrap(), view);
@@ -116,7 +117,7 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
         let unknown = Example { cluster, agents: example.agents.clone() };
         assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
     }
-    let socket = |phase| crate::observed::EngineView {
+    let socket = |phase| crate::observed::ObservedEngine {
         attach: Some(1),
         phase: Some(phase),
         frontend: "socket".to_owned(),

@@ -12,7 +12,7 @@ fn delete(cluster: &mut ClusterState) {
 }
 
 /// Has the engine on node a show something else.
-fn engine_shows(agents: &mut Agents, change: impl Fn(&mut EngineView)) {
+fn engine_shows(agents: &mut Agents, change: impl Fn(&mut ObservedEngine)) {
     let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     for instance in a.instances.values_mut() {
         if let Detail::Engine(shown) = &mut instance.detail {
@@ -132,7 +132,7 @@ pub(super) fn all_agents(cluster: &ClusterState) -> Agents {
     let view = agents.by_node().values().next().unwrap().clone();
     for name in cluster.nodes.keys() {
         let info = Some(AgentInfo { name: name.clone(), ..AgentInfo::default() });
-        agents.insert(NodeName::new(name).unwrap(), AgentView { info, ..view.clone() });
+        agents.insert(NodeName::new(name).unwrap(), ObservedAgent { info, ..view.clone() });
     }
     agents
 }
@@ -251,7 +251,8 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
     // The node is back: the data is moved to the trash, with the record from the deletion of its volume.
     answers(&mut agents, "b");
     let engine = InstanceKey::engine(&left.spec.volume_name);
-    let detail = Detail::Engine(Box::new(EngineView { attach: Some(ATTACH - 1), ..EngineView::default() }));
+    let detail =
+        Detail::Engine(Box::new(ObservedEngine { attach: Some(ATTACH - 1), ..ObservedEngine::default() }));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(engine.clone(), instance);
     let calls = all_rounds(&mut cluster, &agents);

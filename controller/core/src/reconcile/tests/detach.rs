@@ -29,12 +29,12 @@ pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
     agents.insert(NodeName::new("c").unwrap(), free);
     let members = members.iter().map(|(id, mode)| (ReplicaId::from_random(*id), MemberStatus::of(*mode)));
-    let shown = EngineView {
+    let shown = ObservedEngine {
         attach: Some(ATTACH),
         phase: Some(EnginePhase::Serving),
         endpoint: "/dev/longhorn/v".to_owned(),
         members: members.collect(),
-        ..EngineView::default()
+        ..ObservedEngine::default()
     };
     let detail = Detail::Engine(Box::new(shown));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };

@@ -6,7 +6,7 @@ use shorthorn_views::Arbiter;
 use super::*;
 use crate::example::{Example, id};
 use crate::objects::Volume;
-use crate::observed::{GrantWanted, ReplicaView};
+use crate::observed::{GrantWanted, ObservedReplica};
 
 fn view(number: u32, members: u64) -> View {
     let generation = Generation::new(1, 1);
@@ -36,11 +36,11 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
     example.engine().status.replica_mode_map.remove(&id(3));
     let honoured = ReplicaReport { committed: view(1, 2), proposed: Vec::new() };
     let wanted = GrantWanted { view: view(2, 1), honoured: honoured.clone(), stored: view(2, 1).members };
-    example.engine_says(EngineView {
+    example.engine_says(ObservedEngine {
         attach: Some(1),
         phase: Some(EnginePhase::Frozen),
         grant_wanted: Some(Box::new(wanted)),
-        ..EngineView::default()
+        ..ObservedEngine::default()
     });
     let granted = decided(&example).unwrap();
     assert!(granted.status.grant_unreported, "it is stored in the same write as the grant");
@@ -49,17 +49,18 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
         Arbiter::default().ask(1, view(2, 1), &honoured, &view(2, 1).members).unwrap()
     );
     *example.volume() = granted;
-    let serves = EngineView { attach: Some(1), phase: Some(EnginePhase::Serving), ..EngineView::default() };
+    let serves =
+        ObservedEngine { attach: Some(1), phase: Some(EnginePhase::Serving), ..ObservedEngine::default() };
     example.engine_says(serves);
     let is_reported =
         |example: &Example| decided(example).is_some_and(|volume| !volume.status.grant_unreported);
     assert!(!is_reported(&example), "no replica has reported it");
     let mut view_of = example.agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     let report = ReplicaReport { committed: view(2, 1), proposed: Vec::new() };
-    let detail = Detail::Replica(ReplicaView {
+    let detail = Detail::Replica(ObservedReplica {
         attach: Some(1),
         views: Some(Box::new(report)),
-        ..ReplicaView::default()
+        ..ObservedReplica::default()
     });
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     view_of.instances.insert(InstanceKey::replica(&VolumeName::new("v").unwrap(), id(1)), instance);

@@ -5,7 +5,7 @@ use super::detach::{IN_USE, both, leaving_cluster};
 use super::*;
 use crate::StartReplica;
 use crate::objects::VolumeState;
-use crate::observed::ReplicaView;
+use crate::observed::ObservedReplica;
 
 /// A volume of the name that is deleted again while it waits for the engine of the one before.
 #[test]
@@ -75,7 +75,8 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_is_
     cluster.insert(back.into());
     let mut agents = agents(None);
     let instance = InstanceKey::replica(&VolumeName::new("v").unwrap(), id);
-    let view = ReplicaView { addresses: vec!["tcp:10.0.0.1:7000".to_owned()], ..ReplicaView::default() };
+    let view =
+        ObservedReplica { addresses: vec!["tcp:10.0.0.1:7000".to_owned()], ..ObservedReplica::default() };
     let running =
         Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Replica(view) };
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(instance.clone(), running);
@@ -137,7 +138,8 @@ fn what_is_left_behind_says_which_engine_it_waits_for() {
     all_rounds(&mut cluster, &agents);
     answers(&mut agents, "b");
     let engine = InstanceKey::engine(&VolumeName::new("v").unwrap());
-    let detail = Detail::Engine(Box::new(EngineView { attach: Some(ATTACH - 1), ..EngineView::default() }));
+    let detail =
+        Detail::Engine(Box::new(ObservedEngine { attach: Some(ATTACH - 1), ..ObservedEngine::default() }));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
     b.instances
         .insert(engine.clone(), Instance { state: InstanceState::Running, message: String::new(), detail });
@@ -167,8 +169,11 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     assert!(cluster.replicas.values().all(|replica| replica.metadata.is_deleting()), "{cluster:#?}");
     answers(&mut agents, "b");
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
-    let shown =
-        EngineView { attach: Some(ATTACH), phase: Some(EnginePhase::Serving), ..EngineView::default() };
+    let shown = ObservedEngine {
+        attach: Some(ATTACH),
+        phase: Some(EnginePhase::Serving),
+        ..ObservedEngine::default()
+    };
     let detail = Detail::Engine(Box::new(shown));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
     b.instances
@@ -213,7 +218,7 @@ fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
         [2, 8, 9].map(|id| InstanceKey::replica(&volume, ReplicaId::from_random(id)));
     for (key, disk) in [(&known, DISK), (&forgotten, DISK), (&elsewhere, "/var/lib/longhorn2")] {
         let directory = format!("{disk}/replicas/{}", key.name);
-        let detail = Detail::Replica(ReplicaView { directory, ..ReplicaView::default() });
+        let detail = Detail::Replica(ObservedReplica { directory, ..ObservedReplica::default() });
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
         agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(key.clone(), instance);
     }

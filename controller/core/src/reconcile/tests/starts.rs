@@ -166,7 +166,7 @@ fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<EngineStatus> {
     engine.status.current_state = CurrentState::Starting;
     cluster.insert(engine.into());
     let mut agents = agents(None);
-    let shown = EngineView { attach: Some(ATTACH), phase: Some(phase), ..EngineView::default() };
+    let shown = ObservedEngine { attach: Some(ATTACH), phase: Some(phase), ..ObservedEngine::default() };
     let instance = Instance {
         state: InstanceState::Running,
         message: String::new(),
@@ -256,8 +256,11 @@ fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_f
 
     let target = view(ATTACH, 1, &[2]);
     let wanted = GrantWanted { view: target, honoured, stored: target.members };
-    let shown =
-        EngineView { attach: Some(ATTACH), grant_wanted: Some(Box::new(wanted)), ..EngineView::default() };
+    let shown = ObservedEngine {
+        attach: Some(ATTACH),
+        grant_wanted: Some(Box::new(wanted)),
+        ..ObservedEngine::default()
+    };
     let detail = Detail::Engine(Box::new(shown));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     let mut agents = agents(None);

@@ -13,7 +13,7 @@ use shorthorn_views::{basis, forgets, knows_no_engine};
 use super::Run;
 use crate::AgentCall;
 use crate::objects::{DesireState, Engine, Finding, Replica};
-use crate::observed::{Detail, InstanceKey, InstanceState, ReplicaView};
+use crate::observed::{Detail, InstanceKey, InstanceState, ObservedReplica};
 use crate::reconcile::{Reachability, START_CHECK, reachability};
 
 impl Run<'_> {
@@ -95,7 +95,7 @@ impl Run<'_> {
     }
 
     /// Returns the view of the replica's process, if it runs and its node answers.
-    pub(super) fn replica_view(&self, replica: &Replica) -> Option<&ReplicaView> {
+    pub(super) fn replica_view(&self, replica: &Replica) -> Option<&ObservedReplica> {
         let Reachability::Reachable(agent) = reachability(self.context, &replica.spec.node_id) else {
             return None;
         };

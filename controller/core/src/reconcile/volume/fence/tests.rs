@@ -8,7 +8,7 @@ use crate::objects::{
     CurrentState, EnginePhase, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
     ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
 };
-use crate::observed::{AgentInfo, AgentView, Agents, Instance, Link};
+use crate::observed::{AgentInfo, Agents, Instance, Link, ObservedAgent};
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, ClusterState, NodeName, Timestamp};
@@ -74,7 +74,8 @@ impl Lost {
                 _ => Link::Synced,
             };
             let info = Some(AgentInfo { name: (*name).to_owned(), ..AgentInfo::default() });
-            let agent = AgentView { link, info, ..AgentView::new("http://agent", Timestamp::UNIX_EPOCH) };
+            let agent =
+                ObservedAgent { link, info, ..ObservedAgent::new("http://agent", Timestamp::UNIX_EPOCH) };
             lost.agents.insert(node(at), agent);
             lost.replica_says(at, OLD, view(OLD, 1, &(0..replicas).collect::<Vec<_>>()));
         }
@@ -83,7 +84,8 @@ impl Lost {
 
     fn replica_says(&mut self, at: usize, attach: u64, committed: View) {
         let views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
-        let detail = Detail::Replica(ReplicaView { attach: Some(attach), views, ..ReplicaView::default() });
+        let detail =
+            Detail::Replica(ObservedReplica { attach: Some(attach), views, ..ObservedReplica::default() });
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
         let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), id(at));
         self.agents.get_mut(&node(at)).unwrap().instances.insert(key, instance);

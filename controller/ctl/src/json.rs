@@ -7,7 +7,7 @@ use shorthorn_types::status::{EnginePhase, MemberMode};
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct VolumeView {
+pub(super) struct VolumeOutput {
     name: String,
     size: u64,
     current_size: u64,
@@ -31,8 +31,8 @@ pub(super) struct VolumeView {
     attach: u64,
     created: String,
     conditions: Vec<v1::Condition>,
-    engine: Option<EngineView>,
-    replicas: Vec<ReplicaView>,
+    engine: Option<EngineOutput>,
+    replicas: Vec<ReplicaOutput>,
     rebuild_bytes_per_second: u64,
     rebuild_share_percent: u32,
     resync: Option<v1::CopyStatus>,
@@ -49,7 +49,7 @@ pub(super) struct VolumeView {
 /// A directory in the trash of a disk.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct TrashView {
+pub(super) struct TrashOutput {
     pub(super) volume: String,
     #[serde(rename = "replicaID")]
     pub(super) replica_id: String,
@@ -63,8 +63,8 @@ pub(super) struct TrashView {
     pub(super) problem: String,
 }
 
-impl From<v1::VolumeTrash> for TrashView {
-    fn from(trash: v1::VolumeTrash) -> TrashView {
+impl From<v1::VolumeTrash> for TrashOutput {
+    fn from(trash: v1::VolumeTrash) -> TrashOutput {
         let v1::VolumeTrash { node, replica, with_volume } = trash;
         let v1::TrashedReplica {
             volume,
@@ -82,7 +82,7 @@ impl From<v1::VolumeTrash> for TrashView {
             restored: _,
         } = replica.unwrap_or_default();
         let (deleted, expires) = (time_of(deleted_ms), time_of(expires_ms));
-        TrashView {
+        TrashOutput {
             volume,
             replica_id,
             node,
@@ -106,7 +106,7 @@ fn time_of(ms: u64) -> String {
 /// The content of a replica, and the losses with it as the only one.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct InspectionView {
+pub(super) struct InspectionOutput {
     #[serde(rename = "replicaID")]
     replica_id: String,
     #[serde(rename = "nodeID")]
@@ -127,10 +127,10 @@ pub(super) struct InspectionView {
     problems: Vec<String>,
 }
 
-impl From<v1::InspectedReplica> for InspectionView {
-    fn from(replica: v1::InspectedReplica) -> InspectionView {
+impl From<v1::InspectedReplica> for InspectionOutput {
+    fn from(replica: v1::InspectedReplica) -> InspectionOutput {
         let found = replica.inspection.unwrap_or_default();
-        InspectionView {
+        InspectionOutput {
             replica_id: replica.replica_id,
             node_id: replica.node,
             error: replica.error,
@@ -153,7 +153,7 @@ impl From<v1::InspectedReplica> for InspectionView {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct EngineView {
+struct EngineOutput {
     #[serde(rename = "nodeID")]
     node_id: String,
     desire_state: String,
@@ -168,7 +168,7 @@ struct EngineView {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct ReplicaView {
+pub(super) struct ReplicaOutput {
     name: String,
     volume: String,
     #[serde(rename = "replicaID")]
@@ -188,25 +188,25 @@ pub(super) struct ReplicaView {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct RebalanceView {
+pub(super) struct RebalanceOutput {
     begun: usize,
     moves: Vec<v1::ReplicaMove>,
     under_way: Vec<v1::DrainLeft>,
     left_out: Vec<v1::LeftOut>,
 }
 
-impl RebalanceView {
+impl RebalanceOutput {
     /// Converts the answer. `begun`: how many moves have begun since the command was given.
-    pub(super) fn of(answer: v1::RebalanceResponse, begun: usize) -> RebalanceView {
+    pub(super) fn of(answer: v1::RebalanceResponse, begun: usize) -> RebalanceOutput {
         let v1::RebalanceResponse { moves, under_way, left_out } = answer;
-        RebalanceView { begun, moves, under_way, left_out }
+        RebalanceOutput { begun, moves, under_way, left_out }
     }
 }
 
-impl From<v1::Volume> for VolumeView {
-    fn from(volume: v1::Volume) -> VolumeView {
+impl From<v1::Volume> for VolumeOutput {
+    fn from(volume: v1::Volume) -> VolumeOutput {
         let (namespace, claim) = volume.claim.split_once('/').unwrap_or_default();
-        VolumeView {
+        VolumeOutput {
             name: volume.name,
             size: volume.size_bytes,
             current_size: volume.current_size_bytes,
@@ -245,10 +245,10 @@ impl From<v1::Volume> for VolumeView {
     }
 }
 
-impl From<v1::Engine> for EngineView {
-    fn from(engine: v1::Engine) -> EngineView {
+impl From<v1::Engine> for EngineOutput {
+    fn from(engine: v1::Engine) -> EngineOutput {
         let phase = engine.known_phase().map_or("", EnginePhase::as_str);
-        EngineView {
+        EngineOutput {
             node_id: engine.node,
             desire_state: engine.desire_state,
             current_state: engine.current_state,
@@ -261,10 +261,10 @@ impl From<v1::Engine> for EngineView {
     }
 }
 
-impl From<v1::Replica> for ReplicaView {
-    fn from(replica: v1::Replica) -> ReplicaView {
+impl From<v1::Replica> for ReplicaOutput {
+    fn from(replica: v1::Replica) -> ReplicaOutput {
         let mode = replica.shown_mode().map_or("", MemberMode::as_str);
-        ReplicaView {
+        ReplicaOutput {
             name: replica.name,
             volume: replica.volume,
             replica_id: replica.replica_id,
@@ -321,11 +321,11 @@ mod tests {
 
     #[test]
     fn phases_and_modes_are_words() {
-        let engine = EngineView::from(v1::Engine::default().with_phase(EnginePhase::Frozen));
+        let engine = EngineOutput::from(v1::Engine::default().with_phase(EnginePhase::Frozen));
         assert_eq!(engine.phase, "frozen");
         // A controller of release 0.1.0 has words only.
         let replica = v1::Replica { mode_word: "failed".to_owned(), ..v1::Replica::default() };
-        assert_eq!(ReplicaView::from(replica).mode, "failed");
-        assert_eq!(ReplicaView::from(v1::Replica::default()).mode, "", "it is not attached");
+        assert_eq!(ReplicaOutput::from(replica).mode, "failed");
+        assert_eq!(ReplicaOutput::from(v1::Replica::default()).mode, "", "it is not attached");
     }
 }
