@@ -11,11 +11,11 @@ use crate::guest::Guest;
 #[derive(Debug)]
 pub struct Load {
     thread: JoinHandle<Result<Guest>>,
-    shared: Arc<Shared>,
+    shared: Arc<LoadState>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct LoadState {
     stop: AtomicBool,
     answered: AtomicU64,
 }
@@ -24,7 +24,7 @@ impl Load {
     /// Lets a guest run until [`Load::finish`], or its first error.
     #[must_use]
     pub fn start(mut guest: Guest) -> Load {
-        let shared: Arc<Shared> = Arc::default();
+        let shared: Arc<LoadState> = Arc::default();
         let seen = Arc::clone(&shared);
         let thread = std::thread::spawn(move || {
             while !seen.stop.load(Ordering::Relaxed) {

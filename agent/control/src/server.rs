@@ -26,9 +26,9 @@ type Count = dyn Fn() -> IoCounters + Send + Sync;
 
 /// The publisher of the process's status; cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Publisher(Arc<Shared>);
+pub struct Publisher(Arc<PublishedState>);
 
-struct Shared {
+struct PublishedState {
     newest: Mutex<(u64, Status)>,
     /// The source of the counters, once it is set.
     count: OnceLock<Box<Count>>,
@@ -36,13 +36,13 @@ struct Shared {
     clients: AtomicUsize,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for PublishedState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("newest", &self.newest).finish_non_exhaustive()
+        f.debug_struct("PublishedState").field("newest", &self.newest).finish_non_exhaustive()
     }
 }
 
-impl Shared {
+impl PublishedState {
     fn lock(&self) -> MutexGuard<'_, (u64, Status)> {
         // A status is replaced whole, so a panic elsewhere leaves nothing half-written.
         self.newest.lock().unwrap_or_else(PoisonError::into_inner)
@@ -100,7 +100,7 @@ impl Server {
         }
         let listener = UnixListener::bind(path)?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-        let shared = Shared {
+        let shared = PublishedState {
             newest: Mutex::new((0, first)),
             count: OnceLock::new(),
             changed: Condvar::new(),

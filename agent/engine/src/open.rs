@@ -13,7 +13,7 @@ use shorthorn_recovery::{
     Grant, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, propose_to,
 };
 use shorthorn_types::{Members, RegionSet, Regions, ReplicaId, View};
-use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, Plan};
+use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
 
 use crate::connection::{ConnectError, Connection, finish};
 use crate::connector::Connector;
@@ -373,7 +373,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     }
 
     /// Shows and logs the replicas that are no members although the views say so.
-    fn planned(&mut self, _: &[FencedReplica], plan: Result<&Plan, &NoPlan>) {
+    fn planned(&mut self, _: &[FencedReplica], plan: Result<&StartPlan, &NoPlan>) {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
             tracing::error!(%volume, %replica, why, "a replica of the view is not taken as a member");

@@ -81,7 +81,7 @@ pub fn publish(
 pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> Result<(), FrontendError> {
     let path = device_dir.join(volume.as_str());
     let removed = match look(&path) {
-        Ok(Found::Node(found)) if found == device => fs::remove_file(&path),
+        Ok(NodeFile::Node(found)) if found == device => fs::remove_file(&path),
         Ok(_) => Ok(()),
         Err(error) => Err(error),
     };
@@ -209,26 +209,26 @@ fn is_gone(error: &io::Error) -> bool {
 }
 
 /// The file that has a name.
-enum Found {
+enum NodeFile {
     Nothing,
     Node(DeviceNumber),
     /// The file is no block device; a description of it.
     Other(&'static str),
 }
 
-fn look(path: &Path) -> io::Result<Found> {
+fn look(path: &Path) -> io::Result<NodeFile> {
     let meta = match fs::symlink_metadata(path) {
         Ok(meta) => meta,
-        Err(error) if is_gone(&error) => return Ok(Found::Nothing),
+        Err(error) if is_gone(&error) => return Ok(NodeFile::Nothing),
         Err(error) => return Err(error),
     };
     let kind = meta.file_type();
     Ok(match () {
-        () if kind.is_block_device() => Found::Node(DeviceNumber::of(meta.rdev())),
-        () if kind.is_file() => Found::Other("a regular file, perhaps written while there was no device"),
-        () if kind.is_symlink() => Found::Other("a symbolic link"),
-        () if kind.is_dir() => Found::Other("a directory"),
-        () => Found::Other("no block device"),
+        () if kind.is_block_device() => NodeFile::Node(DeviceNumber::of(meta.rdev())),
+        () if kind.is_file() => NodeFile::Other("a regular file, perhaps written while there was no device"),
+        () if kind.is_symlink() => NodeFile::Other("a symbolic link"),
+        () if kind.is_dir() => NodeFile::Other("a directory"),
+        () => NodeFile::Other("no block device"),
     })
 }
 
@@ -237,14 +237,16 @@ fn obstacle(
     sysfs: &Path,
     device_dir: &Path,
     volume: &VolumeName,
-    found: Found,
+    found: NodeFile,
     device: DeviceNumber,
 ) -> io::Result<Option<String>> {
     let old = match found {
-        Found::Nothing => return Ok(None),
-        Found::Other(what) => return Ok(Some(format!("{what} has that name; remove it if it is of no use"))),
-        Found::Node(old) if old == device || !is_live(sysfs, old) => return Ok(None),
-        Found::Node(old) => old,
+        NodeFile::Nothing => return Ok(None),
+        NodeFile::Other(what) => {
+            return Ok(Some(format!("{what} has that name; remove it if it is of no use")));
+        }
+        NodeFile::Node(old) if old == device || !is_live(sysfs, old) => return Ok(None),
+        NodeFile::Node(old) => old,
     };
     let taken = nodes(sysfs, device_dir)?.iter().any(|node| node.device == old && node.volume != *volume);
     Ok((!taken).then(|| {
@@ -282,7 +284,7 @@ fn nodes(sysfs: &Path, device_dir: &Path) -> io::Result<Vec<DeviceNode>> {
         let Some(volume) = entry.file_name().to_str().and_then(|name| VolumeName::new(name).ok()) else {
             continue;
         };
-        if let Found::Node(device) = look(&entry.path())? {
+        if let NodeFile::Node(device) = look(&entry.path())? {
             nodes.push(DeviceNode { volume, device, live: is_live(sysfs, device) });
         }
     }

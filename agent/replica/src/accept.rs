@@ -18,7 +18,7 @@ use shorthorn_ring::{bind_tcp, set_up_tcp};
 use tracing::Span;
 
 use crate::error::ReplicaError;
-use crate::handshake::{Identity, Proven, handshake};
+use crate::handshake::{Proven, ReplicaIdentity, handshake};
 use crate::handshakes::{Handshakes, Origin};
 use crate::limits::{HANDSHAKE_TIMEOUT, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
@@ -136,13 +136,13 @@ type Publish = dyn Fn(Vec<String>) + Send;
 #[derive(Debug)]
 pub(crate) struct Acceptor {
     thread: JoinHandle<()>,
-    shared: Arc<Shared>,
+    shared: Arc<AcceptorState>,
 }
 
 /// The state that the accepting thread and the handshakes share.
 #[derive(Debug)]
-struct Shared {
-    identity: Identity,
+struct AcceptorState {
+    identity: ReplicaIdentity,
     data: Mailbox,
     span: Span,
     /// Wakes the accepting thread: a handshake has ended, the address changes, or everything ends.
@@ -159,12 +159,12 @@ impl Acceptor {
     /// No thread is available for it.
     pub fn start(
         listeners: Listeners,
-        (identity, data, span): (Identity, Mailbox, Span),
+        (identity, data, span): (ReplicaIdentity, Mailbox, Span),
         next: Arc<NextAddress>,
         publish: Box<Publish>,
     ) -> Result<Acceptor, ReplicaError> {
         let (handshakes, stopping) = (Mutex::new(Handshakes::new()), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { identity, data, span, next, handshakes, stopping });
+        let shared = Arc::new(AcceptorState { identity, data, span, next, handshakes, stopping });
         let served = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("accept".into())
@@ -182,7 +182,7 @@ impl Acceptor {
     }
 }
 
-impl Shared {
+impl AcceptorState {
     fn wake(&self) {
         self.next.wake();
     }
@@ -193,7 +193,7 @@ impl Shared {
     }
 }
 
-fn accept(mut listeners: Listeners, shared: &Arc<Shared>, publish: &Publish) {
+fn accept(mut listeners: Listeners, shared: &Arc<AcceptorState>, publish: &Publish) {
     let _in = shared.span.enter();
     while shared.stopping.load(Ordering::Acquire) == 0 {
         let full = shared.handshakes().is_full();
@@ -217,7 +217,7 @@ fn accept(mut listeners: Listeners, shared: &Arc<Shared>, publish: &Publish) {
 }
 
 /// Waits for a connection or the event; when `full`, for the event only.
-fn wait(listeners: &Listeners, shared: &Shared, full: bool) -> nix::Result<()> {
+fn wait(listeners: &Listeners, shared: &AcceptorState, full: bool) -> nix::Result<()> {
     let on = |fd| PollFd::new(fd, PollFlags::POLLIN);
     let mut fds = vec![on(shared.next.event.as_fd())];
     if !full {
@@ -231,7 +231,7 @@ fn wait(listeners: &Listeners, shared: &Shared, full: bool) -> nix::Result<()> {
 }
 
 /// Takes at most one connection of each listener.
-fn accept_one(listeners: &Listeners, shared: &Arc<Shared>) -> io::Result<()> {
+fn accept_one(listeners: &Listeners, shared: &Arc<AcceptorState>) -> io::Result<()> {
     if let Some((socket, _)) = unless_nothing(listeners.unix.accept())? {
         open(socket, Origin::Local, "unix".to_owned(), shared)?;
     }
@@ -259,7 +259,7 @@ fn unless_nothing<T>(accepted: io::Result<T>) -> io::Result<Option<T>> {
 }
 
 /// Opens the connection on a thread of its own.
-fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) -> io::Result<()> {
+fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<AcceptorState>) -> io::Result<()> {
     let (id, evicted) = shared.handshakes().begin(origin, socket.try_clone()?);
     if let Some(evicted) = evicted {
         // Its thread finds the end of the connection. It fails only if the peer has ended it already.
@@ -291,7 +291,7 @@ fn open(socket: UnixStream, origin: Origin, peer: String, shared: &Arc<Shared>) 
 fn open_here(
     socket: &UnixStream,
     origin: Origin,
-    shared: &Shared,
+    shared: &AcceptorState,
 ) -> Result<Proven, Box<dyn std::error::Error>> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce)?;

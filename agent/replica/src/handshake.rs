@@ -18,7 +18,7 @@ use crate::handshakes::Origin;
 
 /// The identity of this replica, and the secret that an engine has to prove.
 #[derive(Debug)]
-pub(crate) struct Identity {
+pub(crate) struct ReplicaIdentity {
     pub volume: VolumeName,
     pub replica: ReplicaId,
     pub secret: Secret,
@@ -100,7 +100,7 @@ pub(crate) struct Proven {
 pub(crate) fn handshake(
     socket: &UnixStream,
     origin: Origin,
-    identity: &Identity,
+    identity: &ReplicaIdentity,
     nonce: [u8; 32],
     timeout: Duration,
 ) -> Result<Proven, HandshakeError> {
@@ -133,7 +133,11 @@ pub(crate) fn refusal_frame(header: &Header, errno: Errno, refusal: &Refusal) ->
 }
 
 /// Encrypts the connection. If the engine does not encrypt, or the kernel cannot, sends a refusal in clear.
-fn encrypt(socket: &mut Deadline<'_>, identity: &Identity, tls: &ReplicaTls) -> Result<(), HandshakeError> {
+fn encrypt(
+    socket: &mut Deadline<'_>,
+    identity: &ReplicaIdentity,
+    tls: &ReplicaTls,
+) -> Result<(), HandshakeError> {
     let prepared = prepare_kernel(socket.socket);
     let mut start = [0; RECORD_HEADER_BYTES];
     socket.read_exact(&mut start)?;
@@ -169,7 +173,7 @@ fn read_hello(socket: &mut impl Read) -> Result<(Header, Hello), HandshakeError>
     Ok((header, hello))
 }
 
-impl Identity {
+impl ReplicaIdentity {
     fn check(&self, hello: &Hello, challenge: &Challenge) -> Result<(), HandshakeError> {
         let claim = &hello.claim;
         if (&claim.volume, claim.replica) != (&self.volume, self.replica) {
@@ -239,9 +243,9 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(10);
     const NONCE: Nonce = Nonce::new([6; 32]);
 
-    fn identity() -> Identity {
+    fn identity() -> ReplicaIdentity {
         let replica = ReplicaId::from_random(7);
-        Identity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]), tls: None }
+        ReplicaIdentity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]), tls: None }
     }
 
     fn claim() -> Claim {
@@ -257,7 +261,7 @@ mod tests {
 
     fn open_with(
         origin: Origin,
-        identity: &Identity,
+        identity: &ReplicaIdentity,
         claim: Claim,
         secret: [u8; 32],
     ) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
@@ -317,9 +321,9 @@ mod tests {
         }
     }
 
-    fn encrypted() -> Identity {
+    fn encrypted() -> ReplicaIdentity {
         let secret = connection_secret(&identity().secret, true);
-        Identity { tls: Some(ReplicaTls::new(&secret).unwrap()), secret, ..identity() }
+        ReplicaIdentity { tls: Some(ReplicaTls::new(&secret).unwrap()), secret, ..identity() }
     }
 
     const REMOTE: Origin = Origin::Remote(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST));
@@ -361,7 +365,7 @@ mod tests {
         drip(REMOTE, encrypted());
     }
 
-    fn drip(origin: Origin, identity: Identity) {
+    fn drip(origin: Origin, identity: ReplicaIdentity) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let (stop, stopped) = std::sync::mpsc::channel::<()>();
         let dripping = thread::spawn(move || {

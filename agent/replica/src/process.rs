@@ -23,7 +23,7 @@ use tracing::Span;
 use crate::accept::{Acceptor, Listeners, NextAddress};
 use crate::error::ReplicaError;
 use crate::executor::{Executor, Loaded};
-use crate::handshake::Identity;
+use crate::handshake::ReplicaIdentity;
 use crate::limits::STATUS_PERIOD;
 use crate::mailbox::{Inbox, Mailbox, Message};
 use crate::server::Server;
@@ -120,10 +120,10 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     Ok(store)
 }
 
-fn identity(spec: &ReplicaSpec) -> Result<Identity, ReplicaError> {
+fn identity(spec: &ReplicaSpec) -> Result<ReplicaIdentity, ReplicaError> {
     let secret = connection_secret(&spec.secret, spec.encrypt_in_transit);
     let tls = spec.encrypt_in_transit.then(|| ReplicaTls::new(&secret)).transpose()?;
-    Ok(Identity { volume: spec.volume.clone(), replica: spec.replica, secret, tls })
+    Ok(ReplicaIdentity { volume: spec.volume.clone(), replica: spec.replica, secret, tls })
 }
 
 fn first_status(

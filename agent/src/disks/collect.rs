@@ -14,7 +14,7 @@ use serde::Deserialize;
 use shorthorn_frontend::node::{DeviceNumber, property, shared_with};
 use shorthorn_mounts::MountTable;
 
-use crate::disks::device::{BlockDevice, Identity, Signature, is_left_out, is_usual, transport};
+use crate::disks::device::{BlockDevice, DeviceIdentity, Signature, is_left_out, is_usual, transport};
 
 const SYSFS: &str = "/sys/class/block";
 const BY_ID: &str = "/dev/disk/by-id";
@@ -55,7 +55,7 @@ fn unexamined(name: &str) -> BlockDevice {
     let (device, size_bytes) = (Path::new("/dev").join(name), size_bytes(name));
     BlockDevice {
         name: name.to_owned(),
-        identity: Identity { device, size_bytes, ..Identity::default() },
+        identity: DeviceIdentity { device, size_bytes, ..DeviceIdentity::default() },
         vendor: attribute(name, "device/vendor"),
         model: attribute(name, "device/model"),
         ..BlockDevice::default()
@@ -166,7 +166,7 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
         numbers.push(attribute(partition, "dev"));
     }
     let of_udev = |key| property(DeviceNumber::of(rdev), key).unwrap_or_default();
-    let identity = Identity {
+    let identity = DeviceIdentity {
         device: links.get(&rdev).cloned().unwrap_or_else(|| path.clone()),
         size_bytes: size_bytes(name),
         serial: first_of([

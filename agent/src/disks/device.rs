@@ -17,7 +17,7 @@ const VOLUME_VENDOR: &str = "SHRTHORN";
 
 /// The facts by which a device is recognised.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct DeviceIdentity {
     /// A link in /dev/disk/by-id, or the name in /dev if it has none.
     pub device: PathBuf,
     /// The size in bytes.
@@ -40,7 +40,7 @@ pub struct BlockDevice {
     /// The name of the kernel, like `sdb`.
     pub name: String,
     /// The facts by which it is recognised.
-    pub identity: Identity,
+    pub identity: DeviceIdentity,
     /// The vendor of a SCSI disk; empty if it is none.
     pub vendor: String,
     /// The model, for people.
@@ -165,7 +165,7 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
 
 /// Returns the reason why `found` is not the device that `wanted` names; none if it is. `same_boot`: the host
 /// was not started anew since `wanted` was written.
-pub fn difference(wanted: &Identity, found: &Identity, same_boot: bool) -> Option<String> {
+pub fn difference(wanted: &DeviceIdentity, found: &DeviceIdentity, same_boot: bool) -> Option<String> {
     let differs = |what: &str, wanted: &str, found: &str| {
         (wanted != found).then(|| format!("its {what} is {found:?}, and the file says {wanted:?}"))
     };
@@ -195,7 +195,7 @@ mod tests {
     fn empty_disk() -> BlockDevice {
         BlockDevice {
             name: "sdb".to_owned(),
-            identity: Identity {
+            identity: DeviceIdentity {
                 device: "/dev/disk/by-id/ata-X_1".into(),
                 size_bytes: 1 << 40,
                 serial: "X1".to_owned(),
@@ -278,7 +278,7 @@ mod tests {
     #[test]
     fn a_device_is_recognised_by_every_fact() {
         let wanted = empty_disk().identity;
-        let with = |change: fn(&mut Identity)| {
+        let with = |change: fn(&mut DeviceIdentity)| {
             let mut found = empty_disk().identity;
             change(&mut found);
             found
@@ -297,7 +297,7 @@ mod tests {
         assert!(difference(&wanted, &other_seq, true).unwrap().contains("diskseq"));
         assert_eq!(difference(&wanted, &other_seq, false), None);
         // Without a serial number, a name says nothing after that.
-        let nameless = Identity { serial: String::new(), wwn: String::new(), ..wanted };
+        let nameless = DeviceIdentity { serial: String::new(), wwn: String::new(), ..wanted };
         assert_eq!(difference(&nameless, &nameless, true), None);
         assert!(difference(&nameless, &nameless, false).unwrap().contains("started anew"));
     }

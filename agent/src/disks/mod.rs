@@ -22,7 +22,7 @@ use crate::serve::config::Config;
 use crate::serve::listen::ListenAddress;
 use device::{BlockDevice, obstacles};
 use init::Mounts;
-use plan::{Plan, PlannedDisk};
+use plan::{DiskPlan, PlannedDisk};
 
 /// The same test as sd_booted(3).
 const SYSTEMD: &str = "/run/systemd/system";
@@ -95,7 +95,8 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
     let config = Config::load(args.config.as_deref())?;
     let shown = args.file.display();
     let text = fs::read_to_string(&args.file).with_context(|| shown.to_string())?;
-    let plan = Plan::parse(&text, &config.node_name).map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
+    let plan =
+        DiskPlan::parse(&text, &config.node_name).map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
     let options = init::Options { same_boot: plan.boot_id == collect::boot_id()?, redo: args.redo };
     let wanted: Vec<&PlannedDisk> = plan.disks.iter().filter(|disk| disk.init).collect();
     if wanted.is_empty() {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::disks::device::{BlockDevice, Identity, obstacles};
+use crate::disks::device::{BlockDevice, DeviceIdentity, obstacles};
 use crate::filesystem::Filesystem;
 use crate::serve::config::absolute;
 
@@ -17,7 +17,7 @@ const MOUNTS: &str = "/var/lib/shorthorn/disks";
 /// The reviewed file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Plan {
+pub struct DiskPlan {
     /// The version of the file.
     pub version: u32,
     /// The node whose devices it names.
@@ -61,8 +61,8 @@ pub struct PlannedDisk {
 
 impl PlannedDisk {
     /// Returns the facts by which the device is recognised.
-    pub fn identity(&self) -> Identity {
-        Identity {
+    pub fn identity(&self) -> DeviceIdentity {
+        DeviceIdentity {
             device: self.device.clone(),
             size_bytes: self.size_bytes,
             serial: self.serial.clone(),
@@ -72,13 +72,13 @@ impl PlannedDisk {
     }
 }
 
-impl Plan {
+impl DiskPlan {
     /// Parses a reviewed file for the node of this name.
     ///
     /// # Errors
     /// The problem and its line.
-    pub fn parse(text: &str, node: &str) -> Result<Plan, String> {
-        let plan: Plan = toml::from_str(text).map_err(|error| error.to_string().trim().to_owned())?;
+    pub fn parse(text: &str, node: &str) -> Result<DiskPlan, String> {
+        let plan: DiskPlan = toml::from_str(text).map_err(|error| error.to_string().trim().to_owned())?;
         if plan.version != VERSION {
             return Err(format!(
                 "version {}: this program knows {VERSION}; run disk discover again",
@@ -146,7 +146,7 @@ pub fn text(
         }
     });
     let disks = disks.collect();
-    let plan = Plan { version: VERSION, node: node.to_owned(), boot_id: boot_id.to_owned(), disks };
+    let plan = DiskPlan { version: VERSION, node: node.to_owned(), boot_id: boot_id.to_owned(), disks };
     text.push_str(&toml::to_string(&plan)?);
     for device in devices {
         let reasons = obstacles(device, false);
@@ -184,11 +184,11 @@ mod tests {
         let kind = signature.to_owned();
         BlockDevice {
             name: name.to_owned(),
-            identity: Identity {
+            identity: DeviceIdentity {
                 device: format!("/dev/disk/by-id/ata-{name}").into(),
                 size_bytes: 8 << 30,
                 serial: format!("S-{name}"),
-                ..Identity::default()
+                ..DeviceIdentity::default()
             },
             block_bytes: 512,
             signatures: if kind.is_empty() {
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn a_file_names_the_devices_that_fit_and_wants_none_of_them() {
         let text = written();
-        let plan = Plan::parse(&text, "n1").unwrap();
+        let plan = DiskPlan::parse(&text, "n1").unwrap();
         let devices: Vec<_> = plan.disks.iter().map(|disk| disk.identity().serial).collect();
         assert_eq!(devices, ["S-sdb", "S-sdc"]);
         assert!(plan.disks.iter().all(|disk| !disk.init && !disk.accept_data));
@@ -237,10 +237,10 @@ mod tests {
         ] {
             let changed = text.replacen(from, to, 1);
             assert_ne!(changed, text, "{from}");
-            let error = Plan::parse(&changed, "n1").unwrap_err();
+            let error = DiskPlan::parse(&changed, "n1").unwrap_err();
             assert!(error.contains(problem), "{to}: {error}");
         }
-        assert!(Plan::parse(&text, "n2").unwrap_err().contains("this is node \"n2\""));
+        assert!(DiskPlan::parse(&text, "n2").unwrap_err().contains("this is node \"n2\""));
     }
 
     #[test]

@@ -12,18 +12,18 @@ use crate::serve::error::NodeError;
 /// that.
 const LIMIT: Duration = Duration::from_secs(30);
 
-type Found = anyhow::Result<Vec<v1::DiscoveredDevice>>;
+type DiscoveryResult = anyhow::Result<Vec<v1::DiscoveredDevice>>;
 
 /// The examination of block devices. At most one runs, and an abandoned one is not repeated beside it.
 #[derive(Debug)]
 pub struct Discovery {
-    look: fn() -> Found,
-    running: Mutex<Option<JoinHandle<Found>>>,
+    look: fn() -> DiscoveryResult,
+    running: Mutex<Option<JoinHandle<DiscoveryResult>>>,
 }
 
 impl Discovery {
     /// Returns the examination that calls `look`.
-    pub fn new(look: fn() -> Found) -> Discovery {
+    pub fn new(look: fn() -> DiscoveryResult) -> Discovery {
         Discovery { look, running: Mutex::default() }
     }
 
@@ -37,7 +37,7 @@ impl Discovery {
 
     async fn devices_from(
         &self,
-        look: impl FnOnce() -> Found + Send + 'static,
+        look: impl FnOnce() -> DiscoveryResult + Send + 'static,
         limit: Duration,
     ) -> Result<Vec<v1::DiscoveredDevice>, NodeError> {
         let busy = |_| NodeError::Unavailable("the devices are being examined: try again".to_owned());

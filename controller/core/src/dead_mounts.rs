@@ -10,7 +10,7 @@ use crate::observed::{Agents, DeadMount};
 
 /// The plan for the pods of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct RestagePlan {
     /// Pods to delete, each with its volumes whose devices are gone.
     pub end: Vec<(Pod, Vec<String>)>,
     /// Pods that no controller would re-create: the administrator has to decide.
@@ -28,8 +28,8 @@ pub fn nodes(agents: &Agents) -> Vec<(NodeName, Vec<DeadMount>)> {
 
 /// Decides about all pods of a node.
 #[must_use]
-pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> Plan {
-    let mut plan = Plan::default();
+pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> RestagePlan {
+    let mut plan = RestagePlan::default();
     for pod in pods {
         let mine = mounts.iter().filter(|mount| mount.pod_uid == pod.uid);
         let volumes: Vec<String> = mine.map(|mount| mount.volume.clone()).collect();

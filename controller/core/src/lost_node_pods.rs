@@ -156,7 +156,7 @@ impl Why {
 
 /// The plan for the pods of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct PodPlan {
     /// Pods to delete at once, without a confirmation that they have ended.
     pub force_delete: Vec<Pod>,
     /// Pods that stay.
@@ -170,8 +170,8 @@ pub struct Plan {
 /// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod exists before its
 /// attachment.
 #[must_use]
-pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> Plan {
-    let mut plan = Plan::default();
+pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> PodPlan {
+    let mut plan = PodPlan::default();
     if machine.is_ready || machine.is_reachable {
         return plan;
     }

@@ -33,7 +33,7 @@ pub struct Move {
 
 /// The moves to make, and those in progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct RebalancePlan {
     /// The proposed moves, at most one replica of each volume. Moves that separate replicas come first.
     pub moves: Vec<Move>,
     /// Replicas whose move was requested, with the event that each waits for.
@@ -61,7 +61,7 @@ impl Gain {
 pub struct Survey {
     board: Board,
     movable: Vec<Movable>,
-    plan: Plan,
+    plan: RebalancePlan,
 }
 
 /// A volume and its replicas, as far as places matter.
@@ -95,7 +95,7 @@ impl Survey {
             requests::find(cluster, name)?;
         }
         let board = Board::of(cluster, agents, limits);
-        let mut survey = Survey { board, movable: Vec::new(), plan: Plan::default() };
+        let mut survey = Survey { board, movable: Vec::new(), plan: RebalancePlan::default() };
         for (name, volume) in &cluster.volumes {
             let replicas: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
             let movable = Movable::of(agents, limits, volume, &replicas);
@@ -118,7 +118,7 @@ impl Survey {
     /// Plans the moves. They have to be made one after the other: each relies on those before it, and all on
     /// those in progress.
     #[must_use]
-    pub fn plan(mut self) -> Plan {
+    pub fn plan(mut self) -> RebalancePlan {
         self.plan.moves = self.board.moves(&self.movable);
         self.plan
     }

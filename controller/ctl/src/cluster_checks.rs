@@ -27,7 +27,7 @@ const INSTALL: &str =
     "helm upgrade --install shorthorn packaging/chart, or kubectl apply -k packaging/deploy";
 
 /// A finding: severity, message, and remedy.
-type Found = Option<(&'static str, String, String)>;
+type CheckFinding = Option<(&'static str, String, String)>;
 
 /// Makes all checks.
 pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckOutput> {
@@ -67,7 +67,7 @@ async fn get(cluster: &Cluster, resource: &ApiResource, name: &str) -> Result<Op
     bounded(api.get_opt(name)).await
 }
 
-async fn lease(cluster: &Cluster) -> Result<Found, String> {
+async fn lease(cluster: &Cluster) -> Result<CheckFinding, String> {
     let leases = resource("coordination.k8s.io", "v1", "Lease", "leases");
     let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &leases);
     let lease = bounded(api.get_opt(LEASE_NAME)).await?;
@@ -80,7 +80,7 @@ async fn lease(cluster: &Cluster) -> Result<Found, String> {
     }))
 }
 
-async fn pods(cluster: &Cluster) -> Result<Found, String> {
+async fn pods(cluster: &Cluster) -> Result<CheckFinding, String> {
     let pods = resource("", "v1", "Pod", "pods");
     let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &pods);
     let list = bounded(api.list(&ListParams::default().labels(POD_LABEL))).await?;
@@ -99,7 +99,7 @@ fn is_ready(pod: &Value) -> bool {
     })
 }
 
-async fn definitions(cluster: &Cluster) -> Result<Found, String> {
+async fn definitions(cluster: &Cluster) -> Result<CheckFinding, String> {
     let definitions =
         resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions");
     let mut lacking = Vec::new();
@@ -119,7 +119,7 @@ async fn definitions(cluster: &Cluster) -> Result<Found, String> {
     }))
 }
 
-async fn driver(cluster: &Cluster) -> Result<Found, String> {
+async fn driver(cluster: &Cluster) -> Result<CheckFinding, String> {
     let drivers = resource("storage.k8s.io", "v1", "CSIDriver", "csidrivers");
     let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
     Ok(is_missing.then(|| {
@@ -128,7 +128,7 @@ async fn driver(cluster: &Cluster) -> Result<Found, String> {
     }))
 }
 
-async fn storage_class(cluster: &Cluster) -> Result<Found, String> {
+async fn storage_class(cluster: &Cluster) -> Result<CheckFinding, String> {
     let classes = resource("storage.k8s.io", "v1", "StorageClass", "storageclasses");
     let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &classes);
     let list = bounded(api.list(&ListParams::default())).await?;
@@ -140,7 +140,7 @@ async fn storage_class(cluster: &Cluster) -> Result<Found, String> {
     }))
 }
 
-async fn deletion_guard(cluster: &Cluster) -> Result<Found, String> {
+async fn deletion_guard(cluster: &Cluster) -> Result<CheckFinding, String> {
     let policies = resource(
         "admissionregistration.k8s.io",
         "v1",

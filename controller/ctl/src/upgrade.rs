@@ -83,7 +83,7 @@ impl Replaced {
 
 /// Volumes by the comparison of the programs of their engines.
 #[derive(Debug, Default)]
-struct Found {
+struct EnginesByProgram {
     outdated: Vec<v1::Volume>,
     /// The agents have not compared them yet.
     unknown: Vec<v1::Volume>,
@@ -135,7 +135,7 @@ struct Rollout {
 
 impl Rollout {
     /// Replaces the engines in `found`, and those that further lists show. Each volume has one turn.
-    async fn run(&mut self, mut found: Found) -> Result<(), CtlError> {
+    async fn run(&mut self, mut found: EnginesByProgram) -> Result<(), CtlError> {
         let mut unknown_until = None;
         loop {
             found.outdated.retain(|volume| !self.begun.contains(&volume.name));
@@ -161,7 +161,7 @@ impl Rollout {
     }
 
     /// Reads the list, also while the controller is replaced.
-    async fn find_again(&self) -> Result<Found, CtlError> {
+    async fn find_again(&self) -> Result<EnginesByProgram, CtlError> {
         let deadline = Instant::now() + self.args.timeout;
         loop {
             match find(&self.client, &self.args.nodes).await {
@@ -255,8 +255,9 @@ impl Rollout {
 
 /// Returns the volumes on these nodes, or on all, whose engines run another program than the installed one,
 /// or may do so.
-async fn find(client: &ControllerClient<Channel>, nodes: &[String]) -> Result<Found, Status> {
-    let (mut client, mut found, mut page_token) = (client.clone(), Found::default(), String::new());
+async fn find(client: &ControllerClient<Channel>, nodes: &[String]) -> Result<EnginesByProgram, Status> {
+    let (mut client, mut found, mut page_token) =
+        (client.clone(), EnginesByProgram::default(), String::new());
     loop {
         let request = v1::ListVolumesRequest { page_size: PAGE, page_token, ..Default::default() };
         let page = client.list_volumes(limited(request)).await?.into_inner();
@@ -283,7 +284,7 @@ fn line(one: &Replaced) -> String {
     format!("volume {} on node {}: its engine is replaced{pause}", one.volume, one.node)
 }
 
-fn plan(format: Format, found: Found) -> Result<String, CtlError> {
+fn plan(format: Format, found: EnginesByProgram) -> Result<String, CtlError> {
     let engine = |volume: v1::Volume| Replaced::new(volume.name, volume.current_node);
     let outdated = found.outdated.into_iter().map(engine);
     let unknown = found.unknown.into_iter().map(|volume| Replaced { is_unknown: true, ..engine(volume) });
@@ -330,13 +331,13 @@ mod tests {
             current_node: "n1".to_owned(),
             ..v1::Volume::default()
         };
-        let found = || Found { outdated: vec![volume("a")], unknown: vec![volume("b")] };
+        let found = || EnginesByProgram { outdated: vec![volume("a")], unknown: vec![volume("b")] };
         assert_eq!(
             plan(Format::Table, found()).unwrap(),
             "volume a on node n1\nvolume b on node n1: its program is not compared yet\n"
         );
         let json: serde_json::Value = serde_json::from_str(&plan(Format::Json, found()).unwrap()).unwrap();
         assert_eq!((&json[0]["unknown"], &json[1]["unknown"]), (&serde_json::Value::Null, &true.into()));
-        assert!(plan(Format::Table, Found::default()).unwrap().contains("every engine"));
+        assert!(plan(Format::Table, EnginesByProgram::default()).unwrap().contains("every engine"));
     }
 }

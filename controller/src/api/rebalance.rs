@@ -2,7 +2,7 @@
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::rebalance_request::Mode;
-use shorthorn_controller_core::rebalance::{self, Move, Plan, Survey};
+use shorthorn_controller_core::rebalance::{self, Move, RebalancePlan, Survey};
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply, drain_left};
@@ -18,7 +18,7 @@ impl Api {
             0 => DEFAULT_MAX_MOVES,
             max_moves => max_moves,
         };
-        let Plan { moves, under_way, left_out } = self.plan(&request.volumes).await?;
+        let RebalancePlan { moves, under_way, left_out } = self.plan(&request.volumes).await?;
         if mode == Mode::Cancel {
             let is_meant = |volume: &String| request.volumes.is_empty() || request.volumes.contains(volume);
             let replicas = under_way.iter().filter(|left| is_meant(&left.volume));
@@ -46,7 +46,7 @@ impl Api {
 
     /// Plans on a thread of its own: over all volumes and nodes that takes too long for a thread that serves
     /// others.
-    async fn plan(&self, only: &[String]) -> Result<Plan, Status> {
+    async fn plan(&self, only: &[String]) -> Result<RebalancePlan, Status> {
         let limits = self.settings.scheduling;
         let survey = Survey::of(&self.store.state(), &self.fleet.agents(), limits, only)
             .map_err(|error| status::of_request(&error))?;

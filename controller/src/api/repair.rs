@@ -116,9 +116,9 @@ fn short(words: &str, otherwise: &str) -> String {
     if words.is_empty() { otherwise.to_owned() } else { words }
 }
 
-type Found = (Replica, Result<v1::ReplicaInspection, CallError>);
+type Inspected = (Replica, Result<v1::ReplicaInspection, CallError>);
 
-fn judged(found: Vec<Found>, granted: Option<View>) -> Vec<v1::InspectedReplica> {
+fn judged(found: Vec<Inspected>, granted: Option<View>) -> Vec<v1::InspectedReplica> {
     let inspections = found
         .iter()
         .map(|(replica, found)| (replica.spec.replica_id, found.as_ref().ok().map(convert::inspection)));

@@ -71,7 +71,7 @@ mod tests {
     use shorthorn_api::csi::v1::controller_client::ControllerClient;
     use shorthorn_api::csi::v1::identity_client::IdentityClient;
     use shorthorn_controller_core::reconcile::Settings;
-    use shorthorn_csi::Identity;
+    use shorthorn_csi::IdentityService;
     use tokio::net::UnixListener;
     use tokio::sync::watch;
     use tokio_stream::wrappers::UnixListenerStream;
@@ -89,7 +89,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("csi.sock");
         let gate = CsiGate::default();
-        let identity = Identity::new("driver", "1").ready_while(gate.ready()).server();
+        let identity = IdentityService::new("driver", "1").ready_while(gate.ready()).server();
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
         let server = Server::builder().add_service(identity).add_service(gate.clone());
         let serving = tokio::spawn(server.serve_with_incoming(incoming));

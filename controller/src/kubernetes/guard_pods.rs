@@ -16,13 +16,14 @@ use serde_json::{Value, json};
 use shorthorn_controller_core::Event;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::reboot::Needed;
-use shorthorn_controller_core::reboot::guards::{self, Guard, GuardPod, Plan};
+use shorthorn_controller_core::reboot::guards::{self, Guard, GuardPlan, GuardPod};
 use shorthorn_kube::{CallError, bounded, is_code};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::time::Instant;
 
 use super::discover::Machines;
+use super::events::Events;
 use super::reflector::Reflector;
 use super::{GROUP, VERSION, kind_name};
 use crate::backoff::backoff;
@@ -202,7 +203,7 @@ impl GuardPods {
         Ok((!ended.is_empty()).then_some(AGAIN))
     }
 
-    async fn clean(&self, there: &There, plan: &Plan) -> Result<(), CallError> {
+    async fn clean(&self, there: &There, plan: &GuardPlan) -> Result<(), CallError> {
         for (name, message) in &plan.report {
             let note = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
             let (parameters, note) = (PatchParams::default(), Patch::Merge(note));

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shorthorn_api::v1::controller_server::ControllerServer;
-use shorthorn_csi::{DRIVER_NAME, Identity};
+use shorthorn_csi::{DRIVER_NAME, IdentityService};
 use shorthorn_pki::address::Listen;
 use shorthorn_pki::{AccessLayer, ClientAuth, Limits};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
@@ -76,7 +76,7 @@ impl Servers {
 
     /// Binds the address, and serves CSI there as far as the gate is open.
     pub(super) async fn serve_csi(&mut self, address: &Listen, gate: &CsiGate) -> Result<(), ServeError> {
-        let identity = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(gate.ready());
+        let identity = IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(gate.ready());
         let mut server = server().concurrency_limit_per_connection(CSI_CALLS_MAX);
         let router = server.add_service(identity.server()).add_service(gate.clone());
         self.listen(address, router).await

@@ -16,7 +16,7 @@ use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::identity_server::Identity as _;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, BlockVolume};
-use shorthorn_csi::{DRIVER_NAME, Identity};
+use shorthorn_csi::{DRIVER_NAME, IdentityService};
 use support::cluster::Cluster;
 use support::csi::*;
 use tonic::{Code, Request};
@@ -84,7 +84,7 @@ async fn code_of_get(csi: &mut Caller, id: &str) -> Code {
 async fn both_sockets_say_the_same_of_the_driver() {
     let cluster = Cluster::start(&[]).await;
     let mut csi = caller(&cluster);
-    let node = Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION"));
+    let node = IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION"));
     let info = csi.identity.get_plugin_info(v1::GetPluginInfoRequest {}).await.unwrap().into_inner();
     let same = node.get_plugin_info(Request::new(v1::GetPluginInfoRequest {})).await.unwrap().into_inner();
     assert_eq!((info.name.as_str(), &info), ("csi.shorthorn.io", &same));

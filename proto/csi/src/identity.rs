@@ -14,18 +14,18 @@ pub const NOT_READY: &str = "this controller stands by and does not lead; retry 
 
 /// The Identity service.
 #[derive(Clone, Debug)]
-pub struct Identity {
+pub struct IdentityService {
     name: String,
     version: String,
     ready: Arc<AtomicBool>,
 }
 
-impl Identity {
+impl IdentityService {
     /// Returns the identity of the driver `name`.
     #[must_use]
-    pub fn new(name: &str, version: &str) -> Identity {
+    pub fn new(name: &str, version: &str) -> IdentityService {
         // The last server of the socket is ready once it can be asked.
-        Identity {
+        IdentityService {
             name: name.to_owned(),
             version: version.to_owned(),
             ready: Arc::new(AtomicBool::new(true)),
@@ -35,8 +35,8 @@ impl Identity {
     /// Returns an identity that is ready only while `ready` says so. Until then Probe answers that, and every
     /// other call is refused as unavailable.
     #[must_use]
-    pub fn ready_while(self, ready: Arc<AtomicBool>) -> Identity {
-        Identity { ready, ..self }
+    pub fn ready_while(self, ready: Arc<AtomicBool>) -> IdentityService {
+        IdentityService { ready, ..self }
     }
 
     fn is_ready(&self) -> bool {
@@ -49,7 +49,7 @@ impl Identity {
 
     /// Returns the service for a gRPC server.
     #[must_use]
-    pub fn server(self) -> IdentityServer<Identity> {
+    pub fn server(self) -> IdentityServer<IdentityService> {
         IdentityServer::new(self)
     }
 }
@@ -60,7 +60,7 @@ fn service(kind: capability::service::Type) -> v1::PluginCapability {
 }
 
 #[tonic::async_trait]
-impl IdentityRpc for Identity {
+impl IdentityRpc for IdentityService {
     async fn get_plugin_info(
         &self,
         _: Request<v1::GetPluginInfoRequest>,

@@ -13,7 +13,7 @@ mod size;
 pub use capability::{Access, Capability, FsKind, MountSpec, capability, options};
 pub use error::CsiError;
 pub use gates::{Gates, Pass};
-pub use identity::{Identity, NOT_READY};
+pub use identity::{IdentityService, NOT_READY};
 pub use size::{SizeRange, size_range};
 
 /// Name of the driver.

@@ -34,9 +34,9 @@ pub enum ClientAuth {
 
 /// The bundle of this process. Clones share it.
 #[derive(Clone)]
-pub struct Credentials(Arc<Shared>);
+pub struct Credentials(Arc<CredentialState>);
 
-struct Shared {
+struct CredentialState {
     current: RwLock<Arc<Bundle>>,
     /// Counts replacements.
     generation: AtomicU64,
@@ -56,7 +56,7 @@ impl Credentials {
     pub fn new(bundle: Bundle) -> Result<Credentials, BundleError> {
         bundle.check()?;
         let current = RwLock::new(Arc::new(bundle));
-        Ok(Credentials(Arc::new(Shared { current, generation: AtomicU64::new(1) })))
+        Ok(Credentials(Arc::new(CredentialState { current, generation: AtomicU64::new(1) })))
     }
 
     /// The bundle in use.

@@ -3,8 +3,8 @@
 //!
 //! - A replica keeps [`ReplicaViews`]: the generation that it serves, the newest committed view, and every
 //!   proposed view newer than that. The shell makes them durable before it answers.
-//! - An engine that starts computes its [`Plan`], with its [`Basis`], from the reports of the replicas, and
-//!   commits its first view as a [`Change`].
+//! - An engine that starts computes its [`StartPlan`], with its [`Basis`], from the reports of the replicas.
+//!   It commits its first view as a [`Change`].
 //! - An engine that loses a member brings the view without it through as a [`Change`].
 //! - The controller keeps an [`Arbiter`], which lets one of two halves continue.
 //!
@@ -41,7 +41,9 @@ mod start;
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
 pub use out_of_sync_sets::{lacks_room, out_of_sync_sets_to_forget};
-pub use plan::{Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Plan, combine, plan, remembers};
+pub use plan::{
+    Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, StartPlan, combine, plan, remembers,
+};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
 pub use start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};

@@ -31,7 +31,7 @@ const BROKEN: &str = "the replica lacks data although it is in the view: its reb
 
 /// The plan of a start.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct StartPlan {
     /// The views to honour.
     pub basis: Basis,
     /// Members of the first view.
@@ -47,7 +47,7 @@ pub struct Plan {
     pub lost_writes: bool,
 }
 
-impl Plan {
+impl StartPlan {
     /// Returns the same start without `offenders`: replicas that are fenced and have reported, but fail later
     /// requests. `fenced_replicas` and `granted` are those of the plan. None if the start needs an offender:
     /// as a member, because no other replica has kept everything, or to store the view.
@@ -61,8 +61,8 @@ impl Plan {
         offenders: &Members,
         fenced_replicas: &[FencedReplica],
         granted: Option<View>,
-    ) -> Option<Plan> {
-        let Plan { members, unfit, blank, lost_writes, .. } = self;
+    ) -> Option<StartPlan> {
+        let StartPlan { members, unfit, blank, lost_writes, .. } = self;
         let counts = |fenced: &&FencedReplica| !blank.contains(fenced.replica);
         let reports: Vec<_> = fenced_replicas
             .iter()
@@ -72,7 +72,7 @@ impl Plan {
         let stored = Members::new(reports.iter().map(|(replica, _)| *replica)).ok()?;
         let basis = basis_without(&reports, granted, offenders, &stored).ok()?;
         let members = members.intersection(&basis.members);
-        (!members.is_empty()).then_some(Plan { basis, members, unfit, blank, lost_writes })
+        (!members.is_empty()).then_some(StartPlan { basis, members, unfit, blank, lost_writes })
     }
 }
 
@@ -81,7 +81,7 @@ impl Plan {
 pub struct NoPlan {
     /// The reason, with the missing replicas.
     pub cannot: CannotStart,
-    /// The replicas that cannot be members, like [`Plan::unfit`].
+    /// The replicas that cannot be members, like [`StartPlan::unfit`].
     pub unfit: Vec<(ReplicaId, String)>,
 }
 
@@ -91,7 +91,7 @@ pub struct NoPlan {
 /// # Errors
 /// [`NoPlan`] says which replicas are missing or unfit.
 #[allow(clippy::result_large_err)] // made once per start
-pub fn plan(fenced_replicas: &[FencedReplica], granted: Option<View>) -> Result<Plan, NoPlan> {
+pub fn plan(fenced_replicas: &[FencedReplica], granted: Option<View>) -> Result<StartPlan, NoPlan> {
     let newest = fenced_replicas.iter().map(|fenced| fenced.report.committed).max_by_key(|view| view.id);
     let has_forgotten = |fenced: &&FencedReplica| {
         newest.is_some_and(|newest| forgets(fenced.replica, &fenced.report, newest))
@@ -140,7 +140,7 @@ pub fn plan(fenced_replicas: &[FencedReplica], granted: Option<View>) -> Result<
     };
     let blank = Members::new(fenced_replicas.iter().filter(is_blank).map(|fenced| fenced.replica));
     // A set can hold all replicas.
-    Ok(Plan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
+    Ok(StartPlan { basis, members, unfit, blank: blank.unwrap_or_default(), lost_writes })
 }
 
 /// Returns the replicas that hold every acknowledged write by their views, but lack stamps that another one
@@ -313,7 +313,7 @@ mod tests {
     }
 
     /// Returns the plan with the reports of all, if it is possible without some of them as members.
-    fn without(fenced_replicas: &[FencedReplica], offenders: &[u64]) -> Option<Plan> {
+    fn without(fenced_replicas: &[FencedReplica], offenders: &[u64]) -> Option<StartPlan> {
         plan(fenced_replicas, None).ok()?.without(&ids(offenders), fenced_replicas, None)
     }
 

@@ -5,7 +5,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{FencedReplica, Plan, Quorum, plan, quorum};
+use shorthorn_views::{FencedReplica, Quorum, StartPlan, plan, quorum};
 
 const REPLICAS: u64 = 4;
 
@@ -48,7 +48,7 @@ fn is_part(some: &[View], of: &[View]) -> bool {
 /// Checks that the replicas that store the view are a quorum of every view, and that the members are in all
 /// of them.
 fn check_stores(
-    found: &Plan,
+    found: &StartPlan,
     fenced_replicas: &[FencedReplica],
     offenders: &Members,
 ) -> Result<(), TestCaseError> {
@@ -106,7 +106,7 @@ proptest! {
         let others: Vec<FencedReplica> =
             fenced_replicas.iter().filter(|one| !offenders.contains(one.replica)).cloned().collect();
         let newest = others.iter().map(|one| one.report.committed).max_by_key(|view| view.id);
-        let is_blank = |of: &Plan| of.blank.filter(|id| !offenders.contains(id));
+        let is_blank = |of: &StartPlan| of.blank.filter(|id| !offenders.contains(id));
         let stamps = || fenced_replicas.iter().filter_map(|one| one.stamp);
         let is_restored = stamps().max().unwrap_or(0) > stamps().min().unwrap_or(0) + 1;
         if newest == Some(honoured.committed) && !is_restored {

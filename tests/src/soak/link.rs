@@ -30,11 +30,11 @@ pub(super) enum Way {
 /// A link, gone when dropped.
 #[derive(Debug)]
 pub(super) struct Link {
-    shared: Arc<Shared>,
+    shared: Arc<LinkState>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct LinkState {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -64,7 +64,7 @@ impl Link {
     /// The network cannot be entered, or the address is in use.
     pub fn start(network: &Path, at: SocketAddr, replica: SocketAddr) -> Result<Link> {
         let network = File::open(network).with_context(|| format!("opening {}", network.display()))?;
-        let shared: Arc<Shared> = Arc::default();
+        let shared: Arc<LinkState> = Arc::default();
         let forwarder = Arc::clone(&shared);
         let (sender, started) = std::sync::mpsc::channel();
         thread::spawn(move || {
@@ -144,7 +144,7 @@ fn end(engine: &TcpStream, replica: &TcpStream) {
     }
 }
 
-impl Shared {
+impl LinkState {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -19,12 +19,12 @@ const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// Processes, killed when dropped.
 #[derive(Debug)]
 pub(super) struct Supervisor {
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<SupervisorState>>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct SupervisorState {
     is_over: bool,
     processes: Vec<Process>,
     ends: BTreeMap<String, u32>,
@@ -51,7 +51,7 @@ impl Supervisor {
             start_at: Instant::now(),
         };
         let processes = commands.into_iter().map(process).collect();
-        let shared = Arc::new(Mutex::new(Shared { processes, ..Shared::default() }));
+        let shared = Arc::new(Mutex::new(SupervisorState { processes, ..SupervisorState::default() }));
         let watched = Arc::clone(&shared);
         let thread = thread::spawn(move || {
             while !lock(&watched).turn() {
@@ -143,11 +143,11 @@ impl Drop for Supervisor {
     }
 }
 
-fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
+fn lock(shared: &Mutex<SupervisorState>) -> MutexGuard<'_, SupervisorState> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Shared {
+impl SupervisorState {
     /// Looks after all processes once; returns whether that is over.
     fn turn(&mut self) -> bool {
         if self.is_over {

@@ -28,11 +28,11 @@ pub(super) struct Seen {
 #[derive(Debug)]
 pub(super) struct Watch {
     thread: JoinHandle<Result<Load>>,
-    shared: Arc<Shared>,
+    shared: Arc<WatchState>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct WatchState {
     stop: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -48,7 +48,7 @@ struct State {
 
 impl Watch {
     pub fn start(mut guest: Load) -> Watch {
-        let shared: Arc<Shared> = Arc::default();
+        let shared: Arc<WatchState> = Arc::default();
         let watched = Arc::clone(&shared);
         let thread = thread::spawn(move || {
             let outcome = watched.run(&mut guest);
@@ -98,7 +98,7 @@ impl Watch {
     }
 }
 
-impl Shared {
+impl WatchState {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

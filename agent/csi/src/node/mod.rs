@@ -67,7 +67,7 @@ impl std::fmt::Debug for NodeService {
 
 type Answer<T> = Result<Response<T>, Status>;
 /// The answer of [`Volumes`].
-type Found = Result<Volume, VolumesError>;
+type VolumeResult = Result<Volume, VolumesError>;
 
 impl NodeService {
     /// Creates the service for the volumes of `volumes`.
@@ -100,7 +100,7 @@ impl NodeService {
         &self,
         gates: &Gates,
         volume: VolumeName,
-        work: impl FnOnce(&NodeOptions, Found) -> Result<T, CsiError> + Send + 'static,
+        work: impl FnOnce(&NodeOptions, VolumeResult) -> Result<T, CsiError> + Send + 'static,
     ) -> Answer<T> {
         self.work_on(gates, volume, false, work).await
     }
@@ -111,7 +111,7 @@ impl NodeService {
         gates: &Gates,
         volume: VolumeName,
         is_new_here: bool,
-        work: impl FnOnce(&NodeOptions, Found) -> Result<T, CsiError> + Send + 'static,
+        work: impl FnOnce(&NodeOptions, VolumeResult) -> Result<T, CsiError> + Send + 'static,
     ) -> Answer<T> {
         let pass = gates.enter(&volume).ok_or_else(|| CsiError::busy(&volume))?;
         let slow = || CsiError::TooSlow(format!("volume {volume}: still under way after {CALL_LIMIT:?}"));

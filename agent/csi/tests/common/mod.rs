@@ -17,7 +17,7 @@ use shorthorn_api::csi::v1::identity_client::IdentityClient;
 use shorthorn_api::csi::v1::node_client::NodeClient;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
-use shorthorn_csi::{DRIVER_NAME, Identity};
+use shorthorn_csi::{DRIVER_NAME, IdentityService};
 use shorthorn_csi_node::{
     Condition, DeadMounts, Device, DeviceNumber, NodeOptions, NodeService, Volume, Volumes, VolumesError,
 };
@@ -211,7 +211,7 @@ impl Node {
             roots: vec![self.root.clone()],
         };
         let server = Server::builder()
-            .add_service(Identity::new(DRIVER_NAME, "1.2.3").server())
+            .add_service(IdentityService::new(DRIVER_NAME, "1.2.3").server())
             .add_service(NodeService::new(volumes, options).noting(Arc::clone(&self.dead_mounts)).server())
             .serve_with_incoming(incoming);
         tokio::spawn(server);

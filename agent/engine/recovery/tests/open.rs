@@ -15,7 +15,7 @@ use shorthorn_recovery::{
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, Plan};
+use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
 
 const SIZE_BYTES: u64 = 16 << 20;
@@ -142,7 +142,7 @@ impl OpeningEngine for Engine {
         Ok(std::mem::take(&mut self.reached))
     }
 
-    fn planned(&mut self, _: &[FencedReplica], _: Result<&Plan, &NoPlan>) {}
+    fn planned(&mut self, _: &[FencedReplica], _: Result<&StartPlan, &NoPlan>) {}
 
     fn offended(&mut self, replica: ReplicaId, _: &str) {
         self.called(&format!("{replica} offends"));

@@ -36,7 +36,7 @@ const NO_SLOT: u32 = u32::MAX;
 
 /// The state that the connections of a queue share.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ConnectionContext {
     pub(super) export: Arc<Export>,
     pub(super) share: SlotShare,
     pub(super) commands: Commands,
@@ -46,12 +46,12 @@ pub(super) struct Shared {
     finished: Vec<u32>,
 }
 
-impl Shared {
-    pub(super) fn new(export: Arc<Export>, slots: u16, connections: u16) -> Shared {
+impl ConnectionContext {
+    pub(super) fn new(export: Arc<Export>, slots: u16, connections: u16) -> ConnectionContext {
         let replies_max = usize::from(slots) + SPARE_REPLIES;
         // Replies that may wait, the last reply of every command in progress, and the data of every slot.
         let frames_max = replies_max + 2 * usize::from(slots) + 2;
-        Shared {
+        ConnectionContext {
             export,
             share: SlotShare::new(slots, connections),
             commands: Commands::new(slots, connections),
@@ -112,7 +112,7 @@ impl Connection {
         incarnation: u32,
         fd: OwnedFd,
         opening: Opening,
-        shared: &Shared,
+        shared: &ConnectionContext,
     ) -> Connection {
         let token = |kind| Token { source: SOURCE, kind, index: id, tag: incarnation };
         let limits = StreamLimits { frames: shared.frames_max, receive_bytes: RECEIVE_BYTES };
@@ -147,7 +147,7 @@ impl Connection {
     }
 
     /// Sends the first message, if it is the server's, and begins to receive.
-    pub(super) fn start(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    pub(super) fn start(&mut self, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         if matches!(self.phase, ConnectionPhase::Handshake(_))
             && self.stream.send_owned(&[], greeting()).is_err()
         {
@@ -232,7 +232,7 @@ impl Connection {
     }
 
     /// Advances as far as the available bytes and slots allow.
-    pub(super) fn advance(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    pub(super) fn advance(&mut self, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         while self.receiving.is_none() {
             let more = match (&self.phase, self.current) {
                 (ConnectionPhase::Handshake(_), _) => self.negotiate(shared, io),
@@ -247,7 +247,7 @@ impl Connection {
     }
 
     /// Handles a message of the handshake. Returns false if it has to wait for more bytes.
-    fn negotiate(&mut self, shared: &Shared, io: &mut QueueIo<'_>) -> bool {
+    fn negotiate(&mut self, shared: &ConnectionContext, io: &mut QueueIo<'_>) -> bool {
         // One answer at a time: a client that sends without reading gets no further memory.
         let ConnectionPhase::Handshake(handshake) = &mut self.phase else { return false };
         if self.stream.is_sending() {
@@ -283,7 +283,7 @@ impl Connection {
     }
 
     /// Reads the header of the next request; returns false if it has to wait.
-    fn next_request(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+    fn next_request(&mut self, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) -> bool {
         if self.replies >= shared.replies_max {
             return false; // goes on when some are sent
         }
@@ -309,7 +309,7 @@ impl Connection {
         true
     }
 
-    fn take_on(&mut self, header: &RequestHeader, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    fn take_on(&mut self, header: &RequestHeader, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         let mut command = NbdCommand::new(self.id, header.kind, header.fua(), header.cookie);
         // Of a longer range the zeroes are made without taking space. All requests behind it on this
         // connection wait until its last part is under way, and as data it may be 4 GiB.
@@ -340,7 +340,7 @@ impl Connection {
     }
 
     /// Makes the next part of command `id`; returns false if it has to wait.
-    fn go_on(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+    fn go_on(&mut self, id: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) -> bool {
         let command = shared.commands.get(id);
         if command.error.is_some() {
             shared.share.leave(self.id);
@@ -373,7 +373,7 @@ impl Connection {
         true
     }
 
-    fn make_part(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    fn make_part(&mut self, id: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         let slot = shared.share.take();
         let command = shared.commands.get(id);
         let part = Part::new(id, command.offset_bytes, command.next_part_bytes());
@@ -394,7 +394,12 @@ impl Connection {
     }
 
     /// Handles the end of a receive.
-    pub(super) fn on_received(&mut self, completion: Completion, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    pub(super) fn on_received(
+        &mut self,
+        completion: Completion,
+        shared: &mut ConnectionContext,
+        io: &mut QueueIo<'_>,
+    ) {
         match self.stream.on_received(completion) {
             Ok(Received::Bytes) => self.advance(shared, io),
             Ok(Received::Part) => self.stream.arm(io.ring),
@@ -410,7 +415,12 @@ impl Connection {
     }
 
     /// Handles the end of a send: slots whose data is out are free.
-    pub(super) fn on_sent(&mut self, completion: Completion, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    pub(super) fn on_sent(
+        &mut self,
+        completion: Completion,
+        shared: &mut ConnectionContext,
+        io: &mut QueueIo<'_>,
+    ) {
         if self.stream.on_sent(completion, &mut shared.finished).is_err() {
             self.lose();
         }
@@ -421,7 +431,7 @@ impl Connection {
         }
     }
 
-    fn frames_gone(&mut self, shared: &mut Shared) {
+    fn frames_gone(&mut self, shared: &mut ConnectionContext) {
         while let Some(owner) = shared.finished.pop() {
             match u16::try_from(owner) {
                 Ok(slot) => shared.share.give(self.id, slot),
@@ -431,7 +441,7 @@ impl Connection {
     }
 
     /// Handles the end of the part in `slot`; its command knows it already.
-    pub(super) fn part_done(&mut self, slot: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    pub(super) fn part_done(&mut self, slot: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         let part = shared.commands.part(slot);
         let command = *shared.commands.get(part.command);
         let failed = command.error.is_some() || self.is_dead();
@@ -458,7 +468,7 @@ impl Connection {
     }
 
     /// Answers a command whose parts are all done, and forgets it.
-    fn finish(&mut self, id: u16, shared: &mut Shared, io: &mut QueueIo<'_>) {
+    fn finish(&mut self, id: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         let command = *shared.commands.get(id);
         let failed = command.error.is_some() || self.is_dead();
         let reply = simple_reply(command.cookie, command.error);
@@ -496,7 +506,7 @@ impl Connection {
     }
 
     fn queue(&mut self, header: &[u8], data: Option<IoBuf>, owner: u32) {
-        // The stream has room for all replies there can be: see Shared::new.
+        // The stream has room for all replies there can be: see ConnectionContext::new.
         let queued = self.stream.send(header, data, Some(owner));
         debug_assert!(queued.is_ok(), "{queued:?}");
         if queued.is_err() {
@@ -512,7 +522,7 @@ impl Connection {
     }
 
     /// Ends the connection if it is over. Returns true if nothing of it is left in the ring or in the volume.
-    pub(super) fn finish_if_over(&mut self, shared: &mut Shared, io: &mut QueueIo<'_>) -> bool {
+    pub(super) fn finish_if_over(&mut self, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) -> bool {
         if matches!(self.phase, ConnectionPhase::Leaving) && self.commands == 0 && !self.stream.is_sending() {
             self.lose();
         }

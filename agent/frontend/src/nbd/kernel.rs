@@ -13,7 +13,7 @@ use shorthorn_ring::Completion;
 use shorthorn_types::limits::{MAX_IO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{Errno, VolumeName};
 
-use super::connection::{Opening, Shared};
+use super::connection::{ConnectionContext, Opening};
 use super::export::Export;
 use super::link::{self, Target};
 use super::netlink::NewDevice;
@@ -108,7 +108,7 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
                 ours
             }
         };
-        let shared = Shared::new(Arc::clone(&export), record.depth, CONNECTIONS);
+        let shared = ConnectionContext::new(Arc::clone(&export), record.depth, CONNECTIONS);
         queues.push(Box::new(KernelQueue::new(ours, shared, sender.clone(), Arc::clone(&closed))));
     }
     let device = NbdDevice {
@@ -218,7 +218,12 @@ struct KernelQueue {
 
 impl KernelQueue {
     /// Creates the queue that serves the kernel's requests on one socket.
-    fn new(socket: OwnedFd, shared: Shared, sender: Sender<OwnedFd>, closed: Arc<AtomicBool>) -> KernelQueue {
+    fn new(
+        socket: OwnedFd,
+        shared: ConnectionContext,
+        sender: Sender<OwnedFd>,
+        closed: Arc<AtomicBool>,
+    ) -> KernelQueue {
         let mut service = Service::new(shared, CONNECTIONS);
         let first = service.add(socket, Opening::Transmission);
         KernelQueue { service, first, broken: false, is_quiesced: false, sender, closed }

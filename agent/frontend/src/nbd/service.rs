@@ -6,14 +6,14 @@ use std::time::Instant;
 use shorthorn_ring::Completion;
 use shorthorn_types::Errno;
 
-use super::connection::{Connection, Opening, RECEIVED, SENT, Shared};
+use super::connection::{Connection, ConnectionContext, Opening, RECEIVED, SENT};
 use crate::{QueueIo, Quiesced};
 
 /// All connections of one queue, and their shared state.
 #[derive(Debug)]
 pub(super) struct Service {
     connections: Box<[Option<Connection>]>,
-    shared: Shared,
+    shared: ConnectionContext,
     /// The number of connections ever opened. Tokens contain it, so that late completions find no other
     /// connection.
     incarnation: u32,
@@ -23,7 +23,7 @@ pub(super) struct Service {
 
 impl Service {
     /// Creates a service for at most `connections` at a time.
-    pub(super) fn new(shared: Shared, connections: u16) -> Service {
+    pub(super) fn new(shared: ConnectionContext, connections: u16) -> Service {
         let connections = (0..connections).map(|_| None).collect();
         Service { connections, shared, incarnation: 0, open: 0, lost: false }
     }
@@ -146,7 +146,7 @@ impl Service {
         &mut self,
         id: u16,
         io: &mut QueueIo<'_>,
-        work: impl FnOnce(&mut Connection, &mut Shared, &mut QueueIo<'_>),
+        work: impl FnOnce(&mut Connection, &mut ConnectionContext, &mut QueueIo<'_>),
     ) {
         let Some(place) = self.connections.get_mut(usize::from(id)) else { return };
         let Some(connection) = place else { return };

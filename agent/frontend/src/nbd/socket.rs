@@ -18,7 +18,7 @@ use nix::sys::socket::{
 use shorthorn_ring::{Completion, Token, Wake, Waker};
 use shorthorn_types::Errno;
 
-use super::connection::{Opening, Shared};
+use super::connection::{ConnectionContext, Opening};
 use super::export::Export;
 use super::service::Service;
 use crate::{
@@ -76,7 +76,10 @@ pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
             accepting: false,
             watching: false,
             making_room: false,
-            service: Service::new(Shared::new(Arc::clone(&export), depth, connections), connections),
+            service: Service::new(
+                ConnectionContext::new(Arc::clone(&export), depth, connections),
+                connections,
+            ),
             wake,
             stopping: Arc::clone(&stopping),
             clients: Arc::clone(&clients),

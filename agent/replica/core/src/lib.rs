@@ -23,7 +23,7 @@ pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, 
 pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
 pub use known_rot::KnownRot;
 pub use revision::revision_counter;
-pub use start::{Found, Started, SumsFound};
+pub use start::{Started, StoredFiles, SumsFound};
 pub use state::ReplicaState;
 pub use steps::{Denied, Disk, DurableStep, Fault, is_final};
 pub use waiting::{PageEnd, Waiter, Waiting};

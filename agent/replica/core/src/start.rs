@@ -9,7 +9,7 @@ use crate::steps::{Disk, DurableStep, Fault, is_final};
 
 /// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct StoredFiles {
     /// The id of the replica.
     pub me: ReplicaId,
     /// The stored views.
@@ -70,8 +70,8 @@ impl ReplicaState {
     ///
     /// # Errors
     /// A step has failed: the replica does not start.
-    pub fn start<D: Disk>(disk: &mut D, found: Found) -> Result<Started, D::Error> {
-        let Found {
+    pub fn start<D: Disk>(disk: &mut D, found: StoredFiles) -> Result<Started, D::Error> {
+        let StoredFiles {
             me,
             views,
             regions,
@@ -238,8 +238,8 @@ mod tests {
     }
 
     /// Returns files without damage, while replica 3 is absent.
-    fn found() -> Found {
-        Found {
+    fn found() -> StoredFiles {
+        StoredFiles {
             me: id(1),
             views: views(1, &[1, 2]),
             regions: regions(),
@@ -299,7 +299,7 @@ mod tests {
         }
     }
 
-    fn start(found: Found) -> (ReplicaState, Vec<SetKey>, Vec<String>) {
+    fn start(found: StoredFiles) -> (ReplicaState, Vec<SetKey>, Vec<String>) {
         let mut steps = Steps::default();
         let Started { state, damages } = ReplicaState::start(&mut steps, found).unwrap();
         (state, damages.into_iter().map(|(key, _)| key).collect(), steps.0)
@@ -319,7 +319,7 @@ mod tests {
 
     #[test]
     fn without_an_intent_set_everything_was_written_lately_unless_there_is_nothing() {
-        let lacking = |holds_data, attach| Found {
+        let lacking = |holds_data, attach| StoredFiles {
             intent: None,
             out_of_sync: vec![],
             holds_data,
@@ -347,7 +347,7 @@ mod tests {
         };
         let out_of_sync = vec![(id(3), damaged(out_of_sync(3, 1)))];
         let (state, damages, steps) =
-            start(Found { intent: Some(damaged(intent(regions(), 1))), out_of_sync, ..found() });
+            start(StoredFiles { intent: Some(damaged(intent(regions(), 1))), out_of_sync, ..found() });
         assert_eq!(damages, [SetKey::Intent, SetKey::OutOfSync(id(3))]);
         assert_eq!(steps, ["make intent".to_owned(), format!("make missed-{}", id(3))]);
         assert!(!intent_of(&state).is_empty() && state.intent_log().tracks().contains(id(3)));
@@ -355,13 +355,15 @@ mod tests {
 
     #[test]
     fn sets_of_a_smaller_volume_are_made_anew() {
-        let (_, _, steps) = start(Found { intent: Some(intent(Regions::of(SIZE_BYTES / 2), 1)), ..found() });
+        let (_, _, steps) =
+            start(StoredFiles { intent: Some(intent(Regions::of(SIZE_BYTES / 2), 1)), ..found() });
         assert_eq!(steps, ["make intent"]);
     }
 
     #[test]
     fn sets_of_another_epoch_are_worth_nothing() {
-        let (state, _, steps) = start(Found { out_of_sync: vec![(id(3), out_of_sync(3, 2))], ..found() });
+        let (state, _, steps) =
+            start(StoredFiles { out_of_sync: vec![(id(3), out_of_sync(3, 2))], ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(3))]);
         assert!(state.intent_log().tracks().is_empty());
     }
@@ -370,14 +372,14 @@ mod tests {
     fn a_set_too_many_is_removed_and_the_replica_starts() {
         let all: Vec<u64> = (3..=MAX_MEMBERS as u64 + 3).collect();
         let sets = all.iter().map(|n| (id(*n), out_of_sync(*n, 1))).collect();
-        let (state, _, steps) = start(Found { out_of_sync: sets, ..found() });
+        let (state, _, steps) = start(StoredFiles { out_of_sync: sets, ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(MAX_MEMBERS as u64 + 3))]);
         assert_eq!(state.intent_log().tracks().len(), MAX_MEMBERS);
     }
 
     #[test]
     fn without_a_set_of_unsummed_regions_no_sum_counts() {
-        let with = |file| start(Found { sums: SumsFound::Wanted(file), ..found() });
+        let with = |file| start(StoredFiles { sums: SumsFound::Wanted(file), ..found() });
         let (state, damages, steps) = with(Some(unsummed(1)));
         assert_eq!((damages, steps), (vec![], vec![]));
         assert_eq!([0, 1, 2].map(|region| state.intent_log().is_summed(region)), [false, true, true]);
@@ -386,7 +388,8 @@ mod tests {
             assert_eq!((damages.len(), steps), (usize::from(is_damaged), vec!["make unsummed".to_owned()]));
             assert!((0..regions().count()).all(|region| !state.intent_log().is_summed(region)));
         }
-        let (state, _, steps) = start(Found { sums: SumsFound::Unwanted { has_file: true }, ..found() });
+        let (state, _, steps) =
+            start(StoredFiles { sums: SumsFound::Unwanted { has_file: true }, ..found() });
         assert_eq!((state.intent_log().keeps_sums(), steps), (false, vec!["remove unsummed".to_owned()]));
     }
 
@@ -394,35 +397,36 @@ mod tests {
     fn a_full_disk_keeps_no_sums_and_the_replica_starts() {
         let mut steps = Steps(vec!["full".to_owned()]);
         let sums = SumsFound::Wanted(Some(unsummed(2)));
-        let Started { state, .. } = ReplicaState::start(&mut steps, Found { sums, ..found() }).unwrap();
+        let Started { state, .. } = ReplicaState::start(&mut steps, StoredFiles { sums, ..found() }).unwrap();
         assert!(!state.intent_log().keeps_sums() && state.failure().is_none());
         assert_eq!(steps.0, ["full", "remove unsummed"]);
     }
 
     #[test]
     fn sets_of_members_end() {
-        let (state, _, steps) = start(Found { out_of_sync: vec![(id(2), out_of_sync(2, 1))], ..found() });
+        let (state, _, steps) =
+            start(StoredFiles { out_of_sync: vec![(id(2), out_of_sync(2, 1))], ..found() });
         assert_eq!(steps, [format!("remove missed-{}", id(2))]);
         assert!(state.intent_log().tracks().is_empty());
     }
 
     #[test]
     fn a_start_notes_that_a_view_lacks_the_replica_and_never_takes_that_back() {
-        let lacking = || Found { views: views(1, &[2]), out_of_sync: vec![], ..found() };
+        let lacking = || StoredFiles { views: views(1, &[2]), out_of_sync: vec![], ..found() };
         assert_eq!(start(lacking()).2, ["left"]);
-        assert!(start(Found { is_left_recorded: true, ..lacking() }).2.is_empty());
+        assert!(start(StoredFiles { is_left_recorded: true, ..lacking() }).2.is_empty());
         // The process may have ended before it stored the view that lacks it.
-        assert!(start(Found { is_left_recorded: true, ..found() }).2.is_empty());
+        assert!(start(StoredFiles { is_left_recorded: true, ..found() }).2.is_empty());
     }
 
     #[test]
     fn after_a_loss_what_was_read_is_written_again() {
-        let (state, damages, steps) = start(Found { lost_cache: true, ..found() });
+        let (state, damages, steps) = start(StoredFiles { lost_cache: true, ..found() });
         let made =
             ["views", "make intent", &format!("make missed-{}", id(3)), "made up for"].map(str::to_owned);
         assert_eq!((damages, steps), (vec![], made.to_vec()));
         assert!(!state.intent_log().has_lost_cache(), "nothing was written lately");
-        let full = Found { intent: None, lost_cache: true, out_of_sync: vec![], ..found() };
+        let full = StoredFiles { intent: None, lost_cache: true, out_of_sync: vec![], ..found() };
         let (state, _, steps) = start(full);
         assert_eq!(
             (state.intent_log().has_lost_cache(), steps),

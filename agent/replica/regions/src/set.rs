@@ -56,7 +56,7 @@ pub(crate) struct PagedSet {
 
 /// The purpose of a set, and its directory.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Identity {
+pub(crate) struct SetIdentity {
     pub name: [u8; 8],
     pub regions: Regions,
     pub epoch: u64,
@@ -65,8 +65,8 @@ pub(crate) struct Identity {
 impl PagedSet {
     /// Returns the empty set, which is not on the disk yet but counts as if: its write-intent log has put it
     /// there before.
-    pub fn empty(identity: Identity) -> PagedSet {
-        let Identity { name, regions, epoch } = identity;
+    pub fn empty(identity: SetIdentity) -> PagedSet {
+        let SetIdentity { name, regions, epoch } = identity;
         let page = SetPage { wanted: [0; PAGE_WORDS], durable: [0; PAGE_WORDS], written: 0 };
         let region_pages = regions.count().div_ceil(REGIONS_PER_PAGE).max(1) as usize;
         let pages = vec![page; region_pages + STAMP_PAGES].into();
@@ -91,11 +91,11 @@ impl PagedSet {
     ///
     /// A file that was made for the volume before it has grown is taken as such: the process has ended after
     /// the volume had grown, and before the file was made anew.
-    pub fn load(identity: Identity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
+    pub fn load(identity: SetIdentity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
         match made_for(file).filter(|size_bytes| *size_bytes < identity.regions.size_bytes()) {
             None => PagedSet::load_as(identity, file),
             Some(size_bytes) => {
-                let before = Identity { regions: Regions::of(size_bytes), ..identity };
+                let before = SetIdentity { regions: Regions::of(size_bytes), ..identity };
                 let (set, damages) = PagedSet::load_as(before, file);
                 let has_stamp_page = set.has_stamp_page;
                 (PagedSet { is_outgrown: true, has_stamp_page, ..set.grown(identity.regions) }, damages)
@@ -108,14 +108,14 @@ impl PagedSet {
     pub fn grown(&self, regions: Regions) -> PagedSet {
         let PagedSet { name, epoch, version, .. } = *self;
         let mut grown =
-            PagedSet { version, stamp: self.stamp, ..PagedSet::empty(Identity { name, regions, epoch }) };
+            PagedSet { version, stamp: self.stamp, ..PagedSet::empty(SetIdentity { name, regions, epoch }) };
         for run in self.content().converted(self.regions, regions).runs(0) {
             grown.add_durable(run);
         }
         grown
     }
 
-    fn load_as(identity: Identity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
+    fn load_as(identity: SetIdentity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
         let mut set = PagedSet { stamp: None, ..PagedSet::empty(identity) };
         let mut damages = Vec::new();
         for number in 0..set.pages.len() {

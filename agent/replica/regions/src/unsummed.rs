@@ -9,7 +9,7 @@ use std::ops::Range;
 use shorthorn_types::{RegionSet, Regions};
 
 use crate::page::{PageDamage, made_for};
-use crate::set::{Identity, PagedSet};
+use crate::set::{PagedSet, SetIdentity};
 
 /// Regions that are summed at once: a mask of them fits a word.
 pub const SUMMED_AT_ONCE_MAX: u32 = 64;
@@ -35,7 +35,7 @@ struct Summing {
 
 impl Unsummed {
     /// Returns the set that a file holds; without one all regions are in.
-    pub fn load(identity: Identity, file: Option<&[u8]>) -> (Unsummed, Vec<PageDamage>) {
+    pub fn load(identity: SetIdentity, file: Option<&[u8]>) -> (Unsummed, Vec<PageDamage>) {
         let count = identity.regions.count();
         let (mut set, damages) = match file {
             Some(file) => PagedSet::load(identity, file),

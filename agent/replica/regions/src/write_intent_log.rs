@@ -14,7 +14,7 @@ use thiserror::Error;
 pub use self::growth::GrownSets;
 pub use self::runs::RunsPage;
 use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage};
-use crate::set::{Identity, PagedSet};
+use crate::set::{PagedSet, SetIdentity};
 use crate::set_key::SetKey;
 use crate::unsummed::Unsummed;
 
@@ -208,7 +208,7 @@ impl WriteIntentLog {
         Ok((true, damages))
     }
 
-    fn identity(&self, key: SetKey) -> Identity {
+    fn identity(&self, key: SetKey) -> SetIdentity {
         identity(self.regions, self.epoch, key)
     }
 
@@ -487,8 +487,8 @@ impl WriteIntentLog {
     }
 }
 
-fn identity(regions: Regions, epoch: u64, key: SetKey) -> Identity {
-    Identity { name: key.name(), regions, epoch }
+fn identity(regions: Regions, epoch: u64, key: SetKey) -> SetIdentity {
+    SetIdentity { name: key.name(), regions, epoch }
 }
 
 fn check_runs(runs: &[(u32, u32)], limit: u32) -> Result<(), IntentLogError> {

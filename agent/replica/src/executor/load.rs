@@ -1,7 +1,7 @@
 //! Loads the state that a replica keeps beside the data from its directory.
 
 use shorthorn_regions::{PageDamage, SetKey};
-use shorthorn_replica_core::{Found, ReplicaState, Started, SumsFound};
+use shorthorn_replica_core::{ReplicaState, Started, StoredFiles, SumsFound};
 use shorthorn_store::{BlockSumsFile, Store};
 use shorthorn_types::Regions;
 use shorthorn_views::ReplicaViews;
@@ -96,7 +96,7 @@ fn look_at(
     owner: &Owner,
     views: ReplicaViews,
     wants_sums: bool,
-) -> Result<Found, ReplicaError> {
+) -> Result<StoredFiles, ReplicaError> {
     let unsummed = store.read_regions(SetKey::Unsummed)?;
     let sums = match wants_sums {
         true => SumsFound::Wanted(unsummed),
@@ -107,7 +107,7 @@ fn look_at(
         out_of_sync.push((replica, store.read_regions(SetKey::OutOfSync(replica))?.unwrap_or_default()));
     }
     let info = store.info();
-    Ok(Found {
+    Ok(StoredFiles {
         me: owner.replica,
         views,
         regions: Regions::of(store.size_bytes()),

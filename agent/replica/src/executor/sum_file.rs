@@ -8,7 +8,7 @@ use shorthorn_store::{BlockSumsFile, SUM_PAGE_BYTES, SumPage};
 
 use super::in_flight::InFlight;
 use super::operation::{kind, numbered_token};
-use super::sum_pages::{Found, SumPages};
+use super::sum_pages::{PageSearch, SumPages};
 
 /// See the module.
 #[derive(Debug)]
@@ -54,16 +54,16 @@ impl SumFile {
 
     fn read(
         &mut self,
-        found: Found,
+        found: PageSearch,
         number: u64,
         in_flight: &mut InFlight,
         ring: &mut Ring,
     ) -> Option<usize> {
         let fd = self.fd()?;
         match found {
-            Found::Here(at) => Some(at),
-            Found::Loading | Found::Full => None,
-            Found::Load(at) => {
+            PageSearch::Here(at) => Some(at),
+            PageSearch::Loading | PageSearch::Full => None,
+            PageSearch::Load(at) => {
                 let token = numbered_token(kind::SUMS_READ, place(at));
                 ring.read(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
                 in_flight.began_for_sums();

@@ -39,7 +39,7 @@ enum State {
 
 /// The result of a search for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum PageSearch {
     /// The page is in this place.
     Here(usize),
     /// The page is being read.
@@ -75,23 +75,27 @@ impl SumPages {
     }
 
     /// Searches a page. A page that has to be loaded counts as being read from now on.
-    pub fn find(&mut self, number: u64) -> Found {
+    pub fn find(&mut self, number: u64) -> PageSearch {
         self.clock += 1;
         if let Some(at) = self.places.get(&number).copied() {
             self.entries[at].used = self.clock;
-            return if self.entries[at].state == State::Loading { Found::Loading } else { Found::Here(at) };
+            return if self.entries[at].state == State::Loading {
+                PageSearch::Loading
+            } else {
+                PageSearch::Here(at)
+            };
         }
         let free = self.entries.iter().enumerate().filter(|(_, entry)| entry.state == State::Ready);
-        let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return Found::Full };
+        let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return PageSearch::Full };
         self.empty(at);
         let entry = &mut self.entries[at];
         (entry.number, entry.state, entry.used) = (Some(number), State::Loading, self.clock);
         self.places.insert(number, at);
-        Found::Load(at)
+        PageSearch::Load(at)
     }
 
     /// Searches a page for a read, which may add a place: up to [`SUM_PAGES_MAX`].
-    pub fn find_for_read(&mut self, number: u64) -> Found {
+    pub fn find_for_read(&mut self, number: u64) -> PageSearch {
         let is_known = self.places.contains_key(&number);
         if !is_known && self.places.len() >= SUM_PAGES && self.entries.len() < SUM_PAGES_MAX {
             self.entries.push(Entry::empty());
@@ -198,13 +202,13 @@ mod tests {
     use super::*;
 
     fn load(pages: &mut SumPages, number: u64) -> usize {
-        let Found::Load(at) = pages.find(number) else { panic!("it is there already") };
+        let PageSearch::Load(at) = pages.find(number) else { panic!("it is there already") };
         let mut bytes = [0; SUM_PAGE_BYTES];
         let mut sums = SumPage::unknown();
         sums.set(1, 7);
         sums.encode(number, 5, &mut bytes);
         pages.buf(at).copy_from(&bytes);
-        assert_eq!(pages.find(number), Found::Loading);
+        assert_eq!(pages.find(number), PageSearch::Loading);
         assert_eq!(pages.loaded(at, 5, SUM_PAGE_BYTES), Some((number, true)));
         at
     }
@@ -213,9 +217,9 @@ mod tests {
     fn those_used_last_stay() {
         let mut pages = SumPages::new().unwrap();
         let places: Vec<usize> = (0..SUM_PAGES as u64).map(|number| load(&mut pages, number)).collect();
-        assert_eq!(pages.find(0), Found::Here(places[0]));
-        assert_eq!(pages.find(100), Found::Load(places[1]), "0 was used later");
-        assert_eq!(pages.find(0), Found::Here(places[0]));
+        assert_eq!(pages.find(0), PageSearch::Here(places[0]));
+        assert_eq!(pages.find(100), PageSearch::Load(places[1]), "0 was used later");
+        assert_eq!(pages.find(0), PageSearch::Here(places[0]));
         assert_eq!(pages.peek(0).map(|sums| sums.sum(1)), Some(7));
     }
 
@@ -223,11 +227,11 @@ mod tests {
     fn reads_add_places_that_go_when_they_are_not_used() {
         let mut pages = SumPages::new().unwrap();
         for number in 0..SUM_PAGES_MAX as u64 + 1 {
-            let Found::Load(at) = pages.find_for_read(number) else { panic!("{number}") };
+            let PageSearch::Load(at) = pages.find_for_read(number) else { panic!("{number}") };
             pages.loaded(at, 5, 0);
         }
         assert_eq!((pages.entries.len(), pages.places.len()), (SUM_PAGES_MAX, SUM_PAGES_MAX));
-        assert_eq!(pages.find_for_read(0), Found::Load(1), "it was used first; now 1 was");
+        assert_eq!(pages.find_for_read(0), PageSearch::Load(1), "it was used first; now 1 was");
         pages.loaded(1, 5, 0);
         pages.release_unused();
         assert_eq!(pages.entries.len(), SUM_PAGES_MAX, "they were used since the start");
@@ -237,15 +241,15 @@ mod tests {
         assert_eq!((pages.entries.len(), pages.places.len()), (101, 101), "100 was used");
         pages.release_unused();
         assert_eq!(pages.entries.len(), SUM_PAGES);
-        assert_eq!(pages.find(3), Found::Here(3));
-        assert!(matches!(pages.find(100), Found::Load(_)));
+        assert_eq!(pages.find(3), PageSearch::Here(3));
+        assert!(matches!(pages.find(100), PageSearch::Load(_)));
     }
 
     #[test]
     fn modifications_add_no_place() {
         let mut pages = SumPages::new().unwrap();
         for number in 0..SUM_PAGES as u64 * 2 {
-            let Found::Load(at) = pages.find(number) else { panic!("{number}") };
+            let PageSearch::Load(at) = pages.find(number) else { panic!("{number}") };
             pages.loaded(at, 5, 0);
         }
         assert_eq!(pages.entries.len(), SUM_PAGES);
@@ -257,12 +261,12 @@ mod tests {
         let at = load(&mut pages, 0);
         assert!(pages.begin_write(at, 5) && !pages.begin_write(at, 5));
         for number in 1..SUM_PAGES as u64 {
-            assert!(matches!(pages.find(number), Found::Load(_)));
+            assert!(matches!(pages.find(number), PageSearch::Load(_)));
         }
-        assert_eq!(pages.find(100), Found::Full);
-        assert_eq!(pages.find(0), Found::Here(at), "it can be used while it is written");
+        assert_eq!(pages.find(100), PageSearch::Full);
+        assert_eq!(pages.find(0), PageSearch::Here(at), "it can be used while it is written");
         assert!(pages.written(at, true));
-        assert_eq!(pages.find(100), Found::Load(at));
+        assert_eq!(pages.find(100), PageSearch::Load(at));
     }
 
     #[test]
@@ -270,11 +274,11 @@ mod tests {
         let mut pages = SumPages::new().unwrap();
         let written = load(&mut pages, 0);
         pages.begin_write(written, 5);
-        let Found::Load(read) = pages.find(1) else { panic!() };
+        let PageSearch::Load(read) = pages.find(1) else { panic!() };
         pages.forget();
         assert!(!pages.written(written, true));
         assert_eq!(pages.loaded(read, 6, SUM_PAGE_BYTES), None);
-        let Found::Load(at) = pages.find(0) else { panic!("it is read again") };
+        let PageSearch::Load(at) = pages.find(0) else { panic!("it is read again") };
         assert_eq!(pages.loaded(at, 6, SUM_PAGE_BYTES), Some((0, false)), "it is of another series");
         assert_eq!(pages.peek(0).map(|sums| sums.sum(1)), Some(0));
     }

@@ -55,7 +55,7 @@ pub enum LossRecord {
 }
 
 /// The content of the file.
-enum Found {
+enum BootFile {
     /// The file does not exist.
     Nothing,
     Boot(Boot),
@@ -81,13 +81,13 @@ impl Boot {
         // Without the kernel's word every boot is another one.
         let boot_id = std::fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
         let Some(bytes) = directory.read(BOOT_FILE)? else {
-            return Ok((judge(&Found::Nothing, boot_id, was_dirty), None));
+            return Ok((judge(&BootFile::Nothing, boot_id, was_dirty), None));
         };
         let Some(found) = parse(&bytes) else {
             let record = format!("{BOOT_FILE} is damaged: the replica counts as one that may have lost data");
-            return Ok((judge(&Found::Damaged, boot_id, was_dirty), Some(record)));
+            return Ok((judge(&BootFile::Damaged, boot_id, was_dirty), Some(record)));
         };
-        Ok((judge(&Found::Boot(found), boot_id, was_dirty), None))
+        Ok((judge(&BootFile::Boot(found), boot_id, was_dirty), None))
     }
 
     /// Writes it down. A record elsewhere is not needed any more then.
@@ -190,13 +190,13 @@ fn parse(bytes: &[u8]) -> Option<Boot> {
     serde_json::from_slice(&document).ok()
 }
 
-fn judge(found: &Found, boot_id: String, was_dirty: bool) -> Boot {
+fn judge(found: &BootFile, boot_id: String, was_dirty: bool) -> Boot {
     let (same_boot, lost_before, failures) = match found {
-        Found::Nothing => (false, false, 0),
-        Found::Boot(found) => {
+        BootFile::Nothing => (false, false, 0),
+        BootFile::Boot(found) => {
             (found.boot_id == boot_id && !boot_id.is_empty(), found.lost_cache, found.failures)
         }
-        Found::Damaged => (false, true, 0),
+        BootFile::Damaged => (false, true, 0),
     };
     Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), failures, ..Boot::default() }
 }
@@ -224,7 +224,7 @@ mod tests {
         let boot =
             |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache, ..Boot::default() };
         let lost = |found: Option<Boot>, now: &str, dirty| {
-            judge(&found.map_or(Found::Nothing, Found::Boot), now.to_owned(), dirty).lost_cache
+            judge(&found.map_or(BootFile::Nothing, BootFile::Boot), now.to_owned(), dirty).lost_cache
         };
         assert!(!lost(Some(boot("a", false)), "a", true), "a process that died takes no page cache with it");
         assert!(!lost(Some(boot("a", false)), "b", false));
@@ -233,7 +233,7 @@ mod tests {
         assert!(!lost(None, "b", false));
         assert!(lost(Some(boot("", false)), "", true));
         assert!(lost(Some(boot("b", true)), "b", false), "a clean close does not bring it back");
-        assert!(judge(&Found::Damaged, "b".to_owned(), false).lost_cache, "it may have said so");
+        assert!(judge(&BootFile::Damaged, "b".to_owned(), false).lost_cache, "it may have said so");
         assert!(!boot("b", true).made_up_for().lost_cache());
         let now = Boot { is_lost_now: true, ..boot("b", true) };
         assert!(now.made_up_for().lost_cache(), "not by the process that has lost it");
@@ -244,7 +244,7 @@ mod tests {
         let failed = Boot { boot_id: "a".to_owned(), failures: 3, ..Boot::default() };
         assert_eq!(failed.made_up_for().failures(), 3);
         for now in ["a", "b"] {
-            assert_eq!(judge(&Found::Boot(failed.clone()), now.to_owned(), true).failures(), 3);
+            assert_eq!(judge(&BootFile::Boot(failed.clone()), now.to_owned(), true).failures(), 3);
         }
         let before: Boot = serde_json::from_str(r#"{"boot_id":"a","lost_cache":true}"#).unwrap();
         assert_eq!((before.failures(), before.lost_cache()), (0, true));
@@ -269,7 +269,7 @@ mod tests {
             let mut bytes = with_check(bytes);
             let at = at.index(bytes.len());
             bytes[at] = byte;
-            let found = parse(&bytes).map_or(Found::Damaged, Found::Boot);
+            let found = parse(&bytes).map_or(BootFile::Damaged, BootFile::Boot);
             prop_assert!(judge(&found, "a".to_owned(), false).lost_cache());
         }
     }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use shorthorn_csi::{DRIVER_NAME, Identity, TOPOLOGY_VALUE_MAX_BYTES};
+use shorthorn_csi::{DRIVER_NAME, IdentityService, TOPOLOGY_VALUE_MAX_BYTES};
 use shorthorn_csi_node::{DeadMounts, NodeOptions, NodeService, RegistrationService};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch as channel};
@@ -212,7 +212,7 @@ impl Driver {
         };
         let (volumes, dead_mounts) = (Arc::clone(&self.volumes), Arc::clone(&self.state.dead_mounts));
         server()
-            .add_service(Identity::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).server())
+            .add_service(IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).server())
             .add_service(NodeService::new(volumes, options).noting(dead_mounts).server())
     }
 }

@@ -14,7 +14,7 @@ pub(super) const IDENTITY_FILE: &str = "longhorn-disk.cfg";
 /// `longhorn-disk.cfg`, with Longhorn's keys. Keys that a later Longhorn adds are not for us.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Identity {
+pub(super) struct DiskIdentity {
     #[serde(default)]
     disk_name: String,
     #[serde(rename = "diskUUID")]
@@ -25,13 +25,13 @@ pub(super) struct Identity {
     state: String,
 }
 
-pub(super) fn read_identity(path: &Path) -> Result<Option<Identity>, String> {
+pub(super) fn read_identity(path: &Path) -> Result<Option<DiskIdentity>, String> {
     let file = path.join(IDENTITY_FILE);
     let bytes = match fs::read(&file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other.map_err(|error| format!("{}: {error}", file.display()))?,
     };
-    let identity: Identity = serde_json::from_slice(&bytes)
+    let identity: DiskIdentity = serde_json::from_slice(&bytes)
         .map_err(|error| format!("{} is damaged: {error}: repair or remove it", file.display()))?;
     if identity.disk_uuid.is_empty() {
         return Err(format!("{} has no diskUUID: repair or remove it", file.display()));
@@ -45,7 +45,7 @@ pub(super) fn identify(path: &Path) -> Result<String, NodeError> {
         return Ok(identity.disk_uuid);
     }
     let disk_uuid = draw_uuid()?;
-    let identity = Identity { disk_uuid: disk_uuid.clone(), ..Identity::default() };
+    let identity = DiskIdentity { disk_uuid: disk_uuid.clone(), ..DiskIdentity::default() };
     store_spec(&path.join(IDENTITY_FILE), &identity)?;
     Ok(disk_uuid)
 }

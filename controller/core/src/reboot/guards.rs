@@ -48,7 +48,7 @@ pub struct GuardPod {
 
 /// The necessary actions, each by the name of pod or budget, in this order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct GuardPlan {
     /// Budgets to make before their pods, so that no pod is without one.
     pub make_budget: Vec<(String, Guard)>,
     /// To be made.
@@ -103,8 +103,8 @@ pub fn plan(
     wanted: &BTreeMap<String, Guard>,
     pods: &BTreeMap<String, GuardPod>,
     budgets: &BTreeMap<String, String>,
-) -> Plan {
-    let mut plan = Plan::default();
+) -> GuardPlan {
+    let mut plan = GuardPlan::default();
     for (name, guard) in wanted {
         if !budgets.contains_key(name) {
             plan.make_budget.push((name.clone(), guard.clone()));
@@ -150,7 +150,7 @@ mod tests {
 
     const NAME: &str = "shorthorn-guard-n0";
 
-    fn planned(wanted: Option<&Guard>, pod: Option<GuardPod>, budget: Option<&str>) -> Plan {
+    fn planned(wanted: Option<&Guard>, pod: Option<GuardPod>, budget: Option<&str>) -> GuardPlan {
         let wanted = wanted.map(|guard| (NAME.to_owned(), guard.clone())).into_iter().collect();
         let pods = pod.map(|pod| (NAME.to_owned(), pod)).into_iter().collect();
         let budgets = budget.map(|uid| (NAME.to_owned(), uid.to_owned())).into_iter().collect();
@@ -162,12 +162,18 @@ mod tests {
         let guard = guard("a");
         let made = planned(Some(&guard), None, None);
         assert_eq!((made.make_budget.len(), made.make_pod.len()), (1, 1), "{made:?}");
-        assert_eq!(planned(Some(&guard), Some(pod(&guard)), Some("u0")), Plan::default());
+        assert_eq!(planned(Some(&guard), Some(pod(&guard)), Some("u0")), GuardPlan::default());
         let half = planned(Some(&guard), Some(pod(&guard)), None);
-        assert_eq!(half, Plan { make_budget: vec![(NAME.to_owned(), guard.clone())], ..Plan::default() });
+        assert_eq!(
+            half,
+            GuardPlan { make_budget: vec![(NAME.to_owned(), guard.clone())], ..GuardPlan::default() }
+        );
         let gone = planned(None, Some(pod(&guard)), Some("u0"));
         let names = vec![NAME.to_owned()];
-        assert_eq!(gone, Plan { delete_pod: names.clone(), delete_budget: names, ..Plan::default() });
+        assert_eq!(
+            gone,
+            GuardPlan { delete_pod: names.clone(), delete_budget: names, ..GuardPlan::default() }
+        );
     }
 
     #[test]
@@ -175,19 +181,22 @@ mod tests {
         let guard = guard("a");
         let other_words = GuardPod { message: "b".to_owned(), ..pod(&guard) };
         let listed = planned(Some(&guard), Some(other_words), Some("u0"));
-        assert_eq!(listed, Plan { report: vec![(NAME.to_owned(), "a".to_owned())], ..Plan::default() });
+        assert_eq!(
+            listed,
+            GuardPlan { report: vec![(NAME.to_owned(), "a".to_owned())], ..GuardPlan::default() }
+        );
         for wrong in [
             GuardPod { uid: "u1".to_owned(), ..pod(&guard) },
             GuardPod { machine: "m1".to_owned(), ..pod(&guard) },
             GuardPod { has_ended: true, ..pod(&guard) },
         ] {
             let plan = planned(Some(&guard), Some(wrong.clone()), Some("u0"));
-            assert_eq!(plan, Plan { delete_pod: vec![NAME.to_owned()], ..Plan::default() });
+            assert_eq!(plan, GuardPlan { delete_pod: vec![NAME.to_owned()], ..GuardPlan::default() });
             let going = GuardPod { is_deleting: true, ..wrong };
-            assert_eq!(planned(Some(&guard), Some(going), Some("u0")), Plan::default());
+            assert_eq!(planned(Some(&guard), Some(going), Some("u0")), GuardPlan::default());
         }
         let other = planned(Some(&guard), Some(pod(&guard)), Some("u1"));
-        assert_eq!(other, Plan { delete_budget: vec![NAME.to_owned()], ..Plan::default() });
+        assert_eq!(other, GuardPlan { delete_budget: vec![NAME.to_owned()], ..GuardPlan::default() });
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Node as Machine, PersistentVolume, Pod as KubePod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::api::{Api, DeleteParams, ListParams, Preconditions};
-use shorthorn_controller_core::lost_node_pods::{self, Attachment, Namespaced, Plan, Pod, Why};
+use shorthorn_controller_core::lost_node_pods::{self, Attachment, Namespaced, Pod, PodPlan, Why};
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::{Event, NodeName, Timestamp};
 use shorthorn_kube::{CallError, bounded, is_code};
@@ -110,7 +110,7 @@ impl PodForceDeleter {
         &self,
         name: &str,
         node: &NodeName,
-        plan: Plan,
+        plan: PodPlan,
         attachments: &[Attachment],
         memory: &mut Memory,
     ) -> Result<(), Trouble> {

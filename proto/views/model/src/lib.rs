@@ -56,7 +56,7 @@ pub use invariants::Violation;
 pub use model::{Limits, Model};
 pub use mutation::Mutation;
 pub use network::Message;
-pub use search::{Found, search};
+pub use search::{SearchResult, search};
 pub use state::{Engine, Host, Proposal, Replica, State, Underway};
 pub use step::ModelStep;
 pub use walk::{Walk, walk};

@@ -9,7 +9,7 @@ use crate::step::ModelStep;
 
 /// The result of a search.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct SearchResult {
     /// The number of states seen.
     pub states: usize,
     /// The number of steps to the farthest of them.
@@ -28,7 +28,7 @@ struct Origin {
 
 /// Searches all states of `model`, breadth first, until `states_max` are seen.
 #[must_use]
-pub fn search(model: &Model, states_max: u32) -> Found {
+pub fn search(model: &Model, states_max: u32) -> SearchResult {
     let start = model.start();
     let mut seen: HashSet<u64, BuildHasherDefault<DefaultHasher>> = HashSet::default();
     seen.insert(fingerprint(&start));
@@ -47,15 +47,15 @@ pub fn search(model: &Model, states_max: u32) -> Found {
             let last = u32::try_from(origins.len()).unwrap_or(u32::MAX);
             if let Err(violation) = invariants::check(model, &state, &next) {
                 let violation = Some((violation, way(&origins, last)));
-                return Found { states: seen.len(), depth: steps + 1, exhausted: false, violation };
+                return SearchResult { states: seen.len(), depth: steps + 1, exhausted: false, violation };
             }
             if last >= states_max {
-                return Found { states: seen.len(), depth, exhausted: false, violation: None };
+                return SearchResult { states: seen.len(), depth, exhausted: false, violation: None };
             }
             queue.push_back((next, last, steps + 1));
         }
     }
-    Found { states: seen.len(), depth, exhausted: true, violation: None }
+    SearchResult { states: seen.len(), depth, exhausted: true, violation: None }
 }
 
 /// Returns the steps from the start to state `number`.

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use shorthorn_recovery::{Grant, NotOpen, OpeningEngine, Proposal, Reached, propose_to};
 use shorthorn_types::{Members, ReplicaId};
-use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, Plan};
+use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
 
 use super::link::{CallError, Via, Wire};
 use super::{Process, RETRY_US};
@@ -56,7 +56,7 @@ impl OpeningEngine for Attempt {
         Ok(reached)
     }
 
-    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&Plan, &NoPlan>) {
+    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&StartPlan, &NoPlan>) {
         match plan {
             Ok(plan) => {
                 self.process.judge_unfit(&plan.unfit);

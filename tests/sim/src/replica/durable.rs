@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use fastrand::Rng;
 use shorthorn_regions::{PAGE_BYTES, SetKey};
-use shorthorn_replica_core::{Disk, DurableStep, Found, RecordOutcome, ReplicaState, Started, SumsFound};
+use shorthorn_replica_core::{
+    Disk, DurableStep, RecordOutcome, ReplicaState, Started, StoredFiles, SumsFound,
+};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
@@ -178,7 +180,7 @@ impl Durable {
             SetKey::OutOfSync(replica) => Some((*replica, file.clone())),
             SetKey::Intent | SetKey::Unsummed => None,
         });
-        let found = Found {
+        let found = StoredFiles {
             me,
             views: self.views.clone(),
             regions,

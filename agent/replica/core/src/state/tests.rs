@@ -4,7 +4,7 @@ use shorthorn_regions::Admit;
 use shorthorn_types::{ByteRange, Errno, MarkAction, Members, Regions, RegionsOf, ViewId};
 
 use super::*;
-use crate::start::{Found, Started, SumsFound};
+use crate::start::{Started, StoredFiles, SumsFound};
 
 const SIZE_BYTES: u64 = 64 << 20;
 
@@ -54,7 +54,7 @@ impl Memory {
             SetKey::OutOfSync(replica) => Some((*replica, file.clone())),
             SetKey::Intent | SetKey::Unsummed => None,
         });
-        let found = Found {
+        let found = StoredFiles {
             me: id(1),
             views: self.views.clone(),
             regions: Regions::of(SIZE_BYTES),
