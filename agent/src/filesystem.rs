@@ -11,7 +11,7 @@ pub enum Filesystem {
     /// XFS.
     #[default]
     Xfs,
-    /// ext4.
+    /// The ext4 file system, by mkfs.ext4.
     Ext4,
 }
 

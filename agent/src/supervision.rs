@@ -42,7 +42,7 @@ impl RestartBackoff {
 /// The program and the files of a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Invocation<'a> {
-    /// The program.
+    /// The path of the agent's program.
     pub program: &'a Path,
     /// True for an engine, false for a replica.
     pub is_engine: bool,

@@ -71,7 +71,7 @@ pub struct GuestCounts {
 pub struct Wait {
     /// The duration.
     pub time: Duration,
-    /// The request.
+    /// The kind and the range of the request, for people.
     pub request: String,
 }
 

@@ -83,7 +83,7 @@ fn text_or_nothing<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String,
 pub struct Pids {
     /// `shorthorn-agent run`.
     pub supervisor: i32,
-    /// The engine.
+    /// The process id of the engine.
     pub engine: i32,
     /// The replicas, in their order.
     pub replicas: Vec<i32>,

@@ -60,7 +60,7 @@ pub enum NbdRequest {
 pub struct NbdCompletion {
     /// The cookie that [`NbdClient::submit`] returned.
     pub cookie: u64,
-    /// The request.
+    /// The request that is answered.
     pub request: NbdRequest,
     /// The data of a read, or an errno value.
     pub outcome: Result<Vec<u8>, u32>,

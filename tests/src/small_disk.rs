@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 /// A file system with little room, in a file; unmounted when dropped.
 #[derive(Debug)]
 pub struct SmallDisk {
-    /// The mount point.
+    /// The directory at which it is mounted.
     pub mount_point: PathBuf,
 }
 

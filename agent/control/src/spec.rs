@@ -41,7 +41,7 @@ pub struct ReplicaSpec {
     /// IP address and port (0: any) for data, for engines on other hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_address: Option<std::net::SocketAddr>,
-    /// Control socket.
+    /// The path at which the process serves its status and commands.
     pub control_socket: PathBuf,
     /// The maximum rate in bytes per second at which a replica reads idle blocks for their sums. 0: no sums
     /// are kept, and the replica does not notice rot by itself.
@@ -72,7 +72,7 @@ fn is_sum_bytes_per_s_default(value: &u64) -> bool {
 /// The settings of an engine process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineSpec {
-    /// The volume.
+    /// The name by which device nodes, logs and replicas know the volume.
     pub volume: VolumeName,
     /// The size of the volume in bytes. Smaller replicas grow before they are used, and larger ones are
     /// refused.
@@ -87,7 +87,7 @@ pub struct EngineSpec {
     pub secret: Secret,
     /// State file of the engine: the number of its last start, and its device. Locked while it runs.
     pub state_file: PathBuf,
-    /// Control socket.
+    /// The path at which the process serves its status and commands.
     pub control_socket: PathBuf,
     /// Path of the frontend `socket`.
     pub frontend_socket: PathBuf,

@@ -54,7 +54,7 @@ pub enum ProcessCommand {
     },
     /// Other limits for copying from now on.
     Limits {
-        /// The limits.
+        /// The new limits, which replace all former ones.
         limits: RebuildLimits,
     },
 }

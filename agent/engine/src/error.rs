@@ -15,7 +15,7 @@ pub enum EngineError {
     /// A value in the spec can never work.
     #[error("spec of volume {volume}: {reason}")]
     BadSpec {
-        /// The volume.
+        /// The volume of the spec.
         volume: VolumeName,
         /// The setting with the bad value, and the values that are allowed.
         reason: String,

@@ -35,7 +35,7 @@ impl std::fmt::Display for FrontendKind {
 /// The inputs of a frontend.
 #[derive(Clone, Debug)]
 pub struct FrontendSpec {
-    /// The volume.
+    /// The name of the device node.
     pub volume: VolumeName,
     /// The size of the volume in bytes.
     pub size_bytes: u64,

@@ -40,9 +40,9 @@ pub enum ReplicaError {
         volume: VolumeName,
         /// The replica of the directory.
         replica: ReplicaId,
-        /// The expected volume.
+        /// The volume in the spec.
         expected_volume: VolumeName,
-        /// The expected replica.
+        /// The replica id in the spec.
         expected_replica: ReplicaId,
     },
     /// Another program has had the directory open since this process opened it.
@@ -119,7 +119,7 @@ pub enum ReplicaError {
     /// A socket cannot be set up.
     #[error("cannot listen on {address}: {source}")]
     Listen {
-        /// The address.
+        /// The address or path of the socket.
         address: String,
         /// The error of the system.
         source: io::Error,

@@ -23,9 +23,9 @@ use crate::supervision::{FIRST_WAIT, Invocation, RestartBackoff};
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The engine.
+    /// The engine of the volume.
     Engine,
-    /// A replica.
+    /// The replica with this id.
     Replica(ReplicaId),
 }
 

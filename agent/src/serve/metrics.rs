@@ -43,7 +43,7 @@ const STATES: [(InstanceState, &str); 5] = [
 pub struct MetricsInputs {
     /// The instances.
     pub table: Arc<Table>,
-    /// The disks.
+    /// The disks with their space and trash.
     pub disks: Arc<Disks>,
     /// The directory of the device nodes.
     pub device_dir: PathBuf,

@@ -70,7 +70,7 @@ pub struct Refusal {
 /// A proposed view, or the mark that it is committed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ViewMessage {
-    /// The view.
+    /// The proposed or committed view.
     pub view: View,
     /// The report on which the engine has based the view: the replica takes it over.
     pub basis: ReplicaReport,

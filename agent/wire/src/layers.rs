@@ -15,7 +15,7 @@ pub struct WireLayer {
 /// most [`MAX_LAYERS_TEXT_BYTES`](crate::MAX_LAYERS_TEXT_BYTES) long.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerList {
-    /// The layers.
+    /// The layers in the order of their numbers.
     pub layers: Vec<WireLayer>,
 }
 

@@ -54,7 +54,7 @@ pub enum AgentCall {
         volume: VolumeName,
         /// Number of the attachment.
         attach: u64,
-        /// The limits.
+        /// The new limits, which replace all former ones.
         limits: RebuildLimits,
     },
     /// Keeps the engines of older attachments from a replica.

@@ -14,7 +14,7 @@ use crate::{ClusterState, given_up};
 /// An object that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
-    /// The volume.
+    /// The volume of the replica or engine.
     pub volume: String,
     /// The replica; none for the engine.
     pub replica: Option<String>,

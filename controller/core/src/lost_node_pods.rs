@@ -24,7 +24,7 @@ use crate::{ClusterState, NodeName, Timestamp};
 /// The name of an object in a namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Namespaced {
-    /// The namespace.
+    /// The namespace of the object.
     pub namespace: String,
     /// The name in it.
     pub name: String,

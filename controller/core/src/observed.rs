@@ -261,7 +261,7 @@ impl fmt::Display for InstanceKey {
 pub enum InstanceKind {
     /// The engine of a volume.
     Engine,
-    /// A replica.
+    /// A replica process.
     Replica,
 }
 

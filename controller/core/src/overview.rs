@@ -54,7 +54,7 @@ pub struct Space {
     pub total_bytes: u64,
     /// The free bytes.
     pub available_bytes: u64,
-    /// The scheduled bytes.
+    /// The sum of the volume sizes of all replicas.
     pub scheduled_bytes: u64,
 }
 

@@ -36,7 +36,7 @@ pub struct Cli {
     /// scripts
     #[arg(long, short, global = true, value_enum, default_value_t = Format::Table)]
     pub output: Format,
-    /// The command.
+    /// The subcommand with its arguments.
     #[command(subcommand)]
     pub command: CtlCommand,
 }

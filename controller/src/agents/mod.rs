@@ -66,7 +66,7 @@ pub enum CallError {
         "the agent of node {node} is too old to {what} (version {version}): upgrade the agent of node {node}"
     )]
     TooOld {
-        /// The node.
+        /// The node of the agent.
         node: NodeName,
         /// The request.
         what: &'static str,

@@ -16,7 +16,7 @@ use crate::kubernetes::{NodeDrainPolicy, PodsOfLostNodes};
 #[derive(Debug, Parser)]
 #[command(version, about, long_about = None)]
 pub struct Cli {
-    /// The command.
+    /// Another action than to serve.
     #[command(subcommand)]
     pub command: ControllerCommand,
 }
@@ -35,7 +35,7 @@ pub enum ControllerCommand {
     /// Writes a man page of each command to a directory
     #[command(hide = true)]
     Man {
-        /// The directory.
+        /// The directory to which the man pages are written.
         directory: PathBuf,
     },
 }

@@ -24,7 +24,7 @@ pub struct Workload {
     pub kind: String,
     /// The name of the workload.
     pub name: String,
-    /// The pod.
+    /// The name of the pod.
     pub pod: String,
     /// Pending, Running, Succeeded, Failed.
     pub phase: String,

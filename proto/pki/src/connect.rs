@@ -42,7 +42,7 @@ pub enum ConnectError {
     /// DNS does not know it.
     #[error("cannot resolve {host}: {error}")]
     Resolve {
-        /// The host.
+        /// The host name of the server.
         host: String,
         /// The error of the resolver.
         error: io::Error,
@@ -53,7 +53,7 @@ pub enum ConnectError {
     /// The host does not accept connections.
     #[error("cannot connect to {address}: {error}")]
     Connect {
-        /// The address.
+        /// The resolved address of the server.
         address: SocketAddr,
         /// The error of the system.
         error: io::Error,
@@ -61,9 +61,9 @@ pub enum ConnectError {
     /// The other side has another identity, or refuses ours.
     #[error("cannot connect to {address} with TLS: {error}")]
     Handshake {
-        /// The address.
+        /// The resolved address of the server.
         address: SocketAddr,
-        /// The error.
+        /// The error of TLS.
         error: io::Error,
     },
     /// An address of another host without a certificate.

@@ -188,7 +188,7 @@ pub struct ExpansionStatus {
 /// A view that the engine cannot bring through without the arbiter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrantWanted {
-    /// The view.
+    /// The view that needs a grant.
     pub view: View,
     /// The report that the engine honours.
     pub honoured: ReplicaReport,
@@ -199,7 +199,7 @@ pub struct GrantWanted {
 /// State of one engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineStatus {
-    /// The volume.
+    /// The name of its volume.
     pub volume: VolumeName,
     /// The process.
     pub pid: u32,
@@ -325,7 +325,7 @@ pub enum ReplicaPhase {
 /// State of one replica process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaStatus {
-    /// The volume.
+    /// The name of its volume.
     pub volume: VolumeName,
     /// The id of the replica.
     pub replica: ReplicaId,

@@ -31,7 +31,7 @@ pub enum CannotStart {
     #[error("{} of {} replicas of view {view} were reached: more than half are needed; missing: {missing}",
         view.members.len() - missing.len(), view.members.len())]
     NoQuorum {
-        /// The view.
+        /// The view that lacks a quorum.
         view: View,
         /// The members that were not reached.
         missing: Members,

@@ -1,4 +1,5 @@
-//! Checks the style of all Rust files that rustfmt and clippy leave alone: comments, files and functions.
+//! Checks the style that rustfmt and clippy leave alone: comments, errors, files and functions of Rust, and
+//! comments of the gRPC interfaces.
 //!
 //! Each constant is the exact number of violations. A change that removes some lowers the constant with it.
 
@@ -7,6 +8,12 @@ use std::path::{Path, PathBuf};
 
 /// Doc comments whose first line starts with one of [`OPENERS`].
 const BAD_OPENINGS: usize = 0;
+/// Texts of errors that start with one of [`OPENERS`].
+const BAD_ERRORS: usize = 0;
+/// Comments of .proto files that start with one of [`OPENERS`].
+const BAD_PROTO_COMMENTS: usize = 0;
+/// Doc comments that only repeat a name, like "The view." or "Which replica."
+const FILLERS: usize = 0;
 /// Comment lines of more than [`LINE_CHARS_MAX`] characters.
 const LONG_COMMENTS: usize = 0;
 /// Lines with one of [`AVOIDED`].
@@ -76,6 +83,74 @@ fn doc_marker(line: &str) -> Option<&'static str> {
     ["///", "//!"].iter().copied().find(is_doc)
 }
 
+/// Returns true if the text starts with one of [`OPENERS`].
+fn has_bad_opening(text: &str) -> bool {
+    let word = text.split(|c: char| !c.is_alphabetic() && c != '\'' && c != '-').next();
+    OPENERS.contains(&word.unwrap_or_default().to_lowercase().as_str())
+}
+
+/// Returns the texts of `#[error("…")]`, also those whose text is on the next line.
+fn bad_errors(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut is_attribute = false;
+    for (at, line) in source.lines.iter().enumerate() {
+        let line = line.trim();
+        let text = line.strip_prefix("#[error(").or_else(|| is_attribute.then_some(line));
+        is_attribute = line == "#[error(";
+        let Some(text) = text.and_then(|text| text.strip_prefix('"')) else { continue };
+        if has_bad_opening(text) {
+            found.push(source.at(at, text));
+        }
+    }
+    found
+}
+
+/// Returns the comments of a .proto file whose first line has a bad opening.
+fn bad_proto_comments(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut is_inside = false;
+    for (at, line) in source.lines.iter().enumerate() {
+        let comment = line.trim_start().strip_prefix("//").map(str::trim);
+        if let Some(text) = comment.filter(|text| !is_inside && has_bad_opening(text)) {
+            found.push(source.at(at, text));
+        }
+        is_inside = comment.is_some();
+    }
+    found
+}
+
+/// Returns the words of a name or a text in lower case, without articles.
+fn words(text: &str) -> Vec<String> {
+    let mut spaced = String::new();
+    for c in text.chars() {
+        if c.is_uppercase() {
+            spaced.push(' ');
+        }
+        spaced.push(if c.is_alphanumeric() { c } else { ' ' });
+    }
+    let words = spaced.split_whitespace().map(str::to_lowercase);
+    words.filter(|word| !["the", "a", "an"].contains(&word.as_str())).collect()
+}
+
+/// Returns doc comments of one line that have no other word than the name of the item below them.
+fn fillers(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    for (at, pair) in source.lines.windows(2).enumerate() {
+        let Some(text) = pair[0].trim_start().strip_prefix("/// ") else { continue };
+        let is_alone = at == 0 || doc_marker(&source.lines[at - 1]).is_none();
+        let item = pair[1].trim_start();
+        let is_name = |word: &&str| !["pub", "struct", "enum", "type", "const", "mod"].contains(word);
+        let name = item.split(|c: char| !c.is_alphanumeric() && c != '_').find(|word| is_name(word));
+        let name = words(name.unwrap_or_default());
+        let said = words(text);
+        if is_alone && text.ends_with('.') && !said.is_empty() && said.iter().all(|word| name.contains(word))
+        {
+            found.push(source.at(at, text));
+        }
+    }
+    found
+}
+
 fn bad_openings(source: &Source) -> Vec<String> {
     let mut found = Vec::new();
     let mut before = None;
@@ -83,9 +158,7 @@ fn bad_openings(source: &Source) -> Vec<String> {
         let marker = doc_marker(line);
         if let Some(marker) = marker.filter(|_| marker != before) {
             let text = line.trim_start().trim_start_matches(marker).trim();
-            let word = text.split(|c: char| !c.is_alphabetic() && c != '\'' && c != '-').next();
-            let word = word.unwrap_or_default().to_lowercase();
-            if OPENERS.contains(&word.as_str()) {
+            if has_bad_opening(text) {
                 found.push(source.at(at, text));
             }
         }
@@ -170,8 +243,8 @@ fn long_functions(source: &Source) -> Vec<String> {
     found
 }
 
-/// Adds all Rust files under `folder`, except for build outputs and hidden folders.
-fn add_sources(root: &Path, folder: &Path, sources: &mut Vec<Source>) {
+/// Adds all files under `folder` with that extension, except for build outputs and hidden folders.
+fn add_sources(root: &Path, folder: &Path, extension: &str, sources: &mut Vec<Source>) {
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
         let path = entry.unwrap_or_else(|error| panic!("{}: {error}", folder.display())).path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -179,8 +252,8 @@ fn add_sources(root: &Path, folder: &Path, sources: &mut Vec<Source>) {
             continue;
         }
         if path.is_dir() {
-            add_sources(root, &path, sources);
-        } else if name.ends_with(".rs") {
+            add_sources(root, &path, extension, sources);
+        } else if path.extension().is_some_and(|found| found == extension) {
             let text =
                 fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             sources.push(Source::new(path.strip_prefix(root).unwrap_or(&path), &text));
@@ -190,11 +263,16 @@ fn add_sources(root: &Path, folder: &Path, sources: &mut Vec<Source>) {
 
 /// Reads all Rust files of the workspace, in the order of their paths.
 fn sources() -> Vec<Source> {
+    let sources = files_with("rs");
+    assert!(sources.len() > 100, "only {} files", sources.len());
+    sources
+}
+
+fn files_with(extension: &str) -> Vec<Source> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut sources = Vec::new();
-    add_sources(&root, &root, &mut sources);
+    add_sources(&root, &root, extension, &mut sources);
     sources.sort_by(|a, b| a.path.cmp(&b.path));
-    assert!(sources.len() > 100, "only {} files under {}", sources.len(), root.display());
     sources
 }
 
@@ -211,6 +289,26 @@ fn check(found: &[String], allowed: usize, constant: &str, rule: &str) {
 fn docs_start_with_the_thing() {
     let found: Vec<String> = sources().iter().flat_map(bad_openings).collect();
     check(&found, BAD_OPENINGS, "BAD_OPENINGS", "the first line of a doc comment names the thing");
+}
+
+#[test]
+fn errors_start_with_the_thing() {
+    let found: Vec<String> = sources().iter().flat_map(bad_errors).collect();
+    check(&found, BAD_ERRORS, "BAD_ERRORS", "the text of an error names the thing");
+}
+
+#[test]
+fn comments_of_interfaces_start_with_the_thing() {
+    let files = files_with("proto");
+    assert!(files.len() >= 5, "only {} files", files.len());
+    let found: Vec<String> = files.iter().flat_map(bad_proto_comments).collect();
+    check(&found, BAD_PROTO_COMMENTS, "BAD_PROTO_COMMENTS", "the first line of a comment names the thing");
+}
+
+#[test]
+fn docs_say_more_than_the_name() {
+    let found: Vec<String> = sources().iter().flat_map(fillers).collect();
+    check(&found, FILLERS, "FILLERS", "a doc comment says something that the name does not");
 }
 
 #[test]
@@ -241,6 +339,26 @@ fn functions_are_short() {
 fn only_the_first_line_of_a_doc_comment_counts() {
     let text = "//! A thing.\n//! It is more.\n\n/// Its end.\n/// What else.\nfn f() {}\n/// One-way.\n// It is code.\n";
     assert_eq!(bad_openings(&Source::new("a.rs", text)), ["a.rs:4: Its end."]);
+}
+
+#[test]
+fn errors_count_on_the_line_of_the_attribute_and_on_the_next() {
+    let text = "#[error(\"the node is gone\")]\n#[error(\"it is gone\")]\n#[error(\n    \"that is gone\"\n)]\nlet a = \"it is\";\n";
+    assert_eq!(bad_errors(&Source::new("a.rs", text)), ["a.rs:2: it is gone\")]", "a.rs:4: that is gone\""]);
+}
+
+#[test]
+fn only_the_first_line_of_a_proto_comment_counts() {
+    let text = "  // A node,\n  // what else.\n  string a = 1;\n  // Whether it is.\n";
+    assert_eq!(bad_proto_comments(&Source::new("a.proto", text)), ["a.proto:4: Whether it is."]);
+}
+
+#[test]
+fn a_doc_comment_of_the_words_of_its_name_is_a_filler() {
+    let text = "/// The view.\npub view: View,\n/// The id of the view.\nview: View,\n/// A rebuild\n/// The slot.\nslot: u8,\n\
+                /// The open slot.\nenum OpenSlot {}\n/// The volume.\n#[must_use]\n";
+    let found = fillers(&Source::new("a.rs", text));
+    assert_eq!(found, ["a.rs:1: The view.", "a.rs:8: The open slot."]);
 }
 
 #[test]

@@ -86,7 +86,7 @@ pub use shorthorn_wire::Welcome as Greeting;
 /// An answer of a replica.
 #[derive(Clone, Debug)]
 pub enum Answer {
-    /// Done.
+    /// The request is done, without data.
     Done,
     /// To a PING: the space on the disk.
     Pong { free_mib: u32 },
@@ -159,7 +159,7 @@ pub struct Conn {
     pub is_dead: bool,
     /// From the engine.
     pub to_replica: Direction,
-    /// To the engine.
+    /// The messages to the engine that are in flight.
     pub to_engine: Direction,
     /// The engine and queue, once the replica has admitted the connection.
     pub place: Option<(Generation, u16)>,

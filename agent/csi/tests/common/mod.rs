@@ -130,7 +130,7 @@ impl Volumes for Table {
     }
 }
 
-/// A node.
+/// A node with its driver, devices and kubelet directories under test.
 pub struct Node {
     table: Arc<Table>,
     /// Dead mounts that the driver has found for kubelet.

@@ -98,7 +98,7 @@ pub enum Event {
     Submit {
         /// On which queue.
         queue: u16,
-        /// The request.
+        /// The kind of the request and its range.
         request: Request,
     },
     /// A replica has answered a request. The data of a read is in the slot's buffer.
@@ -179,7 +179,7 @@ pub enum Event {
     CopyRead {
         /// The index of the replica.
         peer: PeerIndex,
-        /// The slot.
+        /// The slot of the copy.
         slot: SlotId,
         /// Blocks that need not be sent.
         zeroes: ZeroBlocks,
@@ -188,7 +188,7 @@ pub enum Event {
     Verified {
         /// The index of the replica.
         peer: PeerIndex,
-        /// The slot.
+        /// The slot of the comparison.
         slot: SlotId,
         /// CRC-32C of the range as the replica reads it.
         outcome: Result<u32, Errno>,
@@ -298,7 +298,7 @@ pub enum Output {
     Propose {
         /// To which replica.
         peer: PeerIndex,
-        /// The view.
+        /// The proposed view, with the number that it would get.
         view: Box<View>,
         /// The report that the replica honours.
         honoured: Box<ReplicaReport>,
@@ -307,12 +307,12 @@ pub enum Output {
     Commit {
         /// The index of the replica.
         peer: PeerIndex,
-        /// The view.
+        /// The view that members and quorums have stored.
         view: Box<View>,
     },
     /// Ask the arbiter to grant a view; requests wait for [`Event::Granted`].
     AskGrant {
-        /// The view.
+        /// The view that lacks a quorum without a grant.
         view: Box<View>,
         /// The report that the replica honours.
         honoured: Box<ReplicaReport>,

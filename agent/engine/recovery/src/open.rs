@@ -5,7 +5,7 @@ use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{
-    Change, Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Plan, Progress, combine,
+    Change, Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Progress, StartPlan, combine,
     out_of_sync_sets_to_forget, plan,
 };
 use shorthorn_wire::Welcome;
@@ -50,7 +50,7 @@ pub struct Reached<L> {
 /// The proposed first view of this engine.
 #[derive(Clone, Debug)]
 pub struct Proposal {
-    /// The view.
+    /// The first view of this generation.
     pub view: View,
     /// The views that it honours.
     pub honoured: ReplicaReport,
@@ -147,7 +147,7 @@ pub trait OpeningEngine {
     async fn reach(&mut self) -> Result<Vec<Reached<Self::Link>>, NotOpen<Self::Stop>>;
 
     /// Learns the outcome of the planning and shows it.
-    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&Plan, &NoPlan>);
+    fn planned(&mut self, fenced_replicas: &[FencedReplica], plan: Result<&StartPlan, &NoPlan>);
 
     /// Records that a replica that has welcomed the engine has failed a request since. Shows and logs that.
     fn offended(&mut self, replica: ReplicaId, reason: &str);
@@ -237,7 +237,7 @@ fn plan_view<E: OpeningEngine>(
     volume: &Volume,
     reached: &[Reached<E::Link>],
     offenders: &mut Offenders,
-) -> Result<(Plan, Members), NotOpen<E::Stop>> {
+) -> Result<(StartPlan, Members), NotOpen<E::Stop>> {
     let fenced_replicas: Vec<FencedReplica> = reached.iter().map(fenced).collect();
     let plan = plan(&fenced_replicas, volume.granted);
     engine.planned(&fenced_replicas, plan.as_ref());

@@ -32,7 +32,7 @@ pub struct Address {
 /// A view that was proposed and is not through.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingView {
-    /// The view.
+    /// The proposed view.
     pub view: View,
     /// The views that it honours.
     pub honoured: ReplicaReport,

@@ -45,7 +45,7 @@ pub enum ChainError {
     Value {
         /// The file.
         name: String,
-        /// The field.
+        /// The key of the value in the document.
         field: &'static str,
         /// The bad value.
         value: String,
@@ -55,7 +55,7 @@ pub enum ChainError {
     /// The volume uses something that we cannot do.
     #[error("volume.meta: {field} is {value}: {what} is not supported; the directory was left as it is")]
     Unsupported {
-        /// The field.
+        /// The key of the value in volume.meta.
         field: &'static str,
         /// The bad value.
         value: String,
@@ -186,13 +186,13 @@ pub enum ChainError {
     /// A name for a new snapshot is not allowed.
     #[error("'{name}' cannot be a snapshot's name: {rule}")]
     SnapshotName {
-        /// The name.
+        /// The refused name.
         name: String,
         /// The rule that it breaks.
         rule: &'static str,
     },
     /// The chain has a snapshot of this name already.
-    #[error("there is a snapshot '{0}' already")]
+    #[error("snapshot '{0}' exists already")]
     SnapshotExists(String),
     /// The chain has no snapshot of this name.
     #[error("no snapshot '{0}'")]

@@ -36,7 +36,7 @@ pub enum Intent {
     /// The volume becomes larger, and its head with it. Unlike the others it is never reverted: once this
     /// note exists, the next opening of the directory completes the expansion.
     Expand {
-        /// The head.
+        /// The head that grows.
         head: FileRef,
         /// The new size.
         size_bytes: u64,

@@ -155,7 +155,7 @@ impl SnapshotName {
 /// The kind of a file in a replica directory, by its name.
 #[derive(Debug, PartialEq, Eq)]
 pub enum DirectoryEntry {
-    /// `volume.meta`.
+    /// The file `volume.meta`.
     VolumeMeta,
     /// An image of a head or of a snapshot.
     Image(ImageName),

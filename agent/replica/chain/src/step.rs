@@ -39,7 +39,7 @@ pub enum FileStep {
     },
     /// Removes the name, if it exists.
     Unlink {
-        /// The name.
+        /// The name in the directory of the replica.
         name: String,
     },
     /// Makes all names durable.

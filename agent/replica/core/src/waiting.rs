@@ -24,9 +24,9 @@ pub struct Waiting<M, T> {
 /// A waiting request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Waiter<M, T> {
-    /// A modification.
+    /// A modification that waits for its regions to be marked.
     Modification(M),
-    /// A mark.
+    /// A change of region sets that an engine has sent.
     Mark(T),
 }
 

@@ -11,7 +11,7 @@ pub(super) struct Piece {
     pub first: u16,
     /// The number of blocks.
     pub blocks: u16,
-    /// The file.
+    /// The index of the image file in the store.
     pub file: FileIndex,
 }
 

@@ -22,7 +22,7 @@ use crate::table::table;
 /// The content of a directory. [`fmt::Display`] gives it as text for people.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
-    /// The directory.
+    /// The path of the directory.
     pub directory: String,
     /// True if a store could open it, perhaps after repairs.
     pub usable: bool,

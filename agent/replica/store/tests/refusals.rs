@@ -272,7 +272,7 @@ fn operations_that_make_no_sense() {
     let snapshot = |store: &mut Store, name: &str| {
         store.snapshot(name, true, Default::default(), "2026-01-01T00:00:00Z")
     };
-    assert!(snapshot(&mut store, "s5").unwrap_err().to_string().contains("there is a snapshot 's5' already"));
+    assert!(snapshot(&mut store, "s5").unwrap_err().to_string().contains("snapshot 's5' exists already"));
     assert!(snapshot(&mut store, "../x").unwrap_err().to_string().contains("cannot be a snapshot's name"));
     assert!(store.remove("none").unwrap_err().to_string().contains("no snapshot 'none'"));
     assert!(store.coalesce("s5").unwrap_err().to_string().contains("remove it before"));

@@ -41,7 +41,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(30);
 const DEBOUNCE: Duration = Duration::from_millis(200);
 const RETRY: Duration = Duration::from_secs(5);
 
-/// The driver.
+/// The CSI driver with its two sockets.
 pub struct Driver {
     config: Arc<Config>,
     finder: Finder,

@@ -25,7 +25,7 @@ pub struct InterfaceAddress {
     pub interface: String,
     /// True if the interface is up and has a carrier.
     pub is_link_up: bool,
-    /// The address.
+    /// The IP address without its prefix.
     pub address: IpAddr,
     /// True if its preferred lifetime has ended (RFC 4862): connections continue, new ones should use
     /// another.

@@ -100,7 +100,7 @@ impl CurrentState {
 #[serde(tag = "kind")]
 #[allow(clippy::large_enum_variant, reason = "few are under way at a time, and those in decisions are boxed")]
 pub enum Object {
-    /// A volume.
+    /// A Volume object.
     Volume(Volume),
     /// The engine of a volume.
     Engine(Engine),

@@ -364,7 +364,7 @@ pub enum Frontend {
     /// The best that the node can do.
     #[default]
     Auto,
-    /// ublk.
+    /// A ublk disk.
     Ublk,
     /// The NBD driver of the kernel.
     Nbd,

@@ -66,7 +66,7 @@ pub enum RequestError {
     /// The node has no such disk.
     #[error("node {node} has no disk {path}; shorthornctl node list shows all disks")]
     NoDisk {
-        /// The node.
+        /// The name of the node.
         node: String,
         /// The requested path.
         path: String,
@@ -74,7 +74,7 @@ pub enum RequestError {
     /// The name is taken by a volume that is something else.
     #[error("volume {name} already exists with another {differs}; choose another name")]
     Exists {
-        /// The name.
+        /// The taken name.
         name: String,
         /// The difference.
         differs: &'static str,
@@ -95,8 +95,8 @@ pub enum RequestError {
     Deleting(String),
     /// The trash has no such volume.
     #[error(
-        "nothing of volume {0} that was deleted with it is in the trash of a reachable node; shorthornctl \
-         volume trash lists the trash"
+        "no reachable node has replicas in its trash that were deleted with volume {0}; shorthornctl volume \
+         trash lists the trash"
     )]
     NothingToUndelete(String),
     /// A volume of the name is half undeleted.
@@ -107,8 +107,8 @@ pub enum RequestError {
     HasReplicas(String),
     /// The trash has no such replica.
     #[error(
-        "nothing of volume {name} {replica} is in the trash of a reachable node; shorthornctl volume trash \
-         lists the trash"
+        "no reachable node has volume {name} {replica} in its trash; shorthornctl volume trash lists the \
+         trash"
     )]
     NotInTrash {
         /// The volume.
@@ -124,7 +124,7 @@ pub enum RequestError {
     IsPersistentVolume {
         /// The volume.
         name: String,
-        /// The PersistentVolume.
+        /// The name of the PersistentVolume that keeps it.
         persistent_volume: String,
     },
     /// Replicas are replaced only while their volume is served.
@@ -135,7 +135,7 @@ pub enum RequestError {
     NotServed {
         /// The volume.
         name: String,
-        /// The replica.
+        /// The id of the replica.
         replica: String,
         /// The state of the volume.
         state: &'static str,
@@ -203,7 +203,7 @@ pub enum RequestError {
         "volumes are attached to node {node}: {volumes}; detach each first (shorthornctl volume detach NAME), which fences its engine"
     )]
     NodeHasEngines {
-        /// The node.
+        /// The name of the node.
         node: String,
         /// The names of the volumes.
         volumes: String,
@@ -211,7 +211,7 @@ pub enum RequestError {
     /// Data would be lost.
     #[error("node {node} has the last complete replica of {volumes}; with --force these volumes are lost")]
     NodeHasLast {
-        /// The node.
+        /// The name of the node.
         node: String,
         /// The volumes of the replicas.
         volumes: String,
@@ -222,7 +222,7 @@ pub enum RequestError {
          are fewer than half; with --force each of them has to be salvaged (shorthornctl volume salvage NAME)"
     )]
     NodeHasMajority {
-        /// The node.
+        /// The name of the node.
         node: String,
         /// The names of the volumes.
         volumes: String,
@@ -233,7 +233,7 @@ pub enum RequestError {
          the disk never comes back, run shorthornctl disk remove --lost {node} {path}"
     )]
     DiskHasReplicas {
-        /// The node.
+        /// The name of the node that has the disk.
         node: String,
         /// The disk there.
         path: String,
@@ -244,7 +244,7 @@ pub enum RequestError {
          {path} moves its replicas; with --force its replicas are given up anyway"
     )]
     DiskIsUsable {
-        /// The node.
+        /// The name of the node that has the disk.
         node: String,
         /// The disk there.
         path: String,
@@ -255,7 +255,7 @@ pub enum RequestError {
          volumes are lost"
     )]
     DiskHasLast {
-        /// The node.
+        /// The name of the node that has the disk.
         node: String,
         /// The disk there.
         path: String,
@@ -269,7 +269,7 @@ pub enum RequestError {
          with --force they stay there, and are listed again if the disk is added again"
     )]
     DiskHasTrash {
-        /// The node.
+        /// The name of the node that has the disk.
         node: String,
         /// The disk there.
         path: String,
@@ -282,7 +282,7 @@ pub enum RequestError {
          these do not start; with --force each of them has to be salvaged (shorthornctl volume salvage NAME)"
     )]
     DiskHasMajority {
-        /// The node.
+        /// The name of the node that has the disk.
         node: String,
         /// The disk there.
         path: String,
@@ -294,7 +294,7 @@ pub enum RequestError {
         "{name} on disk {path} of node {node} is not an orphan; shorthornctl orphan list shows all orphans"
     )]
     NoOrphan {
-        /// The node.
+        /// The name of the node that has the directory.
         node: String,
         /// The disk there.
         path: String,
@@ -307,7 +307,7 @@ pub enum RequestError {
     /// The node has as many volumes as it takes.
     #[error("node {node} has {max_volumes} volumes attached, the maximum of its agent (max_volumes)")]
     NodeFull {
-        /// The node.
+        /// The name of the node.
         node: String,
         /// The maximum number of its volumes.
         max_volumes: u32,

@@ -92,7 +92,7 @@ impl SetNode {
 /// The changes of a disk by an administrator; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetDisk {
-    /// The node.
+    /// The name of the node that has the disk.
     pub node: String,
     /// The directory there.
     pub path: String,

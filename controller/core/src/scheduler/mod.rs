@@ -138,7 +138,7 @@ pub struct DiskCandidate {
     pub available_bytes: u64,
     /// The bytes that replicas leave to other users.
     pub reserved_bytes: u64,
-    /// The scheduled bytes.
+    /// The sum of the volume sizes of its replicas.
     pub scheduled_bytes: u64,
     /// The number of replicas of this volume on it.
     pub same_volume: u32,
@@ -180,7 +180,7 @@ fn percent_of(percent: u32, bytes: u64) -> u64 {
 /// The place of one replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// The node.
+    /// The node of the chosen disk.
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,

@@ -28,14 +28,14 @@ pub const INVALID_SPEC: &str = "InvalidSpec";
 #[derive(Debug, Error)]
 pub enum ConvertError {
     /// The object lacks a field that every object has.
-    #[error("it has no {0}")]
+    #[error("the object has no {0}")]
     Lacks(&'static str),
     /// Versions are compared, so they must be numbers. Kubernetes keeps to that since 1.35 by its word,
     /// before by habit.
-    #[error("its resourceVersion {0:?} is not a number: this API server cannot be used as a store")]
+    #[error("the resourceVersion {0:?} is not a number: this API server cannot be used as a store")]
     Version(String),
     /// The spec or the status has a value that can never work.
-    #[error("its {0} cannot be used: {1}")]
+    #[error("the {0} cannot be used: {1}")]
     Part(&'static str, String),
 }
 

@@ -15,7 +15,7 @@ pub struct State {
     pub arbiter: Arbiter,
     /// For every attachment, from 1: the state that the engine's host keeps of it.
     pub hosts: Vec<Host>,
-    /// The replicas.
+    /// The durable and volatile state of each replica, by its number.
     pub replicas: Vec<Rc<Replica>>,
     /// Every engine process that ever was, in the order of their starts, which is not that of their
     /// generations.

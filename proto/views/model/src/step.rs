@@ -46,7 +46,7 @@ pub enum ModelStep {
     Choose {
         /// The index of the engine.
         engine: u8,
-        /// The members.
+        /// The chosen members.
         members: Bits,
         /// The replicas that it has reached, and that are to store nothing.
         left_out: Bits,

@@ -31,7 +31,7 @@ pub enum Trouble<E> {
     /// A member cannot read a block of a snapshot, and no other member has it sound. Another attempt may read
     /// it.
     Unread {
-        /// The member.
+        /// The id of that member.
         member: ReplicaId,
         /// The block, in the snapshot.
         range: ByteRange,
