@@ -65,9 +65,11 @@ lint: setup ## format, clippy and documentation, with warnings denied
 fuzz: setup ## each fuzz target for a minute: frames, TLS, certificates, NBD, files of a replica, CSI arguments
 	tests/fuzz/run 60
 
-deny: ## licences, duplicates and sources of the dependencies
+deny: ## licences, duplicates, sources and advisories of the dependencies
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check bans licenses sources
+	@if cargo deny fetch db; then cargo deny check --disable-fetch advisories; \
+	else echo "make deny: the advisories are NOT checked: https://github.com/RustSec/advisory-db cannot be fetched" >&2; fi
 
 vm: demo-build ## a root shell in a virtual machine that has the programs installed
 	$(PROGRAMS)/shorthorn-vm prepare
@@ -80,8 +82,12 @@ build: setup ## the programs
 	cargo build --profile $(PROFILE) --workspace --bins
 
 # What runs in the virtual machine of the demonstration, and the programs that start it.
+# Benchmarks and soak are not built.
+DEMO_PACKAGES := shorthorn-agent shorthorn-controller shorthornctl shorthorn-tests shorthorn-vmkit
+DEMO_PROGRAMS := shorthorn-agent shorthorn-controller shorthornctl shorthorn-demo shorthorn-vm
+
 demo-build: setup
-	cargo build --profile $(PROFILE) --bins -p shorthorn-agent -p shorthorn-controller -p shorthornctl -p shorthorn-tests -p shorthorn-vmkit
+	cargo build --profile $(PROFILE) $(DEMO_PACKAGES:%=-p %) $(DEMO_PROGRAMS:%=--bin %)
 
 test-build: setup
 	cargo test --workspace --no-run
