@@ -10,10 +10,10 @@ use serde_json::Value;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_testkit::metrics::{get, samples, value};
+use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::status::MemberMode;
 use support::agent::FakeAgent;
 use support::cluster::{Cluster, LIMIT};
-use tokio::time::{Instant, sleep};
 use tonic::transport::Endpoint;
 
 fn nodes_of(volume: &Value) -> Vec<String> {
@@ -64,22 +64,21 @@ fn sum(cluster: &Cluster, begin: &str) -> f64 {
 }
 
 async fn until_sum(cluster: &Cluster, begin: &str, wanted: f64) {
-    let deadline = Instant::now() + LIMIT;
-    while sum(cluster, begin) < wanted {
-        assert!(Instant::now() < deadline, "{begin} is {}, never {wanted}", sum(cluster, begin));
-        sleep(Duration::from_millis(50)).await;
-    }
+    let enough = async || {
+        let now = sum(cluster, begin);
+        if now < wanted { Err(now) } else { Ok(()) }
+    };
+    wait_for_async(&format!("{begin} is {wanted}"), LIMIT, enough).await;
 }
 
 /// Waits until no object waits for a run.
 async fn until_idle(cluster: &Cluster) {
-    let deadline = Instant::now() + LIMIT;
     let depth = |state: &str| sum(cluster, &format!("shorthorn_controller_queue_depth{{state=\"{state}\""));
-    let queued = || ["ready", "active"].map(depth);
-    while queued() != [0.0, 0.0] {
-        assert!(Instant::now() < deadline, "the queue never empties: {:?}", queued());
-        sleep(Duration::from_millis(50)).await;
-    }
+    let idle = async || {
+        let queued = ["ready", "active"].map(depth);
+        if queued == [0.0, 0.0] { Ok(()) } else { Err(queued) }
+    };
+    wait_for_async("the queue is empty", LIMIT, idle).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -96,7 +96,7 @@ impl Cluster {
     }
 
     fn fault(&mut self, random: &mut fastrand::Rng, faults: &mut Faults) -> Result<()> {
-        // How long things stay as they are is the random part of this test; nothing waits for it.
+        // The random duration of a fault, and of the calm after it: each sleep below is a part of a fault.
         let pause = Duration::from_millis(random.u64(0..1500));
         let host = random.usize(0..3);
         match random.u8(..) {

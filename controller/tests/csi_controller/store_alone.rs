@@ -20,9 +20,9 @@ use shorthorn_controller_core::objects::{
     ConditionType, Finding, Metadata, NEXT_ATTACH, Node, NodeSpec, NodeStatus, Object, Volume, VolumeState,
 };
 use shorthorn_controller_core::reconcile::Settings;
+use shorthorn_testkit::waiting::wait_for_async;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::Code;
 use tower::service_fn;
@@ -187,11 +187,11 @@ async fn one_call_at_a_time_for_each_volume() {
     alone.change(|volume| volume.status.state = VolumeState::Creating).await;
     let creating = tokio::spawn(async move { csi.create(create("v")).await });
     let mut csi = alone.csi.clone();
-    let deadline = Instant::now() + LIMIT;
-    while code(&csi.unpublish("v", "a").await) != Code::Aborted {
-        assert!(Instant::now() < deadline, "the gate is open");
-        sleep(Duration::from_millis(5)).await;
-    }
+    let closed = async || match code(&csi.unpublish("v", "a").await) {
+        Code::Aborted => Ok(()),
+        other => Err(other),
+    };
+    wait_for_async("the gate is closed", LIMIT, closed).await;
     let answers = [
         csi.create(create("v")).await.map(drop),
         csi.expand(expand("v", 2 * GIB)).await.map(drop),
@@ -209,11 +209,11 @@ async fn one_call_at_a_time_for_each_volume() {
     // A caller that goes takes its call along.
     creating.abort();
     alone.change(|volume| volume.status.state = VolumeState::Detached).await;
-    let deadline = Instant::now() + LIMIT;
-    while code(&csi.unpublish("v", "a").await) == Code::Aborted {
-        assert!(Instant::now() < deadline, "the gate is kept");
-        sleep(Duration::from_millis(5)).await;
-    }
+    let open = async || match code(&csi.unpublish("v", "a").await) {
+        Code::Aborted => Err(()),
+        _ => Ok(()),
+    };
+    wait_for_async("the gate is open again", LIMIT, open).await;
     // So does one whose time is over.
     let mut hasty = Caller { timeout: Duration::from_millis(200), ..csi.clone() };
     let (code, text) = hasty.expand(expand("v", 2 * GIB)).await.unwrap_err();
