@@ -4,7 +4,6 @@
 mod support;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde_json::Value;
 use shorthorn_api::v1;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use shorthorn_api::v1;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_api::v1::node_tls_server::{NodeTls, NodeTlsServer};
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER};

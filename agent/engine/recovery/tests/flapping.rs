@@ -11,7 +11,7 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, DropCause, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig,
     PeerIndex, PeerState,
 };
-use shorthorn_recovery::{RejoinDelay, Standing};
+use shorthorn_recovery::{RebuildDelay, Standing};
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View, ViewId};
 
 const SIZE_BYTES: u64 = 16 << 20;
@@ -114,15 +114,17 @@ impl Volume {
         self.coming.retain(|_, (from, _)| *from != peer);
         self.comes(0, peer, Event::Closed { peer, queue: 0 });
         let delay = match (&mut self.standing, cause) {
-            (_, DropCause::Unused) => RejoinDelay::For(Duration::from_millis(RETRY_MS)),
-            (None, _) => RejoinDelay::For(Duration::ZERO),
+            (_, DropCause::Unused) => RebuildDelay::For(Duration::from_millis(RETRY_MS)),
+            (None, _) => RebuildDelay::For(Duration::ZERO),
             (Some(standing), _) => {
                 // From long before the start on, as in the engine.
                 let now = Duration::from_secs(1 << 20) + Duration::from_millis(self.now_ms);
                 standing.dropped(cause, now, false)
             }
         };
-        let RejoinDelay::For(pause) = delay else { panic!("a connection that breaks leaves no replica out") };
+        let RebuildDelay::For(pause) = delay else {
+            panic!("a connection that breaks leaves no replica out")
+        };
         self.comes_back(peer, u64::try_from(pause.as_millis()).unwrap());
     }
 

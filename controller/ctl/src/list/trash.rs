@@ -3,8 +3,8 @@
 use shorthorn_api::v1;
 
 use super::{Column, Entry, List, column, fields};
-use shorthorn_types::HumanBytes;
 use crate::json::TrashOutput;
+use shorthorn_types::HumanBytes;
 
 const TRASH: [Column; 8] = [
     column("VOLUME"),
