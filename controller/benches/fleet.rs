@@ -8,14 +8,15 @@
 //! 2. CPU time and memory of an idle controller
 //! 3. the time of a CSI CreateVolume, which is that from a claim to Bound without the sidecar
 //! 4. the time from the death of a node until its volumes are attached elsewhere, while other volumes rebuild
-//! 5. the time from the kill of the controller until the next one decides, and for Kubernetes the time in which
-//!    a new leader reads all objects
+//! 5. the time from the kill of the controller until the next one decides, and for Kubernetes the time in
+//!    which a new leader reads all objects
 //!
 //! The controller of 1 to 5 has an embedded store. Not measured: the API server of a cluster, and the time
 //! until the Lease of a dead leader has run out (12 s).
 //!
-//! At full size a figure beyond its limit fails the run. Other numbers come while it runs, among them the CPU time of the controller after each step. `--volumes N`
-//! and `--nodes N` make it smaller. `--minutes N` limits its duration (default 90): then it fails.
+//! At full size a figure beyond its limit fails the run. Other numbers come while it runs, among them the
+//! CPU time of the controller after each step. `--volumes N` and `--nodes N` make it smaller. `--minutes N`
+//! limits its duration (default 90): then it fails.
 #![allow(
     clippy::unwrap_used,
     clippy::cast_precision_loss,
@@ -367,7 +368,7 @@ impl Fleet {
         line("the controller is killed: all agents followed, after s", seconds(begun.elapsed()));
     }
 
-    /// Ends the controller, and reads its objects as its like in Kubernetes does at the begin of its leadership.
+    /// Ends the controller, and reads its objects as a new leader in Kubernetes does.
     async fn read_objects(&mut self) {
         let store = self.controller.end();
         let (count, took) = api_server::read_all(&store).await;

@@ -20,8 +20,8 @@ pub(crate) const NBD_MODULE: &str = "nbd";
 /// The number of partitions of a device that the driver NBD reads. It is fixed when the driver is loaded.
 const NBD_PARTITIONS: &str = "/sys/module/nbd/parameters/max_part";
 /// The way to a driver NBD that reads no partition tables.
-pub const NBD_PARTITIONS_REMEDY: &str = "when no NBD device is in use: modprobe -r nbd && modprobe nbd max_part=0 (for a driver that is a part of \
-     the kernel: nbd.max_part=0 on its command line)";
+pub const NBD_PARTITIONS_REMEDY: &str = "modprobe -r nbd && modprobe nbd max_part=0 # if no NBD device is in use; a driver in the kernel itself needs \
+     nbd.max_part=0 on its command line";
 
 /// Loads the ublk driver unless it is loaded.
 pub(crate) fn load_ublk() -> Result<(), MissingModule> {

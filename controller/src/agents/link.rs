@@ -18,8 +18,8 @@ use crate::backoff::backoff;
 
 /// The shortest interval of reading the free space and the health of disks.
 const DISKS_EVERY: Duration = Duration::from_secs(30);
-/// The agents whose disks are read per second, at most: more would cost an idle controller of 5,000 nodes over
-/// 5 % of a core.
+/// The agents whose disks are read per second, at most: more would cost an idle controller of 5,000 nodes
+/// over 5 % of a core.
 const LOOKS_PER_S_MAX: u32 = 80;
 /// The longest wait before an agent is tried again: a volume may be frozen until it is back.
 const RECONNECT_MAX: Duration = Duration::from_millis(500);

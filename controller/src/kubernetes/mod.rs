@@ -1,4 +1,4 @@
-//! Everything of Kubernetes: the connection to the API server, and its objects.
+//! The code for Kubernetes: the connection to the API server, and its objects.
 //!
 //! - [`store`][]: the custom resources as the store of the controller.
 //! - `list_watch`: the only list-and-watch; `reflector` keeps objects of others in memory with it.

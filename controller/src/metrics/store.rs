@@ -49,7 +49,6 @@ impl Metered {
             Err(_) => "failed",
         };
         self.metrics.wrote(kind, operation, word, started.elapsed());
-        self.heard(result);
     }
 
     fn heard<T>(&self, result: &Result<T, StoreError>) {
@@ -83,9 +82,13 @@ impl Store for Metered {
     }
 
     async fn put(&self, object: Object) -> Result<Object, StoreError> {
-        let (kind, started) = (object.kind(), Instant::now());
+        let (kind, known, started) = (object.kind(), object.metadata().resource_version, Instant::now());
         let result = self.store.put(object).await;
         self.observe(kind, "put", started, &result);
+        // A write without a difference has not reached the store.
+        if !result.as_ref().is_ok_and(|stored| stored.metadata().resource_version == known) {
+            self.heard(&result);
+        }
         result
     }
 
@@ -93,6 +96,7 @@ impl Store for Metered {
         let started = Instant::now();
         let result = self.store.remove(key, version).await;
         self.observe(key.kind, "remove", started, &result);
+        self.heard(&result);
         result
     }
 

@@ -16,8 +16,8 @@ const API: &str = "/apis/admissionregistration.k8s.io/v1";
 const KINDS: [&str; 2] = ["ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"];
 
 /// Debian's API server is 1.20, which knows neither kind, so that no field of the guard can be tried on it.
-/// Only the tests in `controller/src/kubernetes/guard.rs` have tried them, by a library. With a later API server,
-/// this test tries the guard itself.
+/// Only the tests in `controller/src/kubernetes/guard.rs` have tried them, by a library. With a later API
+/// server, this test tries the guard itself.
 #[test]
 fn the_guard_refuses_on_a_server_that_has_policies() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;

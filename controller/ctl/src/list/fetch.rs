@@ -60,7 +60,7 @@ pub(crate) enum What {
     },
     Nodes,
     Disks,
-    /// The trash.
+    /// Deleted replicas in the trash of all nodes.
     Trash {
         /// The volume whose trash is listed; empty for all.
         volume: String,
