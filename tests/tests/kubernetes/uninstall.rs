@@ -126,11 +126,12 @@ fn the_documented_removal_leaves_nothing() -> Result<()> {
     page.kubectl_as_far_as_possible("delete -f packaging/deploy/deletion-guard.yaml")?;
     // Without its guard this API server deletes the volume with the definitions, and waits for its data.
     ensure!(!cluster.hosts.directories(VOLUME)?.is_empty(), "the volume has no data");
+    page.kubectl_succeeds("delete crd volumes.shorthorn.io", "")?;
+    let left = cluster.hosts.directories(VOLUME)?;
+    ensure!(left.is_empty(), "the definition is gone before the data: {left:?}");
     page.kubectl_succeeds("delete -f packaging/deploy/crds.yaml", "")?;
     let definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
     ensure!(names(&cluster.api, definitions)?.is_empty(), "definitions are left");
-    let left = cluster.hosts.directories(VOLUME)?;
-    ensure!(left.is_empty(), "the definitions are gone before the data: {left:?}");
 
     page.next("helm uninstall shorthorn")?;
     page.kubectl_as_far_as_possible("delete -k packaging/deploy")?;
