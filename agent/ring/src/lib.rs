@@ -7,7 +7,6 @@
 //! Nothing allocates after set-up.
 
 mod arena;
-mod doze;
 mod peer;
 mod process;
 mod ring;

@@ -1,22 +1,18 @@
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::Duration;
 
 use io_uring::squeue::Entry;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 
-use crate::doze::Doze;
 use crate::{IoBuf, Token};
 
 /// IORING_ENTER_GETEVENTS, IORING_ENTER_EXT_ARG and IORING_ENTER_NO_IOWAIT of include/uapi/linux/io_uring.h.
 const ENTER_GETEVENTS: u32 = 1 << 0;
 const ENTER_EXT_ARG: u32 = 1 << 3;
 const ENTER_NO_IOWAIT: u32 = 1 << 7;
-/// The mark of operations that end by themselves, in the user data. No token has this bit.
-const ENDS: u64 = 1 << 63;
 
 /// A completion of the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -54,10 +50,6 @@ pub struct Ring {
     overflow: VecDeque<Entry>,
     /// [`ENTER_NO_IOWAIT`], if the kernel knows it.
     no_iowait: u32,
-    /// The other way to wait while the ring is idle, if the kernel does not know that flag.
-    doze: Option<Doze>,
-    /// The number of operations in flight that end by themselves.
-    ending: u32,
     /// For the entry of [`Ring::timer`], until the kernel has read it.
     expiration: Box<Timespec>,
 }
@@ -89,20 +81,17 @@ impl Ring {
             TaskWork::Cooperative => builder.setup_coop_taskrun(),
         };
         let best = builder.build(entries);
-        let mut ring = match best {
+        let ring = match best {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 IoUring::builder().setup_cqsize(entries * 4).build(entries)?
             }
             other => other?,
         };
         let no_iowait = no_iowait_of(&ring);
-        let doze = if no_iowait == 0 { Some(Doze::new(&mut ring)?) } else { None };
         Ok(Ring {
             ring,
             overflow: VecDeque::with_capacity(entries as usize),
             no_iowait,
-            doze,
-            ending: 0,
             expiration: Box::default(),
         })
     }
@@ -113,33 +102,12 @@ impl Ring {
         std::mem::forget(self);
     }
 
-    /// Queues `entry` for the next [`Ring::wait`]. The operation may wait for ever, for instance for a
-    /// request: a ring with only such operations is idle.
+    /// Queues `entry` for the next [`Ring::wait`].
     ///
     /// # Safety
     /// The memory that the entry points to stays valid until its completion has come.
     pub unsafe fn push(&mut self, entry: Entry, token: Token) {
-        debug_assert!(token.pack() & ENDS == 0, "{token:?} has the mark of the ring");
-        // SAFETY: promised by the caller.
-        unsafe { self.queue(entry.user_data(token.pack())) }
-    }
-
-    /// Queues an operation like [`Ring::push`] that ends by itself, as soon as a disk or a peer lets it.
-    ///
-    /// # Safety
-    /// As for [`Ring::push`].
-    pub(crate) unsafe fn push_ending(&mut self, entry: Entry, token: Token) {
-        debug_assert!(token.pack() & ENDS == 0, "{token:?} has the mark of the ring");
-        self.ending += 1;
-        // SAFETY: promised by the caller.
-        unsafe { self.queue(entry.user_data(token.pack() | ENDS)) }
-    }
-
-    /// Queues an entry with its user data.
-    ///
-    /// # Safety
-    /// As for [`Ring::push`].
-    unsafe fn queue(&mut self, entry: Entry) {
+        let entry = entry.user_data(token.pack());
         // SAFETY: promised by the caller.
         if !self.overflow.is_empty() || unsafe { self.ring.submission().push(&entry) }.is_err() {
             self.overflow.push_back(entry);
@@ -171,81 +139,35 @@ impl Ring {
             self.drain_overflow();
         }
         let ready = !self.ring.completion().is_empty();
-        let entered = if ready {
-            self.ring.submitter().submit_and_wait(0)
-        } else if self.doze.is_some() && self.ending == 0 {
-            self.doze(timeout)
-        } else {
-            self.enter(1, timeout)
-        };
+        let entered = if ready { self.ring.submitter().submit_and_wait(0) } else { self.enter(timeout) };
         match entered {
             Err(error) if !is_passing(&error) => return Err(error),
             _ => {}
         }
-        let (before, ending) = (out.len(), &mut self.ending);
-        out.extend(self.ring.completion().map(|entry| {
-            let bits = entry.user_data();
-            *ending -= u32::from(bits & ENDS != 0);
-            Completion { token: Token::unpack(bits & !ENDS), result: entry.result() }
-        }));
-        if let Some(doze) = &mut self.doze
-            && out.len() > before
-        {
-            doze.is_quiet = false;
-        }
+        out.extend(
+            self.ring
+                .completion()
+                .map(|entry| Completion { token: Token::unpack(entry.user_data()), result: entry.result() }),
+        );
         Ok(())
     }
 
-    /// Waits like [`Ring::enter`] while only operations are in flight that may wait for ever. If nothing
-    /// completes for a while, it waits in poll(2) for the rest of the time: see [`crate::doze`].
-    fn doze(&mut self, timeout: Option<Duration>) -> io::Result<usize> {
-        let Some(doze) = &self.doze else { return self.enter(1, timeout) };
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let left = || deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        if !doze.is_quiet {
-            let quiet = doze.quiet;
-            let entered = self.enter(1, Some(timeout.map_or(quiet, |timeout| timeout.min(quiet))));
-            if entered.as_ref().is_err_and(|error| !is_passing(error)) || !self.ring.completion().is_empty() {
-                return entered;
-            }
-        }
-        let Some(doze) = &mut self.doze else { return Ok(0) };
-        doze.is_quiet = true;
-        doze.begin(&mut self.ring);
-        // The work that has come before.
-        let entered = self.enter(0, None);
-        let is_empty = self.ring.completion().is_empty();
-        let Some(doze) = &self.doze else { return entered };
-        let slept = if is_empty && entered.is_ok() { doze.sleep(left()) } else { Ok(false) };
-        doze.end(&mut self.ring);
-        // Waiting costs nothing if the work is there, and prevents a loop if not.
-        if slept? { self.enter(1, left()) } else { entered }
-    }
-
-    /// Has signals of a wake end the waits of an idle ring.
-    pub(crate) fn watch(&mut self, wake: &Arc<OwnedFd>) {
-        if let Some(doze) = &mut self.doze {
-            doze.watch(wake);
-        }
-    }
-
-    /// Submits the queued operations and waits for `wanted` completions. Unlike the functions of the library,
-    /// it does not make the host count the wait as one for a disk, if the kernel can do without. Most of
-    /// these waits are for requests that may never come, and an idle host would show its processors busy with
-    /// I/O.
-    fn enter(&mut self, wanted: u32, timeout: Option<Duration>) -> io::Result<usize> {
+    /// Submits the queued operations and waits for a completion. Unlike the functions of the library, it does
+    /// not make the host count the wait as one for a disk. Most of these waits are for requests that may
+    /// never come, and an idle host would show its processors busy with I/O.
+    fn enter(&mut self, timeout: Option<Duration>) -> io::Result<usize> {
         let queued = u32::try_from(self.ring.submission().len()).unwrap_or(u32::MAX);
         let flags = ENTER_GETEVENTS | self.no_iowait;
         let submitter = self.ring.submitter();
         match timeout {
             // SAFETY: no argument.
-            None => unsafe { submitter.enter::<SubmitArgs<'_, '_>>(queued, wanted, flags, None) },
+            None => unsafe { submitter.enter::<SubmitArgs<'_, '_>>(queued, 1, flags, None) },
             Some(timeout) => {
                 let timespec = Timespec::new().sec(timeout.as_secs()).nsec(timeout.subsec_nanos());
                 let args = SubmitArgs::new().timespec(&timespec);
                 // SAFETY: with ENTER_EXT_ARG the kernel takes a struct io_uring_getevents_arg, as which
                 // SubmitArgs is laid out. It reads it, and the timespec behind it, during the call only.
-                unsafe { submitter.enter(queued, wanted, flags | ENTER_EXT_ARG, Some(&args)) }
+                unsafe { submitter.enter(queued, 1, flags | ENTER_EXT_ARG, Some(&args)) }
             }
         }
     }
@@ -253,13 +175,6 @@ impl Ring {
     /// Reads `buf.len()` bytes at `offset_bytes` of a file.
     pub fn read(&mut self, fd: RawFd, buf: IoBuf, offset_bytes: u64, token: Token) {
         let entry = opcode::Read::new(Fd(fd), buf.as_ptr(), length(buf)).offset(offset_bytes).build();
-        // SAFETY: arena memory is never unmapped.
-        unsafe { self.push_ending(entry, token) }
-    }
-
-    /// Reads an eventfd once it is signalled.
-    pub(crate) fn read_signal(&mut self, fd: RawFd, buf: IoBuf, token: Token) {
-        let entry = opcode::Read::new(Fd(fd), buf.as_ptr(), length(buf)).offset(u64::MAX).build();
         // SAFETY: arena memory is never unmapped.
         unsafe { self.push(entry, token) }
     }
@@ -272,21 +187,21 @@ impl Ring {
             .rw_flags(flags)
             .build();
         // SAFETY: arena memory is never unmapped.
-        unsafe { self.push_ending(entry, token) }
+        unsafe { self.push(entry, token) }
     }
 
     /// Makes the data of a file durable.
     pub fn fdatasync(&mut self, fd: RawFd, token: Token) {
         let entry = opcode::Fsync::new(Fd(fd)).flags(FsyncFlags::DATASYNC).build();
         // SAFETY: no memory involved.
-        unsafe { self.push_ending(entry, token) }
+        unsafe { self.push(entry, token) }
     }
 
     /// Allocates, zeroes or punches a range of a file, as fallocate(2) does with `mode`.
     pub fn fallocate(&mut self, fd: RawFd, mode: i32, offset_bytes: u64, length_bytes: u64, token: Token) {
         let entry = opcode::Fallocate::new(Fd(fd), length_bytes).offset(offset_bytes).mode(mode).build();
         // SAFETY: no memory involved.
-        unsafe { self.push_ending(entry, token) }
+        unsafe { self.push(entry, token) }
     }
 
     /// Takes the next connection of a listening socket; the result is its descriptor.
@@ -316,8 +231,8 @@ impl Ring {
         unsafe { self.push(entry, token) }
     }
 
-    /// Has the operation with the token `operation`, which may wait for ever, end soon, unless it ends by
-    /// itself before that. It completes in any case. The request to do so completes with `token`.
+    /// Has the operation with the token `operation` end soon, unless it ends by itself before that; it
+    /// completes in any case. The request to do so completes with `token`.
     pub fn cancel(&mut self, operation: Token, token: Token) {
         let entry = opcode::AsyncCancel::new(operation.pack()).build();
         // SAFETY: no memory involved.
@@ -340,27 +255,6 @@ fn is_passing(error: &io::Error) -> bool {
 
 fn length(buf: IoBuf) -> u32 {
     u32::try_from(buf.len()).unwrap_or(u32::MAX)
-}
-
-#[cfg(test)]
-impl Ring {
-    /// Has the ring behave as on a kernel before Linux 6.15: without the other way to wait if `quiet` is
-    /// none.
-    pub(crate) fn on_an_older_kernel(mut self, quiet: Option<Duration>) -> Ring {
-        self.no_iowait = 0;
-        let known = self.doze.take();
-        self.doze = quiet.map(|quiet| {
-            let mut doze = known.unwrap_or_else(|| Doze::new(&mut self.ring).unwrap());
-            doze.quiet = quiet;
-            doze
-        });
-        self
-    }
-
-    /// Returns true if only operations are in flight that may wait for ever.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.ending == 0
-    }
 }
 
 #[cfg(test)]

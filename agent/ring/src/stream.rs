@@ -102,7 +102,7 @@ impl Stream {
         self.outgoing.in_flight = true;
         // SAFETY: message and frames are boxed, are not touched while in flight, and outlive the request
         // (see Drop); payload buffers are arena memory or owned by the frame.
-        unsafe { ring.push_ending(entry, self.send_token) }
+        unsafe { ring.push(entry, self.send_token) }
     }
 
     /// Takes the completion of a send; the owners of frames that are out are appended to `finished`.

@@ -1,7 +1,7 @@
 /// The identity of an operation, carried through the kernel to its completion in the 64 bits of user data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// The part of the program that handles the completion; below 128, as the ring needs a bit.
+    /// The part of the program that handles the completion.
     pub source: u8,
     /// The kind of operation in that part.
     pub kind: u8,
