@@ -227,6 +227,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
     ) -> Result<Lack, Trouble<Error<C>>> {
         let source = self.source()?;
         let size_bytes = || self.engine.size_bytes();
+        let size_before = size_bytes();
         let theirs = self.engine.control(source.address).layers(size_bytes).await;
         let theirs = theirs.map_err(Trouble::while_reading(source, "asking a member for its layers"))?;
         let mine = self.control().layers(size_bytes).await;
@@ -237,7 +238,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         let mut missing = if is_what_it_was {
             RegionSet::empty(regions.count())
         } else {
-            self.make_copy(source, &theirs, remembers, regions).await?
+            self.make_copy(source, (&theirs, size_before), remembers, regions).await?
         };
         // Data that it had not made durable may be lost, and data that only it was sent is in no member.
         let failed = Trouble::while_doing("asking for its write intents");
@@ -282,14 +283,15 @@ impl<C: RebuildTask> Attempt<'_, C> {
     }
 
     /// Makes it a copy of `source`: the same layers, with the data of the snapshots. Returns the regions in
-    /// which the source has data beside.
+    /// which the source has data beside. The volume had `size_before` bytes before the source was asked for
+    /// its layers.
     ///
     /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt. Otherwise an
     /// incomplete out-of-sync set would pass for all that it lacks.
     async fn make_copy(
         &self,
         source: Source,
-        layers: &LayerList,
+        (layers, size_before): (&LayerList, u64),
         remembers: bool,
         regions: Regions,
     ) -> Result<RegionSet, Trouble<Error<C>>> {
@@ -301,8 +303,10 @@ impl<C: RebuildTask> Attempt<'_, C> {
             }
             begun => begun,
         };
-        // The next attempt reads another member. If the replica is to blame, the members take turns in vain.
-        let state = begun.map_err(|error| match error.is_invalid() {
+        // The next attempt reads another member. If the replica is to blame, the members take turns in vain. An
+        // expansion since makes the layers of an honest member too short.
+        let has_grown = size_before != self.engine.size_bytes();
+        let state = begun.map_err(|error| match error.is_invalid() && !has_grown {
             true => Trouble::while_reading(source, "beginning a copy of the layers of a member")(error),
             false => Trouble::while_doing("beginning a copy")(error),
         })?;

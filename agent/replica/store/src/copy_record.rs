@@ -55,8 +55,14 @@ pub(crate) struct Resumed {
 enum Unusable {
     /// A newer program has written it.
     Format(u32),
-    /// The problem.
-    Bad(String),
+    /// The problem. `is_prepared`: the directory may have data of the copy.
+    Bad { reason: String, is_prepared: bool },
+}
+
+/// The part of the record that every format has.
+#[derive(Debug, Deserialize)]
+struct FormatOnly {
+    format: u32,
 }
 
 /// The content of `shorthorn.copy`.
@@ -100,10 +106,10 @@ impl Copy {
                 let (path, known) = (directory.path_of(COPY_FILE), FORMAT);
                 return Err(StoreError::CopyFormat { path, format, known });
             }
-            Err(Unusable::Bad(reason)) => {
+            Err(Unusable::Bad { reason, is_prepared }) => {
                 let dropped =
                     format!("{COPY_FILE} is of no use ({reason}): the copy from another replica starts anew");
-                Copy::drop_record(executor, guard)?;
+                Copy::drop_record(executor, guard, is_prepared)?;
                 return Ok(Resumed { copy: None, dropped: Some(dropped) });
             }
         };
@@ -118,8 +124,9 @@ impl Copy {
         Ok(Resumed { copy: Some(copy), dropped: None })
     }
 
-    /// Removes a record that is of no use. Repeatable, as long as the record is there.
-    fn drop_record(executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+    /// Removes a record that is of no use. Repeatable, as long as the record is there. A directory without a
+    /// valid layout is emptied only if the copy was about to replace its content anyway.
+    fn drop_record(executor: &Executor<'_>, guard: &mut Guard, is_prepared: bool) -> Result<()> {
         let directory = executor.directory;
         let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
         match recover_directory(directory, &accepting) {
@@ -128,8 +135,12 @@ impl Copy {
                 guard.known_sizes = recovery.layout.short_layers();
                 guard.save(directory)?;
             }
-            // Emptying the directory would not help against a file that is not of the replica.
-            Err(StoreError::Chain { source, .. }) if !matches!(source, ChainError::ForeignMeta { .. }) => {
+            // Emptying the directory would not help against a file that is not of the replica, or a feature of a
+            // later program.
+            Err(StoreError::Chain { source, .. })
+                if !is_prepared
+                    && !matches!(source, ChainError::ForeignMeta { .. } | ChainError::Unsupported { .. }) =>
+            {
                 Copy::make_empty(executor, guard)?;
             }
             Err(error) => return Err(error),
@@ -160,13 +171,16 @@ impl Copy {
 
     /// Parses the content of the file.
     fn parse(bytes: &[u8]) -> std::result::Result<Copy, Unusable> {
-        let bad = |reason: &str| Unusable::Bad(reason.to_owned());
-        let document = without_check(COPY_FILE, bytes).map_err(|_| bad("its check is wrong"))?;
-        let record: Record =
-            serde_json::from_slice(&document).map_err(|error| Unusable::Bad(error.to_string()))?;
-        if record.format != FORMAT {
-            return Err(Unusable::Format(record.format));
+        let unknown = |reason: String| Unusable::Bad { reason, is_prepared: true };
+        let document =
+            without_check(COPY_FILE, bytes).map_err(|_| unknown("its check is wrong".to_owned()))?;
+        let format: FormatOnly =
+            serde_json::from_slice(&document).map_err(|error| unknown(error.to_string()))?;
+        if format.format != FORMAT {
+            return Err(Unusable::Format(format.format));
         }
+        let record: Record = serde_json::from_slice(&document).map_err(|error| unknown(error.to_string()))?;
+        let bad = |reason: &str| Unusable::Bad { reason: reason.to_owned(), is_prepared: record.prepared };
         let layer = |layer: RecordLayer| {
             let image = ImageName::parse(&layer.image)?;
             Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
@@ -174,7 +188,7 @@ impl Copy {
         let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
         let layers = layers.ok_or_else(|| bad("it names something that is no layer"))?;
         let list = CopyList::new(layers, record.size_bytes);
-        let list = list.map_err(|error| Unusable::Bad(error.to_string()))?;
+        let list = list.map_err(|error| bad(&error.to_string()))?;
         if record.done.len() != list.layers().len() {
             return Err(bad("it does not say of each layer whether it is whole"));
         }
