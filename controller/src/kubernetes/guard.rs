@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use shorthorn_controller_core::objects::Kind;
 
 use super::crds::ORDER;
-use super::{GROUP, VERSION, kind_name, plural};
+use super::{FIELD_MANAGER, GROUP, VERSION, kind_name, plural};
 
 const ADMISSION: &str = "admissionregistration.k8s.io/v1";
 /// The policy for volumes.
@@ -32,7 +32,7 @@ pub fn documents(namespace: &str) -> Vec<Value> {
     vec![
         policy(VOLUMES, None, rule("DELETE"), &not_the_controller(namespace), &volume_rules()),
         binding(VOLUMES, None),
-        policy(ATTACHMENTS, None, rule("UPDATE"), &not_the_controller(namespace), &attachment_rules()),
+        policy(ATTACHMENTS, None, rule("UPDATE"), &not_a_controller(namespace), &attachment_rules()),
         binding(ATTACHMENTS, None),
         policy(
             INSTALLATION,
@@ -103,6 +103,19 @@ fn attachment_rules() -> Value {
 fn not_the_controller(namespace: &str) -> Value {
     let user = format!("system:serviceaccount:{namespace}:{SERVICE_ACCOUNT}");
     json!([{ "name": "not-the-controller", "expression": format!("request.userInfo.username != '{user}'") }])
+}
+
+/// The same for changes, which name their client. A controller outside of the cluster has another user.
+fn not_a_controller(namespace: &str) -> Value {
+    let mut conditions = not_the_controller(namespace);
+    let manager = FIELD_MANAGER;
+    let expression = format!(
+        "!has(request.options) || !has(request.options.fieldManager) || request.options.fieldManager != '{manager}'"
+    );
+    if let Some(all) = conditions.as_array_mut() {
+        all.push(json!({ "name": "not-a-controller-elsewhere", "expression": expression }));
+    }
+    conditions
 }
 
 /// Returns the definitions of Shorthorn's kinds, and the namespace.

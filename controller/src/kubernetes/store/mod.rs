@@ -476,7 +476,7 @@ fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> Store
 /// Returns true if a quota or an admission policy refuses this object. Without the right to write, the API
 /// server refuses every object with the same code.
 fn is_denied_by_policy(error: &CallError) -> bool {
-    let text = error.to_string();
+    let text = error.to_string().to_ascii_lowercase();
     is_code(error, 403) && (text.contains("exceeded quota") || text.contains("admission"))
 }
 
