@@ -18,8 +18,8 @@ use crate::agents::{AgentChannel, CALL_LIMIT, Fleet, limited};
 const EVERY: Duration = Duration::from_secs(60);
 /// Agents that failed are asked again after twice this, then after twice as long each time.
 const SOON: Duration = Duration::from_secs(1);
-/// Certificates that are signed for one node within a day. A node that cannot store them tries for nine days,
-/// two thirds of the life of its own, and the CA keeps a record of 256 per node.
+/// Certificates that are signed for one node within a day. A node that cannot store them tries for seven days,
+/// half of the life of its own, and the CA keeps a record of 256 per node.
 const SIGNED_PER_DAY_MAX: usize = 8;
 const DAY_S: u64 = 24 * 3600;
 /// The time before the end of the CA from which the controller warns, as the alert of the chart does.
@@ -180,7 +180,9 @@ async fn set_trust(
 fn signed_lately(authority: &Authority, node: &str, now_s: u64) -> usize {
     let is_late = |issued: &&Issued| {
         let is_of_node = matches!(&issued.role, Role::Node(name) if name == node);
-        is_of_node && issued.not_after.saturating_sub(LEAF_SECONDS).saturating_add(DAY_S) > now_s
+        // One of a longer life, or of a clock that was ahead, seems to be signed later than now.
+        let signed_s = issued.not_after.saturating_sub(LEAF_SECONDS);
+        is_of_node && signed_s <= now_s && signed_s.saturating_add(DAY_S) > now_s
     };
     let lately = authority.issued().iter().filter(is_late);
     lately.filter(|issued| !authority.is_revoked(&issued.serial)).count()
@@ -201,10 +203,10 @@ const fn expires_soon(end_s: u64, now_s: u64) -> bool {
     end_s.saturating_sub(now_s) < END_WARNING_S
 }
 
-/// Returns true if a third of the certificate's life is over.
+/// Returns true if half of the certificate's life is over.
 fn is_due(state: &v1::NodeTlsState, now_s: u64) -> bool {
     let life = state.not_after_s.saturating_sub(state.not_before_s);
-    now_s >= state.not_before_s.saturating_add(life / 3)
+    now_s >= state.not_before_s.saturating_add(life / 2)
 }
 
 #[cfg(test)]
@@ -234,8 +236,8 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_is_due_after_a_third_of_its_life() {
-        let state = v1::NodeTlsState { not_before_s: 100, not_after_s: 400, ..v1::NodeTlsState::default() };
+    fn a_certificate_is_due_after_half_of_its_life() {
+        let state = v1::NodeTlsState { not_before_s: 100, not_after_s: 300, ..v1::NodeTlsState::default() };
         assert!(!is_due(&state, 199));
         assert!(is_due(&state, 200));
         assert!(is_due(&v1::NodeTlsState::default(), 0), "no dates");

@@ -74,22 +74,22 @@ impl Certificate {
         now.as_secs() > self.not_after
     }
 
-    /// Returns true if it is to be renewed: a third of its life is over, or its life has not begun. Then it
-    /// was made while the clock was wrong.
+    /// Returns true if it is to be renewed: half of its life is over, or its life has not begun. Then it was
+    /// made while the clock was wrong.
     #[must_use]
     pub fn is_due(&self, now: UnixTime) -> bool {
-        now.as_secs() < self.not_before || self.is_older_than(1, now)
+        now.as_secs() < self.not_before || self.is_older_than(2, now)
     }
 
-    /// Returns true if it should have been renewed: two thirds of its life are over.
+    /// Returns true if it should have been renewed: three quarters of its life are over.
     #[must_use]
     pub fn is_overdue(&self, now: UnixTime) -> bool {
-        self.is_older_than(2, now)
+        self.is_older_than(3, now)
     }
 
-    fn is_older_than(&self, thirds: u64, now: UnixTime) -> bool {
+    fn is_older_than(&self, quarters: u64, now: UnixTime) -> bool {
         let life = self.not_after.saturating_sub(self.not_before);
-        now.as_secs() >= self.not_before + life / 3 * thirds
+        now.as_secs() >= self.not_before + life / 4 * quarters
     }
 }
 
@@ -117,19 +117,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_certificate_is_due_after_a_third_of_its_life_or_before_it() {
+    fn a_certificate_is_due_after_half_of_its_life_or_before_it() {
         let certificate = Certificate {
             serial: "01".parse().unwrap(),
             name: "shorthorn://c/controller".parse().unwrap(),
             not_before: 1000,
-            not_after: 1300,
+            not_after: 1400,
             public: Vec::new(),
         };
         let at = |seconds| UnixTime::since_unix_epoch(std::time::Duration::from_secs(seconds));
         let is_due = |seconds| certificate.is_due(at(seconds));
-        assert_eq!([999, 1000, 1099, 1100, 1400].map(is_due), [true, false, false, true, true]);
+        assert_eq!([999, 1000, 1199, 1200, 1500].map(is_due), [true, false, false, true, true]);
         let is_overdue = |seconds| certificate.is_overdue(at(seconds));
-        assert_eq!([999, 1100, 1199, 1200, 1400].map(is_overdue), [false, false, false, true, true]);
+        assert_eq!([999, 1200, 1299, 1300, 1500].map(is_overdue), [false, false, false, true, true]);
     }
 
     proptest! {

@@ -53,8 +53,8 @@ pub use trust::{Pin, Trust, TrustError};
 
 pub use rustls::pki_types::{CertificateDer, UnixTime};
 
-/// Lifetime of certificates of nodes and controllers. The controller renews them after a third of it, so a
-/// cluster may be without a controller for nine days.
+/// Lifetime of certificates of nodes and controllers. The controller renews them after half of it, so a
+/// cluster may be without a controller for seven days. The CA has two valid ones of each node then.
 pub const LEAF_SECONDS: u64 = 14 * 24 * 3600;
 /// Lifetime of certificates of administrators, which nothing renews.
 pub const ADMIN_SECONDS: u64 = 90 * 24 * 3600;
