@@ -99,7 +99,7 @@ fn causes(error: &dyn std::error::Error) -> String {
 }
 
 /// The token of the argument: itself, or the content of a file.
-fn token_of(argument: &str) -> anyhow::Result<String> {
+pub fn token_of(argument: &str) -> anyhow::Result<String> {
     let Some(path) = argument.strip_prefix('@') else { return Ok(argument.trim().to_owned()) };
     let mut text = String::new();
     let read = if path == "-" {

@@ -15,6 +15,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail, ensure};
+use shorthorn_pki::{JoinToken, Trust};
 
 use crate::check::{self, Level};
 use crate::cli::{JoinArgs, SetupArgs};
@@ -93,7 +94,7 @@ impl Setup<'_> {
             }
         }
         if let Some(controller) = &self.args.controller
-            && !self.is_enrolled()
+            && self.trust_of_certificate().is_none()
         {
             say(format_args!("would join the cluster of {controller}"))?;
         }
@@ -122,18 +123,27 @@ impl Setup<'_> {
         let (Some(token), Some(controller)) = (&self.args.token, &self.args.controller) else {
             return Ok(());
         };
-        if self.is_enrolled() {
+        if let Some(trust) = self.trust_of_certificate() {
+            let pin = join::token_of(token)?.parse::<JoinToken>()?.pin();
+            let file = file_in(&self.config.tls_dir);
+            ensure!(
+                trust.pins().contains(&pin),
+                "this node has a certificate of cluster {}, which is not that of the token: remove {} to join the other \
+                 one, after a release of the node there",
+                trust.cluster(),
+                file.display()
+            );
             return say("this node has a certificate already: the token is not used");
         }
         let config = Some(self.file.to_owned());
         say(join::join(&JoinArgs { token: token.clone(), controller: controller.clone(), config })?)
     }
 
-    /// Returns true if this node has a certificate that is valid.
-    fn is_enrolled(&self) -> bool {
-        let bundle = shorthorn_pki::load(&file_in(&self.config.tls_dir)).ok().flatten();
-        let identity = bundle.and_then(|bundle| bundle.identity);
-        identity.is_some_and(|identity| !identity.certificate().is_expired(now()))
+    /// Returns the CAs of the valid certificate of this node; none if it has no such certificate.
+    fn trust_of_certificate(&self) -> Option<Trust> {
+        let bundle = shorthorn_pki::load(&file_in(&self.config.tls_dir)).ok().flatten()?;
+        let identity = bundle.identity?;
+        (!identity.certificate().is_expired(now())).then_some(bundle.trust)
     }
 
     /// Returns the units. A host that joins by a token has no kubelet, which the sockets are for.
