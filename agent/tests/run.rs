@@ -89,7 +89,7 @@ fn refuses_another_volume_and_a_second_run() {
     let mut size = agent();
     size.args(["run", "v1", "--replicas", "1", "--size", "1GiB", "--dir"]).arg(dir.path());
     let size = Running::start(&mut size).failed();
-    assert!(size.contains("whose size is 16MiB, not 1GiB"), "{size}");
+    assert!(size.contains("whose size is 16 MiB (16777216 bytes), not 1 GiB (1073741824 bytes)"), "{size}");
 }
 
 #[test]

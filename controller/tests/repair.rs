@@ -204,7 +204,7 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     let names = ["a", "b"].map(|node| format!("v-{}", replica_on(&volume, node)));
     cluster.ok(&["volume", "detach", "v"]).await;
     let (_, text) = cluster.fails(&["volume", "undelete", "v"]).await;
-    assert!(text.contains("nothing of volume v"), "{text}");
+    assert!(text.contains("no reachable node has replicas in its trash"), "{text}");
     cluster.ok(&["volume", "delete", "v", "--yes"]).await;
     assert!(cluster.agents.iter().all(|agent| agent.directories().is_empty()));
     let trash = cluster.ok(&["volume", "trash"]).await;

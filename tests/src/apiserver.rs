@@ -123,6 +123,8 @@ impl ApiServer {
         command.arg(format!("--secure-port={}", self.port));
         command.args([
             "--bind-address=127.0.0.1",
+            // A network namespace may have no default route, by which it would look for an address.
+            "--advertise-address=127.0.0.1",
             "--authorization-mode=Node,RBAC",
             "--allow-privileged=true",
         ]);

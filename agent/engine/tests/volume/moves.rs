@@ -57,6 +57,7 @@ fn a_replica_whose_address_changes_back_keeps_its_connections() {
     std::os::unix::fs::symlink(path, format!("{path}-next")).unwrap();
     replicas[2].addresses = vec![format!("unix:{path}-next")];
     volume.request(&ProcessCommand::Replicas { replicas });
+    volume.wait_for_log(&["a replica has another address"], 0);
     volume.request(&ProcessCommand::Replicas { replicas: former });
     volume.wait_for_log(&["a replica has another address"], 1);
     volume.start_replica(1);
