@@ -235,7 +235,10 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     let found = ["a", "b"].map(|node| format!("v-{}", replica_on(&again, node)));
     assert_eq!(found, names);
     let (_, text) = cluster.fails(&["volume", "undelete", "v"]).await;
-    assert!(text.contains("nothing of volume v") || text.contains("already exists"), "{text}");
+    assert!(
+        text.contains("no reachable node has replicas in its trash") || text.contains("already exists"),
+        "{text}"
+    );
 
     // After a final deletion nothing can be restored.
     cluster.ok(&["volume", "detach", "v"]).await;
