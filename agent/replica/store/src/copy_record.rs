@@ -135,8 +135,7 @@ impl Copy {
                 guard.known_sizes = recovery.layout.short_layers();
                 guard.save(directory)?;
             }
-            // Emptying the directory would not help against a file that is not of the replica, or a feature of
-            // a later program.
+            // Emptying the directory would not help against a foreign file, or a feature of a later program.
             Err(StoreError::Chain { source, .. })
                 if !is_prepared
                     && !matches!(source, ChainError::ForeignMeta { .. } | ChainError::Unsupported { .. }) =>
