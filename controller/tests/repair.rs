@@ -251,7 +251,7 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
     assert!(!cluster.ok(&["volume", "trash", "v"]).await.contains(one));
     cluster.ok(&["volume", "trash", "v", "--remove", "--yes"]).await;
     let (code, text) = cluster.fails(&["volume", "trash", "v", "--remove", "--yes"]).await;
-    assert!(code == 3 && text.contains("in the trash"), "{text}");
+    assert!(code == 3 && text.contains("no reachable node has replicas of volume v in its trash"), "{text}");
     cluster.check();
 }
 

@@ -107,8 +107,8 @@ pub enum RequestError {
     HasReplicas(String),
     /// The trash has no such replica.
     #[error(
-        "no reachable node has volume {name} {replica} in its trash; shorthornctl volume trash lists the \
-         trash"
+        "no reachable node has {} of volume {name} in its trash; shorthornctl volume trash lists the trash",
+        if replica.is_empty() { "replicas" } else { replica }
     )]
     NotInTrash {
         /// The volume.
