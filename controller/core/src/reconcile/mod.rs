@@ -152,7 +152,7 @@ fn is_held(cluster: &ClusterState, volume: &Volume) -> bool {
 }
 
 /// Returns the objects whose reconcilers look at the object `key`, that one included: they run when it
-/// changes. Volumes that wait for a place are not among them; see [`places`].
+/// changes. Volumes that wait for a place are not among them; see [`waiting_volumes`].
 #[must_use]
 pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
     let mut keys = vec![key.clone()];
