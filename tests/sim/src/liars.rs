@@ -52,7 +52,7 @@ impl Simulation {
     }
 
     /// Returns the members, if the attached engine serves, and does not change its view.
-    fn serving(&self) -> Option<Members> {
+    pub fn serving(&self) -> Option<Members> {
         let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
         let core = engine?.core.as_ref()?;
         (!core.membership().is_changing()).then(|| core.membership().view().members)

@@ -224,8 +224,10 @@ const RECOVERY_US: u64 = 60_000_000;
 /// The maximum number of scrubs at the end, if replicas leave meanwhile.
 const LAST_SCRUBS_MAX: u32 = 5;
 const REGIONS: u64 = 10;
-/// The time for which replicas may lie after all other trouble is over.
+/// The time for which replicas may lie after all other trouble is over, and the members stay the same.
 const LIES_US: u64 = 30_000_000;
+/// The maximum number of such times: with other members others can help.
+const LIES_MAX: usize = 4;
 /// The time after which replicas that come back by themselves are back.
 const PATIENCE_US: u64 = 8_000_000;
 
@@ -237,7 +239,7 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     sim.borrow_mut().schedule(script);
     advance(&sim, &mut tasks, script.trouble_us, |_| false);
     sim.borrow_mut().calm_down();
-    outlast_lies(&sim, &mut tasks, script.trouble_us + LIES_US);
+    outlast_lies(&sim, &mut tasks);
     let mut end = sim.borrow().now + RECOVERY_US;
     // While a replica that is gone for good is needed, only the operator can help.
     let is_stuck = |sim: &Simulation| is_recovered(sim) || needs_what_is_gone(sim);
@@ -278,13 +280,17 @@ pub fn run(script: &Script, options: Options) -> Outcome {
 
 /// Continues some lies after all other trouble is over. As far as the others are enough the volume has to
 /// start and to come back without them.
-fn outlast_lies(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks, end: u64) {
+fn outlast_lies(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks) {
     if !sim.borrow().has_liars() {
         return;
     }
-    let goes_on = advance(sim, tasks, end, Simulation::goes_on_with_liars);
+    let outlasts = (0..LIES_MAX).any(|_| {
+        let (members, end) = (sim.borrow().serving(), sim.borrow().now + LIES_US);
+        let goes_on = advance(sim, tasks, end, Simulation::goes_on_with_liars);
+        goes_on || sim.borrow().violation.is_some() || sim.borrow().serving() == members
+    });
     let mut sim = sim.borrow_mut();
-    if !goes_on && sim.violation.is_none() {
+    if outlasts && sim.violation.is_none() && !sim.goes_on_with_liars() {
         sim.judge_liars();
     }
     sim.end_lies();
