@@ -4,9 +4,16 @@ use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
+
+/// The time between two attempts to run a program that a forked process still has open. Between fork and exec
+/// are milliseconds; under load two seconds are enough.
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
+const BUSY_ATTEMPTS_MAX: u32 = 100;
 
 /// The program in the units of the package.
 const PROGRAM_OF_UNITS: &str = "/usr/bin/shorthorn-agent";
@@ -96,12 +103,29 @@ pub fn put_program(path: &Path, content: &[u8]) -> anyhow::Result<()> {
         return Ok(());
     }
     let new = write_beside(path, content, 0o755)?;
-    let output = Command::new(&new).arg("--version").stdin(Stdio::null()).output();
+    let output = run_version(&new);
     let hint = "the host needs the C library of the image or a later one, and must allow programs there";
     let output = output.with_context(|| format!("{}: {hint}", new.display()))?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{}: {}: {hint}", new.display(), said.trim());
     rename(&new, path)
+}
+
+/// Runs `--version` of a program that was just written. A process that another thread forked meanwhile keeps
+/// the file open for writing until its exec.
+fn run_version(program: &Path) -> io::Result<Output> {
+    let mut attempts = 1;
+    loop {
+        match Command::new(program).arg("--version").stdin(Stdio::null()).output() {
+            Err(error)
+                if error.kind() == io::ErrorKind::ExecutableFileBusy && attempts < BUSY_ATTEMPTS_MAX =>
+            {
+                attempts += 1;
+                thread::sleep(BUSY_PAUSE);
+            }
+            output => return output,
+        }
+    }
 }
 
 /// Writes a file as a whole: readers find the former content or this one.
