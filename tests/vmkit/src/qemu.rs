@@ -75,6 +75,17 @@ impl Qemu {
         self.qmp.execute(command, arguments).map_err(|error| with_log(error, &self.log))
     }
 
+    /// Returns if the process runs or how it ended, with its messages.
+    pub fn describe(&mut self) -> String {
+        let state = match self.child.try_wait() {
+            Ok(Some(status)) => format!("QEMU has ended: {status}"),
+            Ok(None) => "QEMU runs".to_owned(),
+            Err(error) => format!("the state of QEMU is unknown: {error}"),
+        };
+        let messages = fs::read_to_string(&self.log).unwrap_or_default();
+        if messages.trim().is_empty() { state } else { format!("{state}: {}", messages.trim()) }
+    }
+
     /// Lets the guest run.
     pub fn resume(&mut self) -> Result<()> {
         self.execute("cont", json!({})).map(drop)

@@ -256,7 +256,7 @@ impl Vm {
     pub fn crash_reboot(&mut self) -> Result<()> {
         self.with_qemu(Qemu::reset)?;
         self.agent.disconnect_all();
-        wait_booted(&self.agent)?;
+        self.wait_booted()?;
         self.identify()
     }
 
@@ -272,7 +272,7 @@ impl Vm {
             format!("{} does not shut down\n{}", self.options.name, self.console.failure())
         })?;
         self.agent.disconnect_all();
-        wait_booted(&self.agent)?;
+        self.wait_booted()?;
         self.identify()
     }
 
@@ -333,8 +333,15 @@ impl Vm {
         }
         qemu.resume()?;
         self.connect(qemu)?;
-        wait_booted(&self.agent)?;
+        self.wait_booted()?;
         self.identify()
+    }
+
+    fn wait_booted(&self) -> Result<()> {
+        wait_booted(&self.agent).or_else(|error| {
+            let state = self.with_qemu(|qemu| Ok(qemu.describe()))?;
+            Err(error.context(state))
+        })
     }
 
     fn connect(&mut self, mut qemu: Qemu) -> Result<()> {
