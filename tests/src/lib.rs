@@ -40,7 +40,7 @@ pub use kubelet::{Kubelet, Mounted};
 pub use load::{Load, under_load};
 pub use local_volume::{LocalVolume, LocalVolumeOptions, Ready};
 pub use nbd_client::{NbdClient, NbdCompletion, NbdRequest};
-pub use packages::{build_packages, build_packages_of, other_build, project, stripped_programs};
+pub use packages::{build_packages, build_packages_of, in_target, other_build, project, stripped_programs};
 pub use pod::{kill_agent_pod, push_agent_image, start_agent_pod};
 pub use processes::{compare_exports, engine_status, is_whole, replica_status, signal, until_whole};
 pub use provisioner::Provisioner;

@@ -1,4 +1,5 @@
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -34,6 +35,24 @@ pub fn build_packages_of(programs: &Path, output: &Path, arguments: &[&str]) -> 
     let errors = String::from_utf8_lossy(&built.stderr);
     ensure!(built.status.success(), "packaging/build: {}\n{errors}", built.status);
     Ok(())
+}
+
+/// Has `build` write packages to a folder below the target directory, and returns the folder. A folder of an
+/// earlier run is deleted: a static temporary directory would stay after each run.
+///
+/// # Errors
+/// The folder cannot be made, or the error of `build`; as text, for a static.
+pub fn in_target(folder: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf, String> {
+    let make = || -> Result<PathBuf> {
+        let folder = PathBuf::from(folder);
+        match fs::remove_dir_all(&folder) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
+            _ => fs::create_dir_all(&folder)?,
+        }
+        build(&folder)?;
+        Ok(folder)
+    };
+    make().map_err(|error| format!("{folder}: {error:#}"))
 }
 
 /// Makes another build of all programs in a folder in `dir`, which it returns: equal, but for a section that

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use shorthorn_tests::{build_packages, project};
+use shorthorn_tests::{build_packages, in_target, project};
 
 const VERSION: &str = "0.0.1";
 const PACKAGES: [&str; 3] = ["shorthorn-agent", "shorthorn-controller", "shorthornctl"];
@@ -28,13 +28,12 @@ const CONFIGURATION: [&[&str]; 3] = [
 
 /// Returns all packages in both formats, built once for all tests of this file.
 fn packages() -> Result<&'static Path> {
-    static FOLDER: OnceLock<Result<tempfile::TempDir, String>> = OnceLock::new();
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let built = FOLDER.get_or_init(|| {
-        let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-        build_packages(folder.path(), &["--version", VERSION]).map_err(|error| format!("{error:#}"))?;
-        Ok(folder)
+        let build = |folder: &Path| build_packages(folder, &["--version", VERSION]);
+        in_target(concat!(env!("CARGO_TARGET_TMPDIR"), "/packages"), build)
     });
-    built.as_ref().map(tempfile::TempDir::path).map_err(|error| anyhow::anyhow!("{error}"))
+    built.as_deref().map_err(|error| anyhow::anyhow!("{error}"))
 }
 
 /// Returns the file of a package; `extension` is deb or rpm.

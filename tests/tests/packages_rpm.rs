@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::build_packages;
+use shorthorn_tests::{build_packages, in_target};
 
 const OLD: &str = "0.0.1";
 const NEW: &str = "0.0.2";
@@ -54,17 +54,18 @@ exec cat >/dev/null
 
 /// Returns the packages of both versions, built once for all tests of this file.
 fn packages() -> Result<&'static Path> {
-    static FOLDER: OnceLock<Result<tempfile::TempDir, String>> = OnceLock::new();
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let built = FOLDER.get_or_init(|| {
-        let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
         let options = ["--format", "rpm", "--package", AGENT, "--package", CONTROLLER];
-        for version in [OLD, NEW] {
-            build_packages(folder.path(), &[&["--version", version], &options[..]].concat())
-                .map_err(|error| format!("{error:#}"))?;
-        }
-        Ok(folder)
+        let build = |folder: &Path| {
+            let versions = [OLD, NEW].into_iter();
+            versions
+                .map(|version| [&["--version", version], &options[..]].concat())
+                .try_for_each(|arguments| build_packages(folder, &arguments))
+        };
+        in_target(concat!(env!("CARGO_TARGET_TMPDIR"), "/packages-rpm"), build)
     });
-    built.as_ref().map(tempfile::TempDir::path).map_err(|error| anyhow::anyhow!("{error}"))
+    built.as_deref().map_err(|error| anyhow::anyhow!("{error}"))
 }
 
 fn file(package: &str, version: &str) -> Result<PathBuf> {
