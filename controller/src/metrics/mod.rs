@@ -49,6 +49,18 @@ impl ControllerMetrics {
         Arc::new(ControllerMetrics { metrics, readiness, shown: OnceLock::new(), tls: OnceLock::new() })
     }
 
+    /// Returns the counters.
+    #[must_use]
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// Returns the state behind `/readyz`.
+    #[must_use]
+    pub fn readiness(&self) -> &Arc<Readiness> {
+        &self.readiness
+    }
+
     /// Sets the CA whose end is shown.
     pub fn show_tls(&self, tls: Arc<Tls>) {
         // It is called once.

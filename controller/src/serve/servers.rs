@@ -20,7 +20,7 @@ use tonic::transport::server::Router;
 
 use super::ServeError;
 use crate::api::Api;
-use crate::csi::CsiGate;
+use crate::csi::{CsiController, CsiGate};
 use crate::tls::{Tls, TlsApi};
 
 /// The time limit for running calls after the controller was stopped. Watches never end by themselves, and
@@ -42,11 +42,20 @@ pub(super) struct Servers {
     stop: watch::Sender<bool>,
     /// The sockets in the file system that were made.
     sockets: Vec<PathBuf>,
+    csi: CsiGate,
+    /// True once CSI has its socket.
+    has_csi: bool,
 }
 
 impl Servers {
     pub(super) fn new() -> Servers {
-        Servers { running: JoinSet::new(), stop: watch::Sender::new(false), sockets: Vec::new() }
+        Servers {
+            running: JoinSet::new(),
+            stop: watch::Sender::new(false),
+            sockets: Vec::new(),
+            csi: CsiGate::default(),
+            has_csi: false,
+        }
     }
 
     /// Returns a signal that becomes true once the servers stop.
@@ -74,12 +83,24 @@ impl Servers {
         self.listen(address, router).await
     }
 
-    /// Binds the address, and serves CSI there as far as the gate is open.
-    pub(super) async fn serve_csi(&mut self, address: &Listen, gate: &CsiGate) -> Result<(), ServeError> {
-        let identity = IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).ready_while(gate.ready());
+    /// Binds the address unless CSI has its socket already, and serves CSI there. Calls are refused before
+    /// [`Servers::open_csi`].
+    pub(super) async fn serve_csi(&mut self, address: &Listen) -> Result<(), ServeError> {
+        if self.has_csi {
+            return Ok(());
+        }
+        let identity = IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION"));
+        let identity = identity.ready_while(self.csi.ready());
         let mut server = server().concurrency_limit_per_connection(CSI_CALLS_MAX);
-        let router = server.add_service(identity.server()).add_service(gate.clone());
-        self.listen(address, router).await
+        let router = server.add_service(identity.server()).add_service(self.csi.clone());
+        self.listen(address, router).await?;
+        self.has_csi = true;
+        Ok(())
+    }
+
+    /// Lets calls of CSI through to `controller` from now on.
+    pub(super) fn open_csi(&self, controller: CsiController) {
+        self.csi.open(controller);
     }
 
     async fn listen(&mut self, address: &Listen, router: Router) -> Result<(), ServeError> {
@@ -141,7 +162,7 @@ impl Servers {
     }
 
     /// Ends the calls that are left.
-    pub(super) async fn shutdown(&mut self) {
+    pub(super) async fn shutdown(mut self) {
         self.running.shutdown().await;
     }
 
@@ -184,12 +205,13 @@ mod tests {
     #[tokio::test]
     async fn a_socket_that_was_left_over_is_taken_and_one_in_use_is_not() {
         let directory = tempfile::tempdir().unwrap();
-        let (path, gate) = (csi(&directory), CsiGate::default());
+        let path = csi(&directory);
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let mut servers = Servers::new();
-        servers.serve_csi(&Listen::Unix(path.clone()), &gate).await.unwrap();
-        let taken = Servers::new().serve_csi(&Listen::Unix(path.clone()), &gate).await;
+        servers.serve_csi(&Listen::Unix(path.clone())).await.unwrap();
+        let taken = Servers::new().serve_csi(&Listen::Unix(path.clone())).await;
         assert!(matches!(taken, Err(ServeError::ListenTaken(taken)) if taken == path));
+        servers.serve_csi(&Listen::Unix(path.clone())).await.expect("the socket of a standby stays");
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
     }
@@ -200,8 +222,10 @@ mod tests {
         let (path, other) = (csi(&directory), directory.path().join("other"));
         std::fs::write(&other, "a file of another program").unwrap();
         let mut servers = Servers::new();
-        servers.serve_csi(&Listen::Unix(path.clone()), &CsiGate::default()).await.unwrap();
-        assert!(servers.serve_csi(&Listen::Unix(other.clone()), &CsiGate::default()).await.is_err());
+        servers.serve_csi(&Listen::Unix(path.clone())).await.unwrap();
+        let taken =
+            servers.listen(&Listen::Unix(other.clone()), server().add_service(CsiGate::default())).await;
+        assert!(taken.is_err());
         let stopping = servers.stopping();
         assert!(path.exists() && !*stopping.borrow());
         servers.stop().await;
