@@ -8,7 +8,7 @@ use shorthorn_metrics::{Counters, Histograms, MetricsPage};
 /// The counters for the life of the controller; cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
-    reconciles: Counters,
+    pub(crate) reconciles: Counters,
     reconcile_durations: Histograms,
     pub(crate) store_writes: Counters,
     store_write_durations: Histograms,

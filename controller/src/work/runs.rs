@@ -1,0 +1,135 @@
+//! Runs over objects, a bounded number at a time.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use shorthorn_controller_core::objects::Key;
+use tokio::task::JoinSet;
+
+use super::decider::{Decided, Decider};
+use super::execute::Executor;
+use crate::counts::Metrics;
+use crate::queue::{Outcome, Queue};
+
+/// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.
+const RUNS_MAX: usize = 64;
+/// The number of urgent ones besides them: no call to a slow agent delays a fail-over.
+const URGENT_RUNS_MAX: usize = 32;
+
+/// A run: decides about an object, and carries the decision out.
+pub(super) struct Runner {
+    queue: Arc<Queue>,
+    metrics: Metrics,
+    decider: Decider,
+    executor: Executor,
+}
+
+impl Runner {
+    pub(super) fn new(queue: Arc<Queue>, metrics: Metrics, decider: Decider, executor: Executor) -> Runner {
+        Runner { queue, metrics, decider, executor }
+    }
+
+    /// Runs over an object that the queue has handed out, and hands it back.
+    async fn run(self: Arc<Runner>, key: Key) {
+        let started = Instant::now();
+        let outcome = match self.decider.decide(&key) {
+            // The next decision knows why the place is not open any more.
+            Ok(None) => Outcome::Failed,
+            Ok(Some(Decided { decision, version, reserved })) => {
+                let outcome = self.executor.carry_out(&key, version, decision).await;
+                self.decider.release(&reserved);
+                outcome
+            }
+            Err(error) => {
+                tracing::error!(%error, "no random numbers");
+                Outcome::Failed
+            }
+        };
+        self.metrics.reconciled(key.kind, outcome != Outcome::Failed, started.elapsed());
+        self.queue.done(&key, outcome);
+    }
+}
+
+/// The runs in progress. Dropping them interrupts each between two actions, or within a call to an agent.
+pub(super) struct Runs {
+    runner: Arc<Runner>,
+    running: JoinSet<()>,
+}
+
+impl Runs {
+    pub(super) fn new(runner: Arc<Runner>) -> Runs {
+        Runs { runner, running: JoinSet::new() }
+    }
+
+    /// Returns true if another object may run.
+    pub(super) fn have_room(&self) -> bool {
+        self.running.len() < RUNS_MAX + URGENT_RUNS_MAX
+    }
+
+    /// Returns true if another object may run only if it is urgent.
+    pub(super) fn take_only_urgent(&self) -> bool {
+        self.running.len() >= RUNS_MAX
+    }
+
+    pub(super) fn start(&mut self, key: Key) {
+        self.running.spawn(Arc::clone(&self.runner).run(key));
+    }
+
+    /// Waits until a run has ended; none if none is in progress.
+    pub(super) async fn ended(&mut self) -> Option<()> {
+        self.running.join_next().await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use shorthorn_controller_core::objects::Kind;
+    use shorthorn_controller_core::reconcile::Settings;
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::agents::Fleet;
+    use crate::queue::Depth;
+    use crate::store::{MemoryStore, Store};
+
+    fn runs() -> (Arc<Queue>, Runs) {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        let (queue, metrics) = (Arc::new(Queue::new()), Metrics::default());
+        let nodes = BTreeMap::new();
+        let fleet = Fleet::new(&nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone()).unwrap();
+        let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), Settings::default());
+        let executor = Executor::new(store, fleet, mpsc::channel(1).0, None);
+        let runner = Runner::new(Arc::clone(&queue), metrics, decider, executor);
+        (queue, Runs::new(Arc::new(runner)))
+    }
+
+    fn key(number: usize) -> Key {
+        Key::new(Kind::Volume, format!("v{number}"))
+    }
+
+    #[tokio::test]
+    async fn a_run_hands_its_object_back_and_is_counted() {
+        let (queue, mut runs) = runs();
+        queue.add([key(0)]);
+        runs.start(queue.next(false).await);
+        assert_eq!(queue.depth(), Depth { ready: 0, active: 1, timed: 0 });
+        assert_eq!(runs.ended().await, Some(()));
+        assert_eq!(queue.depth(), Depth::default(), "the volume does not exist: nothing is to be done");
+        assert_eq!(runs.runner.metrics.reconciles.get(&[("kind", "volume"), ("result", "ok")]), 1);
+        assert_eq!(runs.ended().await, None);
+    }
+
+    #[tokio::test]
+    async fn urgent_objects_have_room_beyond_the_others() {
+        let (_queue, mut runs) = runs();
+        for started in 0..RUNS_MAX + URGENT_RUNS_MAX {
+            assert_eq!((runs.have_room(), runs.take_only_urgent()), (true, started >= RUNS_MAX));
+            runs.start(key(started));
+        }
+        assert!(!runs.have_room());
+        runs.ended().await;
+        assert!(runs.have_room() && runs.take_only_urgent());
+    }
+}
