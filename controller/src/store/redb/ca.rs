@@ -1,0 +1,67 @@
+//! The cluster's CA in the file of the store: both have one backup.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_trait::async_trait;
+
+use super::RedbStore;
+use crate::keeper::{Keeper, KeeperError};
+use crate::store::StoreError;
+
+/// The number of states of the CA that were to be saved.
+#[derive(Debug, Default)]
+pub(super) struct Saves(AtomicU64);
+
+impl Saves {
+    /// Returns the number of the next one.
+    pub(super) fn begin(&self) -> u64 {
+        self.0.fetch_add(1, Ordering::SeqCst) + 1
+    }
+
+    /// Returns an error if another one has begun since that one.
+    fn check_last(&self, number: u64) -> Result<(), StoreError> {
+        if self.0.load(Ordering::SeqCst) == number {
+            return Ok(());
+        }
+        // It has waited for so long that its caller got an error, and has gone on to another state.
+        let message = "another state of the CA was to be stored since".to_owned();
+        Err(StoreError::Unavailable { message })
+    }
+}
+
+/// The place of the CA.
+#[derive(Debug)]
+pub(super) struct RedbKeeper(pub(super) RedbStore);
+
+#[async_trait]
+impl Keeper for RedbKeeper {
+    async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+        let loaded = self.0.blocking(|inner| inner.disk.access().file().authority());
+        loaded.await.map_err(|error| KeeperError(error.to_string()))
+    }
+
+    async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError> {
+        let number = self.0.inner.saves.begin();
+        let saved = self.0.blocking(move |inner| {
+            let writer = inner.disk.access();
+            inner.saves.check_last(number)?;
+            writer.file().save_authority(&state)
+        });
+        saved.await.map_err(|error| KeeperError(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_last_state_may_be_stored() {
+        let saves = Saves::default();
+        let first = saves.begin();
+        assert!(saves.check_last(first).is_ok());
+        let second = saves.begin();
+        assert!(matches!(saves.check_last(first), Err(StoreError::Unavailable { .. })));
+        assert!(saves.check_last(second).is_ok());
+    }
+}
