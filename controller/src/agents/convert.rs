@@ -345,6 +345,24 @@ pub(super) fn inspect_request(
     }
 }
 
+/// Makes the request to take a directory out of the trash.
+pub(super) fn restore_request(trashed: &Trashed) -> v1::RestoreReplicaRequest {
+    v1::RestoreReplicaRequest {
+        disk_path: trashed.disk_path.clone(),
+        volume: trashed.volume.to_string(),
+        replica_id: trashed.replica_id.to_string(),
+        deleted_ms: trashed.deleted_ms,
+        disk_uuid: trashed.disk_uuid.clone(),
+    }
+}
+
+/// Makes the request to delete a directory in the trash. It names the directory like the request to restore.
+pub(super) fn remove_trash_request(trashed: &Trashed) -> v1::RemoveTrashRequest {
+    let v1::RestoreReplicaRequest { disk_path, volume, replica_id, deleted_ms, disk_uuid } =
+        restore_request(trashed);
+    v1::RemoveTrashRequest { disk_path, volume, replica_id, deleted_ms, disk_uuid }
+}
+
 fn addresses(replicas: &BTreeMap<ReplicaId, ReplicaTarget>) -> Vec<v1::ReplicaAddress> {
     replicas.iter().map(|(id, target)| replica_address(*id, target)).collect()
 }
@@ -376,6 +394,28 @@ mod tests {
             rebind,
             encrypt_in_transit,
         })
+    }
+
+    #[test]
+    fn both_requests_about_the_trash_name_the_same_directory() {
+        let trashed = Trashed {
+            node: "n".parse().unwrap(),
+            disk_path: "/d".to_owned(),
+            disk_uuid: "e3c8".to_owned(),
+            volume: "v1".parse().unwrap(),
+            replica_id: ReplicaId::from_random(1),
+            deleted_ms: 7,
+            holds: Holds::default(),
+            restored: false,
+            record: None,
+        };
+        let (disk_path, disk_uuid, volume) = ("/d".to_owned(), "e3c8".to_owned(), "v1".to_owned());
+        let (replica_id, deleted_ms) = (trashed.replica_id.to_string(), 7);
+        let removed = v1::RemoveTrashRequest { disk_path, volume, replica_id, deleted_ms, disk_uuid };
+        assert_eq!(remove_trash_request(&trashed), removed);
+        let v1::RemoveTrashRequest { disk_path, volume, replica_id, deleted_ms, disk_uuid } = removed;
+        let restored = v1::RestoreReplicaRequest { disk_path, volume, replica_id, deleted_ms, disk_uuid };
+        assert_eq!(restore_request(&trashed), restored);
     }
 
     #[test]

@@ -145,15 +145,9 @@ impl Fleet {
     /// # Errors
     /// [`CallError`].
     pub async fn restore_replica(&self, trashed: &Trashed) -> Result<(), CallError> {
-        let request = v1::RestoreReplicaRequest {
-            disk_path: trashed.disk_path.clone(),
-            volume: trashed.volume.to_string(),
-            replica_id: trashed.replica_id.to_string(),
-            deleted_ms: trashed.deleted_ms,
-            disk_uuid: trashed.disk_uuid.clone(),
-        };
+        let request = limited(convert::restore_request(trashed), CALL_LIMIT);
         let mut client = self.client(&trashed.node)?;
-        let restored = client.restore_replica(limited(request, CALL_LIMIT));
+        let restored = client.restore_replica(request);
         self.answer(&trashed.node, "restore a replica", restored).await.map(drop)
     }
 
@@ -189,15 +183,9 @@ impl Fleet {
     /// # Errors
     /// [`CallError`].
     pub async fn remove_trash(&self, trashed: &Trashed) -> Result<(), CallError> {
-        let request = v1::RemoveTrashRequest {
-            disk_path: trashed.disk_path.clone(),
-            volume: trashed.volume.to_string(),
-            replica_id: trashed.replica_id.to_string(),
-            deleted_ms: trashed.deleted_ms,
-            disk_uuid: trashed.disk_uuid.clone(),
-        };
+        let request = limited(convert::remove_trash_request(trashed), STOP_LIMIT);
         let mut client = self.client(&trashed.node)?;
-        let removed = client.remove_trash(limited(request, STOP_LIMIT));
+        let removed = client.remove_trash(request);
         self.answer(&trashed.node, "delete trash", removed).await.map(drop)
     }
 
