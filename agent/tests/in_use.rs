@@ -5,46 +5,16 @@
 mod common;
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use common::node::{REPLICAS, connect, pid, start_volume, stop};
 use common::{Running, agent, lives};
 use shorthorn_api::v1::InstanceKind;
 use shorthorn_api::v1::node_client::NodeClient;
+use shorthorn_testkit::devices::{BindMount, LoopDevice, run};
 use tempfile::TempDir;
 use tonic::Code;
 use tonic::transport::Channel;
-
-fn run(program: &str, arguments: &[&Path]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
-}
-
-/// A loop device that is detached when this is dropped.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn of(file: &Path) -> Loop {
-        Loop(run("losetup", &[Path::new("--find"), Path::new("--show"), file]).into())
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.0).status();
-    }
-}
-
-/// A mount that is removed when this is dropped.
-struct Bound(PathBuf);
-
-impl Drop for Bound {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).status();
-    }
-}
 
 fn start(dir: &TempDir) -> Running {
     let path = |name: &str| dir.path().join(name).display().to_string();
@@ -82,27 +52,25 @@ async fn an_engine_is_not_stopped_while_its_device_has_any_user() {
 
     let file = dir.path().join("content");
     fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
-    let device = Loop::of(&file);
+    let device = LoopDevice::of(&file);
     let node = dir.path().join("dev/v1");
     fs::create_dir_all(dir.path().join("dev")).unwrap();
-    run("cp", &[Path::new("--archive"), &device.0, &node]);
+    run("cp", &[Path::new("--archive"), device.path(), &node]);
 
     // A database or qemu: it does not open the device exclusively.
     let opened = fs::File::open(&node).unwrap();
     refused(&mut client, engine, &format!("opened by process {} (", std::process::id())).await;
     drop(opened);
 
-    let holder = Loop::of(&node);
-    let name = holder.0.file_name().unwrap().to_str().unwrap().to_owned();
-    refused(&mut client, engine, &format!("held by the loop device {name}")).await;
+    let holder = LoopDevice::of(&node);
+    refused(&mut client, engine, &format!("held by the loop device {}", holder.name())).await;
     drop(holder);
 
     // As kubelet publishes a device to a pod.
     let target = dir.path().join("published");
     fs::File::create(&target).unwrap();
-    run("mount", &[Path::new("--bind"), &node, &target]);
-    let bound = Bound(target);
-    refused(&mut client, engine, &format!("its node is mounted at {}", bound.0.display())).await;
+    let bound = BindMount::new(&node, &target);
+    refused(&mut client, engine, &format!("its node is mounted at {}", bound.target().display())).await;
     drop(bound);
 
     client.stop_instance(stop(InstanceKind::Engine, "v1", 0)).await.unwrap();

@@ -2,61 +2,31 @@
 #![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use shorthorn_frontend::node::in_use;
-
-fn run(program: &str, arguments: &[&Path]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
-}
-
-/// A loop device that is detached when this is dropped.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn of(file: &Path) -> Loop {
-        Loop(run("losetup", &[Path::new("--find"), Path::new("--show"), file]).into())
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.0).status();
-    }
-}
-
-/// A mount that is removed when this is dropped.
-struct Bound(PathBuf);
-
-impl Drop for Bound {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).status();
-    }
-}
+use shorthorn_testkit::devices::{BindMount, LoopDevice, run};
 
 /// Returns a loop device. Without one nothing is tested, and the test fails.
-fn device() -> (Loop, tempfile::TempDir) {
+fn device() -> (LoopDevice, tempfile::TempDir) {
     let control = fs::OpenOptions::new().write(true).open("/dev/loop-control");
     assert!(control.is_ok(), "root and loop devices are needed: {control:?}");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("disk");
     fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
-    (Loop::of(&file), folder)
+    (LoopDevice::of(&file), folder)
 }
 
 #[test]
 fn a_process_that_has_it_open_is_named() {
     let (device, _folder) = device();
-    assert_eq!(in_use(&device.0), None);
-    let opened = fs::File::open(&device.0).unwrap();
-    let said = in_use(&device.0).unwrap();
+    assert_eq!(in_use(device.path()), None);
+    let opened = fs::File::open(device.path()).unwrap();
+    let said = in_use(device.path()).unwrap();
     let own = format!("opened by process {} (", std::process::id());
     assert!(said.contains(&own), "{said}");
     drop(opened);
-    assert_eq!(in_use(&device.0), None);
+    assert_eq!(in_use(device.path()), None);
 }
 
 #[test]
@@ -64,14 +34,13 @@ fn a_loop_device_on_it_is_named_whatever_became_of_its_path() {
     let (device, folder) = device();
     // As kubelet does: the node under another path, which goes while the loop device stays.
     let node = folder.path().join("node");
-    run("cp", &[Path::new("--archive"), &device.0, &node]);
-    let holder = Loop::of(&node);
+    run("cp", &[Path::new("--archive"), device.path(), &node]);
+    let holder = LoopDevice::of(&node);
     fs::remove_file(&node).unwrap();
-    let said = in_use(&device.0).unwrap();
-    let name = holder.0.file_name().unwrap().to_str().unwrap();
-    assert!(said.contains(&format!("held by the loop device {name}")), "{said}");
+    let said = in_use(device.path()).unwrap();
+    assert!(said.contains(&format!("held by the loop device {}", holder.name())), "{said}");
     drop(holder);
-    assert_eq!(in_use(&device.0), None);
+    assert_eq!(in_use(device.path()), None);
 }
 
 #[test]
@@ -79,10 +48,9 @@ fn a_mount_of_its_node_is_named() {
     let (device, folder) = device();
     let target = folder.path().join("target");
     fs::File::create(&target).unwrap();
-    run("mount", &[Path::new("--bind"), &device.0, &target]);
-    let bound = Bound(target);
-    let said = in_use(&device.0).unwrap();
-    assert!(said.contains(&format!("its node is mounted at {}", bound.0.display())), "{said}");
+    let bound = BindMount::new(device.path(), &target);
+    let said = in_use(device.path()).unwrap();
+    assert!(said.contains(&format!("its node is mounted at {}", bound.target().display())), "{said}");
     drop(bound);
-    assert_eq!(in_use(&device.0), None);
+    assert_eq!(in_use(device.path()), None);
 }

@@ -1,8 +1,9 @@
 //! The shared parts of the tests of several crates: the built programs, an NBD client, a client of metrics
-//! and health, a counting allocator, waits for conditions, and the documentation.
+//! and health, a counting allocator, waits for conditions, loop devices, and the documentation.
 
 mod allocations;
 mod binaries;
+pub mod devices;
 pub mod docs;
 pub mod metrics;
 pub mod nbd;
