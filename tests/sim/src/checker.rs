@@ -7,10 +7,11 @@
 //!   and took effect (was acknowledged, or was read) before the read began;
 //! - after a loss of power that no host survives, also data that was replaced by writes without a flush.
 
-use crate::replica::ROT;
-
 /// The id of a write; 0 stands for zeroes.
 pub type Id = u32;
+
+/// The content of a sector that a disk has changed by itself.
+pub const ROT: Id = Id::MAX;
 
 /// Microseconds of simulated time.
 pub type Micros = u64;

@@ -8,9 +8,10 @@ use shorthorn_views::{Arbiter, ReplicaViews};
 use crate::checker::Id;
 use crate::disk::Files;
 use crate::net;
+use crate::occurrence::Occurrence;
 use crate::replica::{Judgement, Replica};
 use crate::script::Layout;
-use crate::simulation::{Occurrence, Simulation};
+use crate::simulation::Simulation;
 
 /// The interval at which the controller looks for lost replicas.
 const CONTROL_US: u64 = 400_000;

@@ -7,8 +7,7 @@ use shorthorn_chain::{ExtentSource, FileIndex};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
-use crate::checker::Id;
-use crate::replica::ROT;
+use crate::checker::{Id, ROT};
 use crate::script::Layout;
 
 /// Sectors of a block.

@@ -20,16 +20,21 @@ pub mod checker;
 mod controller;
 mod disk;
 mod engine;
+mod engine_shell;
 mod faults;
 mod guest;
+mod guest_turns;
 mod liars;
 mod net;
+mod occurrence;
 mod opening;
 mod replica;
+mod replica_process;
 mod script;
 mod shrink;
 mod simulation;
 mod tasks;
+mod trouble;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -40,14 +45,15 @@ use shorthorn_core::{Event, PeerState, ScrubConfig};
 use shorthorn_types::{Generation, Members, Regions, ReplicaId, View, ViewId};
 use shorthorn_views::ReplicaViews;
 
-use crate::checker::{Checker, Id};
+use crate::checker::{Checker, Id, ROT};
 use crate::disk::{BLOCK_SECTORS, Files};
 pub use crate::faults::Fault;
 use crate::guest::Guest;
+use crate::occurrence::Occurrence;
 use crate::replica::Replica;
 pub use crate::script::{Layout, Script, Strike};
 pub use crate::shrink::{Shrunk, shrink};
-use crate::simulation::{Occurrence, Simulation};
+use crate::simulation::Simulation;
 use crate::tasks::Tasks;
 
 /// A part of the rules that is left out, to see that the simulation notices.
@@ -507,7 +513,7 @@ fn compare_replicas(sim: &mut Simulation) {
         }
     }
     let flat: Vec<Id> = contents[0].1.iter().flatten().copied().collect();
-    if flat.contains(&replica::ROT) {
+    if flat.contains(&ROT) {
         return sim.violate("rot is left after a scrub".to_owned());
     }
     let now = sim.now;

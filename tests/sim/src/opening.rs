@@ -21,9 +21,11 @@ use shorthorn_views::{CannotStart, FencedReplica, NoPlan};
 use shorthorn_wire::Welcome;
 
 use crate::Sabotage;
-use crate::engine::{COPY_SLOTS, DEPTH, FLIGHT_LIMITS, ID_CALL, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index};
+use crate::engine::{COPY_SLOTS, DEPTH, FLIGHT_LIMITS, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index};
+use crate::engine_shell::ID_CALL;
 use crate::net::{Answer, Ask, ConnId, Message};
-use crate::simulation::{Occurrence, Simulation};
+use crate::occurrence::Occurrence;
+use crate::simulation::Simulation;
 use crate::tasks::{all, until};
 use attempt::{Attempt, Connections};
 use link::{CallError, Via, Wire};

@@ -1,38 +1,29 @@
-//! A replica process: the real rules of views, regions and layers, over a simulated disk.
+//! The state of a replica and its disk: the real rules of views, regions and layers, over a simulated disk.
 
 mod durable;
 mod execute;
 mod lies;
-mod power;
-mod process;
 mod sums;
 
 use std::collections::BTreeMap;
-use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
-use shorthorn_regions::{PAGE_BYTES, SetKey, WriteIntentLog};
-use shorthorn_replica_core::{
-    Admission, KnownRot, PageEnd, QueueId, Ready, ReplicaState, Superseded, Waiter, Waiting, Why,
-};
+use shorthorn_regions::{SetKey, WriteIntentLog};
+use shorthorn_replica_core::{Admission, KnownRot, ReplicaState, Waiting};
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_types::{
-    ByteRange, Errno, Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId,
-};
+use shorthorn_types::{ByteRange, Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::ReplicaViews;
-use shorthorn_wire::{LayerList, RegionsQuery};
 
 use self::durable::{Durable, Pages, Shelf, takes_error};
-pub use self::sums::ROT;
-use self::sums::Summing;
+pub use self::sums::Summing;
 use crate::Sabotage;
-use crate::checker::{Id, Micros};
+use crate::checker::{Id, Micros, ROT};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
-use crate::faults::{Broken, LieAt, Mend};
-use crate::net::{Answer, Ask, ConnId, Greeting, Message};
+use crate::faults::{Broken, LieAt};
+use crate::net::{Ask, ConnId, Greeting};
+use crate::occurrence::Occurrence;
 use crate::script::Layout;
-use crate::simulation::{Occurrence, Simulation};
 
 /// A copy of a disk.
 #[derive(Clone, Debug)]
@@ -52,17 +43,17 @@ const MEMBERS_THAT_TELL: usize = 3;
 
 /// A request that is being executed.
 #[derive(Debug)]
-struct Op {
-    conn: ConnId,
-    number: u64,
-    ask: Ask,
+pub struct Op {
+    pub conn: ConnId,
+    pub number: u64,
+    pub ask: Ask,
     /// The number of unsynced changes of the head when a flush began.
-    mark: usize,
+    pub mark: usize,
 }
 
 impl Op {
     /// Returns a key that distinguishes it from all others.
-    fn key(&self) -> (ConnId, u64) {
+    pub fn key(&self) -> (ConnId, u64) {
         (self.conn, self.number)
     }
 }
@@ -72,7 +63,7 @@ impl Op {
 pub struct Replica {
     pub id: ReplicaId,
     pub files: Files,
-    durable: Durable,
+    pub durable: Durable,
     pub size_bytes: u64,
     pub up: bool,
     /// The number of the process.
@@ -101,29 +92,29 @@ pub struct Replica {
     /// True if the replica has answered a check with an error.
     pub could_not_verify: bool,
     /// The random numbers for delays, and for the effects of errors.
-    rng: Rng,
+    pub rng: Rng,
     can_punch: bool,
     /// Some of its blocks have vanished, so that the map of its blocks cannot be relied on.
-    has_vanished: bool,
+    pub has_vanished: bool,
     /// An earlier copy of the disk.
     saved: Option<Saved>,
     /// The disk was restored, and not made anew since.
     pub is_rolled_back: bool,
     /// The state that the process keeps beside the data.
-    state: ReplicaState,
-    map: BlockMap,
+    pub state: ReplicaState,
+    pub map: BlockMap,
     /// In the hands of the disk.
-    ops: BTreeMap<u64, Op>,
+    pub ops: BTreeMap<u64, Op>,
     /// Wait for pages.
-    waiting: Waiting<Op, (ConnId, u64)>,
-    pages: Pages,
+    pub waiting: Waiting<Op, (ConnId, u64)>,
+    pub pages: Pages,
     /// Regions that are being summed.
-    summing: Option<Summing>,
+    pub summing: Option<Summing>,
     /// Sums that stay known because rot was met beside their blocks: the first repair takes the sums of the
     /// region away.
-    known_rot: KnownRot<(ConnId, u64)>,
+    pub known_rot: KnownRot<(ConnId, u64)>,
     /// The connections; a candidate has the number of its hello.
-    admission: Admission<ConnId, (ConnId, u64)>,
+    pub admission: Admission<ConnId, (ConnId, u64)>,
     pub gone: bool,
 }
 
@@ -204,12 +195,12 @@ impl Replica {
     }
 
     /// Returns true if the disk fails at this, this time.
-    fn takes_error(&mut self, what: Broken) -> bool {
+    pub fn takes_error(&mut self, what: Broken) -> bool {
         takes_error(&mut self.broken, what)
     }
 
     /// Changes the state that the process keeps beside the data.
-    fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
+    pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
         let Replica { state, durable, pages, broken, rng, full_for_pages, .. } = self;
         let mut shelf = Shelf { durable, pages, broken, rng, is_full: *full_for_pages };
         change(state, &mut shelf)
@@ -303,7 +294,7 @@ impl Replica {
     }
 
     /// Returns the free space on the disk, as in the answer to a PING.
-    fn free_mib(&self) -> u32 {
+    pub fn free_mib(&self) -> u32 {
         if self.full || self.full_for_pages { 0 } else { 1000 }
     }
 
@@ -312,7 +303,7 @@ impl Replica {
         self.files.content(self.size_bytes / BLOCK_BYTES)
     }
 
-    fn restart(&mut self, boot: u64, sabotage: Option<crate::Sabotage>) {
+    pub fn restart(&mut self, boot: u64, sabotage: Option<Sabotage>) {
         let regions = Regions::of(self.size_bytes);
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
@@ -325,7 +316,7 @@ impl Replica {
         self.failed = false;
     }
 
-    fn remap(&mut self) {
+    pub fn remap(&mut self) {
         self.map = chain_map(self.size_bytes, self.durable.has_snapshot, self.can_punch);
     }
 
@@ -345,13 +336,13 @@ impl Replica {
     }
 
     /// Returns true if something is being done that was sent on this connection.
-    fn is_busy_with(&self, conn: ConnId) -> bool {
+    pub fn is_busy_with(&self, conn: ConnId) -> bool {
         let is_its = |op: &Op| op.conn == conn;
         self.ops.values().chain(self.waiting.modifications()).any(is_its)
             || self.waiting.marks().any(|(of, _)| *of == conn)
     }
 
-    fn greeting(&self) -> Greeting {
+    pub fn greeting(&self) -> Greeting {
         Greeting {
             run: self.boot,
             report: self.state.views().report().clone(),
@@ -381,7 +372,7 @@ impl Replica {
         }
     }
 
-    fn read(&mut self, range: ByteRange) -> Vec<Id> {
+    pub fn read(&mut self, range: ByteRange) -> Vec<Id> {
         self.look_at_map();
         let mut segments = Vec::new();
         let blocks = range.grown_to_blocks();
@@ -457,7 +448,7 @@ impl Replica {
         blocks
     }
 
-    fn changes(&mut self, ask: &Ask) -> Vec<(u64, Option<Block>)> {
+    pub fn changes(&mut self, ask: &Ask) -> Vec<(u64, Option<Block>)> {
         self.look_at_map();
         match ask {
             Ask::Write(range, data, _) => self.plan_write(*range, data),
@@ -467,7 +458,7 @@ impl Replica {
         }
     }
 
-    fn put(&mut self, block: u64, content: Option<Block>) {
+    pub fn put(&mut self, block: u64, content: Option<Block>) {
         self.files.overwrite_rot(block, &content.unwrap_or_default());
         self.files.head.set(block, content);
         let Ok(range) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) else { return };
@@ -478,7 +469,7 @@ impl Replica {
     }
 }
 
-fn block_numbers(range: ByteRange) -> std::ops::Range<u64> {
+pub fn block_numbers(range: ByteRange) -> std::ops::Range<u64> {
     range.offset() / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES)
 }
 
@@ -486,19 +477,10 @@ fn place(sector: u64, range: ByteRange) -> usize {
     usize::try_from((sector - range.offset()) / 512).unwrap_or(usize::MAX)
 }
 
-fn modified(ask: &Ask) -> Option<ByteRange> {
+pub fn modified(ask: &Ask) -> Option<ByteRange> {
     match ask {
         Ask::Write(range, ..) | Ask::Discard(range) | Ask::WriteZeroes(range, _) => Some(*range),
         _ => None,
-    }
-}
-
-fn describe(ask: &Ask, range: ByteRange) -> String {
-    let sectors = crate::guest::sectors(range);
-    match ask {
-        Ask::Write(_, data, _) => format!("write {:?} of {:?}", sectors, data.first()),
-        Ask::Discard(_) => format!("discard {sectors:?}"),
-        _ => format!("zeroes {sectors:?}"),
     }
 }
 

@@ -4,61 +4,18 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use fastrand::Rng;
-use shorthorn_types::{Members, ReplicaId, View};
+use shorthorn_types::{Members, ReplicaId};
 use shorthorn_views::Arbiter;
 
 use crate::Options;
 use crate::checker::{Checker, Micros};
 use crate::engine::{EngineProc, Host};
-use crate::faults::{Fault, Mend};
-use crate::guest::Guest;
+use crate::faults::Fault;
+use crate::guest::{Guest, Outstanding};
 use crate::net::{Answer, Conn, ConnId, Cut, Direction, Message, Whom};
+use crate::occurrence::Occurrence;
 use crate::replica::Replica;
-use crate::script::{HOSTS, Script, Strike};
-
-/// An occurrence at a point in time.
-#[derive(Debug)]
-pub enum Occurrence {
-    /// A message arrives at a host; `number` counts those of its connection and direction.
-    Deliver { conn: ConnId, to_replica: bool, number: u64, message: Message },
-    /// A process takes a message.
-    Take { conn: ConnId, to_replica: bool, message: Message },
-    /// A disk has completed a request.
-    DiskDone { replica: usize, boot: u64, op: u64 },
-    /// A disk has written a page of a set of regions.
-    PageDone { replica: usize, boot: u64, write: u64 },
-    /// A replica process searches regions to sum, or has read (false) or written (true) the ones that it has
-    /// begun.
-    Sum { replica: usize, boot: u64, is_read: Option<bool> },
-    /// The time of an engine advances.
-    Tick { engine: u64 },
-    /// A fault begins.
-    Fault(Strike),
-    /// A fault is repaired.
-    Mend(Mend),
-    /// A replica process starts.
-    StartReplica { replica: usize, boot: u64 },
-    /// An engine process starts on a host, unless there is one.
-    StartEngine { host: usize },
-    /// An engine process that hands over ends, whether it has cleared the write intents or not.
-    EndEngine { engine: u64 },
-    /// A queue of an engine closes its connection to a replica.
-    CloseQueue { engine: u64, conn: ConnId },
-    /// An engine takes the guest's request in a slot.
-    Submit { engine: u64, slot: usize },
-    /// An engine asks for a grant, if it still wants one.
-    AskArbiter { engine: u64 },
-    /// The arbiter's answer arrives.
-    Granted { engine: u64, view: View },
-    /// The volume is attached anew, unless that was done since this attachment.
-    AttachAnew { attach: u64 },
-    /// The controller looks for replicas that are lost.
-    Control,
-    /// The guest may ask for something.
-    Guest,
-    /// Tasks of an engine look at the clock.
-    Wake { engine: u64 },
-}
+use crate::script::{HOSTS, Layout, Script};
 
 /// The controller's record of the volume.
 #[derive(Clone, Debug)]
@@ -90,7 +47,7 @@ pub struct Simulation {
     free: Vec<usize>,
     pub replicas: Vec<Replica>,
     /// The layouts of the replicas.
-    pub layouts: Vec<crate::script::Layout>,
+    pub layouts: Vec<Layout>,
     pub hosts: Vec<Host>,
     pub engines: BTreeMap<u64, EngineProc>,
     pub conns: BTreeMap<ConnId, Conn>,
@@ -99,7 +56,7 @@ pub struct Simulation {
     pub saved_controller: Option<Controller>,
     pub guest: Guest,
     /// The requests in flight when the guest moved: they may happen until the next engine serves.
-    pub guest_forgot: Vec<crate::guest::Outstanding>,
+    pub guest_forgot: Vec<Outstanding>,
     pub checker: Checker,
     /// An engine has started from members that had all lost power, and no guest has begun anew since.
     pub lost_untold: bool,

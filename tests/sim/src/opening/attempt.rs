@@ -11,7 +11,7 @@ use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
 use super::link::{CallError, Via, Wire};
 use super::{Process, RETRY_US};
 use crate::net::ConnId;
-use crate::simulation::Occurrence;
+use crate::occurrence::Occurrence;
 use crate::tasks::all;
 
 /// The connections to the members: by replica and queue.

@@ -17,7 +17,7 @@ use crate::net::SnapshotLayer;
 
 /// The state on the disk of a replica beside its data.
 #[derive(Clone, Debug)]
-pub(super) struct Durable {
+pub struct Durable {
     pub me: ReplicaId,
     pub views: ReplicaViews,
     /// The former views, if storing these has failed at its end: a power loss may bring them back.
@@ -80,10 +80,10 @@ impl Durable {
 }
 
 /// Page writes under way: slot, set (none: of a removed file), page, bytes.
-pub(super) type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
+pub type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
 
 /// The disk of a process that changes the state beside the data.
-pub(super) struct Shelf<'a> {
+pub struct Shelf<'a> {
     pub durable: &'a mut Durable,
     pub pages: &'a mut Pages,
     pub broken: &'a mut BTreeMap<Broken, u32>,

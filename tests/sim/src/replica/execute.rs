@@ -13,7 +13,7 @@ use crate::net::{Answer, Ask, SnapshotLayer};
 
 impl Replica {
     /// Executes the request on the disk, and returns the answer and the reported error, if any.
-    pub(super) fn done(&mut self, op: &Op, lies: bool, is_unchecked: bool) -> (Answer, Option<Broken>) {
+    pub fn done(&mut self, op: &Op, lies: bool, is_unchecked: bool) -> (Answer, Option<Broken>) {
         let error = match &op.ask {
             Ask::Read(_) | Ask::CheckedRead(_) => Broken::Read,
             Ask::Verify(_) => Broken::Verify,
@@ -91,7 +91,7 @@ impl Replica {
     }
 
     /// Writes a document that is not of the steps. If that breaks, it may be done all the same.
-    pub(super) fn write_document(
+    pub fn write_document(
         &mut self,
         write: impl FnOnce(&mut Replica) -> Result<(), Errno>,
     ) -> Result<(), Errno> {
@@ -109,13 +109,13 @@ impl Replica {
     }
 
     /// Returns true if the replica can have these layers.
-    pub(super) fn can_have(&self, layers: &LayerList) -> bool {
+    pub fn can_have(&self, layers: &LayerList) -> bool {
         let head_bytes = layers.layers.last().map(|head| head.size_bytes);
         layers.check(self.size_bytes).is_ok() && head_bytes == Some(self.size_bytes)
     }
 
     /// Becomes a copy. A snapshot that is whole, from an interrupted copy, is kept.
-    pub(super) fn copy_begin(&mut self, layers: &LayerList, is_sabotaged: bool) -> Result<(), Errno> {
+    pub fn copy_begin(&mut self, layers: &LayerList, is_sabotaged: bool) -> Result<(), Errno> {
         let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
         self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
         if !self.can_have(layers) && !is_sabotaged {
@@ -142,7 +142,7 @@ impl Replica {
     }
 
     /// Returns the extents of the head, from `from_bytes` on.
-    pub(super) fn head_extents(&self, from_bytes: u64) -> ExtentsPage {
+    pub fn head_extents(&self, from_bytes: u64) -> ExtentsPage {
         let blocks = from_bytes / BLOCK_BYTES..self.size_bytes / BLOCK_BYTES;
         let mut held = blocks.filter(|block| self.files.head.get(*block).is_some());
         let extent = |block| Extent { offset_bytes: block * BLOCK_BYTES, length_bytes: BLOCK_BYTES };
@@ -150,7 +150,7 @@ impl Replica {
         ExtentsPage { extents, next_bytes: held.next().map(|block| block * BLOCK_BYTES) }
     }
 
-    pub(super) fn regions(&self, query: &RegionsQuery, sabotage: Option<Sabotage>) -> RegionsPage {
+    pub fn regions(&self, query: &RegionsQuery, sabotage: Option<Sabotage>) -> RegionsPage {
         let is_unseen = sabotage == Some(Sabotage::HolesUnseen);
         let regions = match query.size_bytes {
             0 => self.state.intent_log().regions(),

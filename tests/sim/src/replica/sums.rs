@@ -6,43 +6,32 @@
 //! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
 //! and its simulation keep them in the same way: see [`KnownRot`].
 
-use std::ops::Range;
-
 use super::*;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::Sabotage;
-use crate::disk::SparseFile;
-use crate::net::RottenBlock;
-
-/// The content of a sector that the disk has changed.
-pub const ROT: Id = Id::MAX;
-/// The interval at which a process searches regions to sum.
-const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
-/// The maximum number of regions that are summed at once.
-const REGIONS_AT_ONCE: u32 = 4;
 
 /// Regions that are being summed.
 #[derive(Debug)]
-pub(super) struct Summing {
-    regions: std::ops::Range<u32>,
+pub struct Summing {
+    pub regions: std::ops::Range<u32>,
     /// By block, once they are read.
-    sums: BTreeMap<u64, u32>,
+    pub sums: BTreeMap<u64, u32>,
     /// The sums of the data that was read.
-    read_back: BTreeMap<u64, u32>,
+    pub read_back: BTreeMap<u64, u32>,
     /// True if the sums are not needed any more. The disk still completes its operations for them.
-    is_void: bool,
+    pub is_void: bool,
 }
 
 impl Replica {
     /// Returns the sum of a block as a reader sees it; never 0.
-    fn sum_of(&self, block: u64) -> u32 {
+    pub fn sum_of(&self, block: u64) -> u32 {
         let content =
             self.files.head.get(block).or_else(|| self.files.snapshot.get(block)).unwrap_or_default();
         check(&content).max(1)
     }
 
-    fn is_summed(&self, block: u64) -> bool {
+    pub fn is_summed(&self, block: u64) -> bool {
         let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
         let intent_log = self.state.intent_log();
         let mut regions = intent_log.regions().touched(range);
@@ -69,7 +58,7 @@ impl Replica {
     }
 
     /// Keeps the sums beside rot that was met.
-    pub(super) fn know_rot(&mut self) {
+    pub fn know_rot(&mut self) {
         let blocks = 0..self.size_bytes / BLOCK_BYTES;
         let sums: Vec<(u64, u32)> = blocks.filter_map(|block| Some((block, self.kept_sum(block)?))).collect();
         self.known_rot.keep(0, sums);
@@ -77,7 +66,7 @@ impl Replica {
 
     /// Invalidates the sums of the regions of `range`, which a request is to modify, whether it is admitted
     /// or not.
-    pub(super) fn sums_end(&mut self, range: ByteRange) {
+    pub fn sums_end(&mut self, range: ByteRange) {
         let bytes = self.regions_of(range);
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
         let unknown: Vec<u64> =
@@ -86,7 +75,7 @@ impl Replica {
     }
 
     /// Handles the admission of the request. Changes by the disk stay until the outcome is known.
-    pub(super) fn sums_follow(&mut self, op: &Op, range: ByteRange, sabotage: Option<Sabotage>) {
+    pub fn sums_follow(&mut self, op: &Op, range: ByteRange, sabotage: Option<Sabotage>) {
         let is_discard = matches!(op.ask, Ask::Discard(_));
         let blocks = if is_discard { whole_blocks(range) } else { block_numbers(range) };
         for block in blocks {
@@ -132,7 +121,7 @@ impl Replica {
     }
 
     /// Returns the blocks of `range` that the replica knows to be rotten.
-    pub(super) fn rotten_blocks(&self, range: ByteRange) -> Vec<u64> {
+    pub fn rotten_blocks(&self, range: ByteRange) -> Vec<u64> {
         block_numbers(range).filter(|block| self.is_known_rotten(*block)).collect()
     }
 
@@ -143,7 +132,7 @@ impl Replica {
     }
 
     /// Returns true if the replica could give the block for sure.
-    fn is_sound(&self, block: u64) -> bool {
+    pub fn is_sound(&self, block: u64) -> bool {
         let is_rotten = self.files.rot.contains_key(&block) || self.known_rot.is_lost(block);
         self.up && !self.failed && !self.durable.rebuilding && !is_rotten
     }
@@ -159,7 +148,7 @@ impl Replica {
     }
 
     /// Heals blocks whose sums do not count any more.
-    pub(super) fn heal_unknown(&mut self) {
+    pub fn heal_unknown(&mut self) {
         // If a lost block is not known, that is a mistake.
         let is_unknown = |block: &u64| !self.is_guarded(*block) && !self.files.has_lost(*block);
         let unknown: Vec<u64> = self.files.rot.keys().copied().filter(is_unknown).collect();
@@ -184,7 +173,7 @@ impl Replica {
     }
 
     /// Ends the process in the middle: the page that it was writing is new, old, or torn.
-    pub(super) fn end_summing(&mut self, rng: &mut Rng) {
+    pub fn end_summing(&mut self, rng: &mut Rng) {
         let Some(Summing { sums, is_void: false, .. }) = self.summing.take() else { return };
         match rng.u8(0..3) {
             0 => {}
@@ -194,14 +183,14 @@ impl Replica {
     }
 
     /// Drops the running sums, because the data has changed.
-    pub(super) fn void_summing(&mut self) {
+    pub fn void_summing(&mut self) {
         if let Some(summing) = &mut self.summing {
             summing.is_void = true;
         }
     }
 
     /// Knows the blocks that no member had when the replica was made.
-    pub(super) fn know_lost(&mut self, sabotage: Option<Sabotage>) {
+    pub fn know_lost(&mut self, sabotage: Option<Sabotage>) {
         // As if a block with other data than it was copied with were not lost any more.
         let by_sum = sabotage == Some(Sabotage::MergedForgotten);
         let lost = self.durable.lost.iter();
@@ -211,12 +200,12 @@ impl Replica {
     }
 
     /// Returns true if the disk records the block as lost.
-    pub(super) fn has_recorded_lost(&self, block: u64) -> bool {
+    pub fn has_recorded_lost(&self, block: u64) -> bool {
         self.durable.lost.contains_key(&block)
     }
 
     /// Returns a lost block that holds rot, and that the process does not know.
-    pub(super) fn unknown_lost(&self) -> Option<u64> {
+    pub fn unknown_lost(&self) -> Option<u64> {
         let counts = !self.durable.rebuilding || self.durable.is_snapshot_done;
         self.files.lost().find(|block| counts && !self.is_known_rotten(*block))
     }
@@ -231,7 +220,7 @@ impl Replica {
     }
 
     /// Records the blocks that the ended copy has cured.
-    pub(super) fn record_cured_by_copy(&mut self) {
+    pub fn record_cured_by_copy(&mut self) {
         self.files.head.sync(usize::MAX);
         self.durable.lost.retain(|block, _| self.known_rot.is_lost(*block));
     }
@@ -248,219 +237,9 @@ impl Replica {
     }
 }
 
-impl Simulation {
-    /// The disk of a replica changes some blocks.
-    pub fn rot_blocks(&mut self, at: usize, count: u64, vanish: bool, rng: &mut Rng) -> bool {
-        let of_volume = self.guest.replicas.clone();
-        let is_guest = |id: &ReplicaId| of_volume.contains(id);
-        if !self.replicas[at].up || self.replicas[at].durable.rebuilding || !is_guest(&self.replicas[at].id) {
-            return false;
-        }
-        if vanish && self.replicas[at].durable.has_snapshot {
-            return false; // a full copy does not look where a layer has no data
-        }
-        let mut has_rotten = false;
-        for _ in 0..count {
-            let block = rng.u64(0..self.replicas[at].size_bytes / BLOCK_BYTES);
-            let others = (0..self.replicas.len()).filter(|other| *other != at);
-            let has_other = others.into_iter().any(|other| {
-                let other = &self.replicas[other];
-                is_guest(&other.id) && other.is_sound(block) && other.is_summed(block)
-            });
-            let replica = &mut self.replicas[at];
-            if has_other && replica.is_summed(block) && replica.files.rot(block, vanish) {
-                has_rotten = true;
-                replica.has_vanished |= vanish;
-                if replica.files.rot_below().any(|(below, _)| below == block) {
-                    self.count("blocks of snapshots that rot");
-                }
-                self.was_rotten.insert((at, block));
-                self.trace(|| format!("block {block} of replica {at} is rotten"));
-            }
-        }
-        has_rotten
-    }
-
-    /// Records that no member can give `range`, as far as an engine knows: it is copied unchanged.
-    pub fn rot_is_copied(&mut self, engine: u64, peer: usize, range: ByteRange) {
-        let Some(process) = self.engines.get(&engine) else { return };
-        let Some(core) = &process.core else { return };
-        let membership = core.membership();
-        let replicas: Vec<(bool, usize)> = (0..process.peers.len())
-            .filter_map(|other| {
-                let is_member =
-                    membership.state(crate::engine::index(other)) == shorthorn_core::PeerState::Member;
-                Some((is_member && other != peer, self.replica_index(process.peers[other].replica)?))
-            })
-            .collect();
-        let is_sound =
-            |at: usize| block_numbers(range).all(|block| !self.replicas[at].is_known_rotten(block));
-        if replicas.iter().any(|(is_other, at)| *is_other && is_sound(*at)) {
-            return self.violate(format!("{range} is copied with rot, and another member has it"));
-        }
-        self.count("rot without a sound copy");
-        replicas.into_iter().for_each(|(_, at)| self.replicas[at].heal(range));
-    }
-
-    /// The snapshot of a replica is read to be copied. Rot that no sum is known of cannot be noticed.
-    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op, blocks: &Range<u64>) {
-        let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedLayers);
-        let replica = &mut self.replicas[at];
-        let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
-        let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
-        unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));
-        let told = replica.files.rot_below().filter(|(block, _)| !is_unchecked && blocks.contains(block));
-        let told: Vec<RottenBlock> = told.collect();
-        let file = Rc::new(replica.files.snapshot.clone());
-        if !told.is_empty() {
-            replica.know_rot();
-            self.count("rot told of snapshots");
-        }
-        self.answer(op.conn, op.number, Answer::Snapshot(file, told));
-    }
-
-    /// A block of the snapshot is read in which another replica holds rot.
-    pub(super) fn read_snapshot_block(&mut self, at: usize, op: &Op, block: u64) {
-        let replica = &mut self.replicas[at];
-        if replica.takes_error(Broken::SnapshotBlock) {
-            let rng = &mut self.replicas[at].rng;
-            let (way, errno) = (rng.u8(0..4), [Errno::IO, Errno::NO_SPACE, Errno::INVALID][rng.usize(0..3)]);
-            self.count(Broken::SnapshotBlock.name());
-            return match way {
-                // No answer comes.
-                0 => {}
-                1 => self.end_at_replica(op.conn),
-                _ => self.answer(op.conn, op.number, Answer::Error(errno)),
-            };
-        }
-        let is_below = replica.files.rot_below().any(|(below, _)| below == block);
-        if is_below && !replica.is_known_rotten(block) {
-            replica.files.heal(block);
-        }
-        let content = replica.files.snapshot.get(block).filter(|_| replica.durable.has_snapshot);
-        let answer = match content {
-            _ if is_below && replica.is_known_rotten(block) => Answer::Error(Errno::ROTTEN),
-            content => Answer::SnapshotBlock(content.map(Box::new)),
-        };
-        self.answer(op.conn, op.number, answer);
-    }
-
-    /// A replica that is made anew gets blocks of the snapshot. It knows the blocks that all have lost.
-    /// Returns false if the process ends by a crash, before the record of these blocks or after it.
-    pub(super) fn copy_snapshot(
-        &mut self,
-        at: usize,
-        file: &SparseFile,
-        blocks: &Range<u64>,
-        lost: &[RottenBlock],
-    ) -> bool {
-        let is_calm = self.calm;
-        let replica = &mut self.replicas[at];
-        let is_cut_off = !is_calm && replica.rng.u8(..) < 12;
-        let is_recorded = !is_cut_off || replica.rng.bool();
-        for block in blocks.clone() {
-            replica.files.snapshot.replace(block, file.get(block));
-        }
-        replica.remap();
-        for (block, was) in lost {
-            replica.files.is_lost(*block, *was);
-            let sum = replica.sum_of(*block);
-            if is_recorded {
-                replica.durable.lost.insert(*block, sum);
-            }
-            self.was_rotten.insert((at, *block));
-        }
-        let replica = &mut self.replicas[at];
-        replica.know_lost(None);
-        let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| sectors.contains(&ROT));
-        let is_told = |block: &u64| lost.iter().any(|(lost, _)| lost == block);
-        if let Some(block) = blocks.clone().find(|block| is_rotten(block) && !is_told(block)) {
-            self.violate(format!("rot is copied to replica {at} in block {block} of its snapshot"));
-        }
-        if is_cut_off {
-            self.count("snapshot copies cut off");
-            let mut rng = self.rng.fork();
-            self.kill_replica(at, false, 0, &mut rng);
-        }
-        !is_cut_off
-    }
-
-    /// Looks for regions to sum.
-    pub fn look_for_sums(&mut self, at: usize, boot: u64) {
-        let delay = self.rng.u64(LOOK_US);
-        let replica = &mut self.replicas[at];
-        if replica.boot != boot || !replica.up {
-            return;
-        }
-        self.after(delay, Occurrence::Sum { replica: at, boot, is_read: None });
-        let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
-        let replica = &mut self.replicas[at];
-        if replica.summing.is_some() || replica.failed || replica.durable.rebuilding {
-            return;
-        }
-        let regions = replica.state.intent_log().regions();
-        replica.state.intent_log_mut().want_sums(0..regions.count());
-        let holds =
-            |region: u32| block_numbers(regions.range(region)).any(|block| replica.files.holds(block));
-        let empty: Vec<u32> = (0..regions.count()).filter(|region| !holds(*region)).collect();
-        empty.into_iter().for_each(|region| replica.state.intent_log_mut().need_no_sums(region..region + 1));
-        let from = replica.rng.u32(0..regions.count());
-        let intent_log = replica.state.intent_log_mut();
-        let Some(first) = intent_log.next_to_sum(from).or_else(|| intent_log.next_to_sum(0)) else { return };
-        let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
-        let mut summing = Summing {
-            regions: run.clone(),
-            sums: BTreeMap::new(),
-            read_back: BTreeMap::new(),
-            is_void: false,
-        };
-        if is_early {
-            // Blocks that are read before the record begins may be modified in between.
-            summing.sums = replica.sums_now(run.clone());
-        } else if !replica.state.intent_log_mut().begin_sums(run) {
-            return;
-        }
-        replica.summing = Some(summing);
-        let delay = if is_early { 3_000_000 } else { self.disk_delay(at) };
-        self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(false) });
-    }
-
-    /// Continues after the blocks are read, or after the sums are on the disk.
-    pub fn sums_done(&mut self, at: usize, boot: u64, is_written: bool) {
-        let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
-        let replica = &mut self.replicas[at];
-        if replica.boot != boot || !replica.up || replica.failed {
-            return;
-        }
-        let Some(mut summing) = replica.summing.take().filter(|summing| !summing.is_void) else { return };
-        if !is_written {
-            if !is_early {
-                summing.sums = replica.sums_now(summing.regions.clone());
-                let found = summing.sums.keys().map(|block| (*block, replica.sum_of(*block)));
-                summing.read_back = found.collect();
-            }
-            replica.summing = Some(summing);
-            let delay = self.disk_delay(at);
-            return self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(true) });
-        }
-        if is_early {
-            replica.state.intent_log_mut().begin_sums(summing.regions.clone());
-        }
-        replica.durable.sums.extend(summing.sums);
-        replica.state.intent_log_mut().end_sums(true);
-        for (block, found) in summing.read_back {
-            if replica.is_summed(block) {
-                replica.known_rot.summed(block, found);
-            }
-        }
-        self.count("regions summed");
-        self.write_pages(at);
-    }
-}
-
 impl Replica {
     /// Returns the sums of the blocks of those regions that are being summed.
-    fn sums_now(&self, regions: std::ops::Range<u32>) -> BTreeMap<u64, u32> {
+    pub fn sums_now(&self, regions: std::ops::Range<u32>) -> BTreeMap<u64, u32> {
         let intent_log = self.state.intent_log();
         let is_begun = |region: &u32| intent_log.is_being_summed(*region) || !intent_log.is_summed(*region);
         let blocks =
@@ -484,14 +263,4 @@ fn sum_after(ask: &Ask, range: ByteRange, block: u64) -> Option<u32> {
     let Ask::Write(_, data, _) = ask else { return Some(check(&[0; BLOCK_SECTORS]).max(1)) };
     let first = usize::try_from(start / SECTOR_BYTES).ok()?;
     data.get(first..first + BLOCK_SECTORS).map(|sectors| check(sectors).max(1))
-}
-
-impl Simulation {
-    /// Returns true if the replica has had rot in `range`, by now perhaps repaired.
-    pub fn has_rotten(&self, at: usize, range: ByteRange) -> bool {
-        self.was_rotten
-            .range((at, range.offset() / BLOCK_BYTES)..(at, range.end().div_ceil(BLOCK_BYTES)))
-            .next()
-            .is_some()
-    }
 }

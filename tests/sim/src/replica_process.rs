@@ -1,6 +1,27 @@
-//! The process: connections, requests in the hands of the disk, pages, and its end.
+//! A replica process as it runs: connections, requests in the hands of the disk, pages, and its end.
 
-use super::*;
+mod lies;
+mod power;
+mod sums;
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use fastrand::Rng;
+use shorthorn_regions::PAGE_BYTES;
+use shorthorn_replica_core::{PageEnd, QueueId, Ready, Superseded, Waiter, Waiting, Why};
+use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno, Generation, Regions, ReplicaId};
+use shorthorn_wire::{LayerList, RegionsQuery};
+
+use crate::Sabotage;
+use crate::checker::{Micros, ROT};
+use crate::faults::{Broken, LieAt};
+use crate::guest::sectors;
+use crate::net::{Answer, Ask, ConnId, Message};
+use crate::occurrence::{Mend, Occurrence};
+use crate::replica::{Op, Replica, Summing, block_numbers, modified};
+use crate::simulation::Simulation;
 
 /// The interval at which a failed process checks whether it may end.
 const FAILED_POLL_US: Micros = 50_000;
@@ -99,7 +120,7 @@ impl Simulation {
 
     /// Forgets connections that are gone, and admits the candidates that waited for that.
     fn advance_connections(&mut self, at: usize) {
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::ServeBeforeFenced);
+        let sabotaged = self.options.sabotage == Some(Sabotage::ServeBeforeFenced);
         let replica = &self.replicas[at];
         let is_gone =
             |id: &ConnId| !self.is_open_at_replica(*id) && (sabotaged || !replica.is_busy_with(*id));
@@ -128,7 +149,7 @@ impl Simulation {
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
             self.replicas[at].sums_end(range);
-            let sabotaged = self.options.sabotage == Some(crate::Sabotage::NoIntent);
+            let sabotaged = self.options.sabotage == Some(Sabotage::NoIntent);
             if !sabotaged {
                 let Replica { waiting, state, .. } = &mut self.replicas[at];
                 let Some(admitted) = waiting.admit(state, range, op) else { return self.write_pages(at) };
@@ -172,8 +193,8 @@ impl Simulation {
 
     /// Completes a request on the disk.
     pub fn disk_done(&mut self, at: usize, boot: u64, number: u64) {
-        let lies = self.options.sabotage == Some(crate::Sabotage::LyingFlush);
-        let is_unchecked = self.options.sabotage == Some(crate::Sabotage::UncheckedSources);
+        let lies = self.options.sabotage == Some(Sabotage::LyingFlush);
+        let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedSources);
         let replica = &mut self.replicas[at];
         if replica.boot != boot || !replica.up {
             return;
@@ -265,7 +286,7 @@ impl Simulation {
 
     /// Ends the process of a failed replica, if it may end; else this is tried again.
     pub fn end_failed(&mut self, at: usize, boot: u64) {
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnrecorded);
+        let sabotaged = self.options.sabotage == Some(Sabotage::EndUnrecorded);
         let replica = &mut self.replicas[at];
         if replica.boot != boot || !replica.failed || !replica.up {
             return;
@@ -301,7 +322,7 @@ impl Simulation {
 
     fn control(&mut self, at: usize, op: Op) {
         let Some(QueueId { generation, .. }) = self.replicas[at].admission.queue_id(op.conn) else { return };
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::OldProposals);
+        let sabotaged = self.options.sabotage == Some(Sabotage::OldProposals);
         if let Some(answer) = self.lie(at, generation, &op.ask) {
             return self.answer(op.conn, op.number, answer);
         }
@@ -493,7 +514,7 @@ impl Simulation {
     /// A failed replica that could not note that stays until it can, or its host loses power. If it is killed
     /// all the same, the next process takes its data for whole; the real one reports that to the operator.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
-        let sabotaged = self.options.sabotage == Some(crate::Sabotage::EndUnrecorded);
+        let sabotaged = self.options.sabotage == Some(Sabotage::EndUnrecorded);
         let replica = &self.replicas[at];
         let has_to_stay = replica.failed && !replica.may_end() && !power && !sabotaged;
         if !replica.up || has_to_stay {
@@ -556,5 +577,14 @@ impl Simulation {
             }
             self.after(1000, Occurrence::Sum { replica: at, boot, is_read: None });
         }
+    }
+}
+
+fn describe(ask: &Ask, range: ByteRange) -> String {
+    let sectors = sectors(range);
+    match ask {
+        Ask::Write(_, data, _) => format!("write {:?} of {:?}", sectors, data.first()),
+        Ask::Discard(_) => format!("discard {sectors:?}"),
+        _ => format!("zeroes {sectors:?}"),
     }
 }

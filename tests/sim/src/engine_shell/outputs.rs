@@ -5,10 +5,12 @@ use std::rc::Rc;
 use shorthorn_core::{DropCause, Event, Operation, Output, Outputs, PeerIndex, PeerState, SlotId};
 use shorthorn_types::{ByteRange, Errno, Members, Regions, ReplicaReport, View};
 
-use super::{DEPTH, ID_COMMIT, ID_KIND, ID_MARK, ID_PING, ID_PROPOSE, ID_REQUEST, key};
+use super::{ID_COMMIT, ID_KIND, ID_MARK, ID_PING, ID_PROPOSE, ID_REQUEST, key};
 use crate::Sabotage;
+use crate::engine::DEPTH;
 use crate::net::{Ask, Message};
-use crate::simulation::{Occurrence, Simulation};
+use crate::occurrence::Occurrence;
+use crate::simulation::Simulation;
 
 impl Simulation {
     /// Gives the core an event, and performs its outputs.

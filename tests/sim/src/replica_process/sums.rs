@@ -1,0 +1,230 @@
+//! The work of a process and its disk on the sums of blocks, and blocks that the disk changes by itself.
+
+use std::ops::Range;
+
+use super::*;
+use crate::disk::SparseFile;
+use crate::net::RottenBlock;
+
+/// The interval at which a process searches regions to sum.
+const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
+/// The maximum number of regions that are summed at once.
+const REGIONS_AT_ONCE: u32 = 4;
+
+impl Simulation {
+    /// The disk of a replica changes some blocks.
+    pub fn rot_blocks(&mut self, at: usize, count: u64, vanish: bool, rng: &mut Rng) -> bool {
+        let of_volume = self.guest.replicas.clone();
+        let is_guest = |id: &ReplicaId| of_volume.contains(id);
+        if !self.replicas[at].up || self.replicas[at].durable.rebuilding || !is_guest(&self.replicas[at].id) {
+            return false;
+        }
+        if vanish && self.replicas[at].durable.has_snapshot {
+            return false; // a full copy does not look where a layer has no data
+        }
+        let mut has_rotten = false;
+        for _ in 0..count {
+            let block = rng.u64(0..self.replicas[at].size_bytes / BLOCK_BYTES);
+            let others = (0..self.replicas.len()).filter(|other| *other != at);
+            let has_other = others.into_iter().any(|other| {
+                let other = &self.replicas[other];
+                is_guest(&other.id) && other.is_sound(block) && other.is_summed(block)
+            });
+            let replica = &mut self.replicas[at];
+            if has_other && replica.is_summed(block) && replica.files.rot(block, vanish) {
+                has_rotten = true;
+                replica.has_vanished |= vanish;
+                if replica.files.rot_below().any(|(below, _)| below == block) {
+                    self.count("blocks of snapshots that rot");
+                }
+                self.was_rotten.insert((at, block));
+                self.trace(|| format!("block {block} of replica {at} is rotten"));
+            }
+        }
+        has_rotten
+    }
+
+    /// Records that no member can give `range`, as far as an engine knows: it is copied unchanged.
+    pub fn rot_is_copied(&mut self, engine: u64, peer: usize, range: ByteRange) {
+        let Some(process) = self.engines.get(&engine) else { return };
+        let Some(core) = &process.core else { return };
+        let membership = core.membership();
+        let replicas: Vec<(bool, usize)> = (0..process.peers.len())
+            .filter_map(|other| {
+                let is_member =
+                    membership.state(crate::engine::index(other)) == shorthorn_core::PeerState::Member;
+                Some((is_member && other != peer, self.replica_index(process.peers[other].replica)?))
+            })
+            .collect();
+        let is_sound =
+            |at: usize| block_numbers(range).all(|block| !self.replicas[at].is_known_rotten(block));
+        if replicas.iter().any(|(is_other, at)| *is_other && is_sound(*at)) {
+            return self.violate(format!("{range} is copied with rot, and another member has it"));
+        }
+        self.count("rot without a sound copy");
+        replicas.into_iter().for_each(|(_, at)| self.replicas[at].heal(range));
+    }
+
+    /// The snapshot of a replica is read to be copied. Rot that no sum is known of cannot be noticed.
+    pub(super) fn read_snapshot(&mut self, at: usize, op: &Op, blocks: &Range<u64>) {
+        let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedLayers);
+        let replica = &mut self.replicas[at];
+        let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
+        let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
+        unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));
+        let told = replica.files.rot_below().filter(|(block, _)| !is_unchecked && blocks.contains(block));
+        let told: Vec<RottenBlock> = told.collect();
+        let file = Rc::new(replica.files.snapshot.clone());
+        if !told.is_empty() {
+            replica.know_rot();
+            self.count("rot told of snapshots");
+        }
+        self.answer(op.conn, op.number, Answer::Snapshot(file, told));
+    }
+
+    /// A block of the snapshot is read in which another replica holds rot.
+    pub(super) fn read_snapshot_block(&mut self, at: usize, op: &Op, block: u64) {
+        let replica = &mut self.replicas[at];
+        if replica.takes_error(Broken::SnapshotBlock) {
+            let rng = &mut self.replicas[at].rng;
+            let (way, errno) = (rng.u8(0..4), [Errno::IO, Errno::NO_SPACE, Errno::INVALID][rng.usize(0..3)]);
+            self.count(Broken::SnapshotBlock.name());
+            return match way {
+                // No answer comes.
+                0 => {}
+                1 => self.end_at_replica(op.conn),
+                _ => self.answer(op.conn, op.number, Answer::Error(errno)),
+            };
+        }
+        let is_below = replica.files.rot_below().any(|(below, _)| below == block);
+        if is_below && !replica.is_known_rotten(block) {
+            replica.files.heal(block);
+        }
+        let content = replica.files.snapshot.get(block).filter(|_| replica.durable.has_snapshot);
+        let answer = match content {
+            _ if is_below && replica.is_known_rotten(block) => Answer::Error(Errno::ROTTEN),
+            content => Answer::SnapshotBlock(content.map(Box::new)),
+        };
+        self.answer(op.conn, op.number, answer);
+    }
+
+    /// A replica that is made anew gets blocks of the snapshot. It knows the blocks that all have lost.
+    /// Returns false if the process ends by a crash, before the record of these blocks or after it.
+    pub(super) fn copy_snapshot(
+        &mut self,
+        at: usize,
+        file: &SparseFile,
+        blocks: &Range<u64>,
+        lost: &[RottenBlock],
+    ) -> bool {
+        let is_calm = self.calm;
+        let replica = &mut self.replicas[at];
+        let is_cut_off = !is_calm && replica.rng.u8(..) < 12;
+        let is_recorded = !is_cut_off || replica.rng.bool();
+        for block in blocks.clone() {
+            replica.files.snapshot.replace(block, file.get(block));
+        }
+        replica.remap();
+        for (block, was) in lost {
+            replica.files.is_lost(*block, *was);
+            let sum = replica.sum_of(*block);
+            if is_recorded {
+                replica.durable.lost.insert(*block, sum);
+            }
+            self.was_rotten.insert((at, *block));
+        }
+        let replica = &mut self.replicas[at];
+        replica.know_lost(None);
+        let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| sectors.contains(&ROT));
+        let is_told = |block: &u64| lost.iter().any(|(lost, _)| lost == block);
+        if let Some(block) = blocks.clone().find(|block| is_rotten(block) && !is_told(block)) {
+            self.violate(format!("rot is copied to replica {at} in block {block} of its snapshot"));
+        }
+        if is_cut_off {
+            self.count("snapshot copies cut off");
+            let mut rng = self.rng.fork();
+            self.kill_replica(at, false, 0, &mut rng);
+        }
+        !is_cut_off
+    }
+
+    /// Looks for regions to sum.
+    pub fn look_for_sums(&mut self, at: usize, boot: u64) {
+        let delay = self.rng.u64(LOOK_US);
+        let replica = &mut self.replicas[at];
+        if replica.boot != boot || !replica.up {
+            return;
+        }
+        self.after(delay, Occurrence::Sum { replica: at, boot, is_read: None });
+        let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
+        let replica = &mut self.replicas[at];
+        if replica.summing.is_some() || replica.failed || replica.durable.rebuilding {
+            return;
+        }
+        let regions = replica.state.intent_log().regions();
+        replica.state.intent_log_mut().want_sums(0..regions.count());
+        let holds =
+            |region: u32| block_numbers(regions.range(region)).any(|block| replica.files.holds(block));
+        let empty: Vec<u32> = (0..regions.count()).filter(|region| !holds(*region)).collect();
+        empty.into_iter().for_each(|region| replica.state.intent_log_mut().need_no_sums(region..region + 1));
+        let from = replica.rng.u32(0..regions.count());
+        let intent_log = replica.state.intent_log_mut();
+        let Some(first) = intent_log.next_to_sum(from).or_else(|| intent_log.next_to_sum(0)) else { return };
+        let run = first..(first + REGIONS_AT_ONCE).min(regions.count());
+        let mut summing = Summing {
+            regions: run.clone(),
+            sums: BTreeMap::new(),
+            read_back: BTreeMap::new(),
+            is_void: false,
+        };
+        if is_early {
+            // Blocks that are read before the record begins may be modified in between.
+            summing.sums = replica.sums_now(run.clone());
+        } else if !replica.state.intent_log_mut().begin_sums(run) {
+            return;
+        }
+        replica.summing = Some(summing);
+        let delay = if is_early { 3_000_000 } else { self.disk_delay(at) };
+        self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(false) });
+    }
+
+    /// Continues after the blocks are read, or after the sums are on the disk.
+    pub fn sums_done(&mut self, at: usize, boot: u64, is_written: bool) {
+        let is_early = self.options.sabotage == Some(Sabotage::SumsBeforeLook);
+        let replica = &mut self.replicas[at];
+        if replica.boot != boot || !replica.up || replica.failed {
+            return;
+        }
+        let Some(mut summing) = replica.summing.take().filter(|summing| !summing.is_void) else { return };
+        if !is_written {
+            if !is_early {
+                summing.sums = replica.sums_now(summing.regions.clone());
+                let found = summing.sums.keys().map(|block| (*block, replica.sum_of(*block)));
+                summing.read_back = found.collect();
+            }
+            replica.summing = Some(summing);
+            let delay = self.disk_delay(at);
+            return self.after(delay, Occurrence::Sum { replica: at, boot, is_read: Some(true) });
+        }
+        if is_early {
+            replica.state.intent_log_mut().begin_sums(summing.regions.clone());
+        }
+        replica.durable.sums.extend(summing.sums);
+        replica.state.intent_log_mut().end_sums(true);
+        for (block, found) in summing.read_back {
+            if replica.is_summed(block) {
+                replica.known_rot.summed(block, found);
+            }
+        }
+        self.count("regions summed");
+        self.write_pages(at);
+    }
+
+    /// Returns true if the replica has had rot in `range`, by now perhaps repaired.
+    pub fn has_rotten(&self, at: usize, range: ByteRange) -> bool {
+        self.was_rotten
+            .range((at, range.offset() / BLOCK_BYTES)..(at, range.end().div_ceil(BLOCK_BYTES)))
+            .next()
+            .is_some()
+    }
+}
