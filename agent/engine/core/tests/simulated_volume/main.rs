@@ -1,6 +1,14 @@
 //! Tests the core against replicas that are arrays: they answer in any order, lose connections and caches,
 //! and the engine restarts in between. Every acknowledged write must be on every member, and no two reads may
 //! disagree.
+//!
+//! tests/sim runs the core with everything around it. This test exists for checks that tests/sim does not
+//! make:
+//!
+//! - Whenever a request ends, all members are compared at once. tests/sim compares the answers of reads, and
+//!   the replicas at the end of a run.
+//! - Discards and writes of zeroes are longer than a piece of a copy. If they fail, the members are made
+//!   equal in several pieces. No request in tests/sim is so long.
 
 #![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
 
