@@ -4,7 +4,7 @@
 use clap::CommandFactory;
 use shorthorn_controller::config;
 use shorthorn_controller_core::csi::{PARAMETERS, Parameter, longhorn_parameters};
-use shorthorn_testkit::docs::{check_commands, check_generated, reference, table};
+use shorthorn_testkit::docs::{blocks_read_by, check_commands, check_generated, read, reference, table};
 
 #[test]
 fn the_documentation_has_each_command() {
@@ -15,6 +15,22 @@ fn the_documentation_has_each_command() {
 fn commands_of_the_documentation_exist() {
     let count = check_commands(&config::Cli::command());
     assert!(count > 2, "only {count} commands");
+}
+
+/// The unit gives the flags of its environment file to the program.
+#[test]
+fn flags_of_the_environment_file_are_accepted() {
+    let unit = read("systemd/system/shorthorn-controller.service");
+    for page in ["docs/install-hosts.md", "docs/reference/shorthorn-controller.md"] {
+        for block in blocks_read_by(page, "controller/tests/docs.rs").unwrap() {
+            let (name, flags) = block.text.split_once('=').unwrap();
+            assert!(unit.contains(&format!("${name}\n")), "the unit does not use {name}");
+            let fixed = ["shorthorn-controller", "serve", "--store", "/var/lib/shorthorn/controller.redb"];
+            let words = fixed.into_iter().chain(flags.split_whitespace());
+            let parsed = config::Cli::command().try_get_matches_from(words);
+            assert!(parsed.is_ok(), "{page}: {}\n{}", block.text, parsed.unwrap_err());
+        }
+    }
 }
 
 #[test]

@@ -103,14 +103,20 @@ impl LocalVolume {
     /// # Errors
     /// It ended, or was not ready in time; its log is on standard error.
     pub fn start(options: &LocalVolumeOptions) -> Result<LocalVolume> {
-        let replicas = options.replicas.to_string();
+        let (replicas, dir) = (options.replicas.to_string(), options.dir.display().to_string());
+        let fixed = ["run", &options.name, "--dir", &dir, "--size", &options.size];
+        let further = ["--replicas", &replicas, "--frontend", "socket"];
+        let words = fixed.into_iter().chain(further).map(str::to_owned);
+        LocalVolume::start_with(&words.chain(options.extra.iter().cloned()).collect::<Vec<_>>())
+    }
+
+    /// Starts a volume by these arguments of `shorthorn-agent` and waits until it is ready.
+    ///
+    /// # Errors
+    /// It ended, or was not ready in time; its log is on standard error.
+    pub fn start_with(arguments: &[String]) -> Result<LocalVolume> {
         let mut child = Command::new(binary("shorthorn-agent")?)
-            .arg("run")
-            .arg(&options.name)
-            .arg("--dir")
-            .arg(&options.dir)
-            .args(["--size", &options.size, "--replicas", &replicas, "--frontend", "socket"])
-            .args(&options.extra)
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()

@@ -4,14 +4,18 @@
 //! A page has generated text between the lines `<!-- generated: NAME -->` and `<!-- end -->`. The test that
 //! generates it fails if the stored text differs. With `SHORTHORN_WRITE_DOCS=1` it writes the page instead.
 
+mod blocks;
 mod commands;
 mod shell;
+mod tested;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub use commands::{check_commands, reference};
+pub use blocks::{Block, Script, blocks_read_by, tested_blocks};
+pub use commands::{check_commands, reference, shown_commands};
 pub use shell::simple_commands;
+pub use tested::Tested;
 
 /// A page of the documentation.
 #[derive(Clone, Debug)]

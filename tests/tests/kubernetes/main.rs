@@ -1,9 +1,12 @@
 //! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service
 //! account with the roles of packaging/deploy, real agents, engines and replicas.
 
+mod backup;
 mod cluster;
 mod definitions;
+mod documented;
 mod guard;
+mod pages;
 mod uninstall;
 
 use std::path::PathBuf;

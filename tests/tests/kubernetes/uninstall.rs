@@ -1,18 +1,15 @@
 //! The removal from a cluster: the commands of docs/uninstall.md, as the page has them and in its order.
 
-use std::collections::VecDeque;
-use std::path::PathBuf;
-use std::process::{Command, Output};
-
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use shorthorn_testkit::docs;
+use shorthorn_testkit::docs::{self, Script};
 use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
 use shorthorn_tests::claims::volume_path;
 use shorthorn_tests::hosts::name;
 use shorthorn_tests::until;
 
 use crate::cluster::Cluster;
+use crate::documented::Documented;
 use crate::{LIMIT, VOLUME};
 
 const PAGE: &str = "docs/uninstall.md";
@@ -24,80 +21,33 @@ const PROGRAMS: [&str; 3] = ["kubectl", "helm", "shorthornctl"];
 const DELETED: &str = "w";
 /// The controllers of Kubernetes that complete deletions.
 const CONTROLLERS: [&str; 3] = ["namespace", "persistentvolume-binder", "pv-protection"];
-/// The longest that kubectl waits for a deletion, in seconds.
-const KUBECTL_LIMIT_S: &str = "60";
 /// Kinds that the API server of the tests is too old for.
 const TOO_NEW: [&str; 3] =
     ["ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "PodDisruptionBudget"];
 
-/// The commands of the page that were not tried yet.
-struct Documented {
-    left: VecDeque<Vec<String>>,
-    folder: PathBuf,
-    kubeconfig: PathBuf,
-    kubectl: PathBuf,
+/// Reads the commands in the sentences of the page.
+fn read() -> Result<Script> {
+    let page = docs::pages().into_iter().find(|page| page.path.ends_with(PAGE)).context(PAGE)?;
+    let (text, _) = page.text.split_once(END).context("the heading has another name")?;
+    let page = docs::Page { text: text.to_owned(), ..page };
+    let commands = page.code().into_iter().flat_map(|code| docs::simple_commands(&code.text));
+    let of_cluster = |words: &Vec<String>| words.len() > 1 && PROGRAMS.contains(&words[0].as_str());
+    Ok(Script::new(PAGE, commands.filter(of_cluster)))
 }
 
-impl Documented {
-    fn read(cluster: &Cluster) -> Result<Documented> {
-        let page = docs::pages().into_iter().find(|page| page.path.ends_with(PAGE)).context(PAGE)?;
-        let (text, _) = page.text.split_once(END).context("the heading has another name")?;
-        let page = docs::Page { text: text.to_owned(), ..page };
-        let commands = page.code().into_iter().flat_map(|code| docs::simple_commands(&code.text));
-        let of_cluster = |words: &Vec<String>| words.len() > 1 && PROGRAMS.contains(&words[0].as_str());
-        let tools = Command::new(docs::root().join("packaging/chart/tools")).output()?;
-        ensure!(tools.status.success(), "{}", String::from_utf8_lossy(&tools.stderr));
-        let tools = PathBuf::from(String::from_utf8(tools.stdout)?.trim_end());
-        Ok(Documented {
-            left: commands.filter(of_cluster).collect(),
-            folder: cluster.folder.path().to_owned(),
-            kubeconfig: cluster.api.admin_kubeconfig()?,
-            kubectl: tools.join("kubectl"),
-        })
-    }
-
-    /// Takes the next command, which has to begin with `start`.
-    fn next(&mut self, start: &str) -> Result<Vec<String>> {
-        let words = self.left.pop_front().with_context(|| format!("the page lacks {start:?}"))?;
-        let command = words.join(" ");
-        ensure!(command.starts_with(start), "the page has {command:?}, and {start:?} is tried next");
-        println!("{command}");
-        Ok(words)
-    }
-
-    /// Runs the next command, which has to be one of kubectl. `name` stands for NAME.
-    fn kubectl(&mut self, start: &str, name: &str) -> Result<Output> {
-        let words = self.next(&format!("kubectl {start}"))?;
-        let words = words.iter().skip(1).map(|word| if word == "NAME" { name } else { word });
-        let mut command = Command::new("timeout");
-        command.arg(KUBECTL_LIMIT_S).arg(&self.kubectl).args(words);
-        command.current_dir(docs::root()).env("KUBECONFIG", &self.kubeconfig);
-        // For its cache.
-        command.env("HOME", &self.folder);
-        Ok(command.output()?)
-    }
-
-    fn kubectl_succeeds(&mut self, start: &str, name: &str) -> Result<()> {
-        let output = self.kubectl(start, name)?;
-        ensure!(output.status.success(), "{start}: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(())
-    }
-
-    /// Runs the next command, which may fail for the kinds that this API server does not know, and only for
-    /// them.
-    fn kubectl_as_far_as_possible(&mut self, start: &str) -> Result<()> {
-        let output = self.kubectl(start, "")?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        let is_harmless = |line: &str| {
-            line.is_empty()
-                || line.starts_with("ensure CRDs are installed first")
-                || line.contains("no matches for kind") && TOO_NEW.iter().any(|kind| line.contains(kind))
-                || line.starts_with("Warning: ")
-        };
-        let wrong: Vec<&str> = told.lines().filter(|line| !is_harmless(line)).collect();
-        ensure!(wrong.is_empty(), "{start}: {told}");
-        Ok(())
-    }
+/// Runs the next command, which may fail for the kinds that this API server does not know, and only for them.
+fn kubectl_as_far_as_possible(page: &mut Documented, start: &str) -> Result<()> {
+    let output = page.kubectl(start)?;
+    let told = String::from_utf8_lossy(&output.stderr);
+    let is_harmless = |line: &str| {
+        line.is_empty()
+            || line.starts_with("ensure CRDs are installed first")
+            || line.contains("no matches for kind") && TOO_NEW.iter().any(|kind| line.contains(kind))
+            || line.starts_with("Warning: ")
+    };
+    let wrong: Vec<&str> = told.lines().filter(|line| !is_harmless(line)).collect();
+    ensure!(wrong.is_empty(), "{start}: {told}");
+    Ok(())
 }
 
 /// Helm does not run here, because the chart needs a later API server. tests/tests/chart.rs checks its
@@ -106,7 +56,7 @@ impl Documented {
 fn the_documented_removal_leaves_nothing() -> Result<()> {
     let mut cluster = Cluster::start()?;
     cluster.api.start_controllers(&CONTROLLERS)?;
-    let mut page = Documented::read(&cluster)?;
+    let mut page = Documented::new(&cluster, read()?)?;
     cluster.make_volume()?;
     let deleted = json!({
         "apiVersion": "shorthorn.io/v1alpha1",
@@ -122,19 +72,19 @@ fn the_documented_removal_leaves_nothing() -> Result<()> {
     cluster.until_state("detached")?;
     the_volumes_are_deleted(&cluster, &mut page)?;
 
-    page.next("helm upgrade shorthorn packaging/chart")?;
-    page.kubectl_as_far_as_possible("delete -f packaging/deploy/deletion-guard.yaml")?;
+    page.script.next("helm upgrade shorthorn packaging/chart")?;
+    kubectl_as_far_as_possible(&mut page, "delete -f packaging/deploy/deletion-guard.yaml")?;
     // Without its guard this API server deletes the volume with the definitions, and waits for its data.
     ensure!(!cluster.hosts.directories(VOLUME)?.is_empty(), "the volume has no data");
-    page.kubectl_succeeds("delete crd volumes.shorthorn.io", "")?;
+    page.kubectl_succeeds("delete crd volumes.shorthorn.io")?;
     let left = cluster.hosts.directories(VOLUME)?;
     ensure!(left.is_empty(), "the definition is gone before the data: {left:?}");
-    page.kubectl_succeeds("delete -f packaging/deploy/crds.yaml", "")?;
+    page.kubectl_succeeds("delete -f packaging/deploy/crds.yaml")?;
     let definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
     ensure!(names(&cluster.api, definitions)?.is_empty(), "definitions are left");
 
-    page.next("helm uninstall shorthorn")?;
-    page.kubectl_as_far_as_possible("delete -k packaging/deploy")?;
+    page.script.next("helm uninstall shorthorn")?;
+    kubectl_as_far_as_possible(&mut page, "delete -k packaging/deploy")?;
     for path in [
         "/apis/rbac.authorization.k8s.io/v1/clusterroles",
         "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
@@ -148,8 +98,7 @@ fn the_documented_removal_leaves_nothing() -> Result<()> {
     // No kubelet ends it here.
     cluster.hosts.kill_controller()?;
     the_namespace_goes_with_its_secrets(&cluster, &mut page)?;
-    ensure!(page.left.is_empty(), "commands of {PAGE} that nothing tries: {:?}", page.left);
-    Ok(())
+    page.script.finish()
 }
 
 /// Steps 1 and 2. A volume that a PersistentVolume needs is not deleted before that.
@@ -167,14 +116,16 @@ fn the_volumes_are_deleted(cluster: &Cluster, page: &mut Documented) -> Result<(
     })?;
     let told = cluster.hosts.refused(&["volume", "delete", DELETED, "--yes"])?;
     ensure!(told.contains("kept"), "{told}");
-    page.kubectl_succeeds("delete pv NAME", "kept")?;
+    page.script.set("NAME", "kept");
+    page.kubectl_succeeds("delete pv NAME")?;
+    page.script.set("NAME", DELETED);
     ensure!(cluster.api.find(&volume_path("kept"))?.is_none(), "the PersistentVolume stays");
 
-    let list = page.next("shorthornctl volume list")?;
+    let list = page.script.next("shorthornctl volume list")?;
     let list: Vec<&str> = list.iter().skip(1).map(String::as_str).collect();
     let told = cluster.hosts.ctl(&list)?;
     ensure!(told.contains(DELETED) && told.contains(VOLUME), "{told}");
-    page.next("shorthornctl volume delete NAME")?;
+    page.script.next("shorthornctl volume delete NAME")?;
     cluster.hosts.ctl(&["volume", "delete", DELETED, "--yes"])?;
     until("end of the volume", LIMIT, || {
         let left = cluster.hosts.directories(DELETED)?;
@@ -193,8 +144,8 @@ fn the_namespace_goes_with_its_secrets(cluster: &Cluster, page: &mut Documented)
         ensure!(are_held && items.len() == 2, "{items:#?}");
         Ok(Some(()))
     })?;
-    page.kubectl_succeeds("patch secret shorthorn-volume-key shorthorn-ca", "")?;
-    page.kubectl_succeeds("delete namespace shorthorn-system", "")?;
+    page.kubectl_succeeds("patch secret shorthorn-volume-key shorthorn-ca")?;
+    page.kubectl_succeeds("delete namespace shorthorn-system")?;
     let namespace = cluster.api.find(&format!("/api/v1/namespaces/{NAMESPACE}"))?;
     ensure!(namespace.is_none(), "{namespace:#?}");
     Ok(())

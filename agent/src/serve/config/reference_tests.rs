@@ -1,6 +1,6 @@
 //! Compares the reference of the configuration with `packaging/agent.toml`, which explains each key.
 
-use shorthorn_testkit::docs::{check_generated, table};
+use shorthorn_testkit::docs::{blocks_read_by, check_generated, table};
 
 use super::*;
 
@@ -55,4 +55,13 @@ fn the_documentation_has_every_key() {
         .map(|Key { name, default, meaning }| vec![format!("`{name}`"), format!("`{default}`"), meaning]);
     let made = table(&["Key", "Default", "Meaning"], &rows.collect::<Vec<_>>());
     check_generated("docs/reference/agent-toml.md", "agent.toml", &made);
+}
+
+#[test]
+fn lines_of_the_documentation_are_accepted() {
+    let test = "agent/src/serve/config/reference_tests.rs";
+    for block in blocks_read_by("docs/install.md", test).unwrap() {
+        let read = toml::from_str::<File>(&block.text);
+        assert!(read.is_ok(), "{}\n{}", block.text, read.unwrap_err());
+    }
 }

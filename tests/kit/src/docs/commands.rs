@@ -7,7 +7,7 @@ use std::path::Path;
 use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, Command};
 
-use super::{pages, simple_commands, table};
+use super::{Code, Page, pages, simple_commands, table};
 
 /// Values for the words in capitals that a page uses; a word that is not listed stands for itself in small
 /// letters.
@@ -31,28 +31,34 @@ const VALUES: [(&str, &str); 9] = [
 #[must_use]
 pub fn check_commands(program: &Command) -> usize {
     let (mut count, mut wrong) = (0, Vec::new());
-    for page in pages() {
-        for code in page.code() {
-            for words in simple_commands(&code.text) {
-                if !calls(program, &words) {
-                    continue;
-                }
-                count += 1;
-                if let Err(error) = check(program, &words, code.is_block) {
-                    wrong.push(page.at(code.line, &format!("{}\n{error}", words.join(" "))));
-                }
-            }
+    for (page, code, words) in shown_commands(program.get_name()) {
+        count += 1;
+        if let Err(error) = check(program, &words, code.is_block) {
+            wrong.push(page.at(code.line, &format!("{}\n{error}", words.join(" "))));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     count
 }
 
+/// Returns every command of the documentation that calls the program, as words, with its place.
+#[must_use]
+pub fn shown_commands(program: &str) -> Vec<(Page, Code, Vec<String>)> {
+    let mut found = Vec::new();
+    for page in pages() {
+        for code in page.code() {
+            let commands = simple_commands(&code.text).into_iter().filter(|words| calls(program, words));
+            found.extend(commands.map(|words| (page.clone(), code.clone(), words)));
+        }
+    }
+    found
+}
+
 /// Returns true if `words` call the program with at least one argument. An arrow in a drawing is none.
-fn calls(program: &Command, words: &[String]) -> bool {
+fn calls(program: &str, words: &[String]) -> bool {
     let file = words.first().and_then(|word| Path::new(word).file_name());
     let has_argument = words.get(1).is_some_and(|word| word.is_ascii());
-    has_argument && file.is_some_and(|file| file == program.get_name())
+    has_argument && file.is_some_and(|file| file == program)
 }
 
 fn check(program: &Command, words: &[String], is_complete: bool) -> Result<(), String> {
