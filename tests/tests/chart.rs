@@ -165,7 +165,10 @@ fn kubernetes_knows_every_field() -> Result<()> {
 
 #[test]
 fn an_unknown_field_or_a_value_of_another_type_is_found() -> Result<()> {
-    let object = |api_version: &str, kind: &str, spec: Value| json!({ "apiVersion": api_version, "kind": kind, "metadata": { "name": "a" }, "spec": spec });
+    let object = |api_version: &str, kind: &str, spec: Value| {
+        let metadata = json!({ "name": "a" });
+        json!({ "apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec })
+    };
     let service = |port: Value| object("v1", "Service", json!({ "ports": [port] }));
     examine(&service(json!({ "port": 80, "targetPort": "api" })))?;
     let monitor = |endpoint: Value| {

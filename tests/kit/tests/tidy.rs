@@ -279,7 +279,8 @@ fn files_with(extension: &str) -> Vec<Source> {
 fn check(found: &[String], allowed: usize, constant: &str, rule: &str) {
     assert!(
         found.len() == allowed,
-        "{} violations of \"{rule}\", and {constant} is {allowed}. Remove new ones, or lower the constant:\n{}",
+        "{} violations of \"{rule}\", and {constant} is {allowed}. Remove new ones, or lower the \
+         constant:\n{}",
         found.len(),
         found.join("\n")
     );
@@ -337,13 +338,15 @@ fn functions_are_short() {
 
 #[test]
 fn only_the_first_line_of_a_doc_comment_counts() {
-    let text = "//! A thing.\n//! It is more.\n\n/// Its end.\n/// What else.\nfn f() {}\n/// One-way.\n// It is code.\n";
+    let text = "//! A thing.\n//! It is more.\n\n/// Its end.\n/// What else.\nfn f() {}\n\
+                /// One-way.\n// It is code.\n";
     assert_eq!(bad_openings(&Source::new("a.rs", text)), ["a.rs:4: Its end."]);
 }
 
 #[test]
 fn errors_count_on_the_line_of_the_attribute_and_on_the_next() {
-    let text = "#[error(\"the node is gone\")]\n#[error(\"it is gone\")]\n#[error(\n    \"that is gone\"\n)]\nlet a = \"it is\";\n";
+    let text = "#[error(\"the node is gone\")]\n#[error(\"it is gone\")]\n\
+                #[error(\n    \"that is gone\"\n)]\nlet a = \"it is\";\n";
     assert_eq!(bad_errors(&Source::new("a.rs", text)), ["a.rs:2: it is gone\")]", "a.rs:4: that is gone\""]);
 }
 
@@ -355,7 +358,8 @@ fn only_the_first_line_of_a_proto_comment_counts() {
 
 #[test]
 fn a_doc_comment_of_the_words_of_its_name_is_a_filler() {
-    let text = "/// The view.\npub view: View,\n/// The id of the view.\nview: View,\n/// A rebuild\n/// The slot.\nslot: u8,\n\
+    let text = "/// The view.\npub view: View,\n/// The id of the view.\nview: View,\n\
+                /// A rebuild\n/// The slot.\nslot: u8,\n\
                 /// The open slot.\nenum OpenSlot {}\n/// The volume.\n#[must_use]\n";
     let found = fillers(&Source::new("a.rs", text));
     assert_eq!(found, ["a.rs:1: The view.", "a.rs:8: The open slot."]);
@@ -380,7 +384,8 @@ fn long_lines_count_in_characters_and_only_in_comments() {
 fn functions_end_at_the_brace_of_their_indentation() {
     let body = "        if x {\n        }\n".repeat(FUNCTION_LINES_MAX / 2);
     let text = format!(
-        "impl A {{\n    pub(crate) async fn long<T>(\n        a: T,\n    ) -> T {{\n{body}    }}\n\n    fn short() {{}}\n}}\n\
+        "impl A {{\n    pub(crate) async fn long<T>(\n        a: T,\n    ) -> T \
+         {{\n{body}    }}\n\n    fn short() {{}}\n}}\n\
          trait B {{\n    fn declared(\n        &self,\n    );\n\n{body}}}\n"
     );
     assert_eq!(long_functions(&Source::new("a.rs", &text)), ["a.rs:2: long has 64 lines"]);
