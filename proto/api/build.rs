@@ -3,12 +3,13 @@
 
 /// Messages that shorthornctl prints as they are: the JSON of `--output json` has their fields. Scripts rely
 /// on the names.
-const PRINTED: [&str; 16] = [
+const PRINTED: [&str; 17] = [
     "Condition",
     "CopyStatus",
     "DiscoveredDevice",
     "Drain",
     "DrainLeft",
+    "EngineMember",
     "Explanation",
     "LeftOut",
     "NodeDisk",
@@ -36,6 +37,18 @@ const RENAMED: [(&str, &str); 10] = [
     ("Salvage.replica_id", "replicaID"),
 ];
 
+/// Fields that are not printed: they are of no use for scripts, or the output has them elsewhere.
+const HIDDEN: [&str; 8] = [
+    "EngineMember.address",
+    "EngineMember.message",
+    "EngineMember.mode",
+    "EngineMember.mode_word",
+    "EngineMember.replica_id",
+    "EngineMember.times_awaited",
+    "EngineMember.times_rot_copied",
+    "EngineMember.times_rotten",
+];
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
         "shorthorn/v1/node.proto",
@@ -53,6 +66,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (field, name) in RENAMED {
         let rename = format!("#[serde(rename = {name:?})]");
         builder = builder.field_attribute(format!(".shorthorn.v1.{field}"), rename);
+    }
+    for field in HIDDEN {
+        builder = builder.field_attribute(format!(".shorthorn.v1.{field}"), "#[serde(skip)]");
     }
     builder.compile_protos(&files, &["."])?;
     Ok(())

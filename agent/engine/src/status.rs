@@ -56,15 +56,8 @@ pub fn publish(publisher: &Publisher, change: impl FnOnce(&mut EngineStatus)) {
 /// Returns the status of a replica that is being reached.
 pub fn connecting(endpoint: &ReplicaEndpoint) -> MemberStatus {
     MemberStatus {
-        replica: endpoint.replica,
         address: endpoint.addresses.first().cloned().unwrap_or_default(),
-        mode: MemberMode::Connecting,
-        message: String::new(),
-        times_awaited: 0,
-        times_rotten: 0,
-        times_rot_copied: 0,
-        away_since_ms: None,
-        copy: None,
+        ..MemberStatus::of(endpoint.replica, MemberMode::Connecting)
     }
 }
 

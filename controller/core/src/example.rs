@@ -7,7 +7,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, EnginePhase, Finding,
-    FrontendStatus, MemberMode, MemberStatus, Metadata, Node, NodeSpec, NodeStatus, Replica, ReplicaSpec,
+    FrontendStatus, MemberMode, MemberRecord, Metadata, Node, NodeSpec, NodeStatus, Replica, ReplicaSpec,
     ReplicaStatus, Robustness, Secret, Volume, VolumeState,
 };
 use crate::observed::{
@@ -61,7 +61,7 @@ impl Example {
         engine.status.phase = Some(EnginePhase::Serving);
         let mut example = Example { cluster: ClusterState::default(), agents: Agents::default() };
         for (number, node) in [(1, "a"), (2, "b"), (3, "c")] {
-            engine.status.replica_mode_map.insert(id(number), MemberStatus::of(MemberMode::Member));
+            engine.status.replica_mode_map.insert(id(number), MemberRecord::of(MemberMode::Member));
             example.add_node(node);
             example.add_replica(number, node);
         }

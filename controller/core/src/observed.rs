@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-pub use shorthorn_types::status::{CopyStatus, EnginePhase, GrantWanted, ReadFindings, ScrubStatus};
+pub use shorthorn_types::status::{
+    CopyStatus, EnginePhase, GrantWanted, MemberStatus, ReadFindings, ScrubStatus,
+};
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
 
 pub use crate::objects::ObservedDisk;
-use crate::objects::{ExpansionStatus, FrontendStatus, MemberStatus, ReplicaSpec};
+use crate::objects::{ExpansionStatus, FrontendStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
 /// The observed states of all agents.
@@ -330,14 +332,10 @@ pub struct ObservedEngine {
     pub size_bytes: u64,
     /// True if writes may be lost that the user of the device believes stored, so that every request fails.
     pub lost_writes: bool,
-    /// The number of times that it has met damaged data without a sound copy on any replica.
-    pub damaged_ranges: u64,
     /// The pending part of an expansion, if any.
     pub expansion: Option<ExpansionStatus>,
     /// The state of each replica in the engine.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
-    /// The progress of running rebuilds.
-    pub copies: BTreeMap<ReplicaId, CopyStatus>,
     /// Regions that are made equal after an unclean stop, while there are any.
     pub resync: Option<CopyStatus>,
     /// The last or current scrub.
@@ -351,6 +349,20 @@ pub struct ObservedEngine {
     /// True if it runs another program than the one that is installed beside its agent; none if they are not
     /// compared yet.
     pub needs_upgrade: Option<bool>,
+}
+
+impl ObservedEngine {
+    /// Returns the progress of the rebuild of that replica, if one runs.
+    #[must_use]
+    pub fn copy_of(&self, replica: ReplicaId) -> Option<CopyStatus> {
+        self.members.get(&replica)?.copy
+    }
+
+    /// Returns the number of times that it has met damaged data without a sound copy on any replica.
+    #[must_use]
+    pub fn damaged_ranges(&self) -> u64 {
+        self.members.values().map(|member| member.times_rot_copied).sum()
+    }
 }
 
 /// The status of a replica process according to itself.

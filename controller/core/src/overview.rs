@@ -160,7 +160,8 @@ impl Overview {
     fn look_at_moves(&mut self, cluster: &ClusterState, agents: &Agents) {
         for (key, detail) in agents.by_node().values().flat_map(|view| &view.instances) {
             let Detail::Engine(engine) = &detail.detail else { continue };
-            for (replica, copy) in &engine.copies {
+            let copies = engine.members.values().filter_map(|member| Some((member.replica, member.copy?)));
+            for (replica, copy) in copies {
                 let left = copy.left_s().map(|seconds| format!(", about {seconds} s left"));
                 let message = format!(
                     "replica {}-{replica} is being rebuilt: {} %{}",

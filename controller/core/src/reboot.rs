@@ -182,7 +182,7 @@ fn members<'a>(cluster: &'a ClusterState, volume: &'a Volume) -> Option<Vec<Memb
         (VolumeState::Attached | VolumeState::Detaching, Some(engine)) => {
             let members = engine.status.replica_mode_map.iter();
             let members = members.filter(|(_, member)| member.mode == MemberMode::Member);
-            let member = |(id, member): (&_, &crate::objects::MemberStatus)| Member {
+            let member = |(id, member): (&_, &crate::objects::MemberRecord)| Member {
                 replica: replicas.iter().find(|replica| replica.spec.replica_id == *id).copied(),
                 answers: !member.is_awaited(),
             };

@@ -9,7 +9,7 @@ use shorthorn_types::{HumanBytes, Members, ReplicaId};
 
 use crate::drain::Leaves;
 use crate::objects::{
-    Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberStatus, NEXT_ATTACH,
+    Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberRecord, NEXT_ATTACH,
     REPLICAS_STOPPING, Replica, Volume, VolumeState,
 };
 use crate::observed::{Agents, CopyStatus, Detail, InstanceKey, Link, ObservedEngine};
@@ -250,7 +250,7 @@ impl Explainer<'_> {
             self.explain_lost_writes(node);
             return;
         }
-        let is_slow = engine.status.replica_mode_map.values().any(MemberStatus::is_awaited);
+        let is_slow = engine.status.replica_mode_map.values().any(MemberRecord::is_awaited);
         let word = match members >= wanted {
             _ if engine.status.damaged_ranges > 0 => "damaged",
             true if is_slow => "slow",
@@ -376,7 +376,7 @@ impl Explainer<'_> {
             if replica.metadata.is_deleting() {
                 self.say(format!("{at} is being deleted{}.", after_colon(&replica.status.message)));
             } else if mode == Some(MemberMode::Rebuilding) {
-                let copy = self.shown.and_then(|shown| shown.copies.get(&replica.spec.replica_id)).copied();
+                let copy = self.shown.and_then(|shown| shown.copy_of(replica.spec.replica_id));
                 let waits_for = || after_colon(member.map_or("", |member| &member.message));
                 self.say(format!("{at} is being rebuilt{}.", copy.map_or_else(waits_for, progress)));
             } else {

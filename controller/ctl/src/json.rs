@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 use shorthorn_api::v1;
-use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_types::status::EnginePhase;
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -181,8 +181,9 @@ pub(super) struct ReplicaOutput {
     mode: &'static str,
     allocated_bytes: u64,
     message: String,
-    copy: Option<v1::CopyStatus>,
-    away_since_ms: u64,
+    /// The printed fields of its state in the engine.
+    #[serde(flatten)]
+    member: v1::EngineMember,
     deleting: bool,
 }
 
@@ -263,7 +264,8 @@ impl From<v1::Engine> for EngineOutput {
 
 impl From<v1::Replica> for ReplicaOutput {
     fn from(replica: v1::Replica) -> ReplicaOutput {
-        let mode = replica.shown_mode().map_or("", MemberMode::as_str);
+        let member = replica.known_member();
+        let mode = member.as_ref().map_or("", |member| member.mode.as_str());
         ReplicaOutput {
             name: replica.name,
             volume: replica.volume,
@@ -275,8 +277,7 @@ impl From<v1::Replica> for ReplicaOutput {
             mode,
             allocated_bytes: replica.allocated_bytes,
             message: replica.message,
-            copy: replica.copy,
-            away_since_ms: replica.away_since_ms,
+            member: member.as_ref().map(Into::into).unwrap_or_default(),
             deleting: replica.deleting,
         }
     }
@@ -284,6 +285,9 @@ impl From<v1::Replica> for ReplicaOutput {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_types::ReplicaId;
+    use shorthorn_types::status::{CopyStatus, MemberMode, MemberStatus};
+
     use super::*;
 
     fn has_keys(message: impl Serialize, expected: &str) {
@@ -324,8 +328,33 @@ mod tests {
         let engine = EngineOutput::from(v1::Engine::default().with_phase(EnginePhase::Frozen));
         assert_eq!(engine.phase, "frozen");
         // A controller of release 0.1.0 has words only.
-        let replica = v1::Replica { mode_word: "failed".to_owned(), ..v1::Replica::default() };
+        let (replica_id, mode_word) = ("00000001".to_owned(), "failed".to_owned());
+        let replica = v1::Replica { replica_id, mode_word, ..v1::Replica::default() };
         assert_eq!(ReplicaOutput::from(replica).mode, "failed");
         assert_eq!(ReplicaOutput::from(v1::Replica::default()).mode, "", "it is not attached");
+    }
+
+    #[test]
+    fn a_replica_is_printed_with_its_keys_in_their_order() {
+        let copy = CopyStatus { total_bytes: 4, left_bytes: 1, bytes_per_s: 2 };
+        let member = MemberStatus {
+            copy: Some(copy),
+            away_since_ms: Some(7),
+            times_awaited: 3,
+            ..MemberStatus::of(ReplicaId::from_random(1), MemberMode::Rebuilding)
+        };
+        let printed = |replica| {
+            let text = serde_json::to_string(&ReplicaOutput::from(replica)).unwrap();
+            text.split_once(r#""mode":"#).unwrap().1.to_owned()
+        };
+        assert_eq!(
+            printed(v1::Replica::default().with_member(&member)),
+            concat!(
+                r#""rebuilding","allocatedBytes":0,"message":"","#,
+                r#""copy":{"totalBytes":4,"leftBytes":1,"bytesPerSecond":2},"awaySinceMs":7,"deleting":false}"#
+            )
+        );
+        let detached = r#""","allocatedBytes":0,"message":"","copy":null,"awaySinceMs":0,"deleting":false}"#;
+        assert_eq!(printed(v1::Replica::default()), detached);
     }
 }

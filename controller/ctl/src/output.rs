@@ -5,7 +5,7 @@ use std::io::Write;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_api::v1;
-use shorthorn_types::status::{CopyStatus, MemberMode};
+use shorthorn_types::status::{CopyStatus, MemberMode, MemberStatus};
 use shorthorn_types::{Generation, HumanBytes};
 
 use super::error::CtlError;
@@ -46,8 +46,9 @@ pub(super) fn members(volume: &v1::Volume) -> String {
     if volume.state != "attached" {
         return volume.number_of_replicas.to_string();
     }
-    let members = volume.replicas.iter().filter(|replica| replica.known_mode() == MemberMode::Member).count();
-    format!("{members}/{}{}", volume.number_of_replicas, copying(&volume.replicas))
+    let replicas: Vec<MemberStatus> = volume.replicas.iter().filter_map(v1::Replica::known_member).collect();
+    let members = replicas.iter().filter(|replica| replica.mode == MemberMode::Member).count();
+    format!("{members}/{}{}", volume.number_of_replicas, copying(&replicas))
 }
 
 /// Returns the size, with the desired one if it differs.
@@ -62,17 +63,12 @@ pub(super) fn size(volume: &v1::Volume) -> String {
 }
 
 /// Returns the progress of the rebuilds, for a cell of a table.
-fn copying(replicas: &[v1::Replica]) -> String {
-    let least = replicas
-        .iter()
-        .filter_map(|replica| replica.copy.as_ref())
-        .map(|copy| CopyStatus::from(*copy).percent())
-        .min();
+fn copying(replicas: &[MemberStatus]) -> String {
+    let least = replicas.iter().filter_map(|replica| Some(replica.copy?.percent())).min();
     least.map(|percent| format!(" ({percent} %)")).unwrap_or_default()
 }
 
-fn progress(copy: &v1::CopyStatus) -> String {
-    let copy = CopyStatus::from(*copy);
+fn progress(copy: CopyStatus) -> String {
     let left = copy.left_s().map(|seconds| format!(", {seconds} s left"));
     format!("{} % at {}/s{}", copy.percent(), HumanBytes(copy.bytes_per_s), left.unwrap_or_default())
 }
@@ -222,7 +218,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     for (name, value) in [
         ("Granted", Some(volume.granted).filter(|granted| !granted.is_empty())),
         ("Copying", volume.rebuild.map(limits)),
-        ("Resync", volume.resync.as_ref().map(progress)),
+        ("Resync", volume.resync.map(|copy| progress(copy.into()))),
         ("Scrub", volume.scrub.as_ref().map(scrub)),
         ("Salvage", volume.salvage.as_ref().map(salvage)),
     ] {
@@ -249,8 +245,9 @@ fn replica_table(replicas: &[v1::Replica]) -> String {
 
 /// Returns the cells of a replica: name, node, disk, state, mode, size and message.
 pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
-    let mode = replica.shown_mode().map_or("", MemberMode::as_str);
-    let mode = match &replica.copy {
+    let member = replica.known_member();
+    let mode = member.as_ref().map_or("", |member| member.mode.as_str());
+    let mode = match member.as_ref().and_then(|member| member.copy) {
         Some(copy) => format!("{mode} {}", progress(copy)),
         None if replica.deleting => "being deleted".to_owned(),
         None => dash(mode.to_owned()),

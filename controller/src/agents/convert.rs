@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 
 use shorthorn_api::{level, report, v1};
-use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, MemberStatus, RebuildLimits};
+use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
-    AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, ObservedDisk,
-    ObservedEngine, ObservedReplica,
+    AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus,
+    ObservedDisk, ObservedEngine, ObservedReplica,
 };
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::undelete::{Holds, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget, StartEngine, StartReplica};
-use shorthorn_types::{ReplicaId, VolumeName, status as types};
+use shorthorn_types::{ReplicaId, VolumeName};
 
 pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
     let frontends = info.frontends.into_iter().map(|frontend| FrontendStatus {
@@ -78,13 +78,7 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
 
 fn engine(status: v1::EngineStatus) -> ObservedEngine {
     let (phase, generation, view) = (status.known_phase(), status.known_generation(), status.known_view());
-    let members = status.members.into_iter().filter_map(|member| types::MemberStatus::try_from(member).ok());
-    let members: Vec<types::MemberStatus> = members.collect();
-    let member = |member: &types::MemberStatus| MemberStatus {
-        mode: member.mode,
-        message: member.message.clone(),
-        away_since_ms: member.away_since_ms,
-    };
+    let members = status.members.into_iter().filter_map(|member| MemberStatus::try_from(member).ok());
     ObservedEngine {
         // The generation may come later than the number itself.
         attach: Some(status.attach)
@@ -97,15 +91,13 @@ fn engine(status: v1::EngineStatus) -> ObservedEngine {
         endpoint: status.endpoint,
         size_bytes: status.size_bytes,
         lost_writes: status.lost_writes,
-        damaged_ranges: members.iter().map(|member| member.times_rot_copied).sum(),
         version: status.version,
         needs_upgrade: status.needs_upgrade,
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
             next_attach: expansion.next_attach,
         }),
-        copies: members.iter().filter_map(|member| Some((member.replica, member.copy?))).collect(),
-        members: members.iter().map(|one| (one.replica, member(one))).collect(),
+        members: members.map(|member| (member.replica, member)).collect(),
         resync: status.resync.map(Into::into),
         scrub: status.scrub.map(|scrub| Box::new(scrub.into())),
         read_findings: status.read_findings.map(|findings| Box::new(findings.into())),

@@ -2,10 +2,11 @@
 
 use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{
-    Condition, Conditions, Engine, MemberMode, Node, Replica, Salvage, Volume,
+    Condition, Conditions, Engine, MemberRecord, Node, Replica, Salvage, Volume,
 };
-use shorthorn_controller_core::observed::{Agents, Detail, InstanceKey, ObservedEngine};
+use shorthorn_controller_core::observed::{Agents, Detail, InstanceKey, MemberStatus, ObservedEngine};
 use shorthorn_controller_core::{ClusterState, Labels, NodeName};
+use shorthorn_types::ReplicaId;
 
 fn text(node: Option<&NodeName>) -> String {
     node.map(ToString::to_string).unwrap_or_default()
@@ -129,18 +130,19 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
         current_state: status.current_state.as_str().to_owned(),
         message: said.unwrap_or(&status.message).clone(),
         allocated_bytes,
-        copy: engine
-            .filter(|_| member.is_some_and(|member| member.mode == MemberMode::Rebuilding))
-            .and_then(|engine| shown_of(agents, engine)?.copies.get(&spec.replica_id).copied())
-            .map(Into::into),
-        away_since_ms: member.and_then(|member| member.away_since_ms).unwrap_or_default(),
         deleting: replica.metadata.is_deleting(),
         ..v1::Replica::default()
     };
     match member {
-        Some(member) => shown.with_mode(member.mode),
+        Some(member) => shown.with_member(&whole(member, spec.replica_id, engine, agents)),
         None => shown,
     }
+}
+
+/// Returns the status of a member: the stored record, and the rest from its engine, if that is seen.
+fn whole(record: &MemberRecord, id: ReplicaId, engine: Option<&Engine>, agents: &Agents) -> MemberStatus {
+    let seen = engine.and_then(|engine| shown_of(agents, engine)?.members.get(&id).cloned());
+    record.with_rest_of(seen.unwrap_or_else(|| MemberStatus::of(id, record.mode)))
 }
 
 pub(super) fn node(cluster: &ClusterState, agents: &Agents, node: &Node) -> v1::NodeObject {

@@ -104,40 +104,56 @@ macro_rules! has_phase {
 }
 has_phase!(v1::EngineStatus, v1::Engine);
 
-/// Gives messages with a mode their typed accessors.
-macro_rules! has_mode {
-    ($($message:ty),*) => {$(
-        impl $message {
-            /// Returns the mode. A mode that is unknown or absent is no member.
-            #[must_use]
-            pub fn known_mode(&self) -> MemberMode {
-                v1::MemberMode::known(self.mode, &self.mode_word)
-            }
+impl v1::EngineMember {
+    /// Returns the mode. A mode that is unknown or absent is no member.
+    #[must_use]
+    pub fn known_mode(&self) -> MemberMode {
+        v1::MemberMode::known(self.mode, &self.mode_word)
+    }
 
-            /// Returns the message with that mode.
-            #[must_use]
-            pub fn with_mode(mut self, mode: MemberMode) -> Self {
-                self.report_mode(mode);
-                self
-            }
+    /// Returns the message with that mode.
+    #[must_use]
+    pub fn with_mode(mut self, mode: MemberMode) -> Self {
+        self.report_mode(mode);
+        self
+    }
 
-            /// Sets the mode.
-            pub fn report_mode(&mut self, mode: MemberMode) {
-                self.mode = v1::MemberMode::of(mode).into();
-                self.mode_word = mode.as_str().to_owned();
-            }
-        }
-    )*};
+    /// Sets the mode.
+    pub fn report_mode(&mut self, mode: MemberMode) {
+        self.mode = v1::MemberMode::of(mode).into();
+        self.mode_word = mode.as_str().to_owned();
+    }
 }
-has_mode!(v1::EngineMember, v1::Replica);
 
 impl v1::Replica {
-    /// Returns the mode; none unless the volume is attached.
+    /// Returns the state of the replica in its engine; none unless the volume is attached.
     #[must_use]
-    pub fn shown_mode(&self) -> Option<MemberMode> {
-        let is_absent = self.mode == i32::from(v1::MemberMode::Unspecified) && self.mode_word.is_empty();
-        (!is_absent).then(|| self.known_mode())
+    pub fn known_member(&self) -> Option<MemberStatus> {
+        if let Some(member) = &self.member {
+            return member.clone().try_into().ok();
+        }
+        let id = self.replica_id.parse().ok().filter(|_| !self.mode_word.is_empty())?;
+        Some(MemberStatus {
+            away_since_ms: nonzero(self.away_since_ms),
+            copy: self.copy.map(Into::into),
+            ..MemberStatus::of(id, MemberMode::of_word(&self.mode_word))
+        })
     }
+
+    /// Returns the message with that state of the replica in its engine.
+    #[must_use]
+    pub fn with_member(mut self, member: &MemberStatus) -> Self {
+        let all = v1::EngineMember::from(member);
+        (self.mode_word, self.copy, self.away_since_ms) =
+            (all.mode_word.clone(), all.copy, all.away_since_ms);
+        self.member = Some(all);
+        self
+    }
+}
+
+/// Returns the number; none if it is 0, with which a message has none.
+fn nonzero(number: u64) -> Option<u64> {
+    Some(number).filter(|number| *number > 0)
 }
 
 /// Gives messages with a generation their typed accessor.
@@ -286,18 +302,30 @@ impl From<v1::Expansion> for ExpansionStatus {
 
 impl From<&MemberStatus> for v1::EngineMember {
     fn from(member: &MemberStatus) -> v1::EngineMember {
+        // All fields of both: the compiler finds one that is forgotten.
+        let MemberStatus {
+            replica,
+            address,
+            mode,
+            message,
+            times_awaited,
+            times_rotten,
+            times_rot_copied,
+            away_since_ms,
+            copy,
+        } = member.clone();
         v1::EngineMember {
-            replica_id: member.replica.to_string(),
-            address: member.address.clone(),
-            message: member.message.clone(),
-            away_since_ms: member.away_since_ms.unwrap_or_default(),
-            times_awaited: member.times_awaited,
-            times_rotten: member.times_rotten,
-            times_rot_copied: member.times_rot_copied,
-            copy: member.copy.map(Into::into),
-            ..v1::EngineMember::default()
+            replica_id: replica.to_string(),
+            address,
+            mode: v1::MemberMode::of(mode).into(),
+            mode_word: mode.as_str().to_owned(),
+            message,
+            times_awaited,
+            times_rotten,
+            times_rot_copied,
+            away_since_ms: away_since_ms.unwrap_or_default(),
+            copy: copy.map(Into::into),
         }
-        .with_mode(member.mode)
     }
 }
 
@@ -313,7 +341,7 @@ impl TryFrom<v1::EngineMember> for MemberStatus {
             times_awaited: member.times_awaited,
             times_rotten: member.times_rotten,
             times_rot_copied: member.times_rot_copied,
-            away_since_ms: Some(member.away_since_ms).filter(|since_ms| *since_ms > 0),
+            away_since_ms: nonzero(member.away_since_ms),
             copy: member.copy.map(Into::into),
         })
     }

@@ -311,6 +311,24 @@ pub struct MemberStatus {
     pub copy: Option<CopyStatus>,
 }
 
+impl MemberStatus {
+    /// Returns a replica in that mode without further data.
+    #[must_use]
+    pub const fn of(replica: ReplicaId, mode: MemberMode) -> MemberStatus {
+        MemberStatus {
+            replica,
+            address: String::new(),
+            mode,
+            message: String::new(),
+            times_awaited: 0,
+            times_rotten: 0,
+            times_rot_copied: 0,
+            away_since_ms: None,
+            copy: None,
+        }
+    }
+}
+
 /// The phase of a replica process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicaPhase {

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
-use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_types::status::{EnginePhase, MemberMode, MemberStatus};
 use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 
 use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits, Volume};
@@ -92,8 +92,8 @@ pub struct EngineStatus {
     pub endpoint: String,
     /// The state of each replica in the engine.
     #[serde(default)]
-    #[schemars(with = "BTreeMap<String, MemberStatus>")]
-    pub replica_mode_map: BTreeMap<ReplicaId, MemberStatus>,
+    #[schemars(with = "BTreeMap<String, MemberRecord>")]
+    pub replica_mode_map: BTreeMap<ReplicaId, MemberRecord>,
     /// The problem, for people; empty if none.
     #[serde(default)]
     pub message: String,
@@ -194,9 +194,10 @@ pub struct ExpansionStatus {
 }
 
 /// The state of one replica in the engine.
+// The part of a member's status that decisions need while its agent does not answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct MemberStatus {
+pub struct MemberRecord {
     /// In the view or not.
     #[schemars(with = "schema::MemberMode")]
     pub mode: MemberMode,
@@ -210,13 +211,12 @@ pub struct MemberStatus {
     pub away_since_ms: Option<u64>,
 }
 
-impl<'de> Deserialize<'de> for MemberStatus {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MemberStatus, D::Error> {
+impl<'de> Deserialize<'de> for MemberRecord {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MemberRecord, D::Error> {
         /// The stored form.
         #[derive(Deserialize)]
         #[serde(rename_all = "camelCase")]
         struct Stored {
-            #[serde(deserialize_with = "super::later::word")]
             mode: MemberMode,
             #[serde(default)]
             message: String,
@@ -227,15 +227,30 @@ impl<'de> Deserialize<'de> for MemberStatus {
         }
         let Stored { mode, message, away_since_ms, of_first_release } = Stored::deserialize(deserializer)?;
         let away_since_ms = away_since_ms.or(of_first_release).filter(|since_ms| *since_ms > 0);
-        Ok(MemberStatus { mode, message, away_since_ms })
+        Ok(MemberRecord { mode, message, away_since_ms })
     }
 }
 
-impl MemberStatus {
+impl From<&MemberStatus> for MemberRecord {
+    fn from(member: &MemberStatus) -> MemberRecord {
+        let MemberStatus { mode, message, away_since_ms, .. } = member;
+        MemberRecord { mode: *mode, message: message.clone(), away_since_ms: *away_since_ms }
+    }
+}
+
+impl MemberRecord {
     /// Returns a replica in that mode without further data.
     #[must_use]
-    pub const fn of(mode: MemberMode) -> MemberStatus {
-        MemberStatus { mode, message: String::new(), away_since_ms: None }
+    pub const fn of(mode: MemberMode) -> MemberRecord {
+        MemberRecord { mode, message: String::new(), away_since_ms: None }
+    }
+
+    /// Returns the status of the member: the fields of this record, and the others from `seen`.
+    #[must_use]
+    pub fn with_rest_of(&self, seen: MemberStatus) -> MemberStatus {
+        let MemberRecord { mode, message, away_since_ms } = self.clone();
+        let copy = seen.copy.filter(|_| mode == MemberMode::Rebuilding);
+        MemberStatus { mode, message, away_since_ms, copy, ..seen }
     }
 
     /// Returns true if requests wait for the replica, because it is late and the other members cannot
@@ -243,5 +258,25 @@ impl MemberStatus {
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         self.mode == MemberMode::Member && !self.message.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::status::CopyStatus;
+
+    use super::*;
+
+    #[test]
+    fn a_record_decides_and_the_engine_adds_the_rest() {
+        let id = ReplicaId::from_random(1);
+        let copy = Some(CopyStatus { total_bytes: 9, left_bytes: 3, bytes_per_s: 1 });
+        let seen = MemberStatus { times_awaited: 4, copy, ..MemberStatus::of(id, MemberMode::Member) };
+        let (mode, message) = (MemberMode::Failed, "gone".to_owned());
+        let record = MemberRecord { mode, message, away_since_ms: Some(5) };
+        let whole = record.with_rest_of(seen.clone());
+        assert_eq!(MemberRecord::from(&whole), record);
+        assert_eq!((whole.times_awaited, whole.copy), (4, None), "it is not being rebuilt");
+        assert_eq!(MemberRecord::of(MemberMode::Rebuilding).with_rest_of(seen).copy, copy);
     }
 }

@@ -5,7 +5,7 @@ use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use super::{CurrentState, DesireState, MemberMode};
+use super::{CurrentState, DesireState};
 
 /// A set of words that later versions may add to.
 pub(super) trait OpenEnum: DeserializeOwned {
@@ -22,11 +22,6 @@ impl OpenEnum for CurrentState {
     const UNKNOWN: CurrentState = CurrentState::Unknown;
 }
 
-impl OpenEnum for MemberMode {
-    /// The mode for unknown words: the replica does not count as a member.
-    const UNKNOWN: MemberMode = MemberMode::Connecting;
-}
-
 /// Deserialises one word of the set, or one of a later version; for `deserialize_with`.
 pub(super) fn word<'de, D: Deserializer<'de>, T: OpenEnum>(deserializer: D) -> Result<T, D::Error> {
     match Value::deserialize(deserializer)? {
@@ -40,8 +35,8 @@ mod tests {
     use serde_json::json;
 
     use super::super::{
-        DataLocality, DataState, Engine, EnginePhase, Frontend, Node, Object, Replica, Robustness, Volume,
-        VolumeState,
+        DataLocality, DataState, Engine, EnginePhase, Frontend, MemberMode, Node, Object, Replica,
+        Robustness, Volume, VolumeState,
     };
     use super::*;
 
@@ -69,7 +64,7 @@ mod tests {
     #[test]
     fn since_when_a_replica_is_away_is_read_under_both_names() {
         let read = |member: Value| {
-            serde_json::from_value::<super::super::MemberStatus>(member).unwrap().away_since_ms
+            serde_json::from_value::<super::super::MemberRecord>(member).unwrap().away_since_ms
         };
         assert_eq!(read(json!({ "mode": "failed", "away_since_ms": 7 })), Some(7));
         assert_eq!(read(json!({ "mode": "failed", "awaySinceMs": 8 })), Some(8));

@@ -22,7 +22,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
-pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberStatus, ReplicaTarget};
+pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberRecord, ReplicaTarget};
 pub use jiff::Timestamp;
 pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use metadata::{Key, Kind, Metadata};

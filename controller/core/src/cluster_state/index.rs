@@ -208,7 +208,7 @@ mod tests {
     use super::*;
     use crate::Timestamp;
     use crate::objects::{
-        CurrentState, DesireState, MemberStatus, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus,
+        CurrentState, DesireState, MemberRecord, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus,
         Secret,
     };
     use crate::requests::{Change, CreateVolume};
@@ -235,7 +235,7 @@ mod tests {
                 engine.status.phase = Some(crate::objects::EnginePhase::Serving);
                 let mode = if odd { MemberMode::Failed } else { MemberMode::Member };
                 let id = ReplicaId::from_random(1);
-                engine.status.replica_mode_map = BTreeMap::from([(id, MemberStatus::of(mode))]);
+                engine.status.replica_mode_map = BTreeMap::from([(id, MemberRecord::of(mode))]);
                 engine.into()
             }
             2 => Replica {

@@ -7,7 +7,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::objects::{
     CurrentState, DesireState, DiskSpec, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend,
-    MemberStatus, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    MemberRecord, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{NodeName, Timestamp};
@@ -63,7 +63,7 @@ fn cluster() -> ClusterState {
     volume.status.state = VolumeState::Attached;
     let node_id = volume.spec.node_id.clone();
     cluster.insert(volume.into());
-    let members = (1..=2).map(|n| (id(n), MemberStatus::of(MemberMode::Member)));
+    let members = (1..=2).map(|n| (id(n), MemberRecord::of(MemberMode::Member)));
     let engine = Engine {
         metadata: Metadata::new("v", now()),
         spec: EngineSpec {

@@ -1,7 +1,7 @@
 use super::*;
 use crate::example::{Example, VERSION, id, now};
-use crate::objects::Finding;
-use crate::observed::{CopyStatus, ObservedEngine};
+use crate::objects::{Finding, MemberMode};
+use crate::observed::{CopyStatus, MemberStatus, ObservedEngine};
 
 fn overview(example: &Example) -> Overview {
     Overview::of(&example.cluster, &example.agents, VERSION)
@@ -29,7 +29,8 @@ fn what_is_wrong_and_what_waits_are_told_apart() {
     conditions.set(ConditionType::Expanded, Finding::wrong("Growing", "it grows"), now());
     let mut view =
         ObservedEngine { attach: Some(1), version: "0.9.0".to_owned(), ..ObservedEngine::default() };
-    view.copies.insert(id(3), CopyStatus { total_bytes: 100, left_bytes: 25, bytes_per_s: 5 });
+    let copy = Some(CopyStatus { total_bytes: 100, left_bytes: 25, bytes_per_s: 5 });
+    view.members.insert(id(3), MemberStatus { copy, ..MemberStatus::of(id(3), MemberMode::Rebuilding) });
     example.engine_says(view);
     example.agent("c").disks.get_mut("/disk").unwrap().problem = "it is read-only".to_owned();
     let ready = &mut example.node("b").status.conditions;

@@ -5,7 +5,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::objects::{
     DataState, DesireState, Discovered, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend,
-    MemberStatus, Metadata, Node, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    MemberRecord, Metadata, Node, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::requests::{Change, CreateVolume};
 
@@ -74,7 +74,7 @@ fn cluster(wanted: u32, modes: &[MemberMode]) -> ClusterState {
         status: EngineStatus {
             current_state: CurrentState::Running,
             phase: Some(EnginePhase::Serving),
-            replica_mode_map: (0..).zip(modes).map(|(at, mode)| (id(at), MemberStatus::of(*mode))).collect(),
+            replica_mode_map: (0..).zip(modes).map(|(at, mode)| (id(at), MemberRecord::of(*mode))).collect(),
             ..EngineStatus::default()
         },
     };
@@ -188,7 +188,7 @@ fn half_of_the_view_has_to_be_elsewhere_whatever_the_number_should_be() {
 fn a_member_that_does_not_answer_is_not_counted_on() {
     let mut late = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut late, |status| {
-        let member = MemberStatus { message: "late by 9 s".to_owned(), ..MemberStatus::of(MEMBER) };
+        let member = MemberRecord { message: "late by 9 s".to_owned(), ..MemberRecord::of(MEMBER) };
         status.replica_mode_map.insert(id(2), member);
     });
     assert!(message_of(&late, "n0").contains("replica v-00000003 on node n2, which does not answer"));

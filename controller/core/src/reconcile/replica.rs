@@ -5,7 +5,7 @@ use super::{
     quiet_left, reachability, remaining, volume,
 };
 use crate::objects::{
-    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberStatus, Replica, ReplicaStatus,
+    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberRecord, Replica, ReplicaStatus,
     Volume, VolumeState,
 };
 use crate::observed::{Detail, Instance, InstanceKey, InstanceState, ObservedAgent};
@@ -242,7 +242,7 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
 
 /// Returns the time since which a replica is absent according to the engine. It is never in the future,
 /// whatever the clock of its node is.
-fn away_since(member: &MemberStatus, now: Timestamp) -> Option<Timestamp> {
+fn away_since(member: &MemberRecord, now: Timestamp) -> Option<Timestamp> {
     let since_ms = i64::try_from(member.away_since_ms?).ok()?;
     Timestamp::from_millisecond(since_ms).ok().map(|since| since.min(now))
 }

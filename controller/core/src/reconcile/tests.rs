@@ -7,7 +7,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, DiskStatus, Engine,
-    EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberStatus, Metadata, Node,
+    EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberRecord, Metadata, Node,
     NodeSpec, NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::observed::{
@@ -278,8 +278,8 @@ fn degraded_cluster() -> ClusterState {
     engine.status.seen_attach = ATTACH;
     engine.status.phase = Some(EnginePhase::Serving);
     engine.status.replica_mode_map = BTreeMap::from([
-        (kept, MemberStatus::of(MemberMode::Member)),
-        (lost, MemberStatus::of(MemberMode::Failed)),
+        (kept, MemberRecord::of(MemberMode::Member)),
+        (lost, MemberRecord::of(MemberMode::Failed)),
     ]);
     cluster.insert(engine.into());
     cluster.insert(replica(kept, "a", None).into());
@@ -383,7 +383,7 @@ fn a_replica_that_may_be_in_the_view_stays_although_its_node_is_given_up() {
     {
         let mut cluster = cluster.clone();
         let mut engine = cluster.engines["v"].clone();
-        engine.status.replica_mode_map.insert(id, MemberStatus::of(mode));
+        engine.status.replica_mode_map.insert(id, MemberRecord::of(mode));
         engine.status.phase = Some(phase);
         cluster.insert(engine.into());
         for _ in 0..3 {
@@ -463,7 +463,7 @@ fn nobody_leaves_before_enough_are_there_that_stay() {
     };
     let members = |cluster: &mut ClusterState, ids: &[ReplicaId]| {
         let mut engine = cluster.engines["v"].clone();
-        let modes = ids.iter().map(|id| (*id, MemberStatus::of(MemberMode::Member)));
+        let modes = ids.iter().map(|id| (*id, MemberRecord::of(MemberMode::Member)));
         engine.status.replica_mode_map = modes.collect();
         cluster.insert(engine.into());
     };
@@ -528,7 +528,7 @@ fn busy_cluster(rebuilding: u64, waiting: u64, members: u64) -> (ClusterState, A
     cluster.insert(volume.clone().into());
     cluster.insert(replica(second, "b", None).into());
     let mut engine = cluster.engines["v"].clone();
-    engine.status.replica_mode_map.insert(second, MemberStatus::of(MemberMode::Member));
+    engine.status.replica_mode_map.insert(second, MemberRecord::of(MemberMode::Member));
     cluster.insert(engine.clone().into());
     for number in 0..rebuilding + waiting {
         let name = VolumeName::new(&format!("other{number}")).unwrap();
@@ -540,7 +540,7 @@ fn busy_cluster(rebuilding: u64, waiting: u64, members: u64) -> (ClusterState, A
         its.metadata.name = name.to_string();
         its.spec.volume_name = name.clone();
         its.status.replica_mode_map = (0..members)
-            .map(|at| (ReplicaId::from_random(50 + at), MemberStatus::of(MemberMode::Member)))
+            .map(|at| (ReplicaId::from_random(50 + at), MemberRecord::of(MemberMode::Member)))
             .collect();
         let id = ReplicaId::from_random(90);
         if number < rebuilding {
@@ -548,7 +548,7 @@ fn busy_cluster(rebuilding: u64, waiting: u64, members: u64) -> (ClusterState, A
             new.metadata.name = ReplicaSpec::instance_name(&name, id);
             new.spec.volume_name = name;
             new.status.healthy_at = None;
-            its.status.replica_mode_map.insert(id, MemberStatus::of(MemberMode::Rebuilding));
+            its.status.replica_mode_map.insert(id, MemberRecord::of(MemberMode::Rebuilding));
             cluster.insert(new.into());
         }
         cluster.insert(other.into());

@@ -7,11 +7,11 @@ use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, ViewId, Volume
 
 use super::*;
 use crate::objects::{
-    DesireState, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberStatus, Metadata,
+    DesireState, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberRecord, Metadata,
     ReplicaSpec, ReplicaStatus, Robustness, Secret,
 };
 use crate::observed::ObservedAgent;
-use crate::observed::{GrantWanted, Instance, InstanceState, ObservedDisk, ScrubStatus};
+use crate::observed::{GrantWanted, Instance, InstanceState, MemberStatus, ObservedDisk, ScrubStatus};
 use crate::requests::{Change, CreateVolume};
 use crate::salvage;
 
@@ -56,7 +56,7 @@ fn replica(n: u64) -> Replica {
 }
 
 fn engine() -> Engine {
-    let members = (1..=3).map(|n| (id(n), MemberStatus::of(MemberMode::Member)));
+    let members = (1..=3).map(|n| (id(n), MemberRecord::of(MemberMode::Member)));
     Engine {
         metadata: Metadata::new("v", at(0)),
         spec: EngineSpec {
@@ -141,7 +141,7 @@ impl Case {
 
     /// Sets replica 3 to `mode` since second 0, for that reason.
     fn away(&mut self, mode: MemberMode, message: &str) {
-        let member = MemberStatus { mode, message: message.to_owned(), away_since_ms: Some(1) };
+        let member = MemberRecord { mode, message: message.to_owned(), away_since_ms: Some(1) };
         self.engine().status.replica_mode_map.insert(id(3), member);
         self.replica(3, |status| status.failed_at = Some(at(0)));
         if mode != MemberMode::Rebuilding {
@@ -198,7 +198,7 @@ fn volumes_that_serve() {
 
     let mut case = Case::healthy();
     let late =
-        MemberStatus { message: "late for 5250 ms".to_owned(), ..MemberStatus::of(MemberMode::Member) };
+        MemberRecord { message: "late for 5250 ms".to_owned(), ..MemberRecord::of(MemberMode::Member) };
     case.engine().status.replica_mode_map.insert(id(3), late);
     let words = [
         "Volume v is slow",
@@ -214,12 +214,12 @@ fn volumes_that_are_copied_or_compared() {
     let mut case = Case::healthy();
     case.away(MemberMode::Rebuilding, "");
     let copy = CopyStatus { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
-    let copies = BTreeMap::from([(id(3), copy)]);
+    let rebuilt = MemberStatus { copy: Some(copy), ..MemberStatus::of(id(3), MemberMode::Rebuilding) };
     let resync = Some(CopyStatus { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
     case.engine_says(ObservedEngine {
         attach: Some(1),
         phase: Some(EnginePhase::Serving),
-        copies,
+        members: BTreeMap::from([(id(3), rebuilt)]),
         resync,
         ..ObservedEngine::default()
     });

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shorthorn_controller_core::objects::{EnginePhase, MemberMode, MemberStatus};
+use shorthorn_controller_core::objects::{EnginePhase, MemberMode};
 use shorthorn_controller_core::observed::{
-    Detail, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, ObservedEngine, ObservedReplica,
+    Detail, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus, ObservedEngine,
+    ObservedReplica,
 };
 use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, StartReplica};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
@@ -166,7 +167,7 @@ impl SimAgent {
         if !self.instances.contains_key(&key) {
             self.maps.insert(key.clone(), (start.revision, start.replicas.keys().copied().collect()));
         }
-        let members = start.replicas.keys().map(|id| (*id, MemberStatus::of(MemberMode::Connecting)));
+        let members = start.replicas.keys().map(|id| (*id, MemberStatus::of(*id, MemberMode::Connecting)));
         let view = ObservedEngine {
             attach: Some(attach),
             phase: Some(EnginePhase::Starting),
@@ -283,7 +284,7 @@ impl SimAgent {
         // A missing replica is given up, unless it is in the view.
         view.members.retain(|id, member| member.mode == MemberMode::Member || replicas.contains(id));
         for id in &replicas {
-            view.members.entry(*id).or_insert_with(|| MemberStatus::of(MemberMode::Connecting));
+            view.members.entry(*id).or_insert_with(|| MemberStatus::of(*id, MemberMode::Connecting));
         }
         self.maps.insert(key.clone(), (revision, replicas));
         instance.detail = Detail::Engine(view);

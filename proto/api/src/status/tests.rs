@@ -55,8 +55,14 @@ mod first {
     /// The replica of controller.proto.
     #[derive(Clone, PartialEq, prost::Message)]
     pub(super) struct Replica {
+        #[prost(string, tag = "3")]
+        pub replica_id: String,
         #[prost(string, tag = "8")]
         pub mode: String,
+        #[prost(message, optional, tag = "11")]
+        pub copy: Option<crate::v1::CopyStatus>,
+        #[prost(uint64, tag = "12")]
+        pub away_since_ms: u64,
     }
 }
 
@@ -138,6 +144,10 @@ fn each_part_of_a_status_reads_back() {
     let members: Vec<MemberStatus> =
         message.members.into_iter().map(|member| member.try_into().unwrap()).collect();
     assert_eq!(members, status.members);
+    for member in &status.members {
+        let replica: v1::Replica = sent(&v1::Replica::default().with_member(member));
+        assert_eq!(replica.known_member().as_ref(), Some(member));
+    }
     assert_eq!(message.read_findings.map(ReadFindings::from), Some(status.read_findings));
     assert_eq!(message.scrub.map(ScrubStatus::from), status.scrub);
     assert_eq!(message.resync.map(CopyStatus::from), status.resync);
@@ -159,8 +169,10 @@ fn release_0_1_0_reads_a_status_of_this_one() {
     assert_eq!(old.scrub, Some(first::ScrubStatus { running: false, at_bytes: 8, found: 3 }));
     let old: first::Engine = sent(&v1::Engine::default().with_phase(EnginePhase::Serving));
     assert_eq!(old.phase, "serving");
-    let old: first::Replica = sent(&v1::Replica::default().with_mode(MemberMode::Failed));
-    assert_eq!(old.mode, "failed");
+    let old: first::Replica = sent(&v1::Replica::default().with_member(&member(1, MemberMode::Failed)));
+    assert_eq!((old.mode.as_str(), old.copy, old.away_since_ms), ("failed", None, 7));
+    let old: first::Replica = sent(&v1::Replica::default().with_member(&member(1, MemberMode::Rebuilding)));
+    assert_eq!(old.copy, Some(copy().into()));
 }
 
 #[test]
@@ -187,8 +199,15 @@ fn a_status_of_release_0_1_0_is_read() {
     assert_eq!(new.known_generation(), None, "no engine has opened it");
     let new: v1::Engine = sent(&first::Engine { phase: "frozen".to_owned() });
     assert_eq!(new.known_phase(), Some(EnginePhase::Frozen));
-    let new: v1::Replica = sent(&first::Replica { mode: "rebuilding".to_owned() });
-    assert_eq!(new.shown_mode(), Some(MemberMode::Rebuilding));
+    let new: v1::Replica = sent(&first::Replica {
+        replica_id: id(1).to_string(),
+        mode: "rebuilding".to_owned(),
+        copy: Some(copy().into()),
+        away_since_ms: 7,
+    });
+    let (copy, away_since_ms) = (Some(copy()), Some(7));
+    let rebuilt = MemberStatus { copy, away_since_ms, ..MemberStatus::of(id(1), MemberMode::Rebuilding) };
+    assert_eq!(new.known_member(), Some(rebuilt));
 }
 
 #[test]
@@ -213,7 +232,7 @@ fn an_absent_status_is_none() {
     let nothing = v1::EngineStatus::default();
     assert_eq!((nothing.known_phase(), nothing.known_generation(), nothing.known_view()), (None, None, None));
     assert_eq!(v1::ReplicaStatus::default().known_generation(), None);
-    assert_eq!(v1::Replica::default().shown_mode(), None);
+    assert_eq!(v1::Replica::default().known_member(), None);
     let member = v1::EngineMember { replica_id: id(1).to_string(), ..v1::EngineMember::default() };
     assert_eq!(MemberStatus::try_from(member).unwrap().away_since_ms, None);
 }

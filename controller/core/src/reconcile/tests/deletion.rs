@@ -3,7 +3,7 @@
 use super::detach::{both, leaving_cluster, rounds};
 use super::*;
 use crate::objects::VolumeState;
-use crate::observed::GrantWanted;
+use crate::observed::{GrantWanted, MemberStatus};
 
 fn delete(cluster: &mut ClusterState) {
     let mut volume = cluster.volumes["v"].clone();
@@ -34,7 +34,7 @@ fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
     );
     let lost = ReplicaId::from_random(2);
     engine_shows(&mut agents, |shown| {
-        shown.members.insert(lost, MemberStatus::of(MemberMode::Failed));
+        shown.members.insert(lost, MemberStatus::of(lost, MemberMode::Failed));
     });
     cluster.insert(replica(lost, "b", Some(now())).into());
     rounds(&mut cluster, &mut agents);
@@ -51,7 +51,8 @@ fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
     cluster.insert(Replica { status: running, ..new.clone() }.into());
     engine_shows(&mut agents, |shown| {
         shown.members.remove(&lost);
-        shown.members.insert(new.spec.replica_id, MemberStatus::of(MemberMode::Member));
+        let id = new.spec.replica_id;
+        shown.members.insert(id, MemberStatus::of(id, MemberMode::Member));
     });
     rounds(&mut cluster, &mut agents);
     let old = cluster.replicas.values().find(|replica| replica.spec.replica_id == lost).unwrap().clone();
@@ -120,7 +121,7 @@ fn full_cluster() -> ClusterState {
         let name = format!("n{id}");
         cluster.insert(node(&name).into());
         cluster.insert(replica(id, &name, None).into());
-        engine.status.replica_mode_map.insert(id, MemberStatus::of(MemberMode::Member));
+        engine.status.replica_mode_map.insert(id, MemberRecord::of(MemberMode::Member));
     }
     cluster.insert(engine.into());
     cluster
@@ -158,7 +159,7 @@ fn a_deleted_replica_of_a_volume_with_as_many_as_can_be_leaves_before_its_substi
     }
     assert_eq!(stopped(&cluster), deleted[..1], "one at a time");
     let mut engine = cluster.engines["v"].clone();
-    engine.status.replica_mode_map.insert(deleted[0], MemberStatus::of(MemberMode::Failed));
+    engine.status.replica_mode_map.insert(deleted[0], MemberRecord::of(MemberMode::Failed));
     cluster.insert(engine.into());
     for _ in 0..3 {
         act(&mut cluster, &agents, &key);

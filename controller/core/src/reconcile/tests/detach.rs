@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::objects::{EnginePhase, EngineStatus, Robustness, Volume, VolumeState};
+use crate::observed::MemberStatus;
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
@@ -15,7 +16,7 @@ pub(super) fn leaving_cluster() -> ClusterState {
     volume.status.robustness = Robustness::Healthy;
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
-    engine.status.replica_mode_map.insert(lost, MemberStatus::of(MemberMode::Member));
+    engine.status.replica_mode_map.insert(lost, MemberRecord::of(MemberMode::Member));
     engine.status.served_attach = ATTACH;
     engine.status.endpoint = "/dev/longhorn/v".to_owned();
     cluster.insert(engine.into());
@@ -28,12 +29,15 @@ pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     let mut free = agents.by_node().values().next().unwrap().clone();
     free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
     agents.insert(NodeName::new("c").unwrap(), free);
-    let members = members.iter().map(|(id, mode)| (ReplicaId::from_random(*id), MemberStatus::of(*mode)));
+    let member = |(number, mode): &(u64, MemberMode)| {
+        let id = ReplicaId::from_random(*number);
+        (id, MemberStatus::of(id, *mode))
+    };
     let shown = ObservedEngine {
         attach: Some(ATTACH),
         phase: Some(EnginePhase::Serving),
         endpoint: "/dev/longhorn/v".to_owned(),
-        members: members.collect(),
+        members: members.iter().map(member).collect(),
         ..ObservedEngine::default()
     };
     let detail = Detail::Engine(Box::new(shown));

@@ -66,7 +66,7 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
     view_of.instances.insert(InstanceKey::replica(&VolumeName::new("v").unwrap(), id(1)), instance);
     drop(view_of);
     assert!(!is_reported(&example), "the stored engine has the members of before");
-    example.engine().status.replica_mode_map.insert(id(2), MemberStatus::of(MemberMode::Failed));
+    example.engine().status.replica_mode_map.insert(id(2), MemberRecord::of(MemberMode::Failed));
     assert!(!is_reported(&example), "the stored replica has not left the view");
     example.replica(2, |replica| replica.status.failed_at = Some(now()));
     assert!(is_reported(&example));

@@ -67,7 +67,7 @@ fn a_volume_with_damaged_data_is_not_healthy() {
     let mut cluster = serving(false);
     let engine = cluster.engines["v"].clone();
     let ids = cluster.replicas.values().map(|replica| replica.spec.replica_id);
-    let replicas = ids.map(|id| (id, MemberStatus::of(MemberMode::Member))).collect();
+    let replicas = ids.map(|id| (id, MemberRecord::of(MemberMode::Member))).collect();
     let mut status = engine.status.clone();
     (status.replica_mode_map, status.damaged_ranges) = (replicas, 2);
     cluster.insert(Engine { status, ..engine }.into());

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
     use crate::Label;
     use crate::example::{DISK, Example, id, now};
-    use crate::objects::{MemberMode, MemberStatus};
+    use crate::objects::{MemberMode, MemberRecord};
     use crate::reconcile::Settings;
 
     /// Returns the number of the replica that leaves.
@@ -146,7 +146,7 @@ mod tests {
 
     fn awaited(example: &mut Example, number: u64) {
         let message = "it is slow".to_owned();
-        let member = MemberStatus { message, ..MemberStatus::of(MemberMode::Member) };
+        let member = MemberRecord { message, ..MemberRecord::of(MemberMode::Member) };
         example.engine().status.replica_mode_map.insert(id(number), member);
     }
 

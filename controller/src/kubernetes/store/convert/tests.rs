@@ -1,7 +1,7 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
     Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode,
-    MemberStatus, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec,
+    MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec,
     VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
@@ -106,7 +106,7 @@ fn full_volume() -> Volume {
 
 fn full_engine() -> Engine {
     let member =
-        MemberStatus { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: Some(5) };
+        MemberRecord { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: Some(5) };
     let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
     Engine {
         metadata: meta("v"),
