@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use shorthorn_types::status::CheckOutcome;
+
 use crate::left_out::LeftOut;
 use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
 use crate::observed::{AgentInfo, Agents, Detail, ObservedAgent};
@@ -12,29 +14,6 @@ use crate::{ClusterState, NodeName};
 const FINDINGS_MAX: usize = 20;
 /// The frontend that makes no device.
 const SOCKET: &str = "socket";
-
-/// The outcome of a check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Outcome {
-    /// The check has found no problem.
-    Passed,
-    /// The setup works now, but may fail after an event.
-    Warned,
-    /// A part of the setup does not work.
-    Failed,
-}
-
-impl Outcome {
-    /// Returns the word for programs.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Outcome::Passed => "passed",
-            Outcome::Warned => "warned",
-            Outcome::Failed => "failed",
-        }
-    }
-}
 
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +30,7 @@ pub struct Check {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The severity of the problem.
-    pub outcome: Outcome,
+    pub outcome: CheckOutcome,
     /// The finding.
     pub message: String,
     /// The remedy: a command that can be copied, and advice behind a `#`.
@@ -61,8 +40,8 @@ pub struct Finding {
 impl Check {
     /// Returns the worst of its findings.
     #[must_use]
-    pub fn outcome(&self) -> Outcome {
-        self.findings.iter().map(|finding| finding.outcome).max().unwrap_or(Outcome::Passed)
+    pub fn outcome(&self) -> CheckOutcome {
+        self.findings.iter().map(|finding| finding.outcome).max().unwrap_or(CheckOutcome::Passed)
     }
 }
 
@@ -111,11 +90,11 @@ fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
 }
 
 fn failed(message: String, fix: String) -> Finding {
-    Finding { outcome: Outcome::Failed, message, fix }
+    Finding { outcome: CheckOutcome::Failed, message, fix }
 }
 
 fn warned(message: String, fix: String) -> Finding {
-    Finding { outcome: Outcome::Warned, message, fix }
+    Finding { outcome: CheckOutcome::Warned, message, fix }
 }
 
 struct Doctor<'a> {

@@ -8,8 +8,9 @@ use serde_json::Value;
 use shorthorn_csi::DRIVER_NAME;
 use shorthorn_kube::LEASE_NAME;
 use shorthorn_kube::crds::{self, definition_name};
+use shorthorn_types::status::CheckOutcome;
 
-use super::doctor::{CheckOutput, FAILED, WARNED};
+use super::doctor::CheckOutput;
 use super::reach::Cluster;
 
 /// The longest that one question may take. A check of a sick cluster must end although an answer does not
@@ -27,7 +28,7 @@ const INSTALL: &str =
     "helm upgrade --install shorthorn packaging/chart, or kubectl apply -k packaging/deploy";
 
 /// A finding: severity, message, and remedy.
-type CheckFinding = Option<(&'static str, String, String)>;
+type CheckFinding = Option<(CheckOutcome, String, String)>;
 
 /// Makes all checks.
 pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckOutput> {
@@ -42,7 +43,7 @@ pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckOutput> {
     let checks = checks.into_iter().map(|(name, title, found)| {
         let found = found.unwrap_or_else(|why| {
             let fix = "run it as a user with these rights".to_owned();
-            Some((WARNED, format!("Kubernetes refuses the request: {why}"), fix))
+            Some((CheckOutcome::Warned, format!("Kubernetes refuses the request: {why}"), fix))
         });
         CheckOutput::new(name, title, found)
     });
@@ -76,7 +77,7 @@ async fn lease(cluster: &Cluster) -> Result<CheckFinding, String> {
     let namespace = &cluster.namespace;
     Ok((!is_held).then(|| {
         let message = format!("the Lease {LEASE_NAME} in namespace {namespace} has no holder");
-        (FAILED, message, format!("kubectl get pods -n {namespace}; {INSTALL}"))
+        (CheckOutcome::Failed, message, format!("kubectl get pods -n {namespace}; {INSTALL}"))
     }))
 }
 
@@ -88,7 +89,7 @@ async fn pods(cluster: &Cluster) -> Result<CheckFinding, String> {
     let namespace = &cluster.namespace;
     Ok((ready < PODS_WANTED).then(|| {
         let message = format!("{ready} pods of controllers are ready, and {PODS_WANTED} should be");
-        (WARNED, message, format!("kubectl describe pods -n {namespace} -l {POD_LABEL}"))
+        (CheckOutcome::Warned, message, format!("kubectl describe pods -n {namespace} -l {POD_LABEL}"))
     }))
 }
 
@@ -115,7 +116,7 @@ async fn definitions(cluster: &Cluster) -> Result<CheckFinding, String> {
     }
     Ok((!lacking.is_empty()).then(|| {
         let message = format!("the definitions lack {}", lacking.join(", "));
-        (FAILED, message, "shorthorn-controller crds | kubectl apply -f -".to_owned())
+        (CheckOutcome::Failed, message, "shorthorn-controller crds | kubectl apply -f -".to_owned())
     }))
 }
 
@@ -124,7 +125,7 @@ async fn driver(cluster: &Cluster) -> Result<CheckFinding, String> {
     let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
     Ok(is_missing.then(|| {
         let message = format!("CSIDriver {DRIVER_NAME} does not exist: no volume can be attached");
-        (FAILED, message, INSTALL.to_owned())
+        (CheckOutcome::Failed, message, INSTALL.to_owned())
     }))
 }
 
@@ -136,7 +137,7 @@ async fn storage_class(cluster: &Cluster) -> Result<CheckFinding, String> {
     let names: Vec<String> = ours.map(ResourceExt::name_any).collect();
     Ok(names.is_empty().then(|| {
         let message = format!("no StorageClass has the provisioner {DRIVER_NAME}");
-        (WARNED, message, INSTALL.to_owned())
+        (CheckOutcome::Warned, message, INSTALL.to_owned())
     }))
 }
 
@@ -152,7 +153,7 @@ async fn deletion_guard(cluster: &Cluster) -> Result<CheckFinding, String> {
             let message =
                 format!("ValidatingAdmissionPolicy {name} does not exist: kubectl delete is not refused");
             let fix = "shorthorn-controller deletion-guard | kubectl apply -f - (Kubernetes 1.30 or later)";
-            return Ok(Some((WARNED, message, fix.to_owned())));
+            return Ok(Some((CheckOutcome::Warned, message, fix.to_owned())));
         }
     }
     Ok(None)

@@ -178,7 +178,7 @@ impl Session {
                 let request = limited(v1::DetachVolumeRequest { name: name.clone(), force });
                 let volume = self.client.detach_volume(request).await.map_err(self.error())?.into_inner();
                 let volume = self.wait_for(volume, &Goal::Detached, wait).await?;
-                self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.state))
+                self.show(volume, |volume| format!("volume {} is {}", volume.name, volume.shown_state()))
             }
             VolumeCommand::Delete { name, yes, wait } => self.delete(name, yes, wait).await,
             VolumeCommand::Trash { name: Some(name), remove: true, replica, yes, order: _ } => {
@@ -235,7 +235,9 @@ impl Session {
         self.show(volume, |volume| {
             format!(
                 "volume {} is {}; attach it: shorthornctl volume attach {} --node NODE",
-                volume.name, volume.state, volume.name
+                volume.name,
+                volume.shown_state(),
+                volume.name
             )
         })
     }
@@ -247,7 +249,7 @@ impl Session {
         self.show(volume, |volume| {
             let at =
                 if volume.endpoint.is_empty() { String::new() } else { format!(": {}", volume.endpoint) };
-            format!("volume {} is {} on {}{at}", volume.name, volume.state, volume.node)
+            format!("volume {} is {} on {}{at}", volume.name, volume.shown_state(), volume.node)
         })
     }
 

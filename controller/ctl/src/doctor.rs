@@ -4,18 +4,12 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 use shorthorn_api::v1;
+use shorthorn_types::status::CheckOutcome::{self, Failed, Passed, Warned};
 
 use super::error::CtlError;
 use super::format::Format;
 use super::output::for_programs;
 use super::status::VERSION;
-
-/// The outcome of a check with a warning.
-pub(super) const WARNED: &str = "warned";
-/// The outcome of a failed check.
-pub(super) const FAILED: &str = "failed";
-/// The outcome of a passed check.
-pub(super) const PASSED: &str = "passed";
 
 /// A check in the output.
 #[derive(Clone, Debug, Serialize)]
@@ -35,28 +29,29 @@ struct FindingOutput {
 
 impl From<v1::Check> for CheckOutput {
     fn from(check: v1::Check) -> CheckOutput {
-        let v1::Check { name, title, outcome, findings } = check;
-        let findings = findings.into_iter().map(|finding| {
-            let v1::CheckFinding { outcome, message, fix } = finding;
-            FindingOutput { outcome, message, fix }
+        let outcome = check.shown_outcome().to_owned();
+        let findings = check.findings.into_iter().map(|finding| FindingOutput {
+            outcome: finding.shown_outcome().to_owned(),
+            message: finding.message,
+            fix: finding.fix,
         });
-        CheckOutput { name, title, outcome, findings: findings.collect() }
+        CheckOutput { name: check.name, title: check.title, outcome, findings: findings.collect() }
     }
 }
 
 impl CheckOutput {
     /// Makes a check of this program from its finding, if any: severity, message, and remedy.
-    pub(super) fn new(name: &str, title: &str, found: Option<(&str, String, String)>) -> CheckOutput {
-        let outcome = found.as_ref().map_or(PASSED, |(outcome, ..)| *outcome).to_owned();
+    pub(super) fn new(name: &str, title: &str, found: Option<(CheckOutcome, String, String)>) -> CheckOutput {
+        let outcome = found.as_ref().map_or(Passed, |(outcome, ..)| *outcome).as_str().to_owned();
         let findings = found.into_iter().map(|(outcome, message, fix)| {
-            let outcome = outcome.to_owned();
+            let outcome = outcome.as_str().to_owned();
             FindingOutput { outcome, message, fix }
         });
         CheckOutput { name: name.to_owned(), title: title.to_owned(), outcome, findings: findings.collect() }
     }
 
     fn has_failed(&self) -> bool {
-        self.outcome == FAILED
+        self.outcome == Failed.as_str()
     }
 }
 
@@ -64,7 +59,7 @@ impl CheckOutput {
 pub(super) fn version_check(controller: &str) -> CheckOutput {
     let found = (controller != VERSION).then(|| {
         let message = format!("shorthornctl is version {VERSION}, the controller {controller}");
-        (WARNED, message, "use the shorthornctl of the controller's version".to_owned())
+        (Warned, message, "use the shorthornctl of the controller's version".to_owned())
     });
     CheckOutput::new("ctl-version", "shorthornctl is of the controller's version", found)
 }
@@ -72,7 +67,7 @@ pub(super) fn version_check(controller: &str) -> CheckOutput {
 /// Returns the check that the controller did not answer, for that reason.
 pub(super) fn unreachable(reason: String) -> CheckOutput {
     let fix = "see the checks above, and the log of the controller".to_owned();
-    CheckOutput::new("controller", "the controller answers", Some((FAILED, reason, fix)))
+    CheckOutput::new("controller", "the controller answers", Some((Failed, reason, fix)))
 }
 
 /// Returns the number of failed checks.
@@ -102,9 +97,9 @@ mod tests {
 
     #[test]
     fn a_finding_is_shown_with_what_mends_it() {
-        let failed = Some((FAILED, "no lease".to_owned(), "start it".to_owned()));
+        let failed = Some((Failed, "no lease".to_owned(), "start it".to_owned()));
         let checks = [CheckOutput::new("lease", "a controller leads", failed), version_check(VERSION)];
-        assert_eq!((failures(&checks), checks[1].outcome.as_str()), (1, PASSED));
+        assert_eq!((failures(&checks), checks[1].outcome.as_str()), (1, "passed"));
         let text = super::text(Format::Table, &checks).unwrap();
         assert!(
             text.contains("failed  a controller leads\n        - no lease\n          start it"),

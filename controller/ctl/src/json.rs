@@ -207,23 +207,27 @@ impl RebalanceOutput {
 impl From<v1::Volume> for VolumeOutput {
     fn from(volume: v1::Volume) -> VolumeOutput {
         let (namespace, claim) = volume.claim.split_once('/').unwrap_or_default();
+        let state = volume.shown_state().to_owned();
+        let robustness = volume.shown_robustness().to_owned();
+        let frontend = volume.shown_frontend().to_owned();
+        let data_locality = volume.shown_data_locality().to_owned();
         VolumeOutput {
             name: volume.name,
             size: volume.size_bytes,
             current_size: volume.current_size_bytes,
             number_of_replicas: volume.number_of_replicas,
-            frontend: volume.frontend,
+            frontend,
             replica_soft_anti_affinity: volume.replica_soft_anti_affinity,
             replica_zone_soft_anti_affinity: volume.replica_zone_soft_anti_affinity,
             replica_disk_soft_anti_affinity: volume.replica_disk_soft_anti_affinity,
             node_selector: volume.node_selector,
             disk_selector: volume.disk_selector,
-            data_locality: volume.data_locality,
+            data_locality,
             verify_reads: volume.verify_reads,
             encrypt_in_transit: volume.encrypt_in_transit,
             node_id: volume.node,
-            state: volume.state,
-            robustness: volume.robustness,
+            state,
+            robustness,
             current_node_id: volume.current_node,
             endpoint: volume.endpoint,
             attach: volume.attach,
@@ -250,9 +254,9 @@ impl From<v1::Engine> for EngineOutput {
     fn from(engine: v1::Engine) -> EngineOutput {
         let phase = engine.known_phase().map_or("", EnginePhase::as_str);
         EngineOutput {
+            desire_state: engine.shown_desire_state().to_owned(),
+            current_state: engine.shown_current_state().to_owned(),
             node_id: engine.node,
-            desire_state: engine.desire_state,
-            current_state: engine.current_state,
             phase,
             view: engine.view,
             frontend: engine.frontend,
@@ -267,13 +271,13 @@ impl From<v1::Replica> for ReplicaOutput {
         let member = replica.known_member();
         let mode = member.as_ref().map_or("", |member| member.mode.as_str());
         ReplicaOutput {
+            desire_state: replica.shown_desire_state().to_owned(),
+            current_state: replica.shown_current_state().to_owned(),
             name: replica.name,
             volume: replica.volume,
             replica_id: replica.replica_id,
             node_id: replica.node,
             disk_path: replica.disk_path,
-            desire_state: replica.desire_state,
-            current_state: replica.current_state,
             mode,
             allocated_bytes: replica.allocated_bytes,
             message: replica.message,

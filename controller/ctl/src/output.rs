@@ -5,7 +5,7 @@ use std::io::Write;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_api::v1;
-use shorthorn_types::status::{CopyStatus, MemberMode, MemberStatus};
+use shorthorn_types::status::{CopyStatus, MemberMode, MemberStatus, VolumeState};
 use shorthorn_types::{Generation, HumanBytes};
 
 use super::error::CtlError;
@@ -43,7 +43,7 @@ pub(super) fn for_programs(format: Format, value: &impl Serialize) -> Result<Str
 
 /// Returns the number of members and of wanted replicas, with the progress of rebuilds.
 pub(super) fn members(volume: &v1::Volume) -> String {
-    if volume.state != "attached" {
+    if volume.known_state() != Some(VolumeState::Attached) {
         return volume.number_of_replicas.to_string();
     }
     let replicas: Vec<MemberStatus> = volume.replicas.iter().filter_map(v1::Replica::known_member).collect();
@@ -197,16 +197,18 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     }
     let mut facts = table(&[]);
     let size = size(&volume);
+    let [state, robustness, frontend] =
+        [volume.shown_state(), volume.shown_robustness(), volume.shown_frontend()].map(str::to_owned);
     let engine = volume.engine.unwrap_or_default();
     for (name, value) in [
         ("Name", volume.name),
         ("Size", size),
-        ("State", volume.state),
-        ("Robustness", volume.robustness),
+        ("State", state),
+        ("Robustness", robustness),
         ("Wanted on", dash(volume.node)),
         ("Node", dash(volume.current_node)),
         ("Device", dash(volume.endpoint)),
-        ("Frontend", if engine.frontend.is_empty() { volume.frontend } else { engine.frontend }),
+        ("Frontend", if engine.frontend.is_empty() { frontend } else { engine.frontend }),
         ("Attachment", volume.attach.to_string()),
         ("View", dash(engine.view)),
         ("Created", volume.created),
@@ -256,7 +258,7 @@ pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
         replica.name.clone(),
         replica.node.clone(),
         replica.disk_path.clone(),
-        replica.current_state.clone(),
+        replica.shown_current_state().to_owned(),
         mode,
         HumanBytes(replica.allocated_bytes).to_string(),
         replica.message.clone(),

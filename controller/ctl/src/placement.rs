@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
+use shorthorn_types::status::VolumeState;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::Code;
 use tonic::transport::Channel;
@@ -48,7 +49,8 @@ pub(super) fn sentence(volume: &v1::Volume) -> String {
     }
     let has = volume.replicas.iter().filter(|replica| !replica.deleting).count();
     let wanted = volume.number_of_replicas as usize;
-    let when = if volume.state == "attached" { "one at a time" } else { "once it is attached" };
+    let is_attached = volume.known_state() == Some(VolumeState::Attached);
+    let when = if is_attached { "one at a time" } else { "once it is attached" };
     match has.cmp(&wanted) {
         std::cmp::Ordering::Less => text.push_str(&format!("; {} are made {when}", wanted - has)),
         std::cmp::Ordering::Greater => text.push_str(&format!("; {} go {when}", has - wanted)),
@@ -205,13 +207,13 @@ mod tests {
         let mut volume = v1::Volume {
             name: "v".to_owned(),
             number_of_replicas: 1,
-            state: "attached".to_owned(),
             replicas: vec![replica(false), replica(false), replica(true)],
             ..v1::Volume::default()
-        };
+        }
+        .with_state(VolumeState::Attached);
         assert_eq!(sentence(&volume), "volume v should have 1 replicas; 1 go one at a time");
         volume.number_of_replicas = 3;
-        volume.state = "detached".to_owned();
+        volume = volume.with_state(VolumeState::Detached);
         volume.node_selector = vec!["fast".to_owned()];
         assert_eq!(
             sentence(&volume),

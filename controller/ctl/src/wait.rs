@@ -9,6 +9,7 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_objects::{NEXT_ATTACH, REPLICAS_STOPPING};
 use shorthorn_types::HumanBytes;
+use shorthorn_types::status::VolumeState;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
@@ -62,11 +63,13 @@ impl Goal {
 
     fn state(&self, volume: &v1::Volume) -> GoalState {
         let reached = match self {
-            Goal::Created => volume.state != "creating",
+            Goal::Created => volume.known_state() != Some(VolumeState::Creating),
             Goal::Attached(node) if volume.node != *node => {
                 return GoalState::Never(format!("volume {} is no longer wanted on {node}", volume.name));
             }
-            Goal::Attached(node) => volume.state == "attached" && volume.current_node == *node,
+            Goal::Attached(node) => {
+                volume.known_state() == Some(VolumeState::Attached) && volume.current_node == *node
+            }
             Goal::Detached if !volume.node.is_empty() => {
                 return GoalState::Never(format!("volume {} is wanted on {} now", volume.name, volume.node));
             }
@@ -97,7 +100,7 @@ impl Goal {
 }
 
 fn is_detached(volume: &v1::Volume) -> bool {
-    volume.state == "detached" || volume.state == "creating"
+    matches!(volume.known_state(), Some(VolumeState::Detached | VolumeState::Creating))
 }
 
 fn trouble<'a>(volume: &'a v1::Volume, kind: &str) -> Option<&'a str> {
@@ -256,7 +259,7 @@ async fn follow(
             GoalState::NotYet => {}
         }
         let what = trouble(&volume, "Settled").or_else(|| trouble(&volume, "Expanded")).unwrap_or_default();
-        progress.say(&format!("volume {name} is {}: {what}", volume.state));
+        progress.say(&format!("volume {name} is {}: {what}", volume.shown_state()));
         *last = Some(volume);
     }
 }
@@ -266,7 +269,7 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
         Some(volume) => {
             let what = trouble(volume, "Settled").or_else(|| trouble(volume, "Expanded"));
             let what = what.unwrap_or("no reason known");
-            format!("it is {}: {what}", volume.state)
+            format!("it is {}: {what}", volume.shown_state())
         }
         None => "nothing was heard of it".to_owned(),
     };

@@ -60,16 +60,16 @@ fn matters(matters: Matters) -> v1::Matters {
 }
 
 fn check(check: Check) -> v1::Check {
-    let outcome = check.outcome().as_str().to_owned();
-    let findings = check.findings.into_iter().map(|finding| v1::CheckFinding {
-        outcome: finding.outcome.as_str().to_owned(),
-        message: finding.message,
-        fix: finding.fix,
+    let outcome = check.outcome();
+    let findings = check.findings.into_iter().map(|finding| {
+        let (message, fix) = (finding.message, finding.fix);
+        v1::CheckFinding { message, fix, ..v1::CheckFinding::default() }.with_outcome(finding.outcome)
     });
     v1::Check {
         name: check.name.to_owned(),
         title: check.title.to_owned(),
-        outcome,
         findings: findings.collect(),
+        ..v1::Check::default()
     }
+    .with_outcome(outcome)
 }

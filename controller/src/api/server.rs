@@ -4,7 +4,7 @@ use std::sync::Arc;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_server::Controller;
 use shorthorn_controller_core::lost_node::DeleteNode;
-use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume};
+use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume, VolumeState};
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, RequestError, SetDisk, SetNode};
 use shorthorn_controller_core::{ClusterState, NodeName, Timestamp, drain, reboot};
@@ -191,8 +191,8 @@ impl Controller for Api {
         // Shown as it was before: it may be gone by the time of the answer.
         let shown = self.show(&name)?;
         self.change(|cluster| requests::delete(cluster, &name, Timestamp::now())).await?;
-        let state = "deleting".to_owned();
-        Ok(Response::new(v1::Volume { state, node: String::new(), ..shown }))
+        let shown = v1::Volume { node: String::new(), ..shown };
+        Ok(Response::new(shown.with_state(VolumeState::Deleting)))
     }
 
     async fn list_trash(

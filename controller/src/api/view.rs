@@ -28,10 +28,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         size_bytes: spec.size,
         current_size_bytes: volume.current_size_bytes(),
         number_of_replicas: spec.number_of_replicas,
-        frontend: spec.frontend.to_string(),
         node: text(spec.node_id.as_ref()),
-        state: status.state.as_str().to_owned(),
-        robustness: status.robustness.as_str().to_owned(),
         current_node: text(status.current_node_id.as_ref()),
         endpoint: endpoint.unwrap_or_default(),
         attach: status.attach,
@@ -51,7 +48,6 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         replica_disk_soft_anti_affinity: spec.replica_disk_soft_anti_affinity,
         node_selector: texts(&spec.node_selector),
         disk_selector: texts(&spec.disk_selector),
-        data_locality: spec.data_locality.as_str().to_owned(),
         verify_reads: spec.verify_reads,
         encrypt_in_transit: spec.encrypt_in_transit,
         persistent_volume: status.persistent_volume.clone().unwrap_or_default(),
@@ -59,7 +55,12 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         actual_size_bytes: status.actual_size,
         workloads: Vec::new(),
         granted: status.arbiter.granted().map(|view| view.to_string()).unwrap_or_default(),
+        ..v1::Volume::default()
     }
+    .with_state(status.state)
+    .with_robustness(status.robustness)
+    .with_frontend(spec.frontend)
+    .with_data_locality(spec.data_locality)
 }
 
 /// Returns the view of the current attachment's engine.
@@ -98,14 +99,14 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
 fn engine(engine: &Engine) -> v1::Engine {
     v1::Engine {
         node: text(engine.spec.node_id.as_ref()),
-        desire_state: engine.spec.desire_state.as_str().to_owned(),
-        current_state: engine.status.current_state.as_str().to_owned(),
         view: engine.status.view.map(|view| view.to_string()).unwrap_or_default(),
         frontend: engine.status.frontend.clone(),
         message: engine.status.message.clone(),
         needs_upgrade: engine.status.needs_upgrade,
         ..v1::Engine::default()
     }
+    .with_desire_state(engine.spec.desire_state)
+    .with_current_state(engine.status.current_state)
     .with_phase(engine.status.phase)
 }
 
@@ -126,13 +127,13 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
         replica_id: spec.replica_id.to_string(),
         node: spec.node_id.to_string(),
         disk_path: spec.disk_path.clone(),
-        desire_state: spec.desire_state.as_str().to_owned(),
-        current_state: status.current_state.as_str().to_owned(),
         message: said.unwrap_or(&status.message).clone(),
         allocated_bytes,
         deleting: replica.metadata.is_deleting(),
         ..v1::Replica::default()
-    };
+    }
+    .with_desire_state(spec.desire_state)
+    .with_current_state(status.current_state);
     match member {
         Some(member) => shown.with_member(&whole(member, spec.replica_id, engine, agents)),
         None => shown,

@@ -4,6 +4,8 @@
 //! their own: this release writes both, and reads the text if the other is absent. A number of a later
 //! version never makes a status invalid.
 
+mod words;
+
 use shorthorn_types::status::{
     CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
     ReadFindings, ReplicaStatus, ScrubStatus,

@@ -3,11 +3,18 @@
 //! The serialised forms are the lines of the control sockets. `shorthorn-api` has the conversion to and from
 //! the messages of node.proto beside them.
 
+mod words;
+
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName, generation};
+
+pub use words::{
+    CheckOutcome, CurrentState, DataLocality, DataLocalityError, DesireState, Frontend, FrontendError,
+    Robustness, VolumeState,
+};
 
 /// The phase of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

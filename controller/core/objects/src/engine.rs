@@ -40,11 +40,13 @@ pub struct EngineSpec {
     pub node_id: Option<NodeName>,
     /// The desired state of the process.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::DesireState")]
     pub desire_state: DesireState,
     /// The number of the attachment that it runs for.
     pub attach: u64,
     /// The choice of the frontend.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::Frontend")]
     pub frontend: Frontend,
     /// The replicas and their addresses. The running engine gets replicas that come back or are new.
     #[serde(default)]
@@ -61,6 +63,7 @@ pub struct EngineSpec {
 pub struct EngineStatus {
     /// The observed state of the process.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::CurrentState")]
     pub current_state: CurrentState,
     /// The newest attachment whose engine process was seen.
     #[serde(default)]

@@ -5,7 +5,7 @@ use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use super::{CurrentState, DesireState};
+use super::{CurrentState, DataLocality, DesireState, Frontend, Robustness, VolumeState};
 
 /// A set of words that later versions may add to.
 pub(super) trait OpenEnum: DeserializeOwned {
@@ -20,6 +20,24 @@ impl OpenEnum for DesireState {
 
 impl OpenEnum for CurrentState {
     const UNKNOWN: CurrentState = CurrentState::Unknown;
+}
+
+impl OpenEnum for VolumeState {
+    /// The state for unknown words: an engine may exist, so actions that need its absence are not taken.
+    const UNKNOWN: VolumeState = VolumeState::Attaching;
+}
+
+impl OpenEnum for Robustness {
+    const UNKNOWN: Robustness = Robustness::Unknown;
+}
+
+impl OpenEnum for Frontend {
+    /// No engine is started with another one than its owner has chosen.
+    const UNKNOWN: Frontend = Frontend::Unknown;
+}
+
+impl OpenEnum for DataLocality {
+    const UNKNOWN: DataLocality = DataLocality::Disabled;
 }
 
 /// Deserialises one word of the set, or one of a later version; for `deserialize_with`.

@@ -18,7 +18,6 @@ pub mod schema;
 mod truth;
 mod volume;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
@@ -32,68 +31,12 @@ pub use node::{
 };
 pub use node_name::{NodeName, NodeNameError};
 pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
-pub use shorthorn_types::status::{EnginePhase, MemberMode};
-pub use shorthorn_types::{SECRET_BYTES, Secret};
-pub use volume::{
-    DEFAULT_REPLICAS, DataLocality, DataLocalityError, Display, Frontend, FrontendError, RebuildLimits,
-    Robustness, Salvage, Volume, VolumeSpec, VolumeState, VolumeStatus,
+pub use shorthorn_types::status::{
+    CurrentState, DataLocality, DataLocalityError, DesireState, EnginePhase, Frontend, FrontendError,
+    MemberMode, Robustness, VolumeState,
 };
-
-/// The desired state of an instance (an engine or a replica process).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum DesireState {
-    /// A process serves.
-    Running,
-    /// The process does not exist.
-    #[default]
-    Stopped,
-}
-
-impl DesireState {
-    /// Returns the word that is stored and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            DesireState::Running => "running",
-            DesireState::Stopped => "stopped",
-        }
-    }
-}
-
-/// The observed state of an instance.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum CurrentState {
-    /// The instance has no process, and no call that starts one is under way.
-    #[default]
-    Stopped,
-    /// A start was decided; the process may or may not be there.
-    Starting,
-    /// The process serves.
-    Running,
-    /// The process is on its way out.
-    Stopping,
-    /// The process cannot serve; the message says why.
-    Error,
-    /// The agent of the node has not been reached for a while.
-    Unknown,
-}
-
-impl CurrentState {
-    /// Returns the word that is stored and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            CurrentState::Stopped => "stopped",
-            CurrentState::Starting => "starting",
-            CurrentState::Running => "running",
-            CurrentState::Stopping => "stopping",
-            CurrentState::Error => "error",
-            CurrentState::Unknown => "unknown",
-        }
-    }
-}
+pub use shorthorn_types::{SECRET_BYTES, Secret};
+pub use volume::{DEFAULT_REPLICAS, Display, RebuildLimits, Salvage, Volume, VolumeSpec, VolumeStatus};
 
 /// Any object, as a store keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

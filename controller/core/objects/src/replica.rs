@@ -49,6 +49,7 @@ pub struct ReplicaSpec {
     pub disk_id: String,
     /// The desired state of the process.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::DesireState")]
     pub desire_state: DesireState,
     /// True to move the replica if a better place exists; else the controller resets this.
     #[serde(default)]
@@ -61,6 +62,7 @@ pub struct ReplicaSpec {
 pub struct ReplicaStatus {
     /// The observed state of the process.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::CurrentState")]
     pub current_state: CurrentState,
     /// The observed state of the directory.
     #[serde(deserialize_with = "super::later::word")]

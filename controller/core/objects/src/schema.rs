@@ -59,6 +59,31 @@ stand_in!(
     MemberMode, { "type": "string", "enum": status::MemberMode::ALL.map(status::MemberMode::as_str) }
 );
 stand_in!(
+    /// The choice of a frontend.
+    Frontend, { "type": "string", "enum": frontends() }
+);
+/// Makes stand-ins for the words of a status.
+macro_rules! words {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {$(
+        stand_in!(
+            $(#[$doc])*
+            $name, { "type": "string", "enum": status::$name::WORDS }
+        );
+    )*};
+}
+words!(
+    /// The stage of a volume's life.
+    VolumeState,
+    /// The robustness of a volume.
+    Robustness,
+    /// The rule for a replica on the node of the engine.
+    DataLocality,
+    /// The desired state of a process.
+    DesireState,
+    /// The observed state of a process.
+    CurrentState,
+);
+stand_in!(
     /// The name of a node.
     NodeName, {
         "type": "string",
@@ -74,6 +99,12 @@ stand_in!(
     /// A record that is kept unchanged: no API server may remove anything from it.
     Opaque, { "type": "object", "x-kubernetes-preserve-unknown-fields": true }
 );
+
+/// Returns the frontends that an owner can choose.
+fn frontends() -> Vec<&'static str> {
+    let is_unknown = |word: &str| word == status::Frontend::Unknown.as_str();
+    status::Frontend::WORDS.iter().copied().filter(|word| !is_unknown(word)).collect()
+}
 
 /// The choice of defaults that the API server fills in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,13 +1,9 @@
-use std::fmt;
-use std::str::FromStr;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use shorthorn_types::status::{DataLocality, Frontend, Robustness, VolumeState};
 use shorthorn_types::{ReplicaId, VolumeName};
 use shorthorn_views::Arbiter;
-use thiserror::Error;
 
-use super::later::OpenEnum;
 use super::{Conditions, Metadata, Secret};
 use crate::{Labels, NodeName, Timestamp, schema};
 
@@ -56,6 +52,7 @@ pub struct VolumeSpec {
     pub number_of_replicas: u32,
     /// The choice of the frontend.
     #[serde(default, deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::Frontend")]
     pub frontend: Frontend,
     /// The node to attach the volume to; none to detach it.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
@@ -77,6 +74,7 @@ pub struct VolumeSpec {
     pub disk_selector: Labels,
     /// The rule for a replica on the node of the engine.
     #[serde(default, deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::DataLocality")]
     pub data_locality: DataLocality,
     /// True if replicas compare every read with the sums of its blocks, so that another replica answers a
     /// read of rot. A change takes effect with the next attachment.
@@ -114,9 +112,11 @@ fn default_replicas() -> u32 {
 pub struct VolumeStatus {
     /// The stage of the volume's life.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::VolumeState")]
     pub state: VolumeState,
     /// The robustness: whether the volume has all of its members.
     #[serde(deserialize_with = "super::later::word")]
+    #[schemars(with = "schema::Robustness")]
     pub robustness: Robustness,
     /// The node of the volume, or the one that it is being attached to or detached from.
     #[serde(rename = "currentNodeID", default, skip_serializing_if = "Option::is_none")]
@@ -283,178 +283,5 @@ impl VolumeStatus {
     #[must_use]
     pub fn pending_salvage(&self) -> Option<&Salvage> {
         self.salvage.as_ref().filter(|salvage| !salvage.done)
-    }
-}
-
-/// The stage of a volume's life.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum VolumeState {
-    /// The volume gets disks for its replicas.
-    #[default]
-    Creating,
-    /// The volume has a device.
-    Attached,
-    /// The volume has no process.
-    Detached,
-    /// Replicas, then the engine, are being started.
-    Attaching,
-    /// The engine, then the replicas, are being stopped.
-    Detaching,
-    /// The volume is being detached, and then its data is deleted.
-    Deleting,
-}
-
-impl OpenEnum for VolumeState {
-    /// The state for unknown words: an engine may exist, so actions that need its absence are not taken.
-    const UNKNOWN: VolumeState = VolumeState::Attaching;
-}
-
-impl VolumeState {
-    /// Returns the word that is stored and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            VolumeState::Creating => "creating",
-            VolumeState::Attached => "attached",
-            VolumeState::Detached => "detached",
-            VolumeState::Attaching => "attaching",
-            VolumeState::Detaching => "detaching",
-            VolumeState::Deleting => "deleting",
-        }
-    }
-}
-
-/// The robustness of a volume.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Robustness {
-    /// Every replica has every acknowledged write.
-    Healthy,
-    /// The volume serves, with fewer replicas than it should have.
-    Degraded,
-    /// The volume cannot serve.
-    Faulted,
-    /// The robustness is unknown: the volume is detached, or its node does not answer.
-    #[default]
-    Unknown,
-}
-
-impl OpenEnum for Robustness {
-    const UNKNOWN: Robustness = Robustness::Unknown;
-}
-
-impl Robustness {
-    /// Returns the word that is stored and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Robustness::Healthy => "healthy",
-            Robustness::Degraded => "degraded",
-            Robustness::Faulted => "faulted",
-            Robustness::Unknown => "unknown",
-        }
-    }
-}
-
-/// The choice of a volume's frontend.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Frontend {
-    /// The best that the node can do.
-    #[default]
-    Auto,
-    /// A ublk disk.
-    Ublk,
-    /// The NBD driver of the kernel.
-    Nbd,
-    /// The iSCSI initiator of the kernel, for kernels with neither ublk nor NBD.
-    Iscsi,
-    /// NBD on a Unix socket, no kernel device.
-    Socket,
-    /// The frontend is one of a later version: no engine can be started.
-    #[schemars(skip)]
-    Unknown,
-}
-
-impl OpenEnum for Frontend {
-    /// No engine is started with another one than its owner has chosen.
-    const UNKNOWN: Frontend = Frontend::Unknown;
-}
-
-/// The rule for a replica on the node of the engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum DataLocality {
-    /// The volume needs no replica on the node of its engine.
-    #[default]
-    Disabled,
-    /// A replica that gets a place anyway gets it on the node of the engine, if possible.
-    BestEffort,
-}
-
-impl OpenEnum for DataLocality {
-    const UNKNOWN: DataLocality = DataLocality::Disabled;
-}
-
-/// A text names no data locality.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[error("unknown data locality {0:?}: use disabled or best-effort")]
-pub struct DataLocalityError(String);
-
-impl DataLocality {
-    /// Returns the word that is stored and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            DataLocality::Disabled => "disabled",
-            DataLocality::BestEffort => "best-effort",
-        }
-    }
-}
-
-impl FromStr for DataLocality {
-    type Err = DataLocalityError;
-    fn from_str(text: &str) -> Result<DataLocality, DataLocalityError> {
-        let all = [DataLocality::Disabled, DataLocality::BestEffort];
-        all.into_iter()
-            .find(|locality| locality.as_str() == text)
-            .ok_or_else(|| DataLocalityError(text.chars().take(80).collect()))
-    }
-}
-
-/// A text names no frontend.
-#[derive(Debug, Error, PartialEq, Eq)]
-#[error("unknown frontend {0:?}: use auto, ublk, nbd, iscsi or socket")]
-pub struct FrontendError(String);
-
-impl Frontend {
-    /// Returns the word that is stored, sent and shown.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Frontend::Auto => "auto",
-            Frontend::Ublk => "ublk",
-            Frontend::Nbd => "nbd",
-            Frontend::Iscsi => "iscsi",
-            Frontend::Socket => "socket",
-            Frontend::Unknown => "unknown",
-        }
-    }
-}
-
-impl FromStr for Frontend {
-    type Err = FrontendError;
-    fn from_str(text: &str) -> Result<Frontend, FrontendError> {
-        let all = [Frontend::Auto, Frontend::Ublk, Frontend::Nbd, Frontend::Iscsi, Frontend::Socket];
-        all.into_iter()
-            .find(|frontend| frontend.as_str() == text)
-            .ok_or_else(|| FrontendError(text.chars().take(80).collect()))
-    }
-}
-
-impl fmt::Display for Frontend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }

@@ -11,16 +11,16 @@ fn examine_it(example: &Example) -> Vec<Check> {
 }
 
 /// Returns the only check that has not passed, and its finding.
-fn ill(example: &Example) -> (&'static str, Outcome, Finding) {
+fn ill(example: &Example) -> (&'static str, CheckOutcome, Finding) {
     let checks = examine_it(example);
-    let mut ill = checks.iter().filter(|check| check.outcome() != Outcome::Passed);
+    let mut ill = checks.iter().filter(|check| check.outcome() != CheckOutcome::Passed);
     let check = ill.next().expect("something is found");
     assert_eq!(ill.next(), None);
     assert_eq!(check.findings.len(), 1, "{check:?}");
     (check.name, check.outcome(), check.findings[0].clone())
 }
 
-fn assert_ill(change: impl FnOnce(&mut Example), name: &str, outcome: Outcome, words: &[&str]) {
+fn assert_ill(change: impl FnOnce(&mut Example), name: &str, outcome: CheckOutcome, words: &[&str]) {
     let mut example = Example::new();
     change(&mut example);
     let (found, severity, finding) = ill(&example);
@@ -36,13 +36,13 @@ fn assert_ill(change: impl FnOnce(&mut Example), name: &str, outcome: Outcome, w
 #[test]
 fn a_cluster_that_is_well_passes_every_check() {
     for check in examine_it(&Example::new()) {
-        assert_eq!(check.outcome(), Outcome::Passed, "{check:?}");
+        assert_eq!(check.outcome(), CheckOutcome::Passed, "{check:?}");
     }
 }
 
 #[test]
 fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
-    use Outcome::{Failed, Warned};
+    use CheckOutcome::{Failed, Warned};
     assert_ill(
         |example| example.info("b").version = "0.9.0".to_owned(),
         "agent-versions",
@@ -103,7 +103,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
 
 #[test]
 fn each_check_of_disks_finds_what_it_looks_for_and_says_what_mends_it() {
-    use Outcome::{Failed, Warned};
+    use CheckOutcome::{Failed, Warned};
     let disk = |change: fn(&mut crate::observed::ObservedDisk)| {
         move |example: &mut Example| change(example.agent("c").disks.get_mut(DISK).unwrap())
     };
@@ -126,7 +126,7 @@ fn each_check_of_disks_finds_what_it_looks_for_and_says_what_mends_it() {
 
 #[test]
 fn volumes_fail_if_they_cannot_serve_and_warn_if_they_serve_with_less() {
-    use Outcome::{Failed, Warned};
+    use CheckOutcome::{Failed, Warned};
     for (robustness, outcome) in [(Robustness::Faulted, Failed), (Robustness::Degraded, Warned)] {
         let change = |example: &mut Example| {
             let status = &mut example.volume().status;
@@ -147,15 +147,15 @@ fn a_node_out_of_reach_fails_and_is_judged_by_nothing_else() {
         example.agent("b").link = crate::observed::Link::Down { since: now(), reason: String::new() };
         example.info("b").version = "0.1.0".to_owned();
     };
-    assert_ill(change, "agents", Outcome::Failed, &["node b: no route", "node delete b"]);
+    assert_ill(change, "agents", CheckOutcome::Failed, &["node b: no route", "node delete b"]);
 }
 
 #[test]
 fn findings_are_bounded_and_the_worst_come_first() {
     let finding = |outcome| Finding { outcome, message: "m".to_owned(), fix: String::new() };
-    let mut all = vec![finding(Outcome::Warned); 30];
-    all.push(finding(Outcome::Failed));
+    let mut all = vec![finding(CheckOutcome::Warned); 30];
+    all.push(finding(CheckOutcome::Failed));
     let bounded = bounded(all);
-    assert_eq!((bounded.len(), bounded[0].outcome), (FINDINGS_MAX, Outcome::Failed));
+    assert_eq!((bounded.len(), bounded[0].outcome), (FINDINGS_MAX, CheckOutcome::Failed));
     assert!(bounded[FINDINGS_MAX - 1].message.contains("11 more"));
 }

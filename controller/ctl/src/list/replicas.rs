@@ -26,7 +26,7 @@ pub(super) fn list(replicas: Vec<v1::Replica>) -> List {
 fn entry(replica: v1::Replica) -> Entry {
     let name = format!("replica/{}", replica.name);
     let [shown, node, disk, state, mode, allocated, message] = replica_row(&replica);
-    let wanted = if replica.deleting { "gone" } else { &replica.desire_state };
+    let wanted = if replica.deleting { "gone" } else { replica.shown_desire_state() };
     let row = [shown, replica.volume.clone(), node, disk, state, mode, allocated, wanted.to_owned(), message];
     Entry { name, rows: vec![row.into()], fields: fields(&ReplicaOutput::from(replica)) }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
-use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_types::status::{EnginePhase, MemberMode, Robustness};
 use tokio::time::{Instant, sleep};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
@@ -221,8 +221,8 @@ pub(super) fn standing(before: &v1::Volume, now: &v1::Volume) -> Standing {
     if !is_same_engine(before, now) || now.current_node.is_empty() {
         return Standing::Gone;
     }
-    let is_whole =
-        now.robustness == "healthy" || (before.robustness != "healthy" && members(now) >= members(before));
+    let is_healthy = |volume: &v1::Volume| volume.known_robustness() == Some(Robustness::Healthy);
+    let is_whole = is_healthy(now) || (!is_healthy(before) && members(now) >= members(before));
     match (needs_upgrade(now), is_serving(now)) {
         (None, _) => Standing::NotCompared,
         (Some(true), true) => Standing::Former,
@@ -246,48 +246,50 @@ pub(super) fn is_passing(status: &Status, was_lost: bool) -> bool {
 mod tests {
     use super::*;
 
-    fn volume(needs_upgrade: Option<bool>, phase: EnginePhase, robustness: &str) -> v1::Volume {
+    fn volume(needs_upgrade: Option<bool>, phase: EnginePhase, robustness: Robustness) -> v1::Volume {
         let engine = v1::Engine { needs_upgrade, ..v1::Engine::default() }.with_phase(phase);
         v1::Volume {
             name: "v".to_owned(),
             attach: 3,
             current_node: "n1".to_owned(),
-            robustness: robustness.to_owned(),
             engine: Some(engine),
             ..v1::Volume::default()
         }
+        .with_robustness(robustness)
     }
 
     #[test]
     fn an_engine_is_done_when_its_volume_is_as_healthy_as_before() {
         use EnginePhase::{Frozen, Serving, Starting};
+        use Robustness::{Degraded, Healthy, Unknown};
         let (outdated, current) = (Some(true), Some(false));
-        let before = volume(outdated, Serving, "healthy");
+        let before = volume(outdated, Serving, Healthy);
         let now = |volume: v1::Volume| standing(&before, &volume);
         assert_eq!(now(before.clone()), Standing::Former);
-        assert_eq!(now(volume(outdated, Frozen, "unknown")), Standing::Sick);
-        assert_eq!(now(volume(None, Serving, "healthy")), Standing::NotCompared, "of either program");
-        assert_eq!(now(volume(current, Starting, "unknown")), Standing::Recovering);
-        assert_eq!(now(volume(current, Serving, "degraded")), Standing::Recovering, "it was healthy");
-        assert_eq!(now(volume(current, Serving, "healthy")), Standing::Done);
+        assert_eq!(now(volume(outdated, Frozen, Unknown)), Standing::Sick);
+        assert_eq!(now(volume(None, Serving, Healthy)), Standing::NotCompared, "of either program");
+        assert_eq!(now(volume(current, Starting, Unknown)), Standing::Recovering);
+        assert_eq!(now(volume(current, Serving, Degraded)), Standing::Recovering, "it was healthy");
+        assert_eq!(now(volume(current, Serving, Healthy)), Standing::Done);
         assert_eq!(now(v1::Volume { attach: 4, ..before.clone() }), Standing::Gone);
         assert_eq!(now(v1::Volume { current_node: String::new(), ..before.clone() }), Standing::Gone);
         // A volume that lacks a replica needs no more than it had.
-        let degraded = volume(outdated, Serving, "degraded");
-        assert_eq!(standing(&degraded, &volume(current, Serving, "degraded")), Standing::Done);
-        assert_eq!(standing(&degraded, &volume(current, Starting, "unknown")), Standing::Recovering);
+        let degraded = volume(outdated, Serving, Degraded);
+        assert_eq!(standing(&degraded, &volume(current, Serving, Degraded)), Standing::Done);
+        assert_eq!(standing(&degraded, &volume(current, Starting, Unknown)), Standing::Recovering);
     }
 
     #[test]
     fn the_volume_just_before_the_order_is_compared_with() {
         use EnginePhase::Serving;
+        use Robustness::{Degraded, Healthy};
         let mut progress = Progress::default();
-        progress.see(Some(&volume(Some(true), Serving, "healthy")));
+        progress.see(Some(&volume(Some(true), Serving, Healthy)));
         // It loses a replica before its turn.
-        progress.see(Some(&volume(Some(true), Serving, "degraded")));
+        progress.see(Some(&volume(Some(true), Serving, Degraded)));
         assert_eq!(progress.standing, Some(Standing::Former));
         progress.is_ordered = true;
-        progress.see(Some(&volume(Some(false), Serving, "degraded")));
+        progress.see(Some(&volume(Some(false), Serving, Degraded)));
         assert_eq!(progress.standing, Some(Standing::Done));
         progress.see(None);
         assert_eq!(progress.standing, None, "no controller answers");

@@ -1,0 +1,190 @@
+//! The words of volumes, engines and replicas as enums of controller.proto.
+
+use shorthorn_types::status::{
+    CheckOutcome, CurrentState, DataLocality, DesireState, Frontend, Robustness, VolumeState,
+};
+
+use crate::v1;
+
+/// The word for a number of a later version without a word.
+const UNKNOWN: &str = "unknown";
+
+/// Converts a type to its enum and back.
+macro_rules! converts {
+    ($($kind:ident { $($variant:ident),* })*) => {$(
+        impl From<$kind> for v1::$kind {
+            fn from(value: $kind) -> v1::$kind {
+                match value {
+                    $($kind::$variant => v1::$kind::$variant,)*
+                }
+            }
+        }
+
+        impl v1::$kind {
+            fn known(number: i32, word: &str) -> Option<$kind> {
+                match v1::$kind::try_from(number) {
+                    $(Ok(v1::$kind::$variant) => Some($kind::$variant),)*
+                    Ok(v1::$kind::Unspecified) => $kind::of_word(word),
+                    Err(_) => None,
+                }
+            }
+        }
+    )*};
+}
+
+converts! {
+    VolumeState { Creating, Attached, Detached, Attaching, Detaching, Deleting }
+    Robustness { Healthy, Degraded, Faulted, Unknown }
+    Frontend { Auto, Ublk, Nbd, Iscsi, Socket, Unknown }
+    DataLocality { Disabled, BestEffort }
+    DesireState { Running, Stopped }
+    CurrentState { Stopped, Starting, Running, Stopping, Error, Unknown }
+    CheckOutcome { Passed, Warned, Failed }
+}
+
+/// Gives messages with such a field their typed accessors.
+macro_rules! has_words {
+    ($($message:ident {
+        $($field:ident, $word:ident: $kind:ident, $known:ident, $shown:ident, $with:ident;)*
+    })*) => {
+        $(impl v1::$message {
+            $(
+                /// Returns the value; none if the message has none, or one of a later version.
+                #[must_use]
+                pub fn $known(&self) -> Option<$kind> {
+                    v1::$kind::known(self.$field, &self.$word)
+                }
+
+                /// Returns the word to show, even of a later version; empty if the message has none.
+                #[must_use]
+                pub fn $shown(&self) -> &str {
+                    match self.$known() {
+                        Some(value) => value.as_str(),
+                        None if self.$word.is_empty() && self.$field != 0 => UNKNOWN,
+                        None => &self.$word,
+                    }
+                }
+
+                /// Returns the message with that value.
+                #[must_use]
+                pub fn $with(mut self, value: $kind) -> Self {
+                    self.$field = v1::$kind::from(value).into();
+                    self.$word = value.as_str().to_owned();
+                    self
+                }
+            )*
+        })*
+    };
+}
+
+has_words! {
+    Volume {
+        state, state_word: VolumeState, known_state, shown_state, with_state;
+        robustness, robustness_word: Robustness, known_robustness, shown_robustness, with_robustness;
+        frontend, frontend_word: Frontend, known_frontend, shown_frontend, with_frontend;
+        data_locality, data_locality_word: DataLocality,
+            known_data_locality, shown_data_locality, with_data_locality;
+    }
+    Engine {
+        desire_state, desire_state_word: DesireState,
+            known_desire_state, shown_desire_state, with_desire_state;
+        current_state, current_state_word: CurrentState,
+            known_current_state, shown_current_state, with_current_state;
+    }
+    Replica {
+        desire_state, desire_state_word: DesireState,
+            known_desire_state, shown_desire_state, with_desire_state;
+        current_state, current_state_word: CurrentState,
+            known_current_state, shown_current_state, with_current_state;
+    }
+    Check {
+        outcome, outcome_word: CheckOutcome, known_outcome, shown_outcome, with_outcome;
+    }
+    CheckFinding {
+        outcome, outcome_word: CheckOutcome, known_outcome, shown_outcome, with_outcome;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+
+    /// The words of a volume of controller.proto as release 0.1.0 has them.
+    #[derive(Clone, PartialEq, Message)]
+    struct FirstVolume {
+        #[prost(string, tag = "4")]
+        frontend: String,
+        #[prost(string, tag = "6")]
+        state: String,
+        #[prost(string, tag = "7")]
+        robustness: String,
+        #[prost(string, tag = "25")]
+        data_locality: String,
+    }
+
+    /// A replica of release 0.1.0. The engine has these words in fields 2 and 3.
+    #[derive(Clone, PartialEq, Message)]
+    struct FirstReplica {
+        #[prost(string, tag = "6")]
+        desire_state: String,
+        #[prost(string, tag = "7")]
+        current_state: String,
+    }
+
+    fn sent<T: Message + Default>(message: &impl Message) -> T {
+        T::decode(message.encode_to_vec().as_slice()).unwrap()
+    }
+
+    fn volume() -> v1::Volume {
+        v1::Volume::default()
+            .with_state(VolumeState::Attached)
+            .with_robustness(Robustness::Degraded)
+            .with_frontend(Frontend::Nbd)
+            .with_data_locality(DataLocality::BestEffort)
+    }
+
+    fn first() -> FirstVolume {
+        FirstVolume {
+            frontend: "nbd".to_owned(),
+            state: "attached".to_owned(),
+            robustness: "degraded".to_owned(),
+            data_locality: "best-effort".to_owned(),
+        }
+    }
+
+    fn check_known(read: &v1::Volume) {
+        assert_eq!(read.known_state(), Some(VolumeState::Attached));
+        assert_eq!(read.known_robustness(), Some(Robustness::Degraded));
+        assert_eq!(read.known_frontend(), Some(Frontend::Nbd));
+        assert_eq!(read.known_data_locality(), Some(DataLocality::BestEffort));
+    }
+
+    #[test]
+    fn words_and_numbers_read_back_in_both_releases() {
+        check_known(&sent(&volume()));
+        assert_eq!(sent::<FirstVolume>(&volume()), first());
+        check_known(&sent(&first()));
+        let replica = v1::Replica::default().with_desire_state(DesireState::Running);
+        let replica = replica.with_current_state(CurrentState::Error);
+        let old: FirstReplica = sent(&replica);
+        assert_eq!((old.desire_state.as_str(), old.current_state.as_str()), ("running", "error"));
+        let read: v1::Replica = sent(&old);
+        assert_eq!(read.known_desire_state(), Some(DesireState::Running));
+        assert_eq!(read.known_current_state(), Some(CurrentState::Error));
+    }
+
+    #[test]
+    fn a_value_of_a_later_version_is_shown_as_it_was_sent() {
+        let later = v1::Volume { state: 99, state_word: "levitating".to_owned(), ..volume() };
+        assert_eq!((later.known_state(), later.shown_state()), (None, "levitating"));
+        let only_word = v1::Volume { state: 0, ..later.clone() };
+        assert_eq!((only_word.known_state(), only_word.shown_state()), (None, "levitating"));
+        let only_number = v1::Volume { state_word: String::new(), ..later };
+        assert_eq!((only_number.known_state(), only_number.shown_state()), (None, "unknown"));
+        let known = v1::Volume { state_word: String::new(), ..volume() };
+        assert_eq!(known.shown_state(), "attached", "a later version may leave the words out");
+        assert_eq!(v1::Volume::default().shown_state(), "");
+    }
+}
