@@ -166,7 +166,8 @@ async fn restore_replicas(node: &Node, uuid: &str, client: &mut NodeClient<Chann
         assert_eq!(trashed.record, format!("the record of {}", trashed.replica_id));
         let committed = trashed.committed.as_ref().map(|view| (view.attach, view.members.len()));
         assert!(
-            trashed.generation.starts_with("1.") && committed == Some((1, REPLICAS.len())),
+            trashed.known_generation().is_some_and(|known| known.attach == 1)
+                && committed == Some((1, REPLICAS.len())),
             "{trashed:?}"
         );
         let anew = v1::StartReplicaRequest { create: true, ..node.replica(&trashed.replica_id) };

@@ -52,7 +52,7 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
     match own.saved.bytes().map(parse) {
         Some(Ok(state)) => {
             let report = state.views.report();
-            shown.generation = state.views.generation().to_string();
+            shown = shown.with_generation(state.views.generation());
             shown.committed = Some((&report.committed).into());
             shown.proposed = report.proposed.iter().map(Into::into).collect();
         }
@@ -180,7 +180,7 @@ mod tests {
         assert!(inspect(&directory, false).unwrap().missing);
         replica(&directory);
         let shown = inspect(&directory, false).unwrap();
-        assert_eq!(shown.generation, "3.0");
+        assert_eq!(shown.known_generation(), Some(Generation::new(3, 0)));
         assert_eq!(shown.committed.unwrap().members.len(), 2);
         assert_eq!((shown.proposed[0].attach, shown.proposed[0].members.len()), (3, 1));
         assert!(shown.rebuilding && !shown.lost_cache && !shown.dirty && !shown.missing);
@@ -215,7 +215,7 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap().replace("v1", "v2");
         fs::write(&path, text).unwrap();
         let shown = inspect(&directory, false).unwrap();
-        assert_eq!((shown.committed, shown.generation.as_str()), (None, ""));
+        assert_eq!((shown.shown_generation(), shown.committed), (String::new(), None));
         assert!(shown.problems.iter().any(|problem| problem.contains("checksum")), "{:?}", shown.problems);
     }
 
@@ -231,10 +231,10 @@ mod tests {
         salvage(&directory, id(1), 4).unwrap();
         assert!(sets.iter().all(|set| !set.exists()));
         let shown = inspect(&directory, false).unwrap();
-        let committed = shown.committed.unwrap();
+        let committed = shown.committed.clone().unwrap();
         assert_eq!((committed.attach, committed.restart, committed.number), (4, 0, 0));
         assert_eq!(committed.members, [id(1).to_string()]);
-        assert_eq!((shown.generation.as_str(), shown.proposed.len()), ("4.0", 0));
+        assert_eq!((shown.known_generation(), shown.proposed.len()), (Some(Generation::new(4, 0)), 0));
         assert!(!shown.rebuilding);
         let volume = fs::read_to_string(directory.join("volume.meta")).unwrap();
         assert!(volume.contains("\"Rebuilding\":false"), "Longhorn can have it: {volume}");

@@ -450,6 +450,7 @@ pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Result<Vec<v1:
             expires_ms: entry.deleted_ms.saturating_add(limits.keep_ms()),
             allocated_bytes: entry.allocated_bytes(),
             problem: entry.record.as_ref().err().cloned().unwrap_or_default(),
+            generation_text: holds.generation_text,
             generation: holds.generation,
             committed: holds.committed,
             proposed: holds.proposed,

@@ -118,7 +118,7 @@ pub struct Holds {
     /// The newest that was proposed.
     pub proposed: Option<ViewId>,
     /// The newest attachment that it has seen.
-    pub attach: u64,
+    pub attach: Option<u64>,
 }
 
 /// A directory in the trash of a disk.

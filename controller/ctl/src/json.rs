@@ -76,6 +76,7 @@ impl From<v1::VolumeTrash> for TrashOutput {
             problem,
             disk_uuid: _,
             record: _,
+            generation_text: _,
             generation: _,
             committed: _,
             proposed: _,
@@ -141,7 +142,7 @@ impl From<v1::InspectedReplica> for InspectionOutput {
             rebuilding: found.rebuilding,
             dirty: found.dirty,
             lost_cache: found.lost_cache,
-            generation: found.generation,
+            generation: found.shown_generation(),
             committed: found.committed,
             proposed: found.proposed,
             allocated_bytes: found.allocated_bytes,
@@ -207,6 +208,7 @@ impl RebalanceOutput {
 impl From<v1::Volume> for VolumeOutput {
     fn from(volume: v1::Volume) -> VolumeOutput {
         let (namespace, claim) = volume.claim.split_once('/').unwrap_or_default();
+        let granted = volume.shown_granted();
         let state = volume.shown_state().to_owned();
         let robustness = volume.shown_robustness().to_owned();
         let frontend = volume.shown_frontend().to_owned();
@@ -240,7 +242,7 @@ impl From<v1::Volume> for VolumeOutput {
             resync: volume.resync,
             scrub: volume.scrub,
             salvage: volume.salvage,
-            granted: volume.granted,
+            granted,
             persistent_volume: volume.persistent_volume,
             namespace: namespace.to_owned(),
             persistent_volume_claim: claim.to_owned(),
@@ -253,12 +255,13 @@ impl From<v1::Volume> for VolumeOutput {
 impl From<v1::Engine> for EngineOutput {
     fn from(engine: v1::Engine) -> EngineOutput {
         let phase = engine.known_phase().map_or("", EnginePhase::as_str);
+        let view = engine.shown_view();
         EngineOutput {
             desire_state: engine.shown_desire_state().to_owned(),
             current_state: engine.shown_current_state().to_owned(),
             node_id: engine.node,
             phase,
-            view: engine.view,
+            view,
             frontend: engine.frontend,
             message: engine.message,
             needs_upgrade: engine.needs_upgrade,

@@ -149,7 +149,7 @@ pub(super) fn inspections(
             replica.node.clone(),
             dash(inspection.committed.as_ref().map(view).unwrap_or_default()),
             dash(proposed.join(" ")),
-            dash(inspection.generation.clone()),
+            dash(inspection.shown_generation()),
             inspected_state(replica, &inspection),
             HumanBytes(inspection.allocated_bytes).to_string(),
             dash(written.map(|written| written.to_string()).unwrap_or_default()),
@@ -199,7 +199,9 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     let size = size(&volume);
     let [state, robustness, frontend] =
         [volume.shown_state(), volume.shown_robustness(), volume.shown_frontend()].map(str::to_owned);
+    let granted = volume.shown_granted();
     let engine = volume.engine.unwrap_or_default();
+    let view = engine.shown_view();
     for (name, value) in [
         ("Name", volume.name),
         ("Size", size),
@@ -210,7 +212,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         ("Device", dash(volume.endpoint)),
         ("Frontend", if engine.frontend.is_empty() { frontend } else { engine.frontend }),
         ("Attachment", volume.attach.to_string()),
-        ("View", dash(engine.view)),
+        ("View", dash(view)),
         ("Created", volume.created),
         ("Claim", dash(volume.claim)),
         ("Used by", dash(workloads(&volume.workloads))),
@@ -218,7 +220,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         facts.add_row([name.to_owned(), value]);
     }
     for (name, value) in [
-        ("Granted", Some(volume.granted).filter(|granted| !granted.is_empty())),
+        ("Granted", Some(granted).filter(|granted| !granted.is_empty())),
         ("Copying", volume.rebuild.map(limits)),
         ("Resync", volume.resync.map(|copy| progress(copy.into()))),
         ("Scrub", volume.scrub.as_ref().map(scrub)),

@@ -116,11 +116,6 @@ fn replica(status: v1::ReplicaStatus) -> ObservedReplica {
     }
 }
 
-/// Returns the attachment in a generation `<attach>.<restart>`, whatever follows; 0 if it has none.
-fn attach_of(generation: &str) -> u64 {
-    generation.split_once('.').and_then(|(attach, _)| attach.parse().ok()).unwrap_or(0)
-}
-
 fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
     v1::RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
 }
@@ -320,7 +315,7 @@ fn holds(trashed: &v1::TrashedReplica) -> Holds {
     Holds {
         committed: report.as_ref().map(|report| report.committed.id),
         proposed: report.and_then(|report| report.proposed.iter().map(|view| view.id).max()),
-        attach: attach_of(&trashed.generation),
+        attach: trashed.known_generation().map(|generation| generation.attach),
     }
 }
 

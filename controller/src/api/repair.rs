@@ -105,7 +105,7 @@ impl Api {
 fn newest_attach(found: &[v1::InspectedReplica]) -> u64 {
     let inspections = found.iter().filter_map(|found| found.inspection.as_ref());
     let known = inspections.flat_map(|inspection| {
-        let opened = inspection.generation.split('.').next().and_then(|attach| attach.parse().ok());
+        let opened = inspection.known_generation().map(|generation| generation.attach);
         inspection.committed.iter().chain(&inspection.proposed).map(|view| view.attach).chain(opened)
     });
     known.max().unwrap_or(0)

@@ -54,13 +54,13 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         claim: status.claim.clone().unwrap_or_default(),
         actual_size_bytes: status.actual_size,
         workloads: Vec::new(),
-        granted: status.arbiter.granted().map(|view| view.to_string()).unwrap_or_default(),
         ..v1::Volume::default()
     }
     .with_state(status.state)
     .with_robustness(status.robustness)
     .with_frontend(spec.frontend)
     .with_data_locality(spec.data_locality)
+    .with_granted(status.arbiter.granted())
 }
 
 /// Returns the view of the current attachment's engine.
@@ -99,7 +99,6 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
 fn engine(engine: &Engine) -> v1::Engine {
     v1::Engine {
         node: text(engine.spec.node_id.as_ref()),
-        view: engine.status.view.map(|view| view.to_string()).unwrap_or_default(),
         frontend: engine.status.frontend.clone(),
         message: engine.status.message.clone(),
         needs_upgrade: engine.status.needs_upgrade,
@@ -108,6 +107,7 @@ fn engine(engine: &Engine) -> v1::Engine {
     .with_desire_state(engine.spec.desire_state)
     .with_current_state(engine.status.current_state)
     .with_phase(engine.status.phase)
+    .with_view(engine.status.view)
 }
 
 pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) -> v1::Replica {

@@ -171,7 +171,57 @@ macro_rules! has_generation {
         }
     )*};
 }
-has_generation!(v1::EngineStatus, v1::ReplicaStatus);
+has_generation!(v1::EngineStatus, v1::ReplicaStatus, v1::ReplicaInspection, v1::TrashedReplica);
+
+impl v1::ReplicaInspection {
+    /// Returns the message with the generation that the directory has stored.
+    #[must_use]
+    pub fn with_generation(mut self, generation: Generation) -> Self {
+        self.generation = generation.of_engine().map(Into::into);
+        self.generation_text = generation.to_string();
+        self
+    }
+
+    /// Returns the generation to show; empty if the message has none.
+    #[must_use]
+    pub fn shown_generation(&self) -> String {
+        let known = self.known_generation().map(|generation| generation.to_string());
+        known.unwrap_or_else(|| self.generation_text.clone())
+    }
+}
+
+/// Gives messages with a view their typed accessors.
+macro_rules! has_view {
+    ($($message:ident { $view:ident, $text:ident: $known:ident, $shown:ident, $with:ident })*) => {$(
+        impl v1::$message {
+            /// Returns the view; none if the message has none.
+            #[must_use]
+            pub fn $known(&self) -> Option<View> {
+                let of_text = || self.$text.parse().ok();
+                self.$view.clone().and_then(|view| view.try_into().ok()).or_else(of_text)
+            }
+
+            /// Returns the view as text; empty if the message has none.
+            #[must_use]
+            pub fn $shown(&self) -> String {
+                self.$known().map_or_else(|| self.$text.clone(), |view| view.to_string())
+            }
+
+            /// Returns the message with that view.
+            #[must_use]
+            pub fn $with(mut self, view: Option<View>) -> Self {
+                self.$view = view.as_ref().map(Into::into);
+                self.$text = view.map(|view| view.to_string()).unwrap_or_default();
+                self
+            }
+        }
+    )*};
+}
+has_view! {
+    EngineStatus { view, view_text: known_view, shown_view, with_view }
+    Engine { view, view_text: known_view, shown_view, with_view }
+    Volume { granted, granted_text: known_granted, shown_granted, with_granted }
+}
 
 impl From<Generation> for v1::Generation {
     fn from(generation: Generation) -> v1::Generation {
@@ -356,8 +406,6 @@ impl From<&EngineStatus> for v1::EngineStatus {
             volume: status.volume.to_string(),
             generation: Some(status.generation.into()),
             generation_text: status.generation.to_string(),
-            view: status.view.as_ref().map(Into::into),
-            view_text: status.view.map(|view| view.to_string()).unwrap_or_default(),
             members: status.members.iter().map(Into::into).collect(),
             frontend: status.frontend.clone().unwrap_or_default(),
             endpoint: path.unwrap_or_default(),
@@ -374,15 +422,7 @@ impl From<&EngineStatus> for v1::EngineStatus {
             ..v1::EngineStatus::default()
         }
         .with_phase(status.phase)
-    }
-}
-
-impl v1::EngineStatus {
-    /// Returns the view in which the engine serves; none if it is not reported.
-    #[must_use]
-    pub fn known_view(&self) -> Option<View> {
-        let of_text = || self.view_text.parse().ok();
-        self.view.clone().and_then(|view| view.try_into().ok()).or_else(of_text)
+        .with_view(status.view)
     }
 }
 

@@ -176,7 +176,7 @@ fn a_new_volume_is_not_taken_for_one_that_is_half_undeleted_by_what_was_left_beh
 
 fn holds(attach: u64, number: u32) -> Holds {
     let id = ViewId { generation: Generation::new(attach, 1), number };
-    Holds { committed: Some(id), proposed: None, attach }
+    Holds { committed: Some(id), proposed: None, attach: Some(attach) }
 }
 
 /// Clocks of nodes differ; the content of the directories and the records does not depend on them.

@@ -308,7 +308,7 @@ impl Node for FakeAgent {
             missing: !state.directories.contains(&name),
             usable: state.directories.contains(&name),
             running: state.instances.contains_key(&key),
-            generation: "1.1".to_owned(),
+            generation: Some(v1::Generation { attach: 1, restart: 1, nonce: 0 }),
             committed: state.views.get(&name).cloned(),
             ..v1::ReplicaInspection::default()
         }))

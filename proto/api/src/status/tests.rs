@@ -50,6 +50,21 @@ mod first {
     pub(super) struct Engine {
         #[prost(string, tag = "4")]
         pub phase: String,
+        #[prost(string, tag = "5")]
+        pub view: String,
+    }
+
+    /// The volume of controller.proto.
+    #[derive(Clone, PartialEq, prost::Message)]
+    pub(super) struct Volume {
+        #[prost(string, tag = "20")]
+        pub granted: String,
+    }
+
+    #[derive(Clone, PartialEq, prost::Message)]
+    pub(super) struct ReplicaInspection {
+        #[prost(string, tag = "5")]
+        pub generation: String,
     }
 
     /// The replica of controller.proto.
@@ -167,8 +182,14 @@ fn release_0_1_0_reads_a_status_of_this_one() {
     let modes: Vec<&str> = old.members.iter().map(|member| member.mode.as_str()).collect();
     assert_eq!(modes, ["member", "failed", "connecting", "rebuilding"]);
     assert_eq!(old.scrub, Some(first::ScrubStatus { running: false, at_bytes: 8, found: 3 }));
-    let old: first::Engine = sent(&v1::Engine::default().with_phase(EnginePhase::Serving));
-    assert_eq!(old.phase, "serving");
+    let engine = v1::Engine::default().with_phase(EnginePhase::Serving).with_view(Some(view()));
+    let old: first::Engine = sent(&engine);
+    assert_eq!((old.phase, old.view), ("serving".to_owned(), view().to_string()));
+    let old: first::Volume = sent(&v1::Volume::default().with_granted(Some(view())));
+    assert_eq!(old.granted, view().to_string());
+    let inspection = v1::ReplicaInspection::default().with_generation(Generation::new(3, 1));
+    let old: first::ReplicaInspection = sent(&inspection);
+    assert_eq!(old.generation, "3.1");
     let old: first::Replica = sent(&v1::Replica::default().with_member(&member(1, MemberMode::Failed)));
     assert_eq!((old.mode.as_str(), old.copy, old.away_since_ms), ("failed", None, 7));
     let old: first::Replica = sent(&v1::Replica::default().with_member(&member(1, MemberMode::Rebuilding)));
@@ -197,8 +218,14 @@ fn a_status_of_release_0_1_0_is_read() {
     assert_eq!(new.known_generation(), Some(Generation::new(4, 0)));
     let new: v1::ReplicaStatus = sent(&first::ReplicaStatus { generation: "0.0".to_owned() });
     assert_eq!(new.known_generation(), None, "no engine has opened it");
-    let new: v1::Engine = sent(&first::Engine { phase: "frozen".to_owned() });
-    assert_eq!(new.known_phase(), Some(EnginePhase::Frozen));
+    let new: v1::Engine = sent(&first::Engine { phase: "frozen".to_owned(), view: view().to_string() });
+    assert_eq!((new.known_phase(), new.known_view()), (Some(EnginePhase::Frozen), Some(view())));
+    let new: v1::Volume = sent(&first::Volume { granted: view().to_string() });
+    assert_eq!((new.known_granted(), new.shown_granted()), (Some(view()), view().to_string()));
+    let new: v1::ReplicaInspection = sent(&first::ReplicaInspection { generation: "4.0".to_owned() });
+    assert_eq!(new.known_generation(), Some(Generation::new(4, 0)));
+    let new: v1::ReplicaInspection = sent(&first::ReplicaInspection { generation: "0.0".to_owned() });
+    assert_eq!((new.known_generation(), new.shown_generation().as_str()), (None, "0.0"));
     let new: v1::Replica = sent(&first::Replica {
         replica_id: id(1).to_string(),
         mode: "rebuilding".to_owned(),
