@@ -254,7 +254,7 @@ impl BareVolume {
     /// It does not, within `limit`.
     pub fn scrub(&self, order: ScrubCommand, limit: Duration) -> Result<ScrubStatus> {
         let control = self.engine_control();
-        let before = engine_status(&control)?.scrub.map_or(0, |scrub| scrub.number);
+        let before = engine_status(&control)?.scrub.and_then(|scrub| scrub.number);
         Client::connect(&control)?.request(&ProcessCommand::Scrub { scrub: Some(order) })?;
         until("end of the scrub", limit, || {
             let scrub = engine_status(&control)?.scrub.context("no scrub has begun")?;

@@ -264,7 +264,8 @@ fn a_read_that_is_verified_never_shows_rot_and_has_it_repaired() -> Result<()> {
     let is_repaired = || {
         let status = engine_status(&volume.engine_control())?;
         ensure!(status.scrub.is_none(), "no scrub was ordered: {:?}", status.scrub);
-        Ok(((status.read_findings.found, status.read_findings.repaired) == (2, 2)).then_some(()))
+        let read = status.read_findings.map(|read| (read.found, read.repaired));
+        Ok((read == Some((2, 2))).then_some(()))
     };
     until("repair of both", LIMIT, is_repaired)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));

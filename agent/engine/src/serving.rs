@@ -453,7 +453,7 @@ impl<'a> Serving<'a> {
         }
         match progress {
             ScrubProgress::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
-                (scrub.snapshot, scrub.at_bytes) = (snapshot, offset_bytes);
+                (scrub.snapshot, scrub.at_bytes) = (Some(snapshot), offset_bytes);
             }),
             ScrubProgress::Found(finding) => self.snapshot_differs(finding),
             ScrubProgress::Ended { incomplete } => self.snapshots_done(incomplete),
@@ -486,8 +486,7 @@ impl<'a> Serving<'a> {
             Some(reason) => tracing::warn!(%volume, reason, "the scrub has not seen all snapshots"),
         }
         self.publish_scrub(|scrub| {
-            scrub.snapshot.clear();
-            scrub.at_bytes = 0;
+            (scrub.snapshot, scrub.at_bytes) = (None, 0);
             if let Some(reason) = incomplete {
                 scrub.last = format!("not every snapshot was compared: {reason}");
             }

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shorthorn_control::{
-    CopyStatus, EnginePhase, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReadFindings,
-    ReplicaEndpoint, Status,
+    CopyStatus, EnginePhase, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
+    Status,
 };
 use shorthorn_types::limits::MAX_MEMBERS;
 
@@ -29,8 +29,8 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
         grant_wanted: None,
         resync: None,
         scrub: None,
-        read_findings: ReadFindings::default(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        read_findings: None,
+        version: Some(env!("CARGO_PKG_VERSION").to_owned()),
     })
 }
 
@@ -181,13 +181,14 @@ mod tests {
             grant_wanted: None,
             resync: None,
             scrub: None,
-            read_findings: ReadFindings::default(),
-            version: String::new(),
+            read_findings: None,
+            version: None,
         };
         status.count_found(true, "a block".to_owned());
         status.change_scrub(|scrub| scrub.at_bytes = 4096);
-        assert_eq!((&status.scrub, status.read_findings.found), (&None, 1), "a read has found it");
-        status.scrub = Some(ScrubStatus { number: 1, running: true, ..ScrubStatus::default() });
+        assert_eq!(status.scrub, None);
+        assert_eq!(status.read_findings.as_ref().map(|read| read.found), Some(1), "a read has found it");
+        status.scrub = Some(ScrubStatus { number: Some(1), running: true, ..ScrubStatus::default() });
         status.count_found(false, "another".to_owned());
         status.change_scrub(ScrubStatus::stop);
         status.count_found(true, "after the stop".to_owned());
@@ -195,10 +196,10 @@ mod tests {
         let scrub = status.scrub.unwrap();
         assert_eq!((scrub.running, scrub.at_bytes, scrub.found, scrub.repaired), (false, 0, 1, 0));
         assert_eq!(scrub.last, "another; stopped before everything was compared");
-        assert_eq!((status.read_findings.found, status.read_findings.repaired), (2, 2));
-        status.scrub = Some(ScrubStatus { number: 2, running: true, ..ScrubStatus::default() });
+        assert_eq!(status.read_findings.as_ref().map(|read| (read.found, read.repaired)), Some((2, 2)));
+        status.scrub = Some(ScrubStatus { number: Some(2), running: true, ..ScrubStatus::default() });
         status.complete_scrub(4096);
-        assert_eq!(status.read_findings, ReadFindings::default(), "a complete scrub has seen them too");
+        assert_eq!(status.read_findings, None, "a complete scrub has seen them too");
         assert!(status.scrub.is_some_and(|scrub| !scrub.running && scrub.at_bytes == 4096));
     }
 

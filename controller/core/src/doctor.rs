@@ -173,8 +173,9 @@ impl<'a> Doctor<'a> {
             let Some(installed) = view.info.as_ref().map(|info| info.version.as_str()) else { continue };
             for (key, instance) in &view.instances {
                 let Detail::Engine(engine) = &instance.detail else { continue };
-                let (volume, version) = (&key.name, &engine.version);
-                let message = if !version.is_empty() && version != installed {
+                let volume = &key.name;
+                let other = engine.version.as_ref().filter(|version| *version != installed);
+                let message = if let Some(version) = other {
                     format!("the engine of volume {volume} is version {version}, node {node} has {installed}")
                 } else if engine.needs_upgrade == Some(true) {
                     format!("the engine of volume {volume} runs another build than node {node} has")

@@ -67,8 +67,11 @@ impl Example {
         }
         example.cluster.insert(volume.into());
         example.cluster.insert(engine.into());
-        let shown =
-            ObservedEngine { attach: Some(1), version: VERSION.to_owned(), ..ObservedEngine::default() };
+        let shown = ObservedEngine {
+            attach: Some(1),
+            version: Some(VERSION.to_owned()),
+            ..ObservedEngine::default()
+        };
         example.engine_says(shown);
         example
     }

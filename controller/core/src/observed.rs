@@ -324,12 +324,12 @@ pub struct ObservedEngine {
     pub generation: Option<Generation>,
     /// The view in which it serves.
     pub view: Option<View>,
-    /// The frontend that it chose.
-    pub frontend: String,
-    /// The device, or the socket.
-    pub endpoint: String,
-    /// The size of the device as its user sees it; 0 if it is not known.
-    pub size_bytes: u64,
+    /// The frontend, once it is chosen.
+    pub frontend: Option<String>,
+    /// The device, or the socket, once it exists.
+    pub endpoint: Option<String>,
+    /// The size of the device as its user sees it, if it is known.
+    pub size_bytes: Option<u64>,
     /// True if writes may be lost that the user of the device believes stored, so that every request fails.
     pub lost_writes: bool,
     /// The pending part of an expansion, if any.
@@ -344,8 +344,8 @@ pub struct ObservedEngine {
     pub read_findings: Option<Box<ReadFindings>>,
     /// The view that waits for the arbiter.
     pub grant_wanted: Option<Box<GrantWanted>>,
-    /// Version of its program; empty: it does not say.
-    pub version: String,
+    /// Version of its program, if it reports one.
+    pub version: Option<String>,
     /// True if it runs another program than the one that is installed beside its agent; none if they are not
     /// compared yet.
     pub needs_upgrade: Option<bool>,
@@ -372,8 +372,8 @@ pub struct ObservedReplica {
     pub addresses: Vec<String>,
     /// The allocated bytes of its directory.
     pub allocated_bytes: u64,
-    /// The directory; empty if not reported.
-    pub directory: String,
+    /// The directory, if it is reported.
+    pub directory: Option<String>,
     /// The attachment whose engine holds it: those of older ones are refused. None: no engine ever did, or it
     /// does not report one.
     pub attach: Option<u64>,

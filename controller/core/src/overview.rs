@@ -213,7 +213,7 @@ fn versions(cluster: &ClusterState, agents: &Agents, own: &str) -> Vec<Version> 
     }
     for (key, instance) in agents.by_node().values().flat_map(|view| &view.instances) {
         if let Detail::Engine(engine) = &instance.detail {
-            note("engine", &engine.version, key.name.clone());
+            note("engine", engine.version.as_deref().unwrap_or_default(), key.name.clone());
         }
     }
     let controller = Version {

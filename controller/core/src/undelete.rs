@@ -373,7 +373,7 @@ fn status(record: &Record) -> VolumeStatus {
         arbiter: record.arbiter.clone(),
         grant_unreported: record.grant_unreported,
         first_members: record.first_members.clone(),
-        current_size: record.current_size,
+        current_size: Some(record.current_size).filter(|size| *size > 0),
         ..VolumeStatus::default()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_api::{level, report, v1};
+use shorthorn_api::{level, nonempty, nonzero, report, v1};
 use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
     AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus,
@@ -81,17 +81,15 @@ fn engine(status: v1::EngineStatus) -> ObservedEngine {
     let members = status.members.into_iter().filter_map(|member| MemberStatus::try_from(member).ok());
     ObservedEngine {
         // The generation may come later than the number itself.
-        attach: Some(status.attach)
-            .filter(|attach| *attach > 0)
-            .or_else(|| generation.map(|generation| generation.attach)),
+        attach: nonzero(status.attach).or_else(|| generation.map(|generation| generation.attach)),
         phase,
         generation,
         view,
-        frontend: status.frontend,
-        endpoint: status.endpoint,
-        size_bytes: status.size_bytes,
+        frontend: nonempty(status.frontend),
+        endpoint: nonempty(status.endpoint),
+        size_bytes: nonzero(status.size_bytes),
         lost_writes: status.lost_writes,
-        version: status.version,
+        version: nonempty(status.version),
         needs_upgrade: status.needs_upgrade,
         expansion: status.expansion.map(|expansion| ExpansionStatus {
             message: expansion.message,
@@ -111,7 +109,7 @@ fn replica(status: v1::ReplicaStatus) -> ObservedReplica {
         attach: status.known_generation().map(|generation| generation.attach),
         addresses: status.addresses,
         allocated_bytes: status.allocated_bytes,
-        directory: status.directory,
+        directory: nonempty(status.directory),
         views: report(status.committed, status.proposed).ok().map(Box::new),
     }
 }

@@ -20,7 +20,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
     let (spec, status) = (&volume.spec, &volume.status);
     let engine_object = cluster.engines.get(&volume.metadata.name);
     let attached = status.state == shorthorn_controller_core::objects::VolumeState::Attached;
-    let endpoint = engine_object.filter(|_| attached).map(|engine| engine.status.endpoint.clone());
+    let endpoint = engine_object.filter(|_| attached).and_then(|engine| engine.status.endpoint.clone());
     let replicas = cluster.replicas_of(&spec.volume_name).map(|object| replica(cluster, agents, object));
     let shown = engine_object.and_then(|engine| shown_of(agents, engine));
     v1::Volume {
@@ -99,7 +99,7 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
 fn engine(engine: &Engine) -> v1::Engine {
     v1::Engine {
         node: text(engine.spec.node_id.as_ref()),
-        frontend: engine.status.frontend.clone(),
+        frontend: engine.status.frontend.clone().unwrap_or_default(),
         message: engine.status.message.clone(),
         needs_upgrade: engine.status.needs_upgrade,
         ..v1::Engine::default()

@@ -120,8 +120,8 @@ async fn a_volume_has_grown_once_its_real_size_says_so() {
         assert_eq!(volume.current_size_bytes(), has);
         assert!(!growing.is_finished());
         // Half of the way is not enough.
-        alone.change(|volume| volume.status.current_size = wanted - 1).await;
-        alone.change(|volume| volume.status.current_size = wanted).await;
+        alone.change(|volume| volume.status.current_size = Some(wanted - 1)).await;
+        alone.change(|volume| volume.status.current_size = Some(wanted)).await;
         let answer = growing.await.unwrap().unwrap();
         assert_eq!(answer.capacity_bytes, i64::try_from(wanted).unwrap());
         assert_eq!(answer.node_expansion_required, node);
@@ -218,7 +218,7 @@ async fn one_call_at_a_time_for_each_volume() {
     let mut hasty = Caller { timeout: Duration::from_millis(200), ..csi.clone() };
     let (code, text) = hasty.expand(expand("v", 2 * GIB)).await.unwrap_err();
     assert!(code == Code::DeadlineExceeded && text.contains("volume v is detached"), "{code:?}: {text}");
-    alone.change(|volume| volume.status.current_size = 2 << 30).await;
+    alone.change(|volume| volume.status.current_size = Some(2 << 30)).await;
     csi.expand(expand("v", 2 * GIB)).await.unwrap();
 }
 

@@ -4,7 +4,7 @@
 
 mod status;
 
-pub use status::{ViewError, report};
+pub use status::{ViewError, nonempty, nonzero, report};
 
 /// The header of a call to an agent that says which cluster the controller is of that makes it.
 pub const CLUSTER_HEADER: &str = "shorthorn-cluster";

@@ -154,8 +154,15 @@ impl v1::Replica {
 }
 
 /// Returns the number; none if it is 0, with which a message has none.
-fn nonzero(number: u64) -> Option<u64> {
+#[must_use]
+pub fn nonzero(number: u64) -> Option<u64> {
     Some(number).filter(|number| *number > 0)
+}
+
+/// Returns the text; none if it is empty, with which a message has none.
+#[must_use]
+pub fn nonempty(text: String) -> Option<String> {
+    Some(text).filter(|text| !text.is_empty())
 }
 
 /// Gives messages with a generation their typed accessor.
@@ -313,6 +320,7 @@ impl From<v1::CopyStatus> for CopyStatus {
 impl From<ScrubStatus> for v1::ScrubStatus {
     fn from(scrub: ScrubStatus) -> v1::ScrubStatus {
         let ScrubStatus { number, running, snapshot, at_bytes, found, repaired, last } = scrub;
+        let (number, snapshot) = (number.unwrap_or_default(), snapshot.unwrap_or_default());
         v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot, number }
     }
 }
@@ -320,6 +328,7 @@ impl From<ScrubStatus> for v1::ScrubStatus {
 impl From<v1::ScrubStatus> for ScrubStatus {
     fn from(scrub: v1::ScrubStatus) -> ScrubStatus {
         let v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot, number } = scrub;
+        let (number, snapshot) = (nonzero(number), nonempty(snapshot));
         ScrubStatus { number, running, snapshot, at_bytes, found, repaired, last }
     }
 }
@@ -414,11 +423,11 @@ impl From<&EngineStatus> for v1::EngineStatus {
             grant_wanted: status.grant_wanted.as_ref().map(Into::into),
             resync: status.resync.map(Into::into),
             scrub: status.scrub.clone().map(Into::into),
-            read_findings: Some(status.read_findings.clone()).filter(|some| some.found > 0).map(Into::into),
+            read_findings: status.read_findings.clone().map(Into::into),
             expansion: status.expansion.clone().map(Into::into),
             lost_writes: status.lost_writes,
             device: status.device.clone().unwrap_or_default(),
-            version: status.version.clone(),
+            version: status.version.clone().unwrap_or_default(),
             ..v1::EngineStatus::default()
         }
         .with_phase(status.phase)

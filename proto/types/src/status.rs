@@ -135,14 +135,14 @@ impl CopyStatus {
 /// The findings of the last or current scrub.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScrubStatus {
-    /// The number of the scrub, counted from 1 since the engine has started.
-    #[serde(default)]
-    pub number: u64,
+    /// The number of the scrub, counted from 1 since the engine has started; none: not reported.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub number: Option<u64>,
     /// True if it is under way.
     pub running: bool,
-    /// The snapshot that is being compared; empty: the volume is.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub snapshot: String,
+    /// The snapshot that is being compared; none: the volume is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
     /// The position in the snapshot or in the volume.
     pub at_bytes: u64,
     /// Places where members differed.
@@ -172,12 +172,6 @@ pub struct ReadFindings {
     pub repaired: u64,
     /// The last difference, for people.
     pub last: String,
-}
-
-impl ReadFindings {
-    fn is_empty(&self) -> bool {
-        self.found == 0
-    }
 }
 
 /// An expansion that the device has not followed yet.
@@ -247,12 +241,12 @@ pub struct EngineStatus {
     /// The last or current scrub, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub: Option<ScrubStatus>,
-    /// The differences that reads have found while no scrub was under way.
-    #[serde(default, skip_serializing_if = "ReadFindings::is_empty")]
-    pub read_findings: ReadFindings,
-    /// The version of the program that the process runs; empty for a program that does not report it.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub version: String,
+    /// The differences that reads have found while no scrub was under way, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_findings: Option<ReadFindings>,
+    /// The version of the program that the process runs; none for a program that does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
 }
 
 impl EngineStatus {
@@ -265,9 +259,10 @@ impl EngineStatus {
                 scrub.last = last;
             }
             None => {
-                self.read_findings.found += 1;
-                self.read_findings.repaired += u64::from(repaired);
-                self.read_findings.last = last;
+                let read = self.read_findings.get_or_insert_default();
+                read.found += 1;
+                read.repaired += u64::from(repaired);
+                read.last = last;
             }
         }
     }
@@ -277,7 +272,7 @@ impl EngineStatus {
     pub fn complete_scrub(&mut self, size_bytes: u64) {
         if let Some(scrub) = self.scrub.as_mut().filter(|scrub| scrub.running) {
             (scrub.running, scrub.at_bytes) = (false, size_bytes);
-            self.read_findings = ReadFindings::default();
+            self.read_findings = None;
         }
     }
 

@@ -86,7 +86,8 @@ impl Serving<'_> {
         self.scrubs += 1;
         let number = self.scrubs;
         self.publish(|engine| {
-            engine.scrub = Some(ScrubStatus { number, running: true, ..ScrubStatus::default() });
+            engine.scrub =
+                Some(ScrubStatus { number: Some(number), running: true, ..ScrubStatus::default() });
         });
         let config = ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair };
         let scrubbing = Scrubbing::start(Arc::clone(self.rebuild_tasks.context()), order, number)?;

@@ -32,14 +32,14 @@ pub enum Comparison {
 }
 
 impl Comparison {
-    /// Returns true if an engine that says it has that version runs another program than the installed one;
-    /// none if that is not known.
-    pub fn needs_upgrade(self, version: &str) -> Option<bool> {
-        let is_other_version = !version.is_empty() && version != env!("CARGO_PKG_VERSION");
+    /// Returns true if an engine that reports that version runs another program than the installed one; none
+    /// if that is not known.
+    pub fn needs_upgrade(self, version: Option<&str>) -> Option<bool> {
+        let is_other_version = version.is_some_and(|version| version != env!("CARGO_PKG_VERSION"));
         match self {
             Comparison::Done { differs } => Some(differs),
             _ if is_other_version => Some(true),
-            Comparison::ByVersion if !version.is_empty() => Some(false),
+            Comparison::ByVersion if version.is_some() => Some(false),
             Comparison::NotBegun | Comparison::UnderWay | Comparison::ByVersion => None,
         }
     }
@@ -135,15 +135,16 @@ mod tests {
 
     #[test]
     fn an_engine_is_current_once_it_was_compared() {
-        let own = env!("CARGO_PKG_VERSION");
+        let own = Some(env!("CARGO_PKG_VERSION"));
+        let other = Some("0.0.9");
         for comparison in [Comparison::NotBegun, Comparison::UnderWay] {
             assert_eq!(comparison.needs_upgrade(own), None, "another build may have the same version");
-            assert_eq!(comparison.needs_upgrade("0.0.9"), Some(true));
+            assert_eq!(comparison.needs_upgrade(other), Some(true));
         }
-        let by_version = |version: &str| Comparison::ByVersion.needs_upgrade(version);
-        assert_eq!([by_version(own), by_version("0.0.9"), by_version("")], [Some(false), Some(true), None]);
+        let by_version = [own, other, None].map(|version| Comparison::ByVersion.needs_upgrade(version));
+        assert_eq!(by_version, [Some(false), Some(true), None]);
         for differs in [true, false] {
-            assert_eq!(Comparison::Done { differs }.needs_upgrade("0.0.9"), Some(differs));
+            assert_eq!(Comparison::Done { differs }.needs_upgrade(other), Some(differs));
         }
     }
 

@@ -252,7 +252,7 @@ impl Entry {
     /// not known.
     fn needs_upgrade(&self) -> Option<bool> {
         let Some(Status::Engine(engine)) = &self.status else { return None };
-        self.program.needs_upgrade(&engine.version)
+        self.program.needs_upgrade(engine.version.as_deref())
     }
 }
 

@@ -88,11 +88,13 @@ pub struct EngineStatus {
     #[schemars(with = "String")]
     pub view: Option<View>,
     /// The frontend that it chose.
-    #[serde(default)]
-    pub frontend: String,
+    #[serde(default, with = "super::optional::words")]
+    #[schemars(with = "String")]
+    pub frontend: Option<String>,
     /// The device, or the socket.
-    #[serde(default)]
-    pub endpoint: String,
+    #[serde(default, with = "super::optional::words")]
+    #[schemars(with = "String")]
+    pub endpoint: Option<String>,
     /// The state of each replica in the engine.
     #[serde(default)]
     #[schemars(with = "BTreeMap<String, MemberRecord>")]
@@ -108,13 +110,13 @@ pub struct EngineStatus {
     #[serde(default)]
     pub map_revision: u64,
     /// The size that the process was given last; 0: not known.
-    #[serde(with = "super::quoted", default)]
+    #[serde(with = "super::quoted::or_zero", default)]
     #[schemars(with = "schema::Quoted")]
-    pub volume_size: u64,
+    pub volume_size: Option<u64>,
     /// The size of the device as its user sees it; 0 if it is not known.
-    #[serde(with = "super::quoted", default)]
+    #[serde(with = "super::quoted::or_zero", default)]
     #[schemars(with = "schema::Quoted")]
-    pub current_size: u64,
+    pub current_size: Option<u64>,
     /// True if writes may be lost that the user of the device believes stored. Every request fails until the
     /// volume is detached.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -31,6 +31,24 @@ pub(super) mod text {
     }
 }
 
+/// A text for people, or one that only other programs read.
+pub(super) mod words {
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        value: &Option<String>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(value.as_deref().unwrap_or_default())
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<String>, D::Error> {
+        String::deserialize(deserializer).map(|text| Some(text).filter(|text| !text.is_empty()))
+    }
+}
+
 /// The phase of an engine as its word. An unknown word is a phase from which nothing follows.
 pub(super) mod phase {
     use shorthorn_types::status::EnginePhase;

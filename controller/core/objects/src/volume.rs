@@ -151,9 +151,9 @@ pub struct VolumeStatus {
     /// The size that the volume really has: that of all replicas, and of the attached device; 0: as it was
     /// created (spec.size). For a detached volume it is the size of the next attachment, because its replicas
     /// grow before anything is served.
-    #[serde(with = "super::quoted", default)]
+    #[serde(with = "super::quoted::or_zero", default)]
     #[schemars(with = "schema::Quoted")]
-    pub current_size: u64,
+    pub current_size: Option<u64>,
     /// The replicas that the volume was created with, which are the members of its first view.
     #[serde(default)]
     #[schemars(with = "Vec<schema::ReplicaId>")]
@@ -252,7 +252,10 @@ impl Volume {
     /// Returns the size that it really has, in bytes.
     #[must_use]
     pub const fn current_size_bytes(&self) -> u64 {
-        if self.status.current_size == 0 { self.spec.size } else { self.status.current_size }
+        match self.status.current_size {
+            Some(size_bytes) => size_bytes,
+            None => self.spec.size,
+        }
     }
 
     /// Returns true if the volume is to be deleted with all its data: its deletion was requested, and nothing

@@ -53,7 +53,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
     assert_ill(
         |example| {
             example.engine_says(crate::observed::ObservedEngine {
-                version: "0.9.0".to_owned(),
+                version: Some("0.9.0".to_owned()),
                 ..Default::default()
             })
         },

@@ -28,7 +28,7 @@ fn what_is_wrong_and_what_waits_are_told_apart() {
     conditions.set(ConditionType::Healthy, Finding::wrong("ReplicaFailed", "2 of 3"), now());
     conditions.set(ConditionType::Expanded, Finding::wrong("Growing", "it grows"), now());
     let mut view =
-        ObservedEngine { attach: Some(1), version: "0.9.0".to_owned(), ..ObservedEngine::default() };
+        ObservedEngine { attach: Some(1), version: Some("0.9.0".to_owned()), ..ObservedEngine::default() };
     let copy = Some(CopyStatus { total_bytes: 100, left_bytes: 25, bytes_per_s: 5 });
     view.members.insert(id(3), MemberStatus { copy, ..MemberStatus::of(id(3), MemberMode::Rebuilding) });
     example.engine_says(view);

@@ -198,7 +198,7 @@ fn what_cannot_be_moved_now_is_left_out_and_said() {
     }
     cluster.add_volume("moving", &[0], |_| {});
     cluster.add_volume("grows", &[0], |volume| {
-        volume.status.current_size = GIB;
+        volume.status.current_size = Some(GIB);
         volume.spec.size += GIB;
     });
     let moving = cluster.state.replicas.keys().find(|name| name.starts_with("moving")).unwrap().clone();

@@ -203,9 +203,9 @@ fn follow(
         status.map_revision = revision;
     }
     let size_bytes = engine.spec.volume_size;
-    if status.volume_size.max(status.current_size) < size_bytes {
+    if status.volume_size.max(status.current_size) < Some(size_bytes) {
         decision.call(node, AgentCall::ExpandEngine { volume: name.clone(), attach, size_bytes });
-        status.volume_size = size_bytes;
+        status.volume_size = Some(size_bytes);
     }
     let limits = volume.spec.rebuild;
     if status.rebuild != Some(limits) {
@@ -229,7 +229,7 @@ fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> Engin
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
         message: failure.cloned().unwrap_or_default(),
         map_revision: engine.spec.map_revision,
-        volume_size: engine.spec.volume_size,
+        volume_size: Some(engine.spec.volume_size),
         rebuild: Some(volume.spec.rebuild),
         ..cleared(engine)
     }

@@ -70,8 +70,8 @@ fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decisio
     let ownerless = view.instances.iter().filter_map(|(key, instance)| {
         let Detail::Engine(shown) = &instance.detail else { return None };
         let is_known = cluster.engines.contains_key(&key.name) || cluster.volumes.contains_key(&key.name);
-        let may_have_clients =
-            shown.frontend == Frontend::Socket.as_str() && shown.phase == Some(EnginePhase::Serving);
+        let may_have_clients = shown.frontend.as_deref() == Some(Frontend::Socket.as_str())
+            && shown.phase == Some(EnginePhase::Serving);
         // Without a number the call would stop any engine of the name.
         (!is_known && !may_have_clients && cluster.unknown_of(&key.name).is_none())
             .then_some((key, shown.attach?))
@@ -101,7 +101,8 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
     let Reachability::Reachable(view) = reachability(context, node) else { return };
     let is_there = |(key, instance): &(&InstanceKey, &Instance)| {
         let Detail::Replica(shown) = &instance.detail else { return false };
-        let is_lost = lost.iter().any(|disk| Path::new(&shown.directory).starts_with(disk));
+        let is_on_lost = |directory| lost.iter().any(|disk| Path::new(directory).starts_with(disk));
+        let is_lost = shown.directory.as_ref().is_some_and(is_on_lost);
         let is_unknown = || context.cluster.unknown(&Key::new(Kind::Replica, &key.name)).is_some();
         is_lost && !context.cluster.replicas.contains_key(&key.name) && !is_unknown()
     };

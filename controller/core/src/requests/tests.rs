@@ -318,7 +318,7 @@ fn a_volume_grows_as_far_as_its_disks_can_schedule() {
     let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     assert_eq!(
         (volume.status.current_size, volume.current_size_bytes(), volume.is_expanding()),
-        (0, GIB, false)
+        (None, GIB, false)
     );
     let mut cluster = cluster_of_disks(volume.clone());
     let ask = |cluster: &ClusterState, size: u64| expand(cluster, "v", size);
@@ -341,16 +341,16 @@ fn a_volume_grows_as_far_as_its_disks_can_schedule() {
     let generous = Limits { storage_over_provisioning_percentage: 200, ..Limits::default() };
     assert!(matches!(expand_within(&cluster, "v", 21 * GIB, generous), Ok(Change::Store(_))));
     let grown = stored(ask(&cluster, 10 * GIB).unwrap());
-    assert_eq!((grown.spec.size, grown.status.current_size), (10 * GIB, GIB));
+    assert_eq!((grown.spec.size, grown.status.current_size), (10 * GIB, Some(GIB)));
     assert!(grown.is_expanding() && grown.current_size_bytes() == GIB);
     cluster.insert(grown.into());
     // An expansion that has not reached the replicas yet is scheduled all the same, and the volume grows
     // further from its actual size.
     let further = stored(ask(&cluster, 20 * GIB).unwrap());
-    assert_eq!((further.spec.size, further.status.current_size), (20 * GIB, GIB));
+    assert_eq!((further.spec.size, further.status.current_size), (20 * GIB, Some(GIB)));
     let mut other = cluster.volumes["v"].clone();
     (other.metadata.name, other.spec.volume_name) = ("other".to_owned(), VolumeName::new("other").unwrap());
-    (other.spec.size, other.status.current_size) = (85 * GIB, 80 * GIB);
+    (other.spec.size, other.status.current_size) = (85 * GIB, Some(80 * GIB));
     cluster.insert(other.into());
     assert!(
         matches!(ask(&cluster, 16 * GIB), Err(RequestError::NoRoom { .. })),

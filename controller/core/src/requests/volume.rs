@@ -200,7 +200,7 @@ pub fn expand_within(
         refusal: Box::new(refusal),
     })?;
     let mut volume = volume.clone();
-    volume.status.current_size = volume.current_size_bytes();
+    volume.status.current_size = Some(volume.current_size_bytes());
     volume.spec.size = size_bytes;
     Ok(Change::Store(volume))
 }

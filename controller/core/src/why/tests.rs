@@ -431,7 +431,7 @@ fn an_expansion_says_how_far_it_is_and_what_it_waits_for() {
     let told = |case: &Case| explain(case).sentences.join("\n");
     assert!(!told(&case).contains("expanded"));
     let mut volume = case.cluster.volumes["v"].clone();
-    (volume.spec.size, volume.status.current_size) = (3 << 30, 1 << 30);
+    (volume.spec.size, volume.status.current_size) = (3 << 30, Some(1 << 30));
     let finding = Finding::wrong("Expanding", "replica 00000001 does not grow: no space");
     volume.status.conditions.set(ConditionType::Expanded, finding, at(1));
     case.cluster.insert(volume.clone().into());

@@ -316,9 +316,8 @@ impl SimAgent {
                         lose_missing(view, &key.name, here, views);
                         start_serving(view, &key.name, here, views);
                     }
-                    view.endpoint = format!("/dev/longhorn/{}", key.name);
-                    let told = self.sizes.get(&(key.clone(), attach_of(view))).copied();
-                    view.size_bytes = told.unwrap_or(0);
+                    view.endpoint = Some(format!("/dev/longhorn/{}", key.name));
+                    view.size_bytes = self.sizes.get(&(key.clone(), attach_of(view))).copied();
                 }
             }
             if instance != before {

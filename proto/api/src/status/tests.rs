@@ -110,8 +110,8 @@ const fn copy() -> CopyStatus {
 
 fn scrub() -> ScrubStatus {
     ScrubStatus {
-        number: 2,
-        snapshot: "s".to_owned(),
+        number: Some(2),
+        snapshot: Some("s".to_owned()),
         at_bytes: 8,
         found: 3,
         repaired: 1,
@@ -139,8 +139,8 @@ fn engine() -> EngineStatus {
         grant_wanted: Some(GrantWanted { view: view(), honoured, stored: view().members }),
         resync: Some(copy()),
         scrub: Some(scrub()),
-        read_findings: ReadFindings { found: 2, repaired: 1, last: "a block".to_owned() },
-        version: "9".to_owned(),
+        read_findings: Some(ReadFindings { found: 2, repaired: 1, last: "a block".to_owned() }),
+        version: Some("9".to_owned()),
     }
 }
 
@@ -163,7 +163,7 @@ fn each_part_of_a_status_reads_back() {
         let replica: v1::Replica = sent(&v1::Replica::default().with_member(member));
         assert_eq!(replica.known_member().as_ref(), Some(member));
     }
-    assert_eq!(message.read_findings.map(ReadFindings::from), Some(status.read_findings));
+    assert_eq!(message.read_findings.map(ReadFindings::from), status.read_findings);
     assert_eq!(message.scrub.map(ScrubStatus::from), status.scrub);
     assert_eq!(message.resync.map(CopyStatus::from), status.resync);
     assert_eq!(message.expansion.map(ExpansionStatus::from), status.expansion);

@@ -120,7 +120,7 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
     let socket = |phase| crate::observed::ObservedEngine {
         attach: Some(1),
         phase: Some(phase),
-        frontend: "socket".to_owned(),
+        frontend: Some("socket".to_owned()),
         ..Default::default()
     };
     example.engine_says(socket(EnginePhase::Serving));

@@ -18,7 +18,7 @@ pub(super) fn leaving_cluster() -> ClusterState {
     let mut engine = cluster.engines["v"].clone();
     engine.status.replica_mode_map.insert(lost, MemberRecord::of(MemberMode::Member));
     engine.status.served_attach = ATTACH;
-    engine.status.endpoint = "/dev/longhorn/v".to_owned();
+    engine.status.endpoint = Some("/dev/longhorn/v".to_owned());
     cluster.insert(engine.into());
     cluster
 }
@@ -36,7 +36,7 @@ pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     let shown = ObservedEngine {
         attach: Some(ATTACH),
         phase: Some(EnginePhase::Serving),
-        endpoint: "/dev/longhorn/v".to_owned(),
+        endpoint: Some("/dev/longhorn/v".to_owned()),
         members: members.iter().map(member).collect(),
         ..ObservedEngine::default()
     };

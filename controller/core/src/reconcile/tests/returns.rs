@@ -217,7 +217,7 @@ fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
     let [known, forgotten, elsewhere] =
         [2, 8, 9].map(|id| InstanceKey::replica(&volume, ReplicaId::from_random(id)));
     for (key, disk) in [(&known, DISK), (&forgotten, DISK), (&elsewhere, "/var/lib/longhorn2")] {
-        let directory = format!("{disk}/replicas/{}", key.name);
+        let directory = Some(format!("{disk}/replicas/{}", key.name));
         let detail = Detail::Replica(ObservedReplica { directory, ..ObservedReplica::default() });
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
         agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(key.clone(), instance);

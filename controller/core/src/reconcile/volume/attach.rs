@@ -53,9 +53,9 @@ impl Run<'_> {
         let status = &engine.status;
         // The status of an older engine says nothing about this one.
         let current = status.seen_attach == engine.spec.attach;
-        if current && status.is_serving() && !status.endpoint.is_empty() {
+        if let Some(endpoint) = status.endpoint.as_ref().filter(|_| current && status.is_serving()) {
             let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
-            let message = format!("the engine serves on node {node}: {}", status.endpoint);
+            let message = format!("the engine serves on node {node}: {endpoint}");
             self.decision.emit(self.key(), false, "EngineStarted", message);
             self.enter(VolumeState::Attached);
             self.watch_over();

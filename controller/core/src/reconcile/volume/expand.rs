@@ -35,14 +35,14 @@ impl Run<'_> {
         if self.stored.is_deleting() {
             return;
         }
-        if self.next.status.current_size == 0 {
+        if self.next.status.current_size.is_none() {
             // From here on the size that is wanted may be changed alone.
-            self.next.status.current_size = size;
+            self.next.status.current_size = Some(size);
             return;
         }
         if self.has_size() {
-            if self.next.status.current_size != size {
-                self.next.status.current_size = size;
+            if self.next.status.current_size != Some(size) {
+                self.next.status.current_size = Some(size);
                 self.decision.emit(self.key(), false, "Expanded", format!("volume has {size} bytes now"));
             }
             if self.next.status.conditions.get(ConditionType::Expanded).is_some() {
@@ -63,8 +63,8 @@ impl Run<'_> {
         });
         match self.next.status.state {
             VolumeState::Creating | VolumeState::Detached => true,
-            _ if self.stored.status.current_size >= size => true,
-            _ => engine.is_some_and(|engine| engine.status.current_size >= size),
+            _ if self.stored.status.current_size >= Some(size) => true,
+            _ => engine.is_some_and(|engine| engine.status.current_size >= Some(size)),
         }
     }
 

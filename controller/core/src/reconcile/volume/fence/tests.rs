@@ -293,7 +293,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
         current_state: CurrentState::Running,
         phase: Some(EnginePhase::Serving),
         generation: Some(through.id.generation),
-        endpoint: "/dev/longhorn/v".to_owned(),
+        endpoint: Some("/dev/longhorn/v".to_owned()),
         seen_attach: new,
         ..EngineStatus::default()
     };
