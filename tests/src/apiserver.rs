@@ -1,5 +1,6 @@
 //! A Kubernetes API server with its etcd, on loopback ports, for one test, and Kubernetes' own controllers of
-//! volumes where a test wants them. `tests/apiserver/build` has made the programs.
+//! volumes where a test wants them. `tests/apiserver/build` makes the programs, or the variable
+//! `SHORTHORN_APISERVER_DIR` names a folder with programs of another version.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -14,6 +15,13 @@ use serde_json::Value;
 use crate::until;
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/apiserver/build");
+/// The environment variable for a folder with other programs: kube-apiserver, kube-controller-manager, and
+/// etcd if that of this machine is too old for them.
+const PROGRAMS_DIR: &str = "SHORTHORN_APISERVER_DIR";
+/// The first minor version of Kubernetes with admission policies in version 1 of their API.
+pub const POLICIES_SINCE: u32 = 30;
+/// The first minor version without unencrypted ports, and so without flags for them.
+const ONLY_SECURE_PORTS_SINCE: u32 = 24;
 /// The longest start of the API server, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(120);
 /// The longest that curl waits for an answer, in seconds.
@@ -39,6 +47,7 @@ pub const CONTROLLER: &str = "system:serviceaccount:shorthorn-system:shorthorn-c
 #[derive(Debug)]
 pub struct ApiServer {
     programs: PathBuf,
+    minor: u32,
     dir: PathBuf,
     etcd_port: u16,
     port: u16,
@@ -63,10 +72,12 @@ impl ApiServer {
     /// Its programs cannot be built, or it does not come up.
     pub fn start(dir: &Path) -> Result<ApiServer> {
         let programs = programs()?;
+        let minor = minor_version(&programs)?;
         fs::create_dir_all(dir)?;
         let (etcd_port, port) = (free_port()?, free_port()?);
         let mut server = ApiServer {
             programs,
+            minor,
             dir: dir.to_owned(),
             etcd_port,
             port,
@@ -78,6 +89,18 @@ impl ApiServer {
         server.start_etcd()?;
         server.start_server()?;
         Ok(server)
+    }
+
+    /// Returns the minor version of Kubernetes, like 20 for 1.20.
+    #[must_use]
+    pub fn minor(&self) -> u32 {
+        self.minor
+    }
+
+    /// True if the API server has admission policies. Such a version has CEL rules in definitions, too.
+    #[must_use]
+    pub fn has_policies(&self) -> bool {
+        self.minor >= POLICIES_SINCE
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -104,7 +127,8 @@ impl ApiServer {
     fn start_etcd(&mut self) -> Result<()> {
         let client = format!("http://127.0.0.1:{}", self.etcd_port);
         let peer = format!("http://127.0.0.1:{}", free_port()?);
-        let mut command = Command::new("etcd");
+        let other = self.programs.join("etcd");
+        let mut command = Command::new(if other.exists() { other } else { "etcd".into() });
         command.arg("--data-dir").arg(self.file("etcd")).args(["--unsafe-no-fsync", "--log-level", "error"]);
         command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
@@ -172,7 +196,10 @@ impl ApiServer {
         command.arg("--kubeconfig").arg(kubeconfig);
         command.arg(format!("--controllers={}", controllers.join(",")));
         // No ports: it has no clients. And only one runs.
-        command.args(["--port=0", "--secure-port=0", "--leader-elect=false"]);
+        command.args(["--secure-port=0", "--leader-elect=false"]);
+        if self.minor < ONLY_SECURE_PORTS_SINCE {
+            command.arg("--port=0");
+        }
         self.manager = Some(self.spawn(command, "manager.log")?);
         Ok(())
     }
@@ -256,13 +283,24 @@ impl ApiServer {
         self.send(KUBELET, method, path, "application/json", &body)
     }
 
-    /// Makes the objects of a file with YAML documents.
+    /// A call as the service account of the controller.
+    ///
+    /// # Errors
+    /// The API server does not answer.
+    pub fn call_as_controller(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
+        let kind = if method == "PATCH" { "application/merge-patch+json" } else { "application/json" };
+        self.send(CONTROLLER, method, path, kind, &body.map(Value::to_string).unwrap_or_default())
+    }
+
+    /// Makes the objects of a file with YAML documents. Since 1.25, a field that the API server does not know
+    /// is an error.
     ///
     /// # Errors
     /// One is refused, or of a kind that no test has needed yet.
     pub fn apply(&self, documents: &str) -> Result<()> {
         for document in documents.split("\n---\n").filter(|text| text.contains("kind:")) {
             let path = path_of(document)?;
+            let path = format!("{path}?fieldValidation=Strict");
             let answer = self.send(ADMIN, "POST", &path, "application/yaml", document)?;
             ensure!((200..300).contains(&answer.code), "POST {path}: {} {}", answer.code, answer.body);
         }
@@ -375,6 +413,9 @@ impl Drop for ApiServer {
 
 /// Returns the folder of the programs; builds them first if need be.
 fn programs() -> Result<PathBuf> {
+    if let Some(folder) = std::env::var_os(PROGRAMS_DIR) {
+        return Ok(folder.into());
+    }
     let output = Command::new(BUILD_SCRIPT)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
@@ -382,6 +423,20 @@ fn programs() -> Result<PathBuf> {
         .with_context(|| format!("cannot run {BUILD_SCRIPT}"))?;
     ensure!(output.status.success(), "{BUILD_SCRIPT} failed: its messages are on standard error");
     Ok(PathBuf::from(String::from_utf8(output.stdout)?.trim_end()))
+}
+
+/// Returns the minor version of the API server in a folder.
+fn minor_version(programs: &Path) -> Result<u32> {
+    let program = programs.join("kube-apiserver");
+    let output = Command::new(&program)
+        .arg("--version")
+        .output()
+        .with_context(|| format!("starting {}: does {PROGRAMS_DIR} name its folder?", program.display()))?;
+    let told = String::from_utf8_lossy(&output.stdout);
+    let minor =
+        told.trim().strip_prefix("Kubernetes v1.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    minor
+        .with_context(|| format!("{} --version prints no version of Kubernetes: {told:?}", program.display()))
 }
 
 /// Returns the path at which objects of the document's kind are created.
@@ -399,6 +454,7 @@ fn path_of(document: &str) -> Result<String> {
         "StorageClass" => "/apis/storage.k8s.io/v1/storageclasses".to_owned(),
         "Service" => format!("/api/v1/namespaces/{NAMESPACE}/services"),
         "NetworkPolicy" => format!("/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies"),
+        "PodDisruptionBudget" => format!("/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets"),
         "CSIDriver" => "/apis/storage.k8s.io/v1/csidrivers".to_owned(),
         "CustomResourceDefinition" => "/apis/apiextensions.k8s.io/v1/customresourcedefinitions".to_owned(),
         "ValidatingAdmissionPolicy" => {

@@ -13,11 +13,13 @@ use crate::{binary, until};
 const LIMIT: Duration = Duration::from_secs(120);
 const DEPLOY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/deploy");
 
-/// Files with objects or rules that this API server is too old for, and the list of the files.
-const LEFT_OUT: [&str; 4] =
-    ["crds.yaml", "deletion-guard.yaml", "kustomization.yaml", "poddisruptionbudget.yaml"];
+/// The list of the files, and the definitions, which are made here.
+const LEFT_OUT: [&str; 2] = ["crds.yaml", "kustomization.yaml"];
+/// Files with objects that Debian's API server is too old for.
+const NEW: [&str; 2] = ["deletion-guard.yaml", "poddisruptionbudget.yaml"];
 
-/// Installs the files of packaging/deploy that this API server knows, and the definitions without CEL rules.
+/// Installs the files of packaging/deploy that this API server knows. If it is new enough for them, the
+/// definitions have their CEL rules, and the deletion guard is in force.
 ///
 /// # Errors
 /// The API server refuses something.
@@ -25,13 +27,13 @@ pub fn install(api: &ApiServer) -> Result<()> {
     let mut files: Vec<_> = fs::read_dir(DEPLOY)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
     files.sort_by_key(|path| (!path.ends_with("namespace.yaml"), path.clone()));
     // The folders are of parts that an installation may have: the agent in a container.
-    let applied = |path: &PathBuf| path.is_file() && !LEFT_OUT.iter().any(|name| path.ends_with(name));
+    let left_out: &[&str] = if api.has_policies() { &[] } else { &NEW };
+    let applied =
+        |path: &PathBuf| path.is_file() && !LEFT_OUT.iter().chain(left_out).any(|name| path.ends_with(name));
     for file in files.into_iter().filter(applied) {
         api.apply(&fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
     }
-    let crds = Command::new(binary("shorthorn-controller")?).args(["crds", "--without-rules"]).output()?;
-    ensure!(crds.status.success(), "{}", String::from_utf8_lossy(&crds.stderr));
-    api.apply(&String::from_utf8(crds.stdout)?)?;
+    api.apply(&definitions(api)?)?;
     for kind in ["volumes", "engines", "replicas", "nodes"] {
         let path = format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind}.shorthorn.io");
         until("definition that is established", LIMIT, || {
@@ -44,4 +46,19 @@ pub fn install(api: &ApiServer) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+/// Returns the definitions as this API server takes them: with CEL rules if it knows these.
+///
+/// # Errors
+/// The controller prints none.
+pub fn definitions(api: &ApiServer) -> Result<String> {
+    let mut command = Command::new(binary("shorthorn-controller")?);
+    command.arg("crds");
+    if !api.has_policies() {
+        command.arg("--without-rules");
+    }
+    let made = command.output()?;
+    ensure!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    Ok(String::from_utf8(made.stdout)?)
 }

@@ -117,13 +117,21 @@ impl Cluster {
     /// Returns the names of guard pods, and those of their budgets.
     pub fn guards(&self) -> Result<Vec<String>> {
         let mut names = Vec::new();
-        for path in ["api/v1/namespaces", "apis/policy/v1beta1/namespaces"] {
+        let budgets = format!("apis/{}/namespaces", self.disruption_api());
+        for path in ["api/v1/namespaces", &budgets] {
             let kind = if path.starts_with("apis") { "poddisruptionbudgets" } else { "pods" };
             let list = self.api.ok("GET", &format!("/{path}/{NAMESPACE}/{kind}"), None)?;
             let items = list["items"].as_array().cloned().unwrap_or_default();
-            names.extend(items.iter().filter_map(|item| Some(item["metadata"]["name"].as_str()?.to_owned())));
+            let all = items.iter().filter_map(|item| item["metadata"]["name"].as_str());
+            // The installation has one of its own for the controllers.
+            names.extend(all.filter(|name| name.starts_with("shorthorn-guard-")).map(str::to_owned));
         }
         Ok(names)
+    }
+
+    /// Returns the API of evictions and budgets. Kubernetes 1.20 has only the beta version, 1.25 removed it.
+    pub fn disruption_api(&self) -> &'static str {
+        if self.api.has_policies() { "policy/v1" } else { "policy/v1beta1" }
     }
 
     /// Waits until these hosts have a guard pod with its budget, and no others.

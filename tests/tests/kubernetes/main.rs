@@ -6,7 +6,9 @@ mod cluster;
 mod definitions;
 mod documented;
 mod guard;
+mod newer;
 mod pages;
+mod rules;
 mod uninstall;
 
 use std::path::PathBuf;
@@ -330,7 +332,7 @@ fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
     let runs =
         json!({ "status": { "phase": "Running", "conditions": [{ "type": "Ready", "status": "True" }] } });
     cluster.api.ok("PATCH", &format!("{path}/status"), Some(&runs))?;
-    let eviction = json!({ "apiVersion": "policy/v1beta1", "kind": "Eviction",
+    let eviction = json!({ "apiVersion": cluster.disruption_api(), "kind": "Eviction",
         "metadata": { "name": guard, "namespace": NAMESPACE } });
     let answer = cluster.api.call("POST", &format!("{path}/eviction"), Some(&eviction))?;
     ensure!(answer.code == 429, "{answer:?}");
@@ -379,8 +381,16 @@ fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
     until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT).map(drop)
 }
 
-/// Tests an API server that does not know the CEL rules.
+/// Tests a volume of an impossible size. The controller refuses it, unless the API server knows CEL rules.
 fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
+    if cluster.api.has_policies() {
+        rules::what_cannot_be_is_refused(&cluster.api)?;
+        cluster.make_volume()?;
+        cluster.until_state("detached")?;
+        what_repeats_is_counted(cluster)?;
+        cluster.api.ok("DELETE", &ApiServer::path(&format!("volumes/{VOLUME}")), None)?;
+        return cluster.until_gone();
+    }
     let volume = json!({
         "apiVersion": "shorthorn.io/v1alpha1",
         "kind": "Volume",

@@ -21,7 +21,7 @@ const PROGRAMS: [&str; 3] = ["kubectl", "helm", "shorthornctl"];
 const DELETED: &str = "w";
 /// The controllers of Kubernetes that complete deletions.
 const CONTROLLERS: [&str; 3] = ["namespace", "persistentvolume-binder", "pv-protection"];
-/// Kinds that the API server of the tests is too old for.
+/// Kinds that an API server without policies is too old for.
 const TOO_NEW: [&str; 3] =
     ["ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "PodDisruptionBudget"];
 
@@ -35,14 +35,17 @@ fn read() -> Result<Script> {
     Ok(Script::new(PAGE, commands.filter(of_cluster)))
 }
 
-/// Runs the next command, which may fail for the kinds that this API server does not know, and only for them.
-fn kubectl_as_far_as_possible(page: &mut Documented, start: &str) -> Result<()> {
+/// Runs the next command, which may fail for the kinds that an API server without policies does not know, and
+/// only for them.
+fn kubectl_as_far_as_possible(page: &mut Documented, cluster: &Cluster, start: &str) -> Result<()> {
     let output = page.kubectl(start)?;
     let told = String::from_utf8_lossy(&output.stderr);
     let is_harmless = |line: &str| {
         line.is_empty()
             || line.starts_with("ensure CRDs are installed first")
-            || line.contains("no matches for kind") && TOO_NEW.iter().any(|kind| line.contains(kind))
+            || !cluster.api.has_policies()
+                && line.contains("no matches for kind")
+                && TOO_NEW.iter().any(|kind| line.contains(kind))
             || line.starts_with("Warning: ")
     };
     let wrong: Vec<&str> = told.lines().filter(|line| !is_harmless(line)).collect();
@@ -73,7 +76,7 @@ fn the_documented_removal_leaves_nothing() -> Result<()> {
     the_volumes_are_deleted(&cluster, &mut page)?;
 
     page.script.next("helm upgrade shorthorn packaging/chart")?;
-    kubectl_as_far_as_possible(&mut page, "delete -f packaging/deploy/deletion-guard.yaml")?;
+    kubectl_as_far_as_possible(&mut page, &cluster, "delete -f packaging/deploy/deletion-guard.yaml")?;
     // Without its guard this API server deletes the volume with the definitions, and waits for its data.
     ensure!(!cluster.hosts.directories(VOLUME)?.is_empty(), "the volume has no data");
     page.kubectl_succeeds("delete crd volumes.shorthorn.io")?;
@@ -84,7 +87,7 @@ fn the_documented_removal_leaves_nothing() -> Result<()> {
     ensure!(names(&cluster.api, definitions)?.is_empty(), "definitions are left");
 
     page.script.next("helm uninstall shorthorn")?;
-    kubectl_as_far_as_possible(&mut page, "delete -k packaging/deploy")?;
+    kubectl_as_far_as_possible(&mut page, &cluster, "delete -k packaging/deploy")?;
     for path in [
         "/apis/rbac.authorization.k8s.io/v1/clusterroles",
         "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
