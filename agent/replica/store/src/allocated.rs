@@ -27,7 +27,7 @@ impl Store {
         let region_bytes = regions.region_bytes();
         let mut runs: Vec<(u32, u32)> = Vec::new();
         // The next data in each layer; each is queried again only after that has been passed.
-        let mut layers: Vec<_> = self.files.indices().map(|file| (file, Some(ByteRange::EMPTY))).collect();
+        let mut layers: Vec<_> = self.image.indices().map(|file| (file, Some(ByteRange::EMPTY))).collect();
         let mut questions = 0;
         let mut at = from;
         while at < regions.count() {
@@ -38,7 +38,7 @@ impl Store {
             let mut first: Option<ByteRange> = None;
             for (file, next) in &mut layers {
                 if next.is_some_and(|data| data.end() <= at_bytes) {
-                    *next = self.next_data_of(*file, at_bytes)?;
+                    *next = self.image.next_data_of(&self.medium, *file, at_bytes)?;
                     questions += 2;
                 }
                 first = [first, *next].into_iter().flatten().min_by_key(|data| data.offset().max(at_bytes));

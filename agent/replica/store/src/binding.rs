@@ -45,11 +45,11 @@ impl Store {
     /// # Errors
     /// [`StoreError::OtherSecret`] if the directory belongs to another volume.
     pub fn bind(&mut self, fingerprint: &str) -> Result<(), StoreError> {
-        self.check_writable()?;
-        if check(&self.directory, fingerprint)? {
+        self.medium.check_writable()?;
+        if check(self.medium.directory(), fingerprint)? {
             return Ok(());
         }
-        write(&self.directory, fingerprint)
+        write(self.medium.directory(), fingerprint)
     }
 }
 

@@ -24,14 +24,13 @@
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::OFlag;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::error::StoreError;
 use crate::store::Store;
-use crate::sums_files::{BLOCK_SUMS_FILE, forget_block_sums};
+use crate::sums_files::BLOCK_SUMS_FILE;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -183,35 +182,23 @@ impl Store {
     /// # Errors
     /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.
     pub fn open_block_sums(&mut self) -> Result<BlockSumsFile> {
-        self.check_writable()?;
-        let series = match self.guard.block_sums {
+        self.medium.check_writable()?;
+        let series = match self.guard.series() {
             Some(series) => series,
-            None => self.begin_series()?,
+            None => {
+                self.medium.directory().unlink(BLOCK_SUMS_FILE)?;
+                self.guard.begin_series(self.medium.directory())?
+            }
         };
-        let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
-        let directory = &self.directory;
+        let directory = self.medium.directory();
         let is_new = directory.stat(BLOCK_SUMS_FILE)?.is_none();
-        let flags = OFlag::O_RDWR | OFlag::O_CREAT | direct;
+        let flags = OFlag::O_RDWR | OFlag::O_CREAT | self.medium.direct_flag();
         let file = directory.with_reserve(|| directory.open_file(BLOCK_SUMS_FILE, flags))?;
         if is_new {
             directory.sync()?;
         }
-        self.keeps_sums = true;
+        self.guard.set_keeps_sums(true);
         Ok(BlockSumsFile { file, series })
-    }
-
-    /// Begins a series. Pages of earlier series never count again: a later one has a greater number.
-    fn begin_series(&mut self) -> Result<u64> {
-        self.directory.unlink(BLOCK_SUMS_FILE)?;
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now = u64::try_from(since.as_nanos()).unwrap_or(1);
-        let series = now.max(self.guard.last_series.saturating_add(1));
-        (self.guard.block_sums, self.guard.last_series) = (Some(series), series);
-        if let Err(error) = self.guard.save(&self.directory) {
-            self.guard.block_sums = None;
-            return Err(error);
-        }
-        Ok(series)
     }
 
     /// Invalidates all sums of blocks, durably.
@@ -219,15 +206,15 @@ impl Store {
     /// # Errors
     /// An I/O error: they may count after the next opening.
     pub fn forget_block_sums(&mut self) -> Result<()> {
-        self.check_writable()?;
-        forget_block_sums(&mut self.guard, &self.directory)?;
-        self.keeps_sums = false;
+        self.medium.check_writable()?;
+        self.guard.drop_series(self.medium.directory())?;
+        self.guard.set_keeps_sums(false);
         Ok(())
     }
 
     /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
     pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
-        if self.guard.block_sums.is_some() && !self.keeps_sums { self.forget_block_sums() } else { Ok(()) }
+        if self.guard.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
     }
 }
 

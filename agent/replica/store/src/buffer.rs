@@ -3,6 +3,9 @@
 /// The alignment of every buffer for direct I/O: enough for any device.
 pub const MEMORY_ALIGNMENT: usize = 4096;
 
+/// The bytes that the synchronous calls move at a time.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+
 /// A zeroed buffer that begins at a multiple of [`MEMORY_ALIGNMENT`].
 #[derive(Debug)]
 pub struct AlignedBuffer {

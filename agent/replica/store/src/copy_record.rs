@@ -20,7 +20,7 @@ use crate::error::StoreError;
 use crate::facts::recover_directory;
 use crate::guard::Guard;
 use crate::steps::Executor;
-use crate::sums_files::{forget_block_sums, sweep_sums};
+use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -32,13 +32,13 @@ const FORMAT: u32 = 1;
 #[derive(Clone, Debug)]
 pub(crate) struct Copy {
     /// The layers of the source.
-    pub(crate) list: CopyList,
+    list: CopyList,
     /// True if the layers exist.
-    pub(crate) prepared: bool,
+    prepared: bool,
     /// True for layers that are complete and durable.
-    pub(crate) done: Vec<bool>,
+    done: Vec<bool>,
     /// The epoch of the guard in which the record was written.
-    pub(crate) epoch: u64,
+    epoch: u64,
 }
 
 /// The copy that an opening has found.
@@ -84,6 +84,50 @@ struct RecordLayer {
 }
 
 impl Copy {
+    /// Begins a copy whose layers do not exist yet. `done` has one entry for each layer.
+    pub(crate) fn new(list: CopyList, done: Vec<bool>, epoch: u64) -> Copy {
+        Copy { list, prepared: false, done, epoch }
+    }
+
+    /// Returns the complete layers, if they are those of another source too.
+    pub(crate) fn done_of(self, list: &CopyList) -> Option<Vec<bool>> {
+        self.list.has_snapshots_of(list).then_some(self.done)
+    }
+
+    /// Returns for each layer whether it is complete.
+    pub(crate) fn done(&self) -> &[bool] {
+        &self.done
+    }
+
+    /// Returns true for a snapshot that is not complete yet. The head is never copied.
+    pub(crate) fn is_open(&self, layer: usize) -> bool {
+        self.snapshots().get(layer) == Some(&false)
+    }
+
+    /// Returns the oldest snapshot that is not complete yet.
+    pub(crate) fn first_unfinished(&self) -> Option<usize> {
+        self.snapshots().iter().position(|done| !done)
+    }
+
+    fn snapshots(&self) -> &[bool] {
+        self.done.split_last().map_or(&[][..], |(_, snapshots)| snapshots)
+    }
+
+    /// Records that a layer is complete.
+    pub(crate) fn complete(&mut self, layer: usize, directory: &Directory) -> Result<()> {
+        self.done[layer] = true;
+        self.save(directory)
+    }
+
+    /// Records that no layer is complete.
+    pub(crate) fn forget_done(&mut self, directory: &Directory) -> Result<()> {
+        if !self.done.contains(&true) {
+            return Ok(());
+        }
+        self.done.fill(false);
+        self.save(directory)
+    }
+
     /// Resumes or removes an interrupted copy, before anything else in the directory is read. A reader leaves
     /// the copy alone.
     ///
@@ -93,7 +137,7 @@ impl Copy {
         if is_read_only {
             return Ok(Resumed::default());
         }
-        let directory = executor.directory;
+        let directory = executor.directory();
         let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(Resumed::default()) };
         // The copy has ended. Its record does not matter any more, even if it is damaged.
         if !read_volume(directory)?.is_rebuilding() {
@@ -113,10 +157,10 @@ impl Copy {
                 return Ok(Resumed { copy: None, dropped: Some(dropped) });
             }
         };
-        if copy.epoch != guard.epoch {
+        if copy.epoch != guard.epoch() {
             // Another program has had the directory open: no layer counts as complete.
             copy.done.fill(false);
-            copy.epoch = guard.epoch;
+            copy.epoch = guard.epoch();
         }
         if !copy.prepared {
             copy.prepare(executor, guard)?;
@@ -127,12 +171,12 @@ impl Copy {
     /// Removes a record that is of no use. Repeatable, as long as the record is there. A directory without a
     /// valid layout is emptied only if the copy was about to replace its content anyway.
     fn drop_record(executor: &Executor<'_>, guard: &mut Guard, is_prepared: bool) -> Result<()> {
-        let directory = executor.directory;
+        let directory = executor.directory();
         let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
         match recover_directory(directory, &accepting) {
             Ok(recovery) => {
                 // The copied replica has accepted the sizes of its layers. The next opening has no record.
-                guard.known_sizes = recovery.layout.short_layers();
+                guard.set_sizes(recovery.layout.short_layers());
                 guard.save(directory)?;
             }
             // Emptying the directory would not help against a foreign file, or a feature of a later program.
@@ -149,9 +193,9 @@ impl Copy {
 
     /// Makes the directory that of an empty volume of the same size.
     fn make_empty(executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
-        let directory = executor.directory;
+        let directory = executor.directory();
         sweep_sums(directory, |_| false)?;
-        forget_block_sums(guard, directory)?;
+        guard.drop_series(directory)?;
         let volume = read_volume(directory)?;
         let size_bytes = u64::try_from(volume.size).unwrap_or(0);
         let empty = CopyList::empty(size_bytes, &now_rfc3339());
@@ -161,7 +205,7 @@ impl Copy {
 
     /// Makes the layers. Repeatable.
     pub(crate) fn prepare(&mut self, executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
-        let directory = executor.directory;
+        let directory = executor.directory();
         let steps = self.list.steps(&read_volume(directory)?, &directory.list()?, &self.done);
         executor.run(&steps, guard)?;
         self.prepared = true;
@@ -275,6 +319,29 @@ mod tests {
     fn a_record_is_read_as_it_was_written() {
         let copy = Copy::parse(&with_check(file())).unwrap();
         assert_eq!((copy.epoch, copy.prepared, copy.done), (5, true, vec![true, false]));
+    }
+
+    #[test]
+    fn only_snapshots_are_open_until_they_are_complete() {
+        let temp = tempfile::tempdir().unwrap();
+        let directory = Directory::open(temp.path()).unwrap();
+        let mut copy = Copy::parse(&with_check(file())).unwrap();
+        let open = |copy: &Copy| [0, 1, 2].map(|layer| copy.is_open(layer));
+        assert_eq!((open(&copy), copy.first_unfinished()), ([false; 3], None));
+        copy.forget_done(&directory).unwrap();
+        assert_eq!((open(&copy), copy.first_unfinished()), ([true, false, false], Some(0)));
+        copy.complete(0, &directory).unwrap();
+        let stored = Copy::parse(&directory.read(COPY_FILE).unwrap().unwrap()).unwrap();
+        assert_eq!((open(&stored), stored.done()), ([false; 3], &[true, false][..]));
+    }
+
+    #[test]
+    fn layers_stay_complete_only_for_the_same_snapshots() {
+        let copy = Copy::parse(&with_check(file())).unwrap();
+        let same = copy.list.clone();
+        assert_eq!(copy.clone().done_of(&same), Some(vec![true, false]));
+        let other = CopyList::empty(1 << 20, "2026-11-20T23:36:34Z").unwrap();
+        assert_eq!(copy.done_of(&other), None);
     }
 
     proptest! {

@@ -11,7 +11,7 @@ use shorthorn_chain::{
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::buffer::AlignedBuffer;
+use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
 use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::facts::recover_directory;
@@ -19,7 +19,6 @@ use crate::files::{Files, Writable, data_extents};
 use crate::guard::Guard;
 use crate::host::HostFileSystem;
 use crate::lock::Lock;
-use crate::store::CHUNK_BYTES;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -100,7 +99,7 @@ impl Volume {
     fn open(directory: &Directory, snapshot: Option<&str>) -> Result<Volume> {
         let host = HostFileSystem::probe(directory, true)?;
         let guard = Guard::load(directory)?;
-        let known_sizes = guard.map(|guard| guard.known_sizes).unwrap_or_default();
+        let known_sizes = guard.map(|guard| guard.known_sizes().clone()).unwrap_or_default();
         let checks = Checks { known_sizes, ..Checks::default() };
         let layout = recover_directory(directory, &checks)?.layout;
         let chain = chain_of(&layout, snapshot, &checks)

@@ -41,8 +41,7 @@ impl FoldJob {
     /// # Errors
     /// An I/O error, as when the disk is full. No visible data has changed.
     pub fn run(self, mut progress: impl FnMut(u64)) -> Result<FoldedJob> {
-        let executor =
-            Executor { directory: &self.directory, fault: self.fault.as_ref(), direct_io: self.direct_io };
+        let executor = Executor::new(&self.directory, self.fault.as_ref(), self.direct_io);
         executor.copy(&self.copy, &mut progress)?;
         let child = self.copy.iter().find_map(|step| match step {
             FileStep::Fold { from, .. } => Some(from.clone()),
@@ -66,8 +65,8 @@ impl Store {
             Err(error) => error,
         };
         self.abandon_coalesce();
-        self.broken |= matches!(error, StoreError::Stopped);
-        if !self.broken {
+        self.medium.note_stop(Some(&error));
+        if !self.medium.is_broken() {
             // Blocks of the head may lie in the layer below now, where the map has seen none.
             self.reopen()?;
         }
@@ -80,17 +79,17 @@ impl Store {
     /// # Errors
     /// [`StoreError`]; among them that the snapshot lies directly under the head.
     pub fn begin_coalesce(&mut self, name: &str) -> Result<FoldJob> {
-        let plan = self.layout.plan_fold(name).map_err(|error| self.chain_error(error))?;
-        if matches!(&plan, FoldPlan::Fold { child, .. } if child == self.layout.head()) {
-            return Err(self.chain_error(ChainError::ChildIsHead(name.to_owned())));
+        let plan = self.image.layout().plan_fold(name).map_err(|error| self.medium.chain_error(error))?;
+        if matches!(&plan, FoldPlan::Fold { child, .. } if child == self.image.head_name()) {
+            return Err(self.medium.chain_error(ChainError::ChildIsHead(name.to_owned())));
         }
         self.begin(name)
     }
 
     fn begin(&mut self, name: &str) -> Result<FoldJob> {
-        self.check_writable()?;
-        self.check_no_fold()?;
-        let plan = self.layout.plan_fold(name).map_err(|error| self.chain_error(error))?;
+        self.medium.check_writable()?;
+        self.image.check_no_fold()?;
+        let plan = self.image.layout().plan_fold(name).map_err(|error| self.medium.chain_error(error))?;
         let copy = match plan {
             FoldPlan::Delete(_) => Vec::new(),
             FoldPlan::Fold { child, parent, copy, .. } => {
@@ -100,11 +99,11 @@ impl Store {
                 copy
             }
         };
-        self.fold_running = true;
+        self.image.begin_fold();
         Ok(FoldJob {
-            directory: Arc::clone(&self.directory),
-            fault: self.fault.clone(),
-            direct_io: self.host.direct_io,
+            directory: self.medium.shared_directory(),
+            fault: self.medium.fault().cloned(),
+            direct_io: self.medium.direct_io(),
             snapshot: name.to_owned(),
             copy,
         })
@@ -115,27 +114,26 @@ impl Store {
     /// # Errors
     /// [`StoreError`]; the snapshot is then still there, still marked as removed.
     pub fn finish_coalesce(&mut self, job: FoldedJob) -> Result<()> {
-        self.fold_running = false;
-        self.check_writable()?;
-        let plan = self.layout.plan_fold(&job.snapshot).map_err(|error| self.chain_error(error))?;
+        self.image.end_fold();
+        self.medium.check_writable()?;
+        let plan =
+            self.image.layout().plan_fold(&job.snapshot).map_err(|error| self.medium.chain_error(error))?;
         match (plan, job.child) {
             (FoldPlan::Delete(operation), None) => {
                 self.remember_short_layers(&operation)?;
                 self.perform(operation)?;
-                sweep_sums(&self.directory, |image| self.layout.disks().contains_key(image))
+                sweep_sums(self.medium.directory(), |image| self.image.layout().disks().contains_key(image))
             }
             (FoldPlan::Fold { child, parent, finish, .. }, Some(copied)) if child == copied => {
                 self.remember_short_layers(&finish)?;
-                let indices = (self.files.find(&child), self.files.find(&parent));
-                let is_head = child == *self.layout.head();
+                let indices = (self.image.find(&child), self.image.find(&parent));
+                let is_head = child == *self.image.head_name();
                 self.perform(finish)?;
                 match indices {
                     // The head's file is another one now.
                     _ if is_head => self.reopen(),
-                    (Some(upper), Some(lower)) if self.files.find(&parent) == Some(lower) => {
-                        self.map.fold(upper, lower);
-                        self.files.close(upper);
-                        self.files.rename(lower, child);
+                    (Some(upper), Some(lower)) if self.image.find(&parent) == Some(lower) => {
+                        self.image.fold(upper, lower, child);
                         Ok(())
                     }
                     // On a side branch, or opened anew after a failure.
@@ -148,6 +146,6 @@ impl Store {
 
     /// Abandons a running fold. The copied data does no harm: the layer above hides it.
     pub fn abandon_coalesce(&mut self) {
-        self.fold_running = false;
+        self.image.end_fold();
     }
 }

@@ -19,6 +19,7 @@ use shorthorn_chain::VOLUME_META;
 use crate::directory::{Directory, stat_of};
 use crate::error::StoreError;
 use crate::info::Provenance;
+use crate::sums_files::BLOCK_SUMS_FILE;
 
 pub(crate) const GUARD_FILE: &str = "shorthorn.guard";
 
@@ -42,7 +43,7 @@ pub(crate) struct HeadIdentity {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Guard {
     /// The epoch rises whenever another program may have changed the volume. Never 0.
-    pub epoch: u64,
+    epoch: u64,
     /// The possible identities of `volume.meta`: the last one of Shorthorn, and the one before while it is
     /// replaced.
     volume_meta: Vec<FileIdentity>,
@@ -50,14 +51,17 @@ pub(crate) struct Guard {
     head: Option<HeadIdentity>,
     /// Sizes of layers that are shorter than the one above for an undocumented reason.
     #[serde(default)]
-    pub known_sizes: BTreeMap<String, u64>,
+    known_sizes: BTreeMap<String, u64>,
     /// The series of sums of blocks that counts: see `block_sums`. A version without sums drops it with any
     /// write.
     #[serde(default)]
-    pub block_sums: Option<u64>,
+    block_sums: Option<u64>,
     /// The newest series there was.
     #[serde(default)]
-    pub last_series: u64,
+    last_series: u64,
+    /// True if the callers that change the volume keep the set of regions without sums.
+    #[serde(skip)]
+    keeps_sums: bool,
 }
 
 impl Guard {
@@ -125,6 +129,65 @@ impl Guard {
         Ok(())
     }
 
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub fn known_sizes(&self) -> &BTreeMap<String, u64> {
+        &self.known_sizes
+    }
+
+    /// Replaces the known sizes; [`Guard::save`] stores them.
+    pub fn set_sizes(&mut self, sizes: BTreeMap<String, u64>) {
+        self.known_sizes = sizes;
+    }
+
+    /// Adds to the known sizes, and returns true if that has changed them; [`Guard::save`] stores them.
+    pub fn learn_sizes(&mut self, sizes: BTreeMap<String, u64>) -> bool {
+        let known = self.known_sizes.clone();
+        self.known_sizes.extend(sizes);
+        self.known_sizes != known
+    }
+
+    /// Returns the series of sums of blocks that counts.
+    pub fn series(&self) -> Option<u64> {
+        self.block_sums
+    }
+
+    /// Begins a series, durably. Pages of earlier series never count again: a later one has a greater number.
+    pub fn begin_series(&mut self, directory: &Directory) -> Result<u64, StoreError> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = u64::try_from(since.as_nanos()).unwrap_or(1);
+        let series = now.max(self.last_series.saturating_add(1));
+        (self.block_sums, self.last_series) = (Some(series), series);
+        if let Err(error) = self.save(directory) {
+            self.block_sums = None;
+            return Err(error);
+        }
+        Ok(series)
+    }
+
+    /// Invalidates all sums of blocks, durably, and removes their file.
+    pub fn drop_series(&mut self, directory: &Directory) -> Result<(), StoreError> {
+        if let Some(series) = self.block_sums.take()
+            && let Err(error) = self.save(directory)
+        {
+            self.block_sums = Some(series);
+            return Err(error);
+        }
+        directory.unlink(BLOCK_SUMS_FILE)
+    }
+
+    /// Records whether changes of the volume keep the set of regions without sums from now on.
+    pub fn set_keeps_sums(&mut self, keeps_sums: bool) {
+        self.keeps_sums = keeps_sums;
+    }
+
+    /// Returns true if a change of the volume would leave wrong sums behind.
+    pub fn has_unkept_sums(&self) -> bool {
+        self.block_sums.is_some() && !self.keeps_sums
+    }
+
     pub fn save(&self, directory: &Directory) -> Result<(), StoreError> {
         let mut bytes = serde_json::to_vec(self)
             .map_err(|error| StoreError::io("write", directory.path_of(GUARD_FILE), error))?;
@@ -175,8 +238,15 @@ mod tests {
         let meta = FileIdentity { inode: 7, mtime_ns: 1 << 60, crc32c: 5 };
         let head = HeadIdentity { name: "volume-head-000.img".to_owned(), inode: 8, ctime_ns: -1 };
         let known_sizes = BTreeMap::from([("volume-snap-a.img".to_owned(), 4096)]);
-        let (block_sums, last_series) = (Some(3), 3);
-        Guard { epoch: 9, volume_meta: vec![meta], head: Some(head), known_sizes, block_sums, last_series }
+        Guard {
+            epoch: 9,
+            volume_meta: vec![meta],
+            head: Some(head),
+            known_sizes,
+            block_sums: Some(3),
+            last_series: 3,
+            keeps_sums: false,
+        }
     }
 
     #[test]
@@ -184,6 +254,36 @@ mod tests {
         let with = |epoch| serde_json::to_vec(&Guard { epoch, ..guard() }).unwrap();
         assert_eq!(Guard::parse(&with(9)), Some(guard()));
         assert_eq!((Guard::parse(&with(0)), Guard::parse(&with(u64::MAX))), (None, None));
+    }
+
+    #[test]
+    fn sizes_are_learned_once() {
+        let mut guard = guard();
+        let sizes = |bytes| BTreeMap::from([("volume-snap-b.img".to_owned(), bytes)]);
+        assert!(guard.learn_sizes(sizes(4096)) && !guard.learn_sizes(sizes(4096)));
+        assert!(guard.learn_sizes(sizes(8192)));
+        assert_eq!(guard.known_sizes().len(), 2);
+        guard.set_sizes(BTreeMap::new());
+        assert!(guard.known_sizes().is_empty());
+    }
+
+    #[test]
+    fn a_series_counts_from_its_record_on_and_its_number_only_rises() {
+        let temp = tempfile::tempdir().unwrap();
+        let directory = Directory::open(temp.path()).unwrap();
+        let mut guard = Guard { last_series: u64::MAX - 1, ..guard() };
+        assert_eq!(guard.begin_series(&directory).unwrap(), u64::MAX);
+        let stored = Guard::load(&directory).unwrap().unwrap();
+        assert_eq!(stored.series(), Some(u64::MAX));
+        assert!(guard.has_unkept_sums());
+        guard.set_keeps_sums(true);
+        assert!(!guard.has_unkept_sums());
+        assert!(Guard::load(&directory).unwrap().unwrap().has_unkept_sums(), "the next process may not");
+        guard.set_keeps_sums(false);
+        guard.drop_series(&directory).unwrap();
+        assert_eq!((guard.series(), guard.has_unkept_sums()), (None, false));
+        let stored = Guard::load(&directory).unwrap().unwrap();
+        assert_eq!((stored.series(), stored.last_series), (None, u64::MAX));
     }
 
     proptest! {

@@ -137,7 +137,7 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     let facts = collect(&directory)?;
     let volume = facts.volume_meta.as_deref().and_then(|bytes| VolumeMeta::parse(bytes).ok());
     let found = Guard::load(&directory)?;
-    let known_sizes = found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default();
+    let known_sizes = found.as_ref().map(|guard| guard.known_sizes().clone()).unwrap_or_default();
     let checks = Checks { accept_rebuilding: true, known_sizes, ..Checks::default() };
     let recovered = recover(facts.clone(), &checks);
     let (usable, layers) = match &recovered {
@@ -215,7 +215,7 @@ fn own_state(
     problems: &mut Vec<Problem>,
 ) -> Result<OwnState, StoreError> {
     let was_ours = found.is_some();
-    let epoch = found.as_ref().map_or(0, |guard| guard.epoch);
+    let epoch = found.as_ref().map_or(0, |guard| guard.epoch());
     let foreign = match Guard::judge(directory, found) {
         Ok((_, Provenance::Foreign { why })) if was_ours => Some(why),
         Err(error) if was_ours => Some(error.to_string()),

@@ -68,13 +68,13 @@ impl Store {
     /// # Errors
     /// An I/O error: it is not known which blocks are lost.
     pub fn load_lost_blocks(&mut self) -> Result<FoundLostBlocks> {
-        let Some(bytes) = self.directory.read(FILE)? else { return Ok(FoundLostBlocks::default()) };
+        let Some(bytes) = self.medium.directory().read(FILE)? else { return Ok(FoundLostBlocks::default()) };
         let Some(record) = Record::parse(&bytes) else { return Ok(FoundLostBlocks::Damaged) };
         let size_bytes = self.size_bytes();
         let is_inside =
             |block: u64| block.checked_mul(BLOCK_BYTES).is_some_and(|offset_bytes| offset_bytes < size_bytes);
         let mut lost: LostBlocks = record.blocks.into_iter().filter(|(block, _)| is_inside(*block)).collect();
-        if record.epoch != self.guard.epoch {
+        if record.epoch != self.guard.epoch() {
             lost.retain(|block, sum| self.still_has(*block, *sum));
             self.save_lost_blocks(&lost)?;
         }
@@ -120,16 +120,16 @@ impl Store {
     /// # Errors
     /// An I/O error; those from before are then still recorded.
     pub fn save_lost_blocks(&mut self, lost: &LostBlocks) -> Result<()> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         if lost.is_empty() {
-            return match self.directory.stat(FILE)? {
-                Some(_) => self.directory.unlink(FILE).and_then(|()| self.directory.sync()),
+            return match self.medium.directory().stat(FILE)? {
+                Some(_) => self.medium.directory().unlink(FILE).and_then(|()| self.medium.directory().sync()),
                 None => Ok(()),
             };
         }
         let blocks = lost.iter().map(|(block, sum)| (*block, *sum)).take(LOST_BLOCKS_MAX).collect();
-        let record = Record { format: FORMAT, epoch: self.guard.epoch, blocks };
-        self.directory.replace(FILE, &record.encode()?)
+        let record = Record { format: FORMAT, epoch: self.guard.epoch(), blocks };
+        self.medium.directory().replace(FILE, &record.encode()?)
     }
 }
 

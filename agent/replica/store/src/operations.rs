@@ -8,10 +8,9 @@ use std::collections::BTreeMap;
 use shorthorn_chain::{FileStep, NewSnapshot, Operation, Recovery, SnapshotName, temp_name};
 
 use crate::error::StoreError;
-use crate::facts::recover_directory;
 use crate::files::Writable;
 use crate::state::STATE_FILE;
-use crate::store::{Store, open_chain};
+use crate::store::Store;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -28,12 +27,13 @@ impl Store {
         labels: BTreeMap<String, String>,
         created_rfc3339: &str,
     ) -> Result<()> {
-        self.check_writable()?;
-        let name = SnapshotName::new(name).map_err(|error| self.chain_error(error))?;
+        self.medium.check_writable()?;
+        let name = SnapshotName::new(name).map_err(|error| self.medium.chain_error(error))?;
         self.punch_unwritten()?;
         let created = created_rfc3339.to_owned();
         let new = NewSnapshot { name, user_created, labels, created };
-        let operation = self.layout.plan_snapshot(new).map_err(|error| self.chain_error(error))?;
+        let operation =
+            self.image.layout().plan_snapshot(new).map_err(|error| self.medium.chain_error(error))?;
         self.put_head_above(operation)
     }
 
@@ -43,34 +43,38 @@ impl Store {
     /// # Errors
     /// [`StoreError`]; the volume then has its old size, unless the store [is broken](Store::is_broken).
     pub fn expand(&mut self, new_size_bytes: u64) -> Result<()> {
-        self.check_writable()?;
-        self.check_no_fold()?;
+        self.medium.check_writable()?;
+        self.image.check_no_fold()?;
         if new_size_bytes == self.size_bytes() {
             return Ok(());
         }
-        let operation = self.layout.plan_expand(new_size_bytes).map_err(|error| self.chain_error(error))?;
+        let operation = self
+            .image
+            .layout()
+            .plan_expand(new_size_bytes)
+            .map_err(|error| self.medium.chain_error(error))?;
         self.remember_short_layers(&operation)?;
         match self.run(&operation.steps) {
-            Ok(()) => self.layout = operation.after,
+            Ok(()) => self.image.set_layout(operation.after),
             Err(StoreError::Stopped) => return Err(StoreError::Stopped),
             Err(error) => self.recover_expansion(new_size_bytes, error)?,
         }
-        self.map.grow(new_size_bytes);
+        self.image.grow_map(new_size_bytes);
         Ok(())
     }
 
     /// Recovers like [`Store::recover`], without opening the files anew, because they are in use.
     fn recover_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
-        self.broken = true;
-        let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
+        self.medium.mark_broken();
+        let Ok(Recovery { layout, steps, .. }) = self.image.recover(&self.medium) else {
             return Err(error);
         };
         if self.run(&without_state_temp(steps)).is_err() {
             return Err(error);
         }
-        self.layout = layout;
-        self.broken = false;
-        if self.layout.size_bytes() == new_size_bytes { Ok(()) } else { Err(error) }
+        self.image.set_layout(layout);
+        self.medium.mark_whole();
+        if self.image.size_bytes() == new_size_bytes { Ok(()) } else { Err(error) }
     }
 
     /// Discards the writes since a snapshot. No request may be in flight, and every mount of the volume must
@@ -79,10 +83,13 @@ impl Store {
     /// # Errors
     /// [`StoreError`]; the volume is then as it was.
     pub fn revert(&mut self, name: &str, created_rfc3339: &str) -> Result<()> {
-        self.check_writable()?;
-        self.check_no_fold()?;
-        let operation =
-            self.layout.plan_revert(name, created_rfc3339).map_err(|error| self.chain_error(error))?;
+        self.medium.check_writable()?;
+        self.image.check_no_fold()?;
+        let operation = self
+            .image
+            .layout()
+            .plan_revert(name, created_rfc3339)
+            .map_err(|error| self.medium.chain_error(error))?;
         self.remember_short_layers(&operation)?;
         self.forget_block_sums()?;
         self.perform(operation)?;
@@ -95,34 +102,29 @@ impl Store {
     /// # Errors
     /// [`StoreError`]; the snapshot is then as it was.
     pub fn remove(&mut self, name: &str) -> Result<()> {
-        self.check_writable()?;
-        let operation = self.layout.plan_remove(name).map_err(|error| self.chain_error(error))?;
+        self.medium.check_writable()?;
+        let operation =
+            self.image.layout().plan_remove(name).map_err(|error| self.medium.chain_error(error))?;
         self.perform(operation)
-    }
-
-    pub(crate) fn check_no_fold(&self) -> Result<()> {
-        if self.fold_running { Err(StoreError::FoldRunning) } else { Ok(()) }
     }
 
     /// Remembers short layers. A layer that is shorter than the one above was truncated, unless the snapshot
     /// that an expansion left explains it. Before an operation that may take that away, the sizes are
     /// recorded.
     pub(crate) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
-        let known = self.guard.known_sizes.clone();
-        self.guard.known_sizes.extend(operation.after.short_layers());
-        if self.guard.known_sizes == known {
+        if !self.guard.learn_sizes(operation.after.short_layers()) {
             return Ok(());
         }
-        self.checks.known_sizes.clone_from(&self.guard.known_sizes);
-        self.guard.save(&self.directory)
+        self.image.accept_sizes(self.guard.known_sizes());
+        self.guard.save(self.medium.directory())
     }
 
     /// Executes an operation and takes over the layout after it.
     pub(crate) fn perform(&mut self, operation: Operation) -> Result<()> {
         match self.run(&operation.steps) {
             Ok(()) => {
-                self.layout = operation.after;
-                self.learn_inode()
+                self.image.set_layout(operation.after);
+                self.image.learn_inode(&self.medium)
             }
             Err(StoreError::Stopped) => Err(StoreError::Stopped),
             Err(error) => self.recover(&operation, error),
@@ -132,53 +134,37 @@ impl Store {
     /// Recovers from an operation that failed in the middle, as the next open would. If only the tidying
     /// failed, the operation counts as done.
     fn recover(&mut self, operation: &Operation, error: StoreError) -> Result<()> {
-        self.broken = true;
-        let Ok(Recovery { layout, steps, .. }) = recover_directory(&self.directory, &self.checks) else {
+        self.medium.mark_broken();
+        let Ok(Recovery { layout, steps, .. }) = self.image.recover(&self.medium) else {
             return Err(error);
         };
         if self.run(&without_state_temp(steps)).is_err() {
             return Err(error);
         }
         let happened = layout.same_documents(&operation.after);
-        self.layout = layout;
+        self.image.set_layout(layout);
         self.reopen()?;
-        self.broken = false;
+        self.medium.mark_whole();
         if happened { Ok(()) } else { Err(error) }
     }
 
     fn put_head_above(&mut self, operation: Operation) -> Result<()> {
         let old_head = self.head();
-        let old_image = self.layout.head().clone();
+        let old_image = self.image.head_name().clone();
         self.perform(operation)?;
-        let chain = self.layout.chain();
-        if self.files.find(&old_image).is_none() || chain.len() < 2 {
+        let chain = self.image.layout().chain();
+        if self.image.find(&old_image).is_none() || chain.len() < 2 {
             return Ok(()); // Recovered after a failure, and opened anew.
         }
         let (image, snapshot) = (chain[0].clone(), chain[1].clone());
-        let opened = self.files.open(&self.directory, &image, self.host.direct_io, true);
-        let head = opened.inspect_err(|_| self.broken = true)?;
-        self.files.rename(old_head, snapshot);
-        self.map.push_head(head);
-        Ok(())
-    }
-
-    /// Stores the new head's inode in the layout once it exists.
-    fn learn_inode(&mut self) -> Result<()> {
-        let head = self.layout.head().clone();
-        if let Some(stat) = self.directory.stat(head.as_str())? {
-            self.layout.set_inode(&head, stat.inode);
-        }
-        Ok(())
+        let pushed = self.image.push_head(&self.medium, old_head, &image, snapshot);
+        pushed.inspect_err(|_| self.medium.mark_broken())
     }
 
     /// Opens the files of the chain again and drops the block map.
     pub(crate) fn reopen(&mut self) -> Result<()> {
         let writable = if self.copy.is_some() { Writable::All } else { Writable::Head };
-        let opened = open_chain(&self.directory, self.layout.clone(), self.host, writable);
-        let (_, files, map) = opened.inspect_err(|_| self.broken = true)?;
-        self.files = files;
-        self.map = map;
-        Ok(())
+        self.image.reopen(&self.medium, writable).inspect_err(|_| self.medium.mark_broken())
     }
 }
 

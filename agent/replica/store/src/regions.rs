@@ -62,7 +62,7 @@ impl Store {
     /// # Errors
     /// An I/O error.
     pub fn out_of_sync_files(&self) -> Result<Vec<ReplicaId>> {
-        let names = self.directory.list()?;
+        let names = self.medium.directory().list()?;
         Ok(names.iter().filter_map(|name| name.strip_prefix(OUT_OF_SYNC_PREFIX)?.parse().ok()).collect())
     }
 
@@ -71,7 +71,7 @@ impl Store {
     /// # Errors
     /// An I/O error.
     pub fn read_regions(&self, key: SetKey) -> Result<Option<Vec<u8>>> {
-        self.directory.read(&name_of(key))
+        self.medium.directory().read(&name_of(key))
     }
 
     /// Opens the file of a set that was read.
@@ -79,11 +79,10 @@ impl Store {
     /// # Errors
     /// An I/O error.
     pub fn open_regions(&self, key: SetKey) -> Result<RegionFile> {
-        self.check_writable()?;
-        let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
+        self.medium.check_writable()?;
         let name = name_of(key);
-        let file = self.directory.open_file(&name, OFlag::O_RDWR | direct)?;
-        let inode = self.directory.stat(&name)?.map_or(0, |stat| stat.inode);
+        let file = self.medium.directory().open_file(&name, OFlag::O_RDWR | self.medium.direct_flag())?;
+        let inode = self.medium.directory().stat(&name)?.map_or(0, |stat| stat.inode);
         Ok(RegionFile { file, inode })
     }
 
@@ -103,9 +102,10 @@ impl Store {
     /// # Errors
     /// The errors of [`Store::make_regions`]; the file does not exist then.
     pub fn stage_regions(&self, key: SetKey, bytes: &[u8]) -> Result<()> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         let temp = temp_name(&name_of(key));
-        let written = self.directory.with_reserve(|| write_allocated(&self.directory, &temp, bytes));
+        let written =
+            self.medium.directory().with_reserve(|| write_allocated(self.medium.directory(), &temp, bytes));
         if written.is_err() {
             self.unstage_regions(key);
         }
@@ -115,7 +115,7 @@ impl Store {
     /// Forgets a file that was staged.
     pub fn unstage_regions(&self, key: SetKey) {
         // The partial file has no name that counts; the next opening removes it if this fails.
-        let _ = self.directory.unlink(&temp_name(&name_of(key)));
+        let _ = self.medium.directory().unlink(&temp_name(&name_of(key)));
     }
 
     /// Replaces the file of a set by the staged one.
@@ -123,14 +123,15 @@ impl Store {
     /// # Errors
     /// An I/O error.
     pub fn adopt_regions(&self, key: SetKey) -> Result<RegionFile> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         let (name, temp) = (name_of(key), temp_name(&name_of(key)));
-        let named = self.directory.rename(&temp, &name).and_then(|()| self.directory.sync());
+        let named =
+            self.medium.directory().rename(&temp, &name).and_then(|()| self.medium.directory().sync());
         let made = named.and_then(|()| self.open_regions(key));
         if made.is_err() {
             // An outdated file must not be found later. If even the removal fails, the error that led here
             // describes the disk.
-            let _ = self.directory.unlink(&name);
+            let _ = self.medium.directory().unlink(&name);
         }
         made
     }
@@ -140,12 +141,12 @@ impl Store {
     /// # Errors
     /// An I/O error; some may be gone then.
     pub fn remove_all_regions(&self) -> Result<()> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         let out_of_sync = self.out_of_sync_files()?.into_iter().map(SetKey::OutOfSync);
         for key in out_of_sync.chain([SetKey::Intent, SetKey::Unsummed]) {
-            self.directory.unlink(&name_of(key))?;
+            self.medium.directory().unlink(&name_of(key))?;
         }
-        self.directory.sync()
+        self.medium.directory().sync()
     }
 
     /// Removes the file of a set. It is gone for good on return.
@@ -153,9 +154,9 @@ impl Store {
     /// # Errors
     /// An I/O error.
     pub fn remove_regions(&self, key: SetKey) -> Result<()> {
-        self.check_writable()?;
-        self.directory.unlink(&name_of(key))?;
-        self.directory.sync()
+        self.medium.check_writable()?;
+        self.medium.directory().unlink(&name_of(key))?;
+        self.medium.directory().sync()
     }
 }
 

@@ -15,12 +15,12 @@ impl Store {
     /// # Errors
     /// An I/O error; the number from before is then still there.
     pub fn set_revision_counter(&mut self, counter: u64) -> Result<(), StoreError> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         let mut block = counter.to_string().into_bytes();
         block.resize(usize::try_from(BLOCK_BYTES).unwrap_or(0), 0);
-        if self.directory.read(REVISION_FILE)?.as_ref() == Some(&block) {
+        if self.medium.directory().read(REVISION_FILE)?.as_ref() == Some(&block) {
             return Ok(());
         }
-        self.directory.replace(REVISION_FILE, &block)
+        self.medium.directory().replace(REVISION_FILE, &block)
     }
 }

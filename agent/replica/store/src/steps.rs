@@ -20,12 +20,20 @@ const COPY_BYTES: usize = 1 << 20;
 
 /// Executes steps in one directory.
 pub(crate) struct Executor<'a> {
-    pub directory: &'a Directory,
-    pub fault: Option<&'a FaultHook>,
-    pub direct_io: bool,
+    directory: &'a Directory,
+    fault: Option<&'a FaultHook>,
+    direct_io: bool,
 }
 
-impl Executor<'_> {
+impl<'a> Executor<'a> {
+    pub fn new(directory: &'a Directory, fault: Option<&'a FaultHook>, direct_io: bool) -> Executor<'a> {
+        Executor { directory, fault, direct_io }
+    }
+
+    pub fn directory(&self) -> &'a Directory {
+        self.directory
+    }
+
     /// Executes `steps`, which may replace `volume.meta`.
     pub fn run(&self, steps: &[FileStep], guard: &mut Guard) -> Result<()> {
         let mut made = None;

@@ -3,36 +3,34 @@
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
-use std::sync::Arc;
 
 use nix::sys::statvfs::fstatvfs;
 use shorthorn_chain::{
-    BlockMap, Checks, DirectoryEntry, FileIndex, FileStep, ImageName, Layout, Recovery, VOLUME_META,
-    VolumeMeta, classify, create_steps,
+    Checks, DirectoryEntry, FileIndex, FileStep, ImageName, Recovery, VOLUME_META, VolumeMeta, classify,
+    create_steps,
 };
-use shorthorn_types::ByteRange;
 
 use crate::boot::{Boot, LossRecord};
-use crate::buffer::AlignedBuffer;
 use crate::copy_record::{Copy, Resumed};
 use crate::directory::{Directory, RESERVE_FILE};
 use crate::error::StoreError;
 use crate::facts::{collect, recover_directory};
-use crate::files::{Files, Writable};
+use crate::files::Writable;
 use crate::guard::{GUARD_FILE, Guard};
 use crate::host::{HostFileSystem, PROBE_FILE};
+use crate::image::Image;
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
 use crate::lock::{LOCK_FILE, Lock};
-use crate::options::{CreateOptions, FaultHook, OpenOptions};
+use crate::medium::Medium;
+use crate::opening::Opening;
+use crate::options::{CreateOptions, OpenOptions};
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
 use crate::sums_files::sweep_sums;
+use crate::suspect::Suspect;
 use crate::timestamp::now_rfc3339;
 
 type Result<T> = std::result::Result<T, StoreError>;
-
-/// The bytes that the synchronous calls move at a time.
-pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
 /// An open replica directory, held exclusively.
 ///
@@ -42,27 +40,21 @@ pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 /// [`Store::close`] leaves it clean.
 #[derive(Debug)]
 pub struct Store {
-    pub(crate) directory: Arc<Directory>,
-    pub(crate) host: HostFileSystem,
-    pub(crate) layout: Layout,
-    pub(crate) files: Files,
-    pub(crate) map: BlockMap,
+    /// The directory, and whether it may be changed.
+    pub(crate) medium: Medium,
+    /// The layers: layout, files, and the map of their blocks.
+    pub(crate) image: Image,
+    /// The record that no other program has had the directory open.
     pub(crate) guard: Guard,
-    pub(crate) checks: Checks,
-    pub(crate) fault: Option<FaultHook>,
-    pub(crate) scratch: AlignedBuffer,
-    pub(crate) read_only: bool,
-    pub(crate) broken: bool,
-    pub(crate) fold_running: bool,
+    /// The copy from another replica that is under way.
     pub(crate) copy: Option<Copy>,
-    /// True if the callers that change the volume keep the set of regions without sums.
-    pub(crate) keeps_sums: bool,
-    /// The range in which blocks of the head may be allocated but not written.
-    pub(crate) unwritten: Option<ByteRange>,
-    pub(crate) repairs: Vec<String>,
+    /// The part of the head that may have blocks that are allocated but not written.
+    pub(crate) suspect: Suspect,
+    /// The findings of the opening.
+    pub(crate) opening: Opening,
+    /// The losses of unflushed data.
     boot: Boot,
-    was_dirty: bool,
-    provenance: Provenance,
+    /// Released last.
     _lock: Lock,
 }
 
@@ -82,13 +74,10 @@ impl Store {
         let lock = Lock::exclusive(&directory)?;
         sweep_for_create(&directory)?;
         let host = HostFileSystem::probe(&directory, false)?;
-        let executor =
-            Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
-        let mut guard = Guard::new();
-        executor.run(&operation.steps, &mut guard)?;
-        let CreateOptions { fault, loss_record, .. } = options;
-        let options = OpenOptions { fault, loss_record, ..OpenOptions::default() };
-        Store::open_locked(directory, lock, host, options)
+        let medium = Medium::new(directory, host, options.fault, false);
+        medium.executor().run(&operation.steps, &mut Guard::new())?;
+        let options = OpenOptions { loss_record: options.loss_record, ..OpenOptions::default() };
+        Store::open_locked(medium, lock, options)
     }
 
     /// Opens a replica, and finishes or reverts interrupted operations. If the disk fails meanwhile, the next
@@ -100,75 +89,54 @@ impl Store {
         let directory = Directory::open(path.as_ref())?;
         let lock = if options.read_only { Lock::shared(&directory) } else { Lock::exclusive(&directory) }?;
         let host = HostFileSystem::probe(&directory, options.read_only)?;
-        Store::open_locked(directory, lock, host, options)
+        let medium = Medium::new(directory, host, options.fault.clone(), options.read_only);
+        Store::open_locked(medium, lock, options)
     }
 
-    fn open_locked(
-        directory: Directory,
-        lock: Lock,
-        host: HostFileSystem,
-        options: OpenOptions,
-    ) -> Result<Store> {
-        let found = Guard::load(&directory)?;
-        let known_sizes = found.as_ref().map(|guard| guard.known_sizes.clone()).unwrap_or_default();
+    /// Opens a directory that is locked. The medium has the options for changes.
+    fn open_locked(medium: Medium, lock: Lock, options: OpenOptions) -> Result<Store> {
+        let directory = medium.directory();
+        let found = Guard::load(directory)?;
+        let known_sizes = found.as_ref().map(|guard| guard.known_sizes().clone()).unwrap_or_default();
         let (mut guard, provenance) = match directory.stat(VOLUME_META)? {
-            Some(_) => Guard::judge(&directory, found)?,
+            Some(_) => Guard::judge(directory, found)?,
             None => (Guard::new(), Provenance::Ours), // refused below
         };
-        let executor =
-            Executor { directory: &directory, fault: options.fault.as_ref(), direct_io: host.direct_io };
-        let Resumed { copy, dropped } = Copy::resume(&executor, &mut guard, options.read_only)?;
+        let executor = medium.executor();
+        let Resumed { copy, dropped } = Copy::resume(&executor, &mut guard, medium.is_read_only())?;
         let checks = Checks {
             accept_rebuilding: options.accept_rebuilding,
             // The copied replica has accepted the sizes of its layers.
             accept_short_layers: options.accept_short_layers || copy.is_some() || dropped.is_some(),
             known_sizes,
         };
-        let Recovery { layout, steps, messages } = recover_directory(&directory, &checks)?;
+        let Recovery { layout, steps, messages } = recover_directory(directory, &checks)?;
         if checks.accept_short_layers {
-            guard.known_sizes = layout.short_layers();
+            guard.set_sizes(layout.short_layers());
         }
         let was_dirty = layout.volume().dirty;
-        let (mut boot, damage) = Boot::judge(&directory, was_dirty, options.loss_record.clone())?;
-        let (layout, files, map) = if options.read_only {
-            open_chain(&directory, layout, host, Writable::None)?
+        let (mut boot, damage) = Boot::judge(directory, was_dirty, options.loss_record)?;
+        let image = if medium.is_read_only() {
+            Image::open(&medium, layout, checks, Writable::None)?
         } else {
-            boot.recording(&directory, executor.run(&steps, &mut guard))?;
+            boot.recording(directory, executor.run(&steps, &mut guard))?;
             let writable = if copy.is_some() { Writable::All } else { Writable::Head };
-            let (mut layout, files, map) = open_chain(&directory, layout, host, writable)?;
-            take_over(&executor, &mut layout, &mut guard, &mut boot)?;
-            (layout, files, map)
+            let mut image = Image::open(&medium, layout, checks, writable)?;
+            take_over(&executor, &mut image, &mut guard, &mut boot)?;
+            image
         };
-        let store = Store {
-            directory: Arc::new(directory),
-            host,
-            layout,
-            files,
-            map,
-            guard,
-            checks,
-            fault: options.fault,
-            scratch: AlignedBuffer::new(CHUNK_BYTES),
-            read_only: options.read_only,
-            broken: false,
-            fold_running: false,
-            copy,
-            keeps_sums: false,
-            unwritten: None,
-            repairs: dropped.into_iter().chain(messages).chain(damage).collect(),
-            boot,
-            was_dirty,
-            provenance,
-            _lock: lock,
-        };
+        let repairs = dropped.into_iter().chain(messages).chain(damage).collect();
+        let opening = Opening::new(was_dirty, provenance, repairs);
+        let suspect = Suspect::default();
+        let store = Store { medium, image, guard, copy, suspect, opening, boot, _lock: lock };
         store.mended()
     }
 
     /// Returns the store with its head mended, if that may be needed after a crash.
     fn mended(mut self) -> Result<Store> {
-        if self.was_dirty && !self.read_only {
+        if self.opening.was_dirty() && !self.medium.is_read_only() {
             let mended = self.mend_head();
-            self.boot.recording(&self.directory, mended)?;
+            self.boot.recording(self.medium.directory(), mended)?;
         }
         Ok(self)
     }
@@ -179,26 +147,26 @@ impl Store {
     /// [`StoreError`]; the directory then counts as dirty. So it does for good once data may be lost
     /// ([`Store::has_lost_cache_now`]): the dirty flag may be the only sign of that.
     pub fn close(mut self) -> Result<()> {
-        if self.read_only {
+        if self.medium.is_read_only() {
             return Ok(());
         }
-        self.check_writable()?;
+        self.medium.check_writable()?;
         if self.boot.is_lost_now() {
-            return Err(StoreError::Broken(self.directory.path().to_owned()));
+            return Err(self.medium.broken_error());
         }
         self.punch_unwritten()?;
-        let head = self.layout.head().clone();
+        let head = self.image.head_name().clone();
         // Not only the data: the time of change, which the guard records, must be durable too.
         self.run(&[FileStep::SyncFile { name: head.to_string() }])?;
-        self.guard.seal(&self.directory, head.as_str())?;
-        self.layout.volume_mut().dirty = false;
-        self.run(&self.layout.volume_steps())
+        self.guard.seal(self.medium.directory(), head.as_str())?;
+        self.image.volume_mut().dirty = false;
+        self.run(&self.image.layout().volume_steps())
     }
 
     /// Returns the size of the volume.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        self.layout.size_bytes()
+        self.image.size_bytes()
     }
 
     /// Returns the free space of the disk in bytes; none if the file system does not report it.
@@ -211,7 +179,7 @@ impl Store {
     /// Returns the head, which takes all writes.
     #[must_use]
     pub fn head(&self) -> FileIndex {
-        self.map.head()
+        self.image.head()
     }
 
     /// Returns the descriptor of a file that a plan names. Valid until the next operation; reads that the
@@ -221,49 +189,39 @@ impl Store {
     /// The plan is older than the last operation and names a file that has left the chain.
     #[must_use]
     pub fn fd(&self, index: FileIndex) -> BorrowedFd<'_> {
-        self.files.fd(index)
+        self.image.fd(index)
     }
 
     /// Returns true if [`Store::fd`] does direct I/O: memory must then be aligned to
     /// [`MEMORY_ALIGNMENT`](crate::MEMORY_ALIGNMENT), and offset and length to [`Store::alignment_bytes`].
     #[must_use]
     pub fn direct_io(&self) -> bool {
-        self.host.direct_io
+        self.medium.direct_io()
     }
 
     /// Returns the alignment of offset and length of a read in bytes: 1, 512 or 4096. Whole blocks always
     /// suffice. If it is 4096 and a read is for less, plan it for whole blocks and drop the rest.
     #[must_use]
     pub fn alignment_bytes(&self) -> u32 {
-        self.host.alignment_bytes
+        self.medium.alignment_bytes()
     }
 
     /// Returns true if holes can be made. Otherwise discards and zeroes are written out.
     #[must_use]
     pub fn can_punch(&self) -> bool {
-        self.host.can_punch
+        self.medium.can_punch()
     }
 
     /// Returns the layers from the head to the oldest.
     #[must_use]
     pub fn layers(&self) -> Vec<LayerInfo> {
-        let info = |image: &ImageName| {
-            let disk = self.layout.disks().get(image)?;
-            Some(LayerInfo {
-                index: self.files.find(image)?,
-                image: image.clone(),
-                size_bytes: disk.size_bytes,
-                snapshot: image.snapshot_name().map(str::to_owned),
-                removed: disk.meta.removed,
-            })
-        };
-        self.layout.chain().iter().filter_map(info).collect()
+        self.image.layers()
     }
 
     /// Returns all snapshots: the chain's from the oldest to the newest, then those on side branches.
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
-        snapshots(&self.layout)
+        snapshots(self.image.layout())
     }
 
     /// Returns the findings at the opening, and the current state.
@@ -271,16 +229,16 @@ impl Store {
     pub fn info(&self) -> StoreInfo {
         StoreInfo {
             size_bytes: self.size_bytes(),
-            head: self.layout.head().clone(),
-            was_dirty: self.was_dirty,
-            rebuilding: self.layout.volume().is_rebuilding(),
-            has_left: self.layout.volume().has_left(),
+            head: self.image.head_name().clone(),
+            was_dirty: self.opening.was_dirty(),
+            rebuilding: self.image.layout().volume().is_rebuilding(),
+            has_left: self.image.layout().volume().has_left(),
             lost_cache: self.boot.lost_cache(),
             failures: self.boot.failures(),
-            provenance: self.provenance.clone(),
-            epoch: self.guard.epoch,
-            repairs: self.repairs.clone(),
-            map: self.map.usage(),
+            provenance: self.opening.provenance().clone(),
+            epoch: self.guard.epoch(),
+            repairs: self.opening.repairs().to_vec(),
+            map: self.image.usage(),
         }
     }
 
@@ -289,9 +247,9 @@ impl Store {
     /// # Errors
     /// [`StoreError::StateDamaged`], or an I/O error.
     pub fn load_state(&self) -> Result<SavedState> {
-        let trusted =
-            if self.read_only && self.provenance != Provenance::Ours { u64::MAX } else { self.guard.epoch };
-        state::load(&self.directory, trusted)
+        let is_foreign = *self.opening.provenance() != Provenance::Ours;
+        let trusted = if self.medium.is_read_only() && is_foreign { u64::MAX } else { self.guard.epoch() };
+        state::load(self.medium.directory(), trusted)
     }
 
     /// Saves bytes beside the volume, durably and whole.
@@ -307,8 +265,8 @@ impl Store {
     /// # Errors
     /// [`StoreError::ReadOnly`].
     pub fn state_writer(&self) -> Result<StateWriter> {
-        self.check_writable()?;
-        Ok(StateWriter::new(Arc::clone(&self.directory), self.guard.epoch))
+        self.medium.check_writable()?;
+        Ok(StateWriter::new(self.medium.shared_directory(), self.guard.epoch()))
     }
 
     /// Marks the replica as lacking data, or as whole again.
@@ -330,12 +288,12 @@ impl Store {
     }
 
     fn change_volume(&mut self, change: impl FnOnce(&mut VolumeMeta)) -> Result<()> {
-        self.check_writable()?;
-        let before = self.layout.volume().clone();
-        change(self.layout.volume_mut());
-        let stored = self.run(&self.layout.volume_steps());
+        self.medium.check_writable()?;
+        let before = self.image.layout().volume().clone();
+        change(self.image.volume_mut());
+        let stored = self.run(&self.image.layout().volume_steps());
         if stored.is_err() {
-            *self.layout.volume_mut() = before;
+            *self.image.volume_mut() = before;
         }
         stored
     }
@@ -345,9 +303,9 @@ impl Store {
     /// # Errors
     /// An I/O error; it then counts as lost still.
     pub fn cache_made_up_for(&mut self) -> Result<()> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         let boot = self.boot.made_up_for();
-        boot.save(&self.directory)?;
+        boot.save(self.medium.directory())?;
         self.boot = boot;
         Ok(())
     }
@@ -361,10 +319,8 @@ impl Store {
     /// # Errors
     /// An I/O error: the next process may not know of it.
     pub fn record_lost_cache(&mut self, failures: u32) -> Result<LossRecord> {
-        if self.read_only {
-            return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
-        }
-        self.boot.lose(&self.directory, failures)
+        self.medium.check_not_read_only()?;
+        self.boot.lose(self.medium.directory(), failures)
     }
 
     /// Returns true if a loss was recorded since the store was opened, by [`Store::record_lost_cache`] or by
@@ -383,67 +339,30 @@ impl Store {
         result
     }
 
-    /// Drops the block map.
-    pub(crate) fn forget_map(&mut self) {
-        let chain = self.layout.chain().iter().filter_map(|image| self.files.find(image)).collect();
-        self.map = BlockMap::new(self.layout.size_bytes(), chain, self.host.can_punch);
-    }
-
     /// Returns true if an operation failed half-way: the store has to be opened again.
     #[must_use]
     pub fn is_broken(&self) -> bool {
-        self.broken
-    }
-
-    pub(crate) fn check_writable(&self) -> Result<()> {
-        if self.read_only {
-            return Err(StoreError::ReadOnly(self.directory.path().to_owned()));
-        }
-        if self.broken {
-            return Err(StoreError::Broken(self.directory.path().to_owned()));
-        }
-        Ok(())
+        self.medium.is_broken()
     }
 
     /// Executes steps; a stop by the test hook leaves the store broken.
     pub(crate) fn run(&mut self, steps: &[FileStep]) -> Result<()> {
-        let executor = Executor {
-            directory: &self.directory,
-            fault: self.fault.as_ref(),
-            direct_io: self.host.direct_io,
-        };
-        let result = executor.run(steps, &mut self.guard);
-        self.broken |= matches!(result, Err(StoreError::Stopped));
+        let result = self.medium.executor().run(steps, &mut self.guard);
+        self.medium.note_stop(result.as_ref().err());
         self.noting_loss(result)
-    }
-
-    pub(crate) fn chain_error(&self, source: shorthorn_chain::ChainError) -> StoreError {
-        StoreError::chain(self.directory.path(), source)
     }
 }
 
 /// Takes over a directory that interrupted operations have left whole. It counts as dirty from now on.
-fn take_over(executor: &Executor<'_>, layout: &mut Layout, guard: &mut Guard, boot: &mut Boot) -> Result<()> {
-    let directory = executor.directory;
+fn take_over(executor: &Executor<'_>, image: &mut Image, guard: &mut Guard, boot: &mut Boot) -> Result<()> {
+    let directory = executor.directory();
     let saved = boot.take_over(directory);
     boot.recording(directory, saved)?;
-    layout.volume_mut().dirty = true;
-    boot.recording(directory, executor.run(&layout.volume_steps(), guard))?;
-    sweep_sums(directory, |image| layout.disks().contains_key(image))?;
+    image.volume_mut().dirty = true;
+    boot.recording(directory, executor.run(&image.layout().volume_steps(), guard))?;
+    sweep_sums(directory, |layer| image.layout().disks().contains_key(layer))?;
     directory.keep_reserve();
     Ok(())
-}
-
-/// Opens the files of the layout's chain.
-pub(crate) fn open_chain(
-    directory: &Directory,
-    layout: Layout,
-    host: HostFileSystem,
-    writable: Writable,
-) -> Result<(Layout, Files, BlockMap)> {
-    let (files, indices) = Files::open_chain(directory, layout.chain(), host.direct_io, writable)?;
-    let map = BlockMap::new(layout.size_bytes(), indices, host.can_punch);
-    Ok((layout, files, map))
 }
 
 fn make_directory(path: &Path) -> Result<()> {

@@ -29,10 +29,10 @@ use shorthorn_chain::{FileIndex, ImageName, META_SUFFIX, OWN_PREFIX, temp_name};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::buffer::AlignedBuffer;
+use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
 use crate::error::StoreError;
 use crate::files::{data_extents, signed};
-use crate::store::{CHUNK_BYTES, Store};
+use crate::store::Store;
 use crate::sums_files::SUMS_PREFIX;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -154,19 +154,19 @@ impl Store {
     /// does not count.
     #[must_use]
     pub fn snapshot_layer(&self, image: &str) -> Option<FileIndex> {
-        self.snapshot_image(image).and_then(|image| self.files.find(image))
+        self.snapshot_image(image).and_then(|image| self.image.find(image))
     }
 
     /// Returns the size of that layer.
     #[must_use]
     pub fn snapshot_layer_bytes(&self, image: &str) -> Option<u64> {
         let image = self.snapshot_image(image)?;
-        Some(self.layout.disks().get(image)?.size_bytes)
+        Some(self.image.layout().disks().get(image)?.size_bytes)
     }
 
     fn snapshot_image(&self, image: &str) -> Option<&ImageName> {
-        let is_head = image == self.layout.head().as_str();
-        let found = self.layout.chain().iter().find(|name| name.as_str() == image);
+        let is_head = image == self.image.head_name().as_str();
+        let found = self.image.layout().chain().iter().find(|name| name.as_str() == image);
         found.filter(|_| !is_head && self.copy.is_none())
     }
 
@@ -175,9 +175,9 @@ impl Store {
     }
 
     fn subject(&self, image: &ImageName) -> Result<Option<Subject>> {
-        let Some(stat) = self.directory.stat(image.as_str())? else { return Ok(None) };
+        let Some(stat) = self.medium.directory().stat(image.as_str())? else { return Ok(None) };
         let name_crc32c = crc32c::crc32c(image.as_str().as_bytes());
-        let (size_bytes, inode, epoch) = (stat.size_bytes, stat.inode, self.guard.epoch);
+        let (size_bytes, inode, epoch) = (stat.size_bytes, stat.inode, self.guard.epoch());
         Ok(Some(Subject { size_bytes, inode, epoch, name_crc32c }))
     }
 
@@ -191,14 +191,14 @@ impl Store {
             return Ok(FoundSums::None);
         };
         let longest_bytes = HEADER_BYTES + SUMS_MAX * SUM_BYTES + CHECK_BYTES;
-        match self.directory.stat(&name)? {
+        match self.medium.directory().stat(&name)? {
             None => return Ok(FoundSums::None),
             Some(stat) if stat.size_bytes > longest_bytes as u64 => {
                 return Ok(FoundSums::Damaged("it is too long".to_owned()));
             }
             Some(_) => {}
         }
-        let bytes = self.directory.read(&name)?.unwrap_or_default();
+        let bytes = self.medium.directory().read(&name)?.unwrap_or_default();
         Ok(LayerSums::decode(&bytes, subject))
     }
 
@@ -207,23 +207,23 @@ impl Store {
     /// # Errors
     /// The layer does not exist or cannot have sums, or an I/O error; the former sums still exist then.
     pub fn save_sums(&mut self, image: &str, sums: &LayerSums) -> Result<()> {
-        self.check_writable()?;
+        self.medium.check_writable()?;
         let image = self.known_layer(image)?;
         let (Some(name), Some(subject)) = (file_of(image), self.subject(image)?) else {
             return Err(StoreError::NoSnapshotLayer(image.to_string()));
         };
-        self.directory.replace(&name, &sums.encode(subject)).inspect_err(|_| {
+        self.medium.directory().replace(&name, &sums.encode(subject)).inspect_err(|_| {
             // The partial file does not count, but takes space; the next opening removes it too.
-            let _ = self.directory.unlink(&temp_name(&name));
+            let _ = self.medium.directory().unlink(&temp_name(&name));
         })
     }
 
     /// Removes the sums of a snapshot's layer before the layer changes or is deleted.
     pub(crate) fn drop_sums(&self, image: &ImageName) -> Result<()> {
         let Some(name) = file_of(image) else { return Ok(()) };
-        if self.directory.stat(&name)?.is_some() {
-            self.directory.unlink(&name)?;
-            self.directory.sync()?;
+        if self.medium.directory().stat(&name)?.is_some() {
+            self.medium.directory().unlink(&name)?;
+            self.medium.directory().sync()?;
         }
         Ok(())
     }
@@ -233,7 +233,7 @@ impl Store {
     /// # Errors
     /// The error of the file system.
     pub fn next_layer_data(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>> {
-        Ok(self.next_data_of(file, from_bytes)?.map(ByteRange::offset))
+        Ok(self.image.next_data_of(&self.medium, file, from_bytes)?.map(ByteRange::offset))
     }
 
     /// Returns the runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
@@ -254,9 +254,8 @@ impl Store {
                 _ => runs.extend(ByteRange::new(start, length)),
             }
         };
-        data_extents(self.files.get(file), range, &mut add).map_err(|errno| {
-            let name = self.files.name(file).map_or("a layer", ImageName::as_str);
-            StoreError::io("find the data of", self.directory.path_of(name), errno)
+        data_extents(self.image.file(file), range, &mut add).map_err(|errno| {
+            StoreError::io("find the data of", self.medium.directory().path_of(self.image.name(file)), errno)
         })?;
         Ok(runs)
     }
@@ -277,24 +276,23 @@ impl Store {
         runs: &[ByteRange],
         data: &[u8],
     ) -> Result<()> {
-        self.check_writable()?;
-        self.check_no_fold()?;
+        self.medium.check_writable()?;
+        self.image.check_no_fold()?;
         let layer = self.known_layer(image)?.clone();
-        let index = self.files.find(&layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
+        let index = self.image.find(&layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
         range.check(self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES))?;
         self.check_sums_follow()?;
         let before = self.layer_blocks(index, range)?;
-        let direct = if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
-        let file = self.directory.open_file(image, OFlag::O_RDWR | direct)?;
+        let file = self.medium.directory().open_file(image, OFlag::O_RDWR | self.medium.direct_flag())?;
         let holes = gaps(range, runs).filter(|hole| before.iter().any(|run| run.overlaps(*hole)));
         let changed = punch(&file, holes)
-            .and_then(|()| write_runs(&file, runs, data, &mut self.scratch))
+            .and_then(|()| write_runs(&file, runs, data, self.image.scratch()))
             .and_then(|()| file.sync_all());
         if before != runs || changed.is_err() {
             // The map has remembered the blocks of the layer.
-            self.forget_map();
+            self.image.forget_map(&self.medium);
         }
-        changed.map_err(|error| StoreError::io("repair", self.directory.path_of(image), error))
+        changed.map_err(|error| StoreError::io("repair", self.medium.directory().path_of(image), error))
     }
 }
 

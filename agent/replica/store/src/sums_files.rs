@@ -4,7 +4,6 @@ use shorthorn_chain::{ImageName, OWN_PREFIX};
 
 use crate::directory::Directory;
 use crate::error::StoreError;
-use crate::guard::Guard;
 
 /// The file with the sums of blocks.
 pub(crate) const BLOCK_SUMS_FILE: &str = "shorthorn.block-sums";
@@ -28,15 +27,4 @@ pub(crate) fn sweep_sums(
     }
     stale.into_iter().try_for_each(|name| directory.unlink(name))?;
     directory.sync()
-}
-
-/// See [`Store::forget_block_sums`](crate::Store::forget_block_sums).
-pub(crate) fn forget_block_sums(guard: &mut Guard, directory: &Directory) -> Result<(), StoreError> {
-    if let Some(series) = guard.block_sums.take()
-        && let Err(error) = guard.save(directory)
-    {
-        guard.block_sums = Some(series);
-        return Err(error);
-    }
-    directory.unlink(BLOCK_SUMS_FILE)
 }

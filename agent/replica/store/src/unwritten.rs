@@ -18,6 +18,7 @@ use crate::error::StoreError;
 use crate::fiemap::ExtentPage;
 use crate::files::signed;
 use crate::store::Store;
+use crate::suspect::Suspect;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -28,20 +29,20 @@ impl Store {
     /// A full disk has no room for the records of new holes. It must not keep the replica from opening: then
     /// the close tries again, and until it succeeds the directory stays dirty.
     pub(crate) fn mend_head(&mut self) -> Result<()> {
-        self.unwritten = ByteRange::new(0, self.size_bytes()).ok();
+        self.suspect = Suspect::everywhere(self.size_bytes());
         match self.punch_unwritten() {
             Ok(0) => {}
             Ok(bytes) => {
-                let head = self.layout.head();
-                self.repairs.push(format!(
+                let head = self.image.head_name();
+                self.opening.add_repair(format!(
                     "made holes of {bytes} bytes of {head} that were allocated and never written: Longhorn would take \
                      them for zeroes"
                 ));
             }
             // A failed flush has lost data, for a lack of space too.
             Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => {
-                let head = self.layout.head();
-                self.repairs.push(format!(
+                let head = self.image.head_name();
+                self.opening.add_repair(format!(
                     "{head} may have blocks that are allocated and were never written, and the disk has no space to make \
                      holes of them: {error}; the replica's directory stays dirty until there is"
                 ));
@@ -53,33 +54,23 @@ impl Store {
 
     /// Does the same after failed writes. No request may be in flight. How many bytes were such.
     pub(crate) fn punch_unwritten(&mut self) -> Result<u64> {
-        let Some(range) = self.unwritten else { return Ok(0) };
+        let Some(range) = self.suspect.range() else { return Ok(0) };
         // File systems that have unwritten extents can also make holes.
-        if !self.host.can_punch {
-            self.unwritten = None;
+        if !self.medium.can_punch() {
+            self.suspect.clear();
             return Ok(0);
         }
         // Data in the page cache counts as written only once it is on the disk.
         self.flush()?;
         let head = self.head();
-        let path = self.directory.path_of(self.layout.head().as_str());
-        let punched = self.directory.with_reserve(|| {
-            punch(self.files.get(head), range)
+        let path = self.medium.directory().path_of(self.image.head_name().as_str());
+        let punched = self.medium.directory().with_reserve(|| {
+            punch(self.image.file(head), range)
                 .map_err(|errno| StoreError::io("make holes of what was never written in", &path, errno))
         })?;
-        self.map.forget(range);
-        self.unwritten = None;
+        self.image.forget(range);
+        self.suspect.clear();
         Ok(punched)
-    }
-
-    /// Marks `range` of the head after a failed write.
-    pub(crate) fn suspect(&mut self, range: ByteRange) {
-        // One range that covers all: it needs no memory, and failures are rare.
-        let hull = self.unwritten.map_or(Ok(range), |before| {
-            let start = before.offset().min(range.offset());
-            ByteRange::new(start, before.end().max(range.end()) - start)
-        });
-        self.unwritten = hull.ok().filter(|range| !range.is_empty()).or(self.unwritten);
     }
 }
 

@@ -1,0 +1,168 @@
+//! The medium of a replica: its directory, the abilities of the file system under it, and whether the
+//! directory may be changed.
+
+use std::sync::Arc;
+
+use nix::fcntl::OFlag;
+
+use crate::directory::Directory;
+use crate::error::StoreError;
+use crate::host::HostFileSystem;
+use crate::options::FaultHook;
+use crate::steps::Executor;
+
+type Result<T> = std::result::Result<T, StoreError>;
+
+/// An open directory with the rules for its changes.
+#[derive(Debug)]
+pub(crate) struct Medium {
+    directory: Arc<Directory>,
+    host: HostFileSystem,
+    fault: Option<FaultHook>,
+    access: Access,
+}
+
+/// The permission to change the directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    /// No change at all. This never becomes another one.
+    ReadOnly,
+    Writable,
+    /// An operation is, or has stopped, half-way: only the recovery may change the directory.
+    Broken,
+}
+
+impl Medium {
+    pub fn new(
+        directory: Directory,
+        host: HostFileSystem,
+        fault: Option<FaultHook>,
+        is_read_only: bool,
+    ) -> Medium {
+        let access = if is_read_only { Access::ReadOnly } else { Access::Writable };
+        Medium { directory: Arc::new(directory), host, fault, access }
+    }
+
+    pub fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
+    /// Returns the directory for another thread.
+    pub fn shared_directory(&self) -> Arc<Directory> {
+        Arc::clone(&self.directory)
+    }
+
+    /// Returns the hook of crash tests.
+    pub fn fault(&self) -> Option<&FaultHook> {
+        self.fault.as_ref()
+    }
+
+    pub fn direct_io(&self) -> bool {
+        self.host.direct_io
+    }
+
+    /// Returns the flag with which files of data are opened.
+    pub fn direct_flag(&self) -> OFlag {
+        if self.host.direct_io { OFlag::O_DIRECT } else { OFlag::empty() }
+    }
+
+    pub fn alignment_bytes(&self) -> u32 {
+        self.host.alignment_bytes
+    }
+
+    pub fn can_punch(&self) -> bool {
+        self.host.can_punch
+    }
+
+    pub fn executor(&self) -> Executor<'_> {
+        Executor::new(&self.directory, self.fault.as_ref(), self.host.direct_io)
+    }
+
+    pub fn is_read_only(&self) -> bool {
+        self.access == Access::ReadOnly
+    }
+
+    pub fn is_broken(&self) -> bool {
+        self.access == Access::Broken
+    }
+
+    /// Refuses a change of a directory that is open for reading.
+    pub fn check_not_read_only(&self) -> Result<()> {
+        match self.access {
+            Access::ReadOnly => Err(StoreError::ReadOnly(self.directory.path().to_owned())),
+            Access::Writable | Access::Broken => Ok(()),
+        }
+    }
+
+    /// Refuses a change also after an operation that failed half-way.
+    pub fn check_writable(&self) -> Result<()> {
+        self.check_not_read_only()?;
+        if self.is_broken() { Err(self.broken_error()) } else { Ok(()) }
+    }
+
+    pub fn broken_error(&self) -> StoreError {
+        StoreError::Broken(self.directory.path().to_owned())
+    }
+
+    pub fn chain_error(&self, source: shorthorn_chain::ChainError) -> StoreError {
+        StoreError::chain(self.directory.path(), source)
+    }
+
+    /// Records that an operation may leave the directory half-way.
+    pub fn mark_broken(&mut self) {
+        if self.access == Access::Writable {
+            self.access = Access::Broken;
+        }
+    }
+
+    /// Records that the directory is that of a whole operation again.
+    pub fn mark_whole(&mut self) {
+        if self.access == Access::Broken {
+            self.access = Access::Writable;
+        }
+    }
+
+    /// Records the stop by the test hook, after which the directory is as after a crash.
+    pub fn note_stop(&mut self, error: Option<&StoreError>) {
+        if matches!(error, Some(StoreError::Stopped)) {
+            self.mark_broken();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn medium(temp: &tempfile::TempDir, is_read_only: bool) -> Medium {
+        let directory = Directory::open(temp.path()).unwrap();
+        let host = HostFileSystem::probe(&directory, is_read_only).unwrap();
+        Medium::new(directory, host, None, is_read_only)
+    }
+
+    #[test]
+    fn a_broken_medium_takes_no_change_until_it_is_whole() {
+        let temp = tempfile::tempdir().unwrap();
+        let mut medium = medium(&temp, false);
+        medium.check_writable().unwrap();
+        medium.note_stop(Some(&StoreError::FoldRunning));
+        medium.note_stop(None);
+        medium.check_writable().unwrap();
+        medium.note_stop(Some(&StoreError::Stopped));
+        assert!(medium.is_broken() && matches!(medium.check_writable(), Err(StoreError::Broken(_))));
+        medium.check_not_read_only().unwrap();
+        medium.mark_whole();
+        medium.check_writable().unwrap();
+    }
+
+    #[test]
+    fn a_medium_for_reading_never_becomes_writable() {
+        let temp = tempfile::tempdir().unwrap();
+        let mut medium = medium(&temp, true);
+        medium.mark_broken();
+        assert!(medium.is_read_only() && !medium.is_broken());
+        medium.mark_whole();
+        assert!(matches!(medium.check_writable(), Err(StoreError::ReadOnly(_))));
+        assert!(matches!(medium.check_not_read_only(), Err(StoreError::ReadOnly(_))));
+    }
+}
