@@ -213,10 +213,6 @@ impl Replica {
             return false;
         }
         let key = keys[rng.usize(0..keys.len())];
-        if key == SetKey::Unsummed {
-            // Its sums count no more, and the current data is summed.
-            self.files.heal_all(false);
-        }
         if rng.u8(0..4) == 0 {
             self.durable.sets.remove(&key);
             return true;
