@@ -36,7 +36,7 @@ mod simulation;
 mod tasks;
 mod trouble;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -176,6 +176,7 @@ pub const COVERED: &[&str] = &[
     "lie: a proposal that fails",
     "lie: a source that fails",
     "lie: layers that cannot be",
+    "liars judged",
     "starts without an offender",
     "sources that fail",
     "error: ping",
@@ -230,10 +231,10 @@ const RECOVERY_US: u64 = 60_000_000;
 /// The maximum number of scrubs at the end, if replicas leave meanwhile.
 const LAST_SCRUBS_MAX: u32 = 5;
 const REGIONS: u64 = 10;
-/// The time for which replicas may lie after all other trouble is over, and the members stay the same.
+/// The time for which replicas may lie after all other trouble is over, and after the last new member.
 const LIES_US: u64 = 30_000_000;
-/// The maximum number of such times: with other members others can help.
-const LIES_MAX: usize = 4;
+/// The maximum number of such times.
+const LIES_MAX: u64 = 4;
 /// The time after which replicas that come back by themselves are back.
 const PATIENCE_US: u64 = 8_000_000;
 
@@ -290,14 +291,30 @@ fn outlast_lies(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks) {
     if !sim.borrow().has_liars() {
         return;
     }
-    let outlasts = (0..LIES_MAX).any(|_| {
-        let (members, end) = (sim.borrow().serving(), sim.borrow().now + LIES_US);
-        let goes_on = advance(sim, tasks, end, Simulation::goes_on_with_liars);
-        goes_on || sim.borrow().violation.is_some() || sim.borrow().serving() == members
-    });
+    let known = Cell::new((sim.borrow().serving(), sim.borrow().now));
+    let goes_on = |sim: &Simulation| {
+        let ((before, since), members) = (known.get(), sim.serving());
+        // A new member can be an honest source of the others.
+        let has_gained =
+            members.is_some_and(|now| now.iter().any(|id| !before.is_some_and(|b| b.contains(id))));
+        known.set((members, if has_gained { sim.now } else { since }));
+        sim.goes_on_with_liars()
+    };
+    let last = sim.borrow().now + LIES_MAX * LIES_US;
+    let mut end = sim.borrow().now + LIES_US;
+    let mut is_over = false;
+    while !is_over && !advance(sim, tasks, end, goes_on) {
+        let next = (known.get().1 + LIES_US).min(last);
+        is_over = next <= end || sim.borrow().now < end;
+        end = next;
+    }
     let mut sim = sim.borrow_mut();
-    if outlasts && sim.violation.is_none() && !sim.goes_on_with_liars() {
-        sim.judge_liars();
+    if is_over && sim.violation.is_none() {
+        let is_judged = known.get().1 + LIES_US <= sim.now;
+        sim.count(if is_judged { "liars judged" } else { "liars not judged" });
+        if is_judged {
+            sim.judge_liars();
+        }
     }
     sim.end_lies();
 }
