@@ -34,6 +34,14 @@ pub fn install(api: &ApiServer) -> Result<()> {
         api.apply(&fs::read_to_string(&file)?).with_context(|| file.display().to_string())?;
     }
     api.apply(&definitions(api)?)?;
+    are_established(api)
+}
+
+/// Waits until Kubernetes serves all definitions.
+///
+/// # Errors
+/// A definition is not established in time.
+pub fn are_established(api: &ApiServer) -> Result<()> {
     for kind in ["volumes", "engines", "replicas", "nodes"] {
         let path = format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind}.shorthorn.io");
         until("definition that is established", LIMIT, || {

@@ -35,7 +35,7 @@ pub use cluster_node::ClusterNode;
 pub use device_client::DeviceClient;
 pub use fio::{FioJob, FioReport, fio, parse_fio};
 pub use guest::{Guest, GuestCounts, GuestOptions, VolumeClient, Wait, WrongByte};
-pub use installation::{definitions, install};
+pub use installation::{are_established, definitions, install};
 pub use kubelet::{Kubelet, Mounted};
 pub use load::{Load, under_load};
 pub use local_volume::{LocalVolume, LocalVolumeOptions, Ready};

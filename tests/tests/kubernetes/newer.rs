@@ -7,9 +7,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use shorthorn_testkit::docs;
 use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
-use shorthorn_tests::until;
-
-use crate::LIMIT;
+use shorthorn_tests::are_established;
 
 /// The parts of the chart that are off by default, without those of Prometheus' operator.
 const MORE: [&str; 4] = [
@@ -19,7 +17,6 @@ const MORE: [&str; 4] = [
     "tls.listener.enabled=true",
 ];
 const POLICIES: &str = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies";
-const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
 
 struct Tools {
     folder: PathBuf,
@@ -60,16 +57,7 @@ fn start(folder: &Path) -> Result<Option<ApiServer>> {
 }
 
 fn is_installed(api: &ApiServer) -> Result<()> {
-    for kind in ["volumes", "engines", "replicas", "nodes"] {
-        until("definition that is established", LIMIT, || {
-            let definition = api.ok("GET", &format!("{DEFINITIONS}/{kind}.shorthorn.io"), None)?;
-            let conditions = definition["status"]["conditions"].as_array().cloned().unwrap_or_default();
-            let holds =
-                |wanted: &str| conditions.iter().any(|one| one["type"] == wanted && one["status"] == "True");
-            ensure!(holds("Established") && !holds("NonStructuralSchema"), "{definition:#}");
-            Ok(Some(()))
-        })?;
-    }
+    are_established(api)?;
     for policy in ["volumes", "attachments", "installation"] {
         api.ok("GET", &format!("{POLICIES}/{policy}.shorthorn.io"), None)?;
     }

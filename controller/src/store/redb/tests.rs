@@ -160,7 +160,7 @@ fn an_object_of_a_later_version_keeps_its_fields_over_many_writes() {
     assert!(text.contains(&format!("\"later\":{big}")), "{text}");
 }
 
-/// A disk whose fsync waits while it is told to.
+/// A disk whose fsync blocks while the test holds it.
 #[derive(Debug)]
 struct Hanging {
     disk: InMemoryBackend,
@@ -243,7 +243,7 @@ async fn a_disk_that_hangs_holds_up_no_caller_and_is_shown() {
     assert!(names.contains(&"b".to_owned()) && !names.contains(&"e".to_owned()), "{names:?}");
 }
 
-/// A state of the CA waits behind other writes for so long that its caller goes on to another state.
+/// A state of the CA waits behind other writes until its caller has given up and saves another state.
 #[tokio::test]
 async fn an_older_state_of_the_ca_never_replaces_a_later_one() {
     let store = over(InMemoryBackend::new(), LIMIT);
