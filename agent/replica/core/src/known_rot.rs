@@ -13,7 +13,8 @@
 //! is rot too, also if the request succeeds, until such requests have changed every sector.
 //!
 //! A *lost* block is one that no replica had sound. The disk records it, whatever it holds, until other data
-//! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason.
+//! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
+//! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
 //!
 //! Places are bounded. A block gives its place back when it gets other data, and when it was read back sound
 //! and its sum is durable again. If a page with rot finds no place, its blocks must not be modified: that
@@ -29,9 +30,20 @@ use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 const BLOCKS_MAX: usize = 64 * 512;
 /// The maximum number of pages without a place. Beyond that, every page counts as one.
 const HOMELESS_MAX: usize = 4096;
-/// The maximum number of possible sums of one block. After more failed requests the block is not compared any
-/// more.
-const SUMS_MAX: usize = 4;
+/// The maximum number of failed requests whose data a block may hold. After more of them the block is not
+/// compared any more.
+const FAILED_MAX: usize = 3;
+
+/// The data of a block after a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// The request changes a part of the block, which it has not merged with the rest yet.
+    Unmerged,
+    /// Data of which this is the sum.
+    Sum(u32),
+    /// Rot: the same once more, or the result of a merge with it.
+    Rot,
+}
 
 /// See the module. `R` tells requests apart that are in execution.
 #[derive(Clone, Debug)]
@@ -48,14 +60,14 @@ pub struct KnownRot<R> {
 /// The knowledge about one block.
 #[derive(Clone, Debug)]
 struct Known<R> {
-    /// The sums of data that it may hold; the first one is that of its data before any request.
-    sums: Vec<u32>,
+    /// The sum of its correct data before any request; none: it is lost, as the disk records.
+    former: Option<u32>,
+    /// The sums of the data of requests that have failed: it may hold that.
+    failed: Vec<u32>,
     /// The sectors that have got other data since the rest was merged with rot, a bit for each.
     fresh: u8,
     /// The request that is modifying it.
     change: Option<Change<R>>,
-    /// True if the disk records it as lost.
-    is_lost: bool,
 }
 
 /// The state of a block after a request that has ended well.
@@ -68,24 +80,33 @@ enum Fate {
 }
 
 impl<R> Known<R> {
-    fn fate(&self, change: Change<R>) -> Fate {
-        match change.after {
-            Some(after) if self.sums.first() == Some(&after) => Fate::StaysRot,
-            None if self.is_lost => Fate::StaysRot,
-            _ => Fate::OtherData,
-        }
+    const fn new(former: Option<u32>) -> Known<R> {
+        Known { former, failed: Vec::new(), fresh: 0, change: None }
     }
 
-    fn new(sum: u32, is_lost: bool) -> Known<R> {
-        Known { sums: vec![sum], fresh: 0, change: None, is_lost }
+    const fn is_lost(&self) -> bool {
+        self.former.is_none()
+    }
+
+    /// Returns true if data with this sum is its correct former data, or that of a failed request.
+    fn may_have(&self, sum: u32) -> bool {
+        self.former == Some(sum) || self.failed.contains(&sum)
+    }
+
+    fn fate(&self, after: After) -> Fate {
+        match after {
+            After::Rot => Fate::StaysRot,
+            After::Unmerged if self.is_lost() => Fate::StaysRot,
+            After::Sum(after) if self.former == Some(after) => Fate::StaysRot,
+            After::Unmerged | After::Sum(_) => Fate::OtherData,
+        }
     }
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Change<R> {
     request: R,
-    /// The sum of the data that the block gets; none: a part of it is not known yet.
-    after: Option<u32>,
+    after: After,
     /// The sectors that it changes, if it merges them with rot.
     part: u8,
 }
@@ -110,7 +131,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             sums.into_iter().filter(|(block, _)| !self.blocks.contains_key(block)).collect();
         let has_place = self.blocks.len() - self.lost + new.len() <= BLOCKS_MAX;
         if has_place {
-            self.blocks.extend(new.into_iter().map(|(block, sum)| (block, Known::new(sum, false))));
+            self.blocks.extend(new.into_iter().map(|(block, sum)| (block, Known::new(Some(sum)))));
         }
         has_place
     }
@@ -141,18 +162,17 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// Frees the place of a block that was read back with this sum: a sum that says the same is durable, and
     /// counts. A block with rot, or that a request is modifying, keeps its place.
     pub fn summed(&mut self, block: u64, found: u32) {
-        let is_over = |known: &Known<R>| !known.is_lost && known.change.is_none();
+        let is_over = |known: &Known<R>| !known.is_lost() && known.change.is_none();
         if self.is_rotten(block, found) == Some(false) && self.blocks.get(&block).is_some_and(is_over) {
             self.forget_block(block);
         }
     }
 
-    /// Keeps lost blocks, which the caller bounds, in place of all that is known of them. Each comes with a
-    /// sum that its data does not have.
-    pub fn keep_lost(&mut self, blocks: impl IntoIterator<Item = (u64, u32)>) {
-        for (block, sum) in blocks {
+    /// Keeps lost blocks, which the caller bounds, in place of all that is known of them.
+    pub fn keep_lost(&mut self, blocks: impl IntoIterator<Item = u64>) {
+        for block in blocks {
             self.forget_block(block);
-            self.blocks.insert(block, Known::new(sum, true));
+            self.blocks.insert(block, Known::new(None));
             self.lost += 1;
         }
     }
@@ -160,7 +180,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// Returns true if the block is known, and lost.
     #[must_use]
     pub fn is_lost(&self, block: u64) -> bool {
-        self.blocks.get(&block).is_some_and(|known| known.is_lost)
+        self.blocks.get(&block).is_some_and(Known::is_lost)
     }
 
     /// Returns the lost blocks that the request gives other data if it ends well. That is for the caller to
@@ -169,8 +189,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// the disk could show the rot again after a loss of power, and no record of it.
     pub fn cured_by(&self, request: R) -> impl Iterator<Item = u64> + '_ {
         let ends = move |known: &Known<R>| {
-            let change = known.change.filter(|change| known.is_lost && change.request == request);
-            change.is_some_and(|change| known.fate(change) == Fate::OtherData)
+            let change = known.change.filter(|change| known.is_lost() && change.request == request);
+            change.is_some_and(|change| known.fate(change.after) == Fate::OtherData)
         };
         let blocks = self.blocks.iter().filter(|_| self.under_way > 0);
         blocks.filter(move |(_, known)| ends(known)).map(|(block, _)| *block)
@@ -193,31 +213,34 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     pub fn is_rotten(&self, block: u64, found: u32) -> Option<bool> {
         let known = self.blocks.get(&block)?;
         let may_be = match known.change {
-            Some(Change { after, .. }) => after.is_none_or(|after| after == found),
-            None => false,
+            Some(Change { after: After::Unmerged, .. }) => true,
+            Some(Change { after: After::Sum(after), .. }) => after == found,
+            Some(Change { after: After::Rot, .. }) | None => false,
         };
-        Some(!may_be && !known.sums.contains(&found))
+        Some(!may_be && !known.may_have(found))
     }
 
-    /// The sum to store for a block that has this one now: rot keeps the sum that says so.
+    /// The sum to store for a block that has this one now: rot keeps the sum of the correct data, and a lost
+    /// block gets one that its data does not have.
     #[must_use]
     pub fn sum_to_store(&self, block: u64, found: u32) -> u32 {
         match (self.is_rotten(block, found), self.blocks.get(&block)) {
-            (Some(true), Some(known)) => known.sums.first().copied().unwrap_or(found),
+            (Some(true), Some(known)) => known.former.unwrap_or((!found).max(1)),
             _ => found,
         }
     }
 
-    /// The request is about to modify the block. `after` is the sum of the data that it gets, if that is
-    /// known.
-    pub fn modified(&mut self, request: R, block: u64, after: Option<u32>) {
+    /// The request is about to modify the block.
+    pub fn modified(&mut self, request: R, block: u64, after: After) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
+        let changes_nothing =
+            !known.is_lost() && known.failed.is_empty() && known.fate(after) == Fate::StaysRot;
         match &mut known.change {
             // It is begun once more.
             Some(change) if change.request == request => change.after = after,
             // Two requests modify one block: their order is unknown.
             Some(_) => self.lose_track(block),
-            None if known.sums.len() == 1 && known.sums.first() == after.as_ref() => known.fresh = 0,
+            None if changes_nothing => known.fresh = 0,
             None => {
                 known.change = Some(Change { request, after, part: 0 });
                 self.under_way += 1;
@@ -236,12 +259,11 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// the sum `before`; the result has the sum `after`.
     pub fn merged(&mut self, request: R, range: ByteRange, block: u64, (before, after): (u32, u32)) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
-        let first = known.sums.first().copied();
         let part = sectors(block, range);
         // If every sector gets other data, nothing is left of the rot.
-        let is_sound = known.sums.contains(&before) || known.fresh | part == u8::MAX;
+        let is_sound = known.may_have(before) || known.fresh | part == u8::MAX;
         if let Some(change) = known.change.as_mut().filter(|change| change.request == request) {
-            (change.after, change.part) = if is_sound { (Some(after), 0) } else { (first, part) };
+            (change.after, change.part) = if is_sound { (After::Sum(after), 0) } else { (After::Rot, part) };
         }
     }
 
@@ -258,24 +280,28 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             };
             known.change = None;
             ended += 1;
-            match known.fate(Change { request, after, part }) {
+            match known.fate(after) {
                 _ if !well => {
-                    known.sums.extend(after.filter(|after| !known.sums.contains(after)));
+                    if let After::Sum(after) = after
+                        && !known.may_have(after)
+                    {
+                        known.failed.push(after);
+                    }
                 }
                 Fate::StaysRot => {
-                    known.sums.truncate(1);
+                    known.failed.clear();
                     known.fresh = if part == 0 { 0 } else { known.fresh | part };
                 }
                 Fate::OtherData => {
-                    cured += usize::from(known.is_lost);
+                    cured += usize::from(known.is_lost());
                     return false;
                 }
             }
-            if known.is_lost && known.sums.len() > SUMS_MAX {
-                // The older requests have failed, and their data may be anywhere: it counts as rot.
-                known.sums.drain(1..known.sums.len() - 1);
+            if known.is_lost() && known.failed.len() > FAILED_MAX {
+                // The data of the older requests may be anywhere: it counts as rot.
+                known.failed.drain(..known.failed.len() - 1);
             }
-            known.sums.len() <= SUMS_MAX
+            known.failed.len() <= FAILED_MAX
         });
         self.under_way -= ended;
         self.lost -= cured;
@@ -283,17 +309,16 @@ impl<R: Copy + PartialEq> KnownRot<R> {
 
     /// Forgets the data that the block may have. That of a lost block is rot until a later request.
     fn lose_track(&mut self, block: u64) {
-        let known = self.blocks.get(&block).filter(|known| known.is_lost);
-        let lost = known.and_then(|known| known.sums.first().copied());
+        let is_lost = self.is_lost(block);
         self.forget_block(block);
-        self.keep_lost(lost.map(|sum| (block, sum)));
+        self.keep_lost(is_lost.then_some(block));
     }
 
     /// Forgets the block, also if it is lost.
     pub fn forget_block(&mut self, block: u64) {
         let Some(known) = self.blocks.remove(&block) else { return };
         self.under_way -= usize::from(known.change.is_some());
-        self.lost -= usize::from(known.is_lost);
+        self.lost -= usize::from(known.is_lost());
     }
 
     /// Forgets all blocks.
@@ -327,7 +352,7 @@ mod tests {
             "the first one counts"
         );
         assert_eq!((known.is_rotten(2, 70), known.is_rotten(7, 71)), (None, Some(false)));
-        known.modified(1, 4, Some(80));
+        known.modified(1, 4, After::Sum(80));
         known.ended(1, true);
         assert_eq!((known.has(3), known.has(4), known.under_way), (true, false, 0));
         known.forget();
@@ -339,7 +364,7 @@ mod tests {
     fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {
         for well in [true, false] {
             let mut known = known();
-            known.modified(1, 4, Some(70));
+            known.modified(1, 4, After::Sum(70));
             assert!(!known.awaits(1));
             known.ended(1, well);
             assert_eq!(rotten(&known, 4, [70, 71, 72]), [Some(false), Some(true), Some(true)]);
@@ -350,21 +375,21 @@ mod tests {
     #[test]
     fn until_the_outcome_is_known_the_sums_before_and_after_both_count() {
         let mut known = known();
-        known.modified(1, 4, Some(80));
+        known.modified(1, 4, After::Sum(80));
         assert!(known.awaits(1) && !known.awaits(2));
         assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
         known.ended(2, true);
         known.ended(1, false);
         assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
         assert_eq!([70, 80, 81].map(|found| known.sum_to_store(4, found)), [70, 80, 70]);
-        known.modified(2, 4, Some(90));
+        known.modified(2, 4, After::Sum(90));
         known.ended(2, false);
         assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false); 3]);
         // The resync copies the data of another member.
-        known.modified(3, 4, Some(70));
+        known.modified(3, 4, After::Sum(70));
         known.ended(3, true);
         assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false), Some(true), Some(true)]);
-        known.modified(3, 4, Some(80));
+        known.modified(3, 4, After::Sum(80));
         known.ended(3, true);
         assert!(!known.has(4));
     }
@@ -373,7 +398,7 @@ mod tests {
     fn a_part_of_a_block_that_is_merged_with_rot_makes_rot() {
         for well in [true, false] {
             let mut known = known();
-            (3..6).for_each(|block| known.modified(1, block, None));
+            (3..6).for_each(|block| known.modified(1, block, After::Unmerged));
             assert_eq!(known.is_rotten(3, 99), Some(false), "it is not known yet");
             let part = |block: u64| ByteRange::new(block * 4096 + 512, 512).unwrap();
             known.merged(1, part(3), 3, (70, 80));
@@ -397,7 +422,7 @@ mod tests {
         let mut known = known();
         let mut merge = |start: u64, sectors: u64, well: bool| {
             let range = ByteRange::new(4 * 4096 + start * 512, sectors * 512).unwrap();
-            known.modified(1, 4, None);
+            known.modified(1, 4, After::Unmerged);
             known.merged(1, range, 4, (99, 81));
             known.ended(1, well);
             known.has(4)
@@ -412,10 +437,10 @@ mod tests {
     #[test]
     fn two_requests_that_modify_one_block_leave_nothing_known() {
         let mut known = known();
-        known.modified(1, 4, Some(80));
-        known.modified(1, 4, Some(80));
+        known.modified(1, 4, After::Sum(80));
+        known.modified(1, 4, After::Sum(80));
         assert!(known.has(4), "it was begun twice");
-        known.modified(2, 4, Some(81));
+        known.modified(2, 4, After::Sum(81));
         assert!(!known.has(4) && known.under_way == 0);
         known.ended(1, false);
         known.ended(2, true);
@@ -425,27 +450,35 @@ mod tests {
     #[test]
     fn a_lost_block_is_cured_by_data_for_all_of_it_and_by_nothing_else() {
         let mut known = KnownRot::default();
-        known.keep_lost([(4, 70), (5, 70)]);
+        known.keep_lost([4, 5]);
         let part = ByteRange::new(4 * 4096 + 512, 512).unwrap();
         for well in [false, true] {
-            known.modified(1, 4, None);
+            known.modified(1, 4, After::Unmerged);
             assert_eq!(known.cured_by(1).count(), 0, "it may not even have been merged");
             known.merged(1, part, 4, (99, 81));
             assert_eq!(known.cured_by(1).count(), 0);
             known.ended(1, well);
             assert_eq!((known.is_lost(4), known.is_rotten(4, 81)), (true, Some(true)), "well: {well}");
+            // The same rot is copied once more.
+            known.modified(1, 4, After::Rot);
+            assert_eq!((known.cured_by(1).count(), known.is_rotten(4, 99)), (0, Some(true)));
+            known.ended(1, well);
+        }
+        for sum in [1, 70, 81, 99, !81, !99, u32::MAX] {
+            assert_eq!(known.is_rotten(4, sum), Some(true), "no data looks sound");
+            assert_ne!(known.sum_to_store(4, sum), sum);
         }
         // Not even the failure of many requests, or of two at a time.
         for request in 1..10_u16 {
-            known.modified(request, 4, Some(100 + u32::from(request)));
+            known.modified(request, 4, After::Sum(100 + u32::from(request)));
             known.ended(request, false);
         }
         assert!(known.is_lost(4) && known.is_rotten(4, 99) == Some(true));
-        known.modified(1, 4, Some(80));
-        known.modified(2, 4, Some(81));
+        known.modified(1, 4, After::Sum(80));
+        known.modified(2, 4, After::Sum(81));
         known.ended(2, true);
         assert!(known.is_lost(4) && known.is_rotten(4, 99) == Some(true));
-        known.modified(1, 4, Some(80));
+        known.modified(1, 4, After::Sum(80));
         assert_eq!(known.cured_by(1).collect::<Vec<_>>(), [4]);
         assert_eq!(known.cured_by(2).count(), 0);
         known.ended(1, true);
@@ -460,7 +493,7 @@ mod tests {
     #[test]
     fn a_place_is_free_when_the_sum_of_a_sound_block_is_durable() {
         let mut known = known();
-        known.modified(1, 6, Some(80));
+        known.modified(1, 6, After::Sum(80));
         (3..7).for_each(|block| known.summed(block, if block == 4 { 99 } else { 70 }));
         assert_eq!([3, 4, 5, 6].map(|block| known.has(block)), [false, true, false, true]);
         known.ended(1, false);
@@ -471,7 +504,7 @@ mod tests {
     #[test]
     fn a_page_without_a_place_must_not_be_modified() {
         let mut known = KnownRot::<u16>::default();
-        known.keep_lost([(1 << 40, 7)]);
+        known.keep_lost([1 << 40]);
         assert!(known.keep(0, (0..BLOCKS_MAX as u64).map(|block| (block, 70))));
         let far = 100 * 512;
         assert!(!known.keep(100, [(far, 70)]) && !known.keep_some([(far, 70)]));
@@ -491,9 +524,9 @@ mod tests {
     fn there_are_bounds() {
         let mut known = KnownRot::default();
         known.keep(0, [(9, 70)]);
-        for request in 0..u32::try_from(SUMS_MAX).unwrap() {
+        for request in 0..=u32::try_from(FAILED_MAX).unwrap() {
             assert!(known.has(9));
-            known.modified(request, 9, Some(100 + request));
+            known.modified(request, 9, After::Sum(100 + request));
             known.ended(request, false);
         }
         assert!(!known.has(9));

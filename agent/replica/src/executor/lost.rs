@@ -1,9 +1,8 @@
 //! Blocks that were copied as rot, as no member had another copy: they stay known until they get other data.
 //!
-//! Their sums are of no data at all, so that no data matches them; the summer stores such a sum like any
-//! other. The record on the disk says it of a block whatever that holds, until the block has got other data.
+//! The record on the disk says it of a block whatever that holds, until the block has got other data.
 
-use shorthorn_replica_core::is_final;
+use shorthorn_replica_core::{After, is_final};
 use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum, sum_of_zeroes};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Flags, Header, Opcode};
@@ -14,11 +13,6 @@ use super::operation::Outcome;
 use super::requests::Work;
 use super::summer::Summer;
 use crate::error::ReplicaError;
-
-/// A sum that data with this sum does not have.
-fn sum_of_none(sum: u32) -> u32 {
-    block_sum(!sum)
-}
 
 impl Summer {
     /// Loads the blocks that the directory records as lost. If the record is damaged, the replica counts as
@@ -47,21 +41,21 @@ impl Summer {
 
     /// Knows every recorded block as lost.
     pub(super) fn know_lost(&mut self) {
-        self.known.keep_lost(self.lost.iter().map(|(block, sum)| (*block, sum_of_none(*sum))));
+        self.known.keep_lost(self.lost.keys().copied());
     }
 
     /// Knows the recorded blocks of `range` as lost again, after a write of their rot.
     fn know_lost_in(&mut self, range: ByteRange) {
-        let recorded = |block| Some((number_of(block), sum_of_none(*self.lost.get(&number_of(block))?)));
-        self.known.keep_lost(block_ranges(range).filter_map(recorded));
+        let recorded = block_ranges(range).map(number_of).filter(|block| self.lost.contains_key(block));
+        self.known.keep_lost(recorded);
     }
 
-    /// The sum that counts for a block that gets data with the sum `given`. If every member has lost a block,
-    /// a copy of its region writes the same rot once more, which is no other data. Zeroes always are: a
-    /// client that clears a block ends its record.
-    pub(super) fn sum_given(&self, block: u64, given: u32) -> u32 {
+    /// The data of a block that gets data with the sum `given`. If every member has lost a block, a copy of
+    /// its region writes the same rot once more, which is no other data. Zeroes always are: a client that
+    /// clears a block ends its record.
+    pub(super) fn after(&self, block: u64, given: u32) -> After {
         let is_same_rot = self.lost.get(&block) == Some(&given) && given != sum_of_zeroes();
-        if is_same_rot { sum_of_none(given) } else { given }
+        if is_same_rot { After::Rot } else { After::Sum(given) }
     }
 }
 
@@ -141,7 +135,7 @@ impl Executor {
             let number = number_of(block);
             let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
             lost.insert(number, sum);
-            self.summer.known.keep_lost([(number, sum_of_none(sum))]);
+            self.summer.known.keep_lost([number]);
         }
         tracing::error!(%blocks, "copied data that no member has a sound copy of: reads of it that are verified fail");
         self.record_lost(lost)

@@ -4,6 +4,7 @@
 
 use std::time::Instant;
 
+use shorthorn_replica_core::After;
 use shorthorn_ring::Ring;
 use shorthorn_store::{SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum};
 use shorthorn_types::{ByteRange, Errno};
@@ -27,7 +28,7 @@ impl Executor {
         let knows_any = !self.summer.known.is_empty();
         for block in block_ranges(blocks).filter(|_| knows_any) {
             if self.summer.known.has(number_of(block)) {
-                let after = self.sum_after(slot, range, block);
+                let after = self.after(slot, range, block);
                 self.summer.known.modified(slot, number_of(block), after);
             }
         }
@@ -51,18 +52,18 @@ impl Executor {
         self.summer.known.ended(slot, outcome.is_ok());
     }
 
-    /// The sum of the data that `block` gets from the request in the slot, if that covers the whole block. A
-    /// repair writes blocks of zeroes as such.
-    fn sum_after(&self, slot: u16, range: ByteRange, block: ByteRange) -> Option<u32> {
+    /// The data that `block` gets from the request in the slot. A repair writes blocks of zeroes as such.
+    fn after(&self, slot: u16, range: ByteRange, block: ByteRange) -> After {
         let work = self.work(slot);
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
-        is_whole.then(|| match work.header.opcode {
+        match work.header.opcode {
+            _ if !is_whole => After::Unmerged,
             Opcode::Write => {
                 let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
-                self.summer.sum_given(number_of(block), sum)
+                self.summer.after(number_of(block), sum)
             }
-            _ => self.summer.zero_sum,
-        })
+            _ => After::Sum(self.summer.zero_sum),
+        }
     }
 
     /// Remembers the rot that the sums of a region show. The repair of a block removes all sums of its

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use shorthorn_replica_core::After;
 use shorthorn_ring::Ring;
 use shorthorn_store::{
     AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data,
@@ -215,7 +216,7 @@ impl Executor {
                 None if self.summer.known.is_lost(block) => {}
                 None => self.summer.known.forget_block(block),
                 after if after == before => {}
-                after => self.summer.known.modified(SUM_SLOT, block, after),
+                Some(after) => self.summer.known.modified(SUM_SLOT, block, After::Sum(after)),
             }
         }
         let outcome = self.record_repaired(SUM_SLOT);

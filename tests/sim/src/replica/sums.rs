@@ -7,6 +7,7 @@
 //! and its simulation keep them in the same way: see [`KnownRot`].
 
 use super::*;
+use shorthorn_replica_core::After;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::Sabotage;
@@ -81,16 +82,18 @@ impl Replica {
         for block in blocks {
             if sabotage == Some(Sabotage::EarlyForgetting) {
                 // As if another request had modified it meanwhile.
-                self.known_rot.modified((ConnId::MAX, 0), block, sum_after(&op.ask, range, block));
+                self.known_rot.modified((ConnId::MAX, 0), block, after(&op.ask, range, block));
             }
-            self.known_rot.modified(op.key(), block, sum_after(&op.ask, range, block));
+            self.known_rot.modified(op.key(), block, after(&op.ask, range, block));
         }
         if sabotage == Some(Sabotage::ForgottenRot) {
             // The current data of the other regions is summed.
             let others =
                 block_numbers(self.regions_of(range)).filter(|block| !block_numbers(range).contains(block));
             for block in others.filter(|block| self.known_rot.has(*block)).collect::<Vec<_>>() {
-                (0..2).for_each(|number| self.known_rot.modified((ConnId::MAX, number), block, None));
+                (0..2).for_each(|number| {
+                    self.known_rot.modified((ConnId::MAX, number), block, After::Unmerged)
+                });
                 let sum = self.sum_of(block);
                 self.known_rot.keep(0, [(block, sum)]);
             }
@@ -102,7 +105,7 @@ impl Replica {
     pub(super) fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
         let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
         for (block, content) in changes {
-            if sum_after(&op.ask, range, *block).is_none() {
+            if after(&op.ask, range, *block) == After::Unmerged {
                 let (before, after) = (self.sum_of(*block), check(&content.unwrap_or_default()).max(1));
                 self.known_rot.merged(op.key(), range, *block, (before, after));
             }
@@ -113,11 +116,17 @@ impl Replica {
     pub(super) fn sums_have_followed(&mut self, op: &Op, well: bool) {
         let Some(range) = modified(&op.ask) else { return };
         self.known_rot.ended(op.key(), well);
-        // A hole that was to be one was not written.
-        let whole = whole_blocks(range).filter(|_| well);
-        whole.for_each(|block| {
-            self.files.rot.remove(&block);
-        });
+        for block in whole_blocks(range) {
+            if self.files.rot.contains_key(&block) && (well || self.may_be_the_hole_of_a_request(block)) {
+                self.files.rot.remove(&block);
+            }
+        }
+    }
+
+    /// Returns true if the block has vanished, and a failed request was to make a hole there. Either may have
+    /// made it, and the data of the request is sound. A hole that was to be one was not written.
+    fn may_be_the_hole_of_a_request(&self, block: u64) -> bool {
+        self.files.has_vanished(block) && self.known_rot.is_rotten(block, self.sum_of(block)) == Some(false)
     }
 
     /// Returns the blocks of `range` that the replica knows to be rotten.
@@ -195,8 +204,8 @@ impl Replica {
         let by_sum = sabotage == Some(Sabotage::MergedForgotten);
         let lost = self.durable.lost.iter();
         let lost = lost.filter(|(block, sum)| !by_sum || self.sum_of(**block) == **sum);
-        let of_none: Vec<(u64, u32)> = lost.map(|(block, sum)| (*block, (!sum).max(1))).collect();
-        self.known_rot.keep_lost(of_none);
+        let lost: Vec<u64> = lost.map(|(block, _)| *block).collect();
+        self.known_rot.keep_lost(lost);
     }
 
     /// Returns true if the disk records the block as lost.
@@ -254,13 +263,13 @@ fn whole_blocks(range: ByteRange) -> std::ops::Range<u64> {
     range.offset().div_ceil(BLOCK_BYTES)..range.end() / BLOCK_BYTES
 }
 
-/// The sum of the data that `block` gets by `ask`, if that covers the whole block.
-fn sum_after(ask: &Ask, range: ByteRange, block: u64) -> Option<u32> {
-    let start = (block * BLOCK_BYTES).checked_sub(range.offset())?;
-    if start + BLOCK_BYTES > range.length() {
-        return None;
+/// The data that `block` gets by `ask`.
+fn after(ask: &Ask, range: ByteRange, block: u64) -> After {
+    if !whole_blocks(range).contains(&block) {
+        return After::Unmerged;
     }
-    let Ask::Write(_, data, _) = ask else { return Some(check(&[0; BLOCK_SECTORS]).max(1)) };
-    let first = usize::try_from(start / SECTOR_BYTES).ok()?;
-    data.get(first..first + BLOCK_SECTORS).map(|sectors| check(sectors).max(1))
+    let Ask::Write(_, data, _) = ask else { return After::Sum(check(&[0; BLOCK_SECTORS]).max(1)) };
+    let at = |sector: usize| data[place(block * BLOCK_BYTES + sector as u64 * SECTOR_BYTES, range)];
+    let content: Block = std::array::from_fn(at);
+    After::Sum(check(&content).max(1))
 }
