@@ -11,6 +11,7 @@ use nix::sys::signal::Signal;
 use super::faults::{Episode, Hit, Kind};
 use super::limits::{Times, limit};
 use super::link::Way;
+use super::pulse::Pulse;
 use super::report::{EngineEnds, Outcome, Report};
 use super::volume::{Volume, Who};
 use super::watch::Watch;
@@ -34,6 +35,7 @@ const DEPTH: usize = 8;
 /// A volume under load.
 pub(super) struct Lane<'a> {
     options: &'a Options,
+    pulse: &'a Pulse,
     number: usize,
     volume: Volume,
     watch: Watch,
@@ -43,7 +45,7 @@ pub(super) struct Lane<'a> {
 impl<'a> Lane<'a> {
     /// # Errors
     /// The volume does not start.
-    pub fn start(options: &'a Options, dir: &Path, number: usize) -> Result<Lane<'a>> {
+    pub fn start(options: &'a Options, pulse: &'a Pulse, dir: &Path, number: usize) -> Result<Lane<'a>> {
         let dir = dir.join(format!("v{number}"));
         std::fs::create_dir(&dir)?;
         let volume = Volume::start(&dir, number, options)?;
@@ -52,7 +54,7 @@ impl<'a> Lane<'a> {
         let guest =
             GuestOptions { sectors: SECTORS, depth: DEPTH, keeps_errors: true, ..GuestOptions::new(seed) };
         let watch = Watch::start(Guest::new(volume.client(DEPTH)?, guest));
-        Ok(Lane { options, number, volume, watch, report: Report::default() })
+        Ok(Lane { options, pulse, number, volume, watch, report: Report::default() })
     }
 
     /// Runs the episodes and compares everything at the end. All volumes stop once `stop` is set.
@@ -110,17 +112,18 @@ impl<'a> Lane<'a> {
             episode.hits.iter().try_for_each(|hit| self.end(hit))?;
         }
         inflicted?;
-        let times = Times { faults: begin.elapsed(), engine: engine.total() };
-        let healed = Instant::now();
+        let (faults, healed) = (begin.elapsed(), Instant::now());
         let answered = self.until_answered();
         let whole_after = healed.elapsed();
+        let machine = self.pulse.longest_since(begin);
+        let times = Times { faults, engine: engine.total(), machine };
         let has_ended = self.watch.has_ended();
         let seen = self.watch.take();
         let outcome = Outcome {
             reconnections: seen.reconnections - reconnections,
             seen,
             engine_ends: self.engine_ends_since(ends)?,
-            fault_time: times.faults,
+            times,
             limit: limit(episode.row, self.options.replica_timeout).of(times),
             whole_after,
         };

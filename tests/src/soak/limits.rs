@@ -13,6 +13,11 @@ const LATE: Duration = Duration::from_secs(60);
 /// The allowance of one step of the engine's clock, by which each time-out may be noticed later. A second one
 /// is for a machine with other load.
 const NOTICE: Duration = Duration::from_secs(2);
+/// The durable writes of a change of the view, one after the other: the set of regions that the dropped replica
+/// misses, the proposal, the commit.
+pub const VIEW_WRITES: u32 = 3;
+/// The maximum that the delays of the machine itself add.
+pub const MACHINE_MAX: Duration = Duration::from_secs(3);
 
 /// The time limit of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +48,8 @@ pub struct Times {
     pub faults: Duration,
     /// The time without an engine, from first to last.
     pub engine: Duration,
+    /// The longest delay of a durable write that no fault hindered.
+    pub machine: Duration,
 }
 
 impl Limit {
@@ -50,6 +57,7 @@ impl Limit {
     #[must_use]
     pub fn of(self, times: Times) -> Duration {
         self.time
+            + (times.machine * VIEW_WRITES).min(MACHINE_MAX)
             + match self.beyond {
                 Beyond::Nothing => Duration::ZERO,
                 Beyond::Engine => times.engine,
@@ -99,5 +107,17 @@ pub fn limit((group, kind): Row, replica_timeout: Duration) -> Limit {
         (Group::Alone, _) => {
             limit(noticed, Beyond::Nothing, "a majority is prompt: dropped after replica_timeout_ms")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_delay_of_the_machine_counts_and_is_bounded() {
+        let limit = limit((Group::Alone, Kind::ReplicaPaused), Duration::from_secs(5));
+        let of = |ms| limit.of(Times { machine: Duration::from_millis(ms), ..Times::default() });
+        assert_eq!([0, 100, 60_000].map(|ms| of(ms).as_millis()), [7000, 7300, 10_000]);
     }
 }

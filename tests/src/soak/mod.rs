@@ -10,6 +10,7 @@ mod in_vm;
 mod lane;
 mod limits;
 mod link;
+mod pulse;
 mod report;
 mod supervisor;
 mod volume;
@@ -30,6 +31,7 @@ use shorthorn_control::FrontendChoice;
 
 use faults::Episode;
 use lane::Lane;
+use pulse::Pulse;
 
 /// The options of a run.
 #[derive(Clone, Debug)]
@@ -65,10 +67,12 @@ pub struct Options {
 pub fn run(options: &Options, dir: &Path) -> Result<Report> {
     let episodes = faults::draw(options.seed, options.faults, options.longest);
     let stop = AtomicBool::new(false);
+    let pulse = Pulse::start(dir)?;
     let numbers = (0..options.volumes).filter(|number| options.only.is_none_or(|only| only == *number));
     // One after the other: each one makes namespaces and file systems.
     let lanes = numbers.map(|number| {
-        let lane = Lane::start(options, dir, number).with_context(|| format!("starting volume {number}"))?;
+        let lane =
+            Lane::start(options, &pulse, dir, number).with_context(|| format!("starting volume {number}"))?;
         let mine = episodes.iter().skip(number).step_by(options.volumes).cloned();
         Ok((lane, mine.collect::<Vec<Episode>>()))
     });
@@ -90,6 +94,7 @@ pub fn run(options: &Options, dir: &Path) -> Result<Report> {
         }
         Ok(())
     })?;
+    pulse.finish()?;
     Ok(report)
 }
 

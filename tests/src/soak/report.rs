@@ -5,7 +5,7 @@ use std::fmt::{self, Display, Formatter};
 use std::time::Duration;
 
 use super::faults::{Episode, Group, Kind, Row, every_row};
-use super::limits::{Beyond, limit};
+use super::limits::{Beyond, MACHINE_MAX, Times, VIEW_WRITES, limit};
 use super::watch::{Load, Seen};
 
 /// The maximum number of printed lines of one kind.
@@ -15,7 +15,7 @@ const SHOWN_MAX: usize = 20;
 #[derive(Clone, Debug)]
 pub(super) struct Outcome {
     pub seen: Seen,
-    pub fault_time: Duration,
+    pub times: Times,
     pub limit: Duration,
     /// The time from the faults until all replicas were members again.
     pub whole_after: Duration,
@@ -37,17 +37,18 @@ impl Outcome {
     pub fn describe(&self, episode: &Episode) -> String {
         let replicas: Vec<usize> = episode.hits.iter().map(|hit| hit.replica).collect();
         format!(
-            "episode {}: {} of {replicas:?} for {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; {} errors; \
-             {} ends of engines; whole after {:.1} s",
+            "episode {}: {} of {replicas:?} for {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; \
+             {} errors; {} ends of engines; whole after {:.1} s; the machine was late by {:.2} s",
             episode.number,
             name_of(episode.row),
-            self.fault_time.as_secs_f64(),
+            self.times.faults.as_secs_f64(),
             self.seen.longest.time.as_secs_f64(),
             self.seen.longest.request,
             self.limit.as_secs_f64(),
             self.seen.errors.len(),
             self.engine_ends.count,
             self.whole_after.as_secs_f64(),
+            self.times.machine.as_secs_f64(),
         )
     }
 }
@@ -260,6 +261,12 @@ impl Display for Report {
             "verdict"
         )?;
         self.rows.iter().try_for_each(|(row, figures)| self.show_row(*row, *figures, to))?;
+        writeln!(
+            to,
+            "\nAn episode has {VIEW_WRITES} times the longest delay of a durable write in its time beyond the limit, at most {} s: a \
+             thread measures it on the disk of the replicas' files.",
+            MACHINE_MAX.as_secs()
+        )?;
         let mut total = Figures::default();
         self.rows.values().for_each(|figures| total.add(*figures));
         writeln!(
@@ -327,7 +334,7 @@ mod tests {
     fn outcome(ends: u32, reconnections: u64) -> Outcome {
         Outcome {
             seen: Seen::default(),
-            fault_time: Duration::ZERO,
+            times: Times::default(),
             limit: Duration::from_secs(5),
             whole_after: Duration::ZERO,
             engine_ends: EngineEnds { count: ends, error: "frozen".to_owned() },
