@@ -17,8 +17,11 @@ const TESTED_FILESYSTEMS: [&str; 3] = ["xfs", "ext4", "btrfs"];
 const UNFIT_FILESYSTEMS: [&str; 7] = ["tmpfs", "ramfs", "overlay", "nfs", "nfs4", "cifs", "fuse"];
 /// The oldest kernel with everything that the NBD frontend uses.
 const OLDEST_KERNEL: [u32; 2] = [6, 1];
-/// The property that hides devices of volumes from multipathd.
-const MULTIPATH_PROPERTY: &str = "SHORTHORN_VOLUME";
+/// The settings that keep multipathd off the devices of volumes.
+const MULTIPATH_SETTINGS: &str = include_str!("../../../packaging/etc/multipath.conf");
+/// The property and the vendor by which those settings know devices of volumes. The property alone does not
+/// keep multipathd off disks of iSCSI.
+const MULTIPATH_WORDS: [&str; 2] = ["SHORTHORN_VOLUME", "SHRTHORN"];
 /// The smallest MTU of IPv6. Less makes no sense for data.
 const MTU_MIN_BYTES: u32 = 1280;
 
@@ -167,14 +170,19 @@ fn multipath(facts: &Facts) -> Vec<Finding> {
     if !tools.multipathd_runs {
         return vec![passed("multipath", "multipathd does not run".to_owned())];
     }
-    if tools.multipath_config.contains(MULTIPATH_PROPERTY) {
+    if MULTIPATH_WORDS.iter().all(|word| tools.multipath_config.contains(word)) {
         return vec![passed("multipath", "multipathd leaves the devices of volumes alone".to_owned())];
     }
     let message =
         "multipathd runs and is not configured to leave the devices of volumes alone: it may hold them";
-    let remedy = "printf 'blacklist {\\n\\tproperty \"^SHORTHORN_VOLUME$\"\\n}\\n' > \
-                  /etc/multipath/conf.d/shorthorn.conf && multipathd reconfigure";
-    vec![failed("multipath", message.to_owned(), remedy.to_owned())]
+    // multipath-tools do not make the directory.
+    let lines = MULTIPATH_SETTINGS.lines().filter(|line| !line.trim_start().starts_with('#'));
+    let settings: String = lines.map(|line| line.replace('\t', "\\t") + "\\n").collect();
+    let remedy = format!(
+        "mkdir -p /etc/multipath/conf.d && printf '{settings}' > /etc/multipath/conf.d/shorthorn.conf && \
+         multipathd reconfigure"
+    );
+    vec![failed("multipath", message.to_owned(), remedy)]
 }
 
 fn udev(facts: &Facts) -> Vec<Finding> {

@@ -23,7 +23,7 @@ fn well() -> Facts {
         iscsid: IscsidState::Runs,
         block_tools: BlockTools {
             multipathd_runs: true,
-            multipath_config: "blacklist {\n\tproperty \"^SHORTHORN_VOLUME$\"\n}".to_owned(),
+            multipath_config: MULTIPATH_SETTINGS.to_owned(),
             has_lvm: true,
             has_udev_rule: true,
             udev_runs: true,
@@ -60,7 +60,7 @@ fn well() -> Facts {
 }
 
 /// The programs of all remedies.
-const COMMANDS: [&str; 19] = [
+const COMMANDS: [&str; 20] = [
     "apt",
     "apt-cache",
     "dnf",
@@ -70,6 +70,7 @@ const COMMANDS: [&str; 19] = [
     "ip",
     "kubectl",
     "lvmconfig",
+    "mkdir",
     "modprobe",
     "mount",
     "printf",
@@ -183,6 +184,10 @@ fn a_kernel_without_tls_is_a_warning() {
 fn tools_that_hold_devices() {
     let multipath = |facts: &mut Facts| facts.block_tools.multipath_config.clear();
     assert_ill(multipath, "multipath", Level::Failed, "multipathd runs", "multipathd reconfigure");
+    let only_property = |facts: &mut Facts| {
+        facts.block_tools.multipath_config = "blacklist {\n\tproperty \"^SHORTHORN_VOLUME$\"\n}\n".to_owned();
+    };
+    assert_ill(only_property, "multipath", Level::Failed, "multipathd runs", "SHRTHORN");
     let rule = |facts: &mut Facts| facts.block_tools.has_udev_rule = false;
     assert_ill(rule, "udev", Level::Failed, "LVM scans", "reinstall");
     let without_lvm = |facts: &mut Facts| {
