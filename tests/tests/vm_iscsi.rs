@@ -1,11 +1,12 @@
 //! Tests iSCSI on a real kernel that has neither ublk nor NBD: both modules are on the kernel's command line
-//! as not to be loaded. These tests fail where VMs cannot run.
+//! as not to be loaded. multipathd runs beside the volume. These tests fail where VMs cannot run.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use shorthorn_tests::{NODE, VmHost, until};
+use shorthorn_tests::{NODE, VmHost, project, until};
 use shorthorn_vmkit::{Kernel, Running};
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -13,15 +14,22 @@ const LOAD_LIMIT: Duration = Duration::from_secs(300);
 const ENGINE: &str = "shorthorn-engine@v1.service";
 /// Flushes the device, through a descriptor that has written nothing.
 const FLUSH: &str = "python3 -c 'import os; os.fsync(os.open(\"/dev/longhorn/v1\", os.O_RDWR))'";
+/// The settings of multipathd about volumes, where the package has them.
+const MULTIPATH_SNIPPET: &str = "/etc/multipath/conf.d/shorthorn.conf";
+/// Settings of a host on which multipathd takes every SCSI disk, except for the machine's own.
+const MULTIPATH_CONFIG: &str = "defaults {\n\tfind_multipaths greedy\n}\n\
+     blacklist {\n\tdevice {\n\t\tvendor \"^QEMU\"\n\t\tproduct \".\"\n\t}\n}\n";
 
 #[test]
 fn a_volume_lives_through_kills_on_iscsi() -> Result<()> {
     let host = VmHost::start(VmHost::options(Kernel::Iscsi))?;
     host.ctl("volume create v1 --size 128MiB --replicas 2 --soft-anti-affinity")?;
+    start_multipathd(&host)?;
     attach(&host)?;
     the_disk_tells_the_truth(&host)?;
     a_flush_is_one_of_all_replicas(&host)?;
     a_discard_frees_space(&host)?;
+    multipathd_is_kept_away(&host)?;
 
     host.sh("mkfs.ext4 -q /dev/longhorn/v1 && mkdir /mnt/v1 && mount /dev/longhorn/v1 /mnt/v1")?;
     let load = load(&host)?;
@@ -94,6 +102,56 @@ fn the_disk_tells_the_truth(host: &VmHost) -> Result<()> {
     let output = host.vm.run(&anonymous)?;
     ensure!(output.status == 24, "a login without a password: {output}");
     Ok(())
+}
+
+/// Starts multipathd, with the udev rules of its packages, as on a host with the package of the agent.
+fn start_multipathd(host: &VmHost) -> Result<()> {
+    let snippet = fs::read_to_string(project().join("packaging/etc/multipath.conf"))?;
+    // The image switches the rules off by links to /dev/null.
+    host.sh(&format!(
+        "mkdir -p $(dirname {MULTIPATH_SNIPPET})\ncat >/etc/multipath.conf <<'END'\n{MULTIPATH_CONFIG}END\n\
+         cat >{MULTIPATH_SNIPPET} <<'END'\n{snippet}END\n\
+         find /etc/udev/rules.d /etc/modules-load.d -lname /dev/null -delete\n\
+         udevadm control --reload\nsystemctl start multipathd.service"
+    ))
+    .map(drop)
+}
+
+/// Tests that multipathd makes no map of the disk, because of the settings of the package. Without them it
+/// holds the disk, until the remedy of `check` has been run.
+fn multipathd_is_kept_away(host: &VmHost) -> Result<()> {
+    // multipathd may answer ok if it has no maps.
+    let maps = || {
+        host.sh("{ multipathd show maps raw format %n | grep --invert-match '^ok$' || true; }; multipath -ll")
+    };
+    let holders = || host.sh(&format!("{DISK}; ls /sys/block/$disk/holders"));
+    // Unlike the events of udev, this order is answered after multipathd has looked at the disk.
+    let is_refused = || -> Result<()> {
+        let answer = host.sh(&format!("{DISK}; multipathd add path $disk"))?;
+        let held = maps()? + &holders()?;
+        ensure!(answer == "blacklisted" && held.is_empty(), "multipathd answers {answer}, and has {held}");
+        let wait_s = host.sh("cat /sys/class/iscsi_session/*/recovery_tmo")?;
+        ensure!(wait_s == "604800", "requests wait for the target for {wait_s} s");
+        Ok(())
+    };
+    is_refused().context("beside the settings of the package")?;
+
+    host.sh(&format!("rm {MULTIPATH_SNIPPET} && multipathd reconfigure"))?;
+    until("map of a disk that no settings protect", LIMIT, || Ok((!holders()?.is_empty()).then_some(())))?;
+    ensure!(maps()?.contains("SHRTHORN"), "the map is not of the disk: {}", maps()?);
+    let remedy = host.sh("shorthorn-agent check --output json >/root/check || true; \
+         jq --raw-output '.[] | select(.check == \"multipath\") | .remedy' /root/check; udevadm settle")?;
+    // The map stays while udev reads it.
+    until("disk without a map", LIMIT, || {
+        host.sh(&remedy)?;
+        Ok(holders()?.is_empty().then_some(()))
+    })
+    .with_context(|| format!("after the remedy {remedy}"))?;
+    // multipathd has shortened the wait of this session for its target.
+    host.ctl("volume detach v1")?;
+    attach(host)?;
+    is_refused().context("after the remedy, in a new session")?;
+    host.sh("systemctl stop multipathd.service").map(drop)
 }
 
 /// Returns a counter of the requests that the engine has served.
