@@ -101,7 +101,7 @@ impl Disks {
 
     /// Prepares new disks. A failure is reported as the problem of the disk, until an attempt at a later look
     /// succeeds.
-    fn prepare_new(&self) {
+    pub fn prepare_new(&self) {
         let new: Vec<&PathBuf> = {
             let kept = self.kept();
             self.configured.iter().filter(|path| !kept.prepared.contains(*path)).collect()

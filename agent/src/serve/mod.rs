@@ -136,6 +136,8 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     paths.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
+    // Before the check of `setup`, which does not wait for a controller that asks for the disks.
+    disks.prepare_new();
     let claim = Arc::new(Claim::open(&config.state_dir)?);
     for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir, &disks.paths()) {
         tracing::warn!("{warning}");
