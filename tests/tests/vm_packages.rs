@@ -1,6 +1,9 @@
 //! The packages for Debian in a virtual machine: apt installs them, upgrades and downgrades them under a
 //! load, removes and purges them.
+//!
+//! The machine becomes a node by the commands of the documentation, and by no others.
 
+use std::collections::VecDeque;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -8,9 +11,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use shorthorn_testkit::docs::lines_run_by;
 use shorthorn_tests::{NODE, VmHost, build_packages, build_packages_of, other_build, until};
 use shorthorn_vmkit::{Kernel, Vm};
 
+const TEST: &str = "tests/tests/vm_packages.rs";
 const LIMIT: Duration = Duration::from_secs(120);
 /// The longest that apt takes for all packages, beside a load on a busy machine.
 const APT_LIMIT: Duration = Duration::from_secs(600);
@@ -18,8 +23,13 @@ const OLD: &str = "0.0.1";
 const NEW: &str = "0.0.2";
 
 const PACKAGES: [&str; 3] = ["shorthorn-agent", "shorthorn-controller", "shorthornctl"];
-/// The repository in the machine: apt reads it as a user of its own.
+/// The repository in the machine: apt reads it as a user of its own. Each version has a folder.
 const REPOSITORY: &str = "/srv/packages";
+/// The commands that lead from the packages to a node of the controller: two on the node, one in the cluster.
+const COMMANDS: [&str; 3] =
+    ["apt install ./shorthorn-agent_", "shorthorn-agent setup ", "shorthornctl node add "];
+/// The exit codes of a setup: 1 if a check warns, as of the clock, which nothing synchronises here.
+const SET_UP: &[i32] = &[0, 1];
 
 #[test]
 fn a_host_has_the_packages_from_installation_to_purge() -> Result<()> {
@@ -29,7 +39,10 @@ fn a_host_has_the_packages_from_installation_to_purge() -> Result<()> {
     let options = VmHost::options(Kernel::Ublk).command_limit(APT_LIMIT);
     let host = VmHost { vm: Vm::start(options)? };
     host.vm.push(&[(folder.path(), REPOSITORY, 0o755)])?;
+    surroundings(&host)?;
     installed(&host)?;
+    first_volume(&host)?;
+    set_up_again(&host)?;
     configured(&host)?;
     host.ctl("volume create v1 --size 32MiB --replicas 2 --soft-anti-affinity")?;
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
@@ -42,21 +55,19 @@ fn a_host_has_the_packages_from_installation_to_purge() -> Result<()> {
 
 /// Makes a repository with two versions of the packages. The programs of the new one are another build.
 fn repository(folder: &Path) -> Result<()> {
-    build_packages(folder, &["--version", OLD, "--format", "deb"])?;
+    build_packages(&folder.join(OLD), &["--version", OLD, "--format", "deb"])?;
     let programs = tempfile::tempdir()?;
-    build_packages_of(&other_build(programs.path())?, folder, &["--version", NEW, "--format", "deb"])?;
+    let programs = other_build(programs.path())?;
+    build_packages_of(&programs, &folder.join(NEW), &["--version", NEW, "--format", "deb"])?;
     let index = Command::new("dpkg-scanpackages").args(["--multiversion", "."]).current_dir(folder).output();
     let index = index.context("running dpkg-scanpackages: install the package dpkg-dev")?;
     ensure!(index.status.success(), "{}", String::from_utf8_lossy(&index.stderr));
     Ok(fs::write(folder.join("Packages"), index.stdout)?)
 }
 
-/// Runs apt-get, without a flush to the disk for each file. The machine has no network to download from.
+/// Runs apt-get. The machine has no network to download from.
 fn apt(arguments: &str) -> String {
-    format!(
-        "cd {REPOSITORY} && DEBIAN_FRONTEND=noninteractive apt-get --yes \
-         -o Dpkg::Options::=--force-unsafe-io -o Dpkg::Use-Pty=0 {arguments} 2>&1"
-    )
+    format!("DEBIAN_FRONTEND=noninteractive apt-get --yes -o Dpkg::Use-Pty=0 {arguments} 2>&1")
 }
 
 /// Names this version of all packages.
@@ -64,17 +75,99 @@ fn all_of(version: &str) -> String {
     PACKAGES.map(|package| format!("{package}={version}-1")).join(" ")
 }
 
-/// Installs the agent and the controller as a user does who has their files, then the command line, which
-/// apt has from the repository.
-fn installed(host: &VmHost) -> Result<()> {
-    host.sh(&format!("echo 'deb [trusted=yes] file:{REPOSITORY} ./' >/etc/apt/sources.list"))?;
-    host.sh("apt-get update 2>&1")?;
+/// The commands of a page for this test, in their order.
+struct Page<'a> {
+    host: &'a VmHost,
+    name: &'static str,
+    lines: VecDeque<String>,
+}
+
+impl<'a> Page<'a> {
+    fn read(host: &'a VmHost, name: &'static str) -> Result<Page<'a>> {
+        Ok(Page { host, name, lines: lines_run_by(name, TEST)?.into() })
+    }
+
+    /// Replaces a word of the page.
+    fn set(&mut self, word: &str, value: &str) {
+        self.lines.iter_mut().for_each(|line| *line = line.replace(word, value));
+    }
+
+    /// Takes the next command, which has to begin with `start`.
+    fn next(&mut self, start: &str) -> Result<String> {
+        let line = self.lines.pop_front().with_context(|| format!("{} lacks {start:?}", self.name))?;
+        ensure!(line.starts_with(start), "{} has {line:?}, and {start:?} is tried next", self.name);
+        println!("{}: {line}", self.name);
+        Ok(line)
+    }
+
+    /// Runs the next command, which succeeds, where the packages are. Returns both of its outputs.
+    fn run(&mut self, start: &str) -> Result<String> {
+        self.run_ending(start, &[0])
+    }
+
+    /// Runs the next command, which ends with one of these codes.
+    fn run_ending(&mut self, start: &str, codes: &[i32]) -> Result<String> {
+        let line = self.next(start)?;
+        let output = self.host.vm.run(&format!("cd {REPOSITORY}/{OLD}\n{{ {line}\n}} 2>&1"))?;
+        ensure!(codes.contains(&output.status), "{line}: {output}\n{}", self.host.journal());
+        Ok(output.text())
+    }
+
+    /// Runs the next command at a terminal.
+    fn run_at_terminal(&mut self, start: &str) -> Result<()> {
+        let line = self.next(start)?;
+        self.host
+            .sh(&format!(
+                "cat >/root/line <<'END'\n{line}\nEND\n\
+                 script --quiet --return --command 'bash -e /root/line' /dev/null </dev/null"
+            ))
+            .map(drop)
+    }
+
+    /// Ends the page, whose commands have to be used up.
+    fn finish(self) -> Result<()> {
+        ensure!(self.lines.is_empty(), "{} has more: {:?}", self.name, self.lines);
+        Ok(())
+    }
+}
+
+/// Checks that a text has all these words.
+fn has(told: &str, words: &[&str]) -> Result<()> {
+    let missing = words.iter().find(|word| !told.contains(**word));
+    ensure!(missing.is_none(), "{missing:?} is not in:\n{told}");
+    Ok(())
+}
+
+/// Gives the machine a default route, and a repository from which apt would take further packages.
+fn surroundings(host: &VmHost) -> Result<()> {
+    host.sh(&format!(
+        "ip route add default via 10.0.2.2\n\
+         echo force-unsafe-io >/etc/dpkg/dpkg.cfg.d/no-flush-of-each-file\n\
+         echo 'deb [trusted=yes] file:{REPOSITORY} ./' >/etc/apt/sources.list\n\
+         apt-get update 2>&1"
+    ))?;
     let plan = host.sh(&apt("install --simulate --install-recommends shorthorn-agent"))?;
     for package in ["shorthorn-agent", "shorthornctl"] {
-        ensure!(plan.contains(&format!("Inst {package} ({NEW}-1 ")), "{package} is not in the plan: {plan}");
+        has(&plan, &[&format!("Inst {package} ({NEW}-1 ")])?;
     }
-    host.sh(&apt(&format!("install ./shorthorn-agent_{OLD}-1_*.deb ./shorthorn-controller_{OLD}-1_*.deb")))?;
-    host.sh(&apt(&format!("install shorthornctl={OLD}-1")))?;
+    Ok(())
+}
+
+/// Makes the machine a node as the page says.
+fn installed(host: &VmHost) -> Result<()> {
+    let mut page = Page::read(host, "docs/install-hosts.md")?;
+    let checks = page.lines.iter().position(|line| line.starts_with("shorthornctl node list"));
+    ensure!(checks == Some(COMMANDS.len()), "not only {COMMANDS:?}: {:?}", page.lines);
+    let [packages, setup, node] = COMMANDS;
+    page.run(packages)?;
+    let told = page.run_ending(setup, SET_UP)?;
+    has(&told, &["wrote /etc/shorthorn/agent.toml", "enabled and started"])?;
+    page.run(node)?;
+    until_ready(host)?;
+    has(&page.run("shorthornctl node list")?, &[NODE, "ublk", "/var/lib/longhorn"])?;
+    has(&page.run("shorthornctl doctor")?, &["passed  agents answer"])?;
+    page.finish()?;
+
     has_version(host, OLD)?;
     let units = "shorthorn-agent.service shorthorn-controller.service";
     let sockets = "shorthorn-agent-csi.socket shorthorn-agent-registration.socket";
@@ -82,16 +175,86 @@ fn installed(host: &VmHost) -> Result<()> {
     Ok(())
 }
 
+/// Waits until the controller has heard of the agent and its disk.
+fn until_ready(host: &VmHost) -> Result<()> {
+    until("ready node", LIMIT, || {
+        let list: Value = serde_json::from_str(&host.ctl("node list -o json")?)?;
+        let conditions = list[0]["conditions"].as_array().context("no node")?;
+        let is_ready = conditions.iter().any(|one| one["type"] == "Ready" && one["status"] == true);
+        ensure!(is_ready && list.to_string().contains("/var/lib/longhorn"), "{list:#}");
+        Ok(Some(()))
+    })
+}
+
+/// Has a file on a replicated volume, as the page says: through the death of the engine and an expansion.
+fn first_volume(host: &VmHost) -> Result<()> {
+    let mut page = Page::read(host, "docs/first-volume.md")?;
+    has(&page.run("shorthornctl node list")?, &[NODE])?;
+    page.run("shorthornctl volume create v1")?;
+    page.run("shorthornctl volume attach v1")?;
+    page.run("mkfs.ext4 /dev/longhorn/v1 && mount")?;
+    host.sh("echo kept >/mnt/file && sync")?;
+    let told = page.run("shorthornctl volume inspect v1")?;
+    has(&told, &["State", "attached", "Robustness", "healthy", "View", "REPLICA"])?;
+    let replicas = host.replica_units("v1")?;
+    ensure!(replicas.len() == 3, "three replicas, all on this node: {replicas:?}");
+    has(&page.run("systemctl status")?, &["shorthorn-engine@v1.service", replicas[0].as_str()])?;
+    units_and_logs(host, &replicas[0])?;
+
+    page.run("systemctl kill")?;
+    host.sh("dd if=/dev/longhorn/v1 of=/dev/null bs=4k count=1 iflag=direct && grep -qx kept /mnt/file")?;
+    let why = page.next("shorthornctl volume why v1")?;
+    until("healthy volume", LIMIT, || has(&host.vm.sh(&why)?, &["Volume v1 is healthy"]).map(Some))?;
+    page.run("umount")?;
+    page.run("shorthornctl volume detach v1")?;
+    page.run("shorthornctl volume expand v1 1GiB")?;
+    page.run("shorthornctl volume attach v1")?;
+    page.run_at_terminal("e2fsck -f /dev/longhorn/v1 && resize2fs")?;
+    host.sh("mount /dev/longhorn/v1 /mnt && grep -qx kept /mnt/file && umount /mnt && \
+             test $(blockdev --getsize64 /dev/longhorn/v1) = $((1 << 30))")?;
+    page.run("shorthornctl volume detach v1")?;
+    page.run("shorthornctl volume delete v1 --yes")?;
+    page.finish()
+}
+
+/// Runs the commands of pages about units and their logs.
+fn units_and_logs(host: &VmHost, replica: &str) -> Result<()> {
+    let mut page = Page::read(host, "docs/troubleshooting.md")?;
+    let replica = replica.trim_start_matches("shorthorn-replica@").trim_end_matches(".service");
+    page.set("NAME-ID", replica);
+    page.set("NAME", "v1");
+    for unit in ["shorthorn-engine@v1", "shorthorn-replica@v1", "shorthorn-agent"] {
+        let told = page.run(&format!("journalctl -u {unit}"))?;
+        ensure!(told.lines().count() > 1 && !told.contains("No entries"), "{unit}: {told}");
+    }
+    has(&page.run("systemctl status shorthorn-agent")?, &["Active: active (running)"])?;
+    page.run("systemctl enable --now shorthorn-agent-csi.socket")?;
+    page.run("systemctl restart shorthorn-agent")?;
+    page.finish()?;
+    let mut page = Page::read(host, "docs/daily.md")?;
+    page.run("journalctl -u shorthorn-agent -u")?;
+    host.sh(&format!("test -s {REPOSITORY}/{OLD}/NODE.log"))?;
+    page.finish()
+}
+
+/// Repeats the two commands of a node of a cluster, which find everything done.
+fn set_up_again(host: &VmHost) -> Result<()> {
+    let mut page = Page::read(host, "docs/install.md")?;
+    has(&page.run("apt install ./shorthorn-agent_")?, &["0 newly installed"])?;
+    let told = page.run_ending("shorthorn-agent setup", SET_UP)?;
+    has(&told, &["has these settings already", "enabled and started"])?;
+    page.finish()
+}
+
 /// Changes the files like an administrator: upgrades must keep the changes.
 fn configured(host: &VmHost) -> Result<()> {
     // Emulated processors are slow: a replica that needs longer than the default is not dead there.
     host.sh(&format!(
-        "sed -i '1i node_name = \"{NODE}\"\\nreplica_timeout_ms = 60000' /etc/shorthorn/agent.toml && \
+        "sed -i '1i replica_timeout_ms = 60000' /etc/shorthorn/agent.toml && \
          echo 'SHORTHORN_CONTROLLER_ARGS=--node {NODE}=unix:///run/shorthorn/agent.sock' \
          >> /etc/shorthorn/controller.env && systemctl restart shorthorn-agent shorthorn-controller"
     ))?;
-    // The controller is ready before it has heard of the agent.
-    until("disk", LIMIT, || host.ctl(&format!("disk add {NODE} /var/lib/longhorn")).map(Some)).map(drop)
+    until_ready(host)
 }
 
 /// Checks that the rules of udev apply to disks of volumes, and to no other ublk disk: one without a mark is
@@ -161,6 +324,7 @@ fn has_version(host: &VmHost, version: &str) -> Result<()> {
 fn settings_are_kept(host: &VmHost) -> Result<()> {
     host.sh(&format!(
         "grep -q '^node_name = \"{NODE}\"' /etc/shorthorn/agent.toml && \
+         grep -q '^replica_timeout_ms = 60000' /etc/shorthorn/agent.toml && \
          grep -q '^SHORTHORN_CONTROLLER_ARGS=' /etc/shorthorn/controller.env"
     ))
     .map(drop)

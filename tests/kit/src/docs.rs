@@ -12,7 +12,7 @@ mod tested;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-pub use blocks::{Block, Script, blocks_read_by, tested_blocks};
+pub use blocks::{Block, Script, blocks_read_by, lines_run_by, tested_blocks};
 pub use commands::{check_commands, reference, shown_commands};
 pub use shell::simple_commands;
 pub use tested::Tested;

@@ -3,7 +3,6 @@
 
 mod backup;
 mod daily;
-mod first_volume;
 mod install_hosts;
 mod local;
 mod lost_node;

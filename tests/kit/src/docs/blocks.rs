@@ -88,18 +88,37 @@ pub fn tested_blocks() -> Result<Vec<(Page, Block, Tested)>> {
     Ok(found)
 }
 
+/// Returns the blocks of a page that have such an entry in [`BLOCKS`].
+fn blocks_with(page: &str, is_such: impl Fn(Tested) -> bool) -> Result<Vec<Block>> {
+    let blocks = tested_blocks()?.into_iter();
+    let such = blocks.filter(|(of, _, tested)| of.path.as_os_str() == page && is_such(*tested));
+    Ok(such.map(|(_, block, _)| block).collect())
+}
+
 /// Returns the blocks of a page that are no commands and that `test` reads according to [`BLOCKS`].
 ///
 /// # Errors
 /// The page has no such block.
 pub fn blocks_read_by(page: &str, test: &str) -> Result<Vec<Block>> {
-    let blocks = tested_blocks()?.into_iter();
-    let mine = blocks.filter(|(of, _, tested)| {
-        of.path.as_os_str() == page && matches!(tested, Tested::Read(by) if *by == test)
-    });
-    let found: Vec<Block> = mine.map(|(_, block, _)| block).collect();
+    let found = blocks_with(page, |entry| matches!(entry, Tested::Read(by) if by == test))?;
     ensure!(!found.is_empty(), "{page} has no block that {test} reads");
     Ok(found)
+}
+
+/// Returns the blocks of a page whose commands `test` runs according to [`BLOCKS`].
+fn blocks_run_by(page: &str, test: &str) -> Result<Vec<Block>> {
+    let found = blocks_with(page, |entry| matches!(entry, Tested::Run(by) if by == test))?;
+    ensure!(!found.is_empty(), "{page} has no block that {test} runs");
+    Ok(found)
+}
+
+/// Returns the lines that `test` runs according to [`BLOCKS`], as a shell takes them.
+///
+/// # Errors
+/// The page has no such block.
+pub fn lines_run_by(page: &str, test: &str) -> Result<Vec<String>> {
+    let lines = blocks_run_by(page, test)?.into_iter().flat_map(|block| block.code);
+    Ok(lines.map(|code| code.text).collect())
 }
 
 /// The commands of a page that one test runs, in their order.
@@ -116,13 +135,7 @@ impl Script {
     /// # Errors
     /// The page has no such block.
     pub fn read(page: &str, test: &str) -> Result<Script> {
-        let blocks = tested_blocks()?.into_iter();
-        let mine = blocks.filter(|(of, _, tested)| {
-            of.path.as_os_str() == page && matches!(tested, Tested::Run(by) if *by == test)
-        });
-        let script = Script::new(page, mine.flat_map(|(_, block, _)| block.commands()));
-        ensure!(!script.left.is_empty(), "{page} has no block that {test} runs");
-        Ok(script)
+        Ok(Script::new(page, blocks_run_by(page, test)?.iter().flat_map(Block::commands)))
     }
 
     /// Makes a script of these commands of a page.

@@ -15,18 +15,18 @@ pub enum Tested {
 use Tested::{Parsed, Read, Run};
 
 const BUILDS: &str = "builds everything, for a quarter of an hour";
-const PACKAGES: &str = "needs a host of its own: tests/tests/vm_packages.rs installs the packages";
+const ANOTHER_HOST: &str =
+    "needs another host: tests/tests/vm_packages.rs runs the commands of the first one";
 const RPM: &str = "needs a host with rpm: tests/tests/packages_rpm.rs installs the packages in a folder";
 const HELM: &str = "the chart needs a later API server than the tests have; tests/tests/tools.rs renders it";
 const KUSTOMIZE: &str = "has objects that the API server of the tests does not know; tests/tests/chart.rs";
-const JOURNAL: &str = "the processes of the tests are no units";
-const SETUP: &str = "changes /etc: agent/tests/setup.rs sets a host up in a folder";
 const CLUSTER: &str = "tests/tests/kubernetes/pages.rs";
 const KEY: &str = "tests/tests/kubernetes/backup.rs";
 const CHART: &str = "tests/tests/tools.rs";
 const FLAGS: &str = "controller/tests/docs.rs";
 const LOCAL: &str = "tests/tests/pages/local.rs";
 const HOSTS: &str = "tests/tests/pages/install_hosts.rs";
+const MACHINE: &str = "tests/tests/vm_packages.rs";
 
 /// The blocks of a page in their order, each by its first line without the comment.
 pub type Entries = &'static [(&'static str, Tested)];
@@ -63,13 +63,13 @@ pub const BLOCKS: &[(&str, Entries)] = &[
         &[
             ("shorthornctl status", Run("tests/tests/pages/daily.rs")),
             ("shorthornctl volume trash", Run("tests/tests/pages/daily.rs")),
-            ("journalctl -u shorthorn-agent -u 'shorthorn-*@*' --since -1d >NODE.log", Parsed(JOURNAL)),
+            ("journalctl -u shorthorn-agent -u 'shorthorn-*@*' --since -1d >NODE.log", Run(MACHINE)),
         ],
     ),
     (
         "docs/first-volume.md",
         &[
-            ("shorthornctl node list", Run("tests/tests/pages/first_volume.rs")),
+            ("shorthornctl node list", Run(MACHINE)),
             ("make build", Run(LOCAL)),
             ("nbdinfo 'nbd+unix:///v1?socket=/var/tmp/v1/run/engine.nbd'", Run(LOCAL)),
             ("shorthorn-agent replica inspect DIR [--output json]", Run(LOCAL)),
@@ -81,22 +81,18 @@ pub const BLOCKS: &[(&str, Entries)] = &[
             ("make packages", Parsed(BUILDS)),
             (
                 "apt install ./shorthorn-agent_*.deb ./shorthorn-controller_*.deb ./shorthornctl_*.deb",
-                Parsed(PACKAGES),
+                Run(MACHINE),
             ),
             (
                 "dnf install ./shorthorn-agent-*.rpm ./shorthorn-controller-*.rpm ./shorthornctl-*.rpm",
                 Parsed(RPM),
             ),
-            ("shorthorn-agent setup --node-name node1 --disk /var/lib/longhorn", Parsed(SETUP)),
-            ("SHORTHORN_CONTROLLER_ARGS=--node node1=unix:///run/shorthorn/agent.sock", Read(FLAGS)),
+            ("shorthorn-agent setup --node-name node1 --disk /var/lib/longhorn", Run(MACHINE)),
+            ("shorthornctl node add node1 --address unix:///run/shorthorn/agent.sock", Run(MACHINE)),
+            ("shorthornctl node list", Run(MACHINE)),
+            ("SHORTHORN_CONTROLLER_ARGS=--tls-listen 192.0.2.10:9521", Read(FLAGS)),
             ("systemctl restart shorthorn-controller", Run(HOSTS)),
-            (
-                "SHORTHORN_CONTROLLER_ARGS=--node node1=unix:///run/shorthorn/agent.sock --tls-listen \
-                 192.0.2.10:9521",
-                Read(FLAGS),
-            ),
-            ("systemctl restart shorthorn-controller", Run(HOSTS)),
-            ("apt install ./shorthorn-agent_*.deb", Parsed(PACKAGES)),
+            ("apt install ./shorthorn-agent_*.deb", Parsed(ANOTHER_HOST)),
             ("shorthornctl node add node2 --address 192.0.2.12:9501", Run(HOSTS)),
         ],
     ),
@@ -104,7 +100,7 @@ pub const BLOCKS: &[(&str, Entries)] = &[
         "docs/install.md",
         &[
             ("make packages", Parsed(BUILDS)),
-            ("apt install ./shorthorn-agent_*.deb", Parsed(PACKAGES)),
+            ("apt install ./shorthorn-agent_*.deb", Run(MACHINE)),
             ("dnf install ./shorthorn-agent-*.rpm", Parsed(RPM)),
             ("make image", Parsed(BUILDS)),
             (
@@ -183,13 +179,13 @@ pub const BLOCKS: &[(&str, Entries)] = &[
         "docs/troubleshooting.md",
         &[
             ("shorthornctl status", Run("tests/tests/pages/troubleshooting.rs")),
-            ("journalctl -u shorthorn-engine@NAME", Parsed(JOURNAL)),
+            ("journalctl -u shorthorn-engine@NAME", Run(MACHINE)),
             ("shorthornctl volume salvage NAME", Run("tests/tests/pages/troubleshooting.rs")),
             ("kubectl describe pod POD", Run(CLUSTER)),
             (
                 "systemctl status shorthorn-agent shorthorn-agent-csi.socket \
                  shorthorn-agent-registration.socket",
-                Parsed("the processes of the tests are no units: tests/tests/vm_packages.rs has these"),
+                Run(MACHINE),
             ),
         ],
     ),
