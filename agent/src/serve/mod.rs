@@ -77,6 +77,8 @@ const CALLS_MAX: usize = 64;
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// Calls that are under way when the agent stops have so long. They are safe to repeat.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);
+/// The time limit of the first look at new disks. A later look prepares those that are left.
+const PREPARE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The examinations of this host that the node API offers.
 #[derive(Clone, Copy, Debug)]
@@ -126,6 +128,16 @@ fn spawn_keepers(
     }
 }
 
+/// Prepares new disks before the agent is ready, unless one hangs: the check of `setup` does not wait for a
+/// controller that asks for them.
+async fn prepare(disks: &Arc<Disks>) {
+    let disks = Arc::clone(disks);
+    let prepared = tokio::task::spawn_blocking(move || disks.prepare_new());
+    if tokio::time::timeout(PREPARE_LIMIT, prepared).await.is_err() {
+        tracing::warn!(limit_s = PREPARE_LIMIT.as_secs(), "a disk hangs: the agent starts without it");
+    }
+}
+
 async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let inherited = csi::Inherited::take().context("sockets of systemd")?;
     let source = AgentMetrics::new();
@@ -136,8 +148,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     paths.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
-    // Before the check of `setup`, which does not wait for a controller that asks for the disks.
-    disks.prepare_new();
+    prepare(&disks).await;
     let claim = Arc::new(Claim::open(&config.state_dir)?);
     for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir, &disks.paths()) {
         tracing::warn!("{warning}");
