@@ -127,64 +127,16 @@ impl Store for Metered {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use shorthorn_controller_core::Timestamp;
     use shorthorn_controller_core::objects::{Metadata, Node, NodeSpec, NodeStatus};
 
     use super::*;
     use crate::metrics::ReadinessPhase;
     use crate::store::MemoryStore;
+    use crate::store::failing::FailingStore;
 
-    /// A store that is out of reach, and comes back without a write.
-    struct Away(MemoryStore, AtomicBool);
-
-    impl Away {
-        fn new() -> Arc<Away> {
-            Arc::new(Away(MemoryStore::new(), AtomicBool::new(false)))
-        }
-    }
-
-    #[async_trait]
-    impl Store for Away {
-        fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
-            self.0.state()
-        }
-
-        async fn put(&self, _: Object) -> Result<Object, StoreError> {
-            Err(StoreError::Unavailable { message: "no route".to_owned() })
-        }
-
-        async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
-            self.0.remove(key, version).await
-        }
-
-        async fn check(&self) -> Result<(), StoreError> {
-            if self.1.load(Ordering::SeqCst) {
-                return Ok(());
-            }
-            Err(StoreError::Unavailable { message: "still no route".to_owned() })
-        }
-
-        fn reserve(&self, replicas: Vec<Replica>) -> bool {
-            self.0.reserve(replicas)
-        }
-
-        fn forget_reservations(&self, names: &[String]) {
-            self.0.forget_reservations(names);
-        }
-
-        fn changes(&self) -> broadcast::Receiver<Key> {
-            self.0.changes()
-        }
-
-        fn cluster(&self) -> &str {
-            self.0.cluster()
-        }
-
-        fn leader(&self) -> Option<u64> {
-            Some(7)
-        }
+    fn unreachable() -> Arc<FailingStore> {
+        Arc::new(FailingStore::unreachable())
     }
 
     fn node() -> Object {
@@ -194,8 +146,8 @@ mod tests {
 
     #[test]
     fn agents_hear_of_the_leader_of_the_store_inside() {
-        let store = Metered::new(Away::new(), Metrics::default(), Arc::default());
-        assert_eq!(store.leader(), Some(7));
+        let store = Metered::new(unreachable(), Metrics::default(), Arc::default());
+        assert_eq!(store.leader(), Some(FailingStore::LEADER));
     }
 
     #[tokio::test]
@@ -211,7 +163,7 @@ mod tests {
         store.remove(&node().key(), 1).await.unwrap();
         assert_eq!((count("put", "ok"), count("put", "conflict"), count("remove", "ok")), (1, 1, 1));
         assert!(readiness.check().is_ok());
-        let away = Metered::new(Away::new(), metrics.clone(), Arc::clone(&readiness));
+        let away = Metered::new(unreachable(), metrics.clone(), Arc::clone(&readiness));
         away.put(node()).await.unwrap_err();
         assert_eq!(count("put", "unavailable"), 1);
         assert!(readiness.check().unwrap_err().contains("no route"));
@@ -223,14 +175,14 @@ mod tests {
     async fn a_store_that_answers_again_is_noticed_without_a_write() {
         let readiness = Arc::<Readiness>::default();
         readiness.reached(ReadinessPhase::Leading);
-        let away = Away::new();
-        let inner: Arc<dyn Store> = Arc::<Away>::clone(&away);
+        let away = unreachable();
+        let inner: Arc<dyn Store> = Arc::<FailingStore>::clone(&away);
         let store = Arc::new(Metered::new(inner, Metrics::default(), Arc::clone(&readiness)));
         let following = tokio::spawn(Arc::clone(&store).follow());
         store.put(node()).await.unwrap_err();
         tokio::time::sleep(CHECK_EVERY * 2).await;
         assert!(readiness.check().unwrap_err().contains("still no route"));
-        away.1.store(true, Ordering::SeqCst);
+        away.come_back();
         tokio::time::sleep(CHECK_EVERY * 2).await;
         readiness.check().unwrap();
         following.abort();

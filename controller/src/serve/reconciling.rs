@@ -102,49 +102,11 @@ impl Reconciling {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::RwLockReadGuard;
-
-    use async_trait::async_trait;
-    use shorthorn_controller_core::ClusterState;
-    use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
-    use tokio::sync::broadcast;
+    use shorthorn_controller_core::objects::{Key, Kind};
 
     use super::*;
     use crate::store::MemoryStore;
-
-    /// A store whose disk is full.
-    struct Full(MemoryStore);
-
-    #[async_trait]
-    impl Store for Full {
-        fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
-            self.0.state()
-        }
-
-        async fn put(&self, _: Object) -> Result<Object, StoreError> {
-            Err(StoreError::Write { path: "store".into(), message: "no space".to_owned() })
-        }
-
-        async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
-            self.0.remove(key, version).await
-        }
-
-        fn reserve(&self, replicas: Vec<Replica>) -> bool {
-            self.0.reserve(replicas)
-        }
-
-        fn forget_reservations(&self, names: &[String]) {
-            self.0.forget_reservations(names);
-        }
-
-        fn changes(&self) -> broadcast::Receiver<Key> {
-            self.0.changes()
-        }
-
-        fn cluster(&self) -> &str {
-            self.0.cluster()
-        }
-    }
+    use crate::store::failing::FailingStore;
 
     fn reconciling(store: impl Store) -> Reconciling {
         let url = "unix:///nonexistent/agent.sock".parse().unwrap();
@@ -164,7 +126,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_broken_store_ends_the_work() {
-        let ended = reconciling(Full(MemoryStore::new())).run().await;
+        let ended = reconciling(FailingStore::full()).run().await;
         assert!(matches!(ended, Err(StoreError::Write { .. })), "{ended:?}");
     }
 }

@@ -2,6 +2,8 @@
 
 pub(crate) mod cache;
 mod change;
+#[cfg(test)]
+pub(crate) mod failing;
 mod later;
 mod memory;
 mod redb;

@@ -117,57 +117,18 @@ impl Executor {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::sync::RwLockReadGuard;
     use std::time::Duration;
 
-    use async_trait::async_trait;
-    use shorthorn_controller_core::objects::{Node, Object, Replica};
+    use shorthorn_controller_core::Timestamp;
+    use shorthorn_controller_core::objects::{Node, Object};
     use shorthorn_controller_core::observed::Link;
-    use shorthorn_controller_core::{ClusterState, Timestamp};
     use shorthorn_types::ReplicaId;
-    use tokio::sync::broadcast;
 
     use super::*;
     use crate::counts::Metrics;
     use crate::queue::Queue;
     use crate::store::MemoryStore;
-
-    /// A store whose disk is full, except for objects named `fits`.
-    struct Full(MemoryStore);
-
-    #[async_trait]
-    impl Store for Full {
-        fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
-            self.0.state()
-        }
-
-        async fn put(&self, object: Object) -> Result<Object, StoreError> {
-            if object.metadata().name == "fits" {
-                return self.0.put(object).await;
-            }
-            Err(StoreError::Write { path: "store".into(), message: "no space".to_owned() })
-        }
-
-        async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
-            self.0.remove(key, version).await
-        }
-
-        fn reserve(&self, replicas: Vec<Replica>) -> bool {
-            self.0.reserve(replicas)
-        }
-
-        fn forget_reservations(&self, names: &[String]) {
-            self.0.forget_reservations(names);
-        }
-
-        fn changes(&self) -> broadcast::Receiver<Key> {
-            self.0.changes()
-        }
-
-        fn cluster(&self) -> &str {
-            self.0.cluster()
-        }
-    }
+    use crate::store::failing::FailingStore;
 
     /// Returns an executor with an agent on `a` that counts as synced and does not answer.
     fn executor(store: impl Store) -> (Arc<dyn Store>, Executor, mpsc::Receiver<StoreError>) {
@@ -227,10 +188,10 @@ mod tests {
 
     #[tokio::test]
     async fn an_error_that_no_retry_repairs_is_sent_once() {
-        let (_store, executor, mut errors) = executor(Full(MemoryStore::new()));
+        let (_store, executor, mut errors) = executor(FailingStore::full());
         let key = node("a").key();
         for _ in 0..2 {
-            let full = decision(vec![write(node("a")), write(node("fits"))]);
+            let full = decision(vec![write(node("a")), write(node(FailingStore::FITS))]);
             assert_eq!(executor.carry_out(&key, 0, full).await, Outcome::Failed);
         }
         assert!(matches!(errors.try_recv(), Ok(StoreError::Write { .. })));
