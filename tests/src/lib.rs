@@ -5,6 +5,7 @@ mod bad_disk;
 mod bare_volume;
 #[allow(clippy::cast_precision_loss)] // figures for people
 pub mod bench;
+mod blocks;
 mod caller;
 pub mod claims;
 mod cluster_node;
@@ -27,9 +28,11 @@ mod small_disk;
 pub mod soak;
 mod vm_host;
 mod waiting;
+mod words;
 
 pub use bad_disk::BadDisk;
 pub use bare_volume::{BareVolume, BareVolumeOptions, Transport};
+pub use blocks::{BLOCK_BYTES, ensure_block, write_block};
 pub use caller::Caller;
 pub use cluster_node::ClusterNode;
 pub use device_client::DeviceClient;
@@ -49,3 +52,4 @@ pub use sidecars::Sidecars;
 pub use small_disk::SmallDisk;
 pub use vm_host::{NODE, VmHost};
 pub use waiting::until;
+pub use words::ensure_has;

@@ -8,30 +8,13 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 use shorthorn_tests::hosts::{Hosts, name};
 use shorthorn_tests::{
-    Guest, GuestOptions, NbdClient, NbdRequest, compare_exports, signal, under_load, until, until_whole,
+    BLOCK_BYTES, Guest, GuestOptions, compare_exports, ensure_block, ensure_has, signal, under_load, until,
+    until_whole, write_block,
 };
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
 const VOLUME: &str = "v";
-const BLOCK_BYTES: u32 = 64 << 10;
-
-fn write(client: &mut NbdClient, block: u64, byte: u8) -> Result<()> {
-    let data = vec![byte; BLOCK_BYTES as usize];
-    let offset = block * u64::from(BLOCK_BYTES);
-    let answer = client.call(NbdRequest::Write { offset, data, fua: true }, LIMIT)?;
-    ensure!(answer.is_ok(), "writing block {block}: errno {answer:?}");
-    Ok(())
-}
-
-fn ensure_block(client: &mut NbdClient, block: u64, byte: u8) -> Result<()> {
-    let offset = block * u64::from(BLOCK_BYTES);
-    let answer = client.call(NbdRequest::Read { offset, length: BLOCK_BYTES }, LIMIT)?;
-    let data = answer.map_err(|errno| anyhow::anyhow!("reading block {block}: errno {errno}"))?;
-    let wrong = data.iter().find(|found| **found != byte);
-    ensure!(wrong.is_none(), "block {block} has {wrong:?} where {byte} was written");
-    Ok(())
-}
 
 fn until_shown(hosts: &Hosts, what: &str, is_so: impl Fn(&Value) -> bool) -> Result<Value> {
     until(what, LIMIT, || {
@@ -44,10 +27,9 @@ fn until_shown(hosts: &Hosts, what: &str, is_so: impl Fn(&Value) -> bool) -> Res
 /// Waits until `volume why` has all these words.
 fn until_event(hosts: &Hosts, words: &[&str]) -> Result<String> {
     until("explanation", LIMIT, || {
-        let told = hosts.ctl(&["volume", "why", VOLUME])?;
-        let missing = words.iter().find(|word| !told.contains(**word));
-        ensure!(missing.is_none(), "{missing:?} is not in:\n{told}");
-        Ok(Some(told))
+        let printed = hosts.ctl(&["volume", "why", VOLUME])?;
+        ensure_has(&printed, words)?;
+        Ok(Some(printed))
     })
 }
 
@@ -75,12 +57,12 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(newer)])?;
     until_whole(&hosts.engine_control(newer, VOLUME), LIMIT)?;
     let mut client = hosts.client(newer, VOLUME)?;
-    write(&mut client, 0, 1)?;
+    write_block(&mut client, 0, 1)?;
     until_event(&hosts, &["is healthy", "2 of 2 replicas are complete"])?;
 
     // A replica loses its link and misses a write.
     hosts.set_link(older, false)?;
-    write(&mut client, 1, 2)?;
+    write_block(&mut client, 1, 2)?;
     let degraded = |shown: &Value| shown["robustness"] == "degraded";
     until_shown(&hosts, "degraded volume", degraded)?;
     let missing = format!("Replica {} on node {} is missing since", placed[1].2, name(older));
@@ -102,7 +84,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     let mut client = hosts.client(older, VOLUME)?;
     ensure_block(&mut client, 0, 1)?;
     ensure_block(&mut client, 1, 0)?;
-    write(&mut client, 2, 3)?;
+    write_block(&mut client, 2, 3)?;
 
     // The agent comes back, and its replica becomes a copy of the current volume.
     hosts.start_agent(newer)?;
@@ -198,7 +180,7 @@ fn a_volume_is_made_again_under_its_name() -> Result<()> {
         for _ in 0..attachments {
             hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(0)])?;
             let mut client = hosts.client(0, VOLUME)?;
-            write(&mut client, 0, 1)?;
+            write_block(&mut client, 0, 1)?;
             ensure_block(&mut client, 0, 1)?;
             drop(client);
             hosts.detach(VOLUME)?;
@@ -283,7 +265,7 @@ fn a_volume_grows_under_load() -> Result<()> {
         let mut client = hosts.client(served, VOLUME)?;
         ensure!(client.size_bytes() == 128 << 20, "the device has {} bytes", client.size_bytes());
         ensure_block(&mut client, LAST_BLOCK, 0)?;
-        write(&mut client, LAST_BLOCK, 7)?;
+        write_block(&mut client, LAST_BLOCK, 7)?;
         hosts.set_link(cut_off, true)?;
         until_whole(&hosts.engine_control(served, VOLUME), LIMIT)?;
         ensure_block(&mut client, LAST_BLOCK, 7)?;

@@ -8,7 +8,7 @@ use serde_json::json;
 use shorthorn_testkit::docs::{Script, blocks_read_by};
 use shorthorn_tests::apiserver::NAMESPACE;
 use shorthorn_tests::hosts::name;
-use shorthorn_tests::until_whole;
+use shorthorn_tests::{ensure_has, until_whole};
 
 use crate::cluster::Cluster;
 use crate::documented::Documented;
@@ -52,12 +52,6 @@ fn page(cluster: &Cluster, page: &str) -> Result<Documented> {
     Documented::new(cluster, Script::read(page, TEST)?)
 }
 
-fn has(told: &str, words: &[&str]) -> Result<()> {
-    let missing = words.iter().find(|word| !told.contains(**word));
-    ensure!(missing.is_none(), "{missing:?} is not in:\n{told}");
-    Ok(())
-}
-
 /// Drains a node, which comes back. Another one has to wait for it meanwhile.
 fn maintenance(cluster: &Cluster) -> Result<()> {
     let mut page = page(cluster, MAINTENANCE)?;
@@ -73,11 +67,11 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
     cluster.until_guards(&[0, 2])?;
     page.script.set("NODE", &name(2));
     let told = page.kubectl_succeeds("describe pod shorthorn-guard-NODE")?;
-    has(&told, &["shorthorn-guard-n2", "volume v"])?;
+    ensure_has(&told, &["shorthorn-guard-n2", "volume v"])?;
     let words = page.script.next("shorthornctl node can-reboot NODE")?;
     let words: Vec<&str> = words.iter().skip(1).map(String::as_str).collect();
     let told = cluster.hosts.refused(&words)?;
-    has(&told, &["node n1, which was cordoned in Kubernetes before"])?;
+    ensure_has(&told, &["node n1, which was cordoned in Kubernetes before"])?;
     page.script.finish()
 }
 
@@ -86,7 +80,7 @@ fn installation(cluster: &Cluster) -> Result<()> {
     const NO_POD: &str = "the controller is no pod here; controller/tests/laptop.rs connects through one";
     let mut page = page(cluster, INSTALL)?;
     let told = page.kubectl_succeeds("get pods")?;
-    has(&told, &["shorthorn-guard-n2"])?;
+    ensure_has(&told, &["shorthorn-guard-n2"])?;
     page.script.leave_out("shorthornctl --kubeconfig", NO_POD)?;
     page.script.leave_out("shorthornctl --kubeconfig", NO_POD)?;
 
@@ -109,7 +103,7 @@ fn installation(cluster: &Cluster) -> Result<()> {
     cluster.api.ok("PATCH", &format!("{POD}/status"), Some(&runs))?;
     page.kubectl_succeeds("wait --for=condition=Ready pod/writer")?;
     let told = page.kubectl_succeeds("get shv")?;
-    has(&told, &["STATE", "ROBUSTNESS", "REPLICAS", "NODE", VOLUME, "attached", "healthy", "3/3", "n0"])?;
+    ensure_has(&told, &["STATE", "ROBUSTNESS", "REPLICAS", "NODE", VOLUME, "attached", "healthy", "3/3", "n0"])?;
     page.script.leave_out("cat /data/log", "the pod does not run")?;
     page.script.finish()
 }
@@ -119,15 +113,15 @@ fn troubleshooting(cluster: &Cluster) -> Result<()> {
     page.script.set("POD", "writer");
     page.script.set("CLAIM", "data");
     page.script.set("NAME", VOLUME);
-    has(&page.kubectl_succeeds("describe pod POD")?, &["writer", "Events"])?;
-    has(&page.kubectl_succeeds("describe pvc CLAIM")?, &["StorageClass:", "shorthorn", "Events"])?;
+    ensure_has(&page.kubectl_succeeds("describe pod POD")?, &["writer", "Events"])?;
+    ensure_has(&page.kubectl_succeeds("describe pvc CLAIM")?, &["StorageClass:", "shorthorn", "Events"])?;
     let told = page.kubectl_succeeds("get shv,she,shr,shn")?;
-    has(
+    ensure_has(
         &told,
         &["volume.shorthorn.io/v", "engine.shorthorn.io/", "replica.shorthorn.io/", "node.shorthorn.io/n0"],
     )?;
     let told = page.kubectl_succeeds("describe shv NAME")?;
-    has(&told, &["Robustness", "EngineStarted", "Attached"])?;
+    ensure_has(&told, &["Robustness", "EngineStarted", "Attached"])?;
     page.script.next("kubectl logs -n shorthorn-system deploy/shorthorn-controller")?;
     let deployment = format!("/apis/apps/v1/namespaces/{NAMESPACE}/deployments/shorthorn-controller");
     ensure!(cluster.api.find(&deployment)?.is_some(), "no Deployment has that name");

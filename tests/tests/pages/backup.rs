@@ -3,8 +3,9 @@
 use std::fs;
 
 use anyhow::{Result, ensure};
+use shorthorn_tests::{ensure_block, write_block};
 
-use super::{Cluster, Page, VOLUME, ensure_block, system, write};
+use super::{Cluster, Page, VOLUME, system};
 
 const PAGE: &str = "docs/backup.md";
 
@@ -23,7 +24,7 @@ fn the_store_is_saved_as_the_page_says() -> Result<()> {
     cluster.hosts.stop_controller()?;
     system(&page.script.next("cp")?, cluster.folder.path())?;
     // Attached volumes continue meanwhile.
-    write(&mut client, 0, 1)?;
+    write_block(&mut client, 0, 1)?;
     page.script.next("systemctl start shorthorn-controller")?;
     cluster.hosts.start_controller()?;
     page.script.finish()?;

@@ -4,9 +4,9 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use shorthorn_tests::hosts::name;
-use shorthorn_tests::until_whole;
+use shorthorn_tests::{ensure_has, until_whole};
 
-use super::{Cluster, LIMIT, Page, ensure_has, system};
+use super::{Cluster, LIMIT, Page, system};
 
 const PAGE: &str = "docs/daily.md";
 const NAME: &str = "v1";

@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result, ensure};
 use shorthorn_tests::apiserver::free_port;
+use shorthorn_tests::ensure_has;
 use shorthorn_tests::hosts::{Hosts, agent_url, name};
 
-use super::{Cluster, Page, ensure_has};
+use super::{Cluster, Page};
 
 const PAGE: &str = "docs/install-hosts.md";
 

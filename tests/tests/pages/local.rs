@@ -7,9 +7,9 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use shorthorn_testkit::docs::Script;
-use shorthorn_tests::{LocalVolume, binary};
+use shorthorn_tests::{LocalVolume, binary, ensure_has};
 
-use super::{ended_with, ensure_has, system};
+use super::{ended_with, system};
 
 const TEST: &str = "tests/tests/pages/local.rs";
 

@@ -2,8 +2,9 @@
 
 use anyhow::{Result, ensure};
 use shorthorn_tests::hosts::name;
+use shorthorn_tests::{ensure_block, ensure_has, write_block};
 
-use super::{Cluster, Page, VOLUME, ensure_block, ensure_has, write};
+use super::{Cluster, Page, VOLUME};
 
 const PAGE: &str = "docs/lost-node.md";
 /// The host that is lost.
@@ -13,7 +14,7 @@ const LOST: usize = 2;
 fn a_lost_node_is_given_up_as_the_page_says() -> Result<()> {
     let mut cluster = Cluster::start(3)?;
     cluster.attach_new("3", LOST)?;
-    write(&mut cluster.hosts.client(LOST, VOLUME)?, 0, 1)?;
+    write_block(&mut cluster.hosts.client(LOST, VOLUME)?, 0, 1)?;
     cluster.hosts.set_link(LOST, false)?;
     cluster.hosts.kill_agent(LOST)?;
     cluster.until_ready(LOST, false)?;
@@ -32,7 +33,7 @@ fn a_lost_node_is_given_up_as_the_page_says() -> Result<()> {
     page.ctl(&cluster, "volume attach NAME --node OTHER")?;
     let mut client = cluster.hosts.client(0, VOLUME)?;
     ensure_block(&mut client, 0, 1)?;
-    write(&mut client, 1, 2)?;
+    write_block(&mut client, 1, 2)?;
     drop(client);
 
     page.ctl(&cluster, "node cordon NODE")?;

@@ -20,12 +20,11 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use shorthorn_testkit::docs::Script;
 use shorthorn_tests::hosts::{Hosts, name};
-use shorthorn_tests::{NbdClient, NbdRequest, until, until_whole};
+use shorthorn_tests::{until, until_whole};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
 const VOLUME: &str = "v";
-const BLOCK_BYTES: u32 = 64 << 10;
 
 struct Cluster {
     hosts: Hosts,
@@ -155,27 +154,4 @@ fn system(words: &[String], folder: &Path) -> Result<String> {
     let (program, arguments) = words.split_first().context("no command")?;
     let output = Command::new(program).args(arguments).current_dir(folder).stdin(Stdio::null()).output();
     ended_with(&output.with_context(|| format!("starting {program}"))?, program, 0)
-}
-
-/// Checks that a text has all these words.
-fn ensure_has(told: &str, words: &[&str]) -> Result<()> {
-    let missing = words.iter().find(|word| !told.contains(**word));
-    ensure!(missing.is_none(), "{missing:?} is not in:\n{told}");
-    Ok(())
-}
-
-fn write(client: &mut NbdClient, block: u64, byte: u8) -> Result<()> {
-    let data = vec![byte; BLOCK_BYTES as usize];
-    let offset = block * u64::from(BLOCK_BYTES);
-    let answer = client.call(NbdRequest::Write { offset, data, fua: true }, LIMIT)?;
-    ensure!(answer.is_ok(), "writing block {block}: errno {answer:?}");
-    Ok(())
-}
-
-fn ensure_block(client: &mut NbdClient, block: u64, byte: u8) -> Result<()> {
-    let offset = block * u64::from(BLOCK_BYTES);
-    let answer = client.call(NbdRequest::Read { offset, length: BLOCK_BYTES }, LIMIT)?;
-    let data = answer.map_err(|errno| anyhow::anyhow!("reading block {block}: errno {errno}"))?;
-    ensure!(data.iter().all(|found| *found == byte), "block {block} is not full of {byte}");
-    Ok(())
 }

@@ -3,9 +3,9 @@
 use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_tests::hosts::name;
-use shorthorn_tests::{signal, until_whole};
+use shorthorn_tests::{ensure_block, ensure_has, signal, until_whole, write_block};
 
-use super::{Cluster, LIMIT, Page, VOLUME, ensure_block, ensure_has, write};
+use super::{Cluster, LIMIT, Page, VOLUME};
 
 const PAGE: &str = "docs/maintenance.md";
 
@@ -28,7 +28,7 @@ fn a_host_is_restarted_and_drained_as_the_page_says() -> Result<()> {
         signal(process, Signal::SIGKILL)?;
     }
     let mut client = cluster.hosts.client(0, VOLUME)?;
-    write(&mut client, 0, 1)?;
+    write_block(&mut client, 0, 1)?;
     cluster.hosts.start_agent(host)?;
     cluster.until_ready(host, true)?;
     page.ctl(&cluster, "node uncordon NODE")?;

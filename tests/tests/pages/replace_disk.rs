@@ -5,9 +5,9 @@ use std::fs;
 use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_tests::hosts::name;
-use shorthorn_tests::{signal, until};
+use shorthorn_tests::{ensure_block, ensure_has, signal, until, write_block};
 
-use super::{Cluster, LIMIT, Page, VOLUME, ensure_block, ensure_has, write};
+use super::{Cluster, LIMIT, Page, VOLUME};
 
 const PAGE: &str = "docs/replace-disk.md";
 
@@ -16,7 +16,7 @@ fn a_disk_is_replaced_as_the_page_says() -> Result<()> {
     let cluster = Cluster::start(3)?;
     cluster.attach_new("2", 0)?;
     let mut client = cluster.hosts.client(0, VOLUME)?;
-    write(&mut client, 0, 1)?;
+    write_block(&mut client, 0, 1)?;
     let mut page = Page::read(PAGE, "tests/tests/pages/replace_disk.rs")?;
     page.script.set("NAME", VOLUME);
 

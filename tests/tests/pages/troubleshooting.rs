@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 use shorthorn_tests::hosts::name;
-use shorthorn_tests::until;
+use shorthorn_tests::{ensure_has, until, write_block};
 
-use super::{Cluster, LIMIT, Page, VOLUME, ensure_has, write};
+use super::{Cluster, LIMIT, Page, VOLUME};
 
 const PAGE: &str = "docs/troubleshooting.md";
 
@@ -16,7 +16,7 @@ fn problems_are_reported_as_the_page_says() -> Result<()> {
     let nodes = cluster.nodes_of(VOLUME)?;
     let newer = (0..3).find(|host| *host != away && nodes.contains(&name(*host))).context("one replica")?;
     cluster.hosts.set_link(away, false)?;
-    write(&mut cluster.hosts.client(0, VOLUME)?, 0, 1)?;
+    write_block(&mut cluster.hosts.client(0, VOLUME)?, 0, 1)?;
     cluster.until_shown(VOLUME, "degraded volume", |shown| shown["robustness"] == "degraded")?;
 
     let mut page = Page::read(PAGE, "tests/tests/pages/troubleshooting.rs")?;

@@ -2,9 +2,9 @@
 
 use anyhow::{Result, ensure};
 use shorthorn_tests::hosts::name;
-use shorthorn_tests::until_whole;
+use shorthorn_tests::{ensure_block, ensure_has, until_whole, write_block};
 
-use super::{Cluster, LIMIT, Page, VOLUME, ensure_block, ensure_has, write};
+use super::{Cluster, LIMIT, Page, VOLUME};
 
 const PAGE: &str = "docs/upgrade.md";
 const HOSTS: usize = 3;
@@ -14,7 +14,7 @@ fn programs_are_upgraded_as_the_page_says() -> Result<()> {
     let mut cluster = Cluster::start(HOSTS)?;
     cluster.attach_new("3", 0)?;
     let mut client = cluster.hosts.client(0, VOLUME)?;
-    write(&mut client, 0, 1)?;
+    write_block(&mut client, 0, 1)?;
     let mut page = Page::read(PAGE, "tests/tests/pages/upgrade.rs")?;
 
     page.script.next("apt install ./shorthorn-agent_*.deb")?;
