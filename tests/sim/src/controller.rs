@@ -159,7 +159,7 @@ impl Simulation {
         self.kill_replica(at, false, 1000, &mut rng);
         self.replicas[at].salvage(attach);
         self.controller.arbiter = salvaged_arbiter(attach, id);
-        if std::mem::take(&mut self.lost_untold) {
+        if std::mem::take(&mut self.lost_unreported) {
             // Its guest got errors, and the next one begins anew.
             let now = self.now;
             self.checker.power_lost(now);

@@ -330,7 +330,7 @@ impl Simulation {
                     self.trace(|| format!("not granted to {engine}: {refused}"));
                     if let Some(view) = refused.granted() {
                         // It has to honour that: when it starts again.
-                        self.count("told of an earlier grant");
+                        self.count("earlier grants sent");
                         let delay = self.rng.u64(100..5_000);
                         self.after(delay, Occurrence::Granted { engine, view });
                     }

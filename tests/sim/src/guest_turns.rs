@@ -152,7 +152,7 @@ impl Simulation {
         self.guest.done += 1;
         let host = self.engines.get(&engine).map(|process| process.host);
         if outcome.is_ok() && host.is_some_and(|host| self.hosts[host].lost_writes) {
-            return self.violate(format!("writes may be gone, and the guest is not told: {request:?}"));
+            return self.violate(format!("writes may be gone, and the guest gets no error: {request:?}"));
         }
         self.trace(|| format!("  done: {request:?} {outcome:?}"));
         let (range, now) = (sectors_of(&request), self.now);

@@ -69,8 +69,8 @@ pub enum Sabotage {
     NoResync,
     /// Requests continue while a view is being changed.
     NotHeld,
-    /// A replica that is being rebuilt is not sent the writes of the meantime.
-    JoinerNotTold,
+    /// The engine does not send the writes of the meantime to a replica that is being rebuilt.
+    JoinerSkipped,
     /// Write intent is cleared without a flush.
     ClearWithoutFlush,
     /// Requests that overlap are in flight together.
@@ -90,8 +90,8 @@ pub enum Sabotage {
     OthersUnread,
     /// A block of a snapshot that the source of a copy cannot read is not read from another member.
     UnreadIsFinal,
-    /// A replica that is made anew is not told which blocks all have lost.
-    LostUntold,
+    /// A new replica does not get the list of the blocks that all members have lost.
+    LostUnreported,
     /// Any refusal of another member counts as the answer that it does not have a block.
     RefusalsBelieved,
     /// A lost block that has other data after a restart is not lost any more.
@@ -142,7 +142,7 @@ pub const COVERED: &[&str] = &[
     "view changes",
     "granted",
     "records renewed",
-    "guests told of lost writes",
+    "lost writes reported to guests",
     "grants asked",
     "resyncs after an unclean stop",
     "starts from lost caches",
@@ -206,7 +206,7 @@ pub const COVERED: &[&str] = &[
     "fault: rot blocks",
     "fault: blocks vanish",
     "regions summed",
-    "rot told",
+    "rot reported",
     "blocks of snapshots that rot",
     "blocks of snapshots of another member",
     "blocks of snapshots that are lost",

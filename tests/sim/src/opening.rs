@@ -456,15 +456,15 @@ impl Simulation {
     ) {
         let is_current = attach == self.controller.attach && host == self.controller.host;
         // Once a guest has begun with a newer engine, this one has changed nothing that it does not know.
-        self.lost_untold |= (lost_writes || refuses) && (is_current || self.guest.engine.is_none());
+        self.lost_unreported |= (lost_writes || refuses) && (is_current || self.guest.engine.is_none());
         if is_current {
             self.mark_forgotten_undecided();
             self.hosts[host].was_live = true;
             if refuses {
-                self.count("guests told of lost writes");
+                self.count("lost writes reported to guests");
                 let delay = self.rng.u64(100_000..1_000_000);
                 self.after(delay, Occurrence::AttachAnew { attach });
-            } else if std::mem::take(&mut self.lost_untold) {
+            } else if std::mem::take(&mut self.lost_unreported) {
                 let now = self.now;
                 self.checker.power_lost(now);
             }

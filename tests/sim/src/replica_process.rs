@@ -236,8 +236,9 @@ impl Simulation {
         let replica = &self.replicas[at];
         let wrong = match (ask, answer) {
             (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) => {
-                let told = replica.rotten_blocks(*range);
-                told.into_iter()
+                let reported = replica.rotten_blocks(*range);
+                reported
+                    .into_iter()
                     .find(|block| {
                         !replica.files.rot.contains_key(block) && !replica.has_recorded_lost(*block)
                     })
@@ -249,7 +250,7 @@ impl Simulation {
             _ => None,
         };
         if matches!(answer, Answer::Error(Errno::ROTTEN)) {
-            self.count("rot told");
+            self.count("rot reported");
             self.replicas[at].know_rot();
         }
         if let Some(wrong) = wrong {

@@ -59,7 +59,7 @@ pub struct Simulation {
     pub guest_forgot: Vec<Outstanding>,
     pub checker: Checker,
     /// An engine has started from members that had all lost power, and no guest has begun anew since.
-    pub lost_untold: bool,
+    pub lost_unreported: bool,
     /// The broken paths.
     pub cuts: Vec<Cut>,
     /// Answers that tasks wait for.
@@ -121,7 +121,7 @@ impl Simulation {
             guest,
             guest_forgot: Vec::new(),
             checker,
-            lost_untold: false,
+            lost_unreported: false,
             cuts: Vec::new(),
             calls: BTreeMap::new(),
             new_engines: Vec::new(),

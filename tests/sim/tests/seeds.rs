@@ -16,7 +16,7 @@ const SABOTAGES: [&str; 26] = [
     "refusals-believed",
     "merged-forgotten",
     "others-unread",
-    "lost-untold",
+    "lost-unreported",
     "holes-unseen",
     "early-forgetting",
     "forgotten-rot",
@@ -25,7 +25,7 @@ const SABOTAGES: [&str; 26] = [
     "serve-before-fenced",
     "no-resync",
     "not-held",
-    "joiner-not-told",
+    "joiner-skipped",
     "clear-without-flush",
     "no-range-table",
     "no-give-back",
@@ -127,7 +127,7 @@ fn a_failure_is_shrunk_to_a_script_that_fails() {
 fn script_for(sabotage: &str) -> Option<&'static str> {
     match sabotage {
         "unchecked-layers" => Some("rot-in-a-snapshot"),
-        "others-unread" | "lost-untold" => Some("a-block-that-all-have-lost"),
+        "others-unread" | "lost-unreported" => Some("a-block-that-all-have-lost"),
         "refusals-believed" => Some("a-member-that-refuses-a-block"),
         "merged-forgotten" => Some("a-lost-block-that-is-merged"),
         "early-forgetting" => Some("known-rot-and-no-space"),

@@ -47,7 +47,7 @@ impl Simulation {
             operation,
             Operation::Read | Operation::CheckedRead | Operation::Flush | Operation::Verify
         ) && slot.slot < DEPTH;
-        if modifies && self.is_sabotaged(Sabotage::JoinerNotTold) && self.is_rebuilding(engine, peer) {
+        if modifies && self.is_sabotaged(Sabotage::JoinerSkipped) && self.is_rebuilding(engine, peer) {
             return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
         }
         self.ask(engine, peer, slot.queue, ID_REQUEST | u64::from(slot.slot), ask);

@@ -365,7 +365,7 @@ impl Rebuild<'_> {
                 }
             }
         }
-        if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUntold) {
+        if self.process.sim.borrow().options.sabotage == Some(Sabotage::LostUnreported) {
             lost.clear();
         }
         let piece = Ask::CopySnapshot(Rc::new(file), blocks, lost);

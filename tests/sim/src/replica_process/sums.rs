@@ -72,14 +72,14 @@ impl Simulation {
         let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
         let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
         unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));
-        let told = replica.files.rot_below().filter(|(block, _)| !is_unchecked && blocks.contains(block));
-        let told: Vec<RottenBlock> = told.collect();
+        let reported = replica.files.rot_below().filter(|(block, _)| !is_unchecked && blocks.contains(block));
+        let reported: Vec<RottenBlock> = reported.collect();
         let file = Rc::new(replica.files.snapshot.clone());
-        if !told.is_empty() {
+        if !reported.is_empty() {
             replica.know_rot();
-            self.count("rot told of snapshots");
+            self.count("rot of snapshots reported");
         }
-        self.answer(op.conn, op.number, Answer::Snapshot(file, told));
+        self.answer(op.conn, op.number, Answer::Snapshot(file, reported));
     }
 
     /// A block of the snapshot is read in which another replica holds rot.
@@ -136,8 +136,8 @@ impl Simulation {
         let replica = &mut self.replicas[at];
         replica.know_lost(None);
         let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| sectors.contains(&ROT));
-        let is_told = |block: &u64| lost.iter().any(|(lost, _)| lost == block);
-        if let Some(block) = blocks.clone().find(|block| is_rotten(block) && !is_told(block)) {
+        let is_reported = |block: &u64| lost.iter().any(|(lost, _)| lost == block);
+        if let Some(block) = blocks.clone().find(|block| is_rotten(block) && !is_reported(block)) {
             self.violate(format!("rot is copied to replica {at} in block {block} of its snapshot"));
         }
         if is_cut_off {
