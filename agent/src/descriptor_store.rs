@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_what_it_is_told_to_and_no_more() {
+    fn keeps_the_descriptors_that_messages_name_and_no_others() {
         let mut kept = StoredDescriptors::default();
         kept.take("FDSTORE=1\nFDNAME=nbd-1-0-0\n", vec![fd()]);
         kept.take("FDNAME=nbd-1-0-1\nFDSTORE=1\n", vec![fd()]);

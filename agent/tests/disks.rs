@@ -21,8 +21,8 @@ fn output(program: &str, arguments: &[&str]) -> Output {
 
 fn run(program: &str, arguments: &[&str]) -> String {
     let output = output(program, arguments);
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {told}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {stderr}");
     String::from_utf8(output.stdout).unwrap()
 }
 
@@ -76,8 +76,8 @@ impl Host {
     fn assert_refused(&self, plan: &str, message: &str) {
         let before = self.content();
         let output = self.init(plan);
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && told.contains(message), "{message}: {told}");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && stderr.contains(message), "{message}: {stderr}");
         assert_eq!(self.content(), before, "the device has changed");
         assert!(!Path::new(&self.path("units")).exists());
     }

@@ -35,8 +35,8 @@ fn start(dir: &TempDir) -> Running {
 async fn refused(client: &mut NodeClient<Channel>, engine: u32, user: &str) {
     let answer = client.stop_instance(stop(InstanceKind::Engine, "v1", 0)).await.unwrap_err();
     assert_eq!(answer.code(), Code::FailedPrecondition, "{user}: {answer}");
-    let told = answer.message();
-    assert!(told.contains("dev/v1 is in use") && told.contains(user), "{user}: {told}");
+    let message = answer.message();
+    assert!(message.contains("dev/v1 is in use") && message.contains(user), "{user}: {message}");
     assert!(lives(engine), "{user}: the engine was stopped");
 }
 

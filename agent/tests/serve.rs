@@ -538,6 +538,9 @@ fn a_wrong_configuration_is_refused_with_its_line() {
 fn the_sample_configuration_is_good() {
     let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/agent.toml");
     let check = agent().args(["serve", "--check", "--config", sample]).output().unwrap();
-    let told = String::from_utf8(check.stdout).unwrap();
-    assert!(check.status.success() && told.contains(sample) && told.contains("no mistakes"), "{told}");
+    let printed = String::from_utf8(check.stdout).unwrap();
+    assert!(
+        check.status.success() && printed.contains(sample) && printed.contains("no mistakes"),
+        "{printed}"
+    );
 }

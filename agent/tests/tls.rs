@@ -299,7 +299,7 @@ async fn a_node_enrols_with_the_identity_of_its_kubelet() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_denied_or_wrong_answer_is_told_and_another_key_is_made() {
+async fn a_denied_or_wrong_answer_is_reported_and_another_key_is_made() {
     let (mut node_dir, ours) = (Node::new(), Cluster::new("one"));
     let server = ApiServer::start(node_dir.dir.path(), ours.0, Decision::Deny).await;
     node_dir.kubeconfig = server.kubeconfig.display().to_string();

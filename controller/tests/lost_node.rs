@@ -33,8 +33,8 @@ async fn a_volume_whose_data_is_on_the_lost_node_only_waits_for_it() {
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     (0..2).for_each(|node| cluster.stop_agent(node));
     cluster.ok(&["volume", "detach", "v", "--no-wait"]).await;
-    let told = |shown: &serde_json::Value| shown.to_string().contains("more replicas are needed");
-    let shown = cluster.until("v", "told what it waits for", told).await;
+    let explains = |shown: &serde_json::Value| shown.to_string().contains("more replicas are needed");
+    let shown = cluster.until("v", "the reason of its wait", explains).await;
     assert_eq!(shown["state"], "detaching", "{shown:#}");
     cluster.start_agent(1);
     cluster.until("v", "detached", |shown| shown["state"] == "detached").await;
@@ -97,7 +97,7 @@ async fn a_node_that_never_comes_back_is_deleted() {
     };
     cluster.until("v", "on d and not on c", |shown| has(shown, "d") && !has(shown, "c")).await;
     assert!(cluster.ok(&["node", "list"]).await.contains("given up"));
-    until_nodes(&cluster, "told of its flag", |nodes| nodes.contains("--node c=URL")).await;
+    until_nodes(&cluster, "shown with its flag", |nodes| nodes.contains("--node c=URL")).await;
 
     // No object names it any more: it is removed.
     cluster.stop_controller().await;

@@ -174,7 +174,7 @@ async fn an_operator_salvages_what_is_left() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_running_engine_is_told_what_changes() {
+async fn a_running_engine_gets_the_changes() {
     let cluster = Cluster::start(&["a", "b"]).await;
     attached(&cluster, "1").await;
     cluster.ok(&["volume", "rebuild-limit", "v", "--bytes-per-s", "10MiB", "--share", "50"]).await;

@@ -320,8 +320,8 @@ impl ApiServer {
         input.write_all(body.as_bytes())?;
         drop(input);
         let output = child.wait_with_output()?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{method} {path}: {}", told.trim());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{method} {path}: {}", stderr.trim());
         let text = String::from_utf8(output.stdout)?;
         let (body, code) = text.rsplit_once('\n').context("curl says no status")?;
         let body = serde_json::from_str(body).unwrap_or_else(|_| Value::from(body));
@@ -432,11 +432,12 @@ fn minor_version(programs: &Path) -> Result<u32> {
         .arg("--version")
         .output()
         .with_context(|| format!("starting {}: does {PROGRAMS_DIR} name its folder?", program.display()))?;
-    let told = String::from_utf8_lossy(&output.stdout);
+    let printed = String::from_utf8_lossy(&output.stdout);
     let minor =
-        told.trim().strip_prefix("Kubernetes v1.").and_then(|rest| rest.split('.').next()?.parse().ok());
-    minor
-        .with_context(|| format!("{} --version prints no version of Kubernetes: {told:?}", program.display()))
+        printed.trim().strip_prefix("Kubernetes v1.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    minor.with_context(|| {
+        format!("{} --version prints no version of Kubernetes: {printed:?}", program.display())
+    })
 }
 
 /// Returns the path at which objects of the document's kind are created.

@@ -308,7 +308,7 @@ fn kill(mut child: Child) -> Result<()> {
 
 fn terminate(mut child: Child) -> Result<()> {
     signal(child.id().try_into()?, Signal::SIGTERM)?;
-    let ended = until("end of a process that was told to stop", STOP_LIMIT, || Ok(child.try_wait()?));
+    let ended = until("end of a process that has to stop", STOP_LIMIT, || Ok(child.try_wait()?));
     match ended {
         Ok(status) => ensure!(status.success(), "a process ended with {status}"),
         Err(error) => {

@@ -71,9 +71,9 @@ impl ClusterNode {
         self.host.sh(&script)?;
         let started = "systemctl start shorthorn-agent-csi.socket shorthorn-agent-registration.socket && \
                        systemctl start shorthorn-agent.service";
-        let told = self.host.vm.run(started)?;
-        if !told.success() {
-            bail!("the agent does not start:\n{told}\n{}", self.host.journal());
+        let outcome = self.host.vm.run(started)?;
+        if !outcome.success() {
+            bail!("the agent does not start:\n{outcome}\n{}", self.host.journal());
         }
         Ok(())
     }

@@ -51,15 +51,15 @@ impl DeviceClient {
         let file = OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(device);
         let file = Arc::new(file.with_context(|| format!("opening {}", device.display()))?);
         let (requests, asked) = channel::<(u64, NbdRequest)>();
-        let (told, answers) = channel();
+        let (answered, answers) = channel();
         let asked = Arc::new(Mutex::new(asked));
         for _ in 0..depth {
-            let (file, asked, told) = (Arc::clone(&file), Arc::clone(&asked), told.clone());
+            let (file, asked, answered) = (Arc::clone(&file), Arc::clone(&asked), answered.clone());
             thread::spawn(move || {
                 loop {
                     let next = asked.lock().unwrap_or_else(PoisonError::into_inner).recv();
                     let Ok((cookie, request)) = next else { return };
-                    if told
+                    if answered
                         .send((cookie, execute(&file, &request).map_err(|error| errno_of(&error))))
                         .is_err()
                     {

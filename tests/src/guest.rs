@@ -306,8 +306,8 @@ impl<C: VolumeClient> Guest<C> {
         let second = self.read_everything()?;
         if let Some(at) = (0..first.len()).find(|at| first[*at] != second[*at]) {
             let sector = self.options.first_sector + at as u64;
-            let told = format!("sector {sector} reads as {} and then as {}", first[at], second[at]);
-            return Err(anyhow::Error::new(WrongByte(told)).context(self.history()));
+            let message = format!("sector {sector} reads as {} and then as {}", first[at], second[at]);
+            return Err(anyhow::Error::new(WrongByte(message)).context(self.history()));
         }
         if !self.options.counts_flushes {
             // No request is in flight and everything was compared: the history can be forgotten.
@@ -420,8 +420,8 @@ impl<C: VolumeClient> Guest<C> {
                 return Ok(id);
             }
             let number = self.options.first_sector + (first_sector + at) as u64;
-            let told = format!("sector {number} is torn, or belongs elsewhere: {sector:02x?}");
-            Err(WrongByte(told).into())
+            let message = format!("sector {number} is torn, or belongs elsewhere: {sector:02x?}");
+            Err(WrongByte(message).into())
         });
         ids.collect()
     }
@@ -447,9 +447,9 @@ impl<C: VolumeClient> Guest<C> {
             (NbdRequest::Trim { .. }, Ok(_)) => self.checker.undecided(sectors, id, submitted, now),
             (_, Ok(_)) => self.checker.acknowledged(sectors, id, submitted, now, fua),
             (request, Err(errno)) => {
-                let told = format!("{} is answered with errno {errno}", describe(request));
-                ensure!(self.options.keeps_errors, "{told}");
-                self.errors.push(told);
+                let message = format!("{} is answered with errno {errno}", describe(request));
+                ensure!(self.options.keeps_errors, "{message}");
+                self.errors.push(message);
                 if !matches!(request, NbdRequest::Flush | NbdRequest::Read { .. }) {
                     self.checker.undecided(sectors, id, submitted, now);
                 }

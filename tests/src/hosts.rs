@@ -249,8 +249,8 @@ impl Hosts {
 
     fn try_ctl(&self, arguments: &[&str]) -> Result<String> {
         let output = self.ctl_command(arguments)?.output().context("starting shorthornctl")?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "shorthornctl {}: {}", arguments.join(" "), told.trim());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "shorthornctl {}: {}", arguments.join(" "), stderr.trim());
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
@@ -279,7 +279,7 @@ impl Hosts {
     /// The command succeeds.
     pub fn refused(&self, arguments: &[&str]) -> Result<String> {
         match self.try_ctl(arguments) {
-            Ok(told) => bail!("shorthornctl {} is not refused: {told}", arguments.join(" ")),
+            Ok(printed) => bail!("shorthornctl {} is not refused: {printed}", arguments.join(" ")),
             Err(error) => Ok(error.to_string()),
         }
     }

@@ -172,7 +172,7 @@ fn ip(arguments: &[&str]) -> Result<String> {
 fn run(program: &str, arguments: &[&str]) -> Result<String> {
     let output = Command::new(program).args(arguments).output();
     let output = output.with_context(|| format!("starting {program} (package iproute2)"))?;
-    let told = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), told.trim());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), stderr.trim());
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -76,8 +76,8 @@ pub fn compare_exports(directories: &[impl AsRef<Path>], folder: &Path) -> Resul
             .args([directory, &image])
             .output()
             .context("starting shorthorn-agent replica export")?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "exporting {}: {told}", directory.display());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "exporting {}: {stderr}", directory.display());
         let content = fs::read(&image)?;
         fs::remove_file(&image)?;
         match &first {

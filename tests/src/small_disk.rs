@@ -68,7 +68,7 @@ impl Drop for SmallDisk {
 
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let output = command.output().with_context(|| format!("starting {command:?}"))?;
-    let told = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{command:?}: {}", told.trim());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {}", stderr.trim());
     Ok(())
 }

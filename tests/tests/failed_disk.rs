@@ -75,8 +75,8 @@ fn a_replica_whose_disk_fails_for_a_while_comes_back_by_itself() -> Result<()> {
     ensure!(away.mode != MemberMode::Member, "{away:?}");
     disk.repair()?;
     until_whole(&control, LIMIT)?;
-    let told = volume.replica_status(REPLICA)?;
-    ensure!(told.failures == 1 && told.phase == ReplicaPhase::Serving, "{told:?}");
+    let status = volume.replica_status(REPLICA)?;
+    ensure!(status.failures == 1 && status.phase == ReplicaPhase::Serving, "{status:?}");
     write(&mut client, 3 << 20, 4)?;
     volume.stop()?;
     compare_exports(&directories, folder.path()).map(drop)

@@ -39,8 +39,8 @@ fn run(program: &str, arguments: &[&str]) -> Result<String> {
     let output =
         Command::new(program).args(arguments).output().with_context(|| format!("starting {program}"))?;
     if !output.status.success() {
-        let told = [output.stdout, output.stderr].concat();
-        bail!("{program} {arguments:?}: {}\n{}", output.status, String::from_utf8_lossy(&told));
+        let printed = [output.stdout, output.stderr].concat();
+        bail!("{program} {arguments:?}: {}\n{}", output.status, String::from_utf8_lossy(&printed));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -47,8 +47,8 @@ fn a_lost_disk_is_given_up_and_its_replicas_are_replaced() -> Result<()> {
     let ((), _) = under_load(guest, |load| {
         load.wait_for_answers(100, LIMIT)?;
         // An administrator who means another disk is stopped.
-        let told = hosts.refused(&["disk", "remove", &name(host), &disk_text, "--lost", "--yes"])?;
-        ensure!(told.contains("--force"), "{told}");
+        let refusal = hosts.refused(&["disk", "remove", &name(host), &disk_text, "--lost", "--yes"])?;
+        ensure!(refusal.contains("--force"), "{refusal}");
         fs::rename(&disk, &away)?;
         for pid in hosts.processes(host, "replica")? {
             signal(pid, Signal::SIGKILL)?;

@@ -146,8 +146,8 @@ fn a_node_is_drained_under_load() -> Result<()> {
         Guest::new(hosts.client(host, VOLUME)?, GuestOptions { sectors: 8192, ..GuestOptions::new(seed) });
     let ((), _) = under_load(guest, |load| {
         load.wait_for_answers(200, LIMIT)?;
-        let told = hosts.ctl(&["node", "drain", leaves])?;
-        ensure!(told.contains("nothing is left"), "{told}");
+        let printed = hosts.ctl(&["node", "drain", leaves])?;
+        ensure!(printed.contains("nothing is left"), "{printed}");
         load.wait_for_answers(200, LIMIT).map(drop)
     })?;
     let moved = replicas_of(&hosts, VOLUME)?;
@@ -211,15 +211,18 @@ fn an_empty_node_gets_its_share_under_load() -> Result<()> {
         Guest::new(hosts.client(0, VOLUME)?, GuestOptions { sectors: 8192, ..GuestOptions::new(seed) });
     let ((), _) = under_load(guest, |load| {
         load.wait_for_answers(200, LIMIT)?;
-        let told = hosts.ctl(&["rebalance", "--dry-run", VOLUME])?;
-        ensure!(told.contains("1 more would be better elsewhere") && told.contains("more room"), "{told}");
+        let printed = hosts.ctl(&["rebalance", "--dry-run", VOLUME])?;
+        ensure!(
+            printed.contains("1 more would be better elsewhere") && printed.contains("more room"),
+            "{printed}"
+        );
         ensure!(replicas_of(&hosts, VOLUME)?.iter().all(|replica| replica.0 != name(2)), "moved unasked");
-        let told = hosts.ctl(&["rebalance", VOLUME])?;
-        ensure!(told.contains("moved 1 replica"), "{told}");
+        let printed = hosts.ctl(&["rebalance", VOLUME])?;
+        ensure!(printed.contains("moved 1 replica"), "{printed}");
         load.wait_for_answers(200, LIMIT).map(drop)
     })?;
-    let told = hosts.ctl(&["rebalance"])?;
-    ensure!(told.contains("every replica has the best placement"), "{told}");
+    let printed = hosts.ctl(&["rebalance"])?;
+    ensure!(printed.contains("every replica has the best placement"), "{printed}");
     let moved = replicas_of(&hosts, VOLUME)?;
     ensure!(moved.len() == 2 && moved.iter().any(|replica| replica.0 == name(2)), "{moved:?}");
     let directories = hosts.directories(VOLUME)?;

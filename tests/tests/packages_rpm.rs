@@ -315,8 +315,8 @@ fn a_removal_by_force_is_possible() -> Result<()> {
     succeeded(host.rpm().arg("--install").arg(file(AGENT, OLD)?))?;
     host.calls()?;
     host.write(ATTACHED, "{}")?;
-    let told = succeeded(host.rpm().args(["--erase", AGENT]).env("SHORTHORN_FORCE_REMOVE", "1"))?;
-    ensure!(told.contains("SHORTHORN_FORCE_REMOVE=1: removing the package"), "{told}");
+    let printed = succeeded(host.rpm().args(["--erase", AGENT]).env("SHORTHORN_FORCE_REMOVE", "1"))?;
+    ensure!(printed.contains("SHORTHORN_FORCE_REMOVE=1: removing the package"), "{printed}");
     ensure!(!host.path("usr/bin/shorthorn-agent").exists(), "the program is left");
     host.ensure_calls(&[DISABLE, STOP, RELOAD, UDEV], "removal by force")
 }

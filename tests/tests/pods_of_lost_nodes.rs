@@ -118,8 +118,8 @@ impl Cluster {
     /// Deletes a pod with a grace period, as Kubernetes does after the loss of its node.
     fn evict(&self, pod: &str, grace_s: u32) -> Result<()> {
         let grace = json!({ "gracePeriodSeconds": grace_s });
-        let told = self.api.ok("DELETE", &pod_path(pod), Some(&grace))?;
-        ensure!(told["metadata"]["deletionTimestamp"].is_string(), "{told:#}");
+        let answer = self.api.ok("DELETE", &pod_path(pod), Some(&grace))?;
+        ensure!(answer["metadata"]["deletionTimestamp"].is_string(), "{answer:#}");
         Ok(())
     }
 
@@ -153,7 +153,7 @@ impl Cluster {
     }
 
     /// Returns the reasons of the events about an object.
-    fn told(&self, namespace: &str, kind: &str, name: &str) -> Result<Vec<String>> {
+    fn reasons_of(&self, namespace: &str, kind: &str, name: &str) -> Result<Vec<String>> {
         let path = format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events");
         let list = self.api.ok("GET", &path, None)?;
         let events = list["items"].as_array().cloned().unwrap_or_default();
@@ -165,8 +165,8 @@ impl Cluster {
 
     fn until_event(&self, namespace: &str, kind: &str, name: &str, reason: &str) -> Result<()> {
         until("event", LIMIT, || {
-            let told = self.told(namespace, kind, name)?;
-            ensure!(told.iter().any(|one| one == reason), "{told:?}");
+            let reasons = self.reasons_of(namespace, kind, name)?;
+            ensure!(reasons.iter().any(|one| one == reason), "{reasons:?}");
             Ok(Some(()))
         })
     }
@@ -259,7 +259,7 @@ fn pods(cluster: &Cluster, node: &str) -> Result<()> {
         ("other-driver", &["two", "foreign"], nothing.clone(), Some(1)),
         ("daemon", &["two"], json!({ "ownerReferences": [owner] }), Some(1)),
         ("time-left", &["two"], nothing.clone(), Some(LONG_S)),
-        ("not-told", &["two"], nothing.clone(), None),
+        ("not-deleted", &["two"], nothing.clone(), None),
         ("without-volume", &[], nothing, Some(1)),
     ];
     for (pod, claims, metadata, grace_s) in table {
@@ -277,7 +277,7 @@ fn what_must_stay(cluster: &Cluster) -> Result<()> {
     cluster.until_event(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;
     cluster.until_event("default", "Pod", "other-driver", "PodNotForceDeleted")?;
     std::thread::sleep(QUIET);
-    for pod in ["other-driver", "daemon", "time-left", "not-told", "without-volume"] {
+    for pod in ["other-driver", "daemon", "time-left", "not-deleted", "without-volume"] {
         ensure!(cluster.api.find(&pod_path(pod))?.is_some(), "pod {pod} is gone");
     }
     ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
@@ -290,8 +290,8 @@ fn what_must_stay(cluster: &Cluster) -> Result<()> {
 /// Tests that changes by other clients are noticed at once: a pod is deleted, and an administrator ends the
 /// rest by force.
 fn the_last_pods_go(cluster: &Cluster, node: &str) -> Result<()> {
-    cluster.evict("not-told", 1)?;
-    cluster.until_gone(&pod_path("not-told"))?;
+    cluster.evict("not-deleted", 1)?;
+    cluster.until_gone(&pod_path("not-deleted"))?;
     ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
     for pod in ["other-driver", "daemon", "time-left"] {
         cluster.api.ok("DELETE", &pod_path(pod), Some(&json!({ "gracePeriodSeconds": 0 })))?;
@@ -416,13 +416,13 @@ fn a_pod_whose_device_is_dead_is_ended() -> Result<()> {
     cluster.until_volume("dead", "volume without an engine", |status| status["state"] == "detached")?;
     // A living device is of another volume.
     until("answer about a living device", LIMIT, || {
-        let told = format!("{:?}", condition(&csi, "dead", &target));
-        ensure!(told.contains("not attached to this node"), "{told}");
+        let reported = format!("{:?}", condition(&csi, "dead", &target));
+        ensure!(reported.contains("not attached to this node"), "{reported}");
         Ok(Some(()))
     })?;
     published.die()?;
-    let told = condition(&csi, "dead", &target)?;
-    ensure!(told.abnormal && told.message.contains("is gone"), "{told:?}");
+    let reported = condition(&csi, "dead", &target)?;
+    ensure!(reported.abnormal && reported.message.contains("is gone"), "{reported:?}");
     cluster.until_event("default", "Pod", "user", "PodEnded")?;
     let deleted = cluster.deletions()?;
     ensure!(deleted == ["delete pods user"], "{deleted:?}");

@@ -165,12 +165,12 @@ fn a_rotten_block_of_the_volume_is_repaired_from_the_majority() -> Result<()> {
     write(&volume, 8 * MIB, data.clone())?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     rot(&head(&volume.directory(1))?, 9 * MIB + 8192)?;
-    let told = volume.scrub(REPORT, LIMIT)?;
-    ensure!((told.found, told.repaired) == (1, 0), "{told:?}");
+    let scrub = volume.scrub(REPORT, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (1, 0), "{scrub:?}");
     let replica = volume.replica_id(1).to_string();
-    ensure!(told.last.contains(&replica) && told.last.contains("9437184"), "{told:?}");
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!((told.found, told.repaired) == (1, 1) && told.last.contains(&replica), "{told:?}");
+    ensure!(scrub.last.contains(&replica) && scrub.last.contains("9437184"), "{scrub:?}");
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (1, 1) && scrub.last.contains(&replica), "{scrub:?}");
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
     all_are_equal(folder.path(), volume)
@@ -230,13 +230,13 @@ fn of_two_replicas_the_one_that_knows_its_sums_is_right() -> Result<()> {
     rot(&head(&volume.directory(1))?, 9 * MIB + 8192)?;
     rot(&head(&volume.directory(1))?, 9 * MIB + 16384)?;
     rot(&head(&volume.directory(0))?, 9 * MIB + 65536)?;
-    let told = volume.scrub(REPORT, LIMIT)?;
-    ensure!((told.found, told.repaired) == (3, 0), "{told:?}");
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!((told.found, told.repaired) == (3, 3), "{told:?}");
+    let scrub = volume.scrub(REPORT, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (3, 0), "{scrub:?}");
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (3, 3), "{scrub:?}");
     ensure!(
-        told.last.contains(&volume.replica_id(0).to_string()) && told.last.contains("9502720"),
-        "{told:?}"
+        scrub.last.contains(&volume.replica_id(0).to_string()) && scrub.last.contains("9502720"),
+        "{scrub:?}"
     );
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     ensure!(read(&volume, 8 * MIB, 4 * MIB)? == data);
@@ -360,10 +360,10 @@ fn of_two_replicas_the_kept_sum_tells_whose_snapshot_is_rotten() -> Result<()> {
     // A block that the volume shows, and one that a newer layer hides.
     rot(&snapshot(&volume.directory(0), "first"), 3 * MIB)?;
     rot(&snapshot(&volume.directory(1), "first"), 40 * MIB + 4096)?;
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!((told.found, told.repaired) == (2, 2), "{told:?}");
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (2, 2), "{scrub:?}");
     let names = ["snapshot first at", "41943040", &volume.replica_id(1).to_string(), "repaired from"];
-    ensure!(names.iter().all(|name| told.last.contains(name)), "{told:?}");
+    ensure!(names.iter().all(|name| scrub.last.contains(name)), "{scrub:?}");
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     ensure!(read(&volume, 2 * MIB, 2 * MIB)? == pattern(1, 3 * MIB)?[..2 << 20]);
     all_are_equal(folder.path(), volume)
@@ -374,24 +374,24 @@ fn a_snapshot_that_rots_before_it_was_seen_is_put_right_by_three_and_left_alone_
     let folder = folder()?;
     let volume = with_snapshots(&folder, 3)?;
     rot(&snapshot(&volume.directory(2), "second"), 5 * MIB)?;
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!((told.found, told.repaired) == (1, 1), "{told:?}");
-    ensure!(told.last.contains(&volume.replica_id(2).to_string()), "{told:?}");
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (1, 1), "{scrub:?}");
+    ensure!(scrub.last.contains(&volume.replica_id(2).to_string()), "{scrub:?}");
     all_are_equal(folder.path(), volume)?;
     let folder = self::folder()?;
     let volume = with_snapshots(&folder, 2)?;
     // The volume does not show it: only the scrub of the snapshots sees it.
     rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
     for _ in 0..2 {
-        let told = volume.scrub(REPAIR, LIMIT)?;
-        ensure!((told.found, told.repaired) == (1, 0) && told.last.contains("no majority"), "{told:?}");
+        let scrub = volume.scrub(REPAIR, LIMIT)?;
+        ensure!((scrub.found, scrub.repaired) == (1, 0) && scrub.last.contains("no majority"), "{scrub:?}");
     }
     // When the rot is gone, both agree, and that is kept.
     rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     rot(&snapshot(&volume.directory(1), "first"), 40 * MIB)?;
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!((told.found, told.repaired) == (1, 1), "{told:?}");
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (1, 1), "{scrub:?}");
     all_are_equal(folder.path(), volume)
 }
 
@@ -404,15 +404,15 @@ fn a_scrub_that_is_not_to_repair_only_tells() -> Result<()> {
     rot(&image, 40 * MIB)?;
     let before = fs::read(&image)?;
     for _ in 0..2 {
-        let told = volume.scrub(REPORT, LIMIT)?;
+        let scrub = volume.scrub(REPORT, LIMIT)?;
         // In the snapshot, and in the volume that shows it.
-        ensure!((told.found, told.repaired) == (2, 0), "{told:?}");
+        ensure!((scrub.found, scrub.repaired) == (2, 0), "{scrub:?}");
     }
     ensure!(fs::read(&image)? == before, "it was changed");
-    let told = volume.scrub(REPAIR, LIMIT)?;
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
     ensure!(
-        (told.found, told.repaired) == (1, 1),
-        "what is put right in a snapshot is right in the volume: {told:?}"
+        (scrub.found, scrub.repaired) == (1, 1),
+        "what is put right in a snapshot is right in the volume: {scrub:?}"
     );
     all_are_equal(folder.path(), volume)
 }
@@ -462,8 +462,8 @@ fn what_is_laid_out_otherwise_is_no_rot() -> Result<()> {
         ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     }
     rot(&snapshot(&volume.directory(1), "third"), 2 * MIB)?;
-    let told = volume.scrub(REPAIR, LIMIT)?;
-    ensure!((told.found, told.repaired) == (1, 1), "{told:?}");
+    let scrub = volume.scrub(REPAIR, LIMIT)?;
+    ensure!((scrub.found, scrub.repaired) == (1, 1), "{scrub:?}");
     ensure!(read(&volume, 2 * MIB, 2 * MIB)? == data[..2 << 20]);
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));
     let directories = volume.directories();

@@ -41,8 +41,8 @@ fn run(program: &str, arguments: &[&str]) -> Result<String> {
     ensure!(tools.status.success(), "{}", String::from_utf8_lossy(&tools.stderr));
     let tools = PathBuf::from(String::from_utf8(tools.stdout)?.trim());
     let output = Command::new(tools.join(program)).args(arguments).current_dir(docs::root()).output()?;
-    let told = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{program} {}: {told}", arguments.join(" "));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {}: {stderr}", arguments.join(" "));
     Ok(String::from_utf8(output.stdout)?)
 }
 

@@ -116,8 +116,8 @@ fn a_fleet_is_upgraded_while_the_controller_is_replaced() -> Result<()> {
         fleet.hosts.kill_controller()?;
         fleet.hosts.start_controller()?;
         let output = upgrade.wait_with_output()?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{told}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{stderr}");
         println!("{}", String::from_utf8_lossy(&output.stdout));
 
         fleet.await_outdated(&[])?;
@@ -140,8 +140,8 @@ fn a_rollback_of_the_program_is_noticed() -> Result<()> {
     let before = fleet.engines()?;
     fleet.hosts.install_first_build()?;
     fleet.await_outdated(&[])?;
-    let told = fleet.hosts.ctl(&["upgrade", "engines"])?;
-    ensure!(told.contains("every engine runs the program"), "{told}");
+    let printed = fleet.hosts.ctl(&["upgrade", "engines"])?;
+    ensure!(printed.contains("every engine runs the program"), "{printed}");
     fleet.hosts.install_other_build()?;
     fleet.await_outdated(&VOLUMES)?;
     ensure!(fleet.engines()? == before, "an engine was replaced");
@@ -155,17 +155,20 @@ fn an_upgrade_continues_after_a_failure_and_can_be_repeated() -> Result<()> {
         fleet.await_outdated(&VOLUMES)?;
         let before = fleet.engines()?;
         fleet.hosts.kill_agent(1)?;
-        let told = fleet.hosts.refused(&["upgrade", "engines", "--timeout", "15"])?;
-        ensure!(told.contains("the engine of volume vb on node n1"), "{told}");
-        ensure!(told.contains("2 of 3 engines are replaced, 1 failed, and 0 were left alone"), "{told}");
+        let refusal = fleet.hosts.refused(&["upgrade", "engines", "--timeout", "15"])?;
+        ensure!(refusal.contains("the engine of volume vb on node n1"), "{refusal}");
+        ensure!(
+            refusal.contains("2 of 3 engines are replaced, 1 failed, and 0 were left alone"),
+            "{refusal}"
+        );
         let after = fleet.engines()?;
         let is_new: Vec<bool> = before.iter().zip(&after).map(|(before, after)| before != after).collect();
         ensure!(is_new == [true, false, true], "{before:?} became {after:?}");
         answers(loads)?;
         fleet.hosts.start_agent(1)?;
         // The controller connects to the agent again meanwhile.
-        let told = fleet.hosts.ctl(&["upgrade", "engines", "--max-parallel", "2"])?;
-        ensure!(told.contains("engines that are replaced: 1"), "{told}");
+        let printed = fleet.hosts.ctl(&["upgrade", "engines", "--max-parallel", "2"])?;
+        ensure!(printed.contains("engines that are replaced: 1"), "{printed}");
         fleet.await_outdated(&[])?;
         answers(loads)
     })
@@ -181,13 +184,13 @@ fn two_operators_replace_each_engine_once() -> Result<()> {
             Ok(upgrade.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?)
         };
         let commands = (0..2).map(start).collect::<Result<Vec<Child>>>()?;
-        let mut told = String::new();
+        let mut printed = String::new();
         for command in commands {
             let output = command.wait_with_output()?;
             ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            told.push_str(&String::from_utf8_lossy(&output.stdout));
+            printed.push_str(&String::from_utf8_lossy(&output.stdout));
         }
-        ensure!(told.matches("its engine is replaced").count() == VOLUMES.len(), "{told}");
+        ensure!(printed.matches("its engine is replaced").count() == VOLUMES.len(), "{printed}");
         fleet.await_outdated(&[])?;
         answers(loads)
     })

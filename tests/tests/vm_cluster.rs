@@ -305,9 +305,9 @@ fn a_claim_lives_through_everything() -> Result<()> {
     let start = Instant::now();
     let mut cluster = Cluster::start()?;
     println!("the cluster is there after {:?}", start.elapsed());
-    let told = story(&mut cluster, &mut random);
+    let result = story(&mut cluster, &mut random);
     println!("all of it took {:?}", start.elapsed());
-    told.with_context(|| cluster.controller.log())
+    result.with_context(|| cluster.controller.log())
 }
 
 fn story(cluster: &mut Cluster, random: &mut fastrand::Rng) -> Result<()> {

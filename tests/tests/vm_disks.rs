@@ -61,10 +61,10 @@ fn initialised(host: &VmHost) -> Result<String> {
     host.sh(&format!(
         "shorthorn-agent disk discover {device} --file {PLAN} && sed -i 's/^init = false/init = true/' {PLAN}"
     ))?;
-    let told = host.sh(&format!("shorthorn-agent disk init {PLAN}"))?;
-    ensure!(told.contains("is a disk of this node"), "{told}");
+    let printed = host.sh(&format!("shorthorn-agent disk init {PLAN}"))?;
+    ensure!(printed.contains("is a disk of this node"), "{printed}");
     let point = host.sh(&format!("findmnt --noheadings --output TARGET --source {device}"))?;
-    ensure!(told.contains(&format!("is mounted at {point}")), "{told}");
+    ensure!(printed.contains(&format!("is mounted at {point}")), "{printed}");
     let mount = host.sh(&format!("systemd-escape --path --suffix=mount {point}"))?;
     ensure!(host.sh(&format!("systemctl is-enabled '{mount}'"))? == "enabled", "{mount} is not enabled");
     is_mounted(host, &mount)?;
@@ -74,8 +74,8 @@ fn initialised(host: &VmHost) -> Result<String> {
         Ok(Some(()))
     })?;
     // Once more changes nothing.
-    let told = host.sh(&format!("shorthorn-agent disk init {PLAN}"))?;
-    ensure!(told.contains("is mounted at") && told.contains("already"), "{told}");
+    let printed = host.sh(&format!("shorthorn-agent disk init {PLAN}"))?;
+    ensure!(printed.contains("is mounted at") && printed.contains("already"), "{printed}");
     Ok(mount)
 }
 

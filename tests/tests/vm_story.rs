@@ -109,12 +109,12 @@ fn grows(host: &VmHost, in_use: bool) -> Result<()> {
     let has =
         |mib: u32| host.sh(&format!("test $(blockdev --getsize64 /dev/longhorn/v1) = $(({mib} << 20))"));
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
-    let told = host.vm.run("shorthornctl volume expand v1 384MiB --wait")?;
+    let outcome = host.vm.run("shorthornctl volume expand v1 384MiB --wait")?;
     if in_use {
-        ensure!(told.status == 0, "{told}");
+        ensure!(outcome.status == 0, "{outcome}");
     } else {
         // The driver of Linux 6.12 cannot change the size of a device.
-        ensure!(told.status != 0 && told.to_string().contains("attached again"), "{told}");
+        ensure!(outcome.status != 0 && outcome.to_string().contains("attached again"), "{outcome}");
         has(320)?;
         host.sh("umount /mnt/v1")?;
         host.ctl("volume detach v1")?;

@@ -280,9 +280,9 @@ fn the_clock_jumps(host: &VmHost) -> Result<()> {
     for (jump, hours) in [("+1 hour", 1), ("-2 hours", -2), ("+1 hour", 1)] {
         let was = clock()?;
         // The harness's connection to the guest may not outlive it; whether it was done shows in the clock.
-        let told = host.vm.run(&format!("date --set '{jump}'"));
+        let outcome = host.vm.run(&format!("date --set '{jump}'"));
         let passed = clock()? - was - hours * 3600;
-        ensure!((0..600).contains(&passed), "the clock was not set: {told:?}");
+        ensure!((0..600).contains(&passed), "the clock was not set: {outcome:?}");
         runs(host, 1).with_context(|| format!("after a jump of {jump}"))?;
         let after = state()?;
         ensure!(after == before, "after a jump of {jump}: {after:?}, before {before:?}");

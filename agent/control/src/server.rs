@@ -273,8 +273,8 @@ mod tests {
     fn passes_orders_on() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
-        let (told, stopped) = mpsc::channel();
-        let (_server, _) = Server::start(&path, status(), move |order| told.send(order).unwrap()).unwrap();
+        let (sender, stopped) = mpsc::channel();
+        let (_server, _) = Server::start(&path, status(), move |order| sender.send(order).unwrap()).unwrap();
         let client = Client::connect(&path).unwrap();
         client.request(&ProcessCommand::Handover).unwrap();
         client.request(&ProcessCommand::Stop).unwrap();

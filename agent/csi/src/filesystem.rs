@@ -4,8 +4,7 @@
 //! its ends are zero, or it carries the mark of an incomplete format of Shorthorn. A file system is made with
 //! that mark as its label, everything is flushed, and only then is the label removed. So the remains of a
 //! format after a power cut are either empty, or marked, or never look like a file system to be mounted.
-//! (They can also be blocks without any signature. Those cannot be told from data of a user, and are
-//! refused.)
+//! (They can also be blocks without any signature. They look like data of a user, and are refused.)
 
 use std::path::Path;
 use std::time::Duration;

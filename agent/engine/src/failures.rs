@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_is_told_as_a_few_errors_and_a_number() {
+    fn a_storm_is_reported_as_a_few_errors_and_a_number() {
         let mut limiter = Limiter::default();
         let start = Instant::now();
         assert_eq!((limiter.is_active(), limiter.turn(start)), (false, None));
@@ -112,12 +112,12 @@ mod tests {
         assert_eq!(limiter.turn(start + INTERVAL - Duration::from_millis(1)), None, "one line per interval");
         assert_eq!(limiter.turn(start + INTERVAL), Some(Trouble::More { count: 990 }));
         assert!(!limiter.is_active());
-        assert_eq!(storm(&mut limiter, start + INTERVAL), 10, "then single errors are told again");
+        assert_eq!(storm(&mut limiter, start + INTERVAL), 10, "then single errors are reported again");
         assert_eq!(limiter.end(), Some(Trouble::More { count: 990 }), "nothing is left out at the end");
     }
 
     #[test]
-    fn few_errors_are_told_one_by_one_and_no_number_follows() {
+    fn few_errors_are_reported_one_by_one_and_no_number_follows() {
         let mut limiter = Limiter::default();
         let start = Instant::now();
         assert!((0..REPORTED_MAX).all(|_| limiter.admits(start)));

@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_where_nobody_was_using_the_volume() {
+    fn lost_writes_are_reported_only_if_a_device_was_live() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let mut state = EngineState::open(&path, 3, 0).unwrap();

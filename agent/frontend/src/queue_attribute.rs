@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn why_it_cannot_be_set_is_told() {
+    fn an_error_names_the_attribute() {
         let dir = tempfile::tempdir().unwrap();
         let error = lower_in(&dir.path().join("missing"), 2, 1).unwrap_err();
         assert!(error.contains("missing"), "{error}");

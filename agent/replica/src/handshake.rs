@@ -329,7 +329,7 @@ mod tests {
     const REMOTE: Origin = Origin::Remote(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST));
 
     #[test]
-    fn a_plain_engine_of_another_host_is_refused_and_told_why() {
+    fn a_plain_engine_of_another_host_is_refused_with_a_reason() {
         let (opened, refusal) = open_with(REMOTE, &encrypted(), claim(), [3; 32]);
         assert!(matches!(opened, Err(HandshakeError::Plain(_))), "{opened:?}");
         let (header, refusal) = refusal.unwrap();

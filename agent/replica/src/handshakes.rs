@@ -114,7 +114,7 @@ mod tests {
                 );
             }
         }
-        assert!(handshakes.is_full(), "those that were told to end still have threads");
+        assert!(handshakes.is_full(), "those that have to end still have threads");
         assert!(handshakes.running.iter().any(|one| one.id == other && one.socket.is_some()));
     }
 
@@ -132,7 +132,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_newest_is_never_told_to_end(hosts in proptest::collection::vec(0u8..5, 0..200)) {
+        fn the_newest_is_never_ended(hosts in proptest::collection::vec(0u8..5, 0..200)) {
             let mut handshakes = Handshakes::new();
             for (number, host) in hosts.into_iter().enumerate() {
                 let origin = if host == 0 { Origin::Local } else { remote(host) };

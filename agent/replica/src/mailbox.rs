@@ -60,11 +60,11 @@ impl Mailbox {
 
     /// Sends a message to the data thread. Returns false if it is gone, and the process ends.
     pub fn send(&self, message: Message) -> bool {
-        let told = self.messages.send(message).is_ok();
-        if told {
+        let is_sent = self.messages.send(message).is_ok();
+        if is_sent {
             self.waker.wake();
         }
-        told
+        is_sent
     }
 }
 

@@ -154,10 +154,10 @@ fn start_control(
     woken: &Arc<EventFd>,
     (mailbox, next_address): (Mailbox, &Arc<NextAddress>),
 ) -> Result<(ControlServer, Publisher), ReplicaError> {
-    let (told, next_address) = (Arc::clone(woken), Arc::clone(next_address));
+    let (woken, next_address) = (Arc::clone(woken), Arc::clone(next_address));
     let obey = move |order| match order {
         // It fails only where the counter is full: then the process is being woken already.
-        ProcessCommand::Stop | ProcessCommand::Handover => drop(told.write(1)),
+        ProcessCommand::Stop | ProcessCommand::Handover => drop(woken.write(1)),
         // If the data thread is gone, no engine is served any more.
         ProcessCommand::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),
         ProcessCommand::Listen { address } => next_address.set(address),

@@ -95,7 +95,7 @@ fn summed(spec: &ReplicaSpec) -> (Replica, Client) {
 }
 
 #[test]
-fn a_rotten_block_is_told_to_whoever_asks() {
+fn a_rotten_block_is_reported_to_every_reader() {
     let base = base();
     let spec = spec_of(base.path());
     let (_replica, mut client) = summed(&spec);
@@ -243,7 +243,7 @@ fn check_layer(client: &mut Client) -> LayerCheck {
 /// Rot in a snapshot is reported to copies and comparisons, but not in blocks that a reader does not see
 /// there.
 #[test]
-fn rot_in_a_snapshot_is_told_to_whoever_copies_or_compares_it() {
+fn rot_in_a_snapshot_is_reported_to_copies_and_comparisons() {
     let base = base();
     let spec = spec_of(base.path());
     let (_replica, mut client) = with_snapshot(&spec);

@@ -49,15 +49,15 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     let spec = spec(base.path(), MIB);
     let Broken { replica, mut client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, |_| ());
     assert_eq!(client.ping(), Err(libc::EIO), "the engine may keep it: its errors go to the writer");
-    let told = replica.status();
-    assert!(told.phase == ReplicaPhase::Failed && told.failures == 1, "{told:?}");
+    let reported = replica.status();
+    assert!(reported.phase == ReplicaPhase::Failed && reported.failures == 1, "{reported:?}");
     drop(client);
     assert_eq!(replica.wait().code(), Some(FAILED));
     drop(head);
 
     let mut replica = Replica::start(&spec);
-    let told = replica.status();
-    assert!(told.phase == ReplicaPhase::Serving && told.failures == 1, "{told:?}");
+    let reported = replica.status();
+    assert!(reported.phase == ReplicaPhase::Serving && reported.failures == 1, "{reported:?}");
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
     assert!(welcome.lost_cache, "what was written before may be gone");
     client.write(0, &pattern(1, 4096)).unwrap();
@@ -65,10 +65,10 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
 
     // The next failure in a row, in another process.
     let Broken { replica, client, .. } = Broken::new(base.path(), &spec, 3, |_| ());
-    let told = replica.status();
+    let reported = replica.status();
     assert!(
-        told.phase == ReplicaPhase::Failed && told.failures == 2 && told.message.contains("60 s"),
-        "{told:?}"
+        reported.phase == ReplicaPhase::Failed && reported.failures == 2 && reported.message.contains("60 s"),
+        "{reported:?}"
     );
     drop(client);
     let (status, refusal) = replica.try_open(generation(3), 0).err().unwrap();
@@ -115,8 +115,8 @@ fn it_may_end_if_it_can_note_the_loss_beside_its_socket() {
     let mut blocked = None;
     let block = |directory: &Path| blocked = Some(RecordBlocked::new(directory));
     let Broken { mut replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
-    let told = replica.status();
-    assert!(told.phase == ReplicaPhase::Failed && told.message.contains("600 s"), "{told:?}");
+    let reported = replica.status();
+    assert!(reported.phase == ReplicaPhase::Failed && reported.message.contains("600 s"), "{reported:?}");
     drop(client);
     replica.kill();
     drop(head);

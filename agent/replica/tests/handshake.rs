@@ -17,7 +17,7 @@ use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Flags, Opcode};
 
 #[test]
-fn an_engine_is_told_size_and_views() {
+fn an_engine_gets_size_and_views() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), 16 * MIB));
     let (mut client, welcome) = replica.try_open(generation(3), 0).unwrap();
@@ -33,7 +33,7 @@ fn an_engine_is_told_size_and_views() {
 }
 
 #[test]
-fn strangers_are_refused_and_told_why() {
+fn strangers_are_refused_with_a_reason() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let claim = || replica.claim(generation(1), 0);
@@ -72,7 +72,7 @@ fn nonsense_ends_the_connection_and_nothing_else() {
 }
 
 #[test]
-fn a_lower_generation_is_refused_and_told_who_holds_the_replica() {
+fn a_lower_generation_is_refused_with_the_holder_of_the_replica() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let mut client = replica.open(generation(5));
@@ -132,12 +132,12 @@ fn writes_of_an_older_engine_have_ended_when_the_newer_is_welcome() {
     let begun = std::time::Instant::now();
     for attach in 1..30 {
         let mut old = replica.open(generation(attach));
-        let (told, started) = std::sync::mpsc::channel();
+        let (sender, started) = std::sync::mpsc::channel();
         let writer = std::thread::spawn(move || {
             let data = pattern(attach, LENGTH as usize);
             for n in 0.. {
                 if n == 20 {
-                    told.send(()).unwrap();
+                    sender.send(()).unwrap();
                 }
                 let offset = n % PLACES * u64::from(LENGTH);
                 if old.try_send(Opcode::Write, Flags::NONE, offset, LENGTH, &data).is_err() {

@@ -244,7 +244,7 @@ fn damaged_or_missing_sets_count_as_full() {
 }
 
 #[test]
-fn a_restart_of_the_host_is_told_until_it_is_made_up_for() {
+fn a_restart_of_the_host_is_reported_until_it_is_made_up_for() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let mut replica = Replica::start(&spec);

@@ -63,14 +63,14 @@ fn it_tells_sums_of_what_the_layer_alone_holds_and_where_there_is_more() {
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);
     let mut client = open(&replica);
-    let told = |client: &mut Client, piece| {
+    let answered = |client: &mut Client, piece| {
         let LayerCheck { sum, kept, next_bytes } = check(client, piece).unwrap();
         (sum, kept, next_bytes.map(|next| next / MIB))
     };
-    assert_eq!(told(&mut client, 0), (Some(EMPTY_SUM), None, Some(1)));
-    assert_eq!(told(&mut client, 1), (Some(expected()), None, Some(5)));
-    assert_eq!(told(&mut client, 5).2, Some(8));
-    assert_eq!(told(&mut client, 8), (Some(piece_sum([run(1, &pattern(3, 4096))])), None, None));
+    assert_eq!(answered(&mut client, 0), (Some(EMPTY_SUM), None, Some(1)));
+    assert_eq!(answered(&mut client, 1), (Some(expected()), None, Some(5)));
+    assert_eq!(answered(&mut client, 5).2, Some(8));
+    assert_eq!(answered(&mut client, 8), (Some(piece_sum([run(1, &pattern(3, 4096))])), None, None));
     let wrong =
         [(IMAGE, 512, 4096), (IMAGE, 0, 4096), (IMAGE, SIZE, 8192), ("volume-head-001.img", 0, 1 << 20)];
     for (image, offset_bytes, length_bytes) in wrong {
@@ -82,7 +82,7 @@ fn it_tells_sums_of_what_the_layer_alone_holds_and_where_there_is_more() {
 }
 
 #[test]
-fn it_keeps_sums_when_it_has_been_told_all() {
+fn it_keeps_sums_once_it_has_received_all() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);
@@ -111,7 +111,7 @@ fn it_keeps_sums_when_it_has_been_told_all() {
 }
 
 #[test]
-fn it_keeps_sums_of_no_layer_that_it_was_not_told_of_from_the_start() {
+fn it_keeps_no_sums_of_a_layer_whose_first_ones_it_has_not_received() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);

@@ -236,8 +236,8 @@ fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
     assert_eq!(client.flush(), Err(libc::EIO));
     let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
     assert!(status == libc::EIO && refusal.message.contains("has failed"), "{refusal:?}");
-    let told = replica.status();
-    assert!(told.phase != ReplicaPhase::Serving && !told.message.is_empty(), "{told:?}");
+    let reported = replica.status();
+    assert!(reported.phase != ReplicaPhase::Serving && !reported.message.is_empty(), "{reported:?}");
     replica.kill();
 }
 
@@ -317,10 +317,10 @@ fn a_newer_engine_waits_for_writes_in_flight() {
 
     let claim = replica.claim(generation(2), 0);
     let socket = replica.connect();
-    let (told, welcome) = std::sync::mpsc::channel();
+    let (sender, welcome) = std::sync::mpsc::channel();
     let newer = std::thread::spawn(move || {
         let opened = Client::open(socket, &claim, SECRET).unwrap().unwrap();
-        told.send(()).unwrap();
+        sender.send(()).unwrap();
         opened.0
     });
     assert!(old.closed(), "the older one is closed at once");

@@ -49,10 +49,10 @@ fn stop_one(holder: &Holder, at_once: bool, control: Option<&Path>) -> Result<()
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };
     tracing::warn!(pid, at_once, "a process of an earlier run is still running: stopping it");
-    let is_told = |control: &Path| Client::connect(control).and_then(|client| client.stop()).is_ok();
+    let is_stopping = |control: &Path| Client::connect(control).and_then(|client| client.stop()).is_ok();
     if at_once {
         holder.kill().map_err(failed)?;
-    } else if !control.is_some_and(is_told) {
+    } else if !control.is_some_and(is_stopping) {
         holder.terminate().map_err(failed)?;
     }
     if holder.wait(STOP_LIMIT).map_err(failed)? {

@@ -174,17 +174,17 @@ impl Process {
         let status = running.child.try_wait().map_err(RunError::doing("cannot wait for a process"))?;
         let Some(status) = status else { return Ok(None) };
         running.ended.store(true, Ordering::Release);
-        let told = self.message().map(str::to_owned);
+        let reported = self.message().map(str::to_owned);
         self.running = None;
         self.status = None;
-        let words = self.words_of(status, told);
+        let words = self.words_of(status, reported);
         self.last_words = Some(words.clone());
         Ok(Some((status, words)))
     }
 
-    fn words_of(&self, status: ExitStatus, told: Option<String>) -> String {
+    fn words_of(&self, status: ExitStatus, reported: Option<String>) -> String {
         let left = fs::read_to_string(&self.files.error).ok().map(|text| text.trim().to_owned());
-        match left.filter(|text| !text.is_empty()).or(told) {
+        match left.filter(|text| !text.is_empty()).or(reported) {
             Some(words) => format!("{words} ({status})"),
             None => status.to_string(),
         }
@@ -218,7 +218,7 @@ impl Process {
                 Ok(()) => return Ok(()),
                 // It may just have begun, or be about to end.
                 Err(error) => {
-                    tracing::debug!(role = %self.role, %error, "not asked to stop, told by a signal")
+                    tracing::debug!(role = %self.role, %error, "the control socket takes no request to stop: sending a signal")
                 }
             }
         }

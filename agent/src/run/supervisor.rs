@@ -225,7 +225,7 @@ impl Supervisor {
                     let message = format!("process {} outlives SIGKILL", process.pid().unwrap_or_default());
                     return Err(RunError::Unclean { role: process.role.to_string(), message });
                 }
-                // Told to stop once more: the caller does not want to wait.
+                // A second request to stop: the caller does not want to wait.
                 Ok(Event::Stop) | Err(_) => {
                     for process in &self.processes[group.clone()] {
                         process.signal(Signal::SIGKILL)?;

@@ -8,7 +8,7 @@ use crate::serve::instance::{Process, ProcessPhase, Spec};
 /// Combines the states of the process and of the control socket of an instance.
 pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::Instance {
     let id = spec.id();
-    let (inside, told) = match status {
+    let (inside, reported) = match status {
         Some(Status::Engine(engine)) => (engine_state(engine.phase), engine.message.as_str()),
         Some(Status::Replica(replica)) => (replica_state(replica.phase), replica.message.as_str()),
         None => (InstanceState::Starting, ""),
@@ -20,7 +20,7 @@ pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::
         ProcessPhase::Stopping => InstanceState::Stopping,
         ProcessPhase::Failed => InstanceState::Error,
     };
-    let message = if process.message.is_empty() { told } else { &process.message };
+    let message = if process.message.is_empty() { reported } else { &process.message };
     v1::Instance {
         kind: id.kind().into(),
         name: id.name(),

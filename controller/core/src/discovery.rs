@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_machine_is_told_and_keeps_no_other_one_out() {
+    fn the_problem_of_a_machine_is_reported_and_keeps_no_other_one_out() {
         let mut all =
             kubernetes(&[("a", "same", "10.0.0.1"), ("b", "same", "10.0.0.2"), ("c", "C_", "10.0.0.3")]);
         all.machines.insert("d".to_owned(), machine("nonsense"));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_zone_that_the_agent_has_told_comes_first() {
+    fn the_zone_that_the_agent_has_reported_comes_first() {
         let labels = |pairs: &[(&str, &str)]| {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };

@@ -160,9 +160,9 @@ mod tests {
     }
 
     #[test]
-    fn what_repeats_is_one_event_that_is_told_ever_more_rarely() {
+    fn what_repeats_is_one_event_that_is_recorded_ever_more_rarely() {
         let mut correlator = EventCorrelator::default();
-        let Correlation::New(name) = correlator.take(&event("v", "a"), at(0)) else { panic!("not told") };
+        let Correlation::New(name) = correlator.take(&event("v", "a"), at(0)) else { panic!("not recorded") };
         assert!(name.starts_with("v."), "{name}");
         let queued: Vec<Correlation> =
             (1..8).map(|second| correlator.take(&event("v", "a"), at(second))).collect();
@@ -181,7 +181,7 @@ mod tests {
         let queued = |correlation: &Correlation| matches!(correlation, Correlation::New(_));
         let all = (0..100).map(|number| correlator.take(&event("v", &number.to_string()), at(0)));
         assert_eq!(all.filter(queued).count(), BURST as usize);
-        assert!(queued(&correlator.take(&event("w", "a"), at(0))), "others are told");
+        assert!(queued(&correlator.take(&event("w", "a"), at(0))), "others are recorded");
         assert_eq!(correlator.take(&event("v", "later"), at(1)), Correlation::RateLimited);
         let refill = i64::try_from(REFILL.as_secs()).unwrap();
         assert!(queued(&correlator.take(&event("v", "later"), at(refill + 1))));

@@ -122,7 +122,7 @@ impl Attachment {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
     /// Kubernetes has not deleted the pod.
-    NotTold,
+    NotDeleted,
     /// The pod has this much time left.
     Time(Duration),
     /// The pod belongs to its node.
@@ -149,7 +149,7 @@ impl Why {
                  {}",
                 names.join(", ")
             )),
-            Why::NotTold | Why::Time(_) | Why::OfItsNode(_) | Why::NotOurs => None,
+            Why::NotDeleted | Why::Time(_) | Why::OfItsNode(_) | Why::NotOurs => None,
         }
     }
 }
@@ -211,7 +211,7 @@ fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timesta
     if volumes_of(pod, attachments).next().is_none() {
         return Some(Why::NotOurs);
     }
-    let Some(gone_by) = pod.gone_by else { return Some(Why::NotTold) };
+    let Some(gone_by) = pod.gone_by else { return Some(Why::NotDeleted) };
     let left_ms = gone_by.as_millisecond().saturating_sub(now.as_millisecond());
     if let Ok(left_ms @ 1..) = u64::try_from(left_ms) {
         return Some(Why::Time(Duration::from_millis(left_ms)));

@@ -188,14 +188,14 @@ mod tests {
     }
 
     #[test]
-    fn the_state_of_a_directory_is_told() {
+    fn the_state_of_a_directory_is_reported() {
         let inspection = knows(view(1, 1, &[1]), &[]).unwrap();
-        let told = |inspection: Inspection| judged(&[Some(inspection)], None)[0].clone();
-        assert!(told(Inspection { rebuilding: true, ..inspection.clone() }).1.contains("rebuild"));
-        assert!(told(Inspection { dirty: true, ..inspection.clone() }).1.contains("in flight"));
-        assert!(told(Inspection { lost_cache: true, ..inspection.clone() }).1.contains("flushed"));
-        assert!(!told(Inspection { usable: false, ..inspection.clone() }).0);
-        assert!(!told(Inspection { report: None, ..inspection }).0);
+        let state_of = |inspection: Inspection| judged(&[Some(inspection)], None)[0].clone();
+        assert!(state_of(Inspection { rebuilding: true, ..inspection.clone() }).1.contains("rebuild"));
+        assert!(state_of(Inspection { dirty: true, ..inspection.clone() }).1.contains("in flight"));
+        assert!(state_of(Inspection { lost_cache: true, ..inspection.clone() }).1.contains("flushed"));
+        assert!(!state_of(Inspection { usable: false, ..inspection.clone() }).0);
+        assert!(!state_of(Inspection { report: None, ..inspection }).0);
     }
 
     #[test]

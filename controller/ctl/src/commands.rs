@@ -442,8 +442,8 @@ impl Session {
     async fn release_node(&mut self, name: String, cluster: Option<String>) -> Result<String, CtlError> {
         let is_order = cluster.is_some();
         let request = v1::TakeNodeRequest { name: name.clone(), from_cluster: cluster.unwrap_or_default() };
-        let told = self.client.take_node(limited(request)).await.map_err(self.error())?.into_inner();
-        let v1::TakeNodeResponse { was, cluster } = told;
+        let answer = self.client.take_node(limited(request)).await.map_err(self.error())?.into_inner();
+        let v1::TakeNodeResponse { was, cluster } = answer;
         Ok(match was.as_str() {
             "" => {
                 format!("node {name} belongs to no cluster yet; the first controller that uses it has it\n")

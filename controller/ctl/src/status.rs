@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_and_so_is_a_version_that_differs() {
+    fn problems_are_shown_and_so_is_a_version_that_differs() {
         let text = super::text(Format::Table, overview()).unwrap();
         assert!(text.contains(&format!("2 agents {VERSION}\n")), "{text}");
         assert!(text.contains("engine 0.0.9 (v, w and 5 more), which differs"), "{text}");

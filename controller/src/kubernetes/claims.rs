@@ -211,7 +211,7 @@ mod tests {
         )]));
         tokio::select! {
             () = noting => panic!("it ended"),
-            told = first => told.unwrap(),
+            notified = first => notified.unwrap(),
         }
         assert_eq!(recorded(&store).as_deref(), Some("pvc-1"));
     }

@@ -112,11 +112,11 @@ fn driver(node: &CSINode) -> Option<String> {
 
 async fn record(known: &Machines, store: &dyn Store, port: u16) {
     let (mut changes, mut found) = (store.changes(), known.changes());
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let mut failures = 0;
     loop {
         if let Some(kubernetes) = known.kubernetes() {
-            failures = match record_all(store, &kubernetes, port, &mut told).await {
+            failures = match record_all(store, &kubernetes, port, &mut reported).await {
                 Ok(()) => 0,
                 Err(error) => {
                     tracing::warn!(?error, "a node that was found is not recorded");
@@ -148,13 +148,13 @@ async fn record_all(
     store: &dyn Store,
     kubernetes: &KubernetesCluster,
     port: u16,
-    told: &mut Vec<NotFound>,
+    reported: &mut Vec<NotFound>,
 ) -> Result<(), ChangeError<std::convert::Infallible>> {
     let (found, not_found) = discovery::agents(kubernetes, port, Timestamp::now());
-    for problem in not_found.iter().filter(|problem| !told.contains(problem)) {
+    for problem in not_found.iter().filter(|problem| !reported.contains(problem)) {
         tracing::warn!("{problem}");
     }
-    *told = not_found;
+    *reported = not_found;
     for (name, discovered) in found {
         let recorded =
             |cluster: &ClusterState| Ok(discovery::recorded(cluster, &name, &discovered, Timestamp::now()));

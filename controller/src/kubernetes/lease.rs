@@ -77,12 +77,12 @@ fn holder(lease: &Lease) -> &str {
 }
 
 impl Leadership {
-    /// Waits without limit until this controller holds the lease; `told` gets the result of every look.
+    /// Waits without limit until this controller holds the lease; `looked` gets the result of every look.
     pub async fn acquire(
         client: Client,
         namespace: &str,
         identity: &str,
-        told: impl Fn(Option<&CallError>),
+        looked: impl Fn(Option<&CallError>),
     ) -> Leadership {
         let leases: Api<Lease> = Api::namespaced(client, namespace);
         let mut seen: Option<ObservedLease> = None;
@@ -92,10 +92,10 @@ impl Leadership {
                     tracing::info!(identity, "leading");
                     return Leadership { leases, identity: identity.to_owned(), held, renewed };
                 }
-                Ok(None) => told(None),
+                Ok(None) => looked(None),
                 Err(error) => {
                     tracing::warn!(%error, "cannot ask for the lease");
-                    told(Some(&error));
+                    looked(Some(&error));
                 }
             }
             tokio::time::sleep(LOOK_AGAIN).await;

@@ -64,9 +64,9 @@ impl Restager {
     pub async fn run(self) {
         let mut failures = 0;
         // The reported pods.
-        let mut told = BTreeSet::new();
+        let mut reported = BTreeSet::new();
         loop {
-            let wait = match self.round(&mut told).await {
+            let wait = match self.round(&mut reported).await {
                 Ok(()) => {
                     failures = 0;
                     LOOK_EVERY
@@ -81,18 +81,18 @@ impl Restager {
         }
     }
 
-    async fn round(&self, told: &mut BTreeSet<String>) -> Result<(), CallError> {
+    async fn round(&self, reported: &mut BTreeSet<String>) -> Result<(), CallError> {
         let nodes = dead_mounts::nodes(&self.fleet.agents());
         let is_dead =
             |uid: &String| nodes.iter().any(|(_, mounts)| mounts.iter().any(|mount| mount.pod_uid == *uid));
-        told.retain(is_dead);
+        reported.retain(is_dead);
         let Some(kubernetes) = self.machines.kubernetes().filter(|_| !nodes.is_empty()) else {
             return Ok(());
         };
         for (node, mounts) in &nodes {
             let machines = kubernetes.drivers.iter().filter(|(_, driver)| driver.as_str() == node.as_str());
             for (machine, _) in machines {
-                self.look_at(machine, node, mounts, told).await?;
+                self.look_at(machine, node, mounts, reported).await?;
             }
         }
         Ok(())
@@ -103,7 +103,7 @@ impl Restager {
         machine: &str,
         node: &NodeName,
         mounts: &[DeadMount],
-        told: &mut BTreeSet<String>,
+        reported: &mut BTreeSet<String>,
     ) -> Result<(), CallError> {
         let api: Api<KubePod> = Api::all(self.client.clone());
         let there = ListParams::default().fields(&format!("spec.nodeName={machine}"));
@@ -116,7 +116,7 @@ impl Restager {
             }
         }
         for (pod, volumes) in plan.report {
-            if told.insert(pod.uid.clone()) {
+            if reported.insert(pod.uid.clone()) {
                 let message = format!(
                     "the device of volume {} is gone, and no controller would re-create the pod: delete it \
                      and create it again",

@@ -273,7 +273,7 @@ async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
 /// Parameters of Longhorn's StorageClasses that mean nothing here are accepted. The event has their names.
 #[tokio::test]
 async fn ignored_parameters_are_in_an_event_of_the_volume() {
-    let (sender, mut told) = mpsc::unbounded_channel();
+    let (sender, mut recorded) = mpsc::unbounded_channel();
     let service = service_fn(move |request: Request<Body>| {
         let sender = sender.clone();
         async move {
@@ -291,7 +291,7 @@ async fn ignored_parameters_are_in_an_event_of_the_volume() {
         [("staleReplicaTimeout", "30"), ("numberOfReplicas", "3"), ("disableRevisionCounter", "true")];
     let parameters = parameters.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
     alone.csi.create(v1::CreateVolumeRequest { parameters, ..create("v") }).await.unwrap();
-    let event = tokio::time::timeout(LIMIT, told.recv()).await.unwrap().unwrap();
+    let event = tokio::time::timeout(LIMIT, recorded.recv()).await.unwrap().unwrap();
     assert_eq!((&event["reason"], &event["type"]), (&"ParametersIgnored".into(), &"Normal".into()));
     let about = &event["regarding"];
     assert_eq!((&about["kind"], &about["name"]), (&"Volume".into(), &"v".into()));

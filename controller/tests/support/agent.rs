@@ -337,7 +337,7 @@ impl FakeAgent {
     }
 
     /// Gives an order to the engine of that attachment, 0 being any.
-    fn told(
+    fn order_engine(
         &self,
         volume: &str,
         attach: u64,

@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_half_is_told_of_the_first() {
+    fn the_other_half_gets_the_grant_of_the_first() {
         let (old, granted) = (view(0, 0, 0, &[1, 2]), view(1, 0, 2, &[1]));
         let arbiter = Arbiter { granted: Some(granted), ..NEVER_ASKED };
         let other = view(1, 1, 1, &[2]);

@@ -279,17 +279,17 @@ mod tests {
     fn writes_are_lost_where_every_member_has_lost_its_cache() {
         let now = view(3, &[1, 2, 3]);
         let lost = |n| FencedReplica { lost_cache: true, ..fenced(n, now, &[]) };
-        let is_told = |of: &[FencedReplica]| plan(of, None).unwrap().lost_writes;
-        assert!(!is_told(&[fenced(1, now, &[]), fenced(2, now, &[]), fenced(3, now, &[])]));
-        assert!(!is_told(&[lost(1), lost(2), fenced(3, now, &[])]), "one has kept everything");
-        assert!(is_told(&[lost(1), lost(2), lost(3)]));
-        assert!(is_told(&[lost(1), lost(2)]), "who is silent does not help");
+        let loses_writes = |of: &[FencedReplica]| plan(of, None).unwrap().lost_writes;
+        assert!(!loses_writes(&[fenced(1, now, &[]), fenced(2, now, &[]), fenced(3, now, &[])]));
+        assert!(!loses_writes(&[lost(1), lost(2), fenced(3, now, &[])]), "one has kept everything");
+        assert!(loses_writes(&[lost(1), lost(2), lost(3)]));
+        assert!(loses_writes(&[lost(1), lost(2)]), "who is silent does not help");
         let rebuilding = FencedReplica { rebuilding: true, ..fenced(3, now, &[]) };
-        assert!(is_told(&[lost(1), lost(2), rebuilding]), "nor who lacks data");
+        assert!(loses_writes(&[lost(1), lost(2), rebuilding]), "nor who lacks data");
         let older = fenced(3, view(2, &[1, 2, 3]), &[]);
         let alone = view(3, &[1]);
         let last = FencedReplica { lost_cache: true, ..fenced(1, alone, &[]) };
-        assert!(is_told(&[last, older]), "nor who had left the view");
+        assert!(loses_writes(&[last, older]), "nor who had left the view");
     }
 
     #[test]

@@ -58,7 +58,7 @@ fn what_was_not_stored_is_not_answered_as_stored() {
     let mut volume = used(seven);
     let honoured = basis(&reports(&volume), volume.arbiter.granted()).unwrap().honoured;
     for replica in &mut volume.replicas {
-        assert_eq!(replica.fence(seven), Ok(Fence::Same), "without a nonce they cannot be told apart");
+        assert_eq!(replica.fence(seven), Ok(Fence::Same), "without a nonce they look the same");
         let refused = replica.propose(seven, view(seven, 1, &[1, 2]), &honoured);
         assert!(matches!(refused, Err(Refused::NotNewer { .. })), "{refused:?}");
     }

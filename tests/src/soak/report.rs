@@ -156,8 +156,8 @@ impl Report {
         }
     }
 
-    pub(super) fn problem(&mut self, told: String) {
-        self.problems.push(told);
+    pub(super) fn problem(&mut self, problem: String) {
+        self.problems.push(problem);
     }
 
     /// Counts a wrong byte that the load has read, in the last added episode or after it.

@@ -33,8 +33,8 @@ fn a_lost_key_is_restored_as_documented() -> Result<()> {
     cluster.api.ok("DELETE", &secret, None)?;
     cluster.api.ok("PATCH", &secret, Some(&json!({ "metadata": { "finalizers": null } })))?;
     cluster.hosts.stop_controller()?;
-    let told = cluster.refuses_to_start()?;
-    ensure!(told.contains("is lost, and 1 volumes need it"), "{told}");
+    let refusal = cluster.refuses_to_start()?;
+    ensure!(refusal.contains("is lost, and 1 volumes need it"), "{refusal}");
     the_key_is_restored(&cluster, &mut page)?;
     let restored = cluster.api.ok("GET", &secret, None)?;
     ensure!(restored["data"]["key"] == key.trim(), "another key: {restored:#}");

@@ -74,8 +74,8 @@ impl Cluster {
                 .filter(|event| event["regarding"]["uid"] == volume["metadata"]["uid"])
                 .collect();
             events.sort_by_key(|event| event["eventTime"].as_str().unwrap_or_default().to_owned());
-            let told: Vec<&str> = events.iter().filter_map(|event| event["reason"].as_str()).collect();
-            ensure!(told == reasons, "{events:#?}");
+            let recorded: Vec<&str> = events.iter().filter_map(|event| event["reason"].as_str()).collect();
+            ensure!(recorded == reasons, "{events:#?}");
             let kinds = events.iter().map(|event| &event["regarding"]["kind"]);
             ensure!(kinds.into_iter().all(|kind| kind == "Volume"), "{events:#?}");
             Ok(Some(()))

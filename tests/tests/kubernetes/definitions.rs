@@ -45,9 +45,12 @@ fn definitions_are_upgraded_with_the_objects_in_them() -> Result<()> {
 
     make_older(&cluster)?;
     let older = objects(&cluster)?;
-    let told = cluster.refuses_to_start()?;
-    let is_named = LATER.iter().any(|(_, part, field)| told.contains(&format!(".{part}.{field}")));
-    ensure!(is_named && told.contains("first shorthorn-controller crds | kubectl apply -f -"), "{told}");
+    let refusal = cluster.refuses_to_start()?;
+    let is_named = LATER.iter().any(|(_, part, field)| refusal.contains(&format!(".{part}.{field}")));
+    ensure!(
+        is_named && refusal.contains("first shorthorn-controller crds | kubectl apply -f -"),
+        "{refusal}"
+    );
 
     apply_definitions(&cluster)?;
     let newer = objects(&cluster)?;

@@ -117,12 +117,12 @@ fn a_volume_that_kubernetes_needs_is_refused(api: &ApiServer) -> Result<()> {
     set_status(api, "v", &json!({ "persistentVolume": "pvc-1" }))?;
     let path = ApiServer::path("volumes/v");
     let (nowhere, elsewhere) = (json!({ "spec": { "nodeID": null } }), json!({ "spec": { "nodeID": "n1" } }));
-    let told = "is PersistentVolume pvc-1, which is attached to node n0";
-    refused(api, ("PATCH", &path, Some(&nowhere)), told)?;
+    let refusal = "is PersistentVolume pvc-1, which is attached to node n0";
+    refused(api, ("PATCH", &path, Some(&nowhere)), refusal)?;
     refused(api, ("PATCH", &path, Some(&elsewhere)), "volume detach --force")?;
     let mut replaced = api.ok("GET", &path, None)?;
     replaced["spec"]["nodeID"] = "n1".into();
-    refused(api, ("PUT", &path, Some(&replaced)), told)?;
+    refused(api, ("PUT", &path, Some(&replaced)), refusal)?;
     refused(api, ("DELETE", &path, None), "is PersistentVolume pvc-1")?;
     // As kubectl delete shv --all: each object, or the collection.
     refused(api, ("DELETE", &ApiServer::path("volumes"), None), "is PersistentVolume pvc-1")?;
@@ -207,8 +207,8 @@ fn refused(api: &ApiServer, (method, path, body): (&str, &str, Option<&Value>), 
     let path = format!("{path}{}dryRun=All", if path.contains('?') { '&' } else { '?' });
     until("refusal", LIMIT, || {
         let answer = api.call(method, &path, body)?;
-        let told = answer.body["message"].as_str().unwrap_or_default();
-        ensure!(answer.code == 403 && told.contains(message), "{method} {path}: {} {told}", answer.code);
+        let found = answer.body["message"].as_str().unwrap_or_default();
+        ensure!(answer.code == 403 && found.contains(message), "{method} {path}: {} {found}", answer.code);
         Ok(Some(()))
     })
 }

@@ -118,8 +118,8 @@ fn it_is_attached_with_few_calls(cluster: &Cluster) -> Result<()> {
 fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     let kubeconfig = cluster.api.kubeconfig()?.display().to_string();
     let list = ["--kubeconfig", &kubeconfig, "volume", "list"];
-    let told = cluster.hosts.refused(&list)?;
-    ensure!(told.contains("which is no pod in namespace"), "{told}");
+    let refusal = cluster.hosts.refused(&list)?;
+    ensure!(refusal.contains("which is no pod in namespace"), "{refusal}");
     let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/shorthorn-controller");
     let lease = cluster.api.ok("GET", &leases, None)?;
     let holder = lease["spec"]["holderIdentity"].as_str().context("no controller leads")?;
@@ -130,8 +130,11 @@ fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
         "spec": { "containers": [container] } });
     let pods = format!("/api/v1/namespaces/{NAMESPACE}/pods");
     cluster.api.ok("POST", &pods, Some(&pod))?;
-    let told = cluster.hosts.refused(&list)?;
-    ensure!(told.contains(&format!("port 9521 of pod {host}")) && !told.contains("forbidden"), "{told}");
+    let refusal = cluster.hosts.refused(&list)?;
+    ensure!(
+        refusal.contains(&format!("port 9521 of pod {host}")) && !refusal.contains("forbidden"),
+        "{refusal}"
+    );
     cluster.api.ok("DELETE", &format!("{pods}/{host}"), None).map(drop)
 }
 
@@ -248,13 +251,13 @@ fn ready(pod: &Pod) -> Result<bool> {
 fn stands_by(pod: &Pod) -> Result<()> {
     ensure!(!ready(pod)?, "it is ready");
     let csi = Caller::unix(&pod.csi)?;
-    let told = csi.call(v1::GetPluginInfoRequest {}, CALL_LIMIT, async |channel, request| {
+    let info = csi.call(v1::GetPluginInfoRequest {}, CALL_LIMIT, async |channel, request| {
         IdentityClient::new(channel).get_plugin_info(request).await
     });
     let asked = csi.call(v1::ListVolumesRequest::default(), CALL_LIMIT, async |channel, request| {
         ControllerClient::new(channel).list_volumes(request).await
     });
-    for answer in [told.map(drop), asked.map(drop)] {
+    for answer in [info.map(drop), asked.map(drop)] {
         let Err(error) = answer else { bail!("it works although it stands by") };
         let status = error.downcast_ref::<Status>().context("no answer of a server")?;
         ensure!(status.code() == Code::Unavailable && status.message().contains("stands by"), "{status}");
@@ -264,7 +267,7 @@ fn stands_by(pod: &Pod) -> Result<()> {
 
 /// A node is found if the driver is registered there. Its address follows the machine until a user sets it.
 #[test]
-fn nodes_are_found_and_what_cannot_be_is_told() -> Result<()> {
+fn nodes_are_found_and_others_are_reported() -> Result<()> {
     let mut cluster = Cluster::start()?;
     cluster.register("m1", "192.0.2.1")?;
     cluster.register("m2", "2001:db8::2")?;
@@ -303,8 +306,8 @@ fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
     ensure!(cluster.guards()?.is_empty(), "{:?}", cluster.guards()?);
     cordon(cluster, 1, true)?;
     cluster.until_guards(&[0, 2])?;
-    let told = cluster.hosts.refused(&["node", "can-reboot", &name(2)])?;
-    ensure!(told.contains("node n1, which was cordoned in Kubernetes before"), "{told}");
+    let refusal = cluster.hosts.refused(&["node", "can-reboot", &name(2)])?;
+    ensure!(refusal.contains("node n1, which was cordoned in Kubernetes before"), "{refusal}");
     cluster.hosts.ctl(&["node", "can-reboot", &name(1)])?;
     nobody_evicts_a_guard(cluster, 2)?;
 
@@ -327,8 +330,8 @@ fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
         pod["spec"]["nodeName"] == name(host) && pod["spec"]["containers"][0]["image"] == "none:1",
         "{pod:#}"
     );
-    let told = pod["metadata"]["annotations"]["shorthorn.io/holds"].as_str().unwrap_or_default();
-    ensure!(told.starts_with("volume v: 1 of the 3 replicas"), "{pod:#}");
+    let holds = pod["metadata"]["annotations"]["shorthorn.io/holds"].as_str().unwrap_or_default();
+    ensure!(holds.starts_with("volume v: 1 of the 3 replicas"), "{pod:#}");
     let runs =
         json!({ "status": { "phase": "Running", "conditions": [{ "type": "Ready", "status": "True" }] } });
     cluster.api.ok("PATCH", &format!("{path}/status"), Some(&runs))?;
@@ -364,13 +367,13 @@ fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
     };
     delete(cluster)?;
     cluster.hosts.stop_controller()?;
-    let told = cluster.refuses_to_start()?;
+    let refusal = cluster.refuses_to_start()?;
     let fingerprint = fingerprint.as_str().unwrap_or_default();
-    ensure!(told.contains("is lost, and 1 volumes need it") && told.contains(fingerprint), "{told}");
+    ensure!(refusal.contains("is lost, and 1 volumes need it") && refusal.contains(fingerprint), "{refusal}");
     ensure!(cluster.api.find(&path)?.is_none(), "another key is made");
     make(cluster, &"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".into())?;
-    let told = cluster.refuses_to_start()?;
-    ensure!(told.contains(&format!("need the key {fingerprint}")), "{told}");
+    let refusal = cluster.refuses_to_start()?;
+    ensure!(refusal.contains(&format!("need the key {fingerprint}")), "{refusal}");
     // Another key gets no finalizer that would keep it.
     cluster.api.ok("DELETE", &path, None)?;
     until("end of the wrong key", LIMIT, || Ok(cluster.api.find(&path)?.is_none().then_some(())))?;

@@ -66,12 +66,12 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
     cluster.api.ok("PATCH", &format!("/api/v1/nodes/{}", name(1)), Some(&cordoned))?;
     cluster.until_guards(&[0, 2])?;
     page.script.set("NODE", &name(2));
-    let told = page.kubectl_succeeds("describe pod shorthorn-guard-NODE")?;
-    ensure_has(&told, &["shorthorn-guard-n2", "volume v"])?;
+    let printed = page.kubectl_succeeds("describe pod shorthorn-guard-NODE")?;
+    ensure_has(&printed, &["shorthorn-guard-n2", "volume v"])?;
     let words = page.script.next("shorthornctl node can-reboot NODE")?;
     let words: Vec<&str> = words.iter().skip(1).map(String::as_str).collect();
-    let told = cluster.hosts.refused(&words)?;
-    ensure_has(&told, &["node n1, which was cordoned in Kubernetes before"])?;
+    let printed = cluster.hosts.refused(&words)?;
+    ensure_has(&printed, &["node n1, which was cordoned in Kubernetes before"])?;
     page.script.finish()
 }
 
@@ -79,8 +79,8 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
 fn installation(cluster: &Cluster) -> Result<()> {
     const NO_POD: &str = "the controller is no pod here; controller/tests/laptop.rs connects through one";
     let mut page = page(cluster, INSTALL)?;
-    let told = page.kubectl_succeeds("get pods")?;
-    ensure_has(&told, &["shorthorn-guard-n2"])?;
+    let printed = page.kubectl_succeeds("get pods")?;
+    ensure_has(&printed, &["shorthorn-guard-n2"])?;
     page.script.leave_out("shorthornctl --kubeconfig", NO_POD)?;
     page.script.leave_out("shorthornctl --kubeconfig", NO_POD)?;
 
@@ -102,8 +102,11 @@ fn installation(cluster: &Cluster) -> Result<()> {
         json!({ "status": { "phase": "Running", "conditions": [{ "type": "Ready", "status": "True" }] } });
     cluster.api.ok("PATCH", &format!("{POD}/status"), Some(&runs))?;
     page.kubectl_succeeds("wait --for=condition=Ready pod/writer")?;
-    let told = page.kubectl_succeeds("get shv")?;
-    ensure_has(&told, &["STATE", "ROBUSTNESS", "REPLICAS", "NODE", VOLUME, "attached", "healthy", "3/3", "n0"])?;
+    let printed = page.kubectl_succeeds("get shv")?;
+    ensure_has(
+        &printed,
+        &["STATE", "ROBUSTNESS", "REPLICAS", "NODE", VOLUME, "attached", "healthy", "3/3", "n0"],
+    )?;
     page.script.leave_out("cat /data/log", "the pod does not run")?;
     page.script.finish()
 }
@@ -115,13 +118,13 @@ fn troubleshooting(cluster: &Cluster) -> Result<()> {
     page.script.set("NAME", VOLUME);
     ensure_has(&page.kubectl_succeeds("describe pod POD")?, &["writer", "Events"])?;
     ensure_has(&page.kubectl_succeeds("describe pvc CLAIM")?, &["StorageClass:", "shorthorn", "Events"])?;
-    let told = page.kubectl_succeeds("get shv,she,shr,shn")?;
+    let printed = page.kubectl_succeeds("get shv,she,shr,shn")?;
     ensure_has(
-        &told,
+        &printed,
         &["volume.shorthorn.io/v", "engine.shorthorn.io/", "replica.shorthorn.io/", "node.shorthorn.io/n0"],
     )?;
-    let told = page.kubectl_succeeds("describe shv NAME")?;
-    ensure_has(&told, &["Robustness", "EngineStarted", "Attached"])?;
+    let printed = page.kubectl_succeeds("describe shv NAME")?;
+    ensure_has(&printed, &["Robustness", "EngineStarted", "Attached"])?;
     page.script.next("kubectl logs -n shorthorn-system deploy/shorthorn-controller")?;
     let deployment = format!("/apis/apps/v1/namespaces/{NAMESPACE}/deployments/shorthorn-controller");
     ensure!(cluster.api.find(&deployment)?.is_some(), "no Deployment has that name");

@@ -81,7 +81,11 @@ fn an_engine_and_a_replica_stay(api: &ApiServer) -> Result<()> {
 
 fn refused(api: &ApiServer, method: &str, path: &str, body: &Value, message: &str) -> Result<()> {
     let answer = api.call(method, path, Some(body))?;
-    let told = answer.body["message"].as_str().unwrap_or_default();
-    ensure!(answer.code == 422 && told.contains(message), "{method} {path} {body}: {} {told}", answer.code);
+    let refusal = answer.body["message"].as_str().unwrap_or_default();
+    ensure!(
+        answer.code == 422 && refusal.contains(message),
+        "{method} {path} {body}: {} {refusal}",
+        answer.code
+    );
     Ok(())
 }

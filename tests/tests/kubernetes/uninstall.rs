@@ -39,7 +39,7 @@ fn read() -> Result<Script> {
 /// only for them.
 fn kubectl_as_far_as_possible(page: &mut Documented, cluster: &Cluster, start: &str) -> Result<()> {
     let output = page.kubectl(start)?;
-    let told = String::from_utf8_lossy(&output.stderr);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     let is_harmless = |line: &str| {
         line.is_empty()
             || line.starts_with("ensure CRDs are installed first")
@@ -48,8 +48,8 @@ fn kubectl_as_far_as_possible(page: &mut Documented, cluster: &Cluster, start: &
                 && TOO_NEW.iter().any(|kind| line.contains(kind))
             || line.starts_with("Warning: ")
     };
-    let wrong: Vec<&str> = told.lines().filter(|line| !is_harmless(line)).collect();
-    ensure!(wrong.is_empty(), "{start}: {told}");
+    let wrong: Vec<&str> = stderr.lines().filter(|line| !is_harmless(line)).collect();
+    ensure!(wrong.is_empty(), "{start}: {stderr}");
     Ok(())
 }
 
@@ -117,8 +117,8 @@ fn the_volumes_are_deleted(cluster: &Cluster, page: &mut Documented) -> Result<(
         ensure!(volume["status"]["persistentVolume"] == "kept", "{volume:#}");
         Ok(Some(()))
     })?;
-    let told = cluster.hosts.refused(&["volume", "delete", DELETED, "--yes"])?;
-    ensure!(told.contains("kept"), "{told}");
+    let refusal = cluster.hosts.refused(&["volume", "delete", DELETED, "--yes"])?;
+    ensure!(refusal.contains("kept"), "{refusal}");
     page.script.set("NAME", "kept");
     page.kubectl_succeeds("delete pv NAME")?;
     page.script.set("NAME", DELETED);
@@ -126,8 +126,8 @@ fn the_volumes_are_deleted(cluster: &Cluster, page: &mut Documented) -> Result<(
 
     let list = page.script.next("shorthornctl volume list")?;
     let list: Vec<&str> = list.iter().skip(1).map(String::as_str).collect();
-    let told = cluster.hosts.ctl(&list)?;
-    ensure!(told.contains(DELETED) && told.contains(VOLUME), "{told}");
+    let printed = cluster.hosts.ctl(&list)?;
+    ensure!(printed.contains(DELETED) && printed.contains(VOLUME), "{printed}");
     page.script.next("shorthornctl volume delete NAME")?;
     cluster.hosts.ctl(&["volume", "delete", DELETED, "--yes"])?;
     until("end of the volume", LIMIT, || {

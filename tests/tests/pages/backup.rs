@@ -39,7 +39,7 @@ fn the_store_is_saved_as_the_page_says() -> Result<()> {
     cluster.hosts.detach(VOLUME)?;
     cluster.hosts.ctl(&["volume", "attach", VOLUME, "--node", "n1"])?;
     ensure_block(&mut cluster.hosts.client(1, VOLUME)?, 0, 1)?;
-    let told = cluster.hosts.ctl(&["volume", "why", VOLUME])?;
-    ensure!(told.contains("is healthy") || told.contains("is degraded"), "{told}");
+    let printed = cluster.hosts.ctl(&["volume", "why", VOLUME])?;
+    ensure!(printed.contains("is healthy") || printed.contains("is degraded"), "{printed}");
     Ok(())
 }

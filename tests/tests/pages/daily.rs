@@ -22,15 +22,15 @@ fn the_commands_of_every_day_work_as_their_page_says() -> Result<()> {
     page.script.set("node2", &name(1));
     ensure_has(&page.ctl(&cluster, "status")?, &["Wrong: nothing", "Versions"])?;
     ensure_has(&page.ctl(&cluster, "doctor")?, &["passed  volumes are served and complete"])?;
-    let told = page.ctl(&cluster, "volume list -o wide")?;
-    ensure_has(&told, &["PVC", "WORKLOAD", "ACTUAL", "REASON", NAME])?;
-    let told = page.ctl(&cluster, "volume list -n shop")?;
-    ensure!(!told.contains("attached"), "{told}");
+    let printed = page.ctl(&cluster, "volume list -o wide")?;
+    ensure_has(&printed, &["PVC", "WORKLOAD", "ACTUAL", "REASON", NAME])?;
+    let printed = page.ctl(&cluster, "volume list -n shop")?;
+    ensure!(!printed.contains("attached"), "{printed}");
     replicas_are_changed(&cluster, &mut page)?;
-    let told = page.ctl(&cluster, "rebalance --dry-run")?;
-    ensure_has(&told, &["would be better elsewhere"])?;
-    let told = page.ctl(&cluster, "node inspect node2")?;
-    ensure_has(&told, &["Frontend socket: usable", "Replicas", "Warning: ", &cluster.disk(1)])?;
+    let printed = page.ctl(&cluster, "rebalance --dry-run")?;
+    ensure_has(&printed, &["would be better elsewhere"])?;
+    let printed = page.ctl(&cluster, "node inspect node2")?;
+    ensure_has(&printed, &["Frontend socket: usable", "Replicas", "Warning: ", &cluster.disk(1)])?;
     page.ctl(&cluster, "support-bundle")?;
     let files =
         fs::read_dir(cluster.folder.path())?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -50,8 +50,8 @@ fn replicas_are_changed(cluster: &Cluster, page: &mut Page) -> Result<()> {
     let shown = cluster.until_shown(NAME, "two replicas", |shown| {
         shown["replicas"].as_array().is_some_and(|all| all.len() == 2) && shown["robustness"] == "healthy"
     })?;
-    let told = page.ctl(cluster, "volume rebuild-limit v1")?;
-    ensure_has(&told, &["50 MiB/s", "20 %"])?;
+    let printed = page.ctl(cluster, "volume rebuild-limit v1")?;
+    ensure_has(&printed, &["50 MiB/s", "20 %"])?;
     page.ctl(cluster, "volume scrub v1 --repair")?;
     let replicas = shown["replicas"].as_array().context("no replicas")?;
     let evicted = replicas.iter().find(|replica| replica["nodeID"] != name(0)).context("no other node")?;
@@ -75,8 +75,8 @@ fn a_volume_comes_back(cluster: &Cluster, page: &mut Page) -> Result<()> {
     ensure!(hosts.inspect(NAME)?["state"] == "detached", "it is not detached");
     page.at_terminal(cluster, "volume delete v1", NAME)?;
     page.at_terminal(cluster, "volume trash v1 --remove", NAME)?;
-    let told = hosts.ctl(&["volume", "trash"])?;
-    ensure!(!told.contains("yes"), "{told}");
+    let printed = hosts.ctl(&["volume", "trash"])?;
+    ensure!(!printed.contains("yes"), "{printed}");
     let left = hosts.directories(NAME)?;
     ensure!(left.is_empty(), "{left:?}");
     Ok(())

@@ -20,8 +20,8 @@ fn start(script: &mut Script, folder: &Path) -> Result<LocalVolume> {
     let words = script.next("target/fast/shorthorn-agent run v1")?;
     let volume = LocalVolume::start_with(&words[1..])?;
     ensure!(volume.ready.replicas.len() == 3, "{:?}", volume.ready);
-    let told = system(&script.next("nbdinfo")?, folder)?;
-    ensure_has(&told, &["export-size: 1073741824"])?;
+    let printed = system(&script.next("nbdinfo")?, folder)?;
+    ensure_has(&printed, &["export-size: 1073741824"])?;
     Ok(volume)
 }
 
@@ -49,8 +49,8 @@ fn a_volume_without_a_daemon_works_as_its_page_says() -> Result<()> {
         Ok(command)
     };
     let words = script.next("shorthorn-agent replica inspect")?;
-    let told = ended_with(&agent(&words)?.output()?, "replica inspect", 0)?;
-    let shown: Value = serde_json::from_str(&told).context(told)?;
+    let printed = ended_with(&agent(&words)?.output()?, "replica inspect", 0)?;
+    let shown: Value = serde_json::from_str(&printed).context(printed)?;
     ensure!(shown["usable"] == true && shown["volume"].is_object(), "{shown:#}");
     // The volume has no snapshot: the optional argument is left out.
     let without = |words: Vec<String>| -> Vec<String> {

@@ -46,7 +46,7 @@ fn a_lost_node_is_given_up_as_the_page_says() -> Result<()> {
     })?;
     let mut client = cluster.hosts.client(0, VOLUME)?;
     ensure_block(&mut client, 1, 2)?;
-    let told = cluster.hosts.ctl(&["node", "list"])?;
-    ensure!(told.contains("given up"), "the flag --node of the controller names it: {told}");
+    let printed = cluster.hosts.ctl(&["node", "list"])?;
+    ensure!(printed.contains("given up"), "the flag --node of the controller names it: {printed}");
     page.script.finish()
 }

@@ -135,18 +135,18 @@ impl Page {
             .spawn()
             .context("starting script")?;
         writeln!(child.stdin.take().context("no standard input")?, "{answer}")?;
-        let told = ended_with(&child.wait_with_output()?, start, 0)?;
-        ensure!(told.contains("Type its name to continue"), "{start} does not ask: {told}");
-        Ok(told)
+        let printed = ended_with(&child.wait_with_output()?, start, 0)?;
+        ensure!(printed.contains("Type its name to continue"), "{start} does not ask: {printed}");
+        Ok(printed)
     }
 }
 
 /// Returns both outputs of a command that ended with this code.
 fn ended_with(output: &Output, command: &str, code: i32) -> Result<String> {
-    let told = [&output.stdout[..], &output.stderr[..]].concat();
-    let told = String::from_utf8_lossy(&told).into_owned();
-    ensure!(output.status.code() == Some(code), "{command}: {}, not {code}\n{told}", output.status);
-    Ok(told)
+    let printed = [&output.stdout[..], &output.stderr[..]].concat();
+    let printed = String::from_utf8_lossy(&printed).into_owned();
+    ensure!(output.status.code() == Some(code), "{command}: {}, not {code}\n{printed}", output.status);
+    Ok(printed)
 }
 
 /// Runs a program of the system, which has to succeed.

@@ -19,8 +19,8 @@ fn a_host_is_restarted_and_drained_as_the_page_says() -> Result<()> {
     page.script.set("PATH", &cluster.disk(host));
     page.ctl(&cluster, "node cordon NODE")?;
     // The host of the engine cannot be restarted.
-    let told = cluster.hosts.refused(&["node", "can-reboot", &name(0)])?;
-    ensure_has(&told, &["volume v: it is attached there"])?;
+    let refusal = cluster.hosts.refused(&["node", "can-reboot", &name(0)])?;
+    ensure_has(&refusal, &["volume v: it is attached there"])?;
     page.ctl(&cluster, "node can-reboot NODE --wait")?;
     page.script.next("reboot")?;
     cluster.hosts.kill_agent(host)?;

@@ -31,8 +31,8 @@ fn a_disk_is_replaced_as_the_page_says() -> Result<()> {
     ensure_has(&page.ctl(&cluster, "volume trash")?, &[VOLUME, &cluster.disk(drained)])?;
     page.at_terminal(&cluster, "volume trash NAME --remove", VOLUME)?;
     page.ctl(&cluster, "disk remove NODE PATH")?;
-    let told = cluster.hosts.ctl(&["disk", "list"])?;
-    ensure!(!told.contains(&cluster.disk(drained)), "{told}");
+    let printed = cluster.hosts.ctl(&["disk", "list"])?;
+    ensure!(!printed.contains(&cluster.disk(drained)), "{printed}");
 
     // The other way to lose a disk, on another host. The replica goes to the host that has no disk now.
     cluster.hosts.ctl(&["disk", "add", &name(drained), &cluster.disk(drained)])?;
@@ -49,8 +49,8 @@ fn a_disk_is_replaced_as_the_page_says() -> Result<()> {
     })?;
     page.at_terminal(&cluster, "disk remove NODE PATH --lost", &disk)?;
     until("replica elsewhere", LIMIT, || {
-        let told = cluster.hosts.ctl(&["replica", "list", "--node", &name(lost)])?;
-        ensure!(!told.contains(&disk), "{told}");
+        let printed = cluster.hosts.ctl(&["replica", "list", "--node", &name(lost)])?;
+        ensure!(!printed.contains(&disk), "{printed}");
         Ok(Some(()))
     })?;
     page.ctl(&cluster, "replica list --node NODE")?;

@@ -24,8 +24,8 @@ fn problems_are_reported_as_the_page_says() -> Result<()> {
     // 6: something is wrong. The volume is served: the check only warns.
     ensure_has(&page.run(&cluster, "status", &[], 6)?, &["1 degraded", "volume v ("])?;
     ensure_has(&page.ctl(&cluster, "doctor")?, &["warned  volumes are served and complete"])?;
-    let told = page.ctl(&cluster, "volume why NAME")?;
-    ensure_has(&told, &["is degraded", "is missing since", "The controller replaces it in"])?;
+    let printed = page.ctl(&cluster, "volume why NAME")?;
+    ensure_has(&printed, &["is degraded", "is missing since", "The controller replaces it in"])?;
 
     // The replica with everything does not answer, and the other one lacks a write.
     cluster.hosts.detach(VOLUME)?;
@@ -36,10 +36,10 @@ fn problems_are_reported_as_the_page_says() -> Result<()> {
         ensure_has(&cluster.hosts.ctl(&["volume", "why", VOLUME])?, &["volume salvage v"]).map(Some)
     })?;
     until("views of the replicas", LIMIT, || {
-        let told = cluster.hosts.ctl(&["volume", "salvage", VOLUME])?;
-        ensure_has(&told, &["it lacks what was acknowledged in view"]).map(Some)
+        let printed = cluster.hosts.ctl(&["volume", "salvage", VOLUME])?;
+        ensure_has(&printed, &["it lacks what was acknowledged in view"]).map(Some)
     })?;
-    let told = page.ctl(&cluster, "volume salvage NAME")?;
-    ensure_has(&told, &["it lacks what was acknowledged in view", "does not answer"])?;
+    let printed = page.ctl(&cluster, "volume salvage NAME")?;
+    ensure_has(&printed, &["it lacks what was acknowledged in view", "does not answer"])?;
     page.script.finish()
 }

@@ -20,8 +20,8 @@ fn programs_are_upgraded_as_the_page_says() -> Result<()> {
     page.script.next("apt install ./shorthorn-agent_*.deb")?;
     cluster.hosts.install_other_build()?;
     agents_are_restarted(&mut cluster)?;
-    let told = page.ctl(&cluster, "node list")?;
-    ensure_has(&told, &[&name(0), &name(1), &name(2)])?;
+    let printed = page.ctl(&cluster, "node list")?;
+    ensure_has(&printed, &[&name(0), &name(1), &name(2)])?;
     ensure!(needs_upgrade(&cluster, true)?, "the engine is current");
     ensure_has(&page.ctl(&cluster, "doctor")?, &["warned  engines run the installed program"])?;
     engines_are_replaced(&cluster, &mut page)?;
@@ -51,8 +51,8 @@ fn agents_are_restarted(cluster: &mut Cluster) -> Result<()> {
 
 fn engines_are_replaced(cluster: &Cluster, page: &mut Page) -> Result<()> {
     let before = cluster.hosts.processes(0, "engine")?;
-    let told = page.ctl(cluster, "upgrade engines")?;
-    ensure_has(&told, &[VOLUME, "ms"])?;
+    let printed = page.ctl(cluster, "upgrade engines")?;
+    ensure_has(&printed, &[VOLUME, "ms"])?;
     let after = cluster.hosts.processes(0, "engine")?;
     ensure!(before.len() == 1 && after.len() == 1 && before != after, "{before:?}, then {after:?}");
     ensure!(needs_upgrade(cluster, false)?, "the engine is still another program");

@@ -88,8 +88,8 @@ impl Hosts {
             let mut command = Command::new(binary("shorthornctl")?);
             command.arg("--server").arg(format!("unix://{}", self.path("ctl").display())).args(arguments);
             let output = command.stdin(Stdio::null()).output()?;
-            let told = String::from_utf8_lossy(&output.stderr);
-            ensure!(output.status.success(), "{}", told.trim());
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            ensure!(output.status.success(), "{}", stderr.trim());
             Ok(Some(String::from_utf8_lossy(&output.stdout).into_owned()))
         })
     }

@@ -102,14 +102,17 @@ fn tells(bytes: &[u8], dir: &Path) -> bool {
 /// Checks that metrics and health are all that a port of metrics has, and that they have no secret.
 pub fn check_metrics(address: SocketAddr, secrets: &[String]) -> Result<()> {
     for path in ["/metrics", "/healthz", "/readyz"] {
-        let told = String::from_utf8_lossy(&answer(address, http(path).as_bytes())?).into_owned();
-        ensure!(told.starts_with("HTTP/1.1 200") || path == "/readyz", "{address}{path}: {told}");
-        let is_secret = |word: &String| told.contains(word.as_str());
-        ensure!(!secrets.iter().any(is_secret) && !told.contains("-----BEGIN"), "{address}{path}: {told}");
+        let received = String::from_utf8_lossy(&answer(address, http(path).as_bytes())?).into_owned();
+        ensure!(received.starts_with("HTTP/1.1 200") || path == "/readyz", "{address}{path}: {received}");
+        let is_secret = |word: &String| received.contains(word.as_str());
+        ensure!(
+            !secrets.iter().any(is_secret) && !received.contains("-----BEGIN"),
+            "{address}{path}: {received}"
+        );
     }
     for path in ["/", "/debug", "/shorthorn.v1.Node/GetNode", "/metrics/../etc/passwd"] {
-        let told = String::from_utf8_lossy(&answer(address, http(path).as_bytes())?).into_owned();
-        ensure!(told.starts_with("HTTP/1.1 404"), "{address}{path}: {told}");
+        let received = String::from_utf8_lossy(&answer(address, http(path).as_bytes())?).into_owned();
+        ensure!(received.starts_with("HTTP/1.1 404"), "{address}{path}: {received}");
     }
     Ok(())
 }
@@ -117,10 +120,10 @@ pub fn check_metrics(address: SocketAddr, secrets: &[String]) -> Result<()> {
 /// Checks that a port of TLS answers a stranger with alerts at most.
 pub fn check_tls(address: SocketAddr, dir: &Path) -> Result<()> {
     for probe in probes() {
-        let told = answer(address, &probe)?;
-        let is_alert = told.first() == Some(&TLS_ALERT) && told.len() <= 16;
-        ensure!(told.is_empty() || is_alert, "{address} answers {told:?}");
-        ensure!(!tells(&told, dir), "{address} answers {told:?}");
+        let received = answer(address, &probe)?;
+        let is_alert = received.first() == Some(&TLS_ALERT) && received.len() <= 16;
+        ensure!(received.is_empty() || is_alert, "{address} answers {received:?}");
+        ensure!(!tells(&received, dir), "{address} answers {received:?}");
     }
     Ok(())
 }
@@ -140,8 +143,8 @@ pub fn check_no_certificate(address: SocketAddr) -> Result<()> {
         drop(stdin);
         output
     })??;
-    let told = String::from_utf8_lossy(&output.stderr);
-    ensure!(told.contains("certificate required"), "{address}: {told}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(stderr.contains("certificate required"), "{address}: {stderr}");
     ensure!(output.stdout.is_empty(), "{address} sends {:?}", output.stdout);
     Ok(())
 }
@@ -169,9 +172,12 @@ pub fn check_controller(address: SocketAddr, token: &str) -> Result<()> {
 pub fn check_data(address: SocketAddr, dir: &Path) -> Result<()> {
     let mut challenges = Vec::new();
     for probe in probes() {
-        let told = answer(address, &probe)?;
-        ensure!(told.len() <= CHALLENGE_BYTES_MAX && !tells(&told, dir), "{address} answers {told:?}");
-        challenges.push(told);
+        let received = answer(address, &probe)?;
+        ensure!(
+            received.len() <= CHALLENGE_BYTES_MAX && !tells(&received, dir),
+            "{address} answers {received:?}"
+        );
+        challenges.push(received);
     }
     challenges.sort();
     let all = challenges.len();

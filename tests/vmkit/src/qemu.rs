@@ -105,10 +105,10 @@ impl Qemu {
     /// Forwards a port of the host's loopback to one of the guest's.
     pub fn forward(&mut self, host_port: u16, guest_port: u16) -> Result<()> {
         let line = format!("hostfwd_add {CONTROL_NETWORK} tcp:127.0.0.1:{host_port}-:{guest_port}");
-        let told = self.execute("human-monitor-command", json!({ "command-line": line }))?;
-        match told.as_str().unwrap_or_default().trim() {
+        let answer = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        match answer.as_str().unwrap_or_default().trim() {
             "" => Ok(()),
-            told => Err(anyhow!("cannot forward port {host_port}: {told}")),
+            answer => Err(anyhow!("cannot forward port {host_port}: {answer}")),
         }
     }
 

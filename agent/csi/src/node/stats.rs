@@ -84,13 +84,13 @@ fn lost_mount(mount: &Mount) -> String {
     format!("the device {} that is mounted here is gone", mount.device)
 }
 
-fn condition(told: &Condition, trouble: Option<String>) -> v1::VolumeCondition {
-    let told = match told {
+fn condition(reported: &Condition, trouble: Option<String>) -> v1::VolumeCondition {
+    let reported = match reported {
         Condition::Healthy => None,
         Condition::Degraded(why) => Some(format!("degraded: {why}")),
         Condition::Frozen(why) => Some(format!("frozen: {why}")),
     };
-    let messages: Vec<String> = trouble.into_iter().chain(told).collect();
+    let messages: Vec<String> = trouble.into_iter().chain(reported).collect();
     if messages.is_empty() {
         return v1::VolumeCondition { abnormal: false, message: "healthy".into() };
     }
@@ -128,12 +128,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_trouble_is_told() {
-        let told = |told, trouble: Option<&str>| condition(&told, trouble.map(str::to_owned));
-        assert!(!told(Condition::Healthy, None).abnormal);
-        assert_eq!(told(Condition::Healthy, Some("x")).message, "x");
-        let both = told(Condition::Degraded("2 of 3".into()), Some("x"));
+    fn every_trouble_is_reported() {
+        let shown = |reported, trouble: Option<&str>| condition(&reported, trouble.map(str::to_owned));
+        assert!(!shown(Condition::Healthy, None).abnormal);
+        assert_eq!(shown(Condition::Healthy, Some("x")).message, "x");
+        let both = shown(Condition::Degraded("2 of 3".into()), Some("x"));
         assert!(both.abnormal && both.message == "x; degraded: 2 of 3", "{both:?}");
-        assert!(told(Condition::Frozen("no quorum".into()), None).abnormal);
+        assert!(shown(Condition::Frozen("no quorum".into()), None).abnormal);
     }
 }

@@ -251,7 +251,7 @@ fn more_or_less_data_than_asked_for_is_a_failure() {
 }
 
 #[test]
-fn the_end_of_a_connection_is_told_once_and_closed_when_nothing_is_under_way() {
+fn the_end_of_a_connection_is_reported_once_and_closed_when_nothing_is_under_way() {
     let mut bench = Bench::new();
     bench.replica.shutdown(std::net::Shutdown::Both).unwrap();
     while bench.events.is_empty() {
@@ -274,7 +274,7 @@ fn a_link_in_use_is_not_closed_before_its_operations_have_ended() {
 }
 
 #[test]
-fn a_stored_view_is_told_by_its_number() {
+fn a_stored_view_is_reported_by_its_number() {
     let mut bench = Bench::new();
     let id = ViewId { generation: GENERATION, number: 7 };
     let view = View { id, members: Members::new([ReplicaId::from_random(1)]).unwrap() };
@@ -352,7 +352,7 @@ fn a_check_comes_without_data() {
 }
 
 #[test]
-fn a_mark_is_told_by_its_number() {
+fn a_mark_is_reported_by_its_number() {
     let mut bench = Bench::new();
     let change = MarkRegions {
         of: RegionsOf::Intent,
@@ -391,7 +391,7 @@ fn another_connection_takes_the_place_of_one_that_is_gone() {
 }
 
 #[test]
-fn who_uses_a_connection_that_is_gone_is_told() {
+fn a_request_on_a_connection_that_is_gone_is_answered() {
     let mut bench = Bench::new();
     bench.link.close();
     while bench.link.take_closed().is_none() {

@@ -31,7 +31,7 @@ fn an_error_of_the_last_replica_is_logged_with_its_cause() {
     file.set_len(0).unwrap();
     assert_eq!(failed_read(&mut client, OFFSET), Some(5));
     volume.wait_for_log(&[FAILED], 0);
-    let told = lines(&volume, FAILED).remove(0);
+    let line = lines(&volume, FAILED).remove(0);
     let replica = volume.endpoints()[0].replica;
     for part in [
         "volume=v1",
@@ -42,7 +42,7 @@ fn an_error_of_the_last_replica_is_logged_with_its_cause() {
         "os error 5",
         "no other replica is left",
     ] {
-        assert!(told.contains(part), "{part} is not in {told}");
+        assert!(line.contains(part), "{part} is not in {line}");
     }
     drop(client);
     file.set_len(volume.size_bytes).unwrap();
@@ -55,9 +55,9 @@ fn what_no_volume_can_do_is_logged_and_counted() {
     let mut client = Nbd::connect(&volume.frontend(), "v1").unwrap();
     assert_eq!(failed_read(&mut client, volume.size_bytes), Some(22));
     volume.wait_for_log(&[REFUSED], 0);
-    let told = lines(&volume, REFUSED).remove(0);
+    let line = lines(&volume, REFUSED).remove(0);
     for part in ["operation=\"read\"", "offset_bytes=16777216", "length_bytes=4096", "os error 22"] {
-        assert!(told.contains(part), "{part} is not in {told}");
+        assert!(line.contains(part), "{part} is not in {line}");
     }
     assert_eq!(volume.counters().refused, 1);
     assert_eq!(volume.counters().read.operations, 0);
@@ -84,16 +84,20 @@ fn a_storm_of_errors_is_a_few_lines_and_a_number() {
     assert_eq!(volume.counters().read.failed, ERRORS as u64);
     drop(client);
     volume.stop();
-    let told = lines(&volume, FAILED);
-    assert!(told[0].contains("replicas=\"\"") && told[0].contains("attached again"), "{}", told[0]);
+    let reported = lines(&volume, FAILED);
+    assert!(
+        reported[0].contains("replicas=\"\"") && reported[0].contains("attached again"),
+        "{}",
+        reported[0]
+    );
     let numbers: Vec<usize> = lines(&volume, MORE).iter().map(|line| count_of(line)).collect();
     // One connection is on one queue, which begins an interval every ten seconds at most.
     assert!(
-        !numbers.is_empty() && told.len() <= 10 * (numbers.len() + 1),
+        !numbers.is_empty() && reported.len() <= 10 * (numbers.len() + 1),
         "{} lines, {numbers:?}",
-        told.len()
+        reported.len()
     );
-    assert_eq!(told.len() + numbers.iter().sum::<usize>(), ERRORS, "none is left out");
+    assert_eq!(reported.len() + numbers.iter().sum::<usize>(), ERRORS, "none is left out");
 }
 
 fn count_of(line: &str) -> usize {

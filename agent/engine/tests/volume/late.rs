@@ -30,9 +30,9 @@ fn two_of_three_on_a_disk_that_hangs_are_waited_for() {
     let load = Load::start(&volume, 41);
     load.wait_for_writes(100);
     volume.freeze_disk();
-    let told = volume.wait("the volume waits for them", |engine| awaited(engine) == 2);
-    assert_eq!((told.phase, told.view.unwrap().members.len()), (EnginePhase::Serving, 3));
-    let message = &told.members.iter().find(|member| !member.message.is_empty()).unwrap().message;
+    let status = volume.wait("the volume waits for them", |engine| awaited(engine) == 2);
+    assert_eq!((status.phase, status.view.unwrap().members.len()), (EnginePhase::Serving, 3));
+    let message = &status.members.iter().find(|member| !member.message.is_empty()).unwrap().message;
     assert!(message.contains("answers PING, but not its requests"), "{message}");
     volume.thaw_disk();
     volume.wait("they have answered", is_whole);
@@ -50,8 +50,9 @@ fn one_of_three_whose_disk_hangs_is_dropped_and_comes_back_later_each_time() {
     load.wait_for_writes(100);
     for turn in 0..2 {
         volume.freeze_disk();
-        let told = volume.wait("it is dropped", |engine| engine.view.unwrap().members.len() == 2);
-        let message = &told.members.iter().find(|member| member.mode == MemberMode::Failed).unwrap().message;
+        let status = volume.wait("it is dropped", |engine| engine.view.unwrap().members.len() == 2);
+        let message =
+            &status.members.iter().find(|member| member.mode == MemberMode::Failed).unwrap().message;
         assert!(message.contains("though it answers PING"), "{message}");
         assert_eq!(message.contains("it was late 2 times: it stays out for 10 s"), turn == 1, "{message}");
         load.wait_for_writes(100);

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_is_dead_is_told_from_one_that_waits_for_work() {
+    fn a_dead_daemon_differs_from_one_that_waits_for_work() {
         let proc = tempfile::tempdir().unwrap();
         let at = |path: &str, text: &str| {
             let path = proc.path().join(path);

@@ -325,7 +325,7 @@ impl Device for NbdDevice {
         self.record.kernel_id = Some(index);
         let mut events = new.then(Events::listen);
         if let Err(error) = sysfs::announce(index) {
-            tracing::warn!(index, %error, "nbd: udev can not be told of the device: its rules may not have matched");
+            tracing::warn!(index, %error, "nbd: cannot announce the device to udev: its rules may not have matched");
             events = None;
         }
         let path = self.connect_device(index, new, events.as_ref());

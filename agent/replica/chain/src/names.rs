@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_told_apart_by_name() {
+    fn files_are_distinguished_by_name() {
         use DirectoryEntry::*;
         let snapshot = ImageName::parse("volume-snap-a.b.img").unwrap();
         assert_eq!(snapshot.snapshot_name(), Some("a.b"));

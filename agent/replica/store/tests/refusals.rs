@@ -24,9 +24,9 @@ fn refused(spoil: impl Fn(&Path), words: &[&str]) {
         }
     }
     let inspection = inspect(fixture.path()).unwrap();
-    let told =
+    let is_reported =
         inspection.problems.iter().any(|problem| words.iter().all(|word| problem.message.contains(word)));
-    assert!(told, "{:?}", inspection.problems);
+    assert!(is_reported, "{:?}", inspection.problems);
     assert_eq!(documents(fixture.path()), before);
 }
 

@@ -30,7 +30,7 @@ fn with_state(clean: bool) -> Fixture {
 
 /// Returns the status of the fixture's state, read by a reader first, because the store writes.
 fn status(path: &Path) -> SavedState {
-    let told = inspect(path).unwrap().own_state.status;
+    let found = inspect(path).unwrap().own_state.status;
     let read_only = Store::open(path, OpenOptions { read_only: true, ..OpenOptions::default() }).unwrap();
     let seen = read_only.load_state().unwrap();
     drop(read_only);
@@ -41,7 +41,7 @@ fn status(path: &Path) -> SavedState {
         SavedState::Current(_) => "current",
         SavedState::Outdated(_) => "outdated",
     };
-    assert_eq!(told, expected);
+    assert_eq!(found, expected);
     state
 }
 

@@ -58,7 +58,7 @@ impl Children {
     /// Creates a backend that runs nothing yet.
     ///
     /// # Errors
-    /// The pid files of an earlier boot cannot be told from those of this one.
+    /// The pid files of an earlier boot cannot be distinguished from those of this one.
     pub fn new(paths: InstancePaths, table: Arc<Table>) -> io::Result<Children> {
         forget_earlier_boots(&paths)?;
         Ok(Children { paths, table, runners: Mutex::default() })

@@ -49,9 +49,9 @@ pub async fn io_counters(control: &Path) -> io::Result<IoCounters> {
 pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
     let mut pause = FIRST_PAUSE;
     loop {
-        let mut told = false;
-        let ended = once(&control, &mut told, &mut take).await;
-        if told {
+        let mut has_reported = false;
+        let ended = once(&control, &mut has_reported, &mut take).await;
+        if has_reported {
             pause = FIRST_PAUSE;
             take(None);
         }
@@ -64,7 +64,11 @@ pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
     }
 }
 
-async fn once(control: &Path, told: &mut bool, take: &mut impl FnMut(Option<Status>)) -> io::Result<()> {
+async fn once(
+    control: &Path,
+    has_reported: &mut bool,
+    take: &mut impl FnMut(Option<Status>),
+) -> io::Result<()> {
     let mut stream = UnixStream::connect(control).await?;
     let mut line = serde_json::to_vec(&ProcessCommand::Watch)?;
     line.push(b'\n');
@@ -76,7 +80,7 @@ async fn once(control: &Path, told: &mut bool, take: &mut impl FnMut(Option<Stat
             return Ok(());
         }
         let status = serde_json::from_slice(&line)?;
-        *told = true;
+        *has_reported = true;
         take(Some(status));
     }
 }

@@ -70,20 +70,20 @@ async fn follow_file(tls: &Arc<NodeTls>) {
 
 async fn enrol(tls: &NodeTls, choice: &KubeconfigChoice) {
     let mut pause = PAUSE;
-    let mut was_told = false;
+    let mut has_warned = false;
     loop {
         if !tls.has_to_enrol() {
-            (pause, was_told) = (PAUSE, false);
+            (pause, has_warned) = (PAUSE, false);
             sleep(IDLE).await;
             continue;
         }
         let Some(file) = kubeconfig_of(choice) else {
-            if !was_told {
+            if !has_warned {
                 tracing::warn!(
                     "this node has no valid certificate, and no kubelet to get one with: run shorthorn-agent join"
                 );
             }
-            was_told = true;
+            has_warned = true;
             sleep(IDLE).await;
             continue;
         };

@@ -161,14 +161,14 @@ impl NodeTls {
             return;
         }
         change.seen = stamp;
-        let told = change.problem.take();
+        let reported = change.problem.take();
         if stamp.is_none() {
             // The file was removed for another enrolment, at the next start.
             return;
         }
         if let Err(error) = self.load() {
             let error = error.to_string();
-            if told.as_ref() != Some(&error) {
+            if reported.as_ref() != Some(&error) {
                 tracing::error!("the certificate of this node cannot be used: {error}");
             }
             change.problem = Some(error);

@@ -401,10 +401,13 @@ mod tests {
             ("csi.storage.k8s.io/pvc/name", "data"),
         ];
         assert_eq!(of(&class).unwrap().number_of_replicas, 3);
-        let told = ignored(class.into_iter());
-        assert!(told.starts_with(r#"backupTargetName: "default", dataEngine: "v1", disableRev"#), "{told}");
-        assert!(told.contains(r#"staleReplicaTimeout: "30""#), "{told}");
-        assert!(!told.contains("numberOfReplicas") && !told.contains("pvc/name"), "{told}");
+        let listed = ignored(class.into_iter());
+        assert!(
+            listed.starts_with(r#"backupTargetName: "default", dataEngine: "v1", disableRev"#),
+            "{listed}"
+        );
+        assert!(listed.contains(r#"staleReplicaTimeout: "30""#), "{listed}");
+        assert!(!listed.contains("numberOfReplicas") && !listed.contains("pvc/name"), "{listed}");
         assert_eq!(ignored([("numberOfReplicas", "3")].into_iter()), "");
     }
 

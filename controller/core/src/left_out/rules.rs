@@ -306,9 +306,9 @@ fn nothing_of_a_volume_that_was_left_out_goes() {
         replica.status.deletion_record = Some(record);
     });
     let decision = decide(&example, &key_of(Kind::Replica, 1));
-    let [Action::Write(told)] = &decision.actions[..] else { panic!("{decision:#?}") };
-    let Object::Replica(told) = &**told else { panic!("{told:#?}") };
-    assert!(told.status.message.contains("mend it") && told.is_left_behind(), "{told:#?}");
+    let [Action::Write(written)] = &decision.actions[..] else { panic!("{decision:#?}") };
+    let Object::Replica(written) = &**written else { panic!("{written:#?}") };
+    assert!(written.status.message.contains("mend it") && written.is_left_behind(), "{written:#?}");
     // Its engine looks like one of a deleted volume.
     let engine = example.engine();
     engine.metadata.deletion_timestamp = Some(now());

@@ -78,9 +78,9 @@ fn each_pod_that_stays_has_its_reason() {
     let nameless = Machine { has_nameless_disks: true, ..LOST };
     let finalizers = || vec!["example/wait".to_owned()];
     let table: Vec<(&str, Machine, Pod, Option<Why>)> = vec![
-        ("told to go, time over", LOST, ours(), None),
+        ("deleted, time over", LOST, ours(), None),
         ("exactly over", LOST, Pod { gone_by: Some(at(0)), ..ours() }, None),
-        ("not told", LOST, Pod { gone_by: None, ..ours() }, Some(Why::NotTold)),
+        ("not deleted", LOST, Pod { gone_by: None, ..ours() }, Some(Why::NotDeleted)),
         ("time left", LOST, Pod { gone_by: Some(at(7)), ..ours() }, Some(Why::Time(Duration::from_secs(7)))),
         ("daemon", LOST, owned(Owner::DaemonSet), Some(Why::OfItsNode(Owner::DaemonSet))),
         ("static", LOST, owned(Owner::Kubelet), Some(Why::OfItsNode(Owner::Kubelet))),
@@ -137,7 +137,7 @@ fn attachments_stay_while_a_pod_uses_them() {
         ("unknown", vec![pod("p", &["b"])], attachment("a", true), true),
         ("a pod that is released now", vec![pod("p", &["a"])], attachment("a", true), false),
         (
-            "a pod that was not told to go",
+            "a pod that Kubernetes has not deleted",
             vec![Pod { gone_by: None, ..pod("p", &["a"]) }],
             attachment("a", true),
             false,
@@ -161,8 +161,8 @@ fn attachments_stay_while_a_pod_uses_them() {
 
 #[test]
 fn the_next_look_is_when_the_first_time_is_over() {
-    let told = |name: &str, second| Pod { gone_by: Some(at(second)), ..pod(name, &["data"]) };
-    let plan = plan(LOST, &[told("p", 9), told("q", 4)], &[attachment("data", true)], at(0));
+    let evicted = |name: &str, second| Pod { gone_by: Some(at(second)), ..pod(name, &["data"]) };
+    let plan = plan(LOST, &[evicted("p", 9), evicted("q", 4)], &[attachment("data", true)], at(0));
     assert_eq!(plan.look_again, Some(Duration::from_secs(4)));
 }
 

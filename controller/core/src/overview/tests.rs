@@ -20,7 +20,7 @@ fn a_healthy_cluster_has_nothing_to_say() {
 }
 
 #[test]
-fn what_is_wrong_and_what_waits_are_told_apart() {
+fn problems_and_pending_events_are_shown_apart() {
     let mut example = Example::new();
     let volume = example.volume();
     volume.status.robustness = Robustness::Degraded;

@@ -499,7 +499,7 @@ fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
             _ => None,
         })
     };
-    let told = |actions: &[Action]| {
+    let is_reported = |actions: &[Action]| {
         actions.iter().any(|action| matches!(action, Action::Emit(event) if event.reason == "DeletionHeld"))
     };
     cluster.insert(volume.into());
@@ -508,9 +508,9 @@ fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
     assert_eq!(held.status.state, VolumeState::Attaching, "it is attached as wanted");
     let accepted = held.status.conditions.get(ConditionType::Accepted).unwrap();
     assert!(!accepted.status && accepted.message.contains("PersistentVolume pvc-1"), "{accepted:?}");
-    assert!(told(&actions));
+    assert!(is_reported(&actions));
     cluster.insert(held.clone().into());
-    assert!(!told(&decide(&cluster)), "it is told once");
+    assert!(!is_reported(&decide(&cluster)), "it is reported once");
     let mut free = held;
     free.status.persistent_volume = None;
     cluster.insert(free.into());

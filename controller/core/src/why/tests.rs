@@ -405,7 +405,7 @@ fn volumes_on_their_way() {
 }
 
 #[test]
-fn a_replica_that_is_to_leave_a_drained_node_is_told_of() {
+fn a_replica_that_is_to_leave_a_drained_node_is_reported() {
     let mut case = Case::healthy();
     let mut drained = crate::objects::Node {
         metadata: Metadata::new("c", at(0)),
@@ -428,14 +428,14 @@ fn an_expansion_says_how_far_it_is_and_what_it_waits_for() {
     let explain = |case: &Case| {
         explain(&case.cluster, &case.agents, &case.cluster.volumes["v"], Settings::default(), at(3))
     };
-    let told = |case: &Case| explain(case).sentences.join("\n");
-    assert!(!told(&case).contains("expanded"));
+    let sentences = |case: &Case| explain(case).sentences.join("\n");
+    assert!(!sentences(&case).contains("expanded"));
     let mut volume = case.cluster.volumes["v"].clone();
     (volume.spec.size, volume.status.current_size) = (3 << 30, Some(1 << 30));
     let finding = Finding::wrong("Expanding", "replica 00000001 does not grow: no space");
     volume.status.conditions.set(ConditionType::Expanded, finding, at(1));
     case.cluster.insert(volume.clone().into());
-    let said = told(&case);
+    let said = sentences(&case);
     let words = "is being expanded from 1 GiB to 3 GiB: replica 00000001 does not grow: no space.";
     assert!(said.contains(words), "{said}");
     let finding = Finding::wrong("NextAttach", "the device keeps its size");

@@ -95,16 +95,17 @@ async fn explain(
     mut client: ControllerClient<Channel>,
     ill: Vec<String>,
 ) -> io::Result<()> {
-    let mut told = serde_json::Map::new();
+    let mut explained = serde_json::Map::new();
     for name in ill.iter().take(EXPLAINED_MAX) {
         match client.explain_volume(limited(v1::GetVolumeRequest { name: name.clone() })).await {
             Ok(why) => {
-                told.insert(name.clone(), serde_json::to_value(why.into_inner()).map_err(io::Error::other)?);
+                explained
+                    .insert(name.clone(), serde_json::to_value(why.into_inner()).map_err(io::Error::other)?);
             }
             Err(status) => archive.add_missing(&format!("why of {name}"), status.message()),
         }
     }
-    archive.add_json("controller/why.json", Value::Object(told))
+    archive.add_json("controller/why.json", Value::Object(explained))
 }
 
 async fn diagnose(archive: &mut Archive<File>, mut client: ControllerClient<Channel>) -> io::Result<()> {

@@ -37,7 +37,7 @@ struct Memory {
     /// meanwhile.
     claimed: BTreeMap<String, Claimed>,
     /// The reported reasons, by pod.
-    told: BTreeMap<String, Why>,
+    reported: BTreeMap<String, Why>,
     /// The last logged problem.
     trouble: String,
 }
@@ -96,7 +96,7 @@ impl PodForceDeleter {
         let attachments = self.attachments(name, memory).await?;
         // The last step: a pod exists before its attachment.
         let (pods, version) = self.pods(name).await?;
-        memory.told.retain(|uid, _| pods.iter().any(|pod| pod.uid == *uid));
+        memory.reported.retain(|uid, _| pods.iter().any(|pod| pod.uid == *uid));
         // Of a machine that is gone in Kubernetes, Kubernetes itself removes the pods.
         let Some(machine) = machine else { return Ok(Round { version, look_again: None }) };
         let machine = read::machine(&machine, self.sees(node));
@@ -183,10 +183,10 @@ impl PodForceDeleter {
 
     fn record_why_not(&self, pod: &Pod, why: Why, memory: &mut Memory) {
         let Some(advice) = why.advice() else { return };
-        if memory.told.get(&pod.uid) != Some(&why) {
+        if memory.reported.get(&pod.uid) != Some(&why) {
             tracing::warn!(pod = %pod.name, "{advice}");
             self.record_of_the_pod(pod, true, NOT_FORCE_DELETED, advice);
-            memory.told.insert(pod.uid.clone(), why);
+            memory.reported.insert(pod.uid.clone(), why);
         }
     }
 

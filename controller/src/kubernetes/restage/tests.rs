@@ -127,7 +127,7 @@ async fn restager(client: Client, events: Events) -> Restager {
 
 #[tokio::test]
 async fn the_pod_whose_device_is_gone_is_ended_and_no_other_one() {
-    let (sender, mut told) = mpsc::unbounded_channel();
+    let (sender, mut recorded) = mpsc::unbounded_channel();
     let pods = vec![
         pod("owned", "m1", true),
         pod("bare", "m1", false),
@@ -161,7 +161,7 @@ async fn the_pod_whose_device_is_gone_is_ended_and_no_other_one() {
         ("End", "Pod end"),
     ];
     for wanted in wanted {
-        let (reason, about) = told.recv().await.unwrap();
+        let (reason, about) = recorded.recv().await.unwrap();
         assert_eq!((reason.as_str(), about.as_str()), wanted);
     }
     recording.abort();

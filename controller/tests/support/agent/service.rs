@@ -182,7 +182,7 @@ impl Node for FakeAgent {
         let request = request.into_inner();
         let view = request.view.unwrap();
         self.truth.lock().unwrap().grants.push(view.clone());
-        self.told(&request.volume, request.attach, |engine| {
+        self.order_engine(&request.volume, request.attach, |engine| {
             if engine.grant_wanted.as_ref().is_some_and(|wanted| wanted.view.as_ref() == Some(&view)) {
                 engine.grant_wanted = None;
                 engine.report_phase(EnginePhase::Serving);
@@ -199,7 +199,7 @@ impl Node for FakeAgent {
         let ids: Vec<String> = request.replicas.iter().map(|replica| replica.replica_id.clone()).collect();
         let names = ids.iter().map(|id| format!("{}-{id}", request.volume));
         self.truth.lock().unwrap().used.extend(names);
-        self.told(&request.volume, request.attach, |engine| {
+        self.order_engine(&request.volume, request.attach, |engine| {
             engine.members.retain(|member| {
                 member.known_mode() == MemberMode::Member || ids.contains(&member.replica_id)
             });
@@ -226,7 +226,7 @@ impl Node for FakeAgent {
             return Err(Status::new(code, format!("before: {is_before}")));
         }
         let mut already_current = false;
-        self.told(&volume, attach, |engine| {
+        self.order_engine(&volume, attach, |engine| {
             already_current = only_outdated && engine.needs_upgrade == Some(false);
             engine.needs_upgrade = Some(false);
         })?;
@@ -240,7 +240,7 @@ impl Node for FakeAgent {
 
     async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Result<Response<v1::ScrubResponse>, Status> {
         let request = request.into_inner();
-        self.told(&request.volume, 0, |engine| {
+        self.order_engine(&request.volume, 0, |engine| {
             engine.scrub = Some(v1::ScrubStatus { running: !request.stop, ..v1::ScrubStatus::default() });
         })?;
         Ok(Response::new(v1::ScrubResponse {}))
@@ -285,7 +285,7 @@ impl Node for FakeAgent {
     ) -> Result<Response<v1::ExpandEngineResponse>, Status> {
         let request = request.into_inner();
         let keeps_size = self.state().keeps_size.clone();
-        self.told(&request.volume, request.attach, |engine| match keeps_size {
+        self.order_engine(&request.volume, request.attach, |engine| match keeps_size {
             None => engine.size_bytes = request.size_bytes,
             Some(message) => {
                 let size_bytes = request.size_bytes;

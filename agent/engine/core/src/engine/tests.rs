@@ -359,8 +359,9 @@ fn a_further_loss_while_the_arbiter_is_asked_is_the_end() {
     let out = bench.view_stored(1, 3);
     assert!(matches!(out[..], [Output::AskGrant { .. }]));
     let out = bench.lose(1);
-    let is_told = |output: &Output| matches!(output, Output::Frozen { reason } if reason.contains("arbiter"));
-    assert!(out.iter().any(is_told), "{out:?}");
+    let is_reported =
+        |output: &Output| matches!(output, Output::Frozen { reason } if reason.contains("arbiter"));
+    assert!(out.iter().any(is_reported), "{out:?}");
     assert!(!bench.granted(3).iter().any(|output| matches!(output, Output::Send { .. })));
 }
 

@@ -34,18 +34,18 @@ fn run(cluster: &mut ClusterState, agents: &Agents) -> (Vec<(bool, &'static str)
     let context =
         Context { cluster, agents, now: now(), random: [0; MAX_MEMBERS], settings: Settings::default() };
     let decision = reconcile(&context, "a");
-    let (mut told, mut written) = (Vec::new(), false);
+    let (mut reported, mut written) = (Vec::new(), false);
     for action in decision.actions {
         match action {
             Action::Write(object) => {
                 cluster.insert(*object);
                 written = true;
             }
-            Action::Emit(event) if written => told.push((event.warning, event.reason)),
+            Action::Emit(event) if written => reported.push((event.warning, event.reason)),
             other => panic!("{other:?}"),
         }
     }
-    (told, written)
+    (reported, written)
 }
 
 fn cluster() -> ClusterState {
@@ -55,7 +55,7 @@ fn cluster() -> ClusterState {
 }
 
 #[test]
-fn a_node_that_comes_goes_and_comes_back_is_told_of_once() {
+fn a_node_that_comes_leaves_and_comes_back_is_reported_once() {
     let mut cluster = cluster();
     let (here, gone) = (agents(true, GIB), agents(false, GIB));
     assert_eq!(run(&mut cluster, &here), (vec![(false, "NodeReady")], true));

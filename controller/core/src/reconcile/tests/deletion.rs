@@ -84,8 +84,8 @@ fn a_volume_that_is_deleted_in_use_goes_on_with_the_grant_of_the_arbiter() {
     });
     let calls = rounds(&mut cluster, &mut agents);
     assert_eq!(cluster.volumes["v"].status.arbiter.granted(), Some(target));
-    let told = |call: &AgentCall| matches!(call, AgentCall::Grant { view, .. } if **view == target);
-    assert!(calls.iter().any(told), "{calls:#?}");
+    let is_grant = |call: &AgentCall| matches!(call, AgentCall::Grant { view, .. } if **view == target);
+    assert!(calls.iter().any(is_grant), "{calls:#?}");
 }
 
 /// An engine that stops is not looked after any more, and nothing takes a place for it.
@@ -166,7 +166,7 @@ fn a_deleted_replica_of_a_volume_with_as_many_as_can_be_leaves_before_its_substi
     }
     assert_eq!(stopped(&cluster), deleted[..1], "it does not come back, and the other one stays");
     let mut engine = cluster.engines["v"].clone();
-    assert!(!engine.spec.replica_address_map.contains_key(&deleted[0]), "the engine is told");
+    assert!(!engine.spec.replica_address_map.contains_key(&deleted[0]), "the engine gets the change");
     engine.status.map_revision = engine.spec.map_revision;
     engine.status.replica_mode_map.remove(&deleted[0]);
     cluster.insert(engine.into());
@@ -369,7 +369,7 @@ fn replicas_of_a_disk_that_is_given_up_are_replaced_and_forgotten() {
     // The node is unreachable since just now, and its replica is not waited for.
     act(&mut cluster, &agents, &volume);
     let mut engine = cluster.engines["v"].clone();
-    assert!(!engine.spec.replica_address_map.contains_key(&lost), "the engine is told");
+    assert!(!engine.spec.replica_address_map.contains_key(&lost), "the engine gets the change");
     engine.status.map_revision = engine.spec.map_revision;
     engine.status.replica_mode_map.remove(&lost);
     cluster.insert(engine.into());

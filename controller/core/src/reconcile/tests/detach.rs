@@ -218,8 +218,8 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
     };
     cluster.insert(Replica { status, ..new.clone() }.into());
     let calls = rounds(&mut cluster, &mut agents);
-    let told = calls.iter().filter(|call| tells_of(call, new.spec.replica_id)).count();
-    assert_eq!(told, 1, "{calls:#?}");
+    let notified = calls.iter().filter(|call| tells_of(call, new.spec.replica_id)).count();
+    assert_eq!(notified, 1, "{calls:#?}");
 }
 
 pub(super) fn tells_of(call: &AgentCall, id: ReplicaId) -> bool {

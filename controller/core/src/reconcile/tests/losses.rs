@@ -32,10 +32,10 @@ fn watch(cluster: &ClusterState) -> (Option<Volume>, Vec<&'static str>) {
         random: [0; MAX_MEMBERS],
         settings: Settings::default(),
     };
-    let (mut volume, mut told) = (None, Vec::new());
+    let (mut volume, mut reported) = (None, Vec::new());
     for action in reconcile(&context, &Key::new(Kind::Volume, "v")).actions {
         match action {
-            Action::Emit(event) if event.warning => told.push(event.reason),
+            Action::Emit(event) if event.warning => reported.push(event.reason),
             Action::Write(object) => {
                 if let Object::Volume(written) = *object {
                     volume = Some(written);
@@ -44,15 +44,15 @@ fn watch(cluster: &ClusterState) -> (Option<Volume>, Vec<&'static str>) {
             _ => {}
         }
     }
-    (volume, told)
+    (volume, reported)
 }
 
 #[test]
-fn a_loss_of_writes_is_told_once_and_shown_as_long_as_it_lasts() {
+fn a_loss_of_writes_is_reported_once_and_shown_as_long_as_it_lasts() {
     let mut cluster = serving(true);
-    let (volume, told) = watch(&cluster);
+    let (volume, reported) = watch(&cluster);
     let volume = volume.unwrap();
-    assert!(told.contains(&"LostWrites"), "{told:?}");
+    assert!(reported.contains(&"LostWrites"), "{reported:?}");
     assert_eq!(volume.status.robustness, Robustness::Faulted);
     let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
     assert_eq!((healthy.status, healthy.reason.as_str()), (false, "LostWrites"));
@@ -71,10 +71,10 @@ fn a_volume_with_damaged_data_is_not_healthy() {
     let mut status = engine.status.clone();
     (status.replica_mode_map, status.damaged_ranges) = (replicas, 2);
     cluster.insert(Engine { status, ..engine }.into());
-    let (volume, told) = watch(&cluster);
+    let (volume, reported) = watch(&cluster);
     let volume = volume.unwrap();
     assert_eq!(volume.status.robustness, Robustness::Degraded);
     let healthy = volume.status.conditions.get(ConditionType::Healthy).unwrap();
     assert_eq!((healthy.status, healthy.reason.as_str()), (false, "DataDamaged"));
-    assert!(told.contains(&"DataDamaged"), "{told:?}");
+    assert!(reported.contains(&"DataDamaged"), "{reported:?}");
 }

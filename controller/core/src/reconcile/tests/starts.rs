@@ -240,7 +240,7 @@ fn an_engine_that_goes_on_with_its_grant_is_not_called_faulted_while_it_says_tha
 /// grant fails, or the agent ends before it has passed it on: only the question, which is still in the
 /// status, shows that.
 #[test]
-fn an_engine_is_told_of_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {
+fn an_engine_gets_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {
     let view = |attach, number, members: &[u64]| View {
         id: ViewId { generation: Generation::new(attach, 0), number },
         members: Members::new(members.iter().copied().map(ReplicaId::from_random)).unwrap(),

@@ -50,8 +50,8 @@ impl Run<'_> {
                 }
                 if let Some(granted) = refused.granted() {
                     // It has to honour that: a start does at once, and of an engine that serves the next
-                    // process does. Told for as long as it asks: nothing else shows that an answer was lost,
-                    // and a start without it waits for ever.
+                    // process does. The controller repeats it for as long as the engine asks. Nothing else
+                    // shows that an answer was lost, and a start without it waits for ever.
                     self.send_grant(node, granted);
                 }
                 self.record_grant(Finding::wrong("NotGranted", message));

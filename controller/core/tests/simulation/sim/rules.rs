@@ -141,7 +141,7 @@ impl Sim {
             }
             AgentCall::FenceReplica { volume, attach, .. } => {
                 let stored = self.store.volumes[volume.as_str()].status.attach;
-                assert!(*attach <= stored, "replicas are told of attachment {attach} before it is stored");
+                assert!(*attach <= stored, "replicas get attachment {attach} before it is stored");
             }
             AgentCall::StartReplica(_) => {
                 let stored = self.store.replicas.get(&call.instance().name);
@@ -252,13 +252,13 @@ impl Sim {
         let status = &self.store.volumes[volume].status;
         assert!(attach <= status.attach, "a grant for an attachment that is not stored");
         let stored = status.arbiter.granted().unwrap();
-        assert!(view.id <= stored.id, "view {view} is told and not stored");
-        assert!(view.id.generation.attach <= attach, "an engine of {attach} is told of view {view}");
-        let told = self.granted.entry(volume.to_owned()).or_default();
-        for other in told.iter() {
+        assert!(view.id <= stored.id, "view {view} is sent and not stored");
+        assert!(view.id.generation.attach <= attach, "an engine of {attach} gets view {view}");
+        let granted = self.granted.entry(volume.to_owned()).or_default();
+        for other in granted.iter() {
             assert!(*other == view || other.id != view.id, "two grants {other} and {view} of one number");
         }
-        told.push(view);
+        granted.push(view);
     }
 
     /// Checks that data is deleted only while enough others have everything, and it is not of the newest
@@ -433,8 +433,8 @@ impl Sim {
         for replica in self.store.replicas_of(&spec.volume_name) {
             assert_eq!(replica.spec.volume_size, spec.size, "{replica:#?} is scheduled as something else");
         }
-        let told = place.sizes[&(key.clone(), status.attach)];
-        assert_eq!(told, spec.size, "the engine of {} was told {told}", volume.metadata.name);
+        let given = place.sizes[&(key.clone(), status.attach)];
+        assert_eq!(given, spec.size, "the engine of {} got {given}", volume.metadata.name);
         assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
         let members = self.views.newest[volume.metadata.name.as_str()].members;
         assert!(members.len() >= spec.number_of_replicas as usize, "{members}");

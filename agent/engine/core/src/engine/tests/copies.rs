@@ -340,7 +340,7 @@ fn the_majority_repairs_the_odd_one() {
 }
 
 #[test]
-fn what_cannot_or_shall_not_be_repaired_is_told() {
+fn rot_that_cannot_or_shall_not_be_repaired_is_reported() {
     assert_eq!(found(&scrubbed(true, &[1, 2]).1), Some((vec![0, 1], false)));
     assert_eq!(found(&scrubbed(false, &[1, 1, 2]).1), Some((vec![2], false)));
 }

@@ -253,21 +253,21 @@ fn a_member_that_fails_when_a_rebuilding_replica_is_proposed_leaves_first() {
     let out = bench.granted(3);
     let out = bench.answer(out, &[]);
     assert!(is_rebuilt(&out), "then the rebuilding replica is proposed again");
-    let told = marks(&out);
-    assert!(told.iter().all(|(peer, change)| *peer == 2 && change.action == MarkAction::Add));
+    let marked = marks(&out);
+    assert!(marked.iter().all(|(peer, change)| *peer == 2 && change.action == MarkAction::Add));
     let lost = RegionsOf::OutOfSync(ReplicaId::from_random(1));
-    assert_eq!(told[0].1.of, lost, "it keeps what the other misses");
+    assert_eq!(marked[0].1.of, lost, "it keeps what the other misses");
 }
 
 #[test]
-fn a_rebuilding_replica_is_told_what_the_others_have_missed() {
+fn a_rebuilding_replica_gets_the_regions_that_the_others_have_missed() {
     let mut config = config(4, 2);
     config.out_of_sync[3] = region_set(&[2, 3, 6]);
     let mut bench = Bench::with(&config);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[]);
-    let told: Vec<_> = marks(&out).into_iter().map(|(peer, change)| (peer, change.runs)).collect();
-    assert_eq!(told, [(2, vec![]), (2, vec![(2, 2), (6, 1)])], "first that there is a set at all");
+    let marked: Vec<_> = marks(&out).into_iter().map(|(peer, change)| (peer, change.runs)).collect();
+    assert_eq!(marked, [(2, vec![]), (2, vec![(2, 2), (6, 1)])], "first that there is a set at all");
     assert!(is_rebuilt(&out));
 }
 
@@ -285,8 +285,8 @@ fn a_rebuilding_replica_keeps_no_out_of_sync_set_of_a_replica_of_which_not_all_i
     });
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[]);
-    let told: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.of).collect();
-    assert_eq!(told, [RegionsOf::OutOfSync(ReplicaId::from_random(4))], "not of 3, nor of the new one");
+    let marked: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.of).collect();
+    assert_eq!(marked, [RegionsOf::OutOfSync(ReplicaId::from_random(4))], "not of 3, nor of the new one");
     assert!(is_rebuilt(&out));
 }
 
@@ -299,8 +299,8 @@ fn once_a_replica_has_said_what_it_lacks_all_of_it_is_known() {
     assert_eq!(bench.core.out_of_sync(3), Some(&region_set(&[4])));
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[]);
-    let told: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.runs).collect();
-    assert_eq!(told, [vec![], vec![(4, 1)]]);
+    let marked: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.runs).collect();
+    assert_eq!(marked, [vec![], vec![(4, 1)]]);
 }
 
 #[test]
@@ -394,7 +394,7 @@ fn a_copy_waits_while_its_region_is_being_cleared() {
 }
 
 #[test]
-fn a_rebuilding_replica_is_told_again_when_somebody_leaves_meanwhile() {
+fn a_rebuilding_replica_gets_them_again_when_a_member_leaves_meanwhile() {
     let mut bench = Bench::with(&config(4, 2));
     bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     bench.reply(0, COPY, Ok(()));
@@ -404,8 +404,8 @@ fn a_rebuilding_replica_is_told_again_when_somebody_leaves_meanwhile() {
     bench.view_stored(0, 2);
     let out = bench.granted(2);
     let out = bench.answer(out, &[]);
-    let told: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.of).collect();
-    assert_eq!(told, [1, 3].map(|n| RegionsOf::OutOfSync(ReplicaId::from_random(n))));
+    let marked: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.of).collect();
+    assert_eq!(marked, [1, 3].map(|n| RegionsOf::OutOfSync(ReplicaId::from_random(n))));
     assert!(is_rebuilt(&out));
 }
 

@@ -84,7 +84,7 @@ fn two_of_three_on_one_disk_are_waited_for() {
     write(&mut bench, &[1, 2], &[]);
     let (dropped, out) = pass(&mut bench, LATE_LIMIT_MS, &[1, 2], &[]);
     assert_eq!(dropped, []);
-    assert_eq!(awaited(&out), [(1, false), (2, false)], "told once");
+    assert_eq!(awaited(&out), [(1, false), (2, false)], "reported once");
     // The disk has written.
     let mut out = bench.reply(1, 0, Ok(()));
     out.extend(bench.reply(2, 0, Ok(())));

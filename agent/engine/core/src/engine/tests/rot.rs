@@ -199,7 +199,7 @@ fn a_member_without_space_for_a_sound_block_stays() {
 }
 
 #[test]
-fn a_block_that_all_have_lost_is_copied_and_told() {
+fn a_block_that_all_have_lost_is_copied_and_reported() {
     let answer = |_, operation, block| match (operation, block) {
         (Operation::CheckedRead, 1) => Err(Errno::ROTTEN),
         _ => Ok(()),
@@ -337,9 +337,9 @@ fn a_read_fails_if_every_member_holds_rot_there() {
     bench.reply(first, 0, Err(Errno::ROTTEN));
     let out = bench.reply(1 - first, 0, Err(Errno::ROTTEN));
     assert_eq!(completed(&out, 0), Some(Err(Errno::IO)));
-    let is_told =
+    let is_reported =
         |output: &Output| matches!(output, Output::Failed(failure) if matches!(failure.cause, Cause::Rot(_)));
-    assert!(out.iter().any(is_told), "{out:?}");
+    assert!(out.iter().any(is_reported), "{out:?}");
 
     let mut bench = verifying(1);
     bench.submit(0, Operation::Read, 0);

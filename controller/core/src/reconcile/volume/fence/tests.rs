@@ -109,19 +109,19 @@ impl Lost {
         let context =
             Context { cluster, agents, now, random: [0; MAX_MEMBERS], settings: Settings::default() };
         let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
-        let mut told = Vec::new();
+        let mut fenced = Vec::new();
         for action in actions {
             match action {
                 Action::Write(object) => self.cluster.insert(Object::clone(&object)),
                 Action::Call(node, AgentCall::FenceReplica { attach, .. }) => {
                     assert!(attach <= self.volume().status.attach, "a number is used before it is stored");
-                    told.push((node.to_string(), attach));
+                    fenced.push((node.to_string(), attach));
                 }
                 Action::Emit(_) => {}
                 other => panic!("{other:?}"),
             }
         }
-        told
+        fenced
     }
 
     /// Draws the number and sends it to the replicas.
