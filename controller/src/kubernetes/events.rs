@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event as KubernetesEvent;
@@ -17,10 +18,12 @@ use shorthorn_controller_core::lost_node_pods::Namespaced;
 use shorthorn_controller_core::objects::Key;
 use shorthorn_controller_core::{Event, Timestamp};
 use shorthorn_kube::{FIELD_MANAGER, bounded, kind_name, resource};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 /// The maximum number of queued events.
 const QUEUE_MAX: usize = 256;
+/// The time limit of [`Events::flush`]. The next leader waits as long.
+const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 /// The longest text of an event, in bytes; an API server takes no longer one.
 const NOTE_BYTES_MAX: usize = 1024;
 /// The reporter in events.
@@ -35,13 +38,15 @@ pub struct Events {
     dropped: Arc<AtomicU64>,
 }
 
-/// An event, and which object of that name it is about.
+/// An event with the uid of the object that it is about, or a mark in the queue.
 #[derive(Debug)]
 enum QueuedEvent {
     /// About one of our objects.
     Object(Event, String),
     /// About a pod.
     Pod(Event<Namespaced>, String),
+    /// All events before this mark are sent or dropped when the receiver gets an answer.
+    Flush(oneshot::Sender<()>),
 }
 
 /// The task that sends events to the API server.
@@ -97,6 +102,23 @@ impl Events {
         }
     }
 
+    /// Waits until all events so far are sent or dropped, for a limited time.
+    pub async fn flush(&self) {
+        let (sender, flushed) = oneshot::channel();
+        let flush = async {
+            if self.sender.send(QueuedEvent::Flush(sender)).await.is_ok() {
+                // An error: the recorder is gone, and its events with it.
+                let _ = flushed.await;
+            }
+        };
+        if tokio::time::timeout(FLUSH_LIMIT, flush).await.is_err() {
+            tracing::warn!(
+                limit_s = FLUSH_LIMIT.as_secs(),
+                "the last events are not recorded in Kubernetes; the log has all of them"
+            );
+        }
+    }
+
     /// Returns the number of events that were dropped.
     #[must_use]
     pub fn dropped(&self) -> u64 {
@@ -127,6 +149,10 @@ impl EventRecorder {
                 let correlation = self.pods.take(&event, now);
                 let about = of_pod(&event.about, uid);
                 self.carry_out(correlation, &event, about, now).await;
+            }
+            QueuedEvent::Flush(sender) => {
+                // An error: the time of the flush is over.
+                let _ = sender.send(());
             }
         }
     }
@@ -253,18 +279,50 @@ mod tests {
         assert!(long.len() <= NOTE_BYTES_MAX && long.ends_with("é..."), "{}", long.len());
     }
 
+    fn unreachable() -> Client {
+        Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap()
+    }
+
+    fn attached() -> Event {
+        let about = Key::new(Kind::Volume, "v");
+        Event { about, warning: false, reason: "Attached", message: String::new() }
+    }
+
     #[tokio::test]
     async fn too_many_events_are_dropped_and_counted() {
-        let client = Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
-        let (events, recorder) = events(client, "n", "me");
-        let about = Key::new(Kind::Volume, "v");
-        let event = Event { about, warning: false, reason: "Attached", message: String::new() };
+        let (events, recorder) = events(unreachable(), "n", "me");
         for _ in 0..QUEUE_MAX + 3 {
-            events.record(&event, "uid");
+            events.record(&attached(), "uid");
         }
         assert_eq!(events.dropped(), 3);
         drop(recorder);
-        events.record(&event, "uid");
+        events.record(&attached(), "uid");
         assert_eq!(events.dropped(), 4);
+    }
+
+    #[tokio::test]
+    async fn a_flush_ends_after_the_events_before_it() {
+        let (events, recorder) = events(unreachable(), "n", "me");
+        events.record(&attached(), "uid");
+        tokio::select! {
+            () = recorder.run() => panic!("it ended"),
+            () = events.flush() => assert_eq!(events.dropped(), 1, "its call has failed"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flush_does_not_wait_for_a_recorder_without_end() {
+        let (events, recorder) = events(unreachable(), "n", "me");
+        events.record(&attached(), "uid");
+        let started = tokio::time::Instant::now();
+        events.flush().await;
+        assert_eq!(started.elapsed().as_secs(), FLUSH_LIMIT.as_secs());
+        drop(recorder);
+        events.flush().await;
+        assert_eq!(
+            started.elapsed().as_secs(),
+            FLUSH_LIMIT.as_secs(),
+            "a recorder that is gone records nothing"
+        );
     }
 }

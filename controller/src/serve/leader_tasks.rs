@@ -5,6 +5,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::ServeError;
+use crate::kubernetes::events::Events;
 use crate::kubernetes::lease_thread::LeaseThread;
 
 /// Hears the outcome of each call before the lease is held: an error, or none.
@@ -47,12 +48,14 @@ pub(super) struct LeaderTasks {
     serves: watch::Sender<bool>,
     /// The tasks, which end when this is dropped.
     tasks: JoinSet<()>,
+    /// The events, which one of the tasks sends; none outside of Kubernetes.
+    events: Option<Events>,
 }
 
 impl LeaderTasks {
     /// Returns those of a controller whose store has one controller at a time.
     pub(super) fn alone() -> LeaderTasks {
-        LeaderTasks { lease: None, serves: watch::Sender::new(false), tasks: JoinSet::new() }
+        LeaderTasks { lease: None, serves: watch::Sender::new(false), tasks: JoinSet::new(), events: None }
     }
 
     /// Returns those of a controller that needs the lease.
@@ -86,6 +89,11 @@ impl LeaderTasks {
         self.tasks.spawn(task);
     }
 
+    /// Has the release wait until the task that sends these events has sent all of them.
+    pub(super) fn flush_at_release(&mut self, events: Events) {
+        self.events = Some(events);
+    }
+
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
         self.tasks.len()
@@ -110,9 +118,13 @@ impl LeaderTasks {
         }
     }
 
-    /// Ends the tasks, and lets another controller lead at once.
+    /// Ends the tasks, and lets another controller lead at once. Queued events are sent before, as long as that
+    /// does not take too long: no later controller would send them.
     pub(super) async fn release(mut self) {
         if let Some(lease) = self.lease.take() {
+            if let Some(events) = self.events.take() {
+                events.flush().await;
+            }
             self.tasks.shutdown().await;
             lease.release().await;
         }
@@ -124,7 +136,11 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
+    use shorthorn_controller_core::Event;
+    use shorthorn_controller_core::objects::{Key, Kind};
+
     use super::*;
+    use crate::kubernetes::events::events;
 
     /// A lease that this controller has until the test takes it. Its release notes whether the task has
     /// ended before.
@@ -179,6 +195,21 @@ mod tests {
         assert!(*serves.borrow());
         leader.release().await;
         assert_eq!(*hands.was_alone.borrow(), Some(true));
+    }
+
+    #[tokio::test]
+    async fn queued_events_are_sent_before_the_tasks_end() {
+        let config = kube::Config::new("http://127.0.0.1:1".parse().unwrap());
+        let (events, recorder) = events(config.try_into().unwrap(), "n", "me");
+        let (mut leader, hands) = leader();
+        leader.spawn(recorder.run());
+        leader.flush_at_release(events.clone());
+        let about = Key::new(Kind::Volume, "v");
+        let event = Event { about, warning: true, reason: "InvalidSpec", message: String::new() };
+        events.record(&event, "uid");
+        leader.release().await;
+        assert_eq!(events.dropped(), 1, "its call has failed");
+        assert!(hands.was_alone.borrow().is_some());
     }
 
     #[tokio::test]

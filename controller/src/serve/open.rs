@@ -71,6 +71,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Status("leading")]);
     let (events, recorder) = events(client.clone(), &config.namespace, &identity);
     tasks.spawn(recorder.run());
+    tasks.flush_at_release(events.clone());
     let opening = KubeStore::open(client.clone(), &config.namespace, events.clone());
     let store: Arc<dyn Store> = match tasks.during(opening).await? {
         Ok(store) => Arc::new(store.led_by(leader)),
