@@ -272,7 +272,7 @@ impl From<v1::Engine> for EngineOutput {
 impl From<v1::Replica> for ReplicaOutput {
     fn from(replica: v1::Replica) -> ReplicaOutput {
         let member = replica.known_member();
-        let mode = member.as_ref().map_or("", |member| member.mode.as_str());
+        let mode = member.as_ref().map_or("", |member| member.known_mode().as_str());
         ReplicaOutput {
             desire_state: replica.shown_desire_state().to_owned(),
             current_state: replica.shown_current_state().to_owned(),
@@ -284,7 +284,7 @@ impl From<v1::Replica> for ReplicaOutput {
             mode,
             allocated_bytes: replica.allocated_bytes,
             message: replica.message,
-            member: member.as_ref().map(Into::into).unwrap_or_default(),
+            member: member.unwrap_or_default(),
             deleting: replica.deleting,
         }
     }

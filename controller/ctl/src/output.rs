@@ -5,7 +5,7 @@ use std::io::Write;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_api::v1;
-use shorthorn_types::status::{CopyStatus, MemberMode, MemberStatus, VolumeState};
+use shorthorn_types::status::{CopyStatus, MemberMode, VolumeState};
 use shorthorn_types::{Generation, HumanBytes};
 
 use super::error::CtlError;
@@ -46,8 +46,9 @@ pub(super) fn members(volume: &v1::Volume) -> String {
     if volume.known_state() != Some(VolumeState::Attached) {
         return volume.number_of_replicas.to_string();
     }
-    let replicas: Vec<MemberStatus> = volume.replicas.iter().filter_map(v1::Replica::known_member).collect();
-    let members = replicas.iter().filter(|replica| replica.mode == MemberMode::Member).count();
+    let replicas: Vec<v1::EngineMember> =
+        volume.replicas.iter().filter_map(v1::Replica::known_member).collect();
+    let members = replicas.iter().filter(|replica| replica.known_mode() == MemberMode::Member).count();
     format!("{members}/{}{}", volume.number_of_replicas, copying(&replicas))
 }
 
@@ -63,8 +64,8 @@ pub(super) fn size(volume: &v1::Volume) -> String {
 }
 
 /// Returns the progress of the rebuilds, for a cell of a table.
-fn copying(replicas: &[MemberStatus]) -> String {
-    let least = replicas.iter().filter_map(|replica| Some(replica.copy?.percent())).min();
+fn copying(replicas: &[v1::EngineMember]) -> String {
+    let least = replicas.iter().filter_map(|replica| Some(CopyStatus::from(replica.copy?).percent())).min();
     least.map(|percent| format!(" ({percent} %)")).unwrap_or_default()
 }
 
@@ -250,9 +251,9 @@ fn replica_table(replicas: &[v1::Replica]) -> String {
 /// Returns the cells of a replica: name, node, disk, state, mode, size and message.
 pub(super) fn replica_row(replica: &v1::Replica) -> [String; 7] {
     let member = replica.known_member();
-    let mode = member.as_ref().map_or("", |member| member.mode.as_str());
+    let mode = member.as_ref().map_or("", |member| member.known_mode().as_str());
     let mode = match member.as_ref().and_then(|member| member.copy) {
-        Some(copy) => format!("{mode} {}", progress(copy)),
+        Some(copy) => format!("{mode} {}", progress(copy.into())),
         None if replica.deleting => "being deleted".to_owned(),
         None => dash(mode.to_owned()),
     };

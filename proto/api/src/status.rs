@@ -130,16 +130,15 @@ impl v1::EngineMember {
 impl v1::Replica {
     /// Returns the state of the replica in its engine; none unless the volume is attached.
     #[must_use]
-    pub fn known_member(&self) -> Option<MemberStatus> {
-        if let Some(member) = &self.member {
-            return member.clone().try_into().ok();
-        }
-        let id = self.replica_id.parse().ok().filter(|_| !self.mode_word.is_empty())?;
-        Some(MemberStatus {
-            away_since_ms: nonzero(self.away_since_ms),
-            copy: self.copy.map(Into::into),
-            ..MemberStatus::of(id, MemberMode::of_word(&self.mode_word))
-        })
+    pub fn known_member(&self) -> Option<v1::EngineMember> {
+        let of_release_0_1_0 = || v1::EngineMember {
+            replica_id: self.replica_id.clone(),
+            mode_word: self.mode_word.clone(),
+            copy: self.copy,
+            away_since_ms: self.away_since_ms,
+            ..v1::EngineMember::default()
+        };
+        self.member.clone().or_else(|| (!self.mode_word.is_empty()).then(of_release_0_1_0))
     }
 
     /// Returns the message with that state of the replica in its engine.

@@ -209,7 +209,7 @@ pub(super) fn is_serving(volume: &v1::Volume) -> bool {
 /// Returns the number of members of the view.
 fn members(volume: &v1::Volume) -> usize {
     let members = volume.replicas.iter().filter_map(v1::Replica::known_member);
-    members.filter(|member| member.mode == MemberMode::Member).count()
+    members.filter(|member| member.known_mode() == MemberMode::Member).count()
 }
 
 fn is_same_engine(before: &v1::Volume, now: &v1::Volume) -> bool {

@@ -161,7 +161,7 @@ fn each_part_of_a_status_reads_back() {
     assert_eq!(members, status.members);
     for member in &status.members {
         let replica: v1::Replica = sent(&v1::Replica::default().with_member(member));
-        assert_eq!(replica.known_member().as_ref(), Some(member));
+        assert_eq!(replica.known_member().map(MemberStatus::try_from), Some(Ok(member.clone())));
     }
     assert_eq!(message.read_findings.map(ReadFindings::from), status.read_findings);
     assert_eq!(message.scrub.map(ScrubStatus::from), status.scrub);
@@ -234,7 +234,24 @@ fn a_status_of_release_0_1_0_is_read() {
     });
     let (copy, away_since_ms) = (Some(copy()), Some(7));
     let rebuilt = MemberStatus { copy, away_since_ms, ..MemberStatus::of(id(1), MemberMode::Rebuilding) };
-    assert_eq!(new.known_member(), Some(rebuilt));
+    assert_eq!(new.known_member().map(MemberStatus::try_from), Some(Ok(rebuilt)));
+}
+
+#[test]
+fn an_id_of_a_later_version_leaves_the_rest_of_a_member_readable() {
+    let mut replica = v1::Replica::default().with_member(&member(1, MemberMode::Rebuilding));
+    replica.member.as_mut().unwrap().replica_id = "a-longer-id".to_owned();
+    let old = first::Replica {
+        replica_id: "a-longer-id".to_owned(),
+        mode: "rebuilding".to_owned(),
+        copy: Some(copy().into()),
+        away_since_ms: 7,
+    };
+    for replica in [replica, sent(&old)] {
+        let known = replica.known_member().unwrap();
+        assert_eq!((known.known_mode(), known.away_since_ms), (MemberMode::Rebuilding, 7));
+        assert_eq!(known.copy.map(CopyStatus::from), Some(copy()));
+    }
 }
 
 #[test]
