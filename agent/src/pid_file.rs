@@ -51,7 +51,7 @@ impl PidFile {
     /// descriptor of the file would release the lock.
     ///
     /// # Errors
-    /// [`PidFileError::Held`] where another process has it.
+    /// [`PidFileError::Held`] if another process has it.
     pub fn claim(path: &Path) -> Result<PidFile, PidFileError> {
         let io = |source| PidFileError::Io { path: path.to_owned(), source };
         let mut file = fs::OpenOptions::new()

@@ -1,7 +1,7 @@
 //! The shell around the decisions of `shorthorn-controller-core`.
 //!
 //! - [`kubernetes`][]: everything of Kubernetes: the API server, custom resources, events, certificates.
-//! - [`store`][]: where the objects are kept, with compare-and-swap.
+//! - [`store`][]: keeps the objects, with compare-and-swap.
 //! - [`agents`][]: the connections to the agents, and their views.
 //! - [`queue`][]: the objects to reconcile.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.

@@ -265,7 +265,7 @@ impl Running {
         Ok(())
     }
 
-    /// Takes new connections, where the last one of their replica is gone and the core knows it.
+    /// Takes new connections of replicas whose last one is gone, once the core knows that.
     fn install(&mut self) {
         let Queue { links, shared, index, .. } = &mut self.queue;
         for arrival in &mut self.arriving {

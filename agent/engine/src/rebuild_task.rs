@@ -203,7 +203,7 @@ impl RebuildTask {
         }
     }
 
-    /// Tries to bring the replica back until the core has it; false where the rebuild task has to end.
+    /// Tries to bring the replica back until the core has it; false if the rebuild task has to end.
     fn rebuild_until_done(&mut self) -> bool {
         (self.pause, self.cause) = (FIRST_PAUSE, None);
         loop {

@@ -43,7 +43,7 @@ pub struct EngineState {
     content: Content,
     /// The last generation of the process before this one, if that was of the same attachment.
     predecessor: Option<Generation>,
-    /// This boot of the host; empty where the kernel does not say.
+    /// This boot of the host; empty if the kernel does not report it.
     boot: String,
     _lock: Flock<File>,
 }

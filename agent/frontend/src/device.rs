@@ -114,7 +114,7 @@ pub trait Device: Send {
     /// Announces the larger size of the volume to the device.
     ///
     /// # Errors
-    /// [`FrontendError::Unsupported`] where the kernel cannot do it while the device is in use.
+    /// [`FrontendError::Unsupported`] if the kernel cannot do it while the device is in use.
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError>;
 
     /// Returns a description of the users of the device (mounts, devices on top of it, processes); none if it

@@ -19,7 +19,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// Compares the namespace of this process with that of process 1. Where neither can be read, it is the
+    /// Compares the namespace of this process with that of process 1. If neither can be read, it is the
     /// same.
     pub(crate) fn here() -> Host {
         let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/mnt"));

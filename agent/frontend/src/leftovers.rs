@@ -10,7 +10,7 @@ use crate::{FrontendError, node, remove_iscsi_leftovers, remove_nbd_leftovers, u
 /// their users see errors: otherwise they would wait for ever, and so would an unmount.
 ///
 /// # Errors
-/// [`FrontendError::Refused`] where a living process serves one.
+/// [`FrontendError::Refused`] if a living process serves one.
 pub fn discard(volume: &VolumeName, device_dir: &Path) -> Result<(), FrontendError> {
     ublk::remove_leftovers(volume, device_dir)?;
     remove_nbd_leftovers(volume, device_dir)?;

@@ -54,7 +54,7 @@ pub struct DeviceNode {
 /// `device_dir`: a killed process leaves both behind.
 ///
 /// # Errors
-/// [`FrontendError::Refused`] where something else has that name: a node of a live device, or no node at all.
+/// [`FrontendError::Refused`] if something else has that name: a node of a live device, or no node at all.
 pub fn publish(
     device_dir: &Path,
     volume: &VolumeName,
@@ -317,7 +317,7 @@ mod tests {
         VolumeName::new(text).unwrap()
     }
 
-    /// Returns a directory in which nodes can be made, or None where this user may not make any.
+    /// Returns a directory in which nodes can be made, or None if this user may not make any.
     fn directory() -> Option<tempfile::TempDir> {
         let directory = tempfile::tempdir().unwrap();
         match make(&directory.path().join("x"), DEAD) {

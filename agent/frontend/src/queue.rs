@@ -67,7 +67,7 @@ pub trait QueueFrontend: Send {
     /// Handles a completion with [`SOURCE`].
     ///
     /// # Errors
-    /// Only where the whole queue is of no more use; the loss of a client is not an error.
+    /// Only if the whole queue is of no more use; the loss of a client is not an error.
     fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()>;
 
     /// Answers the request in `slot`, which the volume has done (or failed). The answer may be held back

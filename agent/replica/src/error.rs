@@ -94,7 +94,7 @@ pub enum ReplicaError {
     Sums {
         /// The image of the layer.
         image: String,
-        /// From where on.
+        /// The number of the first piece.
         first_piece: u32,
         /// The number of them.
         count: usize,

@@ -77,7 +77,7 @@ impl Stream {
     /// [`Stream::on_sent`].
     ///
     /// # Errors
-    /// ENOBUFS where the stream holds as many frames as its limit, EINVAL for a header over 64 bytes.
+    /// ENOBUFS if the stream holds as many frames as its limit, EINVAL for a header over 64 bytes.
     pub fn send(&mut self, header: &[u8], payload: Option<IoBuf>, owner: Option<u32>) -> io::Result<()> {
         self.outgoing.push(header, payload.map_or(Payload::None, Payload::Buf), owner)
     }

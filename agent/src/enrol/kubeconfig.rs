@@ -226,7 +226,7 @@ fn read(path: &Path) -> Result<Vec<u8>, KubeconfigError> {
     fs::read(path).map_err(failed)
 }
 
-/// Parsers of YAML show the place in several lines, and with it what may be secret.
+/// Parsers of YAML show the place in several lines, which may be secret.
 fn first_line(text: &str) -> String {
     text.lines().next().unwrap_or_default().to_owned()
 }

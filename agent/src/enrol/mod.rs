@@ -73,7 +73,7 @@ pub struct Answer {
 /// Checks a signed certificate against the key, the node and the remembered CAs.
 ///
 /// # Errors
-/// [`AnswerError`] says what does not fit.
+/// [`AnswerError`] names the part that does not fit.
 pub fn accept(
     file: &Path,
     known: Option<&Trust>,

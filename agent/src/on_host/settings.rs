@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Context;
 
-/// The keys of which one says where other nodes reach the replicas.
+/// The keys that set the address at which other nodes reach the replicas; one of them is enough.
 const DATA_KEYS: [&str; 3] = ["data_address", "data_interface", "data_network"];
 
 /// The settings that a node knows and the settings of the cluster do not.

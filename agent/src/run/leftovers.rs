@@ -21,7 +21,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// then the device stays, its requests wait, and the next engine takes it over.
 ///
 /// # Errors
-/// [`RunError::Leftover`] where the next engine could not take the device over, or a process does not stop.
+/// [`RunError::Leftover`] if the next engine could not take the device over, or a process does not stop.
 pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<(), RunError> {
     let find = |pid_file: &Path| Holder::find(pid_file).map_err(RunError::at(pid_file));
     if let Some(engine) = find(&runtime.engine().pid)? {

@@ -1,4 +1,4 @@
-//! The trash of a disk: where the directories of deleted replicas stay for a while.
+//! The trash of a disk, which keeps the directories of deleted replicas for a while.
 //!
 //! Each has a folder of its own in `replicas/.shorthorn-trash`, on the file system of the replicas: a checked
 //! record, and the unchanged directory. The record is durable before the directory is moved, so a directory

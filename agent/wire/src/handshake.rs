@@ -13,7 +13,7 @@ pub struct Challenge {
     /// The nonce of the replica.
     pub nonce: Nonce,
     /// True if the handshake of TLS comes next. This frame is not encrypted, and nothing proves it: an engine
-    /// that has to encrypt goes no further without it.
+    /// that has to encrypt ends the handshake without it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encrypted: bool,
 }

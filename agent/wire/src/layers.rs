@@ -31,7 +31,7 @@ pub struct CopyState {
 pub struct ExtentsQuery {
     /// Number of the layer.
     pub layer: u32,
-    /// From where on.
+    /// The first byte.
     pub from_bytes: u64,
 }
 

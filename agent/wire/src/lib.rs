@@ -1,6 +1,6 @@
 //! The protocol between an engine and its replicas, as a pure codec.
 //!
-//! A connection carries frames: a [`Header`] of 48 bytes, little-endian, and `data` behind it where the
+//! A connection carries frames: a [`Header`] of 48 bytes, little-endian, and `data` behind it if the
 //! opcode has some. Requests are pipelined and answered out of order; a response repeats the request's
 //! opcode and id with [`Flags::RESPONSE`] set and an errno (0 is success) in `status`.
 //!

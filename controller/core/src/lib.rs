@@ -5,7 +5,7 @@
 //! - [`observed`]: the current views of the agents; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`schema`]: the objects as schemas of custom resources.
-//! - [`scheduler`]: where the replicas of a new volume go, or why nowhere.
+//! - [`scheduler`]: the places of the replicas of a new volume, or the reason why it has none.
 //! - [`csi`]: the meaning of CSI calls for the stored objects.
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.

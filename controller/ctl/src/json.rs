@@ -1,5 +1,5 @@
 //! The output of `--output json` and `--output yaml`. Fields are added, never renamed or removed: scripts
-//! rely on them. Named as in Longhorn where the meaning is the same.
+//! rely on them. Named as in Longhorn if the meaning is the same.
 
 use serde::Serialize;
 use shorthorn_api::v1;

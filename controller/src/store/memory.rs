@@ -8,7 +8,7 @@ use tokio::sync::broadcast;
 use super::cache::Cache;
 use super::{Store, StoreError};
 
-/// A store that forgets everything when it goes; for tests and simulation.
+/// A store in memory alone; for tests and simulation.
 #[derive(Debug)]
 pub struct MemoryStore {
     cache: Cache,

@@ -25,7 +25,7 @@ pub use self::redb::RedbStore;
 pub const CHANGES_MAX: usize = 4096;
 
 /// Objects with versions. A write names the version that it was made from, and fails with
-/// [`StoreError::Conflict`] where another write came in between.
+/// [`StoreError::Conflict`] if another write came in between.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
     /// Returns all stored objects, as of the last write. The guard must not be held across an await.

@@ -140,7 +140,7 @@ fn mount_flag(flag: &str) -> Result<(), CsiError> {
 }
 
 /// Returns the options of a list. Commas in double quotes, as in an SELinux context with categories, do not
-/// separate. None where a quote is not closed.
+/// separate. None if a quote is not closed.
 pub fn options(list: &str) -> Option<Vec<&str>> {
     let mut quoted = false;
     let separates = |c: char| {

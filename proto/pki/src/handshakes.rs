@@ -49,7 +49,7 @@ pub(crate) struct Handshakes {
 pub(crate) enum Outcome {
     /// With a certificate that is accepted here.
     Authenticated,
-    /// Without one, where that is permitted.
+    /// Without one, if that is permitted.
     Anonymous,
     /// With an error, or not in time.
     Failed,

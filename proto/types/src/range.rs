@@ -50,7 +50,7 @@ impl ByteRange {
     /// Creates the range of `length_bytes` at `offset_bytes`.
     ///
     /// # Errors
-    /// [`RangeError::Overflow`] where the end does not fit 64 bits.
+    /// [`RangeError::Overflow`] if the end does not fit 64 bits.
     pub const fn new(offset_bytes: u64, length_bytes: u64) -> Result<ByteRange, RangeError> {
         if offset_bytes.checked_add(length_bytes).is_none() {
             return Err(RangeError::Overflow { offset_bytes, length_bytes });

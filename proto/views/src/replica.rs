@@ -84,7 +84,7 @@ impl ReplicaViews {
     /// Opens the replica for an engine of `generation`.
     ///
     /// # Errors
-    /// [`Refused::Fenced`] where a newer one holds it.
+    /// [`Refused::Fenced`] if a newer one holds it.
     pub fn fence(&mut self, generation: Generation) -> Result<Fence, Refused> {
         if generation < self.generation {
             return Err(Refused::Fenced { asked: generation, holder: self.generation });

@@ -25,7 +25,7 @@
 //!   members have flushed, and it has the out-of-sync sets of the others outside the view.
 //! - Replicas that are being rebuilt harm only themselves: their failures, full disks among them, end only
 //!   their joining.
-//! - Copies keep to their limits, except where a request waits for one.
+//! - Copies keep to their limits, unless a request waits for one.
 //! - Before the core completes a request with an error, it names the replicas that have caused it
 //!   ([`Output::Failed`]).
 //! - A core that refuses requests answers each with an error at once, whatever else is under way. It makes

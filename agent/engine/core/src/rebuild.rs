@@ -2,7 +2,7 @@
 //!
 //! A replica that misses no more data waits for a flush of all members. It stores the newest stamp, as the
 //! members have. Then it gets the out-of-sync sets of the other absent replicas, because as a member it
-//! has to know what they miss.
+//! has to know the regions that they miss.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf, ReplicaId};
 

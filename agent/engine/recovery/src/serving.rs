@@ -38,7 +38,7 @@ pub struct PendingView {
     pub honoured: ReplicaReport,
 }
 
-/// The process while it serves. The number of a replica that was given up goes to another one only after its
+/// The process while it serves. Another replica gets the number of one that was given up only after its
 /// rebuild task has ended, and no queue has a connection to it.
 pub trait ServingEngine {
     /// The reason why a replica has not done a request.

@@ -75,12 +75,12 @@ impl Host {
     }
 }
 
-/// Returns true if this answer of `systemctl is-system-running` means that the host goes down.
+/// Returns true if this answer of `systemctl is-system-running` means that the host shuts down.
 fn is_stopping(answer: &[u8]) -> bool {
     answer.trim_ascii() == b"stopping"
 }
 
-/// Returns the message of a program that has ended: what fits into a pipe, shortened.
+/// Returns the message of a program that has ended: the part that fits into a pipe, shortened.
 fn said(child: &mut Child) -> String {
     let mut bytes = Vec::new();
     // Whatever can be read is better than nothing.

@@ -184,7 +184,7 @@ fn mount_anew(volume: &VolumeName, files: &Files) -> Result<Channel, FrontendErr
 /// that wait there fail.
 ///
 /// # Errors
-/// [`FrontendError::Refused`] where a living process serves it.
+/// [`FrontendError::Refused`] if a living process serves it.
 pub fn remove_iscsi_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<(), FrontendError> {
     let action = || format!("take away the old iSCSI disk of {volume}");
     let failed = |source| system(action(), source);

@@ -99,7 +99,7 @@ impl Commands {
         }
     }
 
-    /// Keeps `command`; `None` where the table is full, which the number of slots and connections excludes.
+    /// Keeps `command`; `None` if the table is full, which the number of slots and connections excludes.
     pub(super) fn insert(&mut self, command: NbdCommand) -> Option<u16> {
         let id = self.free.pop()?;
         self.commands[usize::from(id)] = command;

@@ -150,7 +150,7 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
 /// wait there fail. Returns the number of devices.
 ///
 /// # Errors
-/// [`FrontendError::Refused`] where a living process serves one.
+/// [`FrontendError::Refused`] if a living process serves one.
 pub fn remove_nbd_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize, FrontendError> {
     let found = sysfs::find(&backend_of(volume))
         .map_err(|source| system(format!("look for the NBD device of {volume} in /sys/block"), source))?;

@@ -66,7 +66,7 @@ fn is_given_up(socket: &OwnedFd) -> bool {
     }
 }
 
-/// Calls the driver, with a limit, on a thread that is left behind where the call hangs.
+/// Calls the driver, with a limit, on a thread that is left behind if the call hangs.
 pub(super) fn call<T: Send + 'static>(
     work: impl FnOnce(&mut Driver) -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
@@ -109,7 +109,7 @@ impl Target {
 }
 
 /// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from
-/// `broken`. Ends when all queues have ended. Sets `closed` where the device is gone for good.
+/// `broken`. Ends when all queues have ended. Sets `closed` if the device is gone for good.
 pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<AtomicBool>) -> io::Result<()> {
     let keeper = move || {
         // The device waits for this process; the queues' threads report missing protections.

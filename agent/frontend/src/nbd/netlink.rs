@@ -76,7 +76,7 @@ impl Driver {
     /// Finds the driver.
     ///
     /// # Errors
-    /// ENOENT where the module `nbd` is not loaded.
+    /// ENOENT if the module `nbd` is not loaded.
     pub(super) fn open() -> io::Result<Driver> {
         Driver::of_family(FAMILY_NAME)
     }

@@ -132,7 +132,7 @@ fn needs_timer(release: &str) -> bool {
 /// that does not come back. Requests that wait there fail. Returns the number of devices.
 ///
 /// # Errors
-/// [`FrontendError::Refused`] where a living process serves one.
+/// [`FrontendError::Refused`] if a living process serves one.
 pub fn remove_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize, FrontendError> {
     let mut control = match Control::open() {
         // No driver, no devices.

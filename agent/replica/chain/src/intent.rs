@@ -50,7 +50,7 @@ pub enum Intent {
         /// The parent's parent, empty if it has none.
         grandparent: String,
     },
-    /// A snapshot that nothing builds on goes.
+    /// A snapshot that no layer builds on is removed.
     Delete {
         /// The image of the layer.
         image: FileRef,

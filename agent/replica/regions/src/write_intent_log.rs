@@ -140,7 +140,7 @@ pub struct WriteIntentLog {
     /// Numbers the writes.
     last_write: u64,
     last_serial: u64,
-    /// Regions where data may be gone that was written before the host was restarted.
+    /// Regions in which data may be gone that was written before the host was restarted.
     lost: Option<RegionSet>,
 }
 

@@ -193,7 +193,7 @@ impl Store {
     /// Completes the copy: the replica no longer counts as rebuilding. Repeating that changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::CopyUnfinished`] where a layer is not whole, or an I/O error.
+    /// [`StoreError::CopyUnfinished`] if a layer is not whole, or an I/O error.
     pub fn end_copy(&mut self) -> Result<()> {
         self.medium.check_writable()?;
         if !self.image.layout().volume().is_rebuilding() {

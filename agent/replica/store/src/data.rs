@@ -147,7 +147,7 @@ impl Store {
     /// Makes everything written so far durable. (The layers below the head are durable always.)
     ///
     /// # Errors
-    /// [`StoreError::NotDurable`]: what was written since the last successful flush may be lost.
+    /// [`StoreError::NotDurable`]: writes since the last successful flush may be lost.
     pub fn flush(&mut self) -> Result<()> {
         let synced = self.image.sync_head();
         self.noting_loss(synced)

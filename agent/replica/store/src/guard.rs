@@ -5,7 +5,7 @@
 //! before the file gets its name, and keeps the one before, so that a crash between the two never
 //! makes us doubt ourselves. A clean close records the head too, inode and time of change.
 //!
-//! If the record does not fit, the *epoch* goes up by one. All files beside the volume carry the epoch in
+//! If the record does not fit, the *epoch* rises by one. All files beside the volume carry the epoch in
 //! which they were written, and count only in that epoch. A directory that was copied does not fit either:
 //! that errs on the safe side.
 

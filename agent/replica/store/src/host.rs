@@ -15,7 +15,7 @@ use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::files::signed;
 
-/// The file that is tried on where the file system has no unnamed ones.
+/// The name of the file for a trial, if the file system has no unnamed files.
 pub(crate) const PROBE_FILE: &str = "shorthorn.probe";
 const PROBE_BYTES: u64 = 1 << 20;
 /// An odd number of blocks, so that it is the second half of any larger unit.

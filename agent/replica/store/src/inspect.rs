@@ -26,7 +26,7 @@ pub struct Inspection {
     pub directory: String,
     /// True if a store could open it, perhaps after repairs.
     pub usable: bool,
-    /// The volume, where `volume.meta` can be read.
+    /// The volume, if `volume.meta` can be read.
     pub volume: Option<InspectedVolume>,
     /// The chain from the head to the oldest layer, then layers on side branches.
     pub layers: Vec<InspectedLayer>,
@@ -125,7 +125,7 @@ pub enum Severity {
 /// Looks at a replica directory. Works on damaged ones, and beside a process that has it open.
 ///
 /// # Errors
-/// Only where the directory itself cannot be read; all else is in [`Inspection::problems`].
+/// Only if the directory itself cannot be read; all else is in [`Inspection::problems`].
 pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     let directory = Directory::open(path.as_ref())?;
     let mut problems = Vec::new();

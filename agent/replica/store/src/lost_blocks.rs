@@ -89,7 +89,7 @@ impl Store {
     }
 
     /// Makes this a replica that lacks data: it is not known which blocks are lost, so none counts. The next
-    /// copy keeps no layer. First that is durable, then the damaged record goes.
+    /// copy keeps no layer. That is durable before the damaged record is removed.
     ///
     /// # Errors
     /// [`StoreError`]; the record is still there then.

@@ -76,7 +76,7 @@ struct Subject {
 }
 
 impl LayerSums {
-    /// Makes room for a layer of `size_bytes`, each sum as `sum`. None where the layer is too large for its
+    /// Makes room for a layer of `size_bytes`, each sum as `sum`. None if the layer is too large for its
     /// sums to be kept.
     #[must_use]
     pub fn new(size_bytes: u64, piece_bytes: u32, sum: u32) -> Option<LayerSums> {

@@ -1,4 +1,4 @@
-//! The CSI driver of this node: its two sockets, where kubelet looks for them.
+//! The CSI driver of this node: its two sockets, in the directories of kubelet.
 //!
 //! kubelet removes a driver whose registration socket is gone, so neither socket is removed when the agent
 //! ends; if systemd holds them, they even continue to listen. CSI is served before the registration, because

@@ -15,7 +15,7 @@ use crate::serve::trash::{self, TrashLimits};
 /// directory is never taken for a replica.
 ///
 /// # Errors
-/// [`NodeError::Precondition`] where something else has that name, or a process has it open.
+/// [`NodeError::Precondition`] if something else has that name, or a process has it open.
 pub fn delete_replica(
     disk: &Path,
     id: &InstanceId,

@@ -229,7 +229,7 @@ impl Hub {
     /// Stops an instance, and forgets it; see the node API.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`] where its device is in use.
+    /// [`NodeError::Precondition`] if its device is in use.
     pub async fn stop_instance(self: &Arc<Hub>, id: InstanceId, attach: u64) -> Result<(), NodeError> {
         let hub = Arc::clone(self);
         finish(tokio::spawn(async move { hub.stop_now(&id, attach).await })).await

@@ -189,7 +189,7 @@ impl InstancePaths {
     /// Returns the control socket of an instance.
     ///
     /// # Errors
-    /// [`NodeError::Invalid`] where its path is too long.
+    /// [`NodeError::Invalid`] if its path is too long.
     pub fn control(&self, id: &InstanceId) -> Result<PathBuf, NodeError> {
         self.socket(id, "control")
     }
@@ -197,7 +197,7 @@ impl InstancePaths {
     /// Returns the data socket of a replica; the socket for NBD clients of an engine.
     ///
     /// # Errors
-    /// [`NodeError::Invalid`] where its path is too long.
+    /// [`NodeError::Invalid`] if its path is too long.
     pub fn data(&self, id: &InstanceId) -> Result<PathBuf, NodeError> {
         self.socket(id, if id.kind() == InstanceKind::Engine { "nbd" } else { "data" })
     }

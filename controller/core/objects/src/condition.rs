@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::{Timestamp, schema};
 
-/// The reason of [`ConditionType::Expanded`] where the device of a volume in use cannot change its size.
+/// The reason of [`ConditionType::Expanded`] if the device of a volume in use cannot change its size.
 pub const NEXT_ATTACH: &str = "NextAttach";
 
 /// The reason of [`ConditionType::Settled`] while the volume is detached and its replicas have not stopped.
@@ -23,7 +23,7 @@ pub enum ConditionType {
     Scheduled,
     /// Every replica of the volume has every acknowledged write.
     Healthy,
-    /// The volume is where it should be. Otherwise the message has the event that it waits for.
+    /// The volume is attached to the wanted node, or detached as wanted. Otherwise the message has the cause.
     Settled,
     /// The engine of the volume does not wait for the arbiter.
     Granted,

@@ -1,4 +1,4 @@
-//! The objects of the control plane, as they are stored, with Longhorn's field names where the meaning is
+//! The objects of the control plane, as they are stored, with Longhorn's field names if the meaning is
 //! the same.
 //!
 //! The programs that only read objects or their definitions build this crate, and not the reconcilers.

@@ -141,7 +141,7 @@ pub struct VolumeStatus {
     #[serde(default, skip_serializing_if = "is_zero")]
     pub abandoned_attach: u64,
     /// The arbiter's record of its last grant. It is part of the volume, so that the compare-and-swap which
-    /// stores a grant fails where another attachment was drawn meanwhile.
+    /// stores a grant fails if another attachment was drawn meanwhile.
     #[serde(default)]
     #[schemars(with = "schema::Opaque")]
     pub arbiter: Arbiter,

@@ -20,7 +20,7 @@ pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new
 
 use crate::ClusterState;
 
-/// Returns true if there is a node with that name, and in that zone, where these are given. Every volume can
+/// Returns true if a node has that name and is in that zone, as far as these are given. Every volume can
 /// be reached from it.
 #[must_use]
 pub fn has_node(cluster: &ClusterState, node: Option<&str>, zone: Option<&str>) -> bool {

@@ -1,4 +1,4 @@
-//! The names that callers give volumes: any text, where ours are DNS labels.
+//! The names that callers give volumes: any text, while ours are DNS labels.
 
 use ring::digest::{Context, SHA256, digest};
 use shorthorn_types::limits::MAX_VOLUME_NAME_BYTES;

@@ -1,4 +1,4 @@
-//! The parameters of a StorageClass, with Longhorn's names where the meaning is the same.
+//! The parameters of a StorageClass, with Longhorn's names if the meaning is the same.
 
 use shorthorn_types::limits::MAX_MEMBERS;
 use thiserror::Error;

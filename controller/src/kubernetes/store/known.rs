@@ -1,4 +1,4 @@
-//! The objects in memory as far as they are known. Versions come in any order, and none goes back.
+//! The objects in memory as far as they are known. Versions come in any order, and an older one is ignored.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 

@@ -14,7 +14,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object};
 /// The state, besides the objects, that is needed to judge incoming versions.
 #[derive(Clone, Debug, Default)]
 pub struct Order {
-    /// Up to where the watch of each kind has come.
+    /// The version up to which the watch of each kind has come.
     heard: BTreeMap<Kind, u64>,
     /// The versions of objects that this controller has removed, until the watch or a list shows that too: an
     /// older list may still be in flight. The map has as many entries as unconfirmed removals.

@@ -29,7 +29,7 @@ pub enum Mutation {
     ServeBeforeFence,
     /// A joining replica counts as a member once it has stored the view, even if others have not.
     EarlyMember,
-    /// The arbiter does not mind that an engine has not honoured its last grant. Found only where hosts
+    /// The arbiter does not mind that an engine has not honoured its last grant. Found only if hosts
     /// forget grants.
     ForgetGrant,
     /// A starting engine proposes its first view before it asks the arbiter for it.
@@ -51,7 +51,7 @@ pub enum Mutation {
     /// The arbiter continues with a record that was restored from a backup. Found only if a step restores
     /// one.
     TrustRestored,
-    /// Engines draw no nonce. Found only where hosts lose their state.
+    /// Engines draw no nonce. Found only if hosts lose their state.
     NoNonce,
     /// The same, and a replica treats a view that it refuses for its number as stored. Found only if hosts
     /// lose their state.

@@ -90,7 +90,7 @@ impl EngineCore {
         self.space.way_out(self.slots.at(id), &self.membership, &self.timeouts, waited_ms)
     }
 
-    /// Starts to make the replicas equal where the request that has waited for it the longest has failed.
+    /// Starts to make the replicas equal in the range of the failed request that has waited the longest.
     pub(super) fn start_resync(&mut self, id: SlotId, out: &mut Outputs) {
         let (members, timeouts, now_ms) = (&self.membership, &self.timeouts, self.clock.now_ms());
         let slots = &self.slots;

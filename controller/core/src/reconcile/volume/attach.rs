@@ -142,7 +142,7 @@ impl Run<'_> {
         self.decision.write(Engine { spec, ..engine.clone() });
     }
 
-    /// Draws a new number where the engine of this attachment is gone for good. True: it was lost.
+    /// Draws a new number if the engine of this attachment is gone for good. True: it was lost.
     fn replace_lost_engine(&mut self, engine: &Engine) -> bool {
         if engine.status.lost_attach < self.stored.status.attach {
             return false;

@@ -36,7 +36,7 @@ pub(super) fn leaving<'a>(
     candidates.max_by_key(|replica| surplus.rank(replica))
 }
 
-/// The greater, the sooner it goes.
+/// The greater, the sooner it is removed.
 type Rank = (bool, bool, bool, Badness, Timestamp, ReplicaId);
 type Badness = (bool, usize, usize, usize, bool);
 
