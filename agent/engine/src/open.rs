@@ -559,7 +559,7 @@ fn connect_queues(
 ) -> Result<(ReplicaId, Vec<Connection>), (ReplicaId, String)> {
     let replica = one.replica;
     if let Err(error) = finish(conclude(&mut one, proposal)) {
-        tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is through, or still counts what replicas miss that are gone");
+        tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is committed, or still keeps out-of-sync sets of replicas that are gone");
     }
     if !proposal.view.members.contains(replica) {
         return Ok((replica, Vec::new()));

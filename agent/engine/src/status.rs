@@ -38,7 +38,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
 pub fn of_serving(lost_writes: bool) -> &'static str {
     if lost_writes {
         "every request is answered with an error: all replicas were without power at some time, so that writes may be gone \
-         that were acknowledged and not flushed; stop what uses the device, then detach the volume and attach it again"
+         that were acknowledged and not flushed; stop the users of the device, then detach the volume and attach it again"
     } else {
         ""
     }

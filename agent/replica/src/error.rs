@@ -47,16 +47,15 @@ pub enum ReplicaError {
     },
     /// Another program has had the directory open since this process opened it.
     #[error(
-        "{} was opened by another program (Longhorn?) or copied since this replica last served it, so what it \
-         holds may be older or newer than what the other replicas hold: rebuild it from another replica, or \
-         salvage it", .0.display()
+        "{} was opened by another program (Longhorn?) or copied since this replica last served it, so its data \
+         may be older or newer than that of the other replicas: rebuild it from another replica, or salvage it", .0.display()
     )]
     ChangedByOthers(PathBuf),
     /// The directory has data, but its views are unknown.
     #[error(
-        "{} holds data but has lost shorthorn.state, which says who may write it: restore the file, rebuild \
-         the replica from another one, or salvage it. If no replica has ever served it, remove shorthorn.guard, \
-         and it is taken as it is", .0.display()
+        "{} holds data but has lost shorthorn.state, which names the engine that may write it: restore the file, \
+         rebuild the replica from another one, or salvage it. If no replica has ever served it, remove \
+         shorthorn.guard: the next start then accepts the data", .0.display()
     )]
     StateLost(PathBuf),
     /// The saved state makes no sense.

@@ -97,7 +97,11 @@ impl Node for NodeService {
         request: Request<v1::ReleaseNodeRequest>,
     ) -> Answer<v1::ReleaseNodeResponse> {
         let header = request.metadata().get(CLUSTER_HEADER).and_then(|value| value.to_str().ok());
-        let missing = || NodeError::Invalid(format!("the header {CLUSTER_HEADER} has to say who takes it"));
+        let missing = || {
+            NodeError::Invalid(format!(
+                "the header {CLUSTER_HEADER} has to name the cluster that takes the node over"
+            ))
+        };
         let to = header.ok_or_else(missing)?.to_owned();
         let (claim, from) = (Arc::clone(&self.claim), request.into_inner().cluster);
         blocking(move || claim.hand_over(&from, &to)).await?;

@@ -209,7 +209,7 @@ impl AgentCall {
             AgentCall::StartReplica(_) => "start replica",
             AgentCall::StartEngine(_) => "start engine",
             AgentCall::Grant { .. } => "send the grant",
-            AgentCall::UpdateReplicas { .. } => "tell where the replicas are",
+            AgentCall::UpdateReplicas { .. } => "send the addresses of the replicas",
             AgentCall::SetRebuildLimits { .. } => "set the limits of copying",
             AgentCall::FenceReplica { .. } => "keep older engines from replica",
             AgentCall::ExpandEngine { .. } => "expand",

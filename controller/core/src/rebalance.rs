@@ -47,7 +47,7 @@ impl Gain {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
-            Gain::Locality => "to be on the node where the volume is used",
+            Gain::Locality => "to be on the node that uses the volume",
             Gain::Zone => "to be in a zone with fewer replicas of the volume",
             Gain::Node => "to be on a node with fewer replicas of the volume",
             Gain::Disk => "to be on a disk with fewer replicas of the volume",

@@ -50,7 +50,7 @@ pub fn holds(cluster: &ClusterState, node: &str) -> Vec<Hold> {
         let volume = cluster.volumes.get(name);
         if volume.is_some_and(|volume| drain::is_attached_to(cluster, volume, node)) {
             let message = format!(
-                "it is attached there: move what uses it to another node (kubectl drain), or shorthornctl \
+                "it is attached there: move its users to another node (kubectl drain), or shorthornctl \
                  volume detach {name}"
             );
             holds.push(Hold { volume: name.to_owned(), is_engine: true, message });

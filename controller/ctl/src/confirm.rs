@@ -26,7 +26,7 @@ pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
     let refusal = format!(
         "salvaging volume {volume} may lose acknowledged writes: use --yes-i-may-lose-data without a terminal"
     );
-    typed(volume, &refusal, &format!("Make replica {replica} all that there is of volume {volume}?"))
+    typed(volume, &refusal, &format!("Make replica {replica} the only copy of volume {volume}?"))
 }
 
 /// Asks on a terminal whether a node never comes back.

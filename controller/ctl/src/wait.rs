@@ -90,7 +90,7 @@ impl Goal {
             _ if reached => GoalState::Reached,
             // Only more nodes or disks would help, or another volume that goes: no use to wait for that.
             Some(message) if matches!(self, Goal::Created) => GoalState::Never(format!(
-                "no place for the replicas of volume {}: {message}. It is made as soon as there is place; \
+                "no place for the replicas of volume {}: {message}. The controller makes it as soon as a place is free; \
                  shorthornctl volume delete {} gives it up",
                 volume.name, volume.name
             )),

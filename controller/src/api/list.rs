@@ -46,8 +46,9 @@ pub(super) fn page<'a, T>(
     let is_more = rest.next().is_some();
     if is_more && size == 0 {
         // A caller without a page size gets everything.
-        let message =
-            format!("there are more than {PAGE_MAX}: ask with page_size, as a newer shorthornctl does");
+        let message = format!(
+            "the list has more than {PAGE_MAX} objects: ask with page_size, as a newer shorthornctl does"
+        );
         return Err(Status::resource_exhausted(message));
     }
     let last = found.last().filter(|_| is_more).map(|(name, _)| token_after(name));

@@ -98,7 +98,7 @@ fn mount_spec(wanted: MountVolume) -> Result<MountSpec, CsiError> {
     };
     let bytes: usize = wanted.mount_flags.iter().map(|flag| flag.len() + 1).sum();
     if wanted.mount_flags.len() > MOUNT_FLAGS_MAX || bytes > MOUNT_FLAGS_MAX_BYTES {
-        return Err(CsiError::Invalid("there are too many mount flags".into()));
+        return Err(CsiError::Invalid("too many mount flags".into()));
     }
     wanted.mount_flags.iter().try_for_each(|flag| mount_flag(flag))?;
     Ok(MountSpec { kind, flags: wanted.mount_flags })

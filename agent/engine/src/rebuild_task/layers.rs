@@ -86,7 +86,7 @@ impl RebuildTask {
             let list = |control: &mut Connection| control.list_extents(query, || size_bytes);
             let page = self.context.with_control(source.address, list);
             let page =
-                page.map_err(Trouble::while_reading(source, "asking a member where a layer has data"))?;
+                page.map_err(Trouble::while_reading(source, "asking a member for the extents of a layer"))?;
             for extent in page.extents {
                 act(extent)?;
             }

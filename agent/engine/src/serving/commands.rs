@@ -155,7 +155,7 @@ impl Serving<'_> {
         let Some(index) = (0..places).find(is_free) else {
             self.ignore(
                 "a new replica",
-                &format!("there are {MAX_MEMBERS}, those among them that are leaving"),
+                &format!("the volume has {MAX_MEMBERS}, those that are leaving included"),
             );
             return Ok(());
         };

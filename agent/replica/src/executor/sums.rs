@@ -55,7 +55,7 @@ impl Executor {
                     tracing::warn!(
                         image,
                         reason,
-                        "the sums kept of a snapshot are damaged and count for nothing; they are made again where all members agree"
+                        "the checksums of a snapshot are damaged and ignored; a scrub makes those again on which all members agree"
                     );
                     None
                 }

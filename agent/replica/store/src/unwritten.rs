@@ -44,7 +44,7 @@ impl Store {
                 let head = self.image.head_name();
                 self.opening.add_repair(format!(
                     "{head} may have blocks that are allocated and were never written, and the disk has no space to make \
-                     holes of them: {error}; the replica's directory stays dirty until there is"
+                     holes of them: {error}; the replica's directory stays dirty until it has"
                 ));
             }
             Err(error) => return Err(error),

@@ -68,7 +68,7 @@ fn lost_writes(engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
         "every request to the device on node {node} is answered with an error: all replicas were without power while it was in \
-         use, and writes that were acknowledged and not flushed may be gone; stop what uses it, detach and attach the volume, \
+         use, and writes that were acknowledged and not flushed may be gone; stop its users, detach and attach the volume, \
          and check the file system"
     );
     Finding::wrong(LOST_WRITES, message)

@@ -318,8 +318,8 @@ pub enum RequestError {
     /// Kubernetes has it attached, and would not notice a detach by hand.
     #[error(
         "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}): end the pods that use it, then it is \
-         detached by itself. With --force it is detached as soon as its device is not in use there; Kubernetes goes on to take it \
-         for attached, so that no pod on that node gets the volume until it is attached there by hand or the VolumeAttachment \
+         detached by itself. With --force it is detached as soon as its device is not in use there; Kubernetes still counts it \
+         as attached, so that no pod on that node gets the volume until it is attached there by hand or the VolumeAttachment \
          is deleted"
     )]
     Published {

@@ -91,7 +91,7 @@ async fn add(
         found.extend(objects.filter_map(|object| serde_json::to_value(object).ok()).map(without_managers));
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(_) if found.len() >= OBJECTS_MAX => {
-                archive.add_missing(name, &format!("there are more than {OBJECTS_MAX}"));
+                archive.add_missing(name, &format!("the list has more than {OBJECTS_MAX} objects"));
                 break;
             }
             Some(token) => page = ListParams::default().limit(PAGE).continue_token(&token),

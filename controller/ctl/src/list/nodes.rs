@@ -34,7 +34,7 @@ const DISKS: [Column; 9] = [
 
 pub(super) fn list(nodes: Vec<v1::NodeObject>) -> List {
     let entries = nodes.into_iter().map(node).collect();
-    let if_empty = "There are no nodes. Start the controller with --node NAME=URL";
+    let if_empty = "No nodes. Start the controller with --node NAME=URL";
     List { columns: &NODES, entries, if_empty, warnings: Vec::new() }
 }
 
@@ -57,7 +57,7 @@ pub(super) fn disks(nodes: Vec<v1::NodeObject>) -> List {
         node.disks.into_iter().map(move |found| disk(&name, found))
     };
     let entries = nodes.into_iter().flat_map(of_node).collect();
-    let if_empty = "There are no disks. Add one: shorthornctl disk add NODE PATH";
+    let if_empty = "No disks. Add one: shorthornctl disk add NODE PATH";
     List { columns: &DISKS, entries, if_empty, warnings: Vec::new() }
 }
 

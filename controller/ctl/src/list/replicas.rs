@@ -20,7 +20,7 @@ const COLUMNS: [Column; 9] = [
 
 pub(super) fn list(replicas: Vec<v1::Replica>) -> List {
     let entries = replicas.into_iter().map(entry).collect();
-    List { columns: &COLUMNS, entries, if_empty: "There are no replicas.", warnings: Vec::new() }
+    List { columns: &COLUMNS, entries, if_empty: "No replicas.", warnings: Vec::new() }
 }
 
 fn entry(replica: v1::Replica) -> Entry {

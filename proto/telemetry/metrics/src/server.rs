@@ -166,7 +166,7 @@ async fn respond(method: &Method, path: &str, shown: &MetricsInputs) -> Response
                 Err(error) => response(StatusCode::INTERNAL_SERVER_ERROR, TEXT, format!("{error}\n")),
             }
         }
-        _ => response(StatusCode::NOT_FOUND, TEXT, "there are /metrics, /healthz and /readyz\n".into()),
+        _ => response(StatusCode::NOT_FOUND, TEXT, "this server has /metrics, /healthz and /readyz\n".into()),
     }
 }
 

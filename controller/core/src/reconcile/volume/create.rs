@@ -54,7 +54,7 @@ impl Run<'_> {
                 let placed = self.replicas.len();
                 let message = format!(
                     "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the volume is attached \
-                     and there is a place"
+                     and a place is free"
                 );
                 self.decision.emit(self.key(), true, "ScheduledDegraded", message);
             }

@@ -326,7 +326,7 @@ impl<'a> Run<'a> {
                 Some(Leaves::Volume) => format!("{} was deleted", at(evicted)),
                 _ => format!("{} is to leave its node", at(evicted)),
             },
-            (None, None) => "there are fewer than configured".to_owned(),
+            (None, None) => "the volume has fewer than configured".to_owned(),
         };
         let message = format!("a new replica is made on {}: {why}", placement.node);
         self.decision.emit(self.key(), false, "ReplicaReplaced", message);
