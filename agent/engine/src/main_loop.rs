@@ -76,7 +76,7 @@ pub enum Ended {
 }
 
 /// Runs the engine that `spec_file` describes until a signal or a client of the control socket ends it.
-/// SIGTERM and SIGINT leave a device of the kernel to the next process; an order to stop takes it away.
+/// SIGTERM and SIGINT leave a device of the kernel to the next process; an order to stop removes it.
 ///
 /// # Errors
 /// The reason why it cannot start or continue. After [`EngineError::Frozen`] a new start waits for the

@@ -2,7 +2,7 @@
 //!
 //! A frontend has two halves. A [`QueueFrontend`] per queue lives on that queue's thread and ring: it
 //! takes requests from the kernel or the client and answers them. The [`Device`] lives on the engine's main
-//! thread: it brings the device up while the queues already serve, resizes it and takes it away.
+//! thread: it brings the device up while the queues already serve, resizes it and removes it.
 
 mod device;
 mod host;

@@ -22,7 +22,7 @@
 //! - [`lost_node_pods`]: which pods of a lost node are to be force-deleted.
 //! - [`event_correlator`]: the choice and the rate of events for people.
 //! - [`dead_mounts`]: which pods are ended, as their device is gone.
-//! - [`undelete`]: how a deleted volume comes back from the trash of its disks.
+//! - [`undelete`]: restores a deleted volume from the trash of its disks.
 //! - [`why`]: the problems of a volume, in sentences.
 //!
 //! Everything is level-triggered: a decision depends only on the current stored and observed state, so the

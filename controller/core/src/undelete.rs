@@ -180,7 +180,7 @@ pub fn directories(
     Ok(life.found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect())
 }
 
-/// Plans how the volume of that name comes back from the trash; the directories of `in_place` are restored.
+/// Plans the restoration of the volume of that name from the trash; the directories of `in_place` are there.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.

@@ -198,7 +198,7 @@ pub(super) struct RebalanceOutput {
 }
 
 impl RebalanceOutput {
-    /// Converts the answer. `begun`: how many moves have begun since the command was given.
+    /// Converts the answer. `begun`: the number of moves since the command was given.
     pub(super) fn of(answer: v1::RebalanceResponse, begun: usize) -> RebalanceOutput {
         let v1::RebalanceResponse { moves, under_way, left_out } = answer;
         RebalanceOutput { begun, moves, under_way, left_out }

@@ -82,7 +82,7 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Returns true if there is a node in it.
+    /// Returns true if a node of the cluster is in the segment.
     pub(super) fn has_node(&self, cluster: &ClusterState) -> bool {
         csi::has_node(cluster, self.node.as_deref(), self.zone.as_deref())
     }

@@ -36,7 +36,7 @@ const ISSUED_PER_ROLE_MAX: usize = 256;
 /// trust list.
 const EXPIRED_REVOKED_MAX: usize = 1024;
 
-/// More changes of the trust list than there are between a backup and its restore.
+/// More changes of the trust list than happen between a backup and its restore.
 const VERSIONS_MAX: u64 = 1 << 32;
 
 /// The CA: its keys, and the certificates and tokens that it gave out.

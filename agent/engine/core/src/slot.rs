@@ -151,7 +151,7 @@ impl Slots {
         }
     }
 
-    /// Returns true if there is such a slot.
+    /// Returns true if the slot exists.
     pub fn has(&self, id: SlotId) -> bool {
         id.queue < self.queues && (id.slot < self.depth || self.copy_index(id).is_some())
     }

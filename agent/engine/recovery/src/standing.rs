@@ -78,7 +78,7 @@ struct Strikes {
 }
 
 impl Strikes {
-    /// Counts another failure and returns how many have happened in a row.
+    /// Counts another failure, and returns the number of failures in a row.
     fn add(&mut self, now: Duration, forgiven_after: Duration) -> u32 {
         let is_forgiven = now.saturating_sub(self.last) >= forgiven_after;
         self.count = if is_forgiven { 1 } else { self.count.saturating_add(1) };
@@ -119,7 +119,7 @@ impl Standing {
         }
     }
 
-    /// Returns how many times in a row the replica was late.
+    /// Returns the number of times in a row that the replica was late.
     #[must_use]
     pub fn times_late(&self) -> u32 {
         self.late.count

@@ -33,7 +33,7 @@ pub(crate) const IO_FETCH_REQ: u32 = queue(0x20);
 /// Answers the request of a tag and takes its next one.
 pub(crate) const IO_COMMIT_AND_FETCH_REQ: u32 = queue(0x21);
 
-/// Result of a fetch: there is a request.
+/// The result of a fetch with a request.
 pub(crate) const IO_RES_OK: i32 = 0;
 /// Result of a fetch: there will be no more.
 pub(crate) const IO_RES_ABORT: i32 = -libc::ENODEV;

@@ -91,7 +91,7 @@ impl CopyList {
 
     /// Returns true if the snapshots in `other` are the same, so that snapshots copied from either replica
     /// can be kept. The heads may differ: they are always made anew. The data of a removed snapshot is not
-    /// the same everywhere: each replica takes it away by itself.
+    /// the same everywhere: each replica removes it by itself.
     #[must_use]
     pub fn has_snapshots_of(&self, other: &CopyList) -> bool {
         let snapshots = &self.0[..self.0.len() - 1];

@@ -6,7 +6,7 @@
 //! | 8 | 4 | format, 1 |
 //! | 12 | 4 | number of the page in the set |
 //! | 16 | 8 | which set: the id of the replica that misses, or "intent" and two zeroes |
-//! | 24 | 8 | how many times the set was written |
+//! | 24 | 8 | number of writes of the set |
 //! | 32 | 8 | bytes of a region |
 //! | 40 | 8 | the epoch of the directory in which it was written |
 //! | 48 | 8 | size of the volume that the set was made for; 0 in pages of versions without expansion |

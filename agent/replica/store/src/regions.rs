@@ -57,7 +57,7 @@ impl RegionFile {
 }
 
 impl Store {
-    /// Returns the replicas of whose missed regions there is a file.
+    /// Returns the replicas whose missed regions have a file.
     ///
     /// # Errors
     /// An I/O error.

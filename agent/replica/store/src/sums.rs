@@ -16,7 +16,7 @@
 //! | 24 | 8 | inode of the layer |
 //! | 32 | 8 | epoch |
 //! | 40 | 4 | CRC-32C of the name of the image |
-//! | 44 | 4 | how many sums follow |
+//! | 44 | 4 | number of the sums that follow |
 //! | 48 | 4 each | the sums; 0: not known |
 //! | last | 4 | CRC-32C of all before |
 

@@ -41,7 +41,7 @@ const EARLY_ROUNDS: u32 = 5;
 /// A replica that has not moved after so many rounds is started again.
 const ROUNDS_BEFORE_RESTART: u32 = 4;
 
-/// The data address, for those who only read it.
+/// The data address, to read only.
 pub type DataAddress = watch::Receiver<Choice>;
 
 /// Reads the interfaces of this host once.

@@ -182,7 +182,7 @@ impl ClusterState {
         self.index.incomplete.keys().map(String::as_str).chain(names).collect()
     }
 
-    /// Returns about how many volumes may lack a replica and rebuild none.
+    /// Returns the approximate number of volumes that may lack a replica and rebuild none.
     #[must_use]
     pub fn waiting_volumes(&self) -> usize {
         self.index.incomplete.len().saturating_sub(self.rebuilds.volumes_with_rebuild())

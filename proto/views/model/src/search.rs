@@ -14,7 +14,7 @@ pub struct SearchResult {
     pub states: usize,
     /// The number of steps to the farthest of them.
     pub depth: usize,
-    /// True if these are all the states that there are.
+    /// True if the search has visited all states.
     pub exhausted: bool,
     /// The violated invariant, and a shortest way to it.
     pub violation: Option<(Violation, Vec<ModelStep>)>,

@@ -82,7 +82,7 @@ fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
 }
 
 impl<'a> Run<'a> {
-    /// Sees to it that there are enough replicas, and no needless ones, and that the engine knows them.
+    /// Makes missing replicas, removes surplus ones, and sends the list to the engine.
     pub(super) fn keep_replicas(&mut self, engine: &Engine) {
         // A replica that cannot be used may be a member: it is neither replaced nor forgotten.
         if self.waits_for_unknown() {
