@@ -10,7 +10,8 @@
 //! stays, whatever the outcome of the request.
 //!
 //! A request that changes a part of a block merges it with the data of the block. If that is rot, the result
-//! is rot too, also if the request succeeds, until such requests have changed every sector.
+//! is rot too, also if the request succeeds, until such requests have changed every sector. Between them the
+//! block has to stay as it is: if its disk has changed it once more, none of its sectors counts.
 //!
 //! A *lost* block is one that no replica had sound. The disk records it, whatever it holds, until other data
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
@@ -33,6 +34,9 @@ const HOMELESS_MAX: usize = 4096;
 /// The maximum number of failed requests whose data a block may hold. After more of them the block is not
 /// compared any more.
 const FAILED_MAX: usize = 3;
+/// The maximum number of results of merges with rot that a block may hold. After more failed requests, their
+/// sectors count as rot.
+const MERGED_MAX: usize = FAILED_MAX + 1;
 
 /// The data of a block after a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,10 +68,19 @@ struct Known<R> {
     former: Option<u32>,
     /// The sums of the data of requests that have failed: it may hold that.
     failed: Vec<u32>,
-    /// The sectors that have got other data since the rest was merged with rot, a bit for each.
-    fresh: u8,
+    /// The results that it may hold of requests that were merged with its rot.
+    merged: Vec<Merged>,
     /// The request that is modifying it.
     change: Option<Change<R>>,
+}
+
+/// The result of requests that were merged with rot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Merged {
+    /// The sum of the block. If it has another one, its disk may have changed these sectors too.
+    sum: u32,
+    /// The sectors that have the data of the requests, a bit for each.
+    fresh: u8,
 }
 
 /// The state of a block after a request that has ended well.
@@ -81,7 +94,7 @@ enum Fate {
 
 impl<R> Known<R> {
     const fn new(former: Option<u32>) -> Known<R> {
-        Known { former, failed: Vec::new(), fresh: 0, change: None }
+        Known { former, failed: Vec::new(), merged: Vec::new(), change: None }
     }
 
     const fn is_lost(&self) -> bool {
@@ -91,6 +104,11 @@ impl<R> Known<R> {
     /// Returns true if data with this sum is its correct former data, or that of a failed request.
     fn may_have(&self, sum: u32) -> bool {
         self.former == Some(sum) || self.failed.contains(&sum)
+    }
+
+    /// Returns the sectors that have the data of requests, if the block has this sum.
+    fn fresh(&self, sum: u32) -> u8 {
+        self.merged.iter().filter(|merged| merged.sum == sum).fold(0, |fresh, merged| fresh | merged.fresh)
     }
 
     fn fate(&self, after: After) -> Fate {
@@ -107,8 +125,8 @@ impl<R> Known<R> {
 struct Change<R> {
     request: R,
     after: After,
-    /// The sectors that it changes, if it merges them with rot.
-    part: u8,
+    /// The result, if it is rot: see [`After::Rot`].
+    merged: Option<Merged>,
 }
 
 /// The sectors of a block that are in `range`.
@@ -240,9 +258,9 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             Some(change) if change.request == request => change.after = after,
             // Two requests modify one block: their order is unknown.
             Some(_) => self.lose_track(block),
-            None if changes_nothing => known.fresh = 0,
+            None if changes_nothing => known.merged.clear(),
             None => {
-                known.change = Some(Change { request, after, part: 0 });
+                known.change = Some(Change { request, after, merged: None });
                 self.under_way += 1;
             }
         }
@@ -259,11 +277,13 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// the sum `before`; the result has the sum `after`.
     pub fn merged(&mut self, request: R, range: ByteRange, block: u64, (before, after): (u32, u32)) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
-        let part = sectors(block, range);
+        let fresh = known.fresh(before) | sectors(block, range);
         // If every sector gets other data, nothing is left of the rot.
-        let is_sound = known.may_have(before) || known.fresh | part == u8::MAX;
+        let is_sound = known.may_have(before) || fresh == u8::MAX;
+        let merged = Merged { sum: after, fresh };
         if let Some(change) = known.change.as_mut().filter(|change| change.request == request) {
-            (change.after, change.part) = if is_sound { (After::Sum(after), 0) } else { (After::Rot, part) };
+            (change.after, change.merged) =
+                if is_sound { (After::Sum(after), None) } else { (After::Rot, Some(merged)) };
         }
     }
 
@@ -274,7 +294,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
         let (mut ended, mut cured) = (0, 0);
         self.blocks.retain(|_, known| {
-            let Some(Change { after, part, .. }) = known.change.filter(|change| change.request == request)
+            let Some(Change { after, merged, .. }) = known.change.filter(|change| change.request == request)
             else {
                 return true;
             };
@@ -287,10 +307,13 @@ impl<R: Copy + PartialEq> KnownRot<R> {
                     {
                         known.failed.push(after);
                     }
+                    let merged = merged.filter(|merged| !known.merged.contains(merged));
+                    known.merged.extend(merged);
                 }
                 Fate::StaysRot => {
                     known.failed.clear();
-                    known.fresh = if part == 0 { 0 } else { known.fresh | part };
+                    known.merged.clear();
+                    known.merged.extend(merged);
                 }
                 Fate::OtherData => {
                     cured += usize::from(known.is_lost());
@@ -300,6 +323,10 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             if known.is_lost() && known.failed.len() > FAILED_MAX {
                 // The data of the older requests may be anywhere: it counts as rot.
                 known.failed.drain(..known.failed.len() - 1);
+            }
+            if known.merged.len() > MERGED_MAX {
+                // The first one stays: most requests that fail have changed nothing.
+                known.merged.remove(1);
             }
             known.failed.len() <= FAILED_MAX
         });
@@ -329,6 +356,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
 
     /// Blocks 3 to 6 have the sum 70.
@@ -340,6 +369,15 @@ mod tests {
 
     fn rotten(known: &KnownRot<u16>, block: u64, sums: [u32; 3]) -> [Option<bool>; 3] {
         sums.map(|sum| known.is_rotten(block, sum))
+    }
+
+    /// Merges sectors of block 4, which gets another sum. Returns true if it is still known.
+    fn merge(known: &mut KnownRot<u16>, part: Range<u64>, sums: (u32, u32), well: bool) -> bool {
+        let range = ByteRange::new(4 * 4096 + part.start * 512, (part.end - part.start) * 512).unwrap();
+        known.modified(1, 4, After::Unmerged);
+        known.merged(1, range, 4, sums);
+        known.ended(1, well);
+        known.has(4)
     }
 
     #[test]
@@ -420,18 +458,36 @@ mod tests {
     #[test]
     fn a_block_of_which_every_sector_has_other_data_is_rot_no_more() {
         let mut known = known();
-        let mut merge = |start: u64, sectors: u64, well: bool| {
-            let range = ByteRange::new(4 * 4096 + start * 512, sectors * 512).unwrap();
-            known.modified(1, 4, After::Unmerged);
-            known.merged(1, range, 4, (99, 81));
-            known.ended(1, well);
-            known.has(4)
+        assert!(merge(&mut known, 0..3, (99, 81), true) && merge(&mut known, 6..8, (81, 82), true));
+        assert!(merge(&mut known, 3..6, (82, 83), false), "it may have done nothing");
+        assert!(!merge(&mut known, 3..6, (82, 83), true));
+    }
+
+    #[test]
+    fn data_counts_as_new_only_in_a_block_that_is_as_it_was_merged() {
+        let merged = || {
+            let mut known = known();
+            assert!(merge(&mut known, 0..4, (99, 81), true) && merge(&mut known, 4..5, (81, 82), false));
+            known
         };
-        assert!(
-            merge(0, 3, true) && merge(6, 2, true) && merge(3, 3, false),
-            "the last one may have done nothing"
-        );
-        assert!(!merge(3, 3, true));
+        assert!(merge(&mut merged(), 4..8, (98, 83), true), "the disk has changed it once more");
+        assert!(!merge(&mut merged(), 4..8, (81, 83), true), "the failed request has done nothing");
+        assert!(!merge(&mut merged(), 5..8, (82, 83), true), "it has done all");
+        assert!(merge(&mut merged(), 5..8, (81, 83), true));
+        // Requests that fail are forgotten before those that succeed.
+        let mut known = merged();
+        for sum in 200..210 {
+            assert!(merge(&mut known, 4..5, (81, sum), false) && known.blocks[&4].merged.len() <= MERGED_MAX);
+        }
+        assert!(!merge(&mut known, 4..8, (81, 83), true));
+        // A copy of the same rot fails, and may have done all.
+        let mut known = KnownRot::default();
+        known.keep_lost([4]);
+        merge(&mut known, 0..4, (99, 81), true);
+        known.modified(1, 4, After::Rot);
+        known.ended(1, false);
+        assert!(merge(&mut known, 4..8, (99, 82), true));
+        assert!(!merge(&mut known, 0..4, (82, 83), true));
     }
 
     #[test]
