@@ -41,7 +41,8 @@ const MERGED_MAX: usize = FAILED_MAX + 1;
 /// The data of a block after a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
-    /// The request changes a part of the block, which it has not merged with the rest yet.
+    /// The request changes a part of the block, which it has not merged with the rest yet: it has written
+    /// nothing there.
     Unmerged,
     /// Data of which this is the sum.
     Sum(u32),
@@ -230,12 +231,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     #[must_use]
     pub fn is_rotten(&self, block: u64, found: u32) -> Option<bool> {
         let known = self.blocks.get(&block)?;
-        let may_be = match known.change {
-            Some(Change { after: After::Unmerged, .. }) => true,
-            Some(Change { after: After::Sum(after), .. }) => after == found,
-            Some(Change { after: After::Rot, .. }) | None => false,
-        };
-        Some(!may_be && !known.may_have(found))
+        let may_get = known.change.is_some_and(|change| change.after == After::Sum(found));
+        Some(!may_get && !known.may_have(found))
     }
 
     /// The sum to store for a block that has this one now: rot keeps the sum of the correct data, and a lost
@@ -437,7 +434,7 @@ mod tests {
         for well in [true, false] {
             let mut known = known();
             (3..6).for_each(|block| known.modified(1, block, After::Unmerged));
-            assert_eq!(known.is_rotten(3, 99), Some(false), "it is not known yet");
+            assert_eq!(rotten(&known, 3, [70, 99, 80]), [Some(false), Some(true), Some(true)]);
             let part = |block: u64| ByteRange::new(block * 4096 + 512, 512).unwrap();
             known.merged(1, part(3), 3, (70, 80));
             known.merged(1, part(4), 4, (99, 81));
