@@ -13,7 +13,9 @@ use shorthorn_control::ReplicaSpec;
 use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
 use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, Regions, RegionsOf, ReplicaId};
-use shorthorn_wire::{CopyEnd, CopyState, Flags, Header, LayerList, Opcode, WireLayer};
+use shorthorn_wire::{
+    CopyEnd, CopyState, Flags, Header, LayerList, LayerPatch, Opcode, WireLayer, encode_patch,
+};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 32 * MIB;
@@ -194,6 +196,26 @@ fn the_same_rot_in_the_head_ends_no_record() {
     assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
 }
 
+/// A scrub may repair a snapshot from a member that has summed the same rot.
+#[test]
+fn a_repair_that_writes_the_same_rot_ends_no_record() {
+    let base = base();
+    let spec = new_replica(&base);
+    let (_replica, mut client) = copied(&spec);
+    let image = layers().layers[0].image.clone();
+    for (data, has_record) in [(pattern(3, 4096), true), (pattern(9, 4096), false)] {
+        rot_in(&spec, &image, 3);
+        assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
+        let (offset_bytes, runs) = (3 * BLOCK, vec![(0, 1)]);
+        let patch = LayerPatch { image: image.clone(), offset_bytes, length_bytes: 4096, runs };
+        let (header, text) = encode_patch(1 << 40, &patch, &data);
+        client.raw(&[&client.encode(&header)[..], &text].concat());
+        assert_eq!(client.receive().unwrap().0.status, 0);
+        let expected = if has_record { Err(ROTTEN) } else { Ok(data) };
+        assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (expected, has_record));
+    }
+}
+
 /// A copy of a region of the head writes rot of which no member has a sound copy.
 #[test]
 fn rot_that_is_copied_to_the_head_is_lost_until_it_gets_other_data() {
@@ -272,9 +294,13 @@ fn more_lost_blocks_than_can_be_recorded_are_refused() {
     assert_eq!(refused, Err(nix::libc::EOVERFLOW));
 }
 
-/// Changes a byte of a block on the disk.
+/// Changes a byte of a block of the head on the disk.
 fn rot(spec: &ReplicaSpec, block: u64) {
-    let path = spec.directory.join("volume-head-000.img");
+    rot_in(spec, "volume-head-000.img", block);
+}
+
+fn rot_in(spec: &ReplicaSpec, image: &str, block: u64) {
+    let path = spec.directory.join(image);
     let file =
         OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
     let mut bytes = AlignedBuffer::new(4096);

@@ -5,7 +5,6 @@
 
 use std::ops::Range;
 
-use shorthorn_replica_core::After;
 use shorthorn_ring::Ring;
 use shorthorn_store::{
     AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data,
@@ -216,7 +215,11 @@ impl Executor {
                 None if self.summer.known.is_lost(block) => {}
                 None => self.summer.known.forget_block(block),
                 after if after == before => {}
-                Some(after) => self.summer.known.modified(SUM_SLOT, block, After::Sum(after)),
+                Some(after) => {
+                    // Another member may take the same rot for data.
+                    let after = self.summer.after(block, after);
+                    self.summer.known.modified(SUM_SLOT, block, after);
+                }
             }
         }
         let outcome = self.record_repaired(SUM_SLOT);
