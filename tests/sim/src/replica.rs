@@ -480,7 +480,29 @@ pub fn modified(ask: &Ask) -> Option<ByteRange> {
     }
 }
 
-/// Returns a check of some sectors.
+/// Returns a check of some sectors. Every id changes all bits of the check. Otherwise contents with small ids
+/// and with rot, the complement of zeroes, would have the same check.
 fn check(sectors: &[Id]) -> u32 {
-    sectors.iter().fold(17, |check, id| check.wrapping_mul(16_777_619) ^ id)
+    let mixed = sectors.iter().fold(17_u64, |mixed, id| {
+        let product = (mixed ^ u64::from(*id)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        product ^ (product >> 32)
+    });
+    u32::try_from(mixed >> 32).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn contents_that_are_alike_have_different_checks() {
+        let ids: [Id; 4] = [0, 1, 3, ROT];
+        let block = |number: usize| -> Block { std::array::from_fn(|at| ids[number >> (2 * at) & 3]) };
+        // The first sector has zeroes.
+        let numbers = (0..1 << 14).map(|number| number << 2);
+        let checks: BTreeSet<u32> = numbers.clone().map(|number| check(&block(number))).collect();
+        assert_eq!(checks.len(), numbers.count());
+    }
 }
