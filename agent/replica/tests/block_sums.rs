@@ -399,6 +399,10 @@ fn blocks_that_vanish_or_appear_are_rotten() {
     assert_eq!(verify(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "it is a hole now");
     assert_eq!(verify(&mut client, 2 * REGION, 15 * BLOCK).map(drop), Ok(()));
     assert_eq!(verify(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN), "it was a hole");
+    client.call(Opcode::WriteZeroes, Flags::NONE, 5 * BLOCK + 512, 512, &[]).unwrap();
+    assert_eq!(verify(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "zeroes have left the hole as it was");
+    client.call(Opcode::WriteZeroes, Flags::NONE, 5 * BLOCK, 4096, &[]).unwrap();
+    assert_eq!(verify(&mut client, 5 * BLOCK, BLOCK).map(drop), Ok(()));
 }
 
 #[test]

@@ -96,6 +96,8 @@ pub struct Replica {
     can_punch: bool,
     /// Some of its blocks have vanished, so that the map of its blocks cannot be relied on.
     pub has_vanished: bool,
+    /// A block with rot that the process knew, until a request that has not given it other data.
+    pub forgotten_rot: Option<u64>,
     /// An earlier copy of the disk.
     saved: Option<Saved>,
     /// The disk was restored, and not made anew since.
@@ -175,6 +177,7 @@ impl Replica {
             rng: Rng::with_seed(seed),
             can_punch,
             has_vanished: false,
+            forgotten_rot: None,
             saved: None,
             is_rolled_back: false,
             state,

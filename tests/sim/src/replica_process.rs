@@ -201,6 +201,9 @@ impl Simulation {
         }
         let Some(op) = replica.ops.remove(&number) else { return };
         let (mut answer, error) = replica.done(&op, lies, is_unchecked);
+        if let Some(block) = self.replicas[at].forgotten_rot.take() {
+            self.violate(format!("replica {at} has forgotten the rot of block {block}"));
+        }
         self.look_at_rot(at, &op.ask, &answer);
         self.go_on_after(at, error);
         let replica = &mut self.replicas[at];

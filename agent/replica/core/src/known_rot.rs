@@ -87,6 +87,8 @@ struct Merged {
 /// The state of a block after a request that has ended well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
+    /// As before: the request has written nothing there.
+    Unchanged,
     /// Rot: the request was a repair, or was merged with rot.
     StaysRot,
     /// Other data than before.
@@ -114,10 +116,11 @@ impl<R> Known<R> {
 
     fn fate(&self, after: After) -> Fate {
         match after {
+            // Zeroes change no part of a hole. If rot has made that hole, it stays rot.
+            After::Unmerged => Fate::Unchanged,
             After::Rot => Fate::StaysRot,
-            After::Unmerged if self.is_lost() => Fate::StaysRot,
             After::Sum(after) if self.former == Some(after) => Fate::StaysRot,
-            After::Unmerged | After::Sum(_) => Fate::OtherData,
+            After::Sum(_) => Fate::OtherData,
         }
     }
 }
@@ -307,6 +310,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
                     let merged = merged.filter(|merged| !known.merged.contains(merged));
                     known.merged.extend(merged);
                 }
+                Fate::Unchanged => {}
                 Fate::StaysRot => {
                     known.failed.clear();
                     known.merged.clear();
@@ -441,14 +445,10 @@ mod tests {
             known.merged(2, part(5), 5, (70, 82));
             known.ended(1, well);
             let sound = if well { [None; 3] } else { [Some(false), Some(false), Some(true)] };
-            let unmerged = if well { [None; 3] } else { [Some(false), Some(true), Some(true)] };
             assert_eq!(rotten(&known, 3, [70, 80, 99]), sound);
             assert_eq!(rotten(&known, 4, [70, 81, 99]), [Some(false), Some(true), Some(true)]);
-            assert_eq!(
-                rotten(&known, 5, [70, 82, 99]),
-                unmerged,
-                "the block is unchanged, or its content is unknown"
-            );
+            let unmerged = rotten(&known, 5, [70, 82, 99]);
+            assert_eq!(unmerged, [Some(false), Some(true), Some(true)], "zeroes leave a hole as it is");
         }
     }
 

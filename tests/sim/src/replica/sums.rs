@@ -115,12 +115,16 @@ impl Replica {
     /// Records the end of the request; if not `well`, it has done a part of its work.
     pub(super) fn sums_have_followed(&mut self, op: &Op, well: bool) {
         let Some(range) = modified(&op.ask) else { return };
+        let known: Vec<u64> =
+            block_numbers(range).filter(|block| well && self.known_rot.has(*block)).collect();
         self.known_rot.ended(op.key(), well);
         for block in whole_blocks(range) {
             if self.files.rot.contains_key(&block) && (well || self.may_be_the_hole_of_a_request(block)) {
                 self.files.rot.remove(&block);
             }
         }
+        let is_forgotten = |block: &u64| !self.known_rot.has(*block) && self.files.rot.contains_key(block);
+        self.forgotten_rot = self.forgotten_rot.or(known.into_iter().find(is_forgotten));
     }
 
     /// Returns true if the block has vanished, and a failed request was to make a hole there. Either may have
