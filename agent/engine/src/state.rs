@@ -45,6 +45,8 @@ pub struct EngineState {
     predecessor: Option<Generation>,
     /// This boot of the host; empty if the kernel does not report it.
     boot: String,
+    /// The content of the file, if the last write has succeeded.
+    stored: Option<Vec<u8>>,
     _lock: Flock<File>,
 }
 
@@ -73,7 +75,8 @@ impl EngineState {
         }
         let predecessor = Some(content.generation).filter(|last| last.attach == attach);
         let boot = fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
-        let mut state = EngineState { path: path.to_owned(), content, predecessor, boot, _lock: lock };
+        let (path, stored) = (path.to_owned(), None);
+        let mut state = EngineState { path, content, predecessor, boot, stored, _lock: lock };
         if !state.has_users(attach, continues) {
             (state.content.live_boot, state.content.lost_writes) = (None, false);
         } else if state.content.live_boot.is_none() {
@@ -194,18 +197,30 @@ impl EngineState {
         self.store()
     }
 
-    fn store(&self) -> Result<(), EngineError> {
-        self.write().map_err(|source| EngineError::State { path: self.path.clone(), source })
+    /// Stores the content, unless the file has it: a process that takes a device over changes nothing, and
+    /// the requests of the device wait meanwhile.
+    fn store(&mut self) -> Result<(), EngineError> {
+        self.write_changed().map_err(|source| EngineError::State { path: self.path.clone(), source })
+    }
+
+    fn write_changed(&mut self) -> io::Result<()> {
+        let bytes = serde_json::to_vec_pretty(&self.content)?;
+        if self.stored.as_ref() != Some(&bytes) {
+            // The content of the file is unknown while a write has not succeeded.
+            self.stored = None;
+            self.write(&bytes)?;
+            self.stored = Some(bytes);
+        }
+        Ok(())
     }
 
     /// Writes the file atomically and durably. The former file is kept, to be overwritten and exchanged at
     /// the next write, which therefore needs no space: an engine has to start and stop on a full disk too.
-    fn write(&self) -> io::Result<()> {
+    fn write(&self, bytes: &[u8]) -> io::Result<()> {
         let temporary = self.path.with_extension("tmp");
-        let bytes = serde_json::to_vec_pretty(&self.content)?;
         let mut file =
             OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&temporary)?;
-        file.write_all(&bytes)?;
+        file.write_all(bytes)?;
         file.set_len(bytes.len() as u64)?;
         file.sync_all()?;
         match renameat2(AT_FDCWD, &temporary, AT_FDCWD, &self.path, RenameFlags::RENAME_EXCHANGE) {
@@ -333,6 +348,37 @@ mod tests {
         state.keep_grant(view(2, 1)).unwrap();
         drop(state);
         assert_eq!(EngineState::open(&path, 2, 0).unwrap().granted(), Some(view(2, 1)));
+    }
+
+    #[test]
+    fn a_content_that_the_file_has_is_not_written_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let mut first = EngineState::open(&path, 3, 0).unwrap();
+        first.device_goes_live(record()).unwrap();
+        drop(first);
+        let mut next = EngineState::open(&path, 3, 0).unwrap();
+        // A write would make another file of that name.
+        fs::remove_file(&path).unwrap();
+        next.device_goes_live(record()).unwrap();
+        next.set_device(Some(record())).unwrap();
+        assert!(!path.exists(), "the device is taken over as it was");
+        next.set_device(None).unwrap();
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn a_write_that_has_failed_is_repeated() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("folder/v1.state");
+        fs::create_dir(dir.path().join("folder")).unwrap();
+        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        fs::rename(dir.path().join("folder"), dir.path().join("elsewhere")).unwrap();
+        state.set_device(Some(record())).unwrap_err();
+        fs::rename(dir.path().join("elsewhere"), dir.path().join("folder")).unwrap();
+        state.set_device(Some(record())).unwrap();
+        drop(state);
+        assert_eq!(EngineState::open(&path, 3, 0).unwrap().device(), Some(&record()));
     }
 
     fn record() -> DeviceRecord {
