@@ -294,10 +294,10 @@ impl Start<'_> {
         )?;
         let ending = serving.run(&self.events).inspect_err(|_| serving.log_rest(&self.events))?;
         notify_systemd(sd_notify::NotifyState::Stopping);
+        publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         // Requests continue meanwhile: the next process finds little to resync, and no request waits for
         // that.
         let (ending, is_cleared) = serving.clear_all(&self.events, ending, CLEAR_LIMIT)?;
-        publish(self.publisher, |engine| engine.phase = EnginePhase::Stopping);
         if ending == Ending::Terminate && may_be_left && !lock(device).ends_with_host() {
             let sockets = drain(&serving, (&volume, generation), &self.events, shared, threads.len())?;
             // Much was written since: one more flush takes less time than requests would wait for copies.
