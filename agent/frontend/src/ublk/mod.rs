@@ -366,11 +366,19 @@ impl Device for UblkDevice {
         let marked = mark::write(&self.device_dir, self.info.id, &self.volume);
         marked.map_err(during(format!("mark {} as a volume", self.kernel_name())))?;
         self.start()?;
-        recovery::notice_deaths_soon(&self.kernel_name());
+        if !self.recovered {
+            recovery::notice_deaths_soon(&self.kernel_name());
+        }
         let size_bytes = self.catch_up()?;
         let number = node::wait_until_ready(&self.kernel_name(), size_bytes, events.as_ref(), UDEV_LIMIT)?;
         self.number = Some(number);
-        node::publish(&self.device_dir, &self.volume, number)
+        let endpoint = node::publish(&self.device_dir, &self.volume, number)?;
+        if self.recovered {
+            // Its first process has set the timer, unless it has died before that: now that the requests that
+            // waited are being served, a child process may look.
+            recovery::notice_deaths_soon(&self.kernel_name());
+        }
+        Ok(endpoint)
     }
 
     fn number(&self) -> Option<DeviceNumber> {
