@@ -11,6 +11,12 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// The limit for a request beyond the time of a replacement. After a kill on NBD, the timer of the request
 /// takes 3 s of it at most (`REQUEST_TIMER_MS` in the frontend). The rest is for emulated processors.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+/// The limit for a request while systemd restarts the engine of a ublk device, in virtual time.
+///
+/// Virtual time is 1 ns for each instruction of both processors, so the limit bounds the length of the path.
+/// While both processors wait for a disk it follows the clock of the host: hence the distance to the figures
+/// in docs/frontends.md.
+const RESTART_LIMIT: Duration = Duration::from_millis(300);
 
 #[test]
 fn an_engine_is_replaced_under_load_on_ublk() -> Result<()> {
@@ -23,7 +29,7 @@ fn an_engine_is_replaced_under_load_on_nbd() -> Result<()> {
 }
 
 /// Measures the parts of the pause when the engine is replaced or killed, in virtual time: it counts
-/// instructions, so the figures repeat and the load of the host has no part in them. They are printed.
+/// instructions, so the figures repeat. They are printed. A restart on ublk has [`RESTART_LIMIT`].
 #[test]
 fn the_pause_of_an_upgrade_by_its_parts() -> Result<()> {
     let host = VmHost::start(VmHost::options(Kernel::Ublk).icount().command_limit(LIMIT))?;
@@ -64,7 +70,8 @@ fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
                 "journalctl --sync; journalctl --no-pager --output short-precise --lines 24 -u {unit}"
             ))?
         );
-        ensure!(longest < REQUEST_LIMIT, "a request has waited for {longest:?}");
+        let limit = if (frontend, name) == ("ublk", "restart") { RESTART_LIMIT } else { REQUEST_LIMIT };
+        ensure!(longest < limit, "{name}: a request has waited for {longest:?}, and may for {limit:?}");
     }
     host.ctl(&format!("volume detach {volume}")).map(drop)
 }
