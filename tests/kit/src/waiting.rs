@@ -9,10 +9,13 @@ use std::time::{Duration, Instant};
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Returns the pause after a look: as long as the look itself. A look into a virtual machine would otherwise
-/// take the processor from the work that is waited for.
+/// The length of a pause, in times of the look before it.
+const PAUSE_PER_LOOK: u32 = 4;
+
+/// Returns the pause after a look: several times as long as the look itself. A look into a virtual machine
+/// would otherwise take the processor from the work that is waited for.
 fn pause_after(look: Duration) -> Duration {
-    look.clamp(PAUSE_MIN, PAUSE_MAX)
+    look.saturating_mul(PAUSE_PER_LOOK).clamp(PAUSE_MIN, PAUSE_MAX)
 }
 
 /// Looks again and again until `look` succeeds, and returns its value.
@@ -86,9 +89,9 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_is_as_long_as_the_look_within_bounds() {
+    fn a_pause_is_longer_than_the_look_within_bounds() {
         assert_eq!(pause_after(Duration::from_micros(3)), PAUSE_MIN);
-        assert_eq!(pause_after(Duration::from_millis(300)), Duration::from_millis(300));
+        assert_eq!(pause_after(Duration::from_millis(100)), Duration::from_millis(400));
         assert_eq!(pause_after(Duration::from_secs(9)), PAUSE_MAX);
     }
 
