@@ -35,9 +35,8 @@ impl FileSystem {
 pub enum Durability {
     /// The data is in the host's page cache, which survives a power cut of the VM.
     HostCache,
-    /// The same, and a flush does not reach the host's disk either: fastest.
-    NoFlush,
-    /// The data bypasses the host's page cache: for measurements of the disk itself.
+    /// The data bypasses the host's page cache, and a flush reaches the host's disk: for measurements of the
+    /// disk itself.
     Direct,
     /// A power cut loses first writes to a 64 KiB block since the last flush, like a disk with a volatile
     /// cache. Later writes to such a block survive.
@@ -121,19 +120,20 @@ impl Disk {
     /// Returns QEMU's description of the file.
     pub fn blockdev(&self) -> Value {
         let direct = self.durability == Durability::Direct;
-        let no_flush = self.durability == Durability::NoFlush;
         let driver = if self.durability == Durability::VolatileCache { "qcow2" } else { "raw" };
+        // A flush reaches the driver: qcow2 writes its tables then. It does not reach the host's disk: the
+        // files live as long as the VM, and survive QEMU's death in the host's page cache.
         json!({
             "driver": driver,
             "node-name": self.serial,
             "read-only": self.read_only,
             "discard": "unmap",
-            "cache": { "direct": direct, "no-flush": no_flush },
+            "cache": { "direct": direct, "no-flush": false },
             "file": {
                 "driver": "file",
                 "filename": self.path,
                 "discard": "unmap",
-                "cache": { "direct": direct, "no-flush": no_flush },
+                "cache": { "direct": direct, "no-flush": !direct },
             },
         })
     }

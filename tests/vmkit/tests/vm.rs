@@ -130,7 +130,7 @@ fn a_crash_loses_what_was_not_synced() -> Result<()> {
 
 #[test]
 fn a_power_cut_keeps_the_disks() -> Result<()> {
-    let disk = DataDisk::new(4096, FileSystem::Xfs).durability(Durability::NoFlush);
+    let disk = DataDisk::new(4096, FileSystem::Xfs);
     let mut vm = Vm::start(VmOptions::new(Kernel::Nbd).data_disk(disk))?;
     vm.sh("echo kept >/var/lib/longhorn/a; echo kept >/root/a; sync")?;
     vm.power_cut()?;
