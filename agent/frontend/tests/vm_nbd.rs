@@ -150,7 +150,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     let mut pid = guest.serve("memory", "--queues 1")?;
     timer_is_short(&guest)?;
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount {NODE} /mnt/m"))?;
-    let fio = guest.start_fio("/mnt/m/file", "randwrite", 40)?;
+    let fio = guest.start_endless_fio("/mnt/m/file")?;
     let mut longest_restart = Duration::ZERO;
     for _ in 0..4 {
         guest.vm.sh("sleep 4")?;
@@ -160,8 +160,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
         pid = guest.serve("memory", "--queues 1")?;
         longest_restart = longest_restart.max(begin.elapsed());
     }
-    let output = fio.wait(10 * MINUTE)?;
-    ensure!(output.success(), "fio: {output}");
+    guest.end_fio(fio)?;
     let (worst, resent) = (guest.worst_wait("/mem/fio.json")?, kernel_lines(&guest, "Possible stuck")?);
     println!("worst wait {worst:?}, longest restart {longest_restart:?}, {resent} times a timer ran out");
     ensure!(resent > 0, "no request was in flight at a kill: the test shows nothing");
@@ -176,12 +175,11 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
 fn several_queues_are_back_after_the_request_time_out() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "--queues 2")?;
-    let fio = guest.start_fio(NODE, "randwrite", 25)?;
+    let fio = guest.start_endless_fio(NODE)?;
     requests_are_in_flight(&guest)?;
     guest.end(pid, "KILL")?;
     let pid = guest.serve("memory", "--queues 2")?;
-    let output = fio.wait(10 * MINUTE)?;
-    ensure!(output.success(), "fio: {output}");
+    guest.end_fio(fio)?;
     let replaced = kernel_lines(&guest, "reconnected socket")?;
     // On a slow machine a timer may run out for one of the new connections too.
     ensure!(replaced >= 2, "{replaced} connections were replaced, not two");
@@ -222,11 +220,10 @@ fn a_server_that_hangs_keeps_its_connection() -> Result<()> {
 fn a_server_of_several_queues_that_hangs_gets_its_connections_back() -> Result<()> {
     let guest = Guest::start(Kernel::Ublk, "nbd")?;
     let pid = guest.serve("memory", "--queues 2")?;
-    let fio = guest.start_fio(NODE, "randwrite", 40)?;
+    let fio = guest.start_endless_fio(NODE)?;
     requests_are_in_flight(&guest)?;
     guest.vm.sh(&format!("kill -STOP {pid}; sleep 20; kill -CONT {pid}"))?;
-    let output = fio.wait(10 * MINUTE)?;
-    ensure!(output.success(), "fio: {output}");
+    guest.end_fio(fio)?;
     let given_up = kernel_lines(&guest, "Connection timed out")?;
     ensure!(given_up != 0, "no connection was given up: the test shows nothing");
     guest.vm.sh(&format!("dd if=/dev/zero of={NODE} bs=1M count=64 oflag=direct status=none"))?;

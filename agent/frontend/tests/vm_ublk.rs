@@ -210,7 +210,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     let guest = Guest::start(kernel, "ublk")?;
     let mut pid = guest.serve("memory", "")?;
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount -o discard {NODE} /mnt/m"))?;
-    let fio = guest.start_fio("/mnt/m/file", "randwrite", 20)?;
+    let fio = guest.start_endless_fio("/mnt/m/file")?;
     // Beside it, files that come and go, so that discards are in flight as well.
     let files = "for n in $(seq 20); do dd if=/dev/urandom of=/mnt/m/$n bs=1M count=8 conv=fsync && rm /mnt/m/$n && sync -f /mnt/m; done";
     let files = guest.vm.command(&format!("set -e; {files}")).limit(10 * MINUTE).spawn()?;
@@ -222,8 +222,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     }
     let output = files.wait(10 * MINUTE)?;
     ensure!(output.success(), "files that come and go: {output}");
-    let output = fio.wait(10 * MINUTE)?;
-    ensure!(output.success(), "fio: {output}");
+    guest.end_fio(fio)?;
     guest.vm.sh("umount /mnt/m")?;
     guest.vm.sh(&format!("fsck.ext4 -fn {NODE}"))?;
     guest.end(pid, "TERM")?;
@@ -235,15 +234,14 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
 fn left_to_the_next_process_again_and_again() -> Result<()> {
     let guest = start()?;
     let mut pid = guest.serve("memory", "")?;
-    let fio = guest.start_fio(NODE, "randwrite", 50)?;
+    let fio = guest.start_endless_fio(NODE)?;
     // In turns as on a kernel whose io_uring hangs with deferred task work.
     for (round, options) in ["", "", "--task-work cooperative"].into_iter().cycle().take(60).enumerate() {
         let signal = if round % 10 == 9 { "KILL" } else { "HUP" };
         guest.end(pid, signal)?;
         pid = guest.serve("memory", options).with_context(|| format!("round {round}"))?;
     }
-    let output = fio.wait(10 * MINUTE)?;
-    ensure!(output.success(), "fio: {output}");
+    guest.end_fio(fio)?;
     guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }
@@ -281,7 +279,7 @@ fn every_tag_taken(kernel: Kernel) -> Result<()> {
              dd if=/mem/random of={NODE} bs=1M seek=128 conv=notrunc,fsync status=none || exit; \
          done; dd if={NODE} bs=1M skip=128 count=32 iflag=direct status=none | cmp - /mem/random"
     );
-    let fio = guest.start_fio(NODE, "randwrite", 60)?;
+    let fio = guest.start_endless_fio(NODE)?;
     vm.sh("for n in $(seq 1200); do read reads writes </sys/block/ublkb0/inflight; \
            test $((reads + writes)) -ge 16 && exit; sleep 0.05; done; exit 1")
         .context("the direct writer does not write")?;
@@ -297,12 +295,10 @@ fn every_tag_taken(kernel: Kernel) -> Result<()> {
         pid = guest.serve("memory", &options).with_context(|| format!("after SIG{signal}"))?;
         longest = longest.max(ended + begin.elapsed());
     }
-    vm.sh("pgrep -x fio").context("the direct writer has ended before: its longest request shows nothing")?;
-    let output = fio.wait(10 * MINUTE)?;
-    ensure!(output.success(), "fio: {output}");
     vm.sh("touch /mem/enough")?;
     let output = buffered.wait(10 * MINUTE)?;
     ensure!(output.success(), "the buffered writer: {output}");
+    guest.end_fio(fio)?;
     let worst = guest.worst_wait("/mem/fio.json")?;
     println!("{kernel:?}: worst wait {worst:?}, longest recovery {longest:?}, first start {start:?}");
     ensure!(longest < start + REQUEST_LIMIT, "a recovery took {longest:?}, and the first start {start:?}");
@@ -541,7 +537,7 @@ fn devices_belong_to_their_volumes() -> Result<()> {
     vm.sh("cp /mem/memory.state /mem/other.state")?;
     let other = guest.serve("other", "")?;
     ensure!(
-        vm.sh("cat /mem/other.out")?.contains(r#""kernel_id":1"#),
+        vm.sh("cat /mem/other.state")?.contains(r#""kernel_id":1"#),
         "took over the device of another volume"
     );
     ensure!(vm.sh("ls /dev/longhorn")? == "memory\nother");

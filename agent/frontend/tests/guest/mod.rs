@@ -1,12 +1,15 @@
 //! A virtual machine in which the example `memory_device` serves a volume through a frontend. The volume is a
 //! file on tmpfs, so it survives the death of the process that serves it.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use shorthorn_testkit::waiting::retry;
 use shorthorn_vmkit::{Kernel, Running, Vm, VmOptions};
 
 /// The time limit of steps without much I/O; software emulation is slow.
@@ -23,6 +26,8 @@ pub const SIZE_BYTES: u64 = 384 << 20;
 pub struct Guest {
     pub vm: Vm,
     frontend: &'static str,
+    /// The processes that were started, by their ids.
+    servers: Mutex<BTreeMap<u32, Running>>,
 }
 
 impl Guest {
@@ -30,7 +35,7 @@ impl Guest {
         let vm = Vm::start(VmOptions::new(kernel).name(frontend))?;
         vm.push(&[(memory_device()?, "/usr/local/bin/memory_device", 0o755)])?;
         vm.sh("mkdir -p /mem && mount -t tmpfs -o size=1g tmpfs /mem && dmesg -C")?;
-        Ok(Guest { vm, frontend })
+        Ok(Guest { vm, frontend, servers: Mutex::default() })
     }
 
     /// Returns the command that serves volume `name`.
@@ -45,26 +50,49 @@ impl Guest {
     /// Starts `memory_device` for volume `name` and waits until its device is ready. Returns its process id.
     pub fn serve(&self, name: &str, options: &str) -> Result<u32> {
         let command = self.command(name, options);
-        let pid = self.vm.sh(&format!(
-            "setsid {command} </dev/null >/mem/{name}.out 2>/mem/{name}.err & \
-             for n in $(seq 1200); do \
-                 if grep -q device /mem/{name}.out; then echo $!; exit; fi; \
-                 kill -0 $! || {{ cat /mem/{name}.err >&2; exit 1; }}; \
-                 sleep 0.05; \
-             done; \
-             echo 'not ready' >&2; cat /mem/{name}.err >&2; exit 1"
+        // Its output tells of the start and of the end. A loop in the machine would take the processors from
+        // the process that it waits for.
+        let server = self.vm.spawn(&format!(
+            "{command} </dev/null 2>/mem/{name}.err & echo $!; wait $! || {{ echo ended; cat /mem/{name}.err; }}"
         ))?;
-        pid.parse().with_context(|| format!("no process id: {pid}"))
+        let text = || server.output_so_far().text();
+        // The process id, and the line that says that the device is ready, or that the process has ended.
+        let said = retry(MINUTE, || Some(text()).filter(|text| text.matches('\n').count() > 1).ok_or(()));
+        if said.is_err() {
+            bail!("{name} is not ready: {}\n{}", text(), self.vm.sh(&format!("cat /mem/{name}.err"))?);
+        }
+        let said = text();
+        let mut lines = said.lines();
+        let pid =
+            lines.next().unwrap_or_default().parse().with_context(|| format!("no process id: {said}"))?;
+        ensure!(lines.next().is_some_and(|line| line.contains("device")), "{name} is not ready: {said}");
+        self.servers().insert(pid, server);
+        Ok(pid)
+    }
+
+    fn servers(&self) -> MutexGuard<'_, BTreeMap<u32, Running>> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the process with `signal` and waits until it is gone.
     pub fn end(&self, pid: u32, signal: &str) -> Result<()> {
+        let server = self.servers().remove(&pid).with_context(|| format!("process {pid} was not started"))?;
+        self.vm.sh(&format!("kill -{signal} {pid}"))?;
+        let ended = server.wait(2 * MINUTE);
+        ended.map(drop).with_context(|| format!("process {pid} does not end on SIG{signal}"))
+    }
+
+    /// Waits until the device has answered so many more requests.
+    pub fn answers(&self, more: u32) -> Result<()> {
+        let disk = if self.frontend == "ublk" { "ublkb0" } else { "nbd0" };
+        // Reads and writes of Documentation/block/stat.rst.
         let script = format!(
-            "kill -{signal} {pid}; \
-             for n in $(seq 1200); do test -e /proc/{pid} || exit 0; sleep 0.05; done; cat /mem/*.err >&2; exit 1"
+            "count() {{ read -ra fields </sys/block/{disk}/stat; count=$((fields[0] + fields[4])); }}; \
+             count; goal=$((count + {more})); \
+             for n in $(seq 600); do count; ((count >= goal)) && exit; sleep 0.1; done; exit 1"
         );
         let output = self.vm.command(&script).limit(2 * MINUTE).run()?;
-        ensure!(output.success(), "process {pid} does not end on SIG{signal}: {output}");
+        ensure!(output.success(), "{disk} has not answered {more} requests: {output}");
         Ok(())
     }
 
@@ -76,6 +104,26 @@ impl Guest {
                  test $(wc -l </mem/memory.err) -gt $before && exec tail -n 1 /mem/memory.err; sleep 0.05; \
              done; exit 1"
         ))
+    }
+
+    /// Starts [`Guest::start_fio`] for longer than any test needs; [`Guest::end_fio`] ends it.
+    pub fn start_endless_fio(&self, target: &str) -> Result<Running> {
+        self.start_fio(target, "randwrite", 600)
+    }
+
+    /// Ends a load when the requests since the last fault are compared.
+    pub fn end_fio(&self, fio: Running) -> Result<()> {
+        // More than fio writes before it reads them back, and these reads.
+        self.answers(600)?;
+        self.vm
+            .sh("pkill -INT --oldest --exact fio")
+            .context("fio has ended before: it shows nothing of the last faults")?;
+        let output = fio.wait(10 * MINUTE)?;
+        // The status after a signal, also if a verification failed before.
+        ensure!(output.status == 128, "fio: {output}");
+        let report = self.report("/mem/fio.json")?;
+        ensure!(report["jobs"][0]["error"] == 0, "fio: {output}\n{report:#}");
+        Ok(())
     }
 
     /// Starts fio on `target`: reads the writes of `mode` (randwrite, randtrimwrite) back and compares them.
@@ -106,10 +154,17 @@ impl Guest {
 
     /// Returns the time of the longest request in fio's report `file`.
     pub fn worst_wait(&self, file: &str) -> Result<Duration> {
-        let report: serde_json::Value = serde_json::from_str(&self.vm.sh(&format!("cat {file}"))?)?;
+        let report = self.report(file)?;
         let of = |direction: &str| report["jobs"][0][direction]["lat_ns"]["max"].as_u64();
         let longest = of("read").max(of("write")).context("fio tells no latency")?;
         Ok(Duration::from_nanos(longest))
+    }
+
+    fn report(&self, file: &str) -> Result<Value> {
+        let text = self.vm.sh(&format!("cat {file}"))?;
+        // After a signal fio says so first.
+        let json = text.find('{').map_or("", |start| &text[start..]);
+        serde_json::from_str(json).with_context(|| format!("reading {text}"))
     }
 
     /// Waits until a process of this name waits for a disk.
