@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use shorthorn_tests::{NODE, VmHost, project, until};
-use shorthorn_vmkit::{Kernel, Running};
+use shorthorn_tests::{FioRuns, NODE, VmHost, project, until};
+use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const LOAD_LIMIT: Duration = Duration::from_secs(300);
@@ -32,12 +32,15 @@ fn a_volume_lives_through_kills_on_iscsi() -> Result<()> {
     multipathd_is_kept_away(&host)?;
 
     host.sh("mkfs.ext4 -q /dev/longhorn/v1 && mkdir /mnt/v1 && mount /dev/longhorn/v1 /mnt/v1")?;
-    let load = load(&host)?;
-    a_restart_keeps_the_session(&host)?;
-    kills(&host)?;
-    grows_in_use(&host)?;
-    host.sh("touch /root/enough")?;
-    host.finish(load, LOAD_LIMIT).context("fio saw an error")?;
+    let load = FioRuns::start(
+        &host,
+        "--directory=/mnt/v1 --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
+         --iodepth=16 --fsync=64",
+    )?;
+    a_restart_keeps_the_session(&host, &load)?;
+    kills(&host, &load)?;
+    grows_in_use(&host, &load)?;
+    load.finish(LOAD_LIMIT)?;
     host.sh("umount /mnt/v1 && e2fsck -fn /dev/longhorn/v1")?;
 
     host.ctl("volume detach v1")?;
@@ -193,23 +196,6 @@ fn a_discard_frees_space(host: &VmHost) -> Result<()> {
     Ok(())
 }
 
-/// Starts a load that verifies its data, until /root/enough exists.
-fn load(host: &VmHost) -> Result<Running> {
-    host.spawn(
-        "while test ! -e /root/enough; do \
-         fio --name=load --directory=/mnt/v1 --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
-         --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 \
-         --do_verify=1 --fsync=64 --output-format=terse || exit 1; echo run >> /root/runs; done",
-    )
-}
-
-/// Waits until the load has made another run.
-fn the_load_goes_on(host: &VmHost) -> Result<()> {
-    let runs = || -> Result<usize> { Ok(host.sh("touch /root/runs; wc -l < /root/runs")?.trim().parse()?) };
-    let before = runs()?;
-    until("another run of fio", LOAD_LIMIT, || Ok((runs()? > before).then_some(())))
-}
-
 fn engine_pid(host: &VmHost) -> Result<String> {
     host.sh(&format!("systemctl show --property MainPID --value {ENGINE}"))
 }
@@ -219,41 +205,41 @@ fn lost_connections(host: &VmHost) -> Result<usize> {
 }
 
 /// Waits until another process serves than `before`, and the load goes on.
-fn serves_again(host: &VmHost, before: &str) -> Result<()> {
+fn serves_again(host: &VmHost, load: &FioRuns<'_>, before: &str) -> Result<()> {
     until("a new engine", LIMIT, || {
         let is_new = engine_pid(host)? != before;
         Ok((is_new && host.inspect("v1")?["engine"]["phase"] == "serving").then_some(()))
     })?;
-    the_load_goes_on(host)
+    load.wait_for(1, LOAD_LIMIT)
 }
 
 /// Tests that an engine that ends in order hands the file over: the initiator notices nothing.
-fn a_restart_keeps_the_session(host: &VmHost) -> Result<()> {
-    the_load_goes_on(host)?;
+fn a_restart_keeps_the_session(host: &VmHost, load: &FioRuns<'_>) -> Result<()> {
+    load.wait_for(1, LOAD_LIMIT)?;
     let (before, lost) = (engine_pid(host)?, lost_connections(host)?);
     host.sh(&format!("systemctl restart {ENGINE}"))?;
-    serves_again(host, &before)?;
+    serves_again(host, load, &before)?;
     ensure!(lost_connections(host)? == lost, "the session has lost its connection at a restart");
     Ok(())
 }
 
 /// Kills the engine, and then tgtd.
-fn kills(host: &VmHost) -> Result<()> {
+fn kills(host: &VmHost, load: &FioRuns<'_>) -> Result<()> {
     let (before, begin) = (engine_pid(host)?, Instant::now());
     host.kill(ENGINE)?;
-    serves_again(host, &before)?;
+    serves_again(host, load, &before)?;
     println!("the load goes on {:.1} s after a kill of the engine", begin.elapsed().as_secs_f32());
     ensure!(lost_connections(host)? > 0, "the kill has cut no connection: the test shows nothing");
     let lost = lost_connections(host)?;
     host.sh("kill -9 $(pgrep --exact tgtd)")?;
     until("a lost connection", LIMIT, || Ok((lost_connections(host)? > lost).then_some(())))?;
-    the_load_goes_on(host)
+    load.wait_for(1, LOAD_LIMIT)
 }
 
-fn grows_in_use(host: &VmHost) -> Result<()> {
+fn grows_in_use(host: &VmHost, load: &FioRuns<'_>) -> Result<()> {
     host.ctl("volume expand v1 192MiB --wait")?;
     host.sh("test $(blockdev --getsize64 /dev/longhorn/v1) = $((192 << 20)) && resize2fs /dev/longhorn/v1")?;
-    the_load_goes_on(host)
+    load.wait_for(1, LOAD_LIMIT)
 }
 
 fn nothing_is_left(host: &VmHost) -> Result<()> {

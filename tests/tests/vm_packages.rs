@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use shorthorn_testkit::docs::lines_run_by;
-use shorthorn_tests::{NODE, VmHost, build_packages, build_packages_of, other_build, until};
+use shorthorn_tests::{FioRuns, NODE, VmHost, build_packages, build_packages_of, other_build, until};
 use shorthorn_vmkit::{Kernel, Vm};
 
 const TEST: &str = "tests/tests/vm_packages.rs";
@@ -270,16 +270,12 @@ fn only_volumes_are_marked(host: &VmHost) -> Result<()> {
 }
 
 fn upgraded_under_load(host: &VmHost) -> Result<()> {
-    // One short run after the other, so that the load ends soon after its stop. Without a rate it takes the
-    // processors that apt needs.
-    let load = host.spawn(
-        "while test ! -e /root/enough; do \
-         fio --name=load --filename=/dev/longhorn/v1 --size=8m --rw=randwrite --bs=16k --direct=1 \
-         --ioengine=libaio --iodepth=8 --rate_iops=50 --verify=crc32c --verify_fatal=1 --do_verify=1 --output=/root/fio || \
-         { cat /root/fio; exit 1; }; \
-         echo run >> /root/runs; done",
+    // Without a rate it takes the processors that apt needs.
+    let load = FioRuns::start(
+        host,
+        "--filename=/dev/longhorn/v1 --size=2m --rw=randwrite --bs=16k --iodepth=8 --rate_iops=50",
     )?;
-    whole_run(host)?;
+    whole_run(&load)?;
     let before = pids(host)?;
     let downgrade = format!("install --allow-downgrades {}", all_of(OLD));
     for (version, command) in [(NEW, "upgrade"), (OLD, downgrade.as_str()), (NEW, "upgrade")] {
@@ -299,7 +295,7 @@ fn upgraded_under_load(host: &VmHost) -> Result<()> {
             Ok(Some(()))
         })?;
     }
-    whole_run(host)?;
+    whole_run(&load)?;
     // The engine is still the program that the first upgrade deleted, until it hands over.
     let program = "readlink /proc/$(systemctl show --property MainPID --value shorthorn-engine@v1)/exe";
     host.sh(&format!("{program} | grep ' (deleted)$'"))?;
@@ -307,9 +303,8 @@ fn upgraded_under_load(host: &VmHost) -> Result<()> {
     ensure!(replaced.contains("engines that are replaced: 1"), "{replaced}");
     host.sh(&format!("{program} | grep -x /usr/bin/shorthorn-agent"))?;
     ensure!(needs_upgrade(host)? == false, "the engine is replaced and needs an upgrade");
-    whole_run(host)?;
-    host.sh("touch /root/enough")?;
-    host.finish(load, LIMIT).context("fio saw an error").map(drop)
+    whole_run(&load)?;
+    load.finish(LIMIT)
 }
 
 /// Checks that all packages have a version, and that both daemons run.
@@ -387,9 +382,6 @@ fn pid(host: &VmHost, unit: &str) -> Result<String> {
 }
 
 /// Waits for a run of fio that begins after now; all have been without an error.
-fn whole_run(host: &VmHost) -> Result<()> {
-    let count = || -> Result<usize> { Ok(host.sh("cat /root/runs 2>/dev/null || true")?.lines().count()) };
-    let enough = count()? + 2;
-    until("whole run of fio", LIMIT, || Ok((count()? >= enough).then_some(())))
-        .with_context(|| host.journal())
+fn whole_run(load: &FioRuns<'_>) -> Result<()> {
+    load.wait_for(2, LIMIT)
 }

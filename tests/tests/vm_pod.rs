@@ -8,8 +8,10 @@ use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::node_client::NodeClient;
 use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume, access_mode};
 use shorthorn_tests::apiserver::free_port;
-use shorthorn_tests::{Caller, NODE, VmHost, kill_agent_pod, push_agent_image, start_agent_pod, until};
-use shorthorn_vmkit::{HOST_SIDE, Kernel, Running};
+use shorthorn_tests::{
+    Caller, FioRuns, NODE, VmHost, kill_agent_pod, push_agent_image, start_agent_pod, until,
+};
+use shorthorn_vmkit::{HOST_SIDE, Kernel};
 
 const LIMIT: Duration = Duration::from_secs(120);
 const LOAD_LIMIT: Duration = Duration::from_secs(300);
@@ -46,16 +48,21 @@ fn a_volume_outlives_the_container_of_its_agent() -> Result<()> {
         .context("the mounts are not those of the host")?;
     the_host_knows_the_disk(&host)?;
 
-    let load = load(&host)?;
+    let load = FioRuns::start(
+        &host,
+        &format!(
+            "--directory={TARGET} --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
+             --iodepth=16 --fsync=64"
+        ),
+    )?;
     let engine = engine_pid(&host)?;
-    the_load_goes_on(&host)?;
+    load.wait_for(1, LOAD_LIMIT)?;
     kill_agent_pod(&host, "pod-1")?;
-    the_load_goes_on(&host).context("without an agent")?;
+    load.wait_for(1, LOAD_LIMIT).context("without an agent")?;
     start_agent(&host, "pod-2")?;
     ensure!(engine_pid(&host)? == engine, "the engine was started again");
-    the_load_goes_on(&host)?;
-    host.sh("touch /root/enough")?;
-    host.finish(load, LOAD_LIMIT).context("fio saw an error")?;
+    load.wait_for(1, LOAD_LIMIT)?;
+    load.finish(LOAD_LIMIT)?;
 
     unpublish(&kubelet)?;
     host.ctl("volume detach v1")?;
@@ -156,23 +163,6 @@ fn the_host_knows_the_disk(host: &VmHost) -> Result<()> {
 
 fn engine_pid(host: &VmHost) -> Result<String> {
     host.sh(&format!("systemctl show --property MainPID --value {ENGINE}"))
-}
-
-/// Starts a load that verifies its data, until /root/enough exists.
-fn load(host: &VmHost) -> Result<Running> {
-    host.spawn(&format!(
-        "while test ! -e /root/enough; do \
-         fio --name=load --directory={TARGET} --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
-         --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 \
-         --do_verify=1 --fsync=64 --output-format=terse || exit 1; echo run >> /root/runs; done"
-    ))
-}
-
-/// Waits until the load has made another run.
-fn the_load_goes_on(host: &VmHost) -> Result<()> {
-    let runs = || -> Result<usize> { Ok(host.sh("touch /root/runs; wc -l < /root/runs")?.trim().parse()?) };
-    let before = runs()?;
-    until("another run of fio", LOAD_LIMIT, || Ok((runs()? > before).then_some(())))
 }
 
 fn nothing_is_left(host: &VmHost) -> Result<()> {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{NODE, VmHost, until};
+use shorthorn_tests::{FioRuns, NODE, VmHost, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -72,14 +72,12 @@ fn file_system(host: &VmHost, name: &str, mkfs: &str) -> Result<()> {
 /// system.
 fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
-    // One short run after the other, so that the load ends soon after its stop.
-    let load = host.spawn(
-        "while test ! -e /root/enough; do \
-         fio --name=load --directory=/mnt/v1 --size=24m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
-         --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 \
-         --do_verify=1 --fsync=64 --output-format=terse || exit 1; echo run >> /root/runs; done",
+    let load = FioRuns::start(
+        host,
+        "--directory=/mnt/v1 --size=8m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
+         --iodepth=16 --fsync=64",
     )?;
-    the_load_goes_on(host)?;
+    load.wait_for(1, LOAD_LIMIT)?;
     let replicas = host.replica_units("v1")?;
     ensure!(replicas.len() == 3, "{replicas:?}");
     host.kill(&replicas[0])?;
@@ -94,17 +92,9 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
             Ok((engine_pid(host)? != before && phase_is_serving(host)?).then_some(()))
         })?;
     }
-    the_load_goes_on(host)?;
-    host.sh("touch /root/enough")?;
-    host.finish(load, LOAD_LIMIT).context("fio saw an error")?;
+    load.wait_for(1, LOAD_LIMIT)?;
+    load.finish(LOAD_LIMIT)?;
     host.sh(&format!("{FILE_IS_THERE} && umount /mnt/v1")).map(drop)
-}
-
-/// Waits until the load has ended another run, all without an error.
-fn the_load_goes_on(host: &VmHost) -> Result<()> {
-    let runs = || -> Result<usize> { Ok(host.sh("touch /root/runs; wc -l < /root/runs")?.trim().parse()?) };
-    let before = runs()?;
-    until("another run of fio", LOAD_LIMIT, || Ok((runs()? > before).then_some(())))
 }
 
 /// Tests that a mounted ext4 gets more room: at once if the device can follow, else after the next attach,

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{NODE, Ready, VmHost, until};
+use shorthorn_tests::{FioRuns, NODE, Ready, VmHost, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -16,7 +16,7 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// Virtual time is 1 ns for each instruction of both processors, so the limit bounds the length of the path.
 /// While both processors wait for a disk it follows the clock of the host: hence the distance to the figures
 /// in docs/frontends.md.
-const RESTART_LIMIT: Duration = Duration::from_millis(300);
+const RESTART_LIMIT: Duration = Duration::from_millis(500);
 
 #[test]
 fn an_engine_is_replaced_under_load_on_ublk() -> Result<()> {
@@ -103,12 +103,16 @@ fn away(host: &VmHost) -> Result<Duration> {
     Ok(Duration::from_millis(host.sh("cat /root/away")?.parse()?))
 }
 
-/// Returns the time of the longest request in fio's report `file`.
-fn longest_request(host: &VmHost, file: &str) -> Result<Duration> {
-    let report: serde_json::Value = serde_json::from_str(&host.sh(&format!("cat {file}"))?)?;
-    let of = |direction: &str| report["jobs"][0][direction]["lat_ns"]["max"].as_u64();
-    let longest_ns = of("read").max(of("write")).context("fio tells no latency")?;
-    Ok(Duration::from_nanos(longest_ns))
+/// Returns the time of the longest request in fio's reports `files`.
+fn longest_request(host: &VmHost, files: &str) -> Result<Duration> {
+    let mut longest_ns = None;
+    let reports = host.sh(&format!("cat {files}"))?;
+    for report in serde_json::Deserializer::from_str(&reports).into_iter::<serde_json::Value>() {
+        let report = report?;
+        let of = |direction: &str| report["jobs"][0][direction]["lat_ns"]["max"].as_u64();
+        longest_ns = longest_ns.max(of("read")).max(of("write"));
+    }
+    Ok(Duration::from_nanos(longest_ns.context("fio tells no latency")?))
 }
 
 fn replaced_under_load(kernel: Kernel, frontend: &str) -> Result<()> {
@@ -122,30 +126,27 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     host.ctl("volume create v1 --size 64MiB --replicas 3 --soft-anti-affinity")?;
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
     no_thread_waits_for_its_own_device(host)?;
-    // One short run after the other, so that the load ends soon after its stop.
-    let load = host.spawn(
-        "run=0; while test ! -e /root/enough; do run=$((run + 1)); \
-         fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite \
-         --bsrange=512-64k --bs_unaligned=0 --blockalign=512 --ioengine=libaio --direct=1 --iodepth=16 \
-         --verify=crc32c --verify_fatal=1 --do_verify=1 --fsync=64 --output-format=json \
-         --output=/root/fio.$run || { cat /root/fio.$run; exit 1; }; echo run >> /root/runs; done",
+    let load = FioRuns::start(
+        host,
+        "--filename=/dev/longhorn/v1 --size=8m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
+         --iodepth=16 --fsync=64",
     )?;
-    runs(host, 1)?;
+    load.wait_for(1, LIMIT)?;
     let mut longest_replacement = Duration::ZERO;
     for _ in 0..2 {
-        let took = replaced(host, frontend, || Ok(host.ctl("volume upgrade-engine v1")?.trim().to_owned()))?;
+        let took =
+            replaced(host, frontend, &load, || Ok(host.ctl("volume upgrade-engine v1")?.trim().to_owned()))?;
         longest_replacement = longest_replacement.max(took);
     }
     for number in 1..=restarts()? {
-        let took = replaced(host, frontend, || {
+        let took = replaced(host, frontend, &load, || {
             host.sh(&restart("v1"))?;
             Ok(format!("systemctl restart {number}"))
         })?;
         longest_replacement = longest_replacement.max(took);
     }
-    the_clock_jumps(host)?;
-    host.sh("touch /root/enough")?;
-    host.finish(load, LIMIT).context("fio saw an error")?;
+    the_clock_jumps(host, &load)?;
+    load.finish(LIMIT)?;
     no_request_timed_out(host, frontend, longest_replacement)?;
     if frontend == "nbd" {
         killed_after_a_handover(host)?;
@@ -234,7 +235,12 @@ fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
 
 /// Replaces the engine and waits for a whole run of fio after that. On NBD the new process has the very
 /// sockets of the old one. Returns the time of the replacement.
-fn replaced(host: &VmHost, frontend: &str, replace: impl FnOnce() -> Result<String>) -> Result<Duration> {
+fn replaced(
+    host: &VmHost,
+    frontend: &str,
+    load: &FioRuns<'_>,
+    replace: impl FnOnce() -> Result<String>,
+) -> Result<Duration> {
     let (before, sockets) = (engine_pid(host)?, engine_sockets(host)?);
     let begin = Instant::now();
     let said = replace()?;
@@ -247,7 +253,7 @@ fn replaced(host: &VmHost, frontend: &str, replace: impl FnOnce() -> Result<Stri
     let queues = spec["queues"].as_u64().context("the spec has queues")?;
     let expected = if frontend == "nbd" { queues } else { 0 };
     ensure!(kept as u64 == expected, "{kept} of {expected} sockets were handed over");
-    runs(host, 1)?;
+    load.wait_for(1, LIMIT)?;
     Ok(took)
 }
 
@@ -260,10 +266,7 @@ fn no_request_timed_out(host: &VmHost, frontend: &str, replacement: Duration) ->
     // The files for the machine are on a disk of an odd size, which is another matter.
     let log = host.sh(&format!("dmesg | grep -E '{complaints}' | grep -v 'dev sd' || true"))?;
     ensure!(log.is_empty(), "the kernel says: {log}");
-    let mut longest = Duration::ZERO;
-    for run in 1..=host.sh("wc -l < /root/runs")?.parse::<usize>()? {
-        longest = longest.max(longest_request(host, &format!("/root/fio.{run}"))?);
-    }
+    let longest = longest_request(host, FioRuns::REPORTS)?;
     println!("{frontend}: the longest request took {longest:?}, the longest replacement {replacement:?}");
     // The longest of each part, by the log of the engines.
     println!(
@@ -277,7 +280,7 @@ fn no_request_timed_out(host: &VmHost, frontend: &str, replacement: Duration) ->
 }
 
 /// Tests that changes of the wall clock by people do not affect any time-out.
-fn the_clock_jumps(host: &VmHost) -> Result<()> {
+fn the_clock_jumps(host: &VmHost, load: &FioRuns<'_>) -> Result<()> {
     let state = || -> Result<(String, String)> {
         let volume = host.inspect("v1")?;
         Ok((engine_pid(host)?, format!("{} {}", volume["robustness"], volume["engine"]["view"])))
@@ -290,19 +293,11 @@ fn the_clock_jumps(host: &VmHost) -> Result<()> {
         let outcome = host.vm.run(&format!("date --set '{jump}'"));
         let passed = clock()? - was - hours * 3600;
         ensure!((0..600).contains(&passed), "the clock was not set: {outcome:?}");
-        runs(host, 1).with_context(|| format!("after a jump of {jump}"))?;
+        load.wait_for(1, LIMIT).with_context(|| format!("after a jump of {jump}"))?;
         let after = state()?;
         ensure!(after == before, "after a jump of {jump}: {after:?}, before {before:?}");
     }
     Ok(())
-}
-
-/// Waits for so many more runs of fio; all have been without an error.
-fn runs(host: &VmHost, more: usize) -> Result<()> {
-    let count = || -> Result<usize> { Ok(host.sh("cat /root/runs 2>/dev/null || true")?.lines().count()) };
-    let enough = count()? + more;
-    until("finished run of fio", LIMIT, || Ok((count()? >= enough).then_some(())))
-        .with_context(|| host.journal())
 }
 
 /// Returns the sockets that the engine has open, as /proc shows them.
