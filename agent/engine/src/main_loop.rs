@@ -51,8 +51,8 @@ const INTENT_KEEP_BYTES: u64 = 1 << 30;
 /// The time limit for replicas that do not answer PING, if the others cannot continue without them, and for
 /// storing a view: see `shorthorn_core::replica_timeouts`. After that the next start may find other replicas.
 const LATE_LIMIT_MS: u64 = 60_000;
-/// The limits of the requests that a replica handles at once. More requests would wait in sockets, in front of
-/// PINGs and proposals.
+/// The limits of the requests that a replica handles at once. More requests would wait in sockets, in front
+/// of PINGs and proposals.
 const FLIGHT_LIMITS: FlightLimits =
     FlightLimits { bytes: ENGINE_FLIGHT_BYTES_MAX, requests: ENGINE_FLIGHT_REQUESTS_MAX };
 /// The time limit for answers to the requests in flight when the process ends. Requests that wait for an

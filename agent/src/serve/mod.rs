@@ -128,14 +128,16 @@ fn spawn_keepers(
     }
 }
 
-/// Prepares new disks before the agent is ready, unless one hangs: the check of `setup` does not wait for a
-/// controller that asks for them.
-async fn prepare(disks: &Arc<Disks>) {
-    let disks = Arc::clone(disks);
-    let prepared = tokio::task::spawn_blocking(move || disks.prepare_new());
+/// Opens the disks. New ones are prepared before the agent is ready, unless one hangs: the check of `setup`
+/// does not wait for a controller that asks for them.
+async fn open_disks(config: &Config) -> anyhow::Result<Arc<Disks>> {
+    let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
+    let new = Arc::clone(&disks);
+    let prepared = tokio::task::spawn_blocking(move || new.prepare_new());
     if tokio::time::timeout(PREPARE_LIMIT, prepared).await.is_err() {
         tracing::warn!(limit_s = PREPARE_LIMIT.as_secs(), "a disk hangs: the agent starts without it");
     }
+    Ok(disks)
 }
 
 async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
@@ -147,8 +149,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
     paths.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
-    let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
-    prepare(&disks).await;
+    let disks = open_disks(&config).await?;
     let claim = Arc::new(Claim::open(&config.state_dir)?);
     for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir, &disks.paths()) {
         tracing::warn!("{warning}");

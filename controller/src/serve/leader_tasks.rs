@@ -118,8 +118,8 @@ impl LeaderTasks {
         }
     }
 
-    /// Ends the tasks, and lets another controller lead at once. Queued events are sent before, as long as that
-    /// does not take too long: no later controller would send them.
+    /// Ends the tasks, and lets another controller lead at once. Queued events are sent before, as long as
+    /// that does not take too long: no later controller would send them.
     pub(super) async fn release(mut self) {
         if let Some(lease) = self.lease.take() {
             if let Some(events) = self.events.take() {

@@ -1,6 +1,8 @@
-//! The delays of the machine itself: a thread wakes at fixed times and writes to the disk, which no fault hinders.
+//! The delays of the machine itself: a thread wakes at fixed times and writes to the disk. No fault hinders
+//! it.
 //!
-//! A volume cannot answer sooner than its processes run and its disks write. Its limits grant it these delays.
+//! A volume cannot answer sooner than its processes run and its disks write. Its limits grant it these
+//! delays.
 
 use std::collections::VecDeque;
 use std::fs::File;

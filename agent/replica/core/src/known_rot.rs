@@ -87,7 +87,7 @@ struct Merged {
 /// The state of a block after a request that has ended well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// As before: the request has written nothing there.
+    /// Unchanged data: the request has written nothing there.
     Unchanged,
     /// Rot: the request was a repair, or was merged with rot.
     StaysRot,
@@ -243,7 +243,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     #[must_use]
     pub fn sum_to_store(&self, block: u64, found: u32) -> u32 {
         match (self.is_rotten(block, found), self.blocks.get(&block)) {
-            (Some(true), Some(known)) => known.former.unwrap_or((!found).max(1)),
+            (Some(true), Some(known)) => known.former.unwrap_or_else(|| (!found).max(1)),
             _ => found,
         }
     }

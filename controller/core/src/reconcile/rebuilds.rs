@@ -44,8 +44,8 @@ impl<'a> Rebuilds<'a> {
         Rebuilds { by_node: cluster.rebuilds_by_node(), coming, most, needier }
     }
 
-    /// Returns the number of replicas that may still be placed on that node for this volume. Volumes that need
-    /// a place more come first.
+    /// Returns the number of replicas that may still be placed on that node for this volume. Volumes that
+    /// need a place more come first.
     pub(super) fn left(&self, node: &NodeName) -> u32 {
         let count = |counts: &BTreeMap<NodeName, u32>| counts.get(node).copied().unwrap_or(0);
         let there = count(self.by_node).saturating_add(count(&self.coming));

@@ -124,7 +124,7 @@ impl Replica {
             }
         }
         let is_forgotten = |block: &u64| !self.known_rot.has(*block) && self.files.rot.contains_key(block);
-        self.forgotten_rot = self.forgotten_rot.or(known.into_iter().find(is_forgotten));
+        self.forgotten_rot = self.forgotten_rot.or_else(|| known.into_iter().find(is_forgotten));
     }
 
     /// Returns true if the block has vanished, and a failed request was to make a hole there. Either may have

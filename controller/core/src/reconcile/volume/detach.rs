@@ -74,8 +74,8 @@ impl Run<'_> {
 
     /// Keeps the volume attached if it is wanted there again and its engine still exists. An engine of the
     /// current attachment continues unchanged. A stop under way may still end it: then it is lost, like any
-    /// engine that ends by itself. If a newer number was drawn meanwhile, the next engine takes the device over.
-    /// Returns false if the detach has to be completed first.
+    /// engine that ends by itself. If a newer number was drawn meanwhile, the next engine takes the device
+    /// over. Returns false if the detach has to be completed first.
     pub(super) fn goes_on(&mut self) -> bool {
         let status = &self.stored.status;
         let Some(engine) = self.engine.filter(|engine| engine.spec.node_id == status.current_node_id) else {
