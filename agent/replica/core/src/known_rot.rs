@@ -356,6 +356,9 @@ impl<R: Copy + PartialEq> KnownRot<R> {
 }
 
 #[cfg(test)]
+mod model;
+
+#[cfg(test)]
 mod tests {
     use std::ops::Range;
 
