@@ -112,7 +112,7 @@ fn every_request_does_what_it_says() -> Result<()> {
     vm.sh(&format!("for n in $(seq 1200); do {written} && exit; sleep 0.05; done; {written}"))?;
     vm.sh("touch /mem/enough")?;
     writer.wait(MINUTE)?;
-    guest.end(pid, "TERM")?;
+    guest.wait_for_end(pid)?;
     guest.no_io_errors()
 }
 

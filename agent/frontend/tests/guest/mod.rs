@@ -80,10 +80,14 @@ impl Guest {
 
     /// Ends the process with `signal` and waits until it is gone.
     pub fn end(&self, pid: u32, signal: &str) -> Result<()> {
-        let server = self.servers().remove(&pid).with_context(|| format!("process {pid} was not started"))?;
         self.vm.sh(&format!("kill -{signal} {pid}"))?;
-        let ended = server.wait(2 * MINUTE);
-        ended.map(drop).with_context(|| format!("process {pid} does not end on SIG{signal}"))
+        self.wait_for_end(pid).with_context(|| format!("after SIG{signal}"))
+    }
+
+    /// Waits until the process, which has got a signal, is gone.
+    pub fn wait_for_end(&self, pid: u32) -> Result<()> {
+        let server = self.servers().remove(&pid).with_context(|| format!("process {pid} was not started"))?;
+        server.wait(2 * MINUTE).map(drop).with_context(|| format!("process {pid} does not end"))
     }
 
     /// Waits until the device has answered so many more requests.
