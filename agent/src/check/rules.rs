@@ -292,6 +292,8 @@ fn ports(facts: &Facts) -> Vec<Finding> {
         let port = address.port();
         match (ports.agent_runs, is_listening) {
             (true, true) | (false, false) => {}
+            // The agent serves the addresses with TLS once it has a certificate: see `tls`.
+            (true, false) if *key == "listen" && facts.tls.is_some() => {}
             (true, false) => findings.push(failed(
                 "ports",
                 format!("the agent runs, and nothing listens on {address} ({key})"),

@@ -262,6 +262,11 @@ fn disks_have_to_keep_replicas() {
 fn ports_have_one_owner() {
     let silent = |facts: &mut Facts| facts.ports.listening.retain(|address| address.port() != 9501);
     assert_ill(silent, "ports", Level::Failed, "nothing listens on 192.0.2.1:9501", "systemctl restart");
+    let mut without_certificate = well();
+    silent(&mut without_certificate);
+    without_certificate.tls = Some((false, "this node has no certificate yet".to_owned()));
+    let findings = ports(&without_certificate);
+    assert!(findings.iter().all(|finding| finding.level == Level::Passed), "{findings:?}");
     let taken = |facts: &mut Facts| facts.ports.agent_runs = false;
     assert_ill(taken, "ports", Level::Failed, "another program listens", "ss -ltnp 'sport = :9501'");
     // A socket on the wildcard address takes the port as well.
