@@ -149,6 +149,9 @@ pub struct Rotten {
     is_below: bool,
     /// True if no member had the block when the replica was made, which its disk records.
     is_lost: bool,
+    /// True if a request has merged a part of the block with the rot. The sum beside it is that of the data
+    /// from before the request.
+    is_merged: bool,
 }
 
 impl Files {
@@ -188,8 +191,13 @@ impl Files {
         }
         let content = Some([ROT; BLOCK_SECTORS]).filter(|_| !vanishes);
         self.file_with(is_below).replace(block, content);
-        self.rot.insert(block, Rotten { was, is_below, is_lost: false });
+        self.rot.insert(block, Rotten { was, is_below, is_lost: false, is_merged: false });
         true
+    }
+
+    /// Returns true if a request has merged a part of the block with its rot.
+    pub fn is_merged_with_rot(&self, block: u64) -> bool {
+        self.rot.get(&block).is_some_and(|rotten| rotten.is_merged)
     }
 
     /// Returns true if a hole is in the place of the block.
@@ -210,7 +218,7 @@ impl Files {
     /// Copies rot to a block of the snapshot, because no member has the former data.
     pub fn is_lost(&mut self, block: u64, was: Block) {
         self.snapshot.replace(block, Some([ROT; BLOCK_SECTORS]));
-        self.rot.insert(block, Rotten { was, is_below: true, is_lost: true });
+        self.rot.insert(block, Rotten { was, is_below: true, is_lost: true, is_merged: false });
     }
 
     /// Returns the number of blocks that were healed so far.
@@ -229,7 +237,7 @@ impl Files {
     /// Overwrites a rotten block with `content`: the disk holds that, or after a loss of power the data from
     /// before the rot. Blocks that rot was merged into stay rotten.
     pub fn overwrite_rot(&mut self, block: u64, content: &Block) {
-        let Some(Rotten { was, is_below, is_lost }) = self.rot.get(&block).copied() else { return };
+        let Some(Rotten { was, is_below, is_lost, .. }) = self.rot.get(&block).copied() else { return };
         if is_below {
             // From now on it lies below the head.
             self.heal(block);
@@ -241,7 +249,7 @@ impl Files {
             let mut merged = *content;
             let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| **sector == ROT);
             rotten.for_each(|(sector, was)| *sector = was);
-            self.rot.insert(block, Rotten { was: merged, is_below: false, is_lost });
+            self.rot.insert(block, Rotten { was: merged, is_below: false, is_lost, is_merged: true });
         }
     }
 

@@ -72,7 +72,7 @@ impl Replica {
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
         let unknown: Vec<u64> =
             rotten.filter(|block| !self.known_rot.has(*block) && !self.files.has_lost(*block)).collect();
-        unknown.into_iter().for_each(|block| self.files.heal(block));
+        unknown.into_iter().for_each(|block| self.heal_block(block));
     }
 
     /// Handles the admission of the request. Changes by the disk stay until the outcome is known.
@@ -165,7 +165,16 @@ impl Replica {
         // If a lost block is not known, that is a mistake.
         let is_unknown = |block: &u64| !self.is_guarded(*block) && !self.files.has_lost(*block);
         let unknown: Vec<u64> = self.files.rot.keys().copied().filter(is_unknown).collect();
-        unknown.into_iter().for_each(|block| self.files.heal(block));
+        unknown.into_iter().for_each(|block| self.heal_block(block));
+    }
+
+    /// Heals a block. If rot was merged into it, its stored sum is not that of the correct data. The sum does
+    /// not count now, but it does again if the process ends before the disk has stored that.
+    fn heal_block(&mut self, block: u64) {
+        if self.files.is_merged_with_rot(block) {
+            self.durable.sums.remove(&block);
+        }
+        self.files.heal(block);
     }
 
     /// Heals the regions of `range`, which all replicas give up.
