@@ -75,7 +75,7 @@ impl FromStr for Name {
 /// Takes the sockets that the previous process has handed over, and removes them from the service manager. To
 /// be called once. `predecessor` is the generation of that process; sockets of any other one are shut down,
 /// so that the kernel knows them for dead.
-pub fn take(predecessor: Option<Generation>) -> Vec<QueueSocket> {
+pub fn take_over(predecessor: Option<Generation>) -> Vec<QueueSocket> {
     let passed = passed().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot take over the descriptors that were passed to this process");
         Vec::new()
@@ -136,7 +136,7 @@ fn listed(list: &str) -> io::Result<Vec<(RawFd, String)>> {
 
 /// Gives `sockets` to the service manager for the next process. If that fails they are closed with this
 /// process, and the next one makes new ones, as after a crash.
-pub fn keep(generation: Generation, sockets: Vec<QueueSocket>) {
+pub fn hand_over(generation: Generation, sockets: Vec<QueueSocket>) {
     if sockets.is_empty() || env::var_os("NOTIFY_SOCKET").is_none() {
         return;
     }

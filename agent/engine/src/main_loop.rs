@@ -96,7 +96,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     // A device of the kernel does not go from one attachment to the next; clients of a socket do.
     let continues = if spec.frontend == FrontendChoice::Socket { spec.continues } else { 0 };
     let state = EngineState::open(&spec.state_file, spec.attach, continues)?;
-    let sockets = handover::take(state.predecessor());
+    let sockets = handover::take_over(state.predecessor());
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {
         // A device that is recovered keeps its queues.
         (spec.queues, spec.depth) = (record.queues, record.depth);
@@ -226,7 +226,7 @@ impl Start<'_> {
             }
             Opening::Ended(Ending::Terminate) => {
                 // No request was read from them: the next process can use them.
-                handover::keep(self.state.generation(), std::mem::take(&mut self.sockets));
+                handover::hand_over(self.state.generation(), std::mem::take(&mut self.sockets));
                 return Ok(Ended::LeftToNext);
             }
         };
@@ -304,7 +304,7 @@ impl Start<'_> {
             if is_cleared && serving.dirty_bytes() > LEFT_DIRTY_MAX_BYTES {
                 serving.clear_all(&self.events, ending, CLEAR_DRAINED_LIMIT)?;
             }
-            handover::keep(generation, sockets);
+            handover::hand_over(generation, sockets);
         } else {
             lock(device).stop()?;
             serving.forget_device()?;

@@ -32,6 +32,7 @@
 
 mod arbiter;
 mod change;
+mod combined_sets;
 mod out_of_sync_sets;
 mod plan;
 mod quorum;
@@ -40,10 +41,9 @@ mod start;
 
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{Change, Progress};
+pub use combined_sets::{CombinedSets, KeptSets, OutOfSyncSet, combine_sets};
 pub use out_of_sync_sets::{lacks_room, out_of_sync_sets_to_forget};
-pub use plan::{
-    Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, StartPlan, combine, plan, remembers,
-};
+pub use plan::{FencedReplica, NoPlan, StartPlan, plan, remembers};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
 pub use start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};

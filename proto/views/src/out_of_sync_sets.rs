@@ -8,9 +8,9 @@ use shorthorn_types::{Members, ReplicaId, View};
 /// to be all views that the replica knows and its engine honours.
 ///
 /// A wrong removal loses no data: if one member of a first view has no set for a replica, that replica
-/// becomes a copy ([`combine`](crate::combine)). That holds as long as no set is begun again that looks
-/// complete. A replica begins one, from its write intent, for every replica in the views that it knows or
-/// gets that is not in the next one. So a set for a replica in such a view stays.
+/// becomes a copy ([`combine_sets`](crate::combine_sets)). That holds as long as no set is begun again that
+/// looks complete. A replica begins one, from its write intent, for every replica in the views that it knows
+/// or gets that is not in the next one. So a set for a replica in such a view stays.
 #[must_use]
 pub fn out_of_sync_sets_to_forget<'a>(
     tracks: &Members,
@@ -83,7 +83,7 @@ mod tests {
     fn a_list_that_is_older_than_the_out_of_sync_set_costs_only_a_copy() {
         use shorthorn_types::RegionSet;
 
-        use crate::{KeptSets, OutOfSyncSet, combine};
+        use crate::{KeptSets, OutOfSyncSet, combine_sets};
 
         // Replica 3 is not in the list of an engine that has greeted one of two members.
         let (now, list) = (view(5, &[1, 2]), ids(&[1, 2]));
@@ -94,7 +94,7 @@ mod tests {
             let out_of_sync_set = out_of_sync.map(|out_of_sync| OutOfSyncSet { out_of_sync, stamp: 0 });
             KeptSets { intent: empty(), stamp: None, out_of_sync: vec![None, None, out_of_sync_set] }
         };
-        let all = combine(&[kept(None), kept(Some(empty()))], 3, 4);
+        let all = combine_sets(&[kept(None), kept(Some(empty()))], 3, 4);
         assert!(
             !all.is_complete[2],
             "the other one has its out-of-sync set still, and it does not count as whole"

@@ -1,6 +1,6 @@
 //! Members of the first view, planned from the reports of the fenced replicas.
 
-use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, ReplicaReport, View, is_current};
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, is_current};
 
 use crate::replica::stands_for;
 use crate::start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};
@@ -167,77 +167,6 @@ pub fn remembers(report: &ReplicaReport, last: Option<View>) -> bool {
         }
         None => committed.id.generation != Generation::NEVER || !proposed.is_empty(),
     }
-}
-
-/// The sets that one member keeps beside the data.
-#[derive(Clone, Debug)]
-pub struct KeptSets {
-    /// The write intent of the member.
-    pub intent: RegionSet,
-    /// The newest stamp that it was sent, if it knows.
-    pub stamp: Option<u32>,
-    /// For each replica of the spec: its out-of-sync set, or none if the member does not know it.
-    pub out_of_sync: Vec<Option<OutOfSyncSet>>,
-}
-
-/// The out-of-sync set of a replica as counted by another one.
-#[derive(Clone, Debug)]
-pub struct OutOfSyncSet {
-    /// Regions in which the replica lacks data.
-    pub out_of_sync: RegionSet,
-    /// The newest stamp that was sent to it. If its disk has lost that stamp, it misses more regions than
-    /// `out_of_sync`.
-    pub stamp: u32,
-}
-
-/// The combined knowledge of all members.
-#[derive(Debug)]
-pub struct Combined {
-    /// Regions in which the members may differ.
-    pub dirty: RegionSet,
-    /// The newest stamp that any member was sent, if one of them knows.
-    pub stamp: Option<u32>,
-    /// For each replica of the spec: its out-of-sync set.
-    pub out_of_sync: Vec<RegionSet>,
-    /// For each replica of the spec: the newest stamp that it was sent, if it has missed anything.
-    pub stamps: Vec<u32>,
-    /// For each replica of the spec: whether that is all that it has missed.
-    pub is_complete: Vec<bool>,
-}
-
-impl Combined {
-    /// Returns the newest stamp, to continue from; `reached` has those of all reached replicas. If no member
-    /// knows its stamp, all count as current: then the result is a stamp that no replica was sent.
-    #[must_use]
-    pub fn first_stamp(&self, reached: impl IntoIterator<Item = Option<u32>>) -> u32 {
-        let others = || reached.into_iter().flatten().chain(self.stamps.iter().copied()).max();
-        self.stamp.unwrap_or_else(|| others().unwrap_or(0).saturating_add(2))
-    }
-}
-
-/// Combines the sets of the members. An out-of-sync set is known if every member has counted it.
-#[must_use]
-pub fn combine(kept: &[KeptSets], replicas: usize, regions: u32) -> Combined {
-    let mut all = Combined {
-        dirty: RegionSet::empty(regions),
-        stamp: kept.iter().filter_map(|member| member.stamp).max(),
-        out_of_sync: vec![RegionSet::empty(regions); replicas],
-        stamps: vec![0; replicas],
-        is_complete: vec![!kept.is_empty(); replicas],
-    };
-    for member in kept {
-        all.dirty.insert_all(&member.intent);
-        for (replica, out_of_sync_set) in member.out_of_sync.iter().enumerate().take(replicas) {
-            match out_of_sync_set {
-                Some(out_of_sync_set) => {
-                    all.out_of_sync[replica].insert_all(&out_of_sync_set.out_of_sync);
-                    all.stamps[replica] = all.stamps[replica].max(out_of_sync_set.stamp);
-                }
-                None => all.is_complete[replica] = false,
-            }
-        }
-    }
-    all
 }
 
 #[cfg(test)]
@@ -451,43 +380,6 @@ mod tests {
         let (first, now) = (view(0, &[1, 2, 3]), view(5, &[1, 2, 3]));
         let found = plan(&[fenced(1, now, &[]), fenced(2, first, &[now]), fenced(3, first, &[now])], None);
         assert_eq!(found.unwrap().members, ids(&[1, 2, 3]));
-    }
-
-    #[test]
-    fn what_a_replica_has_missed_is_known_where_all_have_counted() {
-        let set = |of: &[u32]| {
-            let mut set = RegionSet::empty(10);
-            for region in of {
-                set.insert(*region);
-            }
-            set
-        };
-        let out_of_sync_set = |of, stamp| Some(OutOfSyncSet { out_of_sync: set(of), stamp });
-        let one = KeptSets {
-            intent: set(&[1]),
-            stamp: Some(7),
-            out_of_sync: vec![None, out_of_sync_set(&[4], 3), out_of_sync_set(&[6], 2)],
-        };
-        let two = KeptSets {
-            intent: set(&[2]),
-            stamp: Some(8),
-            out_of_sync: vec![None, out_of_sync_set(&[5], 4), None],
-        };
-        let all = combine(&[one.clone(), two.clone()], 3, 10);
-        assert_eq!(all.dirty, set(&[1, 2]));
-        assert_eq!(all.out_of_sync, [set(&[]), set(&[4, 5]), set(&[6])]);
-        assert_eq!(all.is_complete, [false, true, false]);
-        assert_eq!((all.stamp, &all.stamps[..]), (Some(8), &[0, 4, 2][..]));
-        let unknown = KeptSets { stamp: None, ..two.clone() };
-        assert_eq!(combine(&[one, unknown.clone()], 3, 10).stamp, Some(7));
-        let none = combine(&[unknown], 3, 10);
-        assert_eq!(
-            (all.first_stamp([Some(20)]), none.first_stamp([None])),
-            (8, 6),
-            "above what others may have"
-        );
-        assert_eq!(none.first_stamp([None, Some(20), Some(3)]), 22);
-        assert_eq!(combine(&[], 1, 10).is_complete, [false]);
     }
 
     fn numbered(attach: u64, number: u32) -> View {

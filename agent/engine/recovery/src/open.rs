@@ -5,7 +5,7 @@ use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{
-    Change, Combined, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Progress, StartPlan, combine,
+    Change, CombinedSets, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Progress, StartPlan, combine_sets,
     out_of_sync_sets_to_forget, plan,
 };
 use shorthorn_wire::Welcome;
@@ -346,9 +346,9 @@ async fn bring_through<E: OpeningEngine>(
     if change.progress() != Progress::Through || kept.len() != view.members.len() {
         return Err(NotOpen::torn(format!("view {view} is not through: {}", refused.join("; "))));
     }
-    let combined = combine(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
+    let combined = combine_sets(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
     let stamp = combined.first_stamp(stamps);
-    let Combined { dirty, out_of_sync, stamps, is_complete, .. } = combined;
+    let CombinedSets { dirty, out_of_sync, stamps, is_complete, .. } = combined;
     let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
     let runs = volume.replicas.iter().map(run).collect();
     let connected = engine.connect(stored, &proposal).await;
