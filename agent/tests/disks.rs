@@ -248,7 +248,7 @@ fn another_device_of_the_same_name_is_left_alone() {
     let text = host.discover(&[]);
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let plan = host.review(&text.replace(boot_id.trim(), "another-boot"));
-    host.assert_refused(&plan, "the host was started anew");
+    host.assert_refused(&plan, "the host was restarted");
     let plan = host.review(&text.replace(&SIZE_BYTES.to_string(), "4096"));
     host.assert_refused(&plan, "its size_bytes is");
 }

@@ -157,7 +157,7 @@ async fn disk_after_deletion(node: &Node, client: &mut NodeClient<Channel>) -> S
     disks[0].uuid.clone()
 }
 
-/// Restores the replicas from the trash. They are not made anew.
+/// Restores the replicas from the trash. They are not recreated.
 async fn restore_replicas(node: &Node, uuid: &str, client: &mut NodeClient<Channel>) {
     let trash = client.list_trash(v1::ListTrashRequest {}).await.unwrap().into_inner().replicas;
     assert_eq!(trash.len(), REPLICAS.len(), "{trash:?}");

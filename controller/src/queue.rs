@@ -208,7 +208,7 @@ impl State {
             None => self.take_ready()?,
         };
         self.queued.remove(&key);
-        // The run that begins now decides anew when to look again.
+        // The run that begins now decides again when to look again.
         if let Some(deadline) = self.timer_of.remove(&key) {
             self.timers.remove(&(deadline, key.clone()));
         }

@@ -70,7 +70,7 @@ async fn a_pod_comes_back_on_another_node() {
     cluster.check();
 }
 
-/// The node is given up: its replicas are made anew elsewhere, and no object of it is left.
+/// The node is given up: its replicas are recreated elsewhere, and no object of it is left.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_never_comes_back_is_deleted() {
     let mut cluster = Cluster::start(&["a", "b", "c", "d"]).await;

@@ -59,7 +59,7 @@ async fn a_controller_that_is_killed_goes_on_at_its_next_start() {
         }
         under_fire(&mut cluster, &mut random, &["volume", "delete", "v", "--yes"]).await;
         attach = 0;
-        // The name may be used again at once; the truth starts anew with it.
+        // The name may be used again at once, with a new expected state.
         cluster.check();
         *cluster.truth.lock().unwrap() = Default::default();
         assert!(cluster.agents.iter().all(|agent| agent.running().is_empty()));

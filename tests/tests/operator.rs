@@ -167,7 +167,7 @@ fn a_node_is_drained_under_load() -> Result<()> {
     Ok(())
 }
 
-/// Numbers of attachments begin anew with a volume that is made again under its name, on a node where the
+/// Numbers of attachments start over with a volume that is made again under its name, on a node where the
 /// other one was.
 #[test]
 fn a_volume_is_made_again_under_its_name() -> Result<()> {

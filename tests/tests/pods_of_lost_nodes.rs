@@ -391,7 +391,7 @@ fn condition(csi: &Caller, volume: &str, path: &Path) -> Result<v1::VolumeCondit
 }
 
 /// The engine of a volume is gone for good under a pod. Kubelet's question finds out, and the controller ends
-/// the pod, so that its volume is staged anew. Needs root and loop devices.
+/// the pod, so that its volume is staged again. Needs root and loop devices.
 #[test]
 fn a_pod_whose_device_is_dead_is_ended() -> Result<()> {
     let mut cluster = Cluster::start()?;

@@ -1,4 +1,4 @@
-//! Rot on a real disk, found and put right by a scrub of real processes; and a replica that is made anew from
+//! Rot on a real disk, found and put right by a scrub of real processes; and a replica that is copied from
 //! one with snapshots.
 
 use std::collections::BTreeMap;

@@ -109,7 +109,7 @@ pub struct EngineSpec {
     /// milliseconds. After the engine's death, its successor resyncs only regions that were written since.
     /// Short: little has to be made equal then. Long: a region that is in use is not marked dirty again and
     /// again before it is written. While that is no more than 1 GiB, it is twelve times as long. 0: never
-    /// before the engine's orderly end; then a copy to a replica that is interrupted begins anew as well.
+    /// before the engine's orderly end; then a copy to a replica that is interrupted starts over as well.
     #[serde(
         default = "intent_clear_after_ms_default",
         skip_serializing_if = "is_intent_clear_after_ms_default"

@@ -44,8 +44,8 @@ impl DeadMounts {
         }
     }
 
-    /// Records that the volume is not published at `target` any more, or anew. Kubelet publishes a device at
-    /// another path than the one at which it asks how the device is: both name the pod.
+    /// Records that the volume was unpublished at `target`, or published there again. Kubelet publishes a
+    /// device at another path than the one in NodeGetVolumeStats: both paths name the pod.
     pub(crate) fn forget(&self, volume: &VolumeName, target: &Path) {
         let uid = pod_uid(target);
         self.lock().retain(|path, mount| {

@@ -216,7 +216,7 @@ async fn what_a_lost_device_leaves_mounted_is_replaced() {
     assert!(condition.abnormal && condition.message.contains("gone"), "{condition:?}");
     assert_eq!(node.dead_mounts.all().len(), 1);
     client.publish(wanted()).await.unwrap();
-    assert_eq!(node.dead_mounts.all(), [], "it was staged anew");
+    assert_eq!(node.dead_mounts.all(), [], "it was staged again");
     assert_eq!((mounts_at(&staging), mounts_at(&target)), (1, 1));
     let number = new.number.to_string();
     assert!(mounts().contains(&(number, target.clone())), "{:?}", mounts());

@@ -213,7 +213,7 @@ async fn an_ext4_volume_grows_in_use() {
     refused(client.expand("v1", &staging, larger).await.map(drop), Code::Internal, "resize2fs");
 }
 
-/// The device cannot grow while it is in use: kubelet stages the volume anew on the same node, with no
+/// The device cannot grow while it is in use: kubelet stages the volume again on the same node, with no
 /// attachment in between.
 #[tokio::test]
 async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_take_in_use() {
@@ -227,7 +227,7 @@ async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_tak
         client.publish(publish("v1", &staging, &target, wanted())).await.unwrap();
         let larger = node.device("larger");
         node.renewed("v1", larger.clone());
-        // Nothing but staging has the device made anew.
+        // Nothing but staging has the device recreated.
         let path = if as_block { &target } else { &staging };
         let refusal = client.expand("v1", path, larger.size_bytes).await.map(drop);
         refused(refusal, Code::FailedPrecondition, "attached again");

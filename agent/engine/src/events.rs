@@ -79,7 +79,7 @@ pub enum RebuildProgress {
     Waiting(String),
     /// Snapshot layers are being copied to it; bytes in all, and left.
     Copying { total_bytes: u64, left_bytes: u64 },
-    /// The core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
+    /// The core copies the rest. `is_copy`: the replica receives a full copy, and has not kept its data.
     Rebuilding { missing_bytes: u64, is_copy: bool },
 }
 

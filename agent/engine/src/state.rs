@@ -278,7 +278,7 @@ mod tests {
         let after = open();
         assert_eq!(pair(before), pair(after));
         assert_ne!(before, after, "it would be taken for the process before");
-        assert_ne!(open().nonce, after.nonce, "drawn anew each time");
+        assert_ne!(open().nonce, after.nonce, "drawn again each time");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! until every request of the device is answered. It may make the reader of another one wait until that has
 //! ended (`queue_attr_store` and `queue_attr_show` in block/blk-sysfs.c, Linux 6.11 and later). Neither can
 //! be killed meanwhile. If the waiting thread is needed to answer these requests, that is for ever, and a
-//! process with such a thread keeps its device until the host is started anew. A child process waits instead.
+//! process with such a thread keeps its device until the host is restarted. A child process waits instead.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -154,7 +154,7 @@ fn write_layer(client: &mut Client, layer: i32, block: u64, data: &[u8]) {
     assert_eq!(client.receive().unwrap().0.status, 0);
 }
 
-/// Until then the next attempt makes it anew, maybe from a member that has the same data in another layer.
+/// Until then the next attempt recreates it, maybe from a member that has the same data in another layer.
 #[test]
 fn a_later_snapshot_ends_a_record_once_it_is_whole() {
     let base = base();

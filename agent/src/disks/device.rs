@@ -164,7 +164,7 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
 }
 
 /// Returns the reason why `found` is not the device that `wanted` names; none if it is. `same_boot`: the host
-/// was not started anew since `wanted` was written.
+/// was not restarted since `wanted` was written.
 pub fn difference(wanted: &DeviceIdentity, found: &DeviceIdentity, same_boot: bool) -> Option<String> {
     let differs = |what: &str, wanted: &str, found: &str| {
         (wanted != found).then(|| format!("its {what} is {found:?}, and the file says {wanted:?}"))
@@ -179,7 +179,7 @@ pub fn difference(wanted: &DeviceIdentity, found: &DeviceIdentity, same_boot: bo
         }
         let is_unique = !wanted.serial.is_empty() || !wanted.wwn.is_empty();
         (!is_unique).then(|| {
-            "it has neither a serial number nor a wwn, and the host was started anew: its name may have changed"
+            "it has neither a serial number nor a wwn, and the host was restarted: its name may have changed"
                 .to_owned()
         })
     };
@@ -293,13 +293,13 @@ mod tests {
             assert!(difference(&wanted, &other_serial, same_boot).unwrap().contains("serial"));
             assert!(difference(&wanted, &other_wwn, same_boot).unwrap().contains("wwn"));
         }
-        // The kernel counts devices anew after a start of the host.
+        // The kernel numbers devices again after a restart of the host.
         assert!(difference(&wanted, &other_seq, true).unwrap().contains("diskseq"));
         assert_eq!(difference(&wanted, &other_seq, false), None);
         // Without a serial number, a name says nothing after that.
         let nameless = DeviceIdentity { serial: String::new(), wwn: String::new(), ..wanted };
         assert_eq!(difference(&nameless, &nameless, true), None);
-        assert!(difference(&nameless, &nameless, false).unwrap().contains("started anew"));
+        assert!(difference(&nameless, &nameless, false).unwrap().contains("restarted"));
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub enum Mounts {
 /// The options of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// True if the host was not started anew since the file was written.
+    /// True if the host was not restarted since the file was written.
     pub same_boot: bool,
     /// True if file systems of this file that an interrupted mkfs has not completed are made again.
     pub redo: bool,

@@ -4,7 +4,7 @@
 //! files and control sockets, show the running ones. So the agent may end at any moment, and the next one
 //! continues.
 //!
-//! After the host was started anew, neither engines nor replicas are started by the agent. An engine needs a
+//! After the host was restarted, neither engines nor replicas are started by the agent. An engine needs a
 //! new number of attachment, which only the controller can give, and the controller knows which replicas it
 //! wants. Their spec files are still there, and they are listed as stopped.
 

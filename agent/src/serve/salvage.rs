@@ -113,8 +113,8 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     }
     let salvaged = State { views, ..state.clone() };
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
-    // The sets are about other replicas, which are made anew in full, or about regions in which this one may
-    // differ from them. They are removed before the state: after an interruption, all steps are done again.
+    // The sets describe other replicas, which receive full copies, or regions in which this one may differ
+    // from them. They are removed before the state: after an interruption, all steps are repeated.
     store.remove_all_regions().map_err(|error| of_store(&error))?;
     store.drop_damaged_lost_blocks().map_err(|error| of_store(&error))?;
     let accepted =

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::mac::{MAC_BYTES, Mac};
 
-/// Random bytes that one end draws anew for every connection: 64 lower-case hexadecimal digits.
+/// Random bytes that one end draws again for every connection: 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Nonce([u8; MAC_BYTES]);

@@ -1,5 +1,5 @@
 //! Handles pods that use a device that is gone, as after an engine has ended for good. Every access fails,
-//! and stays so until the volume is staged anew. Kubernetes does that only for a new pod.
+//! and stays so until the volume is staged again. Kubernetes does that only for a new pod.
 //!
 //! Such a pod is deleted as by `kubectl delete pod`, if a controller owns it and so re-creates it. Others are
 //! reported. The agent reports dead mounts and their pods; only reports of a reachable agent count.

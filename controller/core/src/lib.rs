@@ -36,7 +36,7 @@
 //! 3. `replica.spec.desireState` is `running` before the first call that may make a directory, and is taken
 //!    back only once the status says that a process and a directory may be there. `replica.status.data`
 //!    becomes `present` in the same write that publishes the replica's addresses. An engine gets only
-//!    published addresses, so no directory that an engine has used is ever made anew.
+//!    published addresses, so no directory that an engine has used is ever recreated.
 //! 4. Data is deleted for a replica whose deletion was asked for: by the deletion of its volume, or because
 //!    it was replaced. The latter is asked for, and done, only while the engine serves with the configured
 //!    number of members and does not know that replica any more.

@@ -393,7 +393,7 @@ fn replica(trashed: &Trashed, record: &Record, now: Timestamp) -> Replica {
         },
         status: ReplicaStatus {
             current_state: CurrentState::Stopped,
-            // It is never made anew, even if it does not come back.
+            // It is never recreated, even if it does not come back.
             data: DataState::Present,
             healthy_at: record.healthy_at,
             failed_at: record.failed_at,

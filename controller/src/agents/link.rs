@@ -27,7 +27,7 @@ const RECONNECT_MAX: Duration = Duration::from_millis(500);
 /// its processes first.
 const SYNC_LIMIT: Duration = Duration::from_secs(30);
 
-/// Follows the agent of `node` for ever; connects anew, ever later, if that breaks.
+/// Follows the agent of `node` for ever; reconnects, ever later, if that breaks.
 pub(super) async fn follow(fleet: Arc<Fleet>, node: NodeName) {
     let mut failures = 0;
     loop {

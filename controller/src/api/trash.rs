@@ -211,7 +211,7 @@ impl Api {
         problems
     }
 
-    /// Stores an undeletion, and decides anew after a conflicting change.
+    /// Stores an undeletion, and decides again after a conflicting change.
     async fn store_undeleted(
         &self,
         name: &str,

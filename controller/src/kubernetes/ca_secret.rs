@@ -1,8 +1,8 @@
 //! The CA in the Secret `shorthorn-ca`.
 //!
 //! With another CA, no enrolled node is reached. So the Secret has a finalizer, and the Secret with the
-//! volume key has the pin of the CA as an annotation: with it, a missing CA counts as lost and is not made
-//! anew.
+//! volume key has the pin of the CA as an annotation. If the pin exists and the CA does not, the CA is lost:
+//! the controller does not create another one.
 
 use async_trait::async_trait;
 use k8s_openapi::ByteString;

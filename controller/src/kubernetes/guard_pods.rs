@@ -31,7 +31,7 @@ use crate::store::Store;
 
 /// The time for which changes are gathered before they are examined.
 const DEBOUNCE: Duration = Duration::from_secs(1);
-/// The time before a pod that has ended by itself is made anew, because a kubelet may refuse each one at
+/// The time before a pod that has ended by itself is recreated, because a kubelet may refuse each one at
 /// once.
 const AGAIN: Duration = Duration::from_secs(30);
 /// The label of both with the uid of the Node object.

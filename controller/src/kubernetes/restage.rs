@@ -1,4 +1,4 @@
-//! Ends pods whose device is gone, so that their volumes are staged anew (`controller_core::dead_mounts`
+//! Ends pods whose device is gone, so that their volumes are staged again (`controller_core::dead_mounts`
 //! decides which).
 //!
 //! Agents say every 30 s which mounts are dead, and less often with more than 2,400 nodes. Pods are read only

@@ -197,7 +197,7 @@ async fn sign(
         Some(chain) => chain,
         None => {
             let signed = tls.change(|authority| {
-                // It may have enrolled anew, and then trusts the CA that signs and no other.
+                // It may have enrolled again, and then trusts the CA that signs and no other.
                 tls.seen().remove(node);
                 authority.sign(request, &role, now())
             });

@@ -16,7 +16,7 @@ pub enum ChangeError<E> {
     Store(StoreError),
 }
 
-/// Makes the change that `decide` wants of the stored objects; decides anew if another change came in
+/// Makes the change that `decide` wants of the stored objects; decides again if another change came in
 /// between.
 ///
 /// # Errors

@@ -99,7 +99,7 @@ impl Tls {
     pub async fn open(keeper: Arc<dyn Keeper>, cluster: &str) -> Result<Arc<Tls>, TlsError> {
         let expected = ClusterId::new(cluster)?;
         let stored = keeper.load().await?.map(read).transpose()?;
-        // A cluster whose volume key was made anew has another id. Its CA is of use to enrolled nodes only.
+        // A cluster whose volume key was recreated has another id. Its CA is of use to enrolled nodes only.
         let kept = stored.filter(|stored| *stored.cluster() == expected || !enrolled(stored).1.is_empty());
         let mut authority = match kept {
             Some(stored) => stored,

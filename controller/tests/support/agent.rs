@@ -29,7 +29,7 @@ type Key = (i32, String);
 pub struct Truth {
     /// The newest attachment that was started, by volume, with the node and the replicas it was started on.
     attaches: BTreeMap<String, (u64, String, Vec<String>)>,
-    /// Replicas that an engine has used: their directories must never be made anew.
+    /// Replicas that an engine has used: their directories must never be recreated.
     used: BTreeSet<String>,
     /// Forbidden actions of the controller.
     pub violations: Vec<String>,

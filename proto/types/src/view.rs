@@ -33,7 +33,7 @@ pub struct View {
 }
 
 impl View {
-    /// Returns true if no engine has made the view: a volume begins with it, or begins anew after a salvage.
+    /// Returns true if no engine has made the view: a volume begins with it, or starts over after a salvage.
     #[must_use]
     pub fn is_first(&self) -> bool {
         self.id.number == 0

@@ -160,7 +160,7 @@ impl Simulation {
         self.replicas[at].salvage(attach);
         self.controller.arbiter = salvaged_arbiter(attach, id);
         if std::mem::take(&mut self.lost_unreported) {
-            // Its guest got errors, and the next one begins anew.
+            // Its guest got errors, and the next one starts over.
             let now = self.now;
             self.checker.power_lost(now);
         }

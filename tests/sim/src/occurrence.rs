@@ -40,7 +40,7 @@ pub enum Occurrence {
     AskArbiter { engine: u64 },
     /// The arbiter's answer arrives.
     Granted { engine: u64, view: View },
-    /// The volume is attached anew, unless that was done since this attachment.
+    /// The volume is attached again, unless that was done since this attachment.
     AttachAnew { attach: u64 },
     /// The controller looks for replicas that are lost.
     Control,

@@ -100,7 +100,7 @@ pub struct Replica {
     pub forgotten_rot: Option<u64>,
     /// An earlier copy of the disk.
     saved: Option<Saved>,
-    /// The disk was restored, and not made anew since.
+    /// The disk was restored, and not recreated since.
     pub is_rolled_back: bool,
     /// The state that the process keeps beside the data.
     pub state: ReplicaState,

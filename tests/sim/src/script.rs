@@ -268,7 +268,7 @@ fn choose_pause_us(rng: &mut Rng) -> u64 {
     if rng.bool() { rng.u64(50_000..900_000) } else { rng.u64(900_000..8_000_000) }
 }
 
-/// Has two replicas rot, one of which cannot be read everywhere, and makes the third one anew.
+/// Has two replicas rot, one of which cannot be read everywhere, and recreates the third one.
 fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false };
     let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);

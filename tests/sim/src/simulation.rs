@@ -58,7 +58,7 @@ pub struct Simulation {
     /// The requests in flight when the guest moved: they may happen until the next engine serves.
     pub guest_forgot: Vec<Outstanding>,
     pub checker: Checker,
-    /// An engine has started from members that had all lost power, and no guest has begun anew since.
+    /// An engine has started from members that had all lost power, and no guest has started over since.
     pub lost_unreported: bool,
     /// The broken paths.
     pub cuts: Vec<Cut>,

@@ -112,7 +112,7 @@ impl Drop for Loop {
     }
 }
 
-/// The volumes, and their devices after they are staged anew.
+/// The volumes, and their devices after they are staged again.
 #[derive(Default)]
 struct Table(Mutex<HashMap<String, Volume>>, Mutex<HashMap<String, Device>>);
 
@@ -186,7 +186,7 @@ impl Node {
         device.size_bytes
     }
 
-    /// Sets the device that a volume has once it is staged anew.
+    /// Sets the device that a volume has once it is staged again.
     pub fn renewed(&self, name: &str, device: Device) {
         self.table.1.lock().unwrap().insert(name.to_owned(), device);
     }

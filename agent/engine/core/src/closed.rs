@@ -21,7 +21,7 @@ impl ClosedConnections {
         }
     }
 
-    /// Records that `peer` is connected anew, on every queue.
+    /// Records that `peer` has a new connection on every queue.
     pub fn reopen(&mut self, peer: PeerIndex) {
         for closed in &mut self.by_queue {
             *closed = closed.without(PeerMask::one(peer));

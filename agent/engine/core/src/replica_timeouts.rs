@@ -59,7 +59,7 @@ const TIMES_LONGER_FOR_HALF: u64 = 3;
 
 /// The times of questions to the replicas, and of their answers.
 ///
-/// A replica that is lost or connected anew owes nothing: its earlier times are forgotten.
+/// A replica that was lost or has reconnected owes nothing: its earlier times are forgotten.
 #[derive(Debug)]
 pub(crate) struct ReplicaTimeouts {
     timeout_ms: u64,
@@ -222,7 +222,7 @@ impl ReplicaTimeouts {
         silent_ms.min().unwrap_or(0)
     }
 
-    /// Forgets the debts of `peer`, which is lost or connected anew.
+    /// Forgets the debts of `peer`, which was lost or has reconnected.
     pub fn forgive(&mut self, peer: PeerIndex, now_ms: u64) {
         if let Some(connections) = self.connections.get_mut(usize::from(peer)) {
             *connections = [ConnectionTimes { pinged_at_ms: None, heard_at_ms: now_ms }; MAX_QUEUES as usize];

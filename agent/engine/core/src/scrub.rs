@@ -65,7 +65,7 @@ impl Scrub {
         ScrubStep::Compare(range)
     }
 
-    /// Makes the scrub compare the range again, block by block. False if it has begun anew since.
+    /// Makes the scrub compare the range again, block by block. False if it has started over since.
     pub fn look_closer(&mut self, range: ByteRange) -> bool {
         if self.next_bytes != range.end() {
             return false;

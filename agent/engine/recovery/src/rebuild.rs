@@ -68,7 +68,8 @@ pub trait RebuildTask {
     /// Learns that the replica's disk has not kept all that it had stored: it will be a copy.
     fn is_restored(&self, kept: Option<u32>, sent: u32);
 
-    /// Learns that the core copies the rest. `is_copy`: the replica was made anew, else it has kept its data.
+    /// Learns that the core copies the rest. `is_copy`: the replica receives a full copy, and has not kept its
+    /// data.
     fn is_rebuilding(&self, missing_bytes: u64, is_copy: bool);
 }
 
@@ -79,7 +80,7 @@ struct Lack {
     missing: RegionSet,
     /// The division that `missing` counts in: the volume may grow meanwhile.
     regions: Regions,
-    /// True if the replica was made anew.
+    /// True if the replica receives a full copy.
     is_copy: bool,
 }
 
@@ -367,7 +368,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         let nothing = RegionSet::empty(regions.count());
         for other in self.others(welcome)? {
             let is_complete = engine.find(other).is_some_and(|(_, peer)| peer.is_complete);
-            // An out-of-sync set of a replica that was made anew says nothing of this volume.
+            // The out-of-sync sets of a replica that receives a full copy do not describe this volume.
             if is_copy || !is_complete {
                 let forgotten = self.control().mark(&MarkRegions::forget(other)).await;
                 forgotten.map_err(Trouble::while_doing("removing its out-of-sync sets of others"))?;
@@ -454,8 +455,9 @@ impl<C: RebuildTask> Attempt<'_, C> {
         self.end_copy().await
     }
 
-    /// Has `trackers` keep all that this one misses, which the core knows by now. Some of them may have begun
-    /// to count later than the source was looked at, or anew: so first they count, then the core is asked.
+    /// Has `trackers` keep the complete out-of-sync set of this replica, which the core knows by now. Some of
+    /// them may have begun their sets after the source was read, or again. They therefore begin to count
+    /// before this asks the core.
     async fn complete_out_of_sync_sets(&self, trackers: &[Address]) -> Result<(), Trouble<Error<C>>> {
         let (replica, regions) = (self.replica, self.engine.regions());
         self.add_out_of_sync(trackers, replica, &RegionSet::empty(regions.count()), regions).await?;
@@ -468,7 +470,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         }
     }
 
-    /// Invalidates all stamps that the replica was sent before, because it was made anew. The core sends it
+    /// Invalidates all stamps that the replica was sent before, because it was recreated. The core sends it
     /// stamps too, over another connection: it must not be left with an older one.
     async fn stamp(&self) -> Result<(), Trouble<Error<C>>> {
         for _ in 0..STAMP_TRIES {

@@ -3,7 +3,7 @@
 //! Each time that a late replica leaves, the requests of the volume have waited for the whole time-out. If a
 //! replica that is late now and then came back at once, it would cost that time again and again. So its
 //! pauses grow, and after some rounds it stays out. A replica whose connections break has cost no time, but
-//! each of its returns makes the other rebuilding replicas begin their last steps anew. So does a replica
+//! each of its returns makes the other rebuilding replicas restart their last steps. So does a replica
 //! whose disk is full, and it holds up the requests that need the data copied to it.
 
 use std::time::Duration;
@@ -25,7 +25,7 @@ const LATE_PAUSES: [Duration; 6] = [
     Duration::from_secs(300),
 ];
 /// The pauses of a replica whose disk is full. The last one is longer than the ten minutes after which the
-/// controller makes another replica in its place: each return would begin these ten minutes anew.
+/// controller makes another replica in its place: each return would restart these ten minutes.
 const FULL_PAUSES: [Duration; 9] = [
     Duration::from_secs(1),
     Duration::from_secs(1),

@@ -1,6 +1,6 @@
 //! Two replicas come back, and one of them flaps for ever: it does not keep the other one from joining.
 //!
-//! Each return and each loss of a replica makes the others begin their last steps anew. The pauses of
+//! Each return and each loss of a replica makes the others restart their last steps. The pauses of
 //! [`Standing`] give them the time to end these.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

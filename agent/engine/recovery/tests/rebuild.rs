@@ -355,7 +355,7 @@ fn a_replica_that_was_away_joins() {
     }
 }
 
-/// The member may have been made anew before it has listed its extents.
+/// The member may have been recreated before it has listed its extents.
 #[test]
 fn a_copy_of_a_member_that_has_left_does_not_join() {
     let engine = Engine::new(Moment::Allocated, false);

@@ -69,7 +69,7 @@ impl Serving<'_> {
             }
             RebuildDelay::Out => format!(
                 "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
-                 volume is attached anew"
+                 volume is attached again"
             ),
         };
         (delay, message)

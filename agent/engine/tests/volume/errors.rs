@@ -66,7 +66,7 @@ fn what_no_volume_can_do_is_logged_and_counted() {
 }
 
 /// The only member has lost power with writes that were not flushed: every request fails until the volume is
-/// attached anew.
+/// attached again.
 #[test]
 fn a_storm_of_errors_is_a_few_lines_and_a_number() {
     const ERRORS: usize = 500;

@@ -75,7 +75,7 @@ fn a_replica_that_was_away_follows_and_gets_what_it_missed() {
             && engine.members.iter().all(|member| member.mode == MemberMode::Member)
     });
     let log = volume.log_of_engine();
-    assert!(log.contains("is_copy=false"), "it was made anew:\n{log}");
+    assert!(log.contains("is_copy=false"), "it was recreated:\n{log}");
     load.stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();

@@ -39,7 +39,7 @@ fn a_replica_that_was_killed_comes_back_by_what_it_missed() {
     });
     load.wait_for_writes(200);
     let log = volume.log_of_engine();
-    assert!(log.contains("is_copy=false"), "it was made anew:\n{log}");
+    assert!(log.contains("is_copy=false"), "it was recreated:\n{log}");
     load.stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();
@@ -245,7 +245,7 @@ fn a_copy_that_was_interrupted_goes_on() {
         engine.phase == EnginePhase::Serving && engine.view.unwrap().members.len() == 3
     });
     let log = volume.log_of_engine();
-    assert_eq!(log.matches("is_copy=true").count(), 1, "it was made anew again:\n{log}");
+    assert_eq!(log.matches("is_copy=true").count(), 1, "it was recreated again:\n{log}");
     Load::start(&volume, 12).stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();

@@ -1,5 +1,5 @@
 //! The disk of a replica is restored to an older state, while the view stays the same: it counts for nothing,
-//! and is made anew.
+//! and is recreated.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

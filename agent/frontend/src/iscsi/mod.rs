@@ -6,7 +6,7 @@
 //! sysfs.
 //!
 //! **No request fails when an engine ends.** tgtd has a copy of the descriptor of the FUSE file, so its
-//! requests wait. The next engine kills it, removes the file, and makes both anew. The initiator connects
+//! requests wait. The next engine kills it, removes the file, and recreates both. The initiator connects
 //! again and sends all its requests again. An engine that ends in order hands the descriptor over instead:
 //! then the initiator notices nothing.
 

@@ -33,7 +33,7 @@ use crate::{
 /// over instead. The time is longer than most pauses of a living engine, which loses its connection by that.
 const REQUEST_TIMEOUT_S: u64 = 15;
 /// For devices with one queue: the driver gives up no connection for time. When the timer of a request runs
-/// out, it sends the request again if the socket was replaced since. Otherwise it starts the timer anew
+/// out, it sends the request again if the socket was replaced since. Otherwise it restarts the timer
 /// (`nbd_xmit_timeout` in drivers/block/nbd.c, Linux 5.8 and later; with several sockets it does not come
 /// there).
 const NO_TIMEOUT: u64 = 0;

@@ -32,7 +32,7 @@ pub fn without_check(name: &str, bytes: &[u8]) -> Result<Vec<u8>, ChainError> {
     let length = field(&[]).len() + END.len();
     let at = bytes.len().checked_sub(length).ok_or_else(wrong)?;
     let document = [&bytes[..at], END].concat();
-    // The check is at the end, unless another program has formatted the document anew.
+    // The check is at the end, unless another program has reformatted the document.
     if with_check(document.clone()) == bytes { Ok(document) } else { Err(wrong()) }
 }
 

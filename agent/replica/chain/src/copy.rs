@@ -1,4 +1,4 @@
-//! Making a replica anew as a copy of another one: the same layers, which are empty at first.
+//! Recreates a replica as a copy of another one: the same layers, which are empty at first.
 
 use std::collections::BTreeSet;
 
@@ -90,7 +90,7 @@ impl CopyList {
     }
 
     /// Returns true if the snapshots in `other` are the same, so that snapshots copied from either replica
-    /// can be kept. The heads may differ: they are always made anew. The data of a removed snapshot is not
+    /// can be kept. The heads may differ: they are always recreated. The data of a removed snapshot is not
     /// the same everywhere: each replica removes it by itself.
     #[must_use]
     pub fn has_snapshots_of(&self, other: &CopyList) -> bool {

@@ -43,7 +43,7 @@ pub(crate) struct PagedSet {
     stamp: Option<u32>,
     /// True if the file that it was read from has a whole page for the stamp.
     pub has_stamp_page: bool,
-    /// True if the file that it was read from is of the volume before it has grown, and has to be made anew.
+    /// True if the file that it was read from is of the volume before it has grown, and has to be recreated.
     pub is_outgrown: bool,
     /// Pages that a request waits for.
     due: u64,
@@ -90,7 +90,7 @@ impl PagedSet {
     /// the set.
     ///
     /// A file that was made for the volume before it has grown is taken as such: the process has ended after
-    /// the volume had grown, and before the file was made anew.
+    /// the volume had grown, and before the file was recreated.
     pub fn load(identity: SetIdentity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
         match made_for(file).filter(|size_bytes| *size_bytes < identity.regions.size_bytes()) {
             None => PagedSet::load_as(identity, file),

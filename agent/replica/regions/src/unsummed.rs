@@ -48,7 +48,7 @@ impl Unsummed {
             None => {}
         }
         if set.stamp().is_none() {
-            // It has none; but the page for one is to be whole when the file is made anew.
+            // It has none; but the page for one is to be whole when the file is recreated.
             let _ = set.put_stamp(0);
         }
         (Unsummed { set, todo: RegionSet::empty(count), summing: None }, damages)

@@ -231,7 +231,7 @@ impl WriteIntentLog {
     }
 
     /// Returns true if the file that a set was read from is older than the last expansion of the volume, or
-    /// has no page for the stamp. Then the file has to be made anew.
+    /// has no page for the stamp. Then the file has to be recreated.
     #[must_use]
     pub fn is_outgrown(&self, key: SetKey) -> bool {
         self.find(key).is_some_and(|set| set.is_outgrown || !set.has_stamp_page)

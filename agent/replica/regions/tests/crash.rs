@@ -49,8 +49,8 @@ enum Event {
     EndSums {
         well: bool,
     },
-    /// The volume grows, maybe to one with larger regions; the process dies after so many files were made
-    /// anew.
+    /// The volume grows, maybe to one with larger regions. The process dies after `files` files were
+    /// recreated.
     Expand {
         by: usize,
         files: usize,

@@ -65,7 +65,7 @@ fn is_rot_of_head(header: &Header) -> bool {
 }
 
 impl Executor {
-    /// A copy begins: blocks of layers that are made anew are not lost.
+    /// A copy begins: blocks of layers that are recreated are not lost.
     pub(super) fn look_at_lost(&mut self, is_anything_kept: bool) -> Result<(), ReplicaError> {
         if is_anything_kept {
             self.summer.know_lost();
@@ -114,7 +114,7 @@ impl Executor {
 
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
     /// Sound data ends no record before the layer is whole, and its data durable: another attempt makes the
-    /// layer anew, and keeps the ones below it.
+    /// layer again, and keeps the ones below it.
     pub(super) fn layer_is_written(&mut self, slot: u16) -> Outcome {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;

@@ -31,7 +31,7 @@ impl SumSchedule {
         }
     }
 
-    /// Begins anew, with a search of all regions.
+    /// Starts over, with a search of all regions.
     pub fn begin_again(&mut self, now: Instant) {
         (self.search_from, self.next_at) = (Some(0), Some(now));
     }
@@ -73,7 +73,7 @@ impl SumSchedule {
         self.search_from = next;
     }
 
-    /// Begins the search anew, unless it is complete: regions are about to have other numbers.
+    /// Restarts the search, unless it is complete: regions are about to have other numbers.
     pub fn search_again(&mut self) {
         self.search_from = self.search_from.map(|_| 0);
     }

@@ -319,11 +319,11 @@ impl Executor {
         }
     }
 
-    /// Invalidates the kept sums: the volume is about to be, or was, changed beside the requests. Begins
-    /// anew.
+    /// Invalidates the kept sums: the volume is about to be, or was, changed beside the requests. Then
+    /// starts over.
     ///
     /// # Errors
-    /// They can be neither begun anew nor forgotten: nothing is served any more.
+    /// The sums can be neither invalidated nor deleted. The replica then serves nothing any more.
     pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
         if !self.summer.pages.retire(&self.in_flight) {
             return Ok(());

@@ -44,7 +44,7 @@ impl Server {
         }
     }
 
-    /// Makes this replica anew, with the layers that another one has.
+    /// Recreates this replica with the layers that another one has.
     pub(super) fn take_copy_begin(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(list) = self.text::<LayerList>(index, slot, header) else { return };
         match self.begin_copy(list) {

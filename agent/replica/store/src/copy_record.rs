@@ -7,7 +7,7 @@
 //!
 //! A record that is damaged, or whose layers no directory can hold, must not keep the replica from opening
 //! for ever. It is dropped, and no layer counts as complete. The replica stays marked as rebuilding, so the
-//! next copy starts anew. If the directory has no valid layout without the rest of the copy, it becomes that
+//! next copy starts over. If the directory has no valid layout without the rest of the copy, it becomes that
 //! of an empty volume.
 
 use serde::{Deserialize, Serialize};
@@ -46,7 +46,7 @@ pub(crate) struct Copy {
 pub(crate) struct Resumed {
     /// The copy, if it can be continued.
     pub(crate) copy: Option<Copy>,
-    /// A message for people if the record was dropped: the copy starts anew.
+    /// A message for people if the record was dropped: the copy starts over.
     pub(crate) dropped: Option<String>,
 }
 
@@ -152,7 +152,7 @@ impl Copy {
             }
             Err(Unusable::Bad { reason, is_prepared }) => {
                 let dropped =
-                    format!("{COPY_FILE} is of no use ({reason}): the copy from another replica starts anew");
+                    format!("{COPY_FILE} is of no use ({reason}): the copy from another replica starts over");
                 Copy::drop_record(executor, guard, is_prepared)?;
                 return Ok(Resumed { copy: None, dropped: Some(dropped) });
             }

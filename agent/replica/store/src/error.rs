@@ -124,7 +124,7 @@ pub enum StoreError {
     /// A newer version has written the record of an unfinished copy.
     #[error(
         "{} has format {format}, this program knows {known}: run the version of shorthorn-agent that has begun the copy, or \
-         remove the directory of the replica, and it is made anew from another replica", path.display()
+         remove the directory of the replica, and it is recreated from another replica", path.display()
     )]
     CopyFormat {
         /// The file.

@@ -136,7 +136,7 @@ impl Store {
                         self.image.fold(upper, lower, child);
                         Ok(())
                     }
-                    // On a side branch, or opened anew after a failure.
+                    // On a side branch, or reopened after a failure.
                     _ => Ok(()),
                 }
             }

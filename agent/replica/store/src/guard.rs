@@ -1,6 +1,6 @@
 //! Guard: detects that another program has opened the directory.
 //!
-//! Longhorn writes `volume.meta` anew whenever it opens a replica, and so do we. `shorthorn.guard`
+//! Longhorn rewrites `volume.meta` whenever it opens a replica, and so do we. `shorthorn.guard`
 //! records which file ours was: inode, time of modification, checksum of its content. The record is made
 //! before the file gets its name, and keeps the one before, so that a crash between the two never
 //! makes us doubt ourselves. A clean close records the head too, inode and time of change.

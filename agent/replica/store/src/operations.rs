@@ -63,7 +63,7 @@ impl Store {
         Ok(())
     }
 
-    /// Recovers like [`Store::recover`], without opening the files anew, because they are in use.
+    /// Recovers like [`Store::recover`], without reopening the files, because they are in use.
     fn recover_expansion(&mut self, new_size_bytes: u64, error: StoreError) -> Result<()> {
         self.medium.mark_broken();
         let Ok(Recovery { layout, steps, .. }) = self.image.recover(&self.medium) else {
@@ -154,7 +154,7 @@ impl Store {
         self.perform(operation)?;
         let chain = self.image.layout().chain();
         if self.image.find(&old_image).is_none() || chain.len() < 2 {
-            return Ok(()); // Recovered after a failure, and opened anew.
+            return Ok(()); // Recovered after a failure, and reopened.
         }
         let (image, snapshot) = (chain[0].clone(), chain[1].clone());
         let pushed = self.image.push_head(&self.medium, old_head, &image, snapshot);

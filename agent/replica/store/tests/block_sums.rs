@@ -73,7 +73,7 @@ fn whoever_else_opens_the_directory_ends_the_series() {
     let mut store = create(&path);
     let first = series(&mut store);
     store.close().unwrap();
-    // Longhorn writes it anew.
+    // Longhorn rewrites it.
     let meta = std::fs::read(path.join("volume.meta")).unwrap();
     std::fs::write(path.join("volume.meta"), meta).unwrap();
     assert!(series(&mut open(&path)) > first);

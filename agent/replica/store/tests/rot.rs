@@ -90,7 +90,7 @@ fn a_copy_with_a_damaged_record_starts_anew() {
     change(&file, "\"done\":[false,", "\"done\":[true,");
     let mut dropped = open(&to).unwrap();
     let info = dropped.info();
-    assert!(info.rebuilding && info.repairs.iter().any(|repair| repair.contains("starts anew")), "{info:?}");
+    assert!(info.rebuilding && info.repairs.iter().any(|repair| repair.contains("starts over")), "{info:?}");
     assert!(dropped.copy_target(0).is_none() && !file.exists());
     let error = dropped.end_copy().unwrap_err();
     assert!(matches!(error, StoreError::CopyUnfinished(_)), "{error}");

@@ -45,7 +45,7 @@ fn status(path: &Path) -> SavedState {
     state
 }
 
-/// Acts like Longhorn, which writes `volume.meta` anew at each opening and closing.
+/// Acts like Longhorn, which rewrites `volume.meta` at each opening and closing.
 fn as_longhorn(path: &Path) {
     for dirty in ["true", "false"] {
         let name = path.join("volume.meta");
@@ -99,7 +99,7 @@ fn a_changed_head_is_noticed_after_a_clean_close() {
 fn a_lost_record_makes_the_state_outdated() {
     let fixture = with_state(true);
     std::fs::remove_file(fixture.path().join("shorthorn.guard")).unwrap();
-    // The epochs begin anew, and the one that the state carries must not be taken for the current one.
+    // The epochs start over, and the one that the state carries must not be taken for the current one.
     assert_eq!(status(fixture.path()), SavedState::Outdated(b"hello".to_vec()));
 }
 

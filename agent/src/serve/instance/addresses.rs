@@ -225,7 +225,7 @@ mod tests {
     async fn replicas_that_are_stopped_bring_no_former_address_back() {
         let folder = tempfile::tempdir().unwrap();
         let (hub, paths) = hub(folder.path()).await;
-        // The host was started anew, with another address.
+        // The host was restarted, with another address.
         let now: IpAddr = "10.1.0.2".parse().unwrap();
         assert!(hub.move_replicas(Some(now)).await.is_empty());
         assert_eq!(last_data_address(&paths), Some(now));

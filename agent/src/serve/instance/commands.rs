@@ -22,7 +22,7 @@ use crate::serve::instance::{Hub, InstanceId, Process, ProcessPhase, Spec, Watch
 /// the new one waits up to 30 s for its replicas.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 
-/// The longest that an engine may take to serve the device that was made anew. The engine starts again for
+/// The longest that an engine may take to serve the device that was recreated. The engine starts again for
 /// that, and waits up to 30 s for its replicas.
 const RENEW_LIMIT: Duration = Duration::from_secs(60);
 
@@ -330,13 +330,13 @@ impl Hub {
     }
 }
 
-/// Returns true if the device of an engine has its new size only once it is made anew.
+/// Returns true if the device of an engine has its new size only once it is recreated.
 fn keeps_size(instance: &v1::Instance) -> bool {
     let Some(Detail::Engine(engine)) = &instance.detail else { return false };
     is_serving(instance) && engine.expansion.as_ref().is_some_and(|expansion| expansion.next_attach)
 }
 
-/// Waits until an engine serves whose device needs not be made anew.
+/// Waits until an engine serves whose device needs not be recreated.
 async fn serves(watch: &mut Watch, name: &str) -> Result<(), NodeError> {
     loop {
         let changed = watch.changes.recv().await.map_err(NodeError::lost)?;

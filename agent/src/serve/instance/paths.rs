@@ -59,7 +59,7 @@ impl InstancePaths {
     }
 
     /// Returns the state file of the engine of an attached volume. A volume that is made again under the name
-    /// has another one: its attachments begin anew, and grants of the former one mean nothing to it.
+    /// has another one: its attachments start over, and grants of the former one mean nothing to it.
     pub fn engine_state(&self, volume: &VolumeName, secret: &Secret) -> PathBuf {
         self.engine_states().join(format!("{volume}-{}.json", fingerprint(secret.bytes())))
     }

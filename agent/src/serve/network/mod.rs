@@ -279,7 +279,7 @@ mod tests {
             assert!(held.address == last && held.problem.contains("fd00::7"), "{held:?}");
         }
         assert_eq!(change.hold(last, is(last), start + Duration::from_secs(19)), is(last));
-        // The next time counts anew, and ends.
+        // The next change starts the limit over, and it expires.
         let again = start + Duration::from_secs(30);
         assert_eq!(change.hold(last, is(other), again).address, last);
         assert_eq!(change.hold(last, is(other), again + FAMILY_PATIENCE), is(other));

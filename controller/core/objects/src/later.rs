@@ -136,7 +136,7 @@ mod tests {
             ],
         );
         assert_eq!(engine.status.phase, Some(EnginePhase::Unknown));
-        assert_eq!((engine.status.generation, engine.status.view), (None, None), "they are observed anew");
+        assert_eq!((engine.status.generation, engine.status.view), (None, None), "they are observed again");
         assert_eq!(engine.spec.desire_state, DesireState::Running);
         assert!(!engine.status.replica_mode_map.values().any(|member| member.mode == MemberMode::Member));
         let replica: Replica = changed(

@@ -10,7 +10,7 @@ pub(super) fn number<S: Serializer>(value: &Option<u64>, serializer: S) -> Resul
     serializer.serialize_u64(value.unwrap_or_default())
 }
 
-/// A value that is a text outside Rust. A text of a later version is none: such values are observed anew.
+/// A value that is a text outside Rust. A text of a later version is none: such values are observed again.
 pub(super) mod text {
     use super::*;
 

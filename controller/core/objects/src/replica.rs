@@ -116,12 +116,12 @@ pub enum DataState {
     None,
     /// The directory may exist; no engine has used it.
     Requested,
-    /// The directory was seen. If it is missing later, data was lost, and it is never made anew.
+    /// The directory was seen. If it is missing later, data was lost, and it is never recreated.
     Present,
 }
 
 impl OpenEnum for DataState {
-    /// A replica that may have data is never made anew.
+    /// A replica that may have data is never recreated.
     const UNKNOWN: DataState = DataState::Present;
 }
 

@@ -137,11 +137,7 @@ fn the_last_member_of_a_volume_in_use_is_needed() {
     assert!(message_of(&cluster(1, &[MEMBER]), "n0").contains("no other replica has all of its data"));
     assert!(message_of(&cluster(2, &[MEMBER, FAILED]), "n0").contains("no other replica"));
     assert!(message_of(&cluster(3, &[MEMBER, REBUILDING, FAILED]), "n0").contains("no other replica"));
-    assert_eq!(
-        message_of(&cluster(3, &[MEMBER, REBUILDING, FAILED]), "n1"),
-        "",
-        "what is being rebuilt begins anew"
-    );
+    assert_eq!(message_of(&cluster(3, &[MEMBER, REBUILDING, FAILED]), "n1"), "", "a rebuild starts over");
 }
 
 #[test]

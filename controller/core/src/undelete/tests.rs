@@ -97,7 +97,7 @@ fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
     let is_kept = |replica: &Replica| {
         replica.status.data == DataState::Present && replica.spec.desire_state == DesireState::Stopped
     };
-    assert!(undeletion.replicas.iter().all(is_kept), "none is made anew");
+    assert!(undeletion.replicas.iter().all(is_kept), "none is recreated");
     assert_eq!(restored, trash);
 }
 

@@ -504,7 +504,7 @@ impl Sim {
         if let AgentCall::StartReplica(StartReplica { create: true, .. }) = call {
             let name = call.instance().name;
             let anew = !self.nodes[at].directories.contains(&name);
-            assert!(!anew || !self.used.contains(&name), "the used replica {name} is made anew, empty");
+            assert!(!anew || !self.used.contains(&name), "the used replica {name} is recreated, empty");
         }
         let mut events = Vec::new();
         let result = self.nodes[at].call(call, late, &mut self.views, &mut events);

@@ -10,7 +10,7 @@ use crate::error::{CtlError, is_unreachable};
 use crate::format::Format;
 use crate::output;
 
-/// The interval of making the list anew.
+/// The interval of rebuilding the list.
 const POLL: Duration = Duration::from_secs(2);
 /// The time limit of an unreachable controller: another one takes over sooner.
 const PATIENCE: Duration = Duration::from_secs(60);

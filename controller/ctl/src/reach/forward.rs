@@ -77,7 +77,7 @@ pub(super) fn endpoint() -> Result<Endpoint, tonic::transport::Error> {
     Endpoint::from_shared(ANY_URI)
 }
 
-/// Makes each connection anew to the current leader.
+/// Makes each connection to the leader of that moment.
 #[derive(Clone)]
 pub(super) struct Connector(PodStreams);
 

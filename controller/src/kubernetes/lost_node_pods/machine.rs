@@ -244,7 +244,7 @@ impl PodForceDeleter {
             Ok(())
         };
         match change.await {
-            // Everything is read anew in any case.
+            // Everything is read again in any case.
             Ok(()) | Err(WatchEnd::Ended | WatchEnd::Silent | WatchEnd::Expired(_)) => Ok(()),
             Err(WatchEnd::Refused(error) | WatchEnd::Failed(error)) => Err(trouble(error)),
         }

@@ -6,11 +6,11 @@
 //! Server-side apply does not suffice: it cannot revert a field that another writer has written too, like
 //! `spec.nodeID`.
 //!
-//! Spec and status are two calls. If both differ the spec comes first. That is safe because no reconciler
-//! needs both at once: after a death in between, the next run finds out the status of the spec anew. Facts
-//! that must be durable before anything else happens (the number of an attachment, a grant, that an engine
-//! may run) are in a status alone. A deletion is a call of its own; reconcilers ignore all other changes of
-//! an object that is being deleted.
+//! Spec and status are two calls. If both differ, the spec comes first. No reconciler needs both at once: if
+//! the process dies in between, the next run computes the status from the stored spec. Facts that must be
+//! durable before any other step are in a status alone: the number of an attachment, a grant, or that an
+//! engine may run. A deletion is a call of its own; reconcilers ignore all other changes of an object that is
+//! being deleted.
 
 mod convert;
 mod follow;

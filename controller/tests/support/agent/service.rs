@@ -71,7 +71,7 @@ impl Node for FakeAgent {
                 return Err(Status::not_found(format!("the directory of {name} is missing")));
             }
             if used {
-                self.violation(format!("the used replica {name} is made anew, empty"));
+                self.violation(format!("the used replica {name} is recreated, empty"));
             }
             state.directories.insert(name.clone());
         }

@@ -108,7 +108,7 @@ impl Simulation {
         self.answer(op.conn, op.number, answer);
     }
 
-    /// A replica that is made anew gets blocks of the snapshot. It knows the blocks that all have lost.
+    /// A replica that is recreated gets blocks of the snapshot. It knows the blocks that all have lost.
     /// Returns false if the process ends by a crash, before the record of these blocks or after it.
     pub(super) fn copy_snapshot(
         &mut self,

@@ -44,7 +44,7 @@ impl EngineCore {
         }
     }
 
-    /// Returns true if a rebuilding replica was made anew, and would be again if it were lost now: see
+    /// Returns true if a rebuilding replica receives a full copy, and would again if it were lost now: see
     /// [`EngineCore::is_in_copy`].
     fn has_copies_without_stamps(&self) -> bool {
         let lacks_stamp = |peer| self.absent.stamp_of(peer) > self.clearing.stamp();

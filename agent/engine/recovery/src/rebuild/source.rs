@@ -21,8 +21,8 @@ impl Source {
         Source { address, has_failed: false, losses }
     }
 
-    /// Returns true if it has been a member all the time until now. Else it may itself have been made anew
-    /// before it was read: nothing that was read from it counts.
+    /// Returns true if the source has been a member all the time until now. Otherwise it may have been
+    /// recreated before it was read, and no data that was read from it counts.
     #[must_use]
     pub fn has_stayed(&self, core: &EngineCore) -> bool {
         core.membership().losses_of_member(self.address.peer) == Some(self.losses)

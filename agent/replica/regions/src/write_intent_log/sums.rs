@@ -10,7 +10,7 @@ use crate::unsummed::Unsummed;
 
 impl WriteIntentLog {
     /// Starts to keep the set of regions in which no sum of a block counts: all regions, or those in `file`.
-    /// Damaged pages and pages of another epoch count as full and are returned. The file has to be made anew
+    /// Damaged pages and pages of another epoch count as full and are returned. The file has to be recreated
     /// if pages are returned or it [is outgrown](WriteIntentLog::is_outgrown). The write-intent log must not
     /// have admitted any modification yet.
     pub fn keep_unsummed(&mut self, file: Option<&[u8]>) -> Vec<PageDamage> {

@@ -292,7 +292,7 @@ fn a_stamp_that_is_torn_is_not_known() {
         assert!(damages.is_empty(), "no region is in this page: {damages:?}");
         loaded.stamp()
     };
-    // An engine that knows of no stamp begins anew.
+    // An engine that knows of no stamp starts over.
     for number in [1, 2, 300, 4] {
         let (page, bytes) = stamped(&mut intent_log, number);
         assert_eq!(load(page, &bytes[..57]), None);
