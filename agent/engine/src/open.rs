@@ -94,7 +94,7 @@ enum OpenError {
     /// Perhaps later; nothing was proposed.
     Missing { reason: String, members: Vec<MemberStatus> },
     /// Perhaps later, with a new generation: a view was proposed and may be stored somewhere.
-    Torn { reason: String, members: Vec<MemberStatus> },
+    Aborted { reason: String, members: Vec<MemberStatus> },
 }
 
 /// The inputs of opening a volume.
@@ -133,7 +133,7 @@ impl Opener<'_> {
                         engine.members = members;
                     });
                 }
-                Err(OpenError::Torn { reason, members }) => {
+                Err(OpenError::Aborted { reason, members }) => {
                     tracing::warn!(volume = %self.spec.volume, reason, "opening failed half-way, trying again");
                     let generation = self.state.next_generation()?;
                     status::publish(self.publisher, |engine| {
@@ -229,7 +229,7 @@ impl Opener<'_> {
         let Attempt { members, reached_ms, .. } = attempt;
         let opened = opened.map_err(|error| match error {
             NotOpen::Waiting(reason) => OpenError::Missing { reason, members: members.clone() },
-            NotOpen::Torn { reason, .. } => OpenError::Torn { reason, members: members.clone() },
+            NotOpen::Aborted { reason, .. } => OpenError::Aborted { reason, members: members.clone() },
             NotOpen::Deposed(holder) => OpenError::Fatal(EngineError::Deposed { generation, holder }),
             NotOpen::Stopped(Stop::Fatal(error)) => OpenError::Fatal(error),
             NotOpen::Stopped(Stop::Ended(ending)) => OpenError::Ended(ending),
@@ -423,9 +423,9 @@ impl OpeningEngine for Attempt<'_, '_> {
     async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
             Heard::Grant(view) => return Ok(Grant::Answered(view)),
-            Heard::Replicas => return Err(NotOpen::torn("the volume has other replicas now")),
+            Heard::Replicas => return Err(NotOpen::aborted("the volume has other replicas now")),
             // A replica that another engine has enlarged is taken only by one that knows of it.
-            Heard::Size => return Err(NotOpen::torn("the volume is to be larger now")),
+            Heard::Size => return Err(NotOpen::aborted("the volume is to be larger now")),
             Heard::Nothing => {}
         }
         if self.search.is_none() {
@@ -439,7 +439,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         if self.pinged.elapsed() >= PING_INTERVAL {
             self.pinged = Instant::now();
             for one in reached {
-                one.link.ping().map_err(|error| NotOpen::torn_by(one.replica, error))?;
+                one.link.ping().map_err(|error| NotOpen::aborted_by(one.replica, error))?;
             }
         }
         Ok(Grant::Nothing)
@@ -485,7 +485,8 @@ impl OpeningEngine for Attempt<'_, '_> {
         let connected = at_once(reached, |one| connect_queues(spec, one, connector, proposal));
         let mut connections: Vec<Vec<Connection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         for result in connected {
-            let (replica, opened) = result.map_err(|(replica, reason)| NotOpen::torn_by(replica, reason))?;
+            let (replica, opened) =
+                result.map_err(|(replica, reason)| NotOpen::aborted_by(replica, reason))?;
             let index = self.endpoints.iter().position(|endpoint| endpoint.replica == replica);
             if let Some(place) = index.and_then(|index| connections.get_mut(index)) {
                 *place = opened;

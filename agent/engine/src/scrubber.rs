@@ -296,7 +296,7 @@ impl Scrubber {
         let mut sums: Vec<_> = member_checksums.iter().map(|(peer, _)| (*peer, keep(*peer))).collect();
         let (odd, done) = match &scrub_result {
             ScrubResult::Equal => return Ok(sums),
-            ScrubResult::Torn(odd) => (odd.clone(), Done::Undecided),
+            ScrubResult::Undecided(odd) => (odd.clone(), Done::Undecided),
             // Some member does not report the shown sum.
             ScrubResult::LookFurther => {
                 (member_checksums.iter().map(|(peer, _)| *peer).collect(), Done::Undecided)

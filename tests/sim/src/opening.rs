@@ -168,7 +168,7 @@ impl Process {
                 }
                 Err(NotOpen::Deposed(holder)) => return self.depose(holder),
                 Err(NotOpen::Waiting(_)) => self.sleep(RETRY_US).await,
-                Err(NotOpen::Torn { .. } | NotOpen::Stopped(())) => {
+                Err(NotOpen::Aborted { .. } | NotOpen::Stopped(())) => {
                     let pause_us = u64::try_from(offenders.pause().as_micros()).unwrap_or(0);
                     self.sleep(RETRY_US.max(pause_us)).await;
                     self.take_next_generation();

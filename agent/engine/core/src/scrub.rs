@@ -171,7 +171,7 @@ mod tests {
         let scrub_result = |members| scrub_result_of(&sums, PeerMask::NONE, members);
         assert_eq!(scrub_result(members), ScrubResult::Odd { odd: vec![2], sources: vec![1, 3] });
         assert_eq!(scrub_result(mask(&[0, 1])), ScrubResult::Equal);
-        assert_eq!(scrub_result(mask(&[0, 1, 2])), ScrubResult::Torn(vec![1, 2]), "the third has left");
+        assert_eq!(scrub_result(mask(&[0, 1, 2])), ScrubResult::Undecided(vec![1, 2]), "the third has left");
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
         let scrub_result = |rotten, members| scrub_result_of(&sums, mask(rotten), mask(members));
         assert_eq!(scrub_result(&[0], &[0, 1]), ScrubResult::Odd { odd: vec![0], sources: vec![1] });
         assert_eq!(scrub_result(&[0, 2], &[0, 1, 2]), ScrubResult::Odd { odd: vec![0, 2], sources: vec![1] });
-        assert_eq!(scrub_result(&[0, 2], &[0, 2]), ScrubResult::Torn(vec![0, 2]), "no copy is sound");
+        assert_eq!(scrub_result(&[0, 2], &[0, 2]), ScrubResult::Undecided(vec![0, 2]), "no copy is sound");
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub enum ScrubResult {
         sources: Vec<PeerIndex>,
     },
     /// The evidence does not show which of these members is right.
-    Torn(Vec<PeerIndex>),
+    Undecided(Vec<PeerIndex>),
 }
 
 /// A member and its evidence.
@@ -61,7 +61,7 @@ pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
     if agree(member_checksums) {
         // If two members hold the same, the kept sum is wrong. A single one has no confirmation.
         return match member_checksums {
-            [(alone, checksums)] if checksums.contradicts_itself() => ScrubResult::Torn(vec![*alone]),
+            [(alone, checksums)] if checksums.contradicts_itself() => ScrubResult::Undecided(vec![*alone]),
             _ => ScrubResult::Equal,
         };
     }
@@ -116,7 +116,7 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
     let Some(largest) =
         readable.iter().map(|(_, checksums)| checksums.shown).max_by_key(|shown| with(*shown).count())
     else {
-        return ScrubResult::Torn(all());
+        return ScrubResult::Undecided(all());
     };
     let sources: Vec<PeerIndex> = with(largest).map(|(peer, _)| *peer).collect();
     if sources.len() == member_checksums.len() {
@@ -128,7 +128,7 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
         let odd = member_checksums.iter().map(|(peer, _)| *peer).filter(|peer| !sources.contains(peer));
         return ScrubResult::Odd { odd: odd.collect(), sources };
     }
-    ScrubResult::Torn(all())
+    ScrubResult::Undecided(all())
 }
 
 /// Returns the sum that a member keeps from now on, after this result. None: the sum is not known. No member
@@ -145,7 +145,7 @@ pub fn sum_to_keep(
         ScrubResult::Odd { odd, .. } => {
             !odd.contains(&peer) && (checksums.is_sound() || member_checksums.len() - odd.len() >= 2)
         }
-        ScrubResult::LookFurther | ScrubResult::Torn(_) => false,
+        ScrubResult::LookFurther | ScrubResult::Undecided(_) => false,
     };
     if is_confirmed { checksums.sum } else { checksums.kept }
 }
@@ -183,9 +183,9 @@ mod tests {
         assert_eq!(scrub_result(&[]), ScrubResult::Equal);
         assert_eq!(scrub_result(&[1]), ScrubResult::Equal);
         assert_eq!(scrub_result(&[1, 1]), ScrubResult::Equal);
-        assert_eq!(scrub_result(&[1, 2]), ScrubResult::Torn(vec![0, 1]));
-        assert_eq!(scrub_result(&[1, 2, 3]), ScrubResult::Torn(vec![0, 1, 2]));
-        assert_eq!(scrub_result(&[1, 1, 2, 2]), ScrubResult::Torn(vec![0, 1, 2, 3]));
+        assert_eq!(scrub_result(&[1, 2]), ScrubResult::Undecided(vec![0, 1]));
+        assert_eq!(scrub_result(&[1, 2, 3]), ScrubResult::Undecided(vec![0, 1, 2]));
+        assert_eq!(scrub_result(&[1, 1, 2, 2]), ScrubResult::Undecided(vec![0, 1, 2, 3]));
         assert_eq!(scrub_result(&[1, 2, 1]), odd(&[1], &[0, 2]));
         assert_eq!(scrub_result(&[1, 2, 1, 3, 1]), odd(&[1, 3], &[0, 2, 4]));
     }
@@ -198,14 +198,14 @@ mod tests {
             ("the minority is as it was", &[(2, 1, NONE), (2, 1, NONE), (1, 1, NONE)], odd(&[0, 1], &[2])),
             ("two that always differed", &[(1, 1, NONE), (2, 2, NONE)], ScrubResult::Equal),
             ("and a third is rotten", &[(1, 1, NONE), (2, 2, NONE), (3, 1, NONE)], odd(&[2], &[0, 1])),
-            ("both have changed", &[(2, 1, 2), (3, 1, 3)], ScrubResult::Torn(vec![0, 1])),
+            ("both have changed", &[(2, 1, 2), (3, 1, 3)], ScrubResult::Undecided(vec![0, 1])),
             ("nor here, but two agree", &[(2, 1, 2), (3, 1, 3), (2, NONE, 2)], odd(&[1], &[0, 2])),
             ("a new one without a sum is the same", &[(1, 1, NONE), (1, NONE, NONE)], ScrubResult::Equal),
             ("a new one is not", &[(1, 1, NONE), (2, NONE, NONE)], ScrubResult::LookFurther),
             ("a new one that shows the same", &[(1, 1, 7), (2, NONE, 7)], ScrubResult::Equal),
             ("a new one that shows something else", &[(1, 1, 7), (2, NONE, 8)], odd(&[1], &[0])),
             ("both agree against a kept sum", &[(2, 1, NONE), (2, 1, NONE)], ScrubResult::Equal),
-            ("alone, and not as it was", &[(2, 1, NONE)], ScrubResult::Torn(vec![0])),
+            ("alone, and not as it was", &[(2, 1, NONE)], ScrubResult::Undecided(vec![0])),
             ("alone, and as it was", &[(1, 1, NONE)], ScrubResult::Equal),
             ("alone, and unknown", &[(1, NONE, NONE)], ScrubResult::Equal),
         ];
@@ -218,7 +218,7 @@ mod tests {
     fn without_kept_sums_it_counts_what_is_shown() {
         assert_eq!(scrub_result(&[(1, NONE, NONE), (2, NONE, NONE)]), ScrubResult::LookFurther);
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7)]), ScrubResult::Equal, "laid out otherwise");
-        assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 8)]), ScrubResult::Torn(vec![0, 1]));
+        assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 8)]), ScrubResult::Undecided(vec![0, 1]));
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7), (3, NONE, 8)]), odd(&[2], &[0, 1]));
     }
 
@@ -231,13 +231,13 @@ mod tests {
             odd(&[1], &[0]),
             "the other copy cannot be read"
         );
-        assert_eq!(scrub_result(&[(2, 1, NONE), (NONE, NONE, NONE)]), ScrubResult::Torn(vec![0, 1]));
+        assert_eq!(scrub_result(&[(2, 1, NONE), (NONE, NONE, NONE)]), ScrubResult::Undecided(vec![0, 1]));
         assert_eq!(
             scrub_result(&[(1, NONE, 7), (2, NONE, 8), (NONE, 1, NONE)]),
-            ScrubResult::Torn(vec![0, 1, 2])
+            ScrubResult::Undecided(vec![0, 1, 2])
         );
-        assert_eq!(scrub_result(&[(NONE, 1, NONE), (NONE, 1, NONE)]), ScrubResult::Torn(vec![0, 1]));
-        assert_eq!(scrub_result(&[(NONE, NONE, NONE)]), ScrubResult::Torn(vec![0]));
+        assert_eq!(scrub_result(&[(NONE, 1, NONE), (NONE, 1, NONE)]), ScrubResult::Undecided(vec![0, 1]));
+        assert_eq!(scrub_result(&[(NONE, NONE, NONE)]), ScrubResult::Undecided(vec![0]));
     }
 
     #[test]

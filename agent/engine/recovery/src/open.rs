@@ -98,10 +98,10 @@ pub enum NotOpen<S> {
     Waiting(String),
     /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer
     /// generation, because a view's number never stands for two sets.
-    Torn {
+    Aborted {
         /// The reason, in words.
         reason: String,
-        /// The replica that has not done as it was asked, if it was one and that is not recorded yet.
+        /// The replica whose failed request ended the attempt; none if it is recorded already.
         by: Option<ReplicaId>,
     },
     /// A newer engine holds a replica.
@@ -112,13 +112,13 @@ pub enum NotOpen<S> {
 
 impl<S> NotOpen<S> {
     /// Returns the error of a failure without an offender.
-    pub fn torn(reason: impl Into<String>) -> NotOpen<S> {
-        NotOpen::Torn { reason: reason.into(), by: None }
+    pub fn aborted(reason: impl Into<String>) -> NotOpen<S> {
+        NotOpen::Aborted { reason: reason.into(), by: None }
     }
 
     /// Returns the error of a failed request to a replica.
-    pub fn torn_by(replica: ReplicaId, error: impl std::fmt::Display) -> NotOpen<S> {
-        NotOpen::Torn { reason: error.to_string(), by: Some(replica) }
+    pub fn aborted_by(replica: ReplicaId, error: impl std::fmt::Display) -> NotOpen<S> {
+        NotOpen::Aborted { reason: error.to_string(), by: Some(replica) }
     }
 }
 
@@ -184,7 +184,7 @@ pub trait OpeningEngine {
     ) -> Vec<(Reached<Self::Link>, Result<Option<KeptSets>, <Self::Link as Link>::Error>)>;
 
     /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with
-    /// [`NotOpen::torn_by`] if a member is to blame.
+    /// [`NotOpen::aborted_by`] if a member is to blame.
     async fn connect(
         &mut self,
         reached: Vec<Reached<Self::Link>>,
@@ -292,17 +292,17 @@ async fn await_grant<E: OpeningEngine>(
     let mut waits = 0;
     loop {
         if waits_max.is_some_and(|most| waits >= most) {
-            return Err(NotOpen::torn("the arbiter has not granted in time that replicas are left out"));
+            return Err(NotOpen::aborted("the arbiter has not granted in time that replicas are left out"));
         }
         waits = waits.saturating_add(1);
         match engine.next_grant(reached).await? {
             Grant::Answered(view) if view == change.target => return Ok(()),
             Grant::Answered(view) if view.id > change.honoured.committed.id => {
-                return Err(NotOpen::torn(format!(
+                return Err(NotOpen::aborted(format!(
                     "the arbiter has granted view {view}, which this start does not honour"
                 )));
             }
-            Grant::Back(replica) => return Err(NotOpen::torn(format!("{replica} is back"))),
+            Grant::Back(replica) => return Err(NotOpen::aborted(format!("{replica} is back"))),
             Grant::Answered(_) | Grant::Nothing => {}
         }
     }
@@ -344,7 +344,7 @@ async fn bring_through<E: OpeningEngine>(
         return Err(NotOpen::Deposed(holder));
     }
     if change.progress() != Progress::Through || kept.len() != view.members.len() {
-        return Err(NotOpen::torn(format!("view {view} is not through: {}", refused.join("; "))));
+        return Err(NotOpen::aborted(format!("view {view} is not through: {}", refused.join("; "))));
     }
     let combined = combine_sets(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
     let stamp = combined.first_stamp(stamps);
@@ -367,7 +367,7 @@ async fn bring_through<E: OpeningEngine>(
     })
 }
 
-/// Records which replica has torn an attempt.
+/// Records the replica that made an attempt fail.
 fn blamed<E: OpeningEngine>(
     engine: &mut E,
     offenders: &mut Offenders,
@@ -375,11 +375,11 @@ fn blamed<E: OpeningEngine>(
     error: NotOpen<E::Stop>,
 ) -> NotOpen<E::Stop> {
     match error {
-        NotOpen::Torn { reason, by: Some(replica) } => {
+        NotOpen::Aborted { reason, by: Some(replica) } => {
             engine.offended(replica, &reason);
-            let torn = NotOpen::torn(format!("{replica}: {reason}"));
+            let aborted = NotOpen::aborted(format!("{replica}: {reason}"));
             offenders.failed(replica, part, reason);
-            torn
+            aborted
         }
         error => error,
     }

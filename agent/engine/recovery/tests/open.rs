@@ -204,7 +204,7 @@ impl OpeningEngine for Engine {
         for mut one in reached {
             conclude(&mut one, proposal).await.unwrap();
             if self.unconnected == Some(one.replica) {
-                return Err(NotOpen::torn_by(one.replica, "a queue is not connected"));
+                return Err(NotOpen::aborted_by(one.replica, "a queue is not connected"));
             }
             members.push(one.replica);
         }
@@ -300,7 +300,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
         let mut engine = engine(2, &[1], false);
         engine.grants = [grant].into();
         let error = open(&mut engine, &volume(2)).unwrap_err();
-        assert!(matches!(error, NotOpen::Torn { .. }), "{grant:?}: {error:?}");
+        assert!(matches!(error, NotOpen::Aborted { .. }), "{grant:?}: {error:?}");
         assert_eq!(calls(&engine), ["ask", "wait", "ask no more"], "{grant:?}");
     }
 }
@@ -336,7 +336,7 @@ fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_en
         let mut engine = engine(3, &[1, 2, 3], false);
         engine.reached[1].link.answer = Err(answer);
         match open(&mut engine, &volume(3)).unwrap_err() {
-            NotOpen::Torn { reason, .. } => {
+            NotOpen::Aborted { reason, .. } => {
                 assert!(answer.is_refusal() && reason.contains("Refuses"), "{reason}")
             }
             NotOpen::Deposed(by) => assert_eq!((by, answer), (holder, Broken::Deposed(holder))),
@@ -367,8 +367,8 @@ fn attempt_with_a_liar(
 /// Makes the attempts after which the second is an offender.
 fn fail(offenders: &mut Offenders, count: u64, change: impl Fn(&mut Engine)) {
     for _ in 0..3 {
-        let (torn, _) = attempt_with_a_liar(offenders, count, &change);
-        assert!(matches!(torn, Err(NotOpen::Torn { by: None, .. })), "{torn:?}");
+        let (aborted, _) = attempt_with_a_liar(offenders, count, &change);
+        assert!(matches!(aborted, Err(NotOpen::Aborted { by: None, .. })), "{aborted:?}");
     }
 }
 
@@ -376,8 +376,8 @@ fn fail(offenders: &mut Offenders, count: u64, change: impl Fn(&mut Engine)) {
 fn a_replica_that_fails_again_and_again_keeps_no_volume_from_opening() {
     let mut offenders = Offenders::default();
     for _ in 0..3 {
-        let (torn, calls) = attempt_with_a_liar(&mut offenders, 3, |_| {});
-        assert!(matches!(torn, Err(NotOpen::Torn { .. })), "{torn:?}");
+        let (aborted, calls) = attempt_with_a_liar(&mut offenders, 3, |_| {});
+        assert!(matches!(aborted, Err(NotOpen::Aborted { .. })), "{aborted:?}");
         assert!(calls.contains(&format!("{} offends", id(2))), "{calls:?}");
     }
     let (opened, calls) = attempt_with_a_liar(&mut offenders, 3, |_| {});
@@ -432,8 +432,8 @@ fn the_wait_for_that_grant_ends_and_the_next_attempt_has_all() {
     let mut offenders = Offenders::default();
     fail(&mut offenders, 2, |_| {});
     let silent = |engine: &mut Engine| engine.is_arbiter_silent = true;
-    let (torn, calls) = attempt_with_a_liar(&mut offenders, 2, silent);
-    assert!(matches!(torn, Err(NotOpen::Torn { by: None, .. })), "{torn:?}");
+    let (aborted, calls) = attempt_with_a_liar(&mut offenders, 2, silent);
+    assert!(matches!(aborted, Err(NotOpen::Aborted { by: None, .. })), "{aborted:?}");
     assert_eq!(calls.iter().filter(|call| *call == "wait").count(), 20);
     assert!(!calls.iter().any(|call| call.ends_with("propose")), "{calls:?}");
     let well = |engine: &mut Engine| engine.reached[1].link.answer = Ok(());
@@ -450,8 +450,8 @@ fn an_offender_that_the_start_needs_is_asked_again() {
     };
     fail(&mut offenders, 3, lose);
     for _ in 0..4 {
-        let (torn, calls) = attempt_with_a_liar(&mut offenders, 3, lose);
-        assert!(matches!(torn, Err(NotOpen::Torn { .. })), "{torn:?}");
+        let (aborted, calls) = attempt_with_a_liar(&mut offenders, 3, lose);
+        assert!(matches!(aborted, Err(NotOpen::Aborted { .. })), "{aborted:?}");
         assert!(calls.contains(&format!("{} propose", id(2))), "{calls:?}");
         assert!(!calls.contains(&"note lost writes".to_owned()), "{calls:?}");
     }
@@ -467,7 +467,7 @@ fn a_member_whose_queues_cannot_be_connected_is_left_out_too() {
     };
     for _ in 0..3 {
         match attempt(&mut offenders) {
-            Err(NotOpen::Torn { reason, .. }) => assert!(reason.contains(&id(2).to_string()), "{reason}"),
+            Err(NotOpen::Aborted { reason, .. }) => assert!(reason.contains(&id(2).to_string()), "{reason}"),
             other => panic!("{other:?}"),
         }
     }

@@ -129,11 +129,11 @@ impl OpeningEngine for Attempt {
                 }
                 if has_others {
                     sim.count("starts with another list of replicas");
-                    return Poll::Ready(Err(NotOpen::torn("the volume has other replicas now")));
+                    return Poll::Ready(Err(NotOpen::aborted("the volume has other replicas now")));
                 }
                 if is_larger {
                     sim.count("starts with another size");
-                    return Poll::Ready(Err(NotOpen::torn("the volume is to be larger now")));
+                    return Poll::Ready(Err(NotOpen::aborted("the volume is to be larger now")));
                 }
             }
             let mut back = None;
@@ -189,7 +189,7 @@ impl OpeningEngine for Attempt {
         let connect = |one| process.connect_member(one, proposal, replicas);
         let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;
         let links: Result<Vec<_>, ReplicaId> = connected.into_iter().collect();
-        let links = links.map_err(|replica| NotOpen::torn_by(replica, "a queue is not connected"))?;
+        let links = links.map_err(|replica| NotOpen::aborted_by(replica, "a queue is not connected"))?;
         let into_conns = |(peer, links): (usize, Vec<Via<Wire>>)| {
             (peer, links.into_iter().map(|link| link.0.into_conn()).collect())
         };

@@ -101,7 +101,7 @@ impl EngineCore {
         let Some(Job::Check(check)) = self.job(id) else { return };
         let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
         let scrub_result = match is_unreadable {
-            true => ScrubResult::Torn(members.iter().collect()),
+            true => ScrubResult::Undecided(members.iter().collect()),
             false => scrub_result_of(&check.sums, rotten, members),
         };
         // In other blocks the sound one may be wrong.
@@ -116,7 +116,7 @@ impl EngineCore {
             ScrubResult::Odd { odd, sources } if wants_repair => {
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
-            ScrubResult::Odd { odd, .. } | ScrubResult::Torn(odd) => {
+            ScrubResult::Odd { odd, .. } | ScrubResult::Undecided(odd) => {
                 self.suspects.end_check(true);
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
