@@ -59,15 +59,15 @@ pub(crate) fn bind(from: &Path, to: &Path, read_only: bool) -> Result<(), CsiErr
     Ok(tool.arg(from).arg(to).succeed().map(drop)?)
 }
 
-/// Unmounts everything that is mounted at `point` and for which `may_go` is true.
+/// Unmounts everything that is mounted at `point` and for which `check_may_unmount` is true.
 pub(crate) fn unmount_all(
     point: &Path,
-    may_go: impl Fn(&Mount) -> Result<(), CsiError>,
+    check_may_unmount: impl Fn(&Mount) -> Result<(), CsiError>,
 ) -> Result<(), CsiError> {
     for _ in 0..STACKED_MAX {
         let table = read_table()?;
         let Some(mount) = table.at(point) else { return Ok(()) };
-        may_go(mount)?;
+        check_may_unmount(mount)?;
         // Not looked up on the way: a device that does not answer would hang that.
         let tool = Tool::new("umount", MOUNT_LIMIT).args(["--no-canonicalize", "--"]).arg(point);
         tool.succeed().map_err(|error| CsiError::Unavailable(format!("{}: {error}", point.display())))?;
@@ -112,7 +112,7 @@ pub(crate) fn create_target(path: &Path, kind: TargetKind) -> Result<bool, CsiEr
         Ok(meta) if meta.is_dir() == (kind == TargetKind::Directory) && !meta.is_symlink() => {
             return is_unused(path, &meta).and_then(|unused| match unused {
                 true => Ok(false),
-                false => Err(has_data(path)),
+                false => Err(not_empty(path)),
             });
         }
         // The other kind of an empty place, from another life of this path.
@@ -136,7 +136,7 @@ pub(crate) fn remove_target(path: &Path) -> Result<(), CsiError> {
         other => other.map_err(CsiError::system(path.display()))?,
     };
     if !is_unused(path, &meta)? {
-        return Err(has_data(path));
+        return Err(not_empty(path));
     }
     let removed = if meta.is_dir() { fs::remove_dir(path) } else { fs::remove_file(path) };
     removed.map_err(CsiError::system(path.display()))
@@ -149,7 +149,7 @@ fn is_unused(path: &Path, meta: &fs::Metadata) -> Result<bool, CsiError> {
     Ok(meta.is_file() && meta.len() == 0)
 }
 
-fn has_data(path: &Path) -> CsiError {
+fn not_empty(path: &Path) -> CsiError {
     let hint = "no volume is mounted there, and something has written to it: move that away";
     CsiError::Precondition(format!("{} is not empty: {hint}", path.display()))
 }

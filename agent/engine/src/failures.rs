@@ -1,8 +1,7 @@
-//! Errors that reach the user of the device: each kind of trouble leaves a trace, and a storm of errors
-//! floods no log.
+//! Logs the errors that reach the user of the device, and limits their rate.
 //!
-//! A queue thread only hands them over: it never writes to the log itself. The log may be on this very
-//! volume, and then a thread that waits for the log would wait for itself.
+//! A queue thread passes the errors to the main thread, and never writes to the log itself. The log may be on
+//! this volume, and the thread would then wait for its own requests.
 
 use std::time::{Duration, Instant};
 

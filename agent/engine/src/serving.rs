@@ -1,5 +1,5 @@
-//! Runs the main thread while the volume is served: shows events, carries out orders of the control socket,
-//! and sends rebuild tasks to replicas outside the view.
+//! Runs the main thread while the volume is served: reports events, executes commands of the control socket,
+//! and starts rebuild tasks for replicas outside the view.
 
 mod commands;
 mod members;
@@ -32,8 +32,8 @@ use crate::state::EngineState;
 use crate::status::{self, Meter};
 use moves::Moves;
 
-/// The interval of asking the core for the progress of running copies. People read it, and asking takes the
-/// core's lock.
+/// The interval of reading the progress of running copies from the core. It is for people, and reading it
+/// takes the core's lock.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval of looking at members that are to be moved to new addresses. Requests do not wait for a move,
 /// but an old address may be removed from the host soon.
@@ -72,10 +72,10 @@ pub struct Serving<'a> {
 }
 
 impl<'a> Serving<'a> {
-    /// Sends rebuild tasks for all replicas that are not in the view.
+    /// Starts rebuild tasks for all replicas that are not in the view.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// No thread can be started.
     pub fn new(
         spec: &'a mut EngineSpec,
         state: &'a mut EngineState,

@@ -1,4 +1,4 @@
-//! Devices of the kernel that an engine has left behind which does not come back.
+//! Devices of the kernel whose engine has ended and does not come back.
 
 use std::path::Path;
 
@@ -6,8 +6,8 @@ use shorthorn_types::VolumeName;
 
 use crate::{FrontendError, node, remove_iscsi_leftovers, remove_nbd_leftovers, ublk};
 
-/// Removes every device of `volume`, and their names in `device_dir`. Requests that wait there fail, and
-/// their users see errors: otherwise they would wait for ever, and so would an unmount.
+/// Removes every device of `volume`, and their nodes in `device_dir`. Waiting requests fail, and their users
+/// get errors. Otherwise the requests, and an unmount, would wait for ever.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] if a living process serves one.

@@ -1,7 +1,7 @@
 //! Device nodes: `/dev/longhorn/<volume>`, and the users of a block device.
 //!
-//! A node is a name for a device number and outlives the device. So a node says nothing before sysfs has been
-//! asked whether the number still belongs to a device.
+//! A node is a name for a device number, and outlives the device. It counts only if sysfs shows that the number
+//! still belongs to a device.
 
 mod removal;
 mod udev;

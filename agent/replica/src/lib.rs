@@ -7,23 +7,25 @@
 //! - The *data* thread does everything else: it has the ring, the buffers, the directory and all connections,
 //!   and shares none of them.
 //!
-//! The replica promises engines: after an answer to WRITE, DISCARD or WRITE_ZEROES later reads see it. After
-//! an answer to FLUSH everything answered before is durable, and with FUA the same holds for one request. The
-//! generation and the views are durable before they are answered. When a sync has failed once, the replica
-//! serves nothing any more: the status reports that, and every answer is EIO. The process ends when no engine
-//! is connected any more, and only if a note on the disk says that data may be lost; the next one serves
-//! again. If that happens again and again, it waits before it ends.
+//! Guarantees of the replica:
+//! - After an answer to WRITE, DISCARD or WRITE_ZEROES, later reads return the new data.
+//! - After an answer to FLUSH, all data of earlier answers is durable. With FUA, that holds for one request.
+//! - The generation and the views are durable before they are answered.
+//! - When a sync has failed once, the replica serves nothing any more: the status reports that, and every
+//!   answer is EIO. The process ends when no engine is connected any more, and only after the disk has a
+//!   durable record that data may be lost. The next process serves again. After repeated failures, the
+//!   process waits before it ends.
 //!
-//! A region that is about to be modified is marked dirty first, durably. The intent set tells a new engine
-//! where replicas may differ. The set of each absent replica has the regions that it has missed. The rules
+//! A region that is about to be modified is marked dirty first, durably. The intent set has the regions in
+//! which replicas may differ. The set of each absent replica has the regions that it has missed. The rules
 //! are in `shorthorn-regions`.
 //!
-//! A replica that is no member can be made a copy of another one. It gets the same layers, the snapshots one
-//! by one, and reports that it is being rebuilt until the engine ends the copy.
+//! A replica that is not a member can receive a full copy of another one. It gets the same layers, the
+//! snapshots one by one, and reports that it is being rebuilt until the engine ends the copy.
 //!
-//! Engines promise: no two requests in flight modify data and overlap, rounded to 4 KiB. If one breaks that,
-//! the overlapping blocks hold any mixture; all other data is safe. An idle engine sends a PING now and then:
-//! a connection that is silent for 60 seconds is closed.
+//! Engines guarantee that no two requests in flight modify the same block of 4 KiB. If an engine breaks that,
+//! the overlapping blocks may have data of both; all other data is safe. The replica closes a connection that
+//! is silent for 60 seconds; an idle engine sends a PING before that.
 #![forbid(unsafe_code)]
 
 mod accept;

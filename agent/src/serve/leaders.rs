@@ -1,5 +1,5 @@
-//! The newest leader that has called. A controller that was paused may wake after another one has taken
-//! over, and send calls that it decided on before: it changes nothing here any more.
+//! Refuses changes by a former leader. A controller that was paused may continue after another one has taken
+//! over, and send calls that it decided on before.
 //!
 //! Calls of an engine have the number of its attachment, and replicas keep the generation. A stop of a
 //! replica, a salvage, a disk and a start after an undeletion have neither. So the rule is the same for all
@@ -43,11 +43,11 @@ struct Newest {
 }
 
 impl Leaders {
-    /// Lets the call through, or says why not. `owner`: the cluster of this node. A call without a number is
-    /// of an earlier release, or of a controller with a store of its own, of which there is one at a time.
+    /// Admits or refuses the call. `owner` is the cluster of this node. A call without a number comes from an
+    /// earlier release, or from a controller with a store of its own: only one controller runs then.
     ///
     /// # Errors
-    /// [`NodeError::Precondition`]: it changes something, and a newer leader has called.
+    /// [`NodeError::Precondition`]: the call changes something, and a newer leader has called.
     pub fn admit(&self, request: &http::Request<Body>, owner: &str) -> Result<(), NodeError> {
         let text = |name: &str| request.headers().get(name).map(http::HeaderValue::to_str);
         let Some(number) = text(LEADER_HEADER) else { return Ok(()) };

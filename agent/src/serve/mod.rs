@@ -1,12 +1,12 @@
 //! `shorthorn-agent serve`: the agent of a node.
 //!
-//! It holds no state that matters to I/O. Spec files list the instances that should run; systemd, or pid
-//! files and control sockets, show the running ones. So the agent may end at any moment, and the next one
+//! I/O does not depend on the state of the agent. Spec files list the instances that should run; systemd, or
+//! pid files and control sockets, show the running ones. So the agent may end at any moment, and the next one
 //! continues.
 //!
-//! After the host was restarted, neither engines nor replicas are started by the agent. An engine needs a
-//! new number of attachment, which only the controller can give, and the controller knows which replicas it
-//! wants. Their spec files are still there, and they are listed as stopped.
+//! After a restart of the host, the agent starts neither engines nor replicas. An engine needs a new number
+//! of its attachment, which only the controller can issue, and the controller decides which replicas have to
+//! run. Their spec files still exist, and the agent lists them as stopped.
 
 mod claim;
 pub mod config;
@@ -64,18 +64,18 @@ use network::DataNetwork;
 use service::NodeService;
 use tls::{NodeTls, TlsService};
 
-/// Requests that are large are wrong: the largest, for an engine with eight replicas, has a few KiB.
+/// The maximum size of a request. The largest valid one, for an engine with eight replicas, has a few KiB.
 const REQUEST_MAX_BYTES: usize = 256 << 10;
-/// A list of CAs has up to 16384 serial numbers.
+/// The maximum size of a trust list, which has up to 16384 serial numbers.
 const TRUST_MAX_BYTES: usize = 2 << 20;
-/// Time between two searches for old state of engines. They are some hundred bytes each.
+/// The interval of searching for old state of engines. Each state file has some hundred bytes.
 const ENGINE_STATES_EVERY: Duration = Duration::from_hours(1);
-/// Calls that one client may have under way.
+/// The maximum number of concurrent calls of one client.
 const CALLS_MAX: usize = 64;
-/// A client that does not answer is given up after twice this, so that its watches end. The watches of a dead
-/// client cost memory only.
+/// The interval of keepalives. The connection of a client that does not answer ends after twice this, and so
+/// do its watches. The watches of a dead client cost memory only.
 const KEEPALIVE: Duration = Duration::from_secs(20);
-/// Calls that are under way when the agent stops have so long. They are safe to repeat.
+/// The time limit of calls in progress when the agent stops. They are safe to repeat.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);
 /// The time limit of the first look at new disks. A later look prepares those that are left.
 const PREPARE_LIMIT: Duration = Duration::from_secs(5);

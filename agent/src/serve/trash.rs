@@ -1,14 +1,13 @@
 //! The trash of a disk, which keeps the directories of deleted replicas for a while.
 //!
-//! Each has a folder of its own in `replicas/.shorthorn-trash`, on the file system of the replicas: a checked
-//! record, and the unchanged directory. The record is durable before the directory is moved, so a directory
-//! in the trash always has its identity. A folder without a directory is the remains of a move that was
-//! interrupted before or after it, and holds nothing.
+//! Each directory has a folder of its own in `replicas/.shorthorn-trash`, on the file system of the replicas.
+//! The folder has a checked record, and the unchanged directory. The record is durable before the directory
+//! is moved, so a directory in the trash always has its identity. A folder without a directory remains from a
+//! move that was interrupted before or after it, and holds no data.
 //!
-//! A restored directory leaves its folder behind, with the record and a mark. For as long as the directory is
-//! in place it is listed as restored. So an interrupted undeletion finds the directories again that it has
-//! restored, and removes the rest of the folder at the end. A directory without an owner is never out of
-//! sight.
+//! The folder of a restored directory stays, with the record and a mark. The agent lists the directory as
+//! restored as long as it is in place. So an interrupted undeletion finds the directories that it has
+//! restored, and removes the folders at the end. A directory without an owner is thus always listed.
 //!
 //! A folder that is deleted for good is renamed first, so that a partly deleted directory is never restored.
 //! A deletion holds the lock that each process of a replica takes, and so does an export.
@@ -34,8 +33,8 @@ use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 use crate::serve::salvage;
 
-/// Below the folder of replicas. Longhorn takes names that end in a hyphen and eight letters or digits for
-/// replicas.
+/// The folder of the trash, below the folder of replicas. Longhorn does not take it for a replica: its
+/// replicas have names that end in a hyphen and eight letters or digits.
 const TRASH: &str = ".shorthorn-trash";
 const RECORD: &str = "record.json";
 const DIRECTORY: &str = "replica";
@@ -53,7 +52,7 @@ const SWEEP_EVERY: Duration = Duration::from_secs(10);
 pub struct TrashLimits {
     /// The retention; zero keeps nothing.
     pub keep: Duration,
-    /// If less of the disk is free, the oldest go.
+    /// The share of free space below which the oldest directories are deleted.
     pub free_percent: u32,
 }
 

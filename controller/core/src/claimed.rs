@@ -1,9 +1,8 @@
-//! Tracks the volumes that PersistentVolumes of Kubernetes keep: their data is not deleted, whatever the
-//! request.
+//! Tracks the volumes that PersistentVolumes of Kubernetes need: the controller refuses to delete their data.
 //!
-//! The note is in the status of the volume. So the admission policy, which sees only the object to delete,
-//! refuses the same as the controller. A VolumeAttachment names a PersistentVolume, which its attacher keeps
-//! for as long, so it needs no note.
+//! The record is in the status of the volume. So the admission policy, which sees only the object to delete,
+//! refuses the same requests as the controller. A VolumeAttachment needs no record: it names a
+//! PersistentVolume, which its attacher keeps meanwhile.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -29,11 +29,11 @@ pub struct Left {
 pub enum Leaves {
     /// The replica leaves its volume, because its object was deleted.
     Volume,
-    /// A node, as everything there.
+    /// The node is drained or deleted.
     Node,
-    /// A disk, as everything there; the node stays.
+    /// The disk is drained.
     Disk,
-    /// Only this replica leaves its place, for a better one.
+    /// The replica leaves its place for a better one.
     Location,
 }
 

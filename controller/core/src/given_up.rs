@@ -8,7 +8,7 @@ use crate::{ClusterState, NodeName};
 pub fn node(cluster: &ClusterState, node: &NodeName) -> bool {
     match cluster.nodes.get(node.as_str()) {
         Some(node) => node.metadata.is_deleting(),
-        // Its object is there all the same if it was only left out.
+        // A node whose object was only left out has an object.
         None => cluster.unknown(&Key::new(Kind::Node, node.as_str())).is_none(),
     }
 }

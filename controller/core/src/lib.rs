@@ -5,11 +5,11 @@
 //! - [`observed`]: the current views of the agents; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`schema`]: the objects as schemas of custom resources.
-//! - [`scheduler`]: the places of the replicas of a new volume, or the reason why it has none.
+//! - [`scheduler`]: nodes and disks for replicas, or the reason why none fits.
 //! - [`csi`]: the meaning of CSI calls for the stored objects.
 //! - [`discovery`]: which nodes of a Kubernetes cluster have an agent.
-//! - [`claimed`]: which volumes a PersistentVolume of Kubernetes keeps.
-//! - [`doctor`]: whether the cluster is set up well, check by check.
+//! - [`claimed`]: which volumes a PersistentVolume of Kubernetes needs.
+//! - [`doctor`]: the checks of the setup of a cluster, with remedies.
 //! - [`drain`]: the replicas that are left on a drained node.
 //! - [`left_out`]: stored objects that the controller cannot use, and that still count.
 //! - [`given_up`]: nodes and disks that do not come back.
@@ -18,10 +18,10 @@
 //! - [`overview`]: the whole cluster on one screen.
 //! - [`rebalance`]: which replicas would be better elsewhere.
 //! - [`requests`]: the changes of an API call in the stored objects, or the reason of its refusal.
-//! - [`salvage`]: the losses with each replica as the only one.
+//! - [`salvage`]: the replicas that a salvage may choose, and the losses with each.
 //! - [`lost_node_pods`]: which pods of a lost node are to be force-deleted.
 //! - [`event_correlator`]: the choice and the rate of events for people.
-//! - [`dead_mounts`]: which pods are ended, as their device is gone.
+//! - [`dead_mounts`]: which pods are deleted because their device is gone.
 //! - [`undelete`]: restores a deleted volume from the trash of its disks.
 //! - [`why`]: the problems of a volume, in sentences.
 //!
@@ -32,13 +32,13 @@
 //! The order that keeps data safe, in one place:
 //! 1. `volume.status.attach` is raised and stored before any engine is started with that number.
 //! 2. `engine.status.currentState` leaves `stopped` before the first start call, and becomes `stopped`
-//!    only after a stop call was answered: a stored `stopped` is a promise that no start is under way.
-//! 3. `replica.spec.desireState` is `running` before the first call that may make a directory, and is taken
-//!    back only once the status says that a process and a directory may be there. `replica.status.data`
+//!    only after a stop call was answered. A stored `stopped` therefore proves that no start is in progress.
+//! 3. `replica.spec.desireState` is `running` before the first call that may create a directory. It is
+//!    withdrawn only once the status says that a process and a directory may exist. `replica.status.data`
 //!    becomes `present` in the same write that publishes the replica's addresses. An engine gets only
 //!    published addresses, so no directory that an engine has used is ever recreated.
-//! 4. Data is deleted for a replica whose deletion was asked for: by the deletion of its volume, or because
-//!    it was replaced. The latter is asked for, and done, only while the engine serves with the configured
+//! 4. The data of a replica is deleted only if its deletion was requested: by the deletion of its volume, or
+//!    because it was replaced. A replaced replica is deleted only while the engine serves with the configured
 //!    number of members and does not know that replica any more.
 //! 5. A grant of the arbiter is stored in the volume, by the compare-and-swap that also holds the number of
 //!    the attachment, before any engine gets it.

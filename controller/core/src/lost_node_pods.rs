@@ -120,7 +120,7 @@ impl Attachment {
 
 /// The reason why a pod stays.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum KeepReason {
     /// Kubernetes has not deleted the pod.
     NotDeleted,
     /// The pod has this much time left.
@@ -135,21 +135,23 @@ pub enum Why {
     Finalizers(Vec<String>),
 }
 
-impl Why {
+impl KeepReason {
     /// Returns the advice for people, if they have to act.
     #[must_use]
     pub fn advice(&self) -> Option<String> {
         match self {
-            Why::OtherDriver(driver) => Some(format!(
+            KeepReason::OtherDriver(driver) => Some(format!(
                 "not force-deleted: the pod also has a disk of {driver} there, which may still be written \
                  to. Once the node is certainly off, run kubectl delete pod --force"
             )),
-            Why::Finalizers(names) => Some(format!(
+            KeepReason::Finalizers(names) => Some(format!(
                 "the pod is deleted, and its object waits for its finalizers: \
                  {}",
                 names.join(", ")
             )),
-            Why::NotDeleted | Why::Time(_) | Why::OfItsNode(_) | Why::NotOurs => None,
+            KeepReason::NotDeleted | KeepReason::Time(_) | KeepReason::OfItsNode(_) | KeepReason::NotOurs => {
+                None
+            }
         }
     }
 }
@@ -160,7 +162,7 @@ pub struct PodPlan {
     /// Pods to delete at once, without a confirmation that they have ended.
     pub force_delete: Vec<Pod>,
     /// Pods that stay.
-    pub keep: Vec<(Pod, Why)>,
+    pub keep: Vec<(Pod, KeepReason)>,
     /// Attachments to delete, because no pod uses them.
     pub detach: Vec<Attachment>,
     /// Look again after this time even if nothing changes.
@@ -179,7 +181,7 @@ pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Tim
         match why_not(machine, pod, attachments, now) {
             None => plan.force_delete.push(pod.clone()),
             Some(why) => {
-                if let Why::Time(left) = why {
+                if let KeepReason::Time(left) = why {
                     plan.look_again = Some(plan.look_again.map_or(left, |sooner| sooner.min(left)));
                 }
                 plan.keep.push((pod.clone(), why));
@@ -204,23 +206,24 @@ pub fn volumes_of<'a>(pod: &'a Pod, attachments: &'a [Attachment]) -> impl Itera
 }
 
 /// Returns the reason why the pod stays; none if it is to be force-deleted.
-fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timestamp) -> Option<Why> {
+fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timestamp) -> Option<KeepReason> {
     if pod.owner != Owner::Any {
-        return Some(Why::OfItsNode(pod.owner));
+        return Some(KeepReason::OfItsNode(pod.owner));
     }
     if volumes_of(pod, attachments).next().is_none() {
-        return Some(Why::NotOurs);
+        return Some(KeepReason::NotOurs);
     }
-    let Some(gone_by) = pod.gone_by else { return Some(Why::NotDeleted) };
+    let Some(gone_by) = pod.gone_by else { return Some(KeepReason::NotDeleted) };
     let left_ms = gone_by.as_millisecond().saturating_sub(now.as_millisecond());
     if let Ok(left_ms @ 1..) = u64::try_from(left_ms) {
-        return Some(Why::Time(Duration::from_millis(left_ms)));
+        return Some(KeepReason::Time(Duration::from_millis(left_ms)));
     }
     if let Some(driver) = other_driver(machine, pod, attachments) {
-        return Some(Why::OtherDriver(driver));
+        return Some(KeepReason::OtherDriver(driver));
     }
     // Nothing more can be said than that it has ended.
-    (pod.is_ended_by_force && !pod.finalizers.is_empty()).then(|| Why::Finalizers(pod.finalizers.clone()))
+    (pod.is_ended_by_force && !pod.finalizers.is_empty())
+        .then(|| KeepReason::Finalizers(pod.finalizers.clone()))
 }
 
 /// Returns a driver of which the pod has a disk there, or may have.

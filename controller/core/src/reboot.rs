@@ -1,19 +1,19 @@
 //! Decides whether a node can be restarted, as for maintenance: lists the volumes that would have too few
 //! replicas meanwhile.
 //!
-//! A volume that is not attached needs nothing: the data on its disks is there again afterwards. An attached
-//! one needs at least one member of its view elsewhere, and at least half of the view. With less its engine
-//! stops serving, and no other one can start. Exactly half continues with the arbiter's grant
+//! A volume that is not attached needs no node: its data is available again after the restart. An attached
+//! volume needs at least one member of its view elsewhere, and at least half of the view. With fewer its
+//! engine stops serving, and no other one can start. Exactly half continues with the arbiter's grant
 //! (`views::Arbiter`).
 //!
-//! While members are missing and are on their way, half of the configured number, rounded up, has to be
-//! elsewhere too. So nodes that are restarted one after another wait for each other's replicas. If the
-//! missing ones have no place, as on too few nodes, only the view counts: otherwise no node could ever be
+//! While missing members are being rebuilt, half of the configured number, rounded up, has to be elsewhere
+//! too. So nodes that are restarted one after another wait for each other's replicas. If the missing ones
+//! cannot be scheduled, for example on too few nodes, only the view counts. Otherwise no node could ever be
 //! restarted.
 //!
-//! Machines that are cordoned in Kubernetes are about to go: their members do not count for machines that
-//! were cordoned later, or not at all. So drains at the same time cannot each count on the other's node; the
-//! first one goes.
+//! Machines that are cordoned in Kubernetes are about to restart: their members do not count for machines
+//! that were cordoned later, or not at all. Of two concurrent drains, the first one therefore proceeds, and
+//! the second one waits.
 
 pub mod guards;
 

@@ -8,14 +8,14 @@ use std::collections::BTreeSet;
 use crate::objects::{DataState, Replica, Volume};
 use crate::{ClusterState, given_up};
 
-/// The chance of a volume with its remaining replicas, the best first.
+/// The outcome for a volume with its remaining replicas, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Survivors {
     /// The volume continues, or starts again, with the remaining replicas.
     Enough,
     /// The complete members that are left are too few to start without a salvage.
     TooFew,
-    /// No replica is left that has everything, as far as is known.
+    /// No complete replica is left, as far as the controller knows.
     NoCopy,
 }
 

@@ -12,7 +12,7 @@ use super::calls::limited;
 use super::doctor::CheckOutput;
 use super::error::CtlError;
 use super::format::Format;
-use super::list::{Lister, Options, What, watch};
+use super::list::{ListKind, Lister, Options, watch};
 use super::placement::of_tags;
 use super::reach::{Cluster, Reached, reach};
 use super::rebalance::{describe, rebalance};
@@ -59,7 +59,7 @@ impl Session {
             CtlCommand::Volume(command) => session.volume(command).await?,
             CtlCommand::Replica(ReplicaCommand::List { volume, node, options }) => {
                 let (volume, node) = (volume.unwrap_or_default(), node.unwrap_or_default());
-                session.list(What::Replicas { volume, node }, options).await?
+                session.list(ListKind::Replicas { volume, node }, options).await?
             }
             CtlCommand::Replica(ReplicaCommand::Evict { name, no_wait, timeout }) => {
                 placement::evict(&mut session.client, &session.server, name, (!no_wait).then_some(timeout))
@@ -140,7 +140,7 @@ impl Session {
             VolumeCommand::List { namespace, options } => {
                 let workloads = self.format != Format::Table && self.format != Format::Name;
                 let namespace = namespace.unwrap_or_default();
-                self.list(What::Volumes { namespace, workloads }, options).await
+                self.list(ListKind::Volumes { namespace, workloads }, options).await
             }
             VolumeCommand::Inspect { name } => self.inspect(name).await,
             VolumeCommand::Why { name } => {
@@ -185,7 +185,7 @@ impl Session {
                 self.remove_trash(name, replica.unwrap_or_default(), yes).await
             }
             VolumeCommand::Trash { name, order, .. } => {
-                self.list(What::Trash { volume: name.unwrap_or_default() }, order.into()).await
+                self.list(ListKind::Trash { volume: name.unwrap_or_default() }, order.into()).await
             }
             VolumeCommand::Undelete { name } => self.undelete(name).await,
         }
@@ -376,7 +376,7 @@ impl Session {
     }
 
     /// Returns a list as text. A watched list is written while it changes.
-    async fn list(&mut self, what: What, options: Options) -> Result<String, CtlError> {
+    async fn list(&mut self, what: ListKind, options: Options) -> Result<String, CtlError> {
         let is_watched = options.order.watch;
         let lister = Lister { client: self.client.clone(), what, options };
         if is_watched {
@@ -411,7 +411,7 @@ impl Session {
             ..v1::SetNodeRequest::default()
         };
         let request = match command {
-            NodeCommand::List { options } => return self.list(What::Nodes, options).await,
+            NodeCommand::List { options } => return self.list(ListKind::Nodes, options).await,
             NodeCommand::Inspect { name } => {
                 let request = limited(v1::InspectNodeRequest { name });
                 let found = self.client.inspect_node(request).await.map_err(self.error())?.into_inner();
@@ -515,7 +515,7 @@ impl Session {
             }
             DiskCommand::List { options } => {
                 // Programs have got disks with their nodes from the beginning.
-                let what = if self.format.is_for_people() { What::Disks } else { What::Nodes };
+                let what = if self.format.is_for_people() { ListKind::Disks } else { ListKind::Nodes };
                 return self.list(what, options).await;
             }
             DiskCommand::Remove { node, path, lost, force, yes } => {
@@ -553,7 +553,7 @@ impl Session {
 
     async fn orphan(&mut self, command: OrphanCommand) -> Result<String, CtlError> {
         match command {
-            OrphanCommand::List { order } => self.list(What::Orphans, order.into()).await,
+            OrphanCommand::List { order } => self.list(ListKind::Orphans, order.into()).await,
             OrphanCommand::Delete { node, disk, name, yes } => {
                 if !yes {
                     confirm::orphan_deletion(&name)?;

@@ -42,7 +42,7 @@ pub fn documents(namespace: &str) -> Vec<Value> {
                   "resources": ["customresourcedefinitions"] },
                 { "apiGroups": [""], "apiVersions": ["*"], "operations": ["DELETE"], "resources": ["namespaces"] },
             ]),
-            &is_ours(namespace),
+            &own_kinds(namespace),
             &json!([{
                 "expression": "false",
                 "messageExpression": "'volume ' + params.metadata.name + ' is there, and would go with all its data: delete the \
@@ -119,7 +119,7 @@ fn not_a_controller(namespace: &str) -> Value {
 }
 
 /// Returns the definitions of Shorthorn's kinds, and the namespace.
-fn is_ours(namespace: &str) -> Value {
+fn own_kinds(namespace: &str) -> Value {
     let definitions: Vec<String> = ORDER.iter().map(|kind| format!("'{}.{GROUP}'", plural(*kind))).collect();
     let expression = format!(
         "request.resource.resource == 'namespaces' ? oldObject.metadata.name == '{namespace}' : \

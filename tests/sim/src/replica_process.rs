@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_regions::PAGE_BYTES;
-use shorthorn_replica_core::{PageEnd, QueueId, Ready, Superseded, Waiter, Waiting, Why};
+use shorthorn_replica_core::{PageEnd, QueueId, Ready, RefusalReason, Superseded, Waiter, Waiting};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, Generation, Regions, ReplicaId};
 use shorthorn_wire::{LayerList, RegionsQuery};
@@ -106,8 +106,8 @@ impl Simulation {
         }
         for (_, (id, number), why) in superseded.refuse {
             match why {
-                Why::Fenced => self.refuse_older(at, id, number),
-                Why::QueueAgain | Why::TooMany => self.end_at_replica(id),
+                RefusalReason::Fenced => self.refuse_older(at, id, number),
+                RefusalReason::QueueAgain | RefusalReason::TooMany => self.end_at_replica(id),
             }
         }
     }

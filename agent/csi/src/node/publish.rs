@@ -64,7 +64,7 @@ fn is_published(
     let (file_system, node) = (mount.is_whole(device.number), look::is_node_at(&mount.point, device.number));
     match &capability.access {
         Access::Mount(wanted) if file_system => {
-            stage::is_as_wanted(mount, wanted, read_only)?;
+            stage::check_options(mount, wanted, read_only)?;
             Ok(true)
         }
         Access::Block if node => {
@@ -178,7 +178,7 @@ pub(super) fn unpublish(
     target: &Path,
 ) -> Result<(), CsiError> {
     let Some(target) = mounting::resolve(target)? else { return Ok(()) };
-    mounting::unmount_all(&target, |mount| stage::may_go(options, volume, mount))?;
+    mounting::unmount_all(&target, |mount| stage::check_may_unmount(options, volume, mount))?;
     mounting::remove_target(&target)?;
     match volume {
         Some(volume) => release(volume),

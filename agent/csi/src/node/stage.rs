@@ -91,7 +91,7 @@ fn is_staged(
         }
         return Err(taken(mount));
     }
-    is_as_wanted(mount, wanted, read_only)?;
+    check_options(mount, wanted, read_only)?;
     let Some(trouble) = look::trouble(mount) else { return Ok(true) };
     // A new mount helps, but only when the old one has no user any more.
     let others = look::of_caller(options, look::mounted(table, device), &[&mount.point]);
@@ -100,7 +100,7 @@ fn is_staged(
 }
 
 /// Returns an error unless a mount of the volume fits the request.
-pub(super) fn is_as_wanted(mount: &Mount, wanted: &MountSpec, read_only: bool) -> Result<(), CsiError> {
+pub(super) fn check_options(mount: &Mount, wanted: &MountSpec, read_only: bool) -> Result<(), CsiError> {
     let differs = |what: &str| {
         Err(CsiError::Exists(format!("{} is the volume already, with another {what}", mount.point.display())))
     };
@@ -135,7 +135,7 @@ fn mount_at(
     }
     let kind = file_system(volume, device, wanted, read_only)?;
     let mounted = mounting::mount(&device.path, point, kind, read_only, &wanted.flags);
-    mounted.and_then(|()| is_there(device, point)).map_err(|error| undo(device, point, error))?;
+    mounted.and_then(|()| check_mounted(device, point)).map_err(|error| undo(device, point, error))?;
     if !read_only && let Err(error) = filesystem::grow(&device.path, point, kind) {
         // The file system is smaller than the device, and works: a caller that expands it gets the reason.
         tracing::warn!(device = %device.path.display(), "the file system does not grow to its device: {error}");
@@ -143,7 +143,7 @@ fn mount_at(
     Ok(())
 }
 
-fn is_there(device: &Device, point: &Path) -> Result<(), CsiError> {
+fn check_mounted(device: &Device, point: &Path) -> Result<(), CsiError> {
     match mounting::read_table()?.at(point) {
         Some(mount) if mount.is_whole(device.number) => Ok(()),
         Some(mount) => Err(taken(mount)),
@@ -212,11 +212,15 @@ pub(super) fn unstage(
             return Err(CsiError::Precondition(format!("still published at {}", look::show(&published))));
         }
     }
-    mounting::unmount_all(&point, |mount| may_go(options, volume, mount))
+    mounting::unmount_all(&point, |mount| check_may_unmount(options, volume, mount))
 }
 
 /// Returns an error unless a mount may be removed for a caller that names this volume.
-pub(super) fn may_go(options: &NodeOptions, volume: Option<&Volume>, mount: &Mount) -> Result<(), CsiError> {
+pub(super) fn check_may_unmount(
+    options: &NodeOptions,
+    volume: Option<&Volume>,
+    mount: &Mount,
+) -> Result<(), CsiError> {
     let device = volume.and_then(|volume| volume.device.as_ref());
     let ours = device
         .is_some_and(|device| mount.device == device.number || look::is_node_at(&mount.point, device.number));

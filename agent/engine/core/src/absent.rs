@@ -2,21 +2,21 @@ use std::ops::Range;
 
 use shorthorn_types::{RUNS_PER_MARK_MAX, RegionSet, Regions};
 
-use crate::copy::Why;
+use crate::copy::CopyReason;
 use crate::intent::Intent;
 use crate::job::Jobs;
 use crate::membership::{PeerIndex, PeerMask};
 
-/// The replicas outside the view of which the core counts the regions that they miss.
+/// The replicas outside the view whose missed regions the core counts.
 ///
-/// The set of a counted replica is never smaller than its lack: each modification is either sent to the
-/// replica or added to the set. A replica that is not counted has no set, and cannot be rebuilt.
+/// The set of a counted replica has all regions that the replica lacks: each modification is either sent to
+/// the replica or added to the set. A replica that is not counted has no set, and cannot be rebuilt.
 #[derive(Debug)]
 pub(crate) struct AbsentReplicas {
     replicas: Vec<Option<Absent>>,
-    /// The existing ones of them.
+    /// The replicas that have an [`Absent`].
     counted: PeerMask,
-    /// Replicas whose out-of-sync set is complete, and does not start only at some time.
+    /// Replicas whose out-of-sync set is complete, and does not lack the time before the set began.
     trusted: PeerMask,
 }
 
@@ -93,7 +93,8 @@ impl AbsentReplicas {
         self.trusted = self.trusted.with(PeerMask::one(peer));
     }
 
-    /// Takes over the members' record of an earlier engine's end on `peer`, which is counted.
+    /// Adds the out-of-sync set that the members have kept for `peer`, which is counted, since an earlier
+    /// engine.
     pub fn take_over(&mut self, peer: PeerIndex, out_of_sync: &RegionSet, stamp: u32) {
         if let Some(absent) = self.get_mut(peer) {
             absent.out_of_sync.insert_all(out_of_sync);
@@ -153,9 +154,9 @@ impl AbsentReplicas {
     }
 
     /// Counts a modification of `touched`. Returns the replicas in `rebuilding` that have to do it. A replica
-    /// that is being rebuilt does it unless all of it is copied to it later anyway. It must never combine the
-    /// modification with missing data to a whole block that counts.
-    pub fn modifies(&mut self, touched: &Range<u32>, rebuilding: PeerMask) -> PeerMask {
+    /// that is being rebuilt does it unless a later copy covers all of the modification. It must never merge
+    /// the modification with stale data of a block.
+    pub fn count_modification(&mut self, touched: &Range<u32>, rebuilding: PeerMask) -> PeerMask {
         let mut to = PeerMask::NONE;
         for peer in self.counted.iter() {
             let Some(absent) = &mut self.replicas[usize::from(peer)] else { continue };
@@ -199,7 +200,7 @@ impl AbsentReplicas {
             })
         };
         // At most as many are being copied as there are slots for it: this ends soon.
-        from(absent.cursor).chain(from(0)).find(|region| !jobs.has(Why::Rebuild { region: *region }))
+        from(absent.cursor).chain(from(0)).find(|region| !jobs.has(CopyReason::Rebuild { region: *region }))
     }
 
     /// Starts to copy `region`. Returns the ones of `rebuilding` that miss it.
@@ -311,7 +312,7 @@ mod tests {
         let mut absent = counted(&[1]);
         assert!(absent.is_counted(PEER) && !absent.is_counted(1));
         assert_eq!((absent.out_of_sync(1), absent.stamp_of(1), absent.stamp_of(PEER)), (None, 0, 4));
-        assert_eq!(absent.modifies(&(3..4), PeerMask::one(1)), PeerMask::NONE);
+        assert_eq!(absent.count_modification(&(3..4), PeerMask::one(1)), PeerMask::NONE);
         absent.stop_counting(PEER);
         assert!(!absent.is_counted(PEER) && !absent.is_up_to_date(PEER));
         absent.count(PEER, &set(&[5]), 6);
@@ -409,7 +410,7 @@ mod tests {
                     // The range table holds back what overlaps a copy.
                     Deed::Modify(touched) if copying.is_some_and(|region| touched.contains(&region)) => {}
                     Deed::Modify(touched) => {
-                        if !absent.modifies(&touched, rebuilding).has(PEER) {
+                        if !absent.count_modification(&touched, rebuilding).has(PEER) {
                             lacks.extend(touched);
                         }
                     }

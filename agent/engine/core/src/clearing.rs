@@ -148,7 +148,7 @@ impl Clearing {
     }
 
     /// Returns true if a flush has to be sent; it counts as sent to the replicas in `to` then.
-    pub fn takes_flush(&mut self, to: PeerMask) -> bool {
+    pub fn take_flush(&mut self, to: PeerMask) -> bool {
         let wants = self.phase == ClearingPhase::WantsFlush;
         if wants {
             (self.phase, self.flushed) = (ClearingPhase::Flushing, to);
@@ -207,7 +207,7 @@ impl Clearing {
     }
 
     /// Returns true once, at the end of a turn that clears all that it can, or at its failure.
-    pub fn takes_final_end(&mut self) -> bool {
+    pub fn take_final_end(&mut self) -> bool {
         let is_over = self.final_clearing == FinalClearing::UnderWay && self.is_resting();
         if is_over {
             self.final_clearing = FinalClearing::No;
@@ -251,7 +251,7 @@ mod tests {
 
     fn flush(clearing: &mut Clearing) {
         clearing.want_flush();
-        assert!(clearing.takes_flush(PeerMask::one(MEMBER)) && !clearing.takes_flush(PeerMask::NONE));
+        assert!(clearing.take_flush(PeerMask::one(MEMBER)) && !clearing.take_flush(PeerMask::NONE));
     }
 
     #[test]
@@ -319,11 +319,11 @@ mod tests {
         let mut clearing = Clearing::new(0, 0, 0);
         clearing.rest();
         clearing.want_final();
-        assert!(clearing.is_due(0, 0, false) && !clearing.takes_final_end());
+        assert!(clearing.is_due(0, 0, false) && !clearing.take_final_end());
         assert!(clearing.start_turn(0));
         flush(&mut clearing);
-        assert!(!clearing.takes_final_end() && !clearing.is_due(0, 0, false));
+        assert!(!clearing.take_final_end() && !clearing.is_due(0, 0, false));
         clearing.flush_answered(false);
-        assert!(clearing.takes_final_end() && !clearing.takes_final_end());
+        assert!(clearing.take_final_end() && !clearing.take_final_end());
     }
 }

@@ -8,7 +8,7 @@ use crate::slot::SlotId;
 
 /// The reason of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
+pub(crate) enum CopyReason {
     /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.
     Resync { region: u32 },
     /// Replicas that are being rebuilt miss the region. The copy has its range in the range table.
@@ -30,10 +30,10 @@ pub(crate) enum Why {
 /// once. So the targets at the end are the replicas that have all of the range.
 #[derive(Clone, Debug)]
 pub(crate) struct Copy {
-    why: Why,
-    /// All of it.
+    why: CopyReason,
+    /// The whole range of the copy.
     range: ByteRange,
-    /// The part whose turn it is, at most [`MAX_IO_BYTES`].
+    /// The part that is being copied, at most [`MAX_IO_BYTES`].
     piece: ByteRange,
     /// Replicas that get the copy.
     targets: PeerMask,
@@ -87,7 +87,7 @@ pub(crate) enum NoSource {
 }
 
 impl Copy {
-    pub fn new(why: Why, range: ByteRange, targets: PeerMask) -> Copy {
+    pub fn new(why: CopyReason, range: ByteRange, targets: PeerMask) -> Copy {
         Copy {
             why,
             range,
@@ -104,7 +104,7 @@ impl Copy {
         }
     }
 
-    pub fn why(&self) -> Why {
+    pub fn why(&self) -> CopyReason {
         self.why
     }
 
@@ -216,9 +216,9 @@ impl Copy {
         let source = source.map_or(PeerMask::NONE, PeerMask::one);
         // Of the piece before, another one may have been the source.
         match self.why {
-            Why::Resync { .. } => self.targets = members,
-            Why::Failed { .. } => self.targets = self.all,
-            Why::Rebuild { .. } | Why::Repair { .. } => {}
+            CopyReason::Resync { .. } => self.targets = members,
+            CopyReason::Failed { .. } => self.targets = self.all,
+            CopyReason::Rebuild { .. } | CopyReason::Repair { .. } => {}
         }
         self.targets = self.targets.without(source);
         if source.is_empty() || self.targets.is_empty() {
@@ -234,11 +234,11 @@ impl Copy {
     /// Handles rot in all possible sources of the piece. They may hold it in different blocks, so single
     /// blocks are read then. Data that every member has lost is copied as rot: otherwise no replica could
     /// ever join again.
-    pub fn has_no_source(&mut self) -> NoSource {
+    pub fn all_sources_rotten(&mut self) -> NoSource {
         if self.narrow() {
             return NoSource::Narrowed;
         }
-        if matches!(self.why, Why::Repair { .. }) {
+        if matches!(self.why, CopyReason::Repair { .. }) {
             self.targets = PeerMask::NONE;
             return NoSource::GivenUp;
         }
@@ -256,7 +256,7 @@ impl Copy {
     pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
         // If a request has failed, others may have no space for more than the source holds: only rot is of
         // another one.
-        if matches!(self.why, Why::Failed { .. }) && self.narrow() {
+        if matches!(self.why, CopyReason::Failed { .. }) && self.narrow() {
             return None;
         }
         self.rotten = self.rotten.with(PeerMask::one(peer));
@@ -265,7 +265,7 @@ impl Copy {
 
     /// Records that the piece is in the buffer, with so many blocks of zeroes. Returns false if no read was
     /// under way.
-    pub fn was_read(&mut self, zeroes: ZeroBlocks) -> bool {
+    pub fn piece_read(&mut self, zeroes: ZeroBlocks) -> bool {
         if self.step != CopyStep::Read {
             return false;
         }
@@ -283,13 +283,13 @@ impl Copy {
         }
         let who = PeerMask::one(peer);
         match self.why {
-            Why::Repair { .. } => {
+            CopyReason::Repair { .. } => {
                 self.targets = self.targets.without(who);
                 self.to = self.to.without(who);
                 true
             }
             // It stays a target of the pieces that follow.
-            Why::Failed { .. } if self.rotten.has(peer) => {
+            CopyReason::Failed { .. } if self.rotten.has(peer) => {
                 self.to = self.to.without(who);
                 if self.to.is_empty() {
                     self.step = CopyStep::Write { at_bytes: self.piece.length() };
@@ -304,7 +304,7 @@ impl Copy {
     /// holds. It holds less: the others get that, from the piece on whose turn it is. Each member is the
     /// source once, so that this ends. Returns false if it was.
     pub fn becomes_source(&mut self, peer: PeerIndex) -> bool {
-        let Why::Failed { sources, tried, .. } = &mut self.why else { return false };
+        let CopyReason::Failed { sources, tried, .. } = &mut self.why else { return false };
         if tried.has(peer) {
             return false;
         }

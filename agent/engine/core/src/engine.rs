@@ -105,7 +105,7 @@ impl EngineCore {
         core
     }
 
-    /// Takes over the members' records of an earlier engine's end.
+    /// Starts from the region sets that the members have kept since an earlier engine.
     fn begin(&mut self, config: &CoreConfig) {
         for peer in (0..).take(config.peers.len()) {
             if self.membership.state(peer) != PeerState::Member {
@@ -174,7 +174,7 @@ impl EngineCore {
             Event::Marked { peer, mark } => self.marked(peer, mark),
             Event::Pong { peer, queue, free_mib } => {
                 let pinged_at_ms = self.timeouts.ponged(peer, queue);
-                self.has_space(peer, pinged_at_ms, free_mib);
+                self.record_free_space(peer, pinged_at_ms, free_mib);
             }
             Event::PingFailed { peer, queue, errno } => self.ping_failed(peer, queue, errno, out),
             Event::ViewStored { peer, view } => {
@@ -203,14 +203,14 @@ impl EngineCore {
             Event::Expand { size_bytes } => self.expand(size_bytes),
             Event::Tick { now_ms } => self.tick(now_ms, out),
         }
-        while self.wake.takes_work() {
+        while self.wake.take_work() {
             self.work(out);
         }
     }
 
     /// Continues all work that can continue, except requests that do not wait.
     fn work(&mut self, out: &mut Outputs) {
-        if self.wake.takes_requests() {
+        if self.wake.take_requests() {
             self.issue_held(out);
         }
         self.grow(out);
@@ -405,16 +405,16 @@ impl EngineCore {
         self.absent.stamp_of(peer)
     }
 
-    /// Counts `peer`, which joins next, as being rebuilt: it becomes no member before [`Event::CopyEnded`].
-    /// The state before the copy may have the newest stamp: so `peer` counts as current only after the stamps
-    /// of the next turn.
-    pub fn is_in_copy(&mut self, peer: PeerIndex) {
+    /// Records that `peer` receives a full copy: it becomes a member only after [`Event::CopyEnded`]. The
+    /// state before the copy may have the newest stamp. `peer` therefore counts as current only after the
+    /// stamps of the next turn.
+    pub fn start_full_copy(&mut self, peer: PeerIndex) {
         self.rebuilds.start_copy(peer);
         self.absent.stamped(PeerMask::one(peer), self.clearing.stamp_of_nobody());
     }
 
-    /// Marks the out-of-sync set of `peer` as incomplete, because the members do not know more or the peer
-    /// has lost more. Rebuilding replicas keep no such set for `peer` until it joins itself and reports what
+    /// Marks the out-of-sync set of `peer` as incomplete: the members know only a part, or `peer` has lost
+    /// more data. Rebuilding replicas keep no such set for `peer` until it joins and reports all regions that
     /// it lacks.
     pub fn distrust(&mut self, peer: PeerIndex) {
         self.absent.distrust(peer);

@@ -157,7 +157,8 @@ pub enum Event {
         /// Regions that the replica lacks besides the counted ones.
         missing: Box<RegionSet>,
     },
-    /// A replica that joins does not count as being rebuilt any more: see [`crate::EngineCore::is_in_copy`].
+    /// A replica that joins does not count as being rebuilt any more: see
+    /// [`crate::EngineCore::start_full_copy`].
     CopyEnded {
         /// The index of the replica.
         peer: PeerIndex,

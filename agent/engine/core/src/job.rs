@@ -1,7 +1,7 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ByteRange, Regions};
 
-use crate::copy::{Copy, Why};
+use crate::copy::{Copy, CopyReason};
 use crate::membership::PeerMask;
 use crate::slot::SlotId;
 
@@ -76,7 +76,7 @@ impl Jobs {
     /// Returns the copies to replicas that are rebuilt, and their slots.
     pub fn rebuilds(&mut self) -> impl Iterator<Item = (SlotId, &mut Copy)> {
         self.jobs.iter_mut().filter_map(|(slot, job)| match job {
-            Job::Copy(copy) if matches!(copy.why(), Why::Rebuild { .. }) => Some((*slot, copy)),
+            Job::Copy(copy) if matches!(copy.why(), CopyReason::Rebuild { .. }) => Some((*slot, copy)),
             _ => None,
         })
     }
@@ -91,14 +91,14 @@ impl Jobs {
     pub fn is_checking(&self) -> bool {
         let is_scrub = |job: &Job| match job {
             Job::Check(_) => true,
-            Job::Copy(copy) => matches!(copy.why(), Why::Repair { .. }),
+            Job::Copy(copy) => matches!(copy.why(), CopyReason::Repair { .. }),
             Job::Idle | Job::Flush(_) => false,
         };
         self.jobs.iter().any(|(_, job)| is_scrub(job))
     }
 
     /// Returns true if the region is being copied.
-    pub fn has(&self, why: Why) -> bool {
+    pub fn has(&self, why: CopyReason) -> bool {
         self.copies().any(|copy| copy.why() == why)
     }
 
@@ -134,7 +134,7 @@ mod tests {
         SlotId { queue: 0, slot }
     }
 
-    fn copy(why: Why) -> Job {
+    fn copy(why: CopyReason) -> Job {
         Job::Copy(Copy::new(why, ByteRange::new(64 << 10, 4096).unwrap(), PeerMask::one(1)))
     }
 
@@ -145,27 +145,27 @@ mod tests {
         *jobs.at(0) = Job::Flush(FlushFor::Clearing);
         *jobs.at(1) = Job::Flush(FlushFor::Rebuilding);
         assert_eq!((jobs.free(), jobs.free_for_resync()), (None, Some(slot(10))));
-        *jobs.at(2) = copy(Why::Resync { region: 0 });
+        *jobs.at(2) = copy(CopyReason::Resync { region: 0 });
         assert_eq!(jobs.free_for_resync(), None);
     }
 
     #[test]
     fn repairs_count_as_part_of_a_check() {
         let mut jobs = jobs();
-        *jobs.at(0) = copy(Why::Rebuild { region: 1 });
-        assert!(!jobs.is_checking() && jobs.has(Why::Rebuild { region: 1 }));
-        assert!(!jobs.has(Why::Resync { region: 1 }));
+        *jobs.at(0) = copy(CopyReason::Rebuild { region: 1 });
+        assert!(!jobs.is_checking() && jobs.has(CopyReason::Rebuild { region: 1 }));
+        assert!(!jobs.has(CopyReason::Resync { region: 1 }));
         assert_eq!(jobs.rebuilds().map(|(slot, _)| slot).collect::<Vec<_>>(), [slot(8)]);
         assert!(jobs.touched(Regions::of(1 << 20)).eq(std::iter::once(1..2)));
-        *jobs.at(1) = copy(Why::Repair { odd: PeerMask::one(1), sources: PeerMask::one(0) });
+        *jobs.at(1) = copy(CopyReason::Repair { odd: PeerMask::one(1), sources: PeerMask::one(0) });
         assert!(jobs.is_checking());
     }
 
     #[test]
     fn a_lost_replica_leaves_all_copies() {
         let mut jobs = jobs();
-        *jobs.at(0) = copy(Why::Rebuild { region: 1 });
-        *jobs.at(1) = copy(Why::Resync { region: 1 });
+        *jobs.at(0) = copy(CopyReason::Rebuild { region: 1 });
+        *jobs.at(1) = copy(CopyReason::Resync { region: 1 });
         jobs.forget(PeerMask::one(1));
         assert!(jobs.copies().all(|copy| copy.targets().is_empty()));
     }

@@ -69,7 +69,7 @@ impl Rebuilds {
     }
 
     /// Returns true if a flush has to be sent; it counts as sent in `slot` then.
-    pub fn takes_flush(&mut self, slot: SlotId) -> bool {
+    pub fn take_flush(&mut self, slot: SlotId) -> bool {
         let Some((_, step @ RebuildStep::WantsFlush)) = &mut self.next else { return false };
         *step = RebuildStep::Flushing(slot);
         true
@@ -187,7 +187,7 @@ mod tests {
     fn flushed(absent: &AbsentReplicas) -> Rebuilds {
         let mut rebuilds = Rebuilds::default();
         rebuilds.choose(PeerMask::one(1), absent);
-        assert!(rebuilds.takes_flush(SLOT) && !rebuilds.takes_flush(SLOT));
+        assert!(rebuilds.take_flush(SLOT) && !rebuilds.take_flush(SLOT));
         assert_eq!(rebuilds.flush_answered(SLOT, true), None);
         rebuilds
     }
@@ -230,10 +230,10 @@ mod tests {
         let mut rebuilds = Rebuilds::default();
         rebuilds.start_copy(2);
         rebuilds.choose(rebuilding, &absent);
-        assert!(!rebuilds.is_joining() && !rebuilds.takes_flush(SLOT));
+        assert!(!rebuilds.is_joining() && !rebuilds.take_flush(SLOT));
         rebuilds.end_copy(2);
         rebuilds.choose(rebuilding, &absent);
-        assert!(rebuilds.is_joining() && rebuilds.takes_flush(SLOT));
+        assert!(rebuilds.is_joining() && rebuilds.take_flush(SLOT));
         assert_eq!(rebuilds.flush_answered(SLOT, false), Some(2));
     }
 
@@ -244,7 +244,7 @@ mod tests {
         rebuilds.start_over();
         assert!(!rebuilds.is_joining());
         rebuilds.choose(PeerMask::one(1), &absent);
-        assert!(rebuilds.takes_flush(SlotId { slot: 8, ..SLOT }));
+        assert!(rebuilds.take_flush(SlotId { slot: 8, ..SLOT }));
         assert_eq!(rebuilds.flush_answered(SLOT, true), None);
         assert_eq!(rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES), JoinStep::Wait);
     }

@@ -36,7 +36,7 @@
 use shorthorn_types::limits::{MAX_MEMBERS, MAX_QUEUES};
 use shorthorn_views::Quorum;
 
-use crate::copy::Why;
+use crate::copy::CopyReason;
 use crate::event::{Output, Outputs};
 use crate::job::Jobs;
 use crate::marks::Marks;
@@ -348,7 +348,7 @@ impl ReplicaTimeouts {
     /// Returns a rebuilding replica that has held requests up for too long by one copy, and the reason for
     /// people.
     pub fn holds_requests_up(&self, jobs: &Jobs) -> Option<(PeerIndex, String)> {
-        jobs.copies().filter(|copy| matches!(copy.why(), Why::Rebuild { .. })).find_map(|copy| {
+        jobs.copies().filter(|copy| matches!(copy.why(), CopyReason::Rebuild { .. })).find_map(|copy| {
             let range = copy.range();
             let limit_ms = self.timeout_ms.saturating_add(range.length() * 1000 / COPY_BYTES_PER_S);
             let (peer, held_up_ms) = copy.held_up_beyond(limit_ms)?;

@@ -3,7 +3,7 @@ use std::ops::Range;
 use shorthorn_types::{RegionSet, Regions};
 
 use crate::bucket::Bucket;
-use crate::copy::Why;
+use crate::copy::CopyReason;
 use crate::intent::Intent;
 use crate::job::Jobs;
 
@@ -32,13 +32,13 @@ impl Resync {
         &self.left
     }
 
-    /// Returns true until [`Resync::takes_end`] has been true.
+    /// Returns true until [`Resync::take_end`] has been true.
     pub fn is_under_way(&self) -> bool {
         self.is_under_way
     }
 
     /// Returns true once, when all regions are equal.
-    pub fn takes_end(&mut self) -> bool {
+    pub fn take_end(&mut self) -> bool {
         self.is_under_way && self.left.is_empty() && std::mem::take(&mut self.is_under_way)
     }
 
@@ -54,14 +54,14 @@ impl Resync {
                 std::iter::successors(self.left.next(touched.start), |region| self.left.next(region + 1));
             unequal
                 .take_while(|region| *region < touched.end)
-                .find(|region| !jobs.has(Why::Resync { region: *region }))
+                .find(|region| !jobs.has(CopyReason::Resync { region: *region }))
         })
     }
 
     /// Returns the next region to copy, unless it is being copied or `bucket` does not permit it.
     pub fn next(&mut self, regions: Regions, jobs: &Jobs, bucket: &mut Bucket) -> Option<u32> {
         let region = self.left.next(self.cursor).or_else(|| self.left.next(0))?;
-        let is_free = !jobs.has(Why::Resync { region });
+        let is_free = !jobs.has(CopyReason::Resync { region });
         if is_free && !bucket.take(regions.range(region).length()) {
             return None;
         }
@@ -70,18 +70,18 @@ impl Resync {
     }
 
     /// Records that `region` is equal. It stays dirty as after any write.
-    pub fn is_equal(&mut self, region: u32, intent: &mut Intent) {
+    pub fn region_equal(&mut self, region: u32, intent: &mut Intent) {
         self.left.remove(region);
         intent.touch(region..region + 1);
     }
 
     /// Clears the regions of a single member, which differs from no other one. While a copy to it runs,
     /// requests wait until that has ended, because its writes would overtake them.
-    pub fn is_alone(&mut self, jobs: &Jobs, intent: &mut Intent) {
+    pub fn keep_copied_regions(&mut self, jobs: &Jobs, intent: &mut Intent) {
         intent.touch_all(&self.left);
         let mut copied = RegionSet::empty(self.left.limit());
         for copy in jobs.copies() {
-            if let Why::Resync { region } = copy.why() {
+            if let CopyReason::Resync { region } = copy.why() {
                 copied.insert(region);
             }
         }
@@ -120,7 +120,7 @@ mod tests {
     fn jobs(copied: &[u32]) -> Jobs {
         let mut jobs = Jobs::new(Slots::new(1, 1, 3).copies());
         for (at, region) in copied.iter().enumerate() {
-            let why = Why::Resync { region: *region };
+            let why = CopyReason::Resync { region: *region };
             *jobs.at(at) = Job::Copy(Copy::new(why, ByteRange::EMPTY, PeerMask::one(1)));
         }
         jobs
@@ -138,11 +138,11 @@ mod tests {
     fn requests_wait_until_their_region_is_equal() {
         let (mut resync, mut intent) = (resync(&[2, 5]), Intent::new(REGIONS));
         assert!(resync.is_under_way() && resync.holds_up(0..3) && !resync.holds_up(3..5));
-        resync.is_equal(2, &mut intent);
-        assert!(!resync.holds_up(0..5) && !resync.takes_end());
-        resync.is_equal(5, &mut intent);
+        resync.region_equal(2, &mut intent);
+        assert!(!resync.holds_up(0..5) && !resync.take_end());
+        resync.region_equal(5, &mut intent);
         assert!(resync.is_under_way(), "until the end is reported");
-        assert!(resync.takes_end() && !resync.takes_end() && !resync.is_under_way());
+        assert!(resync.take_end() && !resync.take_end() && !resync.is_under_way());
         let mut dirty = RegionSet::empty(REGIONS);
         intent.add_dirty_to(&mut dirty);
         assert_eq!(dirty.iter().collect::<Vec<_>>(), [2, 5], "as after any write");
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn nothing_to_resync_has_no_end() {
-        assert!(!resync(&[]).is_under_way() && !resync(&[]).takes_end());
+        assert!(!resync(&[]).is_under_way() && !resync(&[]).take_end());
     }
 
     #[test]
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn a_single_member_differs_only_where_it_is_being_written() {
         let (mut resync, mut intent) = (resync(&[1, 4, 6]), Intent::new(REGIONS));
-        resync.is_alone(&jobs(&[4]), &mut intent);
+        resync.keep_copied_regions(&jobs(&[4]), &mut intent);
         assert_eq!(resync.left().iter().collect::<Vec<_>>(), [4]);
         let mut dirty = RegionSet::empty(REGIONS);
         intent.add_dirty_to(&mut dirty);

@@ -1,4 +1,4 @@
-/// Notes that work may continue after an event.
+/// Records that work may continue after an event.
 ///
 /// The core tries held requests again at the beginning of a round of work. So a wake of requests is a wake of
 /// all work.
@@ -9,12 +9,12 @@ pub(crate) struct Wake {
 }
 
 impl Wake {
-    /// Returns the note of a new core: work may be pending, and no request is held.
+    /// Returns the wake of a new core: work may be pending, and no request is held.
     pub fn new() -> Wake {
         Wake { work: true, requests: false }
     }
 
-    /// Notes that other work than requests may continue.
+    /// Records that other work than requests may continue.
     pub fn work(&mut self) {
         self.work = true;
     }
@@ -23,7 +23,7 @@ impl Wake {
         self.work |= may_continue;
     }
 
-    /// Notes that all work may continue, held requests too.
+    /// Records that all work may continue, held requests too.
     pub fn all(&mut self) {
         (self.work, self.requests) = (true, true);
     }
@@ -35,12 +35,12 @@ impl Wake {
     }
 
     /// Returns true if another round of work has to follow. Wakes meanwhile count for the next one.
-    pub fn takes_work(&mut self) -> bool {
+    pub fn take_work(&mut self) -> bool {
         std::mem::take(&mut self.work)
     }
 
     /// Returns true if this round has to try the held requests again.
-    pub fn takes_requests(&mut self) -> bool {
+    pub fn take_requests(&mut self) -> bool {
         std::mem::take(&mut self.requests)
     }
 }
@@ -52,14 +52,14 @@ mod tests {
     #[test]
     fn requests_wake_with_all_work_and_count_once() {
         let mut wake = Wake::new();
-        assert!(wake.takes_work() && !wake.takes_requests());
+        assert!(wake.take_work() && !wake.take_requests());
         wake.work_if(false);
         wake.all_if(false);
-        assert!(!wake.takes_work());
+        assert!(!wake.take_work());
         wake.all();
-        assert!(wake.takes_work());
+        assert!(wake.take_work());
         wake.work();
-        assert!(wake.takes_requests() && !wake.takes_requests());
-        assert!(wake.takes_work() && !wake.takes_work(), "work that was woken meanwhile follows");
+        assert!(wake.take_requests() && !wake.take_requests());
+        assert!(wake.take_work() && !wake.take_work(), "work that was woken meanwhile follows");
     }
 }

@@ -65,12 +65,12 @@ pub trait RebuildTask {
     /// has at least: the size of the volume before the first was opened.
     async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<Error<Self>>>;
 
-    /// Learns that the replica's disk has not kept all that it had stored: it will be a copy.
-    fn is_restored(&self, kept: Option<u32>, sent: u32);
+    /// Reports that the replica's disk has lost stored data, and that the replica gets a full copy.
+    fn report_restored(&self, kept: Option<u32>, sent: u32);
 
-    /// Learns that the core copies the rest. `is_copy`: the replica receives a full copy, and has not kept its
-    /// data.
-    fn is_rebuilding(&self, missing_bytes: u64, is_copy: bool);
+    /// Reports that the core copies the rest. `is_copy`: the replica receives a full copy, and has not kept
+    /// its data.
+    fn report_rebuilding(&self, missing_bytes: u64, is_copy: bool);
 }
 
 type Error<C> = <<C as RebuildTask>::Engine as ServingEngine>::Error;
@@ -176,7 +176,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         let sent = self.look(|core| core.stamp_of(self.me))?;
         let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
         if is_restored {
-            self.rebuild_task.is_restored(welcome.stamp, sent);
+            self.rebuild_task.report_restored(welcome.stamp, sent);
         }
         Ok(is_restored)
     }
@@ -412,13 +412,13 @@ impl<C: RebuildTask> Attempt<'_, C> {
             }
             let missing = Box::new(lack.missing.converted(lack.regions, core.regions()));
             if is_copy {
-                core.is_in_copy(self.me);
+                core.start_full_copy(self.me);
             }
             core.apply(Event::Rebuild { peer: self.me, missing }, outputs);
             // The number includes the regions counted while it was absent. It is reported here, before the
             // end of even the shortest copy.
             let left = core.copy_progress().rebuilds.into_iter().find(|(peer, _)| *peer == self.me);
-            self.rebuild_task.is_rebuilding(left.map_or(0, |(_, bytes)| bytes), is_copy);
+            self.rebuild_task.report_rebuilding(left.map_or(0, |(_, bytes)| bytes), is_copy);
             Some(self.counting(core))
         });
         let count_now = match joined {

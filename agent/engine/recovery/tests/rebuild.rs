@@ -333,9 +333,9 @@ impl RebuildTask for &Engine {
         Ok(SIZE_BYTES)
     }
 
-    fn is_restored(&self, _: Option<u32>, _: u32) {}
+    fn report_restored(&self, _: Option<u32>, _: u32) {}
 
-    fn is_rebuilding(&self, _: u64, _: bool) {}
+    fn report_rebuilding(&self, _: u64, _: bool) {}
 }
 
 fn state_of_the_absent(engine: &Engine) -> PeerState {

@@ -123,13 +123,13 @@ impl shorthorn_recovery::RebuildTask for RebuildTask {
         Ok(size_bytes)
     }
 
-    fn is_restored(&self, kept: Option<u32>, sent: u32) {
+    fn report_restored(&self, kept: Option<u32>, sent: u32) {
         let (volume, replica) = (&self.context.connector.volume, self.replica());
         tracing::error!(%volume, replica, ?kept, sent, "a replica lacks stored state: its disk was restored \
          to an older state; rebuilding it");
     }
 
-    fn is_rebuilding(&self, missing_bytes: u64, is_copy: bool) {
+    fn report_rebuilding(&self, missing_bytes: u64, is_copy: bool) {
         self.report(RebuildProgress::Rebuilding { missing_bytes, is_copy });
     }
 }

@@ -1,7 +1,7 @@
 //! Control commands, which make, start, recover and delete ublk devices.
 //!
-//! A worker thread of the kernel runs every command while this process waits with a limit: on a kernel whose
-//! ublk is broken a command never returns, and no signal ends the wait inside it.
+//! A worker thread of the kernel runs every command while this process waits with a limit. On a kernel with a
+//! broken ublk driver, a command may never return, and no signal ends the wait inside it.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,6 @@ use super::abi::{self, ControlCommand, DeviceInfo, Params};
 use crate::modules::CONTROL_PATH;
 use crate::wait;
 
-/// The device that takes control commands.
 /// The maximum number of commands in flight: one, besides those that were given up.
 const RING_ENTRIES: u32 = 8;
 /// The interval of checking a command that waits for others.

@@ -42,12 +42,12 @@ pub struct Superseded<C, W> {
     /// Connections to close; some may be closed already, and not gone.
     pub close: Vec<C>,
     /// Candidates to refuse.
-    pub refuse: Vec<(QueueId, W, Why)>,
+    pub refuse: Vec<(QueueId, W, RefusalReason)>,
 }
 
 /// The reason why a candidate is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum RefusalReason {
     /// A newer engine holds the replica.
     Fenced,
     /// A newer connection of the same queue has come.
@@ -56,7 +56,7 @@ pub enum Why {
     TooMany,
 }
 
-/// A candidate that nothing stands in the way of.
+/// A candidate that does not have to wait any more.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Ready<W> {
     /// The candidate is admitted: [`Admission::open`] its connection.
@@ -82,9 +82,9 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         superseded
             .close
             .extend(self.connections.iter().filter(|(_, other)| *other == queue_id).map(|(c, _)| *c));
-        superseded.refuse.extend(self.take_waiting(Why::QueueAgain, |waiting| waiting == queue_id));
+        superseded.refuse.extend(self.take_waiting(RefusalReason::QueueAgain, |waiting| waiting == queue_id));
         if self.waiting.len() >= CANDIDATES_MAX {
-            superseded.refuse.push((queue_id, candidate, Why::TooMany));
+            superseded.refuse.push((queue_id, candidate, RefusalReason::TooMany));
         } else {
             self.waiting.push_back((queue_id, candidate));
         }
@@ -97,11 +97,15 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         let close = older.map(|(connection, _)| *connection).collect();
         Superseded {
             close,
-            refuse: self.take_waiting(Why::Fenced, |queue_id| queue_id.generation < generation),
+            refuse: self.take_waiting(RefusalReason::Fenced, |queue_id| queue_id.generation < generation),
         }
     }
 
-    fn take_waiting(&mut self, why: Why, which: impl Fn(QueueId) -> bool) -> Vec<(QueueId, W, Why)> {
+    fn take_waiting(
+        &mut self,
+        why: RefusalReason,
+        which: impl Fn(QueueId) -> bool,
+    ) -> Vec<(QueueId, W, RefusalReason)> {
         let (taken, kept): (Vec<_>, Vec<_>) =
             self.waiting.drain(..).partition(|(queue_id, _)| which(*queue_id));
         self.waiting.extend(kept);
@@ -208,7 +212,7 @@ mod tests {
         let mut admission = admission(&[(1, 0)], &[(1, 1, 'a'), (2, 0, 'b'), (2, 1, 'c')]);
         let superseded = admission.fence(Generation::new(2, 0));
         assert_eq!(superseded, Superseded { close: vec![0], refuse: vec![] }, "'a' has gone when 'b' came");
-        let refused = |attach, queue, name| (queue_id(attach, queue), name, Why::Fenced);
+        let refused = |attach, queue, name| (queue_id(attach, queue), name, RefusalReason::Fenced);
         let newer = admission.arrive(queue_id(3, 0), 'd');
         assert_eq!(newer.refuse, [refused(2, 0, 'b'), refused(2, 1, 'c')]);
         admission.gone(0);
@@ -232,7 +236,7 @@ mod tests {
     fn the_newest_candidate_of_a_queue_counts() {
         let mut admission = admission(&[(2, 0)], &[(2, 0, 'a')]);
         let superseded = admission.arrive(queue_id(2, 0), 'b');
-        assert_eq!(superseded.refuse, [(queue_id(2, 0), 'a', Why::QueueAgain)]);
+        assert_eq!(superseded.refuse, [(queue_id(2, 0), 'a', RefusalReason::QueueAgain)]);
         admission.gone(0);
         assert_eq!(next(&mut admission), Some('b'));
         assert_eq!(next(&mut admission), None);
@@ -252,9 +256,16 @@ mod tests {
         for queue in 0..18 {
             assert_eq!(admission.arrive(queue_id(2, queue), 'w').refuse, []);
         }
-        assert_eq!(admission.arrive(queue_id(2, 18), 'x').refuse, [(queue_id(2, 18), 'x', Why::TooMany)]);
+        assert_eq!(
+            admission.arrive(queue_id(2, 18), 'x').refuse,
+            [(queue_id(2, 18), 'x', RefusalReason::TooMany)]
+        );
         let again = admission.arrive(queue_id(2, 15), 'y');
-        assert_eq!(again.refuse, [(queue_id(2, 15), 'w', Why::QueueAgain)], "it takes the place of another");
+        assert_eq!(
+            again.refuse,
+            [(queue_id(2, 15), 'w', RefusalReason::QueueAgain)],
+            "it takes the place of another"
+        );
         assert_eq!(admission.take_candidates().count(), 18);
     }
 

@@ -1,33 +1,33 @@
 //! Decides when the process of a failed replica ends, to be started again.
 //!
 //! Only a new process serves again, because this one does not know the content of its disk. The process must
-//! not end before a note on the disk says that data may be lost. The next process would start in the same
-//! boot of the host, and would count as one that has kept everything. A disk that fails again and again makes
-//! its replica leave the volume and come back each time, so the pauses grow. But an engine that starts may
-//! need the replica: all disks of a volume may have failed together, and work again.
+//! not end before the disk has a durable record that data may be lost. Otherwise the next process would start
+//! in the same boot of the host, and would count as one that has kept everything. With each failure of its
+//! disk, the replica leaves the volume and comes back, so the pauses grow. But an engine that starts may need
+//! the replica: all disks of a volume may have failed together, and work again.
 
 use std::time::Duration;
 
-/// The pauses before the process ends, by how often in a row the replica has failed. Any disk may have a bad
-/// moment: the first pause is none.
+/// The pauses before the process ends, by the number of failures in a row. After the first failure, which any
+/// disk may have, the process does not wait.
 const PAUSES: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(600), Duration::from_secs(3600)];
 /// The pause if the disk could not store the count: such a disk can hardly be written.
 const UNCOUNTED_PAUSE: Duration = Duration::from_secs(600);
-/// The pause at most if an engine asks for the replica that came after the failure: its volume may not start
-/// without it. A replica that fails again at once still meets no start limit of a supervisor.
+/// The maximum pause if an engine that started after the failure connects: its volume may not start without
+/// the replica. Even a replica that fails again at once does not reach the start limit of a supervisor.
 const ASKED_PAUSE: Duration = Duration::from_secs(10);
 /// Once a process has served for so long, earlier failures do not count any more.
 pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 
-/// The state of the note on the disk after a failure.
+/// The state of the record on the disk after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordOutcome {
     /// Durable: data may be gone, and how often in a row the replica has failed.
     Counted,
     /// Data may be gone: durable, or for as long as the boot of the host. The count could not be kept.
     Uncounted,
-    /// The note is not surely written: the next process in the same boot of the host may not know that data
+    /// The record may not be durable: the next process in the same boot of the host may not know that data
     /// may be lost.
     Not,
 }
@@ -39,7 +39,7 @@ pub struct Failure {
     pub message: String,
     /// The number of failures in a row, this one included.
     pub in_a_row: u32,
-    /// The state of the note on the disk.
+    /// The state of the record on the disk.
     pub recorded: RecordOutcome,
     /// True if an engine that came later has asked for the replica.
     pub is_asked_for: bool,

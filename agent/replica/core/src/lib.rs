@@ -19,7 +19,7 @@ mod state;
 mod steps;
 mod waiting;
 
-pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, Superseded, Why};
+pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, RefusalReason, Superseded};
 pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
 pub use known_rot::{After, KnownRot};
 pub use revision::revision_counter;

@@ -192,8 +192,8 @@ impl ReplicaState {
     /// use files that are replaced.
     ///
     /// # Errors
-    /// It may not.
-    pub fn may_be_made_anew(
+    /// [`Denied`]: the data may not be discarded, or not now.
+    pub fn check_may_discard(
         &self,
         is_rebuilding: bool,
         holds_data: bool,

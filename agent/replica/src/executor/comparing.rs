@@ -17,21 +17,21 @@ use crate::limits::REPORTED_ROTTEN_MAX;
 impl Executor {
     /// Begins the check of the request in the slot, which begins to read.
     pub(super) fn begin_check(&mut self, slot: u16) {
-        if self.summer.pages.is_kept() || !self.summer.known.is_empty() {
+        if self.block_sums.pages.is_kept() || !self.block_sums.known.is_empty() {
             self.requests.begin_check(slot);
         }
     }
 
     /// Handles the data of the slot: it finishes, after a comparison if that was requested.
-    pub(super) fn was_read(&mut self, slot: u16, ring: &mut Ring) {
-        if !self.has_compared(slot) {
+    pub(super) fn data_read(&mut self, slot: u16, ring: &mut Ring) {
+        if !self.finish_if_compared(slot) {
             self.load_sums_for(slot, ring);
-            self.summer.waiting.add(slot);
+            self.block_sums.waiting.add(slot);
         }
     }
 
     /// Finishes the request if it is not to be compared, or all its pages of sums are here.
-    fn has_compared(&mut self, slot: u16) -> bool {
+    fn finish_if_compared(&mut self, slot: u16) -> bool {
         let wants_check = self.work(slot).wants_check;
         if wants_check && !self.has_sums_for(slot) {
             return false;
@@ -63,14 +63,14 @@ impl Executor {
     fn has_sums_for(&mut self, slot: u16) -> bool {
         let mut has_all = true;
         for page in self.first_pages_for(slot).into_iter().flatten() {
-            has_all &= self.summer.pages.touch(page);
+            has_all &= self.block_sums.pages.touch(page);
         }
         has_all
     }
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
         for page in self.first_pages_for(slot).into_iter().flatten() {
-            self.summer.pages.load_for_read(page, &mut self.in_flight, ring);
+            self.block_sums.pages.load_for_read(page, &mut self.in_flight, ring);
         }
     }
 
@@ -107,15 +107,15 @@ impl Executor {
 
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
         let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-        if self.summer.known.has(number_of(block)) {
-            return self.summer.known.is_rotten(number_of(block), found()).unwrap_or(false);
+        if self.block_sums.known.has(number_of(block)) {
+            return self.block_sums.known.is_rotten(number_of(block), found()).unwrap_or(false);
         }
         let kept = self.kept_sum(block);
         kept != SUM_UNKNOWN && kept != found()
     }
 
     pub(super) fn kept_sum(&self, block: ByteRange) -> u32 {
-        let page = self.summer.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
+        let page = self.block_sums.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
         let counts = page.filter(|_| self.is_summed(block));
         counts.map_or(SUM_UNKNOWN, |sums| sums.sum(number_in_page(block)))
     }
@@ -128,11 +128,11 @@ impl Executor {
     }
 
     fn report_rotten(&mut self, block: ByteRange) {
-        self.summer.rotten += 1;
-        if self.summer.rotten <= REPORTED_ROTTEN_MAX {
+        self.block_sums.rotten += 1;
+        if self.block_sums.rotten <= REPORTED_ROTTEN_MAX {
             tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
         }
-        if self.summer.rotten == REPORTED_ROTTEN_MAX {
+        if self.block_sums.rotten == REPORTED_ROTTEN_MAX {
             tracing::error!("more blocks that are not as they were stored are answered but not logged");
         }
     }
@@ -140,12 +140,12 @@ impl Executor {
     /// Continues comparisons after a page was loaded or a place has become free. Complete ones come first,
     /// because others would take the places of their pages.
     pub(super) fn go_on_comparing(&mut self, ring: &mut Ring) {
-        let mut retried = self.summer.waiting.take();
-        retried.retain(|slot| !self.has_compared(*slot));
+        let mut retried = self.block_sums.waiting.take();
+        retried.retain(|slot| !self.finish_if_compared(*slot));
         for slot in retried.drain(..) {
             self.load_sums_for(slot, ring);
-            self.summer.waiting.add(slot);
+            self.block_sums.waiting.add(slot);
         }
-        self.summer.waiting.give_back(retried);
+        self.block_sums.waiting.give_back(retried);
     }
 }

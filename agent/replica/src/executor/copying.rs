@@ -15,13 +15,13 @@ impl Executor {
     }
 
     /// Returns an error unless the replica may be made a copy of another one now: see
-    /// [`ReplicaState::may_be_made_anew`](shorthorn_replica_core::ReplicaState::may_be_made_anew).
+    /// [`ReplicaState::check_may_discard`](shorthorn_replica_core::ReplicaState::check_may_discard).
     ///
     /// # Errors
     /// It may not.
     pub fn check_may_be_made_anew(&self) -> Result<(), ReplicaError> {
         let (holds_data, is_busy) = (holds_data(&self.store)?, self.in_flight.is_busy());
-        Ok(self.state.may_be_made_anew(self.is_rebuilding(), holds_data, is_busy)?)
+        Ok(self.state.check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
     /// Returns the regions in which any layer has data, or had it when they were summed: a copy finds a

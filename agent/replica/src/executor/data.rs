@@ -34,7 +34,7 @@ impl Executor {
         self.segments = segments;
         planned.map_err(|error| self.not_planned(&error))?;
         if self.work(slot).pending == 0 {
-            self.was_read(slot, ring);
+            self.data_read(slot, ring);
         }
         Ok(())
     }
@@ -126,7 +126,7 @@ impl Executor {
         ring: &mut Ring,
     ) {
         self.requests.ended(slot);
-        if slot == SUM_SLOT && self.summer.job.is_void() {
+        if slot == SUM_SLOT && self.block_sums.job.is_void() {
             // The layers may be other ones by now.
             self.requests.fail(slot, Errno::IO);
             return self.go_on(slot, kind, ring);
@@ -157,7 +157,7 @@ impl Executor {
         match (work.pending, work.failure) {
             (0, Some(errno)) => self.finish(slot, Err(errno)),
             (0, None) if kind == kind::EDGE => self.write_blocks(slot, ring),
-            (0, None) => self.was_read(slot, ring),
+            (0, None) => self.data_read(slot, ring),
             _ => {}
         }
     }

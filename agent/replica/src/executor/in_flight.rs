@@ -2,7 +2,7 @@
 #[derive(Debug, Default)]
 pub(super) struct InFlight {
     all: usize,
-    /// The operations among them that no request waits for: the summer has started them.
+    /// The operations that compute or load sums: no request waits for them.
     for_sums: usize,
 }
 
@@ -12,7 +12,7 @@ impl InFlight {
         self.all += 1;
     }
 
-    /// Counts an operation of the summer.
+    /// Counts an operation on sums.
     pub fn began_for_sums(&mut self) {
         self.all += 1;
         self.for_sums += 1;
@@ -24,7 +24,7 @@ impl InFlight {
         self.all -= 1;
     }
 
-    /// Ends an operation of the summer.
+    /// Ends an operation on sums.
     pub fn ended_for_sums(&mut self) {
         self.all -= 1;
         self.for_sums -= 1;
@@ -40,7 +40,7 @@ impl InFlight {
         self.all > self.for_sums
     }
 
-    /// Returns true if the summer has no operation in flight.
+    /// Returns true if no operation on sums is in flight.
     pub fn is_idle_for_sums(&self) -> bool {
         self.for_sums == 0
     }
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_summer_makes_nothing_busy() {
+    fn sums_make_nothing_busy() {
         let mut in_flight = InFlight::default();
         in_flight.began_for_sums();
         assert!(!in_flight.is_busy() && !in_flight.is_idle() && !in_flight.is_idle_for_sums());

@@ -6,9 +6,9 @@ use shorthorn_store::{BlockSumsFile, Store};
 use shorthorn_types::Regions;
 use shorthorn_views::ReplicaViews;
 
+use super::block_sums::BlockSums;
 use super::marks::Marks;
 use super::steps::Shelf;
-use super::summer::Summer;
 use crate::error::ReplicaError;
 use crate::state::{Owner, holds_data};
 
@@ -17,7 +17,7 @@ use crate::state::{Owner, holds_data};
 pub(crate) struct Loaded {
     pub(super) state: ReplicaState,
     pub(super) marks: Marks,
-    pub(super) summer: Summer,
+    pub(super) block_sums: BlockSums,
 }
 
 impl Loaded {
@@ -42,9 +42,9 @@ impl Loaded {
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
         let sums_file = open_sums(store, &mut state)?;
-        let mut summer = Summer::new(sums_file, sum_bytes_per_s)
+        let mut block_sums = BlockSums::new(sums_file, sum_bytes_per_s)
             .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
-        summer.load_lost(store)?;
+        block_sums.load_lost(store)?;
         open_sets(store, &state, &mut marks)?;
         if state.intent_log().has_lost_cache() {
             tracing::warn!(
@@ -52,7 +52,7 @@ impl Loaded {
                  written lately have been copied from another replica, or are known to be equal, others are preferred to it"
             );
         }
-        Ok(Loaded { state, marks, summer })
+        Ok(Loaded { state, marks, block_sums })
     }
 
     /// Returns the state.

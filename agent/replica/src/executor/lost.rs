@@ -9,12 +9,12 @@ use shorthorn_wire::{Flags, Header, Opcode};
 
 use super::Executor;
 use super::block::{block_ranges, number_of};
+use super::block_sums::BlockSums;
 use super::operation::Outcome;
 use super::requests::Work;
-use super::summer::Summer;
 use crate::error::ReplicaError;
 
-impl Summer {
+impl BlockSums {
     /// Loads the blocks that the directory records as lost. If the record is damaged, the replica counts as
     /// one that has to be rebuilt.
     pub fn load_lost(&mut self, store: &mut Store) -> Result<(), ReplicaError> {
@@ -68,12 +68,12 @@ impl Executor {
     /// A copy begins: blocks of layers that are recreated are not lost.
     pub(super) fn look_at_lost(&mut self, is_anything_kept: bool) -> Result<(), ReplicaError> {
         if is_anything_kept {
-            self.summer.know_lost();
+            self.block_sums.know_lost();
             return Ok(());
         }
-        self.summer.lost.keys().for_each(|block| self.summer.known.forget_block(*block));
-        self.summer.lost.clear();
-        Ok(self.store.save_lost_blocks(&self.summer.lost)?)
+        self.block_sums.lost.keys().for_each(|block| self.block_sums.known.forget_block(*block));
+        self.block_sums.lost.clear();
+        Ok(self.store.save_lost_blocks(&self.block_sums.lost)?)
     }
 
     /// Records the blocks of the head that a copy is about to overwrite with rot, because no member has them.
@@ -94,13 +94,13 @@ impl Executor {
         let Work { header, blocks, .. } = *self.work(slot);
         if is_rot_of_head(&header) {
             self.sums_followed(slot, Ok(()));
-            self.summer.know_lost_in(blocks);
+            self.block_sums.know_lost_in(blocks);
             return Ok(());
         }
         if !self.cures_lost(slot) {
             return Ok(());
         }
-        let cured: Vec<u64> = self.summer.known.cured_by(slot).collect();
+        let cured: Vec<u64> = self.block_sums.known.cured_by(slot).collect();
         self.end_records(&cured)
     }
 
@@ -108,8 +108,8 @@ impl Executor {
     /// durable before [`Executor::finish`]. While the replica is being copied, the record stays: another
     /// attempt drops the head, and keeps the layers.
     pub(super) fn cures_lost(&self, slot: u16) -> bool {
-        let may = !self.summer.lost.is_empty() && !self.store.is_copying();
-        may && self.summer.known.cured_by(slot).next().is_some()
+        let may = !self.block_sums.lost.is_empty() && !self.store.is_copying();
+        may && self.block_sums.known.cured_by(slot).next().is_some()
     }
 
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
@@ -119,23 +119,23 @@ impl Executor {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;
         let is_rotten = header.flags.has(Flags::ROTTEN);
-        if !is_rotten && self.summer.lost.is_empty() {
+        if !is_rotten && self.block_sums.lost.is_empty() {
             return Ok(());
         }
         for block in block_ranges(blocks) {
-            self.summer.known.forget_block(number_of(block));
+            self.block_sums.known.forget_block(number_of(block));
         }
         if is_rotten { self.record_rot(slot, blocks) } else { Ok(()) }
     }
 
     /// Records that the data in the slot is that of lost blocks.
     fn record_rot(&mut self, slot: u16, blocks: ByteRange) -> Outcome {
-        let mut lost = self.summer.lost.clone();
+        let mut lost = self.block_sums.lost.clone();
         for block in block_ranges(blocks) {
             let number = number_of(block);
             let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
             lost.insert(number, sum);
-            self.summer.known.keep_lost([number]);
+            self.block_sums.known.keep_lost([number]);
         }
         tracing::error!(%blocks, "copied data that no member has a sound copy of: reads of it that are verified fail");
         self.record_lost(lost)
@@ -149,7 +149,7 @@ impl Executor {
             );
             return Err(Errno::new(libc::EOVERFLOW));
         }
-        if lost != self.summer.lost {
+        if lost != self.block_sums.lost {
             if let Err(error) = self.store.save_lost_blocks(&lost) {
                 if is_final(error.errno()) {
                     self.fail(&format!("cannot record which blocks are lost: {error}"));
@@ -158,7 +158,7 @@ impl Executor {
                 }
                 return Err(error.errno());
             }
-            self.summer.lost = lost;
+            self.block_sums.lost = lost;
         }
         Ok(())
     }
@@ -166,21 +166,22 @@ impl Executor {
     /// A repair of a layer, whose blocks the slot names, has succeeded. If lost blocks have other data by it,
     /// that becomes durable, then the record. Waits for the disk.
     pub(super) fn record_repaired(&mut self, slot: u16) -> Outcome {
-        let cured: Vec<u64> = self.summer.known.cured_by(slot).filter(|_| !self.store.is_copying()).collect();
-        self.are_cured(&cured)
+        let cured: Vec<u64> =
+            self.block_sums.known.cured_by(slot).filter(|_| !self.store.is_copying()).collect();
+        self.make_cured_durable(&cured)
     }
 
-    /// The copy, or that of a layer, has ended. Blocks that have got other data meanwhile are not lost any
-    /// more.
+    /// Handles the end of a copy, or of that of a layer. Blocks that have got other data meanwhile are not
+    /// lost any more.
     pub(super) fn record_cured_by_copy(&mut self) -> Outcome {
-        let is_over = |block: &u64| !self.summer.known.is_lost(*block);
-        let cured: Vec<u64> = self.summer.lost.keys().copied().filter(is_over).collect();
-        self.are_cured(&cured)
+        let is_over = |block: &u64| !self.block_sums.known.is_lost(*block);
+        let cured: Vec<u64> = self.block_sums.lost.keys().copied().filter(is_over).collect();
+        self.make_cured_durable(&cured)
     }
 
     /// Makes the data of these blocks durable, then the record. Waits for the disk.
-    fn are_cured(&mut self, cured: &[u64]) -> Outcome {
-        if !cured.iter().any(|block| self.summer.lost.contains_key(block)) {
+    fn make_cured_durable(&mut self, cured: &[u64]) -> Outcome {
+        if !cured.iter().any(|block| self.block_sums.lost.contains_key(block)) {
             return Ok(());
         }
         if let Err(error) = self.store.flush() {
@@ -192,7 +193,7 @@ impl Executor {
 
     /// Ends the records of these blocks, whose other data is durable.
     fn end_records(&mut self, cured: &[u64]) -> Outcome {
-        let mut lost = self.summer.lost.clone();
+        let mut lost = self.block_sums.lost.clone();
         lost.retain(|block, _| !cured.contains(block));
         self.record_lost(lost)
     }

@@ -6,6 +6,7 @@
 //! logs unless an error occurs.
 
 mod block;
+mod block_sums;
 mod buffers;
 mod comparing;
 mod copying;
@@ -29,7 +30,6 @@ mod sum_file;
 mod sum_job;
 mod sum_pages;
 mod sum_schedule;
-mod summer;
 mod summing;
 mod sums;
 mod syncing;
@@ -46,6 +46,7 @@ use shorthorn_store::{FileIndex, ReadSegment, Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, Generation};
 use shorthorn_wire::{Header, Opcode};
 
+use self::block_sums::BlockSums;
 use self::buffers::Buffers;
 use self::flush::Flushes;
 use self::free_space::FreeSpace;
@@ -59,7 +60,6 @@ use self::piece::Piece;
 pub(crate) use self::requests::reads_data;
 use self::requests::{Requests, SUM_SLOT, Work};
 use self::steps::Shelf;
-use self::summer::Summer;
 use self::zeroes::ZeroJobs;
 use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
 use crate::state::Owner;
@@ -93,7 +93,7 @@ pub(crate) struct Executor {
 
     marks: Marks,
     sums: Sums,
-    summer: Summer,
+    block_sums: BlockSums,
 }
 
 impl Executor {
@@ -102,7 +102,7 @@ impl Executor {
     /// # Errors
     /// No memory is available for the buffers.
     pub fn new(store: Store, owner: Owner, loaded: Loaded) -> io::Result<Executor> {
-        let Loaded { state, marks, summer } = loaded;
+        let Loaded { state, marks, block_sums } = loaded;
         Ok(Executor {
             store,
             owner,
@@ -119,7 +119,7 @@ impl Executor {
             free_space: FreeSpace::default(),
             marks,
             sums: Sums::default(),
-            summer,
+            block_sums,
         })
     }
 
@@ -161,7 +161,7 @@ impl Executor {
 
     /// Releases memory of verified reads that was not used since the last call.
     pub fn release_unused_sums(&mut self) {
-        self.summer.pages.release_unused();
+        self.block_sums.pages.release_unused();
     }
 
     /// Begins to execute the request in `slot`. It comes out of [`Executor::take_finished`], maybe at once.
@@ -185,7 +185,7 @@ impl Executor {
                 let range = self.checked(&header)?;
                 // The regions are recorded first: otherwise a crash would leave unknown differences between
                 // the replicas.
-                if self.is_rot_kept(slot, range, ring)? && self.admit(slot, range) {
+                if self.keep_rot(slot, range, ring)? && self.admit(slot, range) {
                     // Not before: a request that is not admitted modifies nothing.
                     self.record_rot_of_head(slot)?;
                     self.sums_follow(slot, range);

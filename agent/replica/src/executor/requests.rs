@@ -86,12 +86,12 @@ impl Requests {
         self.get_mut(slot).failure.get_or_insert(errno);
     }
 
-    /// The rot beside the modification in the slot is kept in all pages of sums before `number`.
-    pub fn keeps_rot_before(&mut self, slot: u16, number: u64) {
+    /// Records that the rot beside the modification in the slot is kept in all pages of sums before `number`.
+    pub fn set_kept_rot_before(&mut self, slot: u16, number: u64) {
         self.get_mut(slot).kept_before = number;
     }
 
-    /// Regions are larger now: the rot beside modifications that wait is examined again.
+    /// Has the rot beside waiting modifications examined again, because regions are larger now.
     pub fn forget_kept_rot(&mut self) {
         self.works.iter_mut().for_each(|work| work.kept_before = 0);
     }

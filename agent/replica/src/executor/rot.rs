@@ -19,17 +19,17 @@ impl Executor {
     /// Prepares the modification of `range` by the request in the slot: reads of it are not compared any
     /// more, and it has to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
-        if self.summer.pages.is_kept() {
-            self.summer.schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
+        if self.block_sums.pages.is_kept() {
+            self.block_sums.schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
         }
         let is_discard = self.work(slot).header.opcode == Opcode::Discard;
         // A discard leaves blocks that it covers in part as they are.
         let blocks = if is_discard { range.shrunk_to_blocks() } else { range.grown_to_blocks() };
-        let knows_any = !self.summer.known.is_empty();
+        let knows_any = !self.block_sums.known.is_empty();
         for block in block_ranges(blocks).filter(|_| knows_any) {
-            if self.summer.known.has(number_of(block)) {
+            if self.block_sums.known.has(number_of(block)) {
                 let after = self.after(slot, range, block);
-                self.summer.known.modified(slot, number_of(block), after);
+                self.block_sums.known.modified(slot, number_of(block), after);
             }
         }
         self.requests.end_checks_of_reads(range);
@@ -39,17 +39,17 @@ impl Executor {
     /// data: the sums before and after.
     pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
         let Ok(range) = self.work(slot).header.range() else { return };
-        self.summer.known.merged(slot, range, number_of(block), sums);
+        self.block_sums.known.merged(slot, range, number_of(block), sums);
     }
 
     /// Returns true if the request in the slot has to report the data that it merges.
     pub(super) fn sums_await(&self, slot: u16) -> bool {
-        self.summer.known.awaits(slot)
+        self.block_sums.known.awaits(slot)
     }
 
     /// The request in the slot has ended.
     pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
-        self.summer.known.ended(slot, outcome.is_ok());
+        self.block_sums.known.ended(slot, outcome.is_ok());
     }
 
     /// The data that `block` gets from the request in the slot. A repair writes blocks of zeroes as such.
@@ -60,9 +60,9 @@ impl Executor {
             _ if !is_whole => After::Unmerged,
             Opcode::Write => {
                 let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
-                self.summer.after(number_of(block), sum)
+                self.block_sums.after(number_of(block), sum)
             }
-            _ => After::Sum(self.summer.zero_sum),
+            _ => After::Sum(self.block_sums.zero_sum),
         }
     }
 
@@ -72,8 +72,8 @@ impl Executor {
         let start = block.offset() / SUM_PAGE_SPAN_BYTES * SUM_PAGE_SPAN_BYTES;
         let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
         let (number, sums) = (start / SUM_PAGE_SPAN_BYTES, self.kept_sums_of(page));
-        let was_kept = self.summer.known.may_modify(number);
-        if !self.summer.known.keep(number, sums) && was_kept {
+        let was_kept = self.block_sums.known.may_modify(number);
+        if !self.block_sums.known.keep(number, sums) && was_kept {
             self.report_too_much_rot(page);
         }
     }
@@ -85,25 +85,21 @@ impl Executor {
     }
 
     fn report_too_much_rot(&mut self, page: ByteRange) {
-        self.summer.homeless += 1;
-        if self.summer.homeless <= REPORTED_ROTTEN_MAX {
+        self.block_sums.homeless += 1;
+        if self.block_sums.homeless <= REPORTED_ROTTEN_MAX {
             tracing::error!(%page, "more blocks hold rot than can be tracked: modifications here fail, because they would make \
                  the rest of the rot look sound; repair the volume by a scrub, or replace this replica");
         }
     }
 
-    /// Returns true if the modification of `range` in the slot makes no other rot look sound. False: a page
-    /// of sums has to be read first, and then the request is started again.
+    /// Keeps the sums that the modification of `range` in the slot invalidates, if there is rot in their
+    /// pages. Otherwise that rot would look sound. Returns false if a page of sums has to be read first: then
+    /// the request is started again.
     ///
     /// # Errors
-    /// Nothing but the page of sums knows of the rot, and the sums that the modification ends find no places.
-    pub(super) fn is_rot_kept(
-        &mut self,
-        slot: u16,
-        range: ByteRange,
-        ring: &mut Ring,
-    ) -> Result<bool, Errno> {
-        if self.summer.homeless == 0 || !self.summer.pages.is_kept() {
+    /// Only the page of sums knows the rot, and there are no places to keep the sums of the page.
+    pub(super) fn keep_rot(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Result<bool, Errno> {
+        if self.block_sums.homeless == 0 || !self.block_sums.pages.is_kept() {
             return Ok(true);
         }
         let intent_log = self.state.intent_log();
@@ -113,31 +109,31 @@ impl Executor {
         }
         let ends = regions.bytes(regions.touched(range));
         for number in ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES) {
-            if number < self.work(slot).kept_before || self.summer.known.may_modify(number) {
+            if number < self.work(slot).kept_before || self.block_sums.known.may_modify(number) {
                 continue;
             }
             if self.sum_page(number, ring).is_none() {
-                self.summer.unkept.add(slot);
+                self.block_sums.unkept.add(slot);
                 return Ok(false);
             }
             let start = ends.offset().max(number * SUM_PAGE_SPAN_BYTES);
             let end = ends.end().min((number + 1) * SUM_PAGE_SPAN_BYTES);
             let part = ByteRange::new(start, end.saturating_sub(start)).unwrap_or(ByteRange::EMPTY);
             let sums = self.kept_sums_of(part);
-            if !self.summer.known.keep_some(sums) {
+            if !self.block_sums.known.keep_some(sums) {
                 return Err(Errno::IO);
             }
-            self.requests.keeps_rot_before(slot, number + 1);
+            self.requests.set_kept_rot_before(slot, number + 1);
         }
         Ok(true)
     }
 
     /// Starts the modifications again that waited for pages of sums: one was read, or a place is free.
     pub(super) fn go_on_keeping(&mut self, ring: &mut Ring) {
-        let mut retried = self.summer.unkept.take();
+        let mut retried = self.block_sums.unkept.take();
         for slot in retried.drain(..) {
             self.start(slot, ring);
         }
-        self.summer.unkept.give_back(retried);
+        self.block_sums.unkept.give_back(retried);
     }
 }

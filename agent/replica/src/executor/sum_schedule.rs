@@ -89,7 +89,7 @@ impl SumSchedule {
     }
 
     /// Records that regions were summed.
-    pub fn has_summed(&mut self) {
+    pub fn record_summed(&mut self) {
         self.has_news = true;
     }
 

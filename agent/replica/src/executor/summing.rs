@@ -18,10 +18,10 @@ use shorthorn_wire::{Header, Opcode};
 
 use super::Executor;
 use super::block::block_ranges;
+use super::block_sums::BlockSums;
 use super::operation::{Outcome, is_passing};
 use super::requests::SUM_SLOT;
 use super::sum_job::{Run, SummingStep};
-use super::summer::Summer;
 use crate::error::ReplicaError;
 use crate::limits::{
     SUM_FREE_BYTES_MIN, SUM_LOOK_INTERVAL, SUM_PIECE_BYTES, SUM_SEARCH_PAUSE, SUM_SPACE_INTERVAL,
@@ -30,16 +30,16 @@ use crate::limits::{
 impl Executor {
     /// Returns the time until [`Executor::sum`] has work, unless an event comes before.
     pub fn sums_pause(&self) -> Option<Duration> {
-        let next_at = self.summer.schedule.next_at().filter(|_| !self.is_summing())?;
+        let next_at = self.block_sums.schedule.next_at().filter(|_| !self.is_summing())?;
         Some(next_at.saturating_duration_since(Instant::now()))
     }
 
     /// Does a step of the sums that does not wait for the disk.
     pub fn sum(&mut self, ring: &mut Ring) {
-        if !self.summer.pages.is_kept() || self.state.failure().is_some() {
+        if !self.block_sums.pages.is_kept() || self.state.failure().is_some() {
             return self.drop_job();
         }
-        while let Some(job) = self.summer.job.run() {
+        while let Some(job) = self.block_sums.job.run() {
             if job.is_void && !job.is_in_ring() {
                 self.end_job(job);
                 return;
@@ -54,7 +54,7 @@ impl Executor {
                 return;
             }
         }
-        if self.summer.schedule.next_at().is_some_and(|at| at <= Instant::now()) {
+        if self.block_sums.schedule.next_at().is_some_and(|at| at <= Instant::now()) {
             self.begin_sums(ring);
             if self.is_summing() {
                 self.sum(ring);
@@ -64,22 +64,22 @@ impl Executor {
 
     /// Drops the job, because the replica has failed, or sums are not kept any more.
     fn drop_job(&mut self) {
-        if self.summer.job.run().is_some_and(|job| !job.is_in_ring()) {
-            self.summer.job.end();
+        if self.block_sums.job.run().is_some_and(|job| !job.is_in_ring()) {
+            self.block_sums.job.end();
         }
-        self.summer.schedule.stop();
+        self.block_sums.schedule.stop();
     }
 
     /// Looks for regions to sum, and begins with them.
     fn begin_sums(&mut self, ring: &mut Ring) {
         if self.store.is_copying() {
-            return self.summer.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+            return self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
         }
-        if let Some(from) = self.summer.schedule.search_from() {
+        if let Some(from) = self.block_sums.schedule.search_from() {
             return self.search(from);
         }
         let intent_log = self.state.intent_log();
-        let cursor = self.summer.schedule.cursor();
+        let cursor = self.block_sums.schedule.cursor();
         match intent_log.next_to_sum(cursor).or_else(|| intent_log.next_to_sum(0)) {
             Some(region) => self.begin_run(region),
             None => self.wait_for_regions(ring),
@@ -89,10 +89,10 @@ impl Executor {
     /// Waits until there are regions to sum.
     fn wait_for_regions(&mut self, ring: &mut Ring) {
         match self.state.intent_log().wants_sums() {
-            true => self.summer.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL),
-            false => self.summer.schedule.stop(),
+            true => self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL),
+            false => self.block_sums.schedule.stop(),
         }
-        if self.summer.schedule.take_news() {
+        if self.block_sums.schedule.take_news() {
             // Sums made before count after the end of the process too.
             self.write_stale_pages(ring);
         }
@@ -102,7 +102,7 @@ impl Executor {
     fn begin_run(&mut self, region: u32) {
         let free_bytes = self.store.free_bytes();
         if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
-            return self.summer.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+            return self.block_sums.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
         }
         let regions = self.state.intent_log().regions();
         let bytes = regions.range(region);
@@ -111,12 +111,12 @@ impl Executor {
         let end_bytes = bytes.end().max(page_end.min(regions.size_bytes()));
         let unit = ByteRange::new(bytes.offset(), end_bytes - bytes.offset()).unwrap_or(bytes);
         let run = regions.touched(unit);
-        self.summer.schedule.advance(run.end);
+        self.block_sums.schedule.advance(run.end);
         // The engine has said that nothing is in flight there; it costs little to look.
         if self.requests.is_modified(unit) || !self.state.intent_log_mut().begin_sums(run) {
-            return self.summer.schedule.pause(unit.length(), true, Instant::now());
+            return self.block_sums.schedule.pause(unit.length(), true, Instant::now());
         }
-        self.summer.job.begin(unit);
+        self.block_sums.job.begin(unit);
     }
 
     /// Searches the regions that hold data, which are unknown at the start.
@@ -127,12 +127,12 @@ impl Executor {
                 for (first, count) in runs {
                     self.state.intent_log_mut().want_sums(first..first + count);
                 }
-                self.summer.schedule.searched_to(next);
-                self.summer.schedule.wait_until(Instant::now() + SUM_SEARCH_PAUSE);
+                self.block_sums.schedule.searched_to(next);
+                self.block_sums.schedule.wait_until(Instant::now() + SUM_SEARCH_PAUSE);
             }
             Err(error) => {
                 tracing::warn!(%error, "which regions hold data could not be found out: blocks are summed after they are written");
-                self.summer.schedule.searched_to(None);
+                self.block_sums.schedule.searched_to(None);
             }
         }
     }
@@ -142,10 +142,10 @@ impl Executor {
         let page_end = ((job.at_bytes / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES).min(job.end_bytes);
         let Some(piece) = self.next_sum_piece(job.at_bytes, page_end) else {
             let number = (page_end - 1) / SUM_PAGE_SPAN_BYTES;
-            self.summer.job.store(number, page_end);
+            self.block_sums.job.store(number, page_end);
             return true;
         };
-        self.summer.job.read(piece);
+        self.block_sums.job.read(piece);
         let length_bytes = u32::try_from(piece.length()).unwrap_or(0);
         self.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
         if let Err(errno) = self.start_read(SUM_SLOT, piece, ring) {
@@ -187,7 +187,7 @@ impl Executor {
 
     /// Handles the end of the read of a piece.
     pub(super) fn sum_read(&mut self, outcome: Outcome) {
-        self.summer.job.set_step(SummingStep::Read(outcome));
+        self.block_sums.job.set_step(SummingStep::Read(outcome));
     }
 
     /// Makes the sums of a piece that was read.
@@ -201,16 +201,16 @@ impl Executor {
         let blocks = self.work(SUM_SLOT).blocks;
         for block in block_ranges(blocks) {
             let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
-            self.summer.job.add(block, sum);
+            self.block_sums.job.add(block, sum);
         }
-        self.summer.job.set_step(SummingStep::Next);
+        self.block_sums.job.set_step(SummingStep::Next);
         true
     }
 
     /// Writes the page, as soon as its sums of other regions are loaded.
     fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
         let Some(at) = self.sum_page(number, ring) else { return false };
-        let Summer { pages, job, known, .. } = &mut self.summer;
+        let BlockSums { pages, job, known, .. } = &mut self.block_sums;
         for place in 0..BLOCKS_PER_SUM_PAGE {
             let sum = job.sum(place);
             if sum != SUM_UNKNOWN {
@@ -231,7 +231,7 @@ impl Executor {
 
     pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
         let well = result == Ok(SUM_PAGE_BYTES);
-        let is_wanted = self.summer.pages.written(at, well, &self.in_flight);
+        let is_wanted = self.block_sums.pages.written(at, well, &self.in_flight);
         if let Err(errno) = result
             && is_final(errno)
             && !is_passing(errno)
@@ -239,7 +239,7 @@ impl Executor {
             // The page was to be durable: the reported error may be about other data.
             self.fail(&format!("sums of blocks could not be stored: {errno}"));
         }
-        if let Some(job) = self.summer.job.run().filter(|job| job.step == SummingStep::Writing) {
+        if let Some(job) = self.block_sums.job.run().filter(|job| job.step == SummingStep::Writing) {
             self.sums_are_stored(job, well, is_wanted);
         }
         // Modifications come first: comparisons would take the places of their pages.
@@ -253,42 +253,43 @@ impl Executor {
             self.state.intent_log_mut().end_sums(false);
             self.end_job(job);
             if !well {
-                self.summer.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+                self.block_sums.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
             }
         } else if job.at_bytes < job.end_bytes {
-            self.summer.job.set_step(SummingStep::Next);
+            self.block_sums.job.set_step(SummingStep::Next);
         } else {
             self.state.intent_log_mut().end_sums(true);
             self.free_known();
-            self.summer.schedule.has_summed();
+            self.block_sums.schedule.record_summed();
             self.end_job(job);
         }
     }
 
     /// Frees the places of known blocks that were read back sound: their durable sums count.
     fn free_known(&mut self) {
-        let mut read_back = self.summer.job.take_known();
+        let mut read_back = self.block_sums.job.take_known();
         for (block, found) in read_back.drain(..) {
             let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
             if range.is_ok_and(|range| self.is_summed(range)) {
-                self.summer.known.summed(block, found);
+                self.block_sums.known.summed(block, found);
             }
         }
-        self.summer.job.give_back_known(read_back);
+        self.block_sums.job.give_back_known(read_back);
     }
 
     fn end_job(&mut self, job: Run) {
-        self.summer.job.end();
-        self.summer.schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
+        self.block_sums.job.end();
+        self.block_sums.schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
     }
 
     /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.
     pub(super) fn sum_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
-        self.summer.pages.load(number, &mut self.in_flight, ring)
+        self.block_sums.pages.load(number, &mut self.in_flight, ring)
     }
 
     pub(super) fn on_sums_read(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
-        if let Some((number, false)) = self.summer.pages.loaded(at, result.unwrap_or(0), &self.in_flight) {
+        if let Some((number, false)) = self.block_sums.pages.loaded(at, result.unwrap_or(0), &self.in_flight)
+        {
             self.sums_are_unknown(number);
         }
         // Modifications come first: comparisons would take the places of their pages.
@@ -311,8 +312,8 @@ impl Executor {
             }
         }
         if count > 0 {
-            self.summer.schedule.wake_at(Instant::now);
-            if !std::mem::replace(&mut self.summer.are_pages_reported, true) {
+            self.block_sums.schedule.wake_at(Instant::now);
+            if !std::mem::replace(&mut self.block_sums.are_pages_reported, true) {
                 tracing::warn!(regions = count, %span, "block checksums are damaged or torn by a crash, and \
                  are recomputed; further ones are not logged");
             }
@@ -325,18 +326,18 @@ impl Executor {
     /// # Errors
     /// The sums can be neither invalidated nor deleted. The replica then serves nothing any more.
     pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
-        if !self.summer.pages.retire(&self.in_flight) {
+        if !self.block_sums.pages.retire(&self.in_flight) {
             return Ok(());
         }
-        self.summer.known.forget();
-        self.summer.know_lost();
+        self.block_sums.known.forget();
+        self.block_sums.know_lost();
         self.void_job();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().unsum(0..regions.count());
         match self.store.open_block_sums() {
             Ok(file) => {
-                self.summer.pages.begin(file);
-                self.summer.schedule.begin_again(Instant::now());
+                self.block_sums.pages.begin(file);
+                self.block_sums.schedule.begin_again(Instant::now());
                 Ok(())
             }
             Err(error) => {
@@ -354,20 +355,20 @@ impl Executor {
 
     /// Returns true if regions are being read and summed.
     pub(super) fn is_summing(&self) -> bool {
-        self.summer.job.run().is_some()
+        self.block_sums.job.run().is_some()
     }
 
     /// Drops the running sum, because its data has changed.
     pub(super) fn void_job(&mut self) {
         self.state.intent_log_mut().end_sums(false);
-        self.summer.job.void();
+        self.block_sums.job.void();
     }
 
     /// Schedules the sums of regions instead of starting them at once. A repair comes in several requests,
     /// and each needs the pages of sets of regions.
     pub(super) fn sum_soon(&mut self) {
-        if self.summer.pages.is_kept() {
-            self.summer.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+        if self.block_sums.pages.is_kept() {
+            self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
         }
     }
 }

@@ -157,7 +157,7 @@ impl Executor {
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
         let pages = pages_of_regions(self.state.intent_log().regions(), range);
-        if pages.into_iter().any(|page| !self.summer.known.may_modify(page)) {
+        if pages.into_iter().any(|page| !self.block_sums.known.may_modify(page)) {
             return Err(ReplicaError::TooMuchRot(range));
         }
         let shown = self.known_sums_shown(range);
@@ -197,7 +197,7 @@ impl Executor {
     /// sees there, if that data can be read.
     fn known_sums_shown(&mut self, range: ByteRange) -> Vec<(u64, Option<u32>)> {
         let blocks: Vec<ByteRange> =
-            block_ranges(range).filter(|block| self.summer.known.has(number_of(*block))).collect();
+            block_ranges(range).filter(|block| self.block_sums.known.has(number_of(*block))).collect();
         blocks.into_iter().map(|block| (number_of(block), self.sum_shown(block.offset()))).collect()
     }
 
@@ -212,18 +212,18 @@ impl Executor {
     fn known_follow_repair(&mut self, shown: Vec<(u64, Option<u32>)>) {
         for (block, before) in shown {
             match self.sum_shown(block * BLOCK_BYTES) {
-                None if self.summer.known.is_lost(block) => {}
-                None => self.summer.known.forget_block(block),
+                None if self.block_sums.known.is_lost(block) => {}
+                None => self.block_sums.known.forget_block(block),
                 after if after == before => {}
                 Some(after) => {
                     // Another member may take the same rot for data.
-                    let after = self.summer.after(block, after);
-                    self.summer.known.modified(SUM_SLOT, block, after);
+                    let after = self.block_sums.after(block, after);
+                    self.block_sums.known.modified(SUM_SLOT, block, after);
                 }
             }
         }
         let outcome = self.record_repaired(SUM_SLOT);
-        self.summer.known.ended(SUM_SLOT, outcome.is_ok());
+        self.block_sums.known.ended(SUM_SLOT, outcome.is_ok());
     }
 }
 

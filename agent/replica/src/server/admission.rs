@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
-use shorthorn_replica_core::{QueueId, Ready, Superseded, Why};
+use shorthorn_replica_core::{QueueId, Ready, RefusalReason, Superseded};
 use shorthorn_types::{Errno, Generation};
 use shorthorn_views::{Fence, Refused};
 use shorthorn_wire::{Refusal, Welcome, encode_text};
@@ -61,11 +61,13 @@ impl Server {
         }
         for (queue_id, candidate, why) in superseded.refuse {
             let (errno, message) = match why {
-                Why::Fenced => (Errno::NOT_PERMITTED, self.fenced(queue_id).to_string()),
-                Why::QueueAgain => {
+                RefusalReason::Fenced => (Errno::NOT_PERMITTED, self.fenced(queue_id).to_string()),
+                RefusalReason::QueueAgain => {
                     (Errno::NOT_PERMITTED, "its queue has opened a newer connection".to_owned())
                 }
-                Why::TooMany => (Errno::new(libc::EAGAIN), "too many connections are waiting".to_owned()),
+                RefusalReason::TooMany => {
+                    (Errno::new(libc::EAGAIN), "too many connections are waiting".to_owned())
+                }
             };
             self.refuse(queue_id, candidate, errno, message);
         }

@@ -1,13 +1,14 @@
 //! Guard: detects that another program has opened the directory.
 //!
-//! Longhorn rewrites `volume.meta` whenever it opens a replica, and so do we. `shorthorn.guard`
-//! records which file ours was: inode, time of modification, checksum of its content. The record is made
-//! before the file gets its name, and keeps the one before, so that a crash between the two never
-//! makes us doubt ourselves. A clean close records the head too, inode and time of change.
+//! Longhorn rewrites `volume.meta` whenever it opens a replica, and so does Shorthorn. `shorthorn.guard`
+//! identifies the file that Shorthorn wrote, by inode, time of modification, and checksum of its content. The
+//! record is durable before the file gets its name, and keeps the previous identity. A crash between the two
+//! therefore does not look like another program. A clean close records inode and time of change of the head
+//! too.
 //!
 //! If the record does not fit, the *epoch* rises by one. All files beside the volume carry the epoch in
-//! which they were written, and count only in that epoch. A directory that was copied does not fit either:
-//! that errs on the safe side.
+//! which they were written, and count only in that epoch. A copied directory does not fit either, which is
+//! safe.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -23,7 +24,7 @@ use crate::sums_files::BLOCK_SUMS_FILE;
 
 pub(crate) const GUARD_FILE: &str = "shorthorn.guard";
 
-/// An identity that tells a file from any other of its name.
+/// The identity of one file among all files that have had its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FileIdentity {
     inode: u64,
@@ -56,7 +57,7 @@ pub(crate) struct Guard {
     /// write.
     #[serde(default)]
     block_sums: Option<u64>,
-    /// The newest series there was.
+    /// The newest series so far.
     #[serde(default)]
     last_series: u64,
     /// True if the callers that change the volume keep the set of regions without sums.

@@ -4,8 +4,8 @@ use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::lock::Lock;
 
-/// The directory of a replica that no process has open, and none opens until this is dropped. Nothing in it
-/// is changed.
+/// The directory of a replica that no process has open. No process can open it until this is dropped. Its
+/// content stays as it is.
 #[derive(Debug)]
 pub struct Held {
     _lock: Lock,

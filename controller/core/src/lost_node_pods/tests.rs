@@ -73,20 +73,25 @@ fn nothing_is_done_unless_both_have_lost_the_node() {
 fn each_pod_that_stays_has_its_reason() {
     let ours = || pod("p", &["data"]);
     let owned = |owner| Pod { owner, ..ours() };
-    let other = || Why::OtherDriver("disks.example".to_owned());
-    let itself = || Why::OtherDriver("Kubernetes itself".to_owned());
+    let other = || KeepReason::OtherDriver("disks.example".to_owned());
+    let itself = || KeepReason::OtherDriver("Kubernetes itself".to_owned());
     let nameless = Machine { has_nameless_disks: true, ..LOST };
     let finalizers = || vec!["example/wait".to_owned()];
-    let table: Vec<(&str, Machine, Pod, Option<Why>)> = vec![
+    let table: Vec<(&str, Machine, Pod, Option<KeepReason>)> = vec![
         ("deleted, time over", LOST, ours(), None),
         ("exactly over", LOST, Pod { gone_by: Some(at(0)), ..ours() }, None),
-        ("not deleted", LOST, Pod { gone_by: None, ..ours() }, Some(Why::NotDeleted)),
-        ("time left", LOST, Pod { gone_by: Some(at(7)), ..ours() }, Some(Why::Time(Duration::from_secs(7)))),
-        ("daemon", LOST, owned(Owner::DaemonSet), Some(Why::OfItsNode(Owner::DaemonSet))),
-        ("static", LOST, owned(Owner::Kubelet), Some(Why::OfItsNode(Owner::Kubelet))),
-        ("no claim", LOST, pod("p", &[]), Some(Why::NotOurs)),
-        ("claim that is not attached", LOST, pod("p", &["files"]), Some(Why::NotOurs)),
-        ("another driver's alone", LOST, pod("p", &["other"]), Some(Why::NotOurs)),
+        ("not deleted", LOST, Pod { gone_by: None, ..ours() }, Some(KeepReason::NotDeleted)),
+        (
+            "time left",
+            LOST,
+            Pod { gone_by: Some(at(7)), ..ours() },
+            Some(KeepReason::Time(Duration::from_secs(7))),
+        ),
+        ("daemon", LOST, owned(Owner::DaemonSet), Some(KeepReason::OfItsNode(Owner::DaemonSet))),
+        ("static", LOST, owned(Owner::Kubelet), Some(KeepReason::OfItsNode(Owner::Kubelet))),
+        ("no claim", LOST, pod("p", &[]), Some(KeepReason::NotOurs)),
+        ("claim that is not attached", LOST, pod("p", &["files"]), Some(KeepReason::NotOurs)),
+        ("another driver's alone", LOST, pod("p", &["other"]), Some(KeepReason::NotOurs)),
         ("another driver's too", LOST, pod("p", &["data", "other"]), Some(other())),
         ("shared files too", LOST, pod("p", &["data", "files"]), None),
         ("perhaps a disk", nameless, pod("p", &["data", "files"]), Some(itself())),
@@ -97,14 +102,14 @@ fn each_pod_that_stays_has_its_reason() {
             "finalizers, ended",
             LOST,
             Pod { finalizers: finalizers(), is_ended_by_force: true, ..ours() },
-            Some(Why::Finalizers(finalizers())),
+            Some(KeepReason::Finalizers(finalizers())),
         ),
         ("ended containers", LOST, Pod { has_ended: true, ..ours() }, None),
         (
             "same claim, another namespace",
             LOST,
             Pod { name: Namespaced { namespace: "b".to_owned(), name: "p".to_owned() }, ..ours() },
-            Some(Why::NotOurs),
+            Some(KeepReason::NotOurs),
         ),
     ];
     let attachments = [attachment("data", true), attachment("other", false)];
@@ -113,7 +118,7 @@ fn each_pod_that_stays_has_its_reason() {
         match why {
             None => assert_eq!((plan.force_delete, plan.keep), (vec![pod], vec![]), "{what}"),
             Some(why) => {
-                let wait = if let Why::Time(left) = why { Some(left) } else { None };
+                let wait = if let KeepReason::Time(left) = why { Some(left) } else { None };
                 assert_eq!(plan.look_again, wait, "{what}");
                 assert_eq!((plan.force_delete, plan.keep), (vec![], vec![(pod, why)]), "{what}");
             }
@@ -128,7 +133,10 @@ fn an_attachment_that_nobody_can_name_may_be_that_of_any_claim() {
     let pods = [pod("p", &["data"]), pod("q", &["data", "files"])];
     let plan = plan(LOST, &pods, &attachments, at(0));
     assert_eq!(released(&plan), ["p"]);
-    assert!(matches!(&plan.keep[..], [(pod, Why::OtherDriver(_))] if pod.name.name == "q"), "{plan:?}");
+    assert!(
+        matches!(&plan.keep[..], [(pod, KeepReason::OtherDriver(_))] if pod.name.name == "q"),
+        "{plan:?}"
+    );
 }
 
 #[test]

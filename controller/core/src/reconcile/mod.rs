@@ -102,9 +102,9 @@ pub fn reconcile(context: &Context<'_>, key: &Key) -> Decision {
     }
 }
 
-/// Returns true if a decision about `key` may give disk space away. The shell takes such decisions one at a
-/// time. It promises the places of the new replicas before the next one, so that two volumes never get the
-/// same space.
+/// Returns true if a decision about `key` may schedule replicas. The shell takes such decisions one at a
+/// time. It reserves the space of the new replicas before the next decision, so that two volumes never get
+/// the same space.
 #[must_use]
 pub fn gives_space_away(cluster: &ClusterState, key: &Key) -> bool {
     key.kind == Kind::Volume

@@ -13,7 +13,7 @@ use super::archive::Archive;
 use crate::calls::limited;
 use crate::doctor::{self, CheckOutput};
 use crate::format::Format;
-use crate::list::{Lister, Options, What};
+use crate::list::{ListKind, Lister, Options};
 use crate::status;
 
 /// The maximum number of unhealthy volumes whose explanation is collected.
@@ -23,10 +23,10 @@ pub(super) async fn gather(
     archive: &mut Archive<File>,
     client: &ControllerClient<Channel>,
 ) -> io::Result<()> {
-    let volumes = What::Volumes { namespace: String::new(), workloads: true };
-    let replicas = What::Replicas { volume: String::new(), node: String::new() };
+    let volumes = ListKind::Volumes { namespace: String::new(), workloads: true };
+    let replicas = ListKind::Replicas { volume: String::new(), node: String::new() };
     let mut ill = Vec::new();
-    for (name, what) in [("volumes", volumes), ("replicas", replicas), ("nodes", What::Nodes)] {
+    for (name, what) in [("volumes", volumes), ("replicas", replicas), ("nodes", ListKind::Nodes)] {
         let lister = Lister { client: client.clone(), what, options: Options::default() };
         let file = format!("controller/{name}.json");
         match lister.list().await {
@@ -77,7 +77,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
 }
 
 async fn add_trash(archive: &mut Archive<File>, client: ControllerClient<Channel>) -> io::Result<()> {
-    let what = What::Trash { volume: String::new() };
+    let what = ListKind::Trash { volume: String::new() };
     match (Lister { client, what, options: Options::default() }).list().await {
         Ok(Ok(list)) => {
             let table = list.text(Format::Table).map_err(io::Error::other)?;

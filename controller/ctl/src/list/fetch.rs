@@ -45,7 +45,7 @@ impl From<Order> for Options {
 
 /// The kind of the listed objects.
 #[derive(Clone, Debug)]
-pub(crate) enum What {
+pub(crate) enum ListKind {
     Volumes {
         /// Only those whose claim is in this namespace; empty: all.
         namespace: String,
@@ -72,7 +72,7 @@ pub(crate) enum What {
 #[derive(Debug)]
 pub(crate) struct Lister {
     pub(crate) client: ControllerClient<Channel>,
-    pub(crate) what: What,
+    pub(crate) what: ListKind,
     pub(crate) options: Options,
 }
 
@@ -101,12 +101,12 @@ impl Lister {
 
     async fn fetch(&self) -> Result<List, Status> {
         let (mut list, next_token) = match self.what.clone() {
-            What::Volumes { namespace, workloads } => self.volumes(namespace, workloads).await?,
-            What::Replicas { volume, node } => self.replicas(volume, node).await?,
-            What::Nodes => self.nodes(nodes::list).await?,
-            What::Disks => self.nodes(nodes::disks).await?,
-            What::Trash { volume } => self.trash(volume).await?,
-            What::Orphans => self.orphans().await?,
+            ListKind::Volumes { namespace, workloads } => self.volumes(namespace, workloads).await?,
+            ListKind::Replicas { volume, node } => self.replicas(volume, node).await?,
+            ListKind::Nodes => self.nodes(nodes::list).await?,
+            ListKind::Disks => self.nodes(nodes::disks).await?,
+            ListKind::Trash { volume } => self.trash(volume).await?,
+            ListKind::Orphans => self.orphans().await?,
         };
         if !next_token.is_empty() {
             list.warnings.push(format!("more results: continue with --continue {next_token}"));

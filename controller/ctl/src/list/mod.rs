@@ -19,7 +19,7 @@ use super::format::Format;
 use super::output::for_programs;
 
 pub(super) use devices::devices;
-pub(super) use fetch::{Lister, Options, Order, What};
+pub(super) use fetch::{ListKind, Lister, Options, Order};
 pub(super) use watch::watch;
 
 /// A column of a table.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Node as Machine, PersistentVolume, Pod as KubePod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::api::{Api, DeleteParams, ListParams, Preconditions};
-use shorthorn_controller_core::lost_node_pods::{self, Attachment, Namespaced, Pod, PodPlan, Why};
+use shorthorn_controller_core::lost_node_pods::{self, Attachment, KeepReason, Namespaced, Pod, PodPlan};
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::{Event, NodeName, Timestamp};
 use shorthorn_kube::{CallError, bounded, is_code};
@@ -37,7 +37,7 @@ struct Memory {
     /// meanwhile.
     claimed: BTreeMap<String, Claimed>,
     /// The reported reasons, by pod.
-    reported: BTreeMap<String, Why>,
+    reported: BTreeMap<String, KeepReason>,
     /// The last logged problem.
     trouble: String,
 }
@@ -181,7 +181,7 @@ impl PodForceDeleter {
         self.record_of_volume(attachment, DETACHED, message);
     }
 
-    fn record_why_not(&self, pod: &Pod, why: Why, memory: &mut Memory) {
+    fn record_why_not(&self, pod: &Pod, why: KeepReason, memory: &mut Memory) {
         let Some(advice) = why.advice() else { return };
         if memory.reported.get(&pod.uid) != Some(&why) {
             tracing::warn!(pod = %pod.name, "{advice}");

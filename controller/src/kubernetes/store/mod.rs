@@ -296,10 +296,10 @@ impl Inner {
         }
         if convert::asks_for_encryption(&new) {
             // A dry run: reconcilers would see a volume that is made and taken back.
-            keeps_encryption(&new, &self.remote.create(key.kind, &new, true).await?)?;
+            check_encryption_kept(&new, &self.remote.create(key.kind, &new, true).await?)?;
         }
         let made = self.remote.create(key.kind, &new, false).await?;
-        keeps_encryption(&new, &made)?;
+        check_encryption_kept(&new, &made)?;
         let made = self.take_in(key, &made)?;
         let nothing = convert::parts(&made)?.status;
         match convert::whole_patch(&nothing, &status) {
@@ -454,7 +454,7 @@ enum WriteError {
 
 /// Checks that the answer of the API server has the encryption that was asked for: a definition of an earlier
 /// release drops the field.
-fn keeps_encryption(sent: &DynamicObject, answer: &DynamicObject) -> Result<(), WriteError> {
+fn check_encryption_kept(sent: &DynamicObject, answer: &DynamicObject) -> Result<(), WriteError> {
     if convert::asks_for_encryption(sent) && !convert::asks_for_encryption(answer) {
         return Err(WriteError::EncryptionDropped);
     }

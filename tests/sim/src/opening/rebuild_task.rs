@@ -471,11 +471,11 @@ impl RebuildTask for Rebuild<'_> {
         Ok(size_bytes)
     }
 
-    fn is_restored(&self, _: Option<u32>, _: u32) {
+    fn report_restored(&self, _: Option<u32>, _: u32) {
         self.process.sim.borrow_mut().count("rolled back replicas that came back");
     }
 
-    fn is_rebuilding(&self, missing_bytes: u64, is_copy: bool) {
+    fn report_rebuilding(&self, missing_bytes: u64, is_copy: bool) {
         let Rebuild { process, replica, .. } = self;
         process.sim.borrow_mut().trace(|| {
             let engine = process.engine;

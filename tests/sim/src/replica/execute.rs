@@ -117,7 +117,7 @@ impl Replica {
     /// Becomes a copy. A snapshot that is whole, from an interrupted copy, is kept.
     pub fn copy_begin(&mut self, layers: &LayerList, is_sabotaged: bool) -> Result<(), Errno> {
         let (holds_data, is_busy) = (self.holds_data(), !self.ops.is_empty());
-        self.state.may_be_made_anew(self.durable.rebuilding, holds_data, is_busy)?;
+        self.state.check_may_discard(self.durable.rebuilding, holds_data, is_busy)?;
         if !self.can_have(layers) && !is_sabotaged {
             return Err(Errno::INVALID);
         }

@@ -11,12 +11,12 @@ fn peers(peers: &[PeerIndex]) -> PeerMask {
 }
 
 fn rebuild(length: u64) -> Copy {
-    Copy::new(Why::Rebuild { region: 0 }, range(length), peers(&[2]))
+    Copy::new(CopyReason::Rebuild { region: 0 }, range(length), peers(&[2]))
 }
 
 fn failed(length: u64) -> Copy {
     let request = SlotId { queue: 0, slot: 1 };
-    let why = Why::Failed { request, sources: peers(&[0]), tried: PeerMask::NONE };
+    let why = CopyReason::Failed { request, sources: peers(&[0]), tried: PeerMask::NONE };
     Copy::new(why, range(length), peers(&[0, 1, 2]))
 }
 
@@ -24,7 +24,7 @@ fn failed(length: u64) -> Copy {
 fn runs(copy: &mut Copy, zeroes: ZeroBlocks) -> Vec<(u64, u64, bool)> {
     assert_eq!(copy.next_action(), CopyAction::Read);
     assert_eq!(copy.read_from(Some(0), peers(&[0, 1])), Some(Operation::CheckedRead));
-    assert!(copy.was_read(zeroes) && !copy.was_read(zeroes));
+    assert!(copy.piece_read(zeroes) && !copy.piece_read(zeroes));
     let mut runs = Vec::new();
     while let CopyAction::Write { operation, range, buffer_offset, .. } = copy.next_action() {
         assert_eq!(range.offset() - copy.piece().offset(), u64::from(buffer_offset));
@@ -51,7 +51,7 @@ fn a_large_region_goes_in_pieces() {
     while copy.next_action() == CopyAction::Read {
         lengths.push(copy.piece().length());
         copy.read_from(Some(0), peers(&[0, 1]));
-        copy.was_read([0; 4]);
+        copy.piece_read([0; 4]);
         assert!(matches!(copy.next_action(), CopyAction::Write { .. }));
     }
     assert_eq!(lengths, [1 << 20, 1 << 20, 4096]);
@@ -72,7 +72,7 @@ fn a_copy_ends_without_targets_or_a_source() {
 
 #[test]
 fn the_source_is_no_target_of_its_piece() {
-    let mut resync = Copy::new(Why::Resync { region: 0 }, range(4096), peers(&[0, 1]));
+    let mut resync = Copy::new(CopyReason::Resync { region: 0 }, range(4096), peers(&[0, 1]));
     assert!(resync.read_from(Some(1), peers(&[0, 1, 2])).is_some());
     assert_eq!(resync.targets(), peers(&[0, 2]), "the members at the time");
     let mut failed = failed(2 << 20);
@@ -87,7 +87,7 @@ fn a_member_with_rot_gets_the_piece_from_another() {
     let mut copy = rebuild(4096);
     assert!(copy.expects_rot());
     assert_eq!(copy.found_rot(0), Some(range(4096)));
-    assert!(copy.read_from(Some(1), peers(&[0, 1])).is_some() && copy.was_read([0; 4]));
+    assert!(copy.read_from(Some(1), peers(&[0, 1])).is_some() && copy.piece_read([0; 4]));
     assert!(!copy.expects_rot(), "it was read");
     let CopyAction::Write { to, .. } = copy.next_action() else { panic!("{copy:?}") };
     assert_eq!((to, copy.targets()), (peers(&[0, 2]), peers(&[2])));
@@ -98,19 +98,19 @@ fn a_member_with_rot_gets_the_piece_from_another() {
 fn rot_of_all_members_is_looked_for_block_by_block_and_copied_unchanged() {
     let mut copy = rebuild(2 * 4096);
     copy.found_rot(0);
-    assert_eq!(copy.has_no_source(), NoSource::Narrowed);
+    assert_eq!(copy.all_sources_rotten(), NoSource::Narrowed);
     assert_eq!((copy.piece(), copy.rotten()), (range(4096), PeerMask::NONE));
     copy.found_rot(0);
-    assert_eq!(copy.has_no_source(), NoSource::Unchecked);
+    assert_eq!(copy.all_sources_rotten(), NoSource::Unchecked);
     assert_eq!(copy.read_from(Some(0), peers(&[0])), Some(Operation::Read));
-    assert!(!copy.expects_rot() && copy.was_read([0; 4]));
+    assert!(!copy.expects_rot() && copy.piece_read([0; 4]));
     assert!(matches!(copy.next_action(), CopyAction::Write { .. }));
     assert_eq!(copy.next_action(), CopyAction::Read);
     assert!(copy.expects_rot(), "the next block is compared again");
-    let why = Why::Repair { odd: peers(&[2]), sources: peers(&[0]) };
+    let why = CopyReason::Repair { odd: peers(&[2]), sources: peers(&[0]) };
     let mut repair = Copy::new(why, range(4096), peers(&[2]));
     repair.found_rot(0);
-    assert_eq!((repair.has_no_source(), repair.next_action()), (NoSource::GivenUp, CopyAction::End));
+    assert_eq!((repair.all_sources_rotten(), repair.next_action()), (NoSource::GivenUp, CopyAction::End));
 }
 
 #[test]
@@ -118,10 +118,10 @@ fn a_full_member_becomes_the_source_of_a_failed_request_once() {
     assert!(!rebuild(4096).becomes_source(1));
     let mut copy = failed(4096);
     copy.read_from(Some(0), peers(&[0, 1, 2]));
-    assert!(copy.was_read([0; 4]) && matches!(copy.next_action(), CopyAction::Write { .. }));
+    assert!(copy.piece_read([0; 4]) && matches!(copy.next_action(), CopyAction::Write { .. }));
     assert!(copy.becomes_source(1) && !copy.becomes_source(1));
     assert_eq!(copy.next_action(), CopyAction::Read, "the piece starts over");
-    assert!(matches!(copy.why(), Why::Failed { sources, .. } if sources == peers(&[1])));
+    assert!(matches!(copy.why(), CopyReason::Failed { sources, .. } if sources == peers(&[1])));
 }
 
 #[test]
@@ -130,13 +130,13 @@ fn rot_beside_a_failed_request_is_looked_for_in_single_blocks_first() {
     assert_eq!(copy.found_rot(0), None);
     assert_eq!(copy.found_rot(0), Some(range(4096)));
     copy.read_from(Some(1), peers(&[0, 1]));
-    assert!(copy.was_read([0; 4]) && copy.leaves_rot(0));
+    assert!(copy.piece_read([0; 4]) && copy.leaves_rot(0));
     assert!(copy.targets().has(0), "it stays a target of the pieces that follow");
 }
 
 #[test]
 fn only_the_targets_that_are_left_hold_requests_up() {
-    let mut copy = Copy::new(Why::Rebuild { region: 0 }, range(4096), peers(&[1, 2]));
+    let mut copy = Copy::new(CopyReason::Rebuild { region: 0 }, range(4096), peers(&[1, 2]));
     copy.hold_up(peers(&[1, 2]), 100);
     copy.hold_up(peers(&[2]), 50);
     assert_eq!((copy.held_up_beyond(150), copy.held_up_beyond(149)), (None, Some((2, 150))));

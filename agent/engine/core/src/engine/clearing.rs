@@ -44,8 +44,8 @@ impl EngineCore {
         }
     }
 
-    /// Returns true if a rebuilding replica receives a full copy, and would again if it were lost now: see
-    /// [`EngineCore::is_in_copy`].
+    /// Returns true if a rebuilding replica receives a full copy whose next stamps were not sent yet: see
+    /// [`EngineCore::start_full_copy`].
     fn has_copies_without_stamps(&self) -> bool {
         let lacks_stamp = |peer| self.absent.stamp_of(peer) > self.clearing.stamp();
         self.clearing.is_enabled() && self.membership.rebuilding().iter().any(lacks_stamp)
@@ -113,7 +113,7 @@ impl EngineCore {
 
     /// Reports the end of the turn that clears all it can, or its failure.
     pub(super) fn report_cleared_all(&mut self, out: &mut Outputs) {
-        if self.clearing.takes_final_end() {
+        if self.clearing.take_final_end() {
             out.push(Output::ClearedAll);
         }
     }

@@ -3,7 +3,7 @@
 use shorthorn_types::{ByteRange, Errno};
 
 use super::EngineCore;
-use crate::copy::{CopyAction, NoSource, Why};
+use crate::copy::{CopyAction, CopyReason, NoSource};
 use crate::event::{Output, Outputs, ZeroBlocks};
 use crate::job::{FlushFor, Job};
 use crate::membership::{PeerIndex, PeerMask};
@@ -24,9 +24,9 @@ impl EngineCore {
     }
 
     fn start_next(&mut self, id: SlotId, out: &mut Outputs) -> bool {
-        if self.clearing.takes_flush(self.membership.connected()) {
+        if self.clearing.take_flush(self.membership.connected()) {
             self.start_flush(id, FlushFor::Clearing, out);
-        } else if self.rebuilds.takes_flush(id) {
+        } else if self.rebuilds.take_flush(id) {
             self.start_flush(id, FlushFor::Rebuilding, out);
         } else if self.resync.is_under_way() {
             // Until that is done, the contents of the members are not known.
@@ -102,7 +102,7 @@ impl EngineCore {
         }
         self.intent.touch(touched);
         let source = self.source_of(why, rotten);
-        if source.is_none() && !rotten.is_empty() && self.has_no_sound_source(id, out) {
+        if source.is_none() && !rotten.is_empty() && self.all_sources_rotten(id, out) {
             return self.read_piece(id, out);
         }
         let members = self.membership.answering();
@@ -114,22 +114,22 @@ impl EngineCore {
     }
 
     /// Returns the replica to read a piece from, if the replicas in `rotten` hold rot in it.
-    fn source_of(&mut self, why: Why, rotten: PeerMask) -> Option<PeerIndex> {
+    fn source_of(&mut self, why: CopyReason, rotten: PeerMask) -> Option<PeerIndex> {
         let sound = self.membership.answering().without(rotten);
         let preferred = match why {
-            Why::Resync { .. } => self.membership.nearest(),
-            Why::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
-            Why::Repair { sources, .. } => return sources.and(sound).first(),
-            Why::Failed { sources, .. } => sources.and(sound).first(),
+            CopyReason::Resync { .. } => self.membership.nearest(),
+            CopyReason::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
+            CopyReason::Repair { sources, .. } => return sources.and(sound).first(),
+            CopyReason::Failed { sources, .. } => sources.and(sound).first(),
         };
         preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
     }
 
     /// Handles rot in all possible sources of the piece. True if there is something to read again. Data that
     /// every member has lost is reported.
-    fn has_no_sound_source(&mut self, id: SlotId, out: &mut Outputs) -> bool {
+    fn all_sources_rotten(&mut self, id: SlotId, out: &mut Outputs) -> bool {
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
-        match copy.has_no_source() {
+        match copy.all_sources_rotten() {
             NoSource::Narrowed => true,
             NoSource::GivenUp => false,
             NoSource::Unchecked => {
@@ -169,10 +169,10 @@ impl EngineCore {
             self.jobs.copied(range.length());
         }
         match why {
-            Why::Resync { region } => self.region_is_resynced(region),
-            Why::Rebuild { region } => self.region_is_rebuilt(region, range, targets),
-            Why::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
-            Why::Failed { request, .. } => self.is_resynced(request, out),
+            CopyReason::Resync { region } => self.region_resynced(region),
+            CopyReason::Rebuild { region } => self.region_rebuilt(region, range, targets),
+            CopyReason::Repair { odd, .. } => self.range_is_repaired(range, odd, targets, out),
+            CopyReason::Failed { request, .. } => self.range_resynced(request, out),
         }
         self.free_slot(id, out);
     }
@@ -192,7 +192,7 @@ impl EngineCore {
             return self.copy_failed(peer, id, errno, out);
         }
         if let Some(Job::Copy(copy)) = self.job(id) {
-            copy.was_read([0; 4]);
+            copy.piece_read([0; 4]);
         }
         if self.slots.at_mut(id).answered_by(peer) {
             self.advance(id, out);
@@ -204,7 +204,7 @@ impl EngineCore {
             return;
         }
         let was_read = match self.job(id) {
-            Some(Job::Copy(copy)) => copy.was_read(zeroes),
+            Some(Job::Copy(copy)) => copy.piece_read(zeroes),
             _ => false,
         };
         if !was_read {
@@ -242,7 +242,7 @@ impl EngineCore {
         self.slots.at_mut(id).error = Some(errno);
         if let Some(Job::Copy(copy)) = self.job(id) {
             let (why, piece, targets) = (copy.why(), copy.piece(), copy.cancel());
-            if matches!(why, Why::Rebuild { .. } | Why::Failed { .. }) {
+            if matches!(why, CopyReason::Rebuild { .. } | CopyReason::Failed { .. }) {
                 let member = self.membership.replica(peer).map(|id| format!(" ({id})")).unwrap_or_default();
                 for target in targets.iter() {
                     let reason = format!("the last member{member} cannot read {piece}: {errno}");

@@ -12,7 +12,7 @@
 use shorthorn_types::Regions;
 
 use super::EngineCore;
-use crate::copy::Why;
+use crate::copy::CopyReason;
 use crate::event::{Output, Outputs};
 use crate::marks::MarkFor;
 
@@ -42,7 +42,7 @@ impl EngineCore {
     }
 
     fn is_naming_regions(&self) -> bool {
-        let names = |why| matches!(why, Why::Resync { .. } | Why::Rebuild { .. });
+        let names = |why| matches!(why, CopyReason::Resync { .. } | CopyReason::Rebuild { .. });
         self.resync.is_under_way()
             || self.marks.is_outstanding(MarkFor::Clearing)
             || self.jobs.copies().any(|copy| names(copy.why()))

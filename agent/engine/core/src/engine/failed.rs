@@ -15,7 +15,7 @@
 use shorthorn_types::Errno;
 
 use super::EngineCore;
-use crate::copy::{Copy, Why};
+use crate::copy::{Copy, CopyReason};
 use crate::event::Outputs;
 use crate::job::Job;
 use crate::membership::{PeerIndex, PeerMask};
@@ -48,7 +48,7 @@ impl EngineCore {
     }
 
     /// Handles the answer of `peer` to the PING of `pinged_at_ms`, with the space of its disk.
-    pub(super) fn has_space(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: u32) {
+    pub(super) fn record_free_space(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: u32) {
         if !self.space.is_awaited() {
             return;
         }
@@ -100,7 +100,7 @@ impl EngineCore {
         };
         let Some(request) = self.space.remove_first(fails) else { return };
         let slot = *self.slots.at(request);
-        let why = Why::Failed { request, sources: slot.no_space, tried: PeerMask::NONE };
+        let why = CopyReason::Failed { request, sources: slot.no_space, tried: PeerMask::NONE };
         // To all but the source, which is chosen when it is asked.
         let targets = slot.sent.and(self.membership.connected());
         self.take_slot(id, Job::Copy(Copy::new(why, slot.range.grown_to_blocks(), targets)));
@@ -115,7 +115,7 @@ impl EngineCore {
     }
 
     /// Continues after the resync, when the remaining replicas are equal in the range of the failed request.
-    pub(super) fn is_resynced(&mut self, request: SlotId, out: &mut Outputs) {
+    pub(super) fn range_resynced(&mut self, request: SlotId, out: &mut Outputs) {
         self.complete(request, Err(Errno::NO_SPACE), out);
     }
 }

@@ -4,7 +4,7 @@
 use shorthorn_types::{ByteRange, RegionSet};
 
 use super::EngineCore;
-use crate::copy::{Copy, Why};
+use crate::copy::{Copy, CopyReason};
 use crate::event::{DropCause, Output, Outputs};
 use crate::job::Job;
 use crate::marks::MarkFor;
@@ -86,7 +86,7 @@ impl EngineCore {
             return false;
         }
         let targets = self.absent.start_copy(region, rebuilding);
-        self.take_slot(id, Job::Copy(Copy::new(Why::Rebuild { region }, range, targets)));
+        self.take_slot(id, Job::Copy(Copy::new(CopyReason::Rebuild { region }, range, targets)));
         // It repairs members that hold rot there: until that is done, a verified read of them shows the rot,
         // which has no sums any more.
         let access = if self.verify_reads { Access::Modify } else { Access::Rebuild };
@@ -99,7 +99,7 @@ impl EngineCore {
     /// Handles the end of a region's copy: `range`, which was all of the region when its copy began, was
     /// copied to the remaining ones of `targets`. If the region has grown since, they still miss it, because
     /// they were not sent modifications of the new part.
-    pub(super) fn region_is_rebuilt(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
+    pub(super) fn region_rebuilt(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
         if self.size.regions().range(region) == range {
             self.absent.copied(region, targets);
         }

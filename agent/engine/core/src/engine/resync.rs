@@ -2,7 +2,7 @@
 //! region wait for it, so that none is in flight there: these copies need no place in the range table.
 
 use super::EngineCore;
-use crate::copy::{Copy, Why};
+use crate::copy::{Copy, CopyReason};
 use crate::event::{Output, Outputs};
 use crate::job::Job;
 use crate::slot::SlotId;
@@ -19,7 +19,7 @@ impl EngineCore {
             None => self.resync.next(regions, &self.jobs, &mut self.bucket),
         };
         let Some(region) = region else { return false };
-        let why = Why::Resync { region };
+        let why = CopyReason::Resync { region };
         // To all but the source, which is chosen when it is asked.
         let targets = self.membership.answering();
         self.take_slot(id, Job::Copy(Copy::new(why, regions.range(region), targets)));
@@ -35,8 +35,8 @@ impl EngineCore {
     }
 
     /// Lets requests of the region continue.
-    pub(super) fn region_is_resynced(&mut self, region: u32) {
-        self.resync.is_equal(region, &mut self.intent);
+    pub(super) fn region_resynced(&mut self, region: u32) {
+        self.resync.region_equal(region, &mut self.intent);
         self.wake.all();
     }
 
@@ -44,12 +44,12 @@ impl EngineCore {
         if self.membership.view().members.len() != 1 || self.resync.left().is_empty() {
             return;
         }
-        self.resync.is_alone(&self.jobs, &mut self.intent);
+        self.resync.keep_copied_regions(&self.jobs, &mut self.intent);
         self.wake.all();
     }
 
     pub(super) fn report_resynced(&mut self, out: &mut Outputs) {
-        if self.resync.takes_end() {
+        if self.resync.take_end() {
             self.wake.work_if(self.size.is_wanted());
             out.push(Output::Resynced);
         }

@@ -5,7 +5,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
 use shorthorn_types::{ByteRange, Errno};
 
 use super::EngineCore;
-use crate::copy::{Copy, Why};
+use crate::copy::{Copy, CopyReason};
 use crate::event::{Output, Outputs, ScrubConfig};
 use crate::job::{Check, Job};
 use crate::membership::{PeerIndex, PeerMask};
@@ -132,7 +132,7 @@ impl EngineCore {
         let touched = self.size.regions().touched(range);
         self.absent.miss(&touched);
         self.start_join_over();
-        self.take_slot(id, Job::Copy(Copy::new(Why::Repair { odd, sources }, range, odd)));
+        self.take_slot(id, Job::Copy(Copy::new(CopyReason::Repair { odd, sources }, range, odd)));
         self.advance(id, out);
     }
 

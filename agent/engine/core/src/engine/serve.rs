@@ -49,7 +49,7 @@ impl EngineCore {
         }
         let to = match operation {
             Operation::Flush => self.membership.connected(),
-            _ => self.modifies(range),
+            _ => self.count_modification(range),
         };
         self.slots.at_mut(id).sent = to;
         self.send(id, operation, range, 0, to, out);
@@ -58,7 +58,7 @@ impl EngineCore {
     /// Sends a read, or its next block, to a member that is not in `rotten`.
     fn send_read(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
         let Some(peer) = self.membership.reader(self.timeouts.slow(), rotten) else {
-            return self.has_no_sound_reader(id, rotten, out);
+            return self.all_readers_rotten(id, rotten, out);
         };
         let to = PeerMask::one(peer);
         let slot = self.slots.at_mut(id);
@@ -71,7 +71,7 @@ impl EngineCore {
 
     /// Handles a read for which every member holds rot. They may hold it in different blocks, so the core
     /// reads single blocks then.
-    fn has_no_sound_reader(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
+    fn all_readers_rotten(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
         if rotten.is_empty() {
             let Slot { operation, range, .. } = *self.slots.at(id);
             return self.send(id, operation, range, 0, PeerMask::NONE, out);
@@ -86,7 +86,7 @@ impl EngineCore {
     }
 
     /// Records the answer for a block of a read. Returns true if it was the last.
-    fn has_read_all(&mut self, id: SlotId) -> bool {
+    fn record_block_read(&mut self, id: SlotId) -> bool {
         let slot = self.slots.at_mut(id);
         let Some(at_bytes) = slot.narrow_at_bytes else { return true };
         let end = block_at(slot.range, at_bytes).end();
@@ -94,7 +94,8 @@ impl EngineCore {
         end >= slot.range.end()
     }
 
-    /// Returns true if the members may differ in `range`, or are clearing their mark of that.
+    /// Returns true if the members may differ in `range`, or are clearing its regions from their write
+    /// intent.
     fn has_to_wait(&mut self, operation: Operation, range: ByteRange) -> bool {
         let touched = self.size.regions().touched(range);
         if self.resync.holds_up(touched.clone()) {
@@ -105,10 +106,10 @@ impl EngineCore {
     }
 
     /// Counts the modification of `range` and returns the replicas that have to do it.
-    fn modifies(&mut self, range: ByteRange) -> PeerMask {
+    fn count_modification(&mut self, range: ByteRange) -> PeerMask {
         let touched = self.size.regions().touched(range);
         self.intent.touch(touched.clone());
-        let rebuilding = self.absent.modifies(&touched, self.membership.rebuilding());
+        let rebuilding = self.absent.count_modification(&touched, self.membership.rebuilding());
         self.membership.answering().with(rebuilding)
     }
 
@@ -161,7 +162,7 @@ impl EngineCore {
             }
         }
         if self.slots.at_mut(id).answered_by(peer) {
-            match self.has_read_all(id) {
+            match self.record_block_read(id) {
                 true => self.finish(id, out),
                 false => self.issue_request(id, out),
             }

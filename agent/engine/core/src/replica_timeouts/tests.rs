@@ -176,7 +176,7 @@ fn a_replica_is_silent_from_an_unanswered_ping_on_each_connection() {
 fn a_copy_that_holds_requests_up_has_a_limit_by_its_length() {
     let (timeouts, mut jobs) = (timeouts(), Jobs::new(Slots::new(1, 1, 2).copies()));
     let range = ByteRange::new(0, 4 << 20).unwrap();
-    let mut copy = Copy::new(Why::Rebuild { region: 0 }, range, PeerMask::one(2));
+    let mut copy = Copy::new(CopyReason::Rebuild { region: 0 }, range, PeerMask::one(2));
     copy.hold_up(PeerMask::one(2), TIMEOUT_MS + 2000);
     *jobs.at(0) = Job::Copy(copy.clone());
     assert_eq!(timeouts.holds_requests_up(&jobs), None);

@@ -446,10 +446,10 @@ fn an_engine_that_starts_later_ends_the_pause() {
 #[test]
 fn a_member_with_data_is_never_made_anew() {
     let (_, state) = opened();
-    assert_eq!(state.may_be_made_anew(false, true, false), Err(Denied::IsMember(id(1))));
-    assert_eq!(state.may_be_made_anew(true, true, false), Ok(()));
-    assert_eq!(state.may_be_made_anew(false, false, false), Ok(()));
-    assert_eq!(state.may_be_made_anew(true, true, true), Err(Denied::Busy));
+    assert_eq!(state.check_may_discard(false, true, false), Err(Denied::IsMember(id(1))));
+    assert_eq!(state.check_may_discard(true, true, false), Ok(()));
+    assert_eq!(state.check_may_discard(false, false, false), Ok(()));
+    assert_eq!(state.check_may_discard(true, true, true), Err(Denied::Busy));
 }
 
 #[test]
@@ -460,7 +460,7 @@ fn every_view_that_may_count_protects_its_members() {
         state.views.fence(Generation::new(1, 0)).unwrap();
         let basis = state.views.report().clone();
         state.views.propose(Generation::new(1, 0), view(1, proposed), &basis).unwrap();
-        state.may_be_made_anew(false, true, false).is_err()
+        state.check_may_discard(false, true, false).is_err()
     };
     assert!(denied(&[2], &[1, 2]), "it may have joined");
     assert!(denied(&[1, 2], &[2]), "it may not have left");

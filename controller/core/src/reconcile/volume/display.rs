@@ -49,7 +49,7 @@ impl Run<'_> {
         let running = self.engine.filter(|engine| engine.status.current_state == CurrentState::Running);
         let has_condition = self.next.status.conditions.get(ConditionType::EngineCurrent).is_some();
         let finding = match running.map(|engine| (engine, engine.status.needs_upgrade)) {
-            Some((engine, Some(true))) => needs_upgrade(engine),
+            Some((engine, Some(true))) => upgrade_finding(engine),
             Some((_, Some(false))) | None if has_condition => Finding::Well,
             _ => return,
         };
@@ -57,7 +57,7 @@ impl Run<'_> {
     }
 }
 
-fn needs_upgrade(engine: &Engine) -> Finding {
+fn upgrade_finding(engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
         "the engine runs another program than the one that is installed on node {node}; shorthornctl upgrade \

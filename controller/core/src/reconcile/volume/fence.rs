@@ -1,11 +1,11 @@
-//! Taking a volume off a node that does not answer.
+//! Detaches a volume from a node that does not answer.
 //!
-//! The engine may still run there and cannot be stopped, so its replicas have to refuse it. First a new
-//! attachment number is drawn and stored: from there on the arbiter grants the old engine nothing. Then every
-//! reachable replica gets that number. An engine of a lower one is fenced when a new engine could start from
-//! the replicas that have stored the number (`shorthorn_views::basis`). They are a quorum of every view in
-//! which the old one may be. So it can neither have anything acknowledged there nor commit another view.
-//! Fewer than that prove nothing, and the volume waits for its replicas or its node.
+//! The engine may still run there and cannot be stopped, so its replicas have to refuse it. First the
+//! controller issues and stores a new attachment number: from then on the arbiter grants the old engine
+//! nothing. Then every reachable replica gets that number. An engine with a lower number is fenced when a new
+//! engine could start from the replicas that have stored the number (`shorthorn_views::basis`). These are a
+//! quorum of every view that the old engine may have. It can thus neither acknowledge a write nor commit
+//! another view. With fewer replicas the volume waits for its replicas or its node.
 
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
 use shorthorn_views::{basis, forgets, knows_no_engine};
@@ -17,12 +17,12 @@ use crate::observed::{Detail, InstanceKey, InstanceState, ObservedReplica};
 use crate::reconcile::{Reachability, START_CHECK, reachability};
 
 impl Run<'_> {
-    /// Returns true if no engine of that attachment or an older one can have anything acknowledged any more.
+    /// Returns true if no engine of this attachment, or of an older one, can acknowledge a write any more.
     pub(super) fn is_fenced(&self, engine: &Engine) -> bool {
         engine.spec.attach <= self.stored.status.fenced_attach
     }
 
-    /// Brings it to that, one step per run. `trouble` says why the engine cannot be stopped.
+    /// Fences the engine, one step per run. `trouble` is the reason why it cannot be stopped.
     pub(super) fn fence(&mut self, engine: &Engine, trouble: &str) {
         if self.stored.status.attach <= engine.spec.attach {
             self.draw_attach();

@@ -225,7 +225,7 @@ fn the_first_that_members_store_is_the_newest_stamp() {
 #[test]
 fn a_copy_counts_as_current_after_the_next_turn() {
     let mut bench = Bench::with(&config(3, 2));
-    bench.core.is_in_copy(2);
+    bench.core.start_full_copy(2);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     assert!(!is_current(Some(bench.core.stamp()), bench.core.stamp_of(2)));
     bench.answer(out, &[]);
@@ -256,7 +256,7 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
 #[test]
 fn a_rebuilding_replica_that_comes_back_without_its_stamps_lacks_more() {
     let mut bench = Bench::with(&config(3, 2));
-    bench.core.is_in_copy(2);
+    bench.core.start_full_copy(2);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     bench.answer(out, &[]);
     let out = bench.submit(0, WRITE, 0);

@@ -453,7 +453,7 @@ fn a_replica_does_not_join_before_its_last_connections_are_closed() {
 #[test]
 fn a_rebuilding_replica_whose_copy_has_not_ended_is_no_member() {
     let mut bench = Bench::with(&config(3, 2));
-    bench.core.is_in_copy(2);
+    bench.core.start_full_copy(2);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     let out = bench.answer(out, &[]);
     assert!(!is_rebuilt(&out), "{out:?}");

@@ -11,9 +11,9 @@ use super::sum_job::SumJob;
 use super::sum_schedule::SumSchedule;
 use crate::limits::SLOTS;
 
-/// See the module.
+/// The parts that compute, store and compare the sums of blocks.
 #[derive(Debug)]
-pub(crate) struct Summer {
+pub(crate) struct BlockSums {
     pub(super) pages: SumFile,
     pub(super) schedule: SumSchedule,
     pub(super) job: SumJob,
@@ -26,17 +26,17 @@ pub(crate) struct Summer {
     pub(super) lost: LostBlocks,
     /// The sum of a block of zeroes.
     pub(super) zero_sum: u32,
-    /// Times that a request has met blocks that are not as they were stored.
+    /// The number of times that a request has found rot.
     pub(super) rotten: u64,
-    /// Times that a page with rot has found no place.
+    /// The number of times that a page with rot has found no place: see [`KnownRot`].
     pub(super) homeless: u64,
     pub(super) are_pages_reported: bool,
 }
 
-impl Summer {
-    /// Creates a summer with this rate per second; 0, or without a file: it does nothing.
-    pub fn new(file: Option<BlockSumsFile>, bytes_per_s: u64) -> io::Result<Summer> {
-        Ok(Summer {
+impl BlockSums {
+    /// Sums blocks at this rate per second. With 0, or without a file, no block is summed.
+    pub fn new(file: Option<BlockSumsFile>, bytes_per_s: u64) -> io::Result<BlockSums> {
+        Ok(BlockSums {
             schedule: SumSchedule::new(file.is_some(), bytes_per_s, Instant::now()),
             pages: SumFile::new(file)?,
             job: SumJob::new(),
