@@ -335,9 +335,9 @@ pub struct DiscoverArgs {
 
 /// Makes file systems on the devices that a reviewed file wants.
 ///
-/// It looks at all of them first and does nothing if one must not be used: if it is another device than the
-/// file names, or is not empty and unused any more. After an interruption, run it again: it continues. A
-/// systemd unit mounts each file system by its UUID.
+/// It looks at all of them first, and changes nothing if one must not be used. That is a device other than
+/// the file names, or one that is no longer empty and unused. After an interruption, run it again: it
+/// continues. A systemd unit mounts each file system by its UUID.
 #[derive(Debug, Args)]
 pub struct InitArgs {
     /// The reviewed file

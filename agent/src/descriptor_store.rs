@@ -99,7 +99,7 @@ impl StoredDescriptors {
     fn take(&mut self, message: &str, descriptors: Vec<OwnedFd>) {
         let says = |line: &str| message.lines().any(|other| other == line);
         let Some(name) = message.lines().find_map(|line| line.strip_prefix("FDNAME=")) else { return };
-        // It goes into a list, and into the environment.
+        // The name becomes a part of a list in the environment.
         if name.is_empty() || name.contains([',', ':', '\0']) {
             return tracing::warn!(
                 name,

@@ -1,4 +1,4 @@
-//! Tests `disk discover` and `disk init` on loop devices: what they refuse, and a disk from an empty device.
+//! Tests `disk discover` and `disk init` on loop devices: refusals, and a disk from an empty device.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::fs::{self, File, OpenOptions};

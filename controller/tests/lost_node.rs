@@ -18,7 +18,7 @@ async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_t
     cluster.ok(&["volume", "attach", "v", "--node", "b"]).await;
     let served = cluster.agents[1].engine_says("v");
     assert!(served.attach >= 3, "one number fences, and the next one serves: {}", served.attach);
-    // The old one goes as soon as its node is back.
+    // The old one is deleted as soon as its node is back.
     cluster.start_agent(0);
     cluster
         .until("v", "without its old engine", |_| !cluster.agents[0].running().contains(&"v".to_owned()))

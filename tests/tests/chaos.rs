@@ -174,7 +174,7 @@ fn until_it_stalls(load: &Load) -> Result<()> {
     load.check()
 }
 
-/// Stops a replica for a while: it leaves, and returns by copying what it has missed.
+/// Stops a replica for a while: it leaves, and returns by a copy of the regions that it has missed.
 #[test]
 fn a_replica_that_hangs_comes_back() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);
@@ -225,7 +225,7 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// Checks that a return copies what was missed, and not the whole volume.
+/// Checks that a return copies the missed regions, and not the whole volume.
 #[test]
 fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);

@@ -1,4 +1,4 @@
-//! The chart: what Helm says of it, what it renders, and that its alerts and panels use metrics that exist.
+//! The chart: the verdict of Helm, the rendered objects, and that alerts and panels use metrics that exist.
 
 use std::collections::BTreeSet;
 use std::fs;

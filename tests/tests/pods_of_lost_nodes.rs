@@ -28,7 +28,7 @@ const ATTACHER_FINALIZER: &str = "external-attacher/csi-shorthorn-io";
 const LONG_S: u32 = 3600;
 
 struct Cluster {
-    // Before the API server: the controller goes first.
+    // Dropped before the API server: the controller ends first.
     hosts: Hosts,
     api: ApiServer,
     folder: tempfile::TempDir,

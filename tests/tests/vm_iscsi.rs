@@ -14,7 +14,7 @@ const LOAD_LIMIT: Duration = Duration::from_secs(300);
 const ENGINE: &str = "shorthorn-engine@v1.service";
 /// Flushes the device, through a descriptor that has written nothing.
 const FLUSH: &str = "python3 -c 'import os; os.fsync(os.open(\"/dev/longhorn/v1\", os.O_RDWR))'";
-/// The settings of multipathd about volumes, where the package has them.
+/// The settings of multipathd about volumes, at the path of the package.
 const MULTIPATH_SNIPPET: &str = "/etc/multipath/conf.d/shorthorn.conf";
 /// Settings of a host on which multipathd takes every SCSI disk, except for the machine's own.
 const MULTIPATH_CONFIG: &str = "defaults {\n\tfind_multipaths greedy\n}\n\
@@ -204,7 +204,7 @@ fn lost_connections(host: &VmHost) -> Result<usize> {
     Ok(host.sh("dmesg | grep -c 'detected conn error' || true")?.trim().parse()?)
 }
 
-/// Waits until another process serves than `before`, and the load goes on.
+/// Waits until the load continues at another process than `before`.
 fn serves_again(host: &VmHost, load: &FioRuns<'_>, before: &str) -> Result<()> {
     until("a new engine", LIMIT, || {
         let is_new = engine_pid(host)? != before;
@@ -228,7 +228,7 @@ fn kills(host: &VmHost, load: &FioRuns<'_>) -> Result<()> {
     let (before, begin) = (engine_pid(host)?, Instant::now());
     host.kill(ENGINE)?;
     serves_again(host, load, &before)?;
-    println!("the load goes on {:.1} s after a kill of the engine", begin.elapsed().as_secs_f32());
+    println!("the load continues {:.1} s after a kill of the engine", begin.elapsed().as_secs_f32());
     ensure!(lost_connections(host)? > 0, "the kill has cut no connection: the test shows nothing");
     let lost = lost_connections(host)?;
     host.sh("kill -9 $(pgrep --exact tgtd)")?;

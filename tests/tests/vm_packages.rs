@@ -103,7 +103,7 @@ impl<'a> Page<'a> {
         Ok(line)
     }
 
-    /// Runs the next command, which succeeds, where the packages are. Returns both of its outputs.
+    /// Runs the next command in the folder of the packages. It has to succeed. Returns both of its outputs.
     fn run(&mut self, start: &str) -> Result<String> {
         self.run_ending(start, &[0])
     }

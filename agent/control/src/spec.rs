@@ -43,8 +43,8 @@ pub struct ReplicaSpec {
     pub data_address: Option<std::net::SocketAddr>,
     /// The path at which the process serves its status and commands.
     pub control_socket: PathBuf,
-    /// The maximum rate in bytes per second at which a replica reads idle blocks for their sums. 0: no sums
-    /// are kept, and the replica does not notice rot by itself.
+    /// The maximum rate in bytes per second at which a replica reads idle blocks for their sums. 0: the
+    /// replica keeps no sums, and does not detect rot.
     #[serde(default = "sum_bytes_per_s_default", skip_serializing_if = "is_sum_bytes_per_s_default")]
     pub sum_bytes_per_s: u64,
     /// True if connections to other hosts are encrypted. The fingerprint of the directory says so too.
@@ -108,8 +108,8 @@ pub struct EngineSpec {
     /// The time after the last write to a region after which the members count as equal there, in
     /// milliseconds. After the engine's death, its successor resyncs only regions that were written since.
     /// Short: little has to be made equal then. Long: a region that is in use is not marked dirty again and
-    /// again before it is written. While that is no more than 1 GiB, it is twelve times as long. 0: never
-    /// before the engine's orderly end; then a copy to a replica that is interrupted starts over as well.
+    /// again before it is written. While that is no more than 1 GiB, it is twelve times as long. 0: regions
+    /// are cleared only at the engine's orderly end, and an interrupted copy to a replica starts over.
     #[serde(
         default = "intent_clear_after_ms_default",
         skip_serializing_if = "is_intent_clear_after_ms_default"

@@ -2,9 +2,9 @@
 //!
 //! A device is formatted only if that cannot destroy anything. Either blkid knows nothing on it *and* both
 //! its ends are zero, or it carries the mark of an incomplete format of Shorthorn. A file system is made with
-//! that mark as its label, everything is flushed, and only then is the label removed. So the remains of a
-//! format after a power cut are either empty, or marked, or never look like a file system to be mounted.
-//! (They can also be blocks without any signature. They look like data of a user, and are refused.)
+//! that mark as its label, everything is flushed, and only then is the label removed. After a power cut, the
+//! remains of a format are therefore empty, or marked, or not a file system that can be mounted. (They can
+//! also be blocks without any signature. They look like data of a user, and are refused.)
 
 use std::path::Path;
 use std::time::Duration;

@@ -271,7 +271,7 @@ async fn a_device_that_has_grown_needs_nothing_more() {
     client.publish(publish("v1", &staging, &target, block())).await.unwrap();
     let size = node.loops_grow("v1", SIZE * 2);
     assert_eq!(client.expand("v1", &target, size).await.unwrap(), i64::try_from(size).unwrap());
-    // Where a device is staged, nothing shows the volume: the capability does.
+    // If a device is staged, only the capability shows the kind of the volume.
     let unclear = client.expand("v1", &staging, size).await.map(drop);
     refused(unclear, Code::NotFound, "not at volume_path");
     let request = v1::NodeExpandVolumeRequest {

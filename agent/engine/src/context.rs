@@ -85,9 +85,9 @@ impl EngineContext {
         }
     }
 
-    /// Returns true if a new replica may get the number: the last one was given up, its rebuild task has
-    /// ended, and no queue has a connection to it. Else that rebuild task could give the new one connections
-    /// of the last one.
+    /// Returns true if a new replica may get the number. The former replica was given up, its rebuild task
+    /// has ended, and no queue has a connection to it. Else that rebuild task could give the new one
+    /// connections of the last one.
     pub fn is_free(&self, peer: PeerIndex) -> bool {
         let rebuild_task = self.rebuild_tasks.get(usize::from(peer));
         self.known_peer(peer).is_none()

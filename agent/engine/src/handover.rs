@@ -6,9 +6,9 @@
 //! sd_listen_fds(3). The kernel never sees them closed: the next process reads the requests sent meanwhile,
 //! and none waits for a time-out.
 //!
-//! A socket carries the generation of the process that has handed it over. Only the very next process takes
-//! it: a process that dies may have read a part of a request, and its successor finds another generation in
-//! the state file.
+//! A socket carries the generation of the process that has handed it over. Only the next process takes it. A
+//! process that dies may have read a part of a request, and its successor finds another generation in the
+//! state file.
 
 use std::env;
 use std::fmt;

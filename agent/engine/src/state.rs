@@ -214,8 +214,9 @@ impl EngineState {
         Ok(())
     }
 
-    /// Writes the file atomically and durably. The former file is kept, to be overwritten and exchanged at
-    /// the next write, which therefore needs no space: an engine has to start and stop on a full disk too.
+    /// Writes the file atomically and durably. The former file is kept: the next write overwrites it and
+    /// exchanges the two. A write therefore needs no space, because an engine has to start and stop on a full
+    /// disk too.
     fn write(&self, bytes: &[u8]) -> io::Result<()> {
         let temporary = self.path.with_extension("tmp");
         let mut file =

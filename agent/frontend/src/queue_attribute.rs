@@ -3,8 +3,8 @@
 //! **This process neither writes nor reads them.** The kernel may make the writer of such an attribute wait
 //! until every request of the device is answered. It may make the reader of another one wait until that has
 //! ended (`queue_attr_store` and `queue_attr_show` in block/blk-sysfs.c, Linux 6.11 and later). Neither can
-//! be killed meanwhile. If the waiting thread is needed to answer these requests, that is for ever, and a
-//! process with such a thread keeps its device until the host is restarted. A child process waits instead.
+//! be killed meanwhile. If the waiting thread has to answer these requests, it waits for ever. A process with
+//! such a thread keeps its device until the host is restarted. A child process waits instead.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

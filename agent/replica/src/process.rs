@@ -115,8 +115,8 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     for repair in store.info().repairs {
         tracing::warn!("{repair}");
     }
-    // An existing replica may have another size than the spec: engines that know of an expansion make it
-    // grow, and none takes one that is larger than the volume.
+    // An existing replica may have another size than the spec. An engine that knows of an expansion makes it
+    // grow, and no engine accepts a replica that is larger than the volume.
     Ok(store)
 }
 

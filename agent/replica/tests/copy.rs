@@ -203,7 +203,7 @@ fn a_member_is_not_thrown_away() {
     assert!(errno == libc::EBUSY && refusal.message.contains("is a member"), "{refusal:?}");
     assert!(client.read(0, 4096).unwrap() == [5; 4096]);
     assert_eq!(on_layer(&mut client, Opcode::WriteLayer, 0, 0, 4096, &[1; 4096]), Err(libc::EINVAL));
-    // Once it knows that it is out, it goes.
+    // Once the replica knows that it has left the view, its data may be discarded.
     let members = Members::new([from.replica]).unwrap();
     let view = View { id: ViewId { generation: generation(1), number: 1 }, members };
     client.send_text(Opcode::Commit, &ViewMessage { view, basis: welcome.report }).unwrap();

@@ -146,7 +146,7 @@ fn writes_of_an_older_engine_have_ended_when_the_newer_is_welcome() {
             }
         });
         started.recv().unwrap();
-        // Small and quick, where large ones of the older engine may be on their way.
+        // Small and quick, while large writes of the older engine may be in flight.
         let mut new = replica.open(Generation::new(attach, 1));
         let data = pattern(attach << 32, 4096);
         for n in 0..PLACES {

@@ -48,9 +48,9 @@ pub(crate) fn is_encrypted(socket: &impl AsFd) -> bool {
     result == 0 && name.starts_with(b"tls")
 }
 
-/// Listens on `address`, even while this host does not have it: a link that is down, or a new IPv6 address
-/// that is still checked for duplicates, must not keep a process from starting. Connections arrive as soon
-/// as the host has the address.
+/// Listens on `address`, even while this host does not have it. A process has to start while a link is down,
+/// or while a new IPv6 address is still checked for duplicates. Connections arrive as soon as the host has
+/// the address.
 ///
 /// # Errors
 /// The error of the system, for instance for a port that another process uses.

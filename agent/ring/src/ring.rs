@@ -132,7 +132,7 @@ impl Ring {
     pub fn wait(&mut self, timeout: Option<Duration>, out: &mut Vec<Completion>) -> io::Result<()> {
         while !self.overflow.is_empty() {
             match self.ring.submit() {
-                // Too many completions wait: they are taken first, and the rest goes in with the next wait.
+                // Too many completions wait: they are taken first. The next wait submits the rest.
                 Err(error) if is_passing(&error) => break,
                 submitted => submitted?,
             };

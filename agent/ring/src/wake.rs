@@ -42,8 +42,8 @@ impl Wake {
 impl Waker {
     /// Wakes the thread. Several calls before it looks count as one.
     pub fn wake(&self) {
-        // SAFETY: eight bytes of a live number. It can only fail where the counter is full, that is, where
-        // the other side is being woken already.
+        // SAFETY: eight bytes of a live number. The call can only fail if the counter is full: then the other
+        // side is being woken already.
         unsafe {
             libc::write(self.0.as_raw_fd(), std::ptr::from_ref(&1u64).cast(), 8);
         }

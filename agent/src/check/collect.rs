@@ -81,7 +81,7 @@ pub fn collect(config: &Config) -> anyhow::Result<Facts> {
 
 /// Collects the facts that only have to be read, and that no disk can delay.
 ///
-/// The agent says itself that it runs: a process does not see its own record lock of the pid file, and loses
+/// The agent passes on that it runs. A process does not see its own record lock of the pid file, and loses
 /// the lock when it closes the file (fcntl(2)).
 ///
 /// # Errors

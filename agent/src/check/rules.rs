@@ -395,7 +395,7 @@ fn network(facts: &Facts) -> Vec<Finding> {
 fn mtu(data: &DataFacts) -> Vec<Finding> {
     let mut findings = Vec::new();
     let Some((interface, mtu)) = &data.interface else { return findings };
-    // Where a router announces an address of lo, packets leave through others, whose MTU is not that of lo.
+    // If a router announces an address of lo, packets leave through other interfaces with other MTUs.
     if interface == LOOPBACK {
         return findings;
     }

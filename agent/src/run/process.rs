@@ -190,8 +190,8 @@ impl Process {
         }
     }
 
-    /// Schedules the next start, the later the more often it failed; at once if it has ended `cleanly`, like
-    /// an engine that leaves its device to the next one.
+    /// Schedules the next start, after a pause that grows with each failure. The next start is at once if the
+    /// process has ended `cleanly`, like an engine that hands its device over.
     pub fn schedule_restart(&mut self, cleanly: bool) {
         let now = Instant::now();
         let uptime = now - self.started_at;

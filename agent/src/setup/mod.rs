@@ -1,8 +1,8 @@
 //! `shorthorn-agent setup`: from the installed package to a node that serves.
 //!
-//! The command writes agent.toml if that still is the packaged file, makes the directories of the disks, gets
-//! a certificate if it has a token, starts the units, and checks the host. It can be repeated after each
-//! interruption.
+//! The command writes agent.toml if that is still the packaged file, and makes the directories of the disks.
+//! With a token it gets a certificate. Then it starts the units and checks the host. It can be repeated after
+//! each interruption.
 
 mod plan;
 

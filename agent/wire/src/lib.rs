@@ -38,8 +38,8 @@
 //! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An
 //! attacker in the network between two hosts can read everything. The attacker can also replace text or data
 //! by another one with the same CRC, though not the order, kind, range, length or outcome of frames. Only
-//! encryption in transit protects from that. All replicas of a volume have the same secret: a replica
-//! that lies can pass for another one of the volume if it answers at the address of that one.
+//! encryption in transit protects from that. All replicas of a volume have the same secret. A faulty replica
+//! that answers at the address of another one can therefore impersonate it.
 //!
 //! The engine promises that no two requests over all its connections are in flight at once if they modify
 //! data and overlap, rounded to [`shorthorn_types::limits::BLOCK_BYTES`].

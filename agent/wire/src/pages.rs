@@ -17,8 +17,8 @@ use crate::{
 pub struct BadPage(String);
 
 impl ExtentsPage {
-    /// Returns an error unless this page can answer `query` about a layer of `layer_bytes`: whole blocks of
-    /// the layer in order, none before the page, and a next page only after a full one.
+    /// Returns an error unless this page can answer `query` about a layer of `layer_bytes`. A page has whole
+    /// blocks of the layer in order, none before the start of the page, and a next page only if it is full.
     ///
     /// # Errors
     /// [`BadPage`].

@@ -55,8 +55,9 @@ pub struct ProvenWelcome {
 /// each, and from all that the hello claims. So nothing that is proven with them proves anything on another
 /// connection, of another queue, or for a replica or an engine of another name.
 ///
-/// All replicas of a volume have the same secret. So a proof says that some process with the secret has
-/// answered as the replica that the hello names; it does not say that it is no other replica of the volume.
+/// All replicas of a volume have the same secret. A proof thus shows that a process with the secret has
+/// answered as the replica that the hello names. It does not show that the process is not another replica of
+/// the volume.
 pub struct Session {
     /// The generation of the engine.
     generation: Generation,

@@ -1,10 +1,10 @@
 //! Takes a disk out of use that is empty, or that does not come back.
 //!
 //! The operator declares a disk lost: it is gone, mounted read-only, or fails. Its replicas are replaced
-//! then. They are forgotten once the engine of their volume serves without them and has forgotten them, or
-//! with their volume; their data on the disk is not waited for. Everything else takes its usual course: a
-//! replica there that is still a member is replaced first. If the disk comes back, its data has no owner
-//! ([`crate::orphans`]).
+//! then. The controller removes them once the engine of their volume serves without them and has forgotten
+//! them, or with their volume. It does not wait for their data on the disk. Everything else takes its usual
+//! course: a replica there that is still a member is replaced first. If the disk comes back, its data has no
+//! owner ([`crate::orphans`]).
 
 use crate::objects::{Node, Replica};
 use crate::observed::Agents;

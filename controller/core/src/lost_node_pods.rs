@@ -59,7 +59,7 @@ pub struct Machine {
 pub struct Pod {
     /// The name of the pod.
     pub name: Namespaced,
-    /// The uid that tells it from other objects of the name.
+    /// The uid, which distinguishes it from other objects of the name.
     pub uid: String,
     /// The deadline of the pod's deletion, if it is being deleted.
     pub gone_by: Option<Timestamp>,
@@ -96,7 +96,7 @@ pub enum Owner {
 pub struct Attachment {
     /// The name of the attachment.
     pub name: String,
-    /// The uid that tells it from other objects of the name.
+    /// The uid, which distinguishes it from other objects of the name.
     pub uid: String,
     /// The driver of the disk.
     pub driver: String,

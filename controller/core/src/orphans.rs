@@ -1,6 +1,6 @@
-//! Finds directories of replicas without an object: the remains on a node or a disk that was given up and is
-//! back, or directories restored by an undeletion that did not complete. They are deleted only by name, and
-//! moved to the trash.
+//! Finds replica directories without an object. They are on a node or a disk that was given up and is back,
+//! or were restored by an undeletion that did not complete. They are deleted only by name, and moved to the
+//! trash.
 
 use shorthorn_types::{ReplicaId, VolumeName};
 

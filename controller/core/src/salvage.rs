@@ -32,8 +32,8 @@ pub struct Choice {
     pub losses: Vec<String>,
 }
 
-/// Returns the arbiter of a volume that is salvaged to one replica: that is its last grant, so that no engine
-/// starts from others that know of nothing newer.
+/// Returns the arbiter of a volume that is salvaged to one replica. Its last grant is a view of that replica
+/// alone, so that no engine starts from the others.
 #[must_use]
 pub fn arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
     // One is within the bound of a set.

@@ -1,7 +1,8 @@
 //! Computes the remaining replicas of a volume if some are given up, with their disk or their node.
 //!
 //! Replicas in places that were given up before count as gone. The controller does not know the view of a
-//! volume that is not served: a former member that is not known to have left it counts as a member.
+//! volume that is not served. A former member counts as a member unless the controller knows that it has
+//! left.
 
 use std::collections::BTreeSet;
 

@@ -2,13 +2,13 @@
 //!
 //! With each directory the agent keeps a record of its volume, as it was stored when its deletion was carried
 //! out. A volume comes back detached, with the replicas that were deleted with it, each with the views in its
-//! own files. So it is attached as any other volume: an engine starts only from replicas that are enough of
-//! the newest view, and gets a higher number than any before. A replica that was deleted while its volume
-//! went on is not brought back: its record says so.
+//! own files. It is thus attached like any other volume. An engine starts only from a quorum of the newest
+//! view, and gets a higher number than any before. A replica that was deleted while its volume went on is not
+//! brought back: its record says so.
 //!
 //! Objects that a deletion could not reach still exist, with the same records, and so does their data: they
-//! belong to the volume again. The deletion of an object cannot be cancelled everywhere, so such a replica
-//! continues like a deleted one of a living volume: it is in use until it is replaced.
+//! belong to the volume again. The deletion of an object cannot be cancelled everywhere. Such a replica
+//! therefore continues like a deleted replica of an existing volume: it is in use until it is replaced.
 //!
 //! The directories are restored first, then the objects are stored, the volume last. So every stored object
 //! has its directory in place, and nothing is started until the volume exists. An interrupted undeletion is

@@ -72,7 +72,7 @@ impl Api {
         replica_id: &str,
     ) -> Result<v1::RemoveVolumeTrashResponse, Status> {
         if let Some(sentence) = self.store.state().unknown_of(name) {
-            // It may be what an undeletion needs.
+            // An undeletion may need the object.
             return Err(status::of_request(&RequestError::LeftOut(sentence)));
         }
         let listed = self.fleet.trash(self.fleet.known()).await;

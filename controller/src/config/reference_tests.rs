@@ -24,7 +24,7 @@ fn the_documentation_has_each_key_with_its_flag() {
     let command = Cli::command();
     let serve = command.find_subcommand("serve").unwrap();
     let rows = keys.iter().map(|(path, key)| {
-        // The table [nodes] has what each --node says.
+        // An entry of the table [nodes] is one --node.
         let flag = if key == "nodes" { "node".to_owned() } else { key.replace('_', "-") };
         let argument = serve.get_arguments().find(|argument| argument.get_long() == Some(flag.as_str()));
         assert!(

@@ -1,4 +1,4 @@
-//! Notes in each volume which PersistentVolume keeps it (`controller_core::claimed` decides).
+//! Records in each volume which PersistentVolume keeps it (`controller_core::claimed` decides).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::store::{ChangeError, Store, StoreError, change};
 /// once.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 
-/// Keeps the notes on claims up to date, until it is dropped. `first` is notified after the first complete
+/// Keeps the records of claims up to date, until it is dropped. `first` is notified after the first complete
 /// pass.
 pub async fn record_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
     let kept = Reflector::new();

@@ -74,7 +74,7 @@ fn the_controller_takes_its_arguments() {
     let container = &deployment["spec"]["template"]["spec"]["containers"][0];
     let words =
         [&container["command"], &container["args"]].map(|list| list.as_array().unwrap().clone()).concat();
-    // The names of variables stand for what the kubelet puts in their place.
+    // The kubelet replaces the names of variables by their values.
     let words = words.iter().map(|word| word.as_str().unwrap().replace("$(", "").replace(')', ""));
     Cli::try_parse_from(words).unwrap();
 }

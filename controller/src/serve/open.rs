@@ -92,8 +92,9 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     Ok(Opened { keeper, store, tasks, kubernetes })
 }
 
-/// Has a task record the claims of volumes, and waits for the first time: objects that were deleted without a
-/// leader are judged by the current needs of Kubernetes, not by the notes of an earlier controller.
+/// Starts the task that records the claims of volumes, and waits for its first round. Objects that were
+/// deleted without a leader are thus judged by the current needs of Kubernetes, not by the records of an
+/// earlier controller.
 async fn know_claims(
     client: &kube::Client,
     store: &Arc<dyn Store>,

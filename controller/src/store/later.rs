@@ -78,7 +78,7 @@ fn array(stored: &str, known: &[Value], new: &[Value]) -> Option<String> {
     Some(format!("[{}]", kept.join(",")))
 }
 
-/// The field that tells an item of this version from the others, with its value. The stored item may have an
+/// The field that identifies an item of this version, with its value. The stored item may have an
 /// unknown field of another of the names.
 fn identity(item: &Value) -> Option<(&'static str, &Value)> {
     IDENTITIES.into_iter().find_map(|name| Some((name, item.get(name)?)))
@@ -187,7 +187,7 @@ mod tests {
         );
         let fewer = json!({ "conditions": [], "places": [{ "path": "/b" }] });
         assert_eq!(kept(&stored, &known, &fewer), fewer);
-        // An unknown field has the name of one that tells items apart.
+        // An unknown field has the name of one that identifies items.
         let stored = json!({ "frontends": [{ "name": "a", "type": "x" }, { "name": "b", "type": "x" }] });
         let known = json!({ "frontends": [{ "name": "a" }, { "name": "b" }] });
         let new = json!({ "frontends": [{ "name": "b" }] });

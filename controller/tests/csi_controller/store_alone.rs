@@ -206,7 +206,7 @@ async fn one_call_at_a_time_for_each_volume() {
     // Other volumes do not wait for it, nor do read-only calls.
     assert_eq!(csi.delete("w").await, Ok(()));
     assert_eq!(csi.ids().await, ["v"]);
-    // A caller that goes takes its call along.
+    // The call of a caller that disconnects ends too.
     creating.abort();
     alone.change(|volume| volume.status.state = VolumeState::Detached).await;
     let open = async || match code(&csi.unpublish("v", "a").await) {

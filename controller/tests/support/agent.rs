@@ -119,7 +119,7 @@ impl FakeAgent {
         self.state().keeps_disks = reason.map(str::to_owned);
     }
 
-    /// When what is in the trash was deleted.
+    /// Returns the times of deletion of the directories in the trash.
     pub fn trashed(&self) -> Vec<u64> {
         self.state().trash.iter().map(|trashed| trashed.deleted_ms).collect()
     }

@@ -385,9 +385,9 @@ impl Authority {
         self.signers.current.not_after
     }
 
-    /// Makes the trust list newer than version `known`, which a peer has: a CA that was restored from a
-    /// backup is older than the lists, and newer lists are never replaced by older ones. A version that no
-    /// list can have changes nothing.
+    /// Makes the trust list newer than version `known`, which a peer has. A CA that was restored from a
+    /// backup is older than the lists of the nodes, and an older list never replaces a newer one. A version
+    /// that no list can have changes nothing.
     pub fn outdate(&mut self, known: u64) {
         if known >= self.version && known - self.version < VERSIONS_MAX {
             self.version = known.saturating_add(1);

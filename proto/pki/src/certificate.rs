@@ -15,7 +15,7 @@ const MAX_BYTES: usize = 16 << 10;
 /// The content of a certificate that counts here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Certificate {
-    /// Tells it from the others of its CA.
+    /// Distinguishes it from the others of its CA.
     pub serial: Serial,
     /// The identity of its holder.
     pub name: Name,

@@ -1,6 +1,6 @@
 //! Limits on TLS handshakes. A handshake costs a signature, so clients that cannot authenticate get few of
-//! them. No number of them keeps the controller out: addresses that authenticated lately have a share of
-//! their own, and a new handshake takes the place of the oldest one that waits, silent ones first.
+//! them. A flood does not keep the controller out. Addresses that authenticated lately have a share of their
+//! own. A new handshake takes the place of the oldest one that waits, silent ones first.
 //!
 //! A handshake whose client has sent something keeps its place for [`YOUNG_FOR`]. Otherwise a flood of new
 //! ones would displace each before it can end. While all places are so young, the new one is refused. So a
@@ -164,8 +164,9 @@ impl Handshakes {
         Some(Begun { id, displaced, address })
     }
 
-    /// Ends a handshake for a new one of `address` if the places are taken: the oldest one of the same
-    /// address, or of the address that has the most. Returns its number, and None if no handshake yields.
+    /// Ends a handshake for a new one of `address` if all places are in use. It ends the oldest one of the
+    /// same address, or of the address that has the most. Returns its number, and None if no handshake
+    /// yields.
     fn make_place(
         &mut self,
         (address, is_friend, under_way): (IpAddr, bool, usize),

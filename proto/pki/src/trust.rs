@@ -196,8 +196,8 @@ impl Trust {
         &self.revoked
     }
 
-    /// Checks the certificate of a peer: signed by a trusted CA, in its dates, of this cluster, not revoked,
-    /// for that usage, and of the role `expected` if that is given.
+    /// Checks the certificate of a peer. It has to be signed by a trusted CA, valid now, of this cluster, not
+    /// revoked, for that usage, and of the role `expected` if that is given.
     pub(crate) fn verify(
         &self,
         leaf: &CertificateDer<'_>,

@@ -7,10 +7,10 @@ use thiserror::Error;
 /// The generation of an engine: a higher one fences every lower one.
 ///
 /// The controller raises `attach` by compare-and-swap at every attach. A restart of the engine on the same
-/// node, without the controller, raises `restart`; the lock on the engine's own state file ensures that at
-/// most one process has any one pair. If that file is lost, or the controller's store is older than the
-/// volume, a pair is used again: then `nonce`, which every process draws again, still distinguishes the two.
-/// Ordered by attach, then restart, then nonce.
+/// node, without the controller, raises `restart`. The lock on the engine's state file ensures that at most
+/// one process has each pair. If that file is lost, or the controller's store is older than the volume, a
+/// pair is used twice. The `nonce`, which every process draws at random, still distinguishes the two. Ordered
+/// by attach, then restart, then nonce.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Generation {
     /// The number of the attachment, from 1; 0 is a volume that was never attached.

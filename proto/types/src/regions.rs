@@ -84,9 +84,9 @@ impl MarkRegions {
 /// up to `newest`.
 ///
 /// An engine numbers the stamps that it has its members store. It sends one only when every member has stored
-/// the one before, and after each flush that lets it clear write intents it sends three. So a member whose
-/// disk has kept everything is behind by one at most, and one whose disk was restored to a state before such
-/// a flush is behind by two at least. `None`: it does not know, because the file of its write intents is lost
+/// the one before, and after each flush that lets it clear write intents it sends three. A member whose disk
+/// has kept everything is thus behind by at most one. A member whose disk was restored to a state before such
+/// a flush is behind by at least two. `None`: it does not know, because the file of its write intents is lost
 /// or of a version without stamps. Then it counts as current.
 #[must_use]
 pub const fn is_current(own: Option<u32>, newest: u32) -> bool {

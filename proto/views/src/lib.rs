@@ -13,19 +13,19 @@
 //! Rules of the grant:
 //! - An engine that starts asks before it proposes anything, for the replicas that it has fenced. A view that
 //!   one half has stored and the arbiter never grants would block the other half. An engine that starts later
-//!   without knowing the grant has more than half, and has fenced the replicas that it needed; or it has to
-//!   ask as well, and learns of it.
+//!   and does not know the grant needs more than half of the view, and has fenced these replicas. Otherwise
+//!   it has to ask too, and learns of the grant.
 //! - If it reaches further replicas, or gives up waiting for the answer, it takes a new generation: a view's
 //!   number never stands for two sets.
 //! - An engine that serves proposes first, and asks when all members of the view have stored it.
 //! - An engine that serves and has less than half of its view left proposes nothing and ends.
 //! - The arbiter records before it answers. It refuses an engine that has honoured neither its last grant nor
-//!   anything committed since, and returns that grant. So an engine may start with an old record, or with
-//!   none, on the host where it was attached: it honours the grant of the refusal when it starts again.
+//!   anything committed since, and returns that grant. So an engine may start with an old state file, or
+//!   without one. It honours the grant of the refusal when it starts again.
 //! - The members of a view that is asked for are members of every view that it honours: a joining replica
 //!   cannot be the only one that remains.
-//! - An engine that cannot start from its knowledge asks the arbiter for the last grant: a view that this has
-//!   overruled may be the only obstacle.
+//! - An engine that cannot start from the reports asks the arbiter for its last grant. The only obstacle may
+//!   be a view that this grant has overruled.
 //! - An engine that has asked continues with that view or stops. A view that may be committed later must not
 //!   be abandoned.
 #![forbid(unsafe_code)]

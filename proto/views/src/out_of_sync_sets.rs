@@ -21,8 +21,8 @@ pub fn out_of_sync_sets_to_forget<'a>(
     tracks.filter(|id| !wanted.contains(id) && !in_views.contains(&id))
 }
 
-/// Returns true if the replica `me`, which keeps `tracks`, may have no room for the sets that it has to begin
-/// to store `target`: one for every replica in `views` that is not in it.
+/// Returns true if the replica `me`, which keeps the sets of `tracks`, may have no room for further sets.
+/// Before it stores `target`, it has to begin one for every replica in `views` that is not in `target`.
 #[must_use]
 pub fn lacks_room<'a>(
     me: ReplicaId,

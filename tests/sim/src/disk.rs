@@ -134,7 +134,7 @@ pub struct Files {
     pub head: SparseFile,
     /// Slot 1: the snapshot.
     pub snapshot: SparseFile,
-    /// Blocks that the disk has changed by itself, where a reader sees them.
+    /// Blocks that the disk has changed by itself, and that a reader sees.
     pub rot: BTreeMap<u64, Rotten>,
     /// The number of blocks whose content from before their rot was restored.
     heals: u64,
@@ -270,7 +270,7 @@ impl Files {
         self.rot.get(&block).is_some_and(|rotten| rotten.is_lost)
     }
 
-    /// Drops the head, with what rots there.
+    /// Drops the head, with its rot.
     pub fn drop_head(&mut self) {
         self.head = SparseFile::default();
         self.rot.retain(|_, rotten| rotten.is_below);

@@ -69,9 +69,9 @@ struct Arguments {
 enum Frontend {
     /// NBD on a Unix socket.
     Socket,
-    /// A block device, where the kernel has ublk.
+    /// A block device; the kernel has to have ublk.
     Ublk,
-    /// A block device, where the kernel has NBD.
+    /// A block device; the kernel has to have NBD.
     Nbd,
 }
 

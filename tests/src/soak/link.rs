@@ -196,7 +196,7 @@ impl LinkState {
         end(from, to);
     }
 
-    /// Notes a chunk that begins with the header of a frame: encrypted ones begin with that of a record.
+    /// Records a chunk that begins with the header of a frame: encrypted ones begin with that of a record.
     fn look(&self, way: Way, chunk: &[u8]) {
         if way == Way::ToReplica && chunk.starts_with(FRAME_MAGIC) {
             self.lock().has_seen_clear = true;

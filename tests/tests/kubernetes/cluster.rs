@@ -10,7 +10,7 @@ use shorthorn_tests::{Guest, GuestOptions, install, until};
 use crate::{LIMIT, Pod, VOLUME};
 
 pub struct Cluster {
-    // Before the API server: the controller goes first.
+    // Dropped before the API server: the controller ends first.
     pub hosts: Hosts,
     pub api: ApiServer,
     pub folder: tempfile::TempDir,

@@ -34,7 +34,7 @@ fn a_disk_is_replaced_as_the_page_says() -> Result<()> {
     let printed = cluster.hosts.ctl(&["disk", "list"])?;
     ensure!(!printed.contains(&cluster.disk(drained)), "{printed}");
 
-    // The other way to lose a disk, on another host. The replica goes to the host that has no disk now.
+    // The other way to lose a disk, on another host. The replica moves to the host that has no disk now.
     cluster.hosts.ctl(&["disk", "add", &name(drained), &cluster.disk(drained)])?;
     let lost = cluster.other_host()?;
     let disk = cluster.disk(lost);

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// The field that tells an item of an array from the others.
+/// The field that identifies an item of an array.
 const IDENTITY: &str = "replica";
 
 /// Adds the fields of `stored` to `new` that this version does not know. `known` is `stored` as this version

@@ -83,7 +83,7 @@ impl NodeService {
         NodeService { volumes, options: Arc::new(options), gates, stats_gates, dead_mounts }
     }
 
-    /// Returns the same service, which notes dead mounts of pods there.
+    /// Returns the same service, which records dead mounts of pods in `dead_mounts`.
     #[must_use]
     pub fn noting(self, dead_mounts: Arc<DeadMounts>) -> NodeService {
         NodeService { dead_mounts, ..self }

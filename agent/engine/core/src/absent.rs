@@ -407,7 +407,7 @@ mod tests {
             let (mut rebuilding, mut copying) = (PeerMask::NONE, None);
             for deed in deeds {
                 match deed {
-                    // The range table holds back what overlaps a copy.
+                    // The range table holds back a modification that overlaps a copy.
                     Deed::Modify(touched) if copying.is_some_and(|region| touched.contains(&region)) => {}
                     Deed::Modify(touched) => {
                         if !absent.count_modification(&touched, rebuilding).has(PEER) {

@@ -10,7 +10,7 @@
 use crate::membership::{PeerIndex, PeerMask};
 
 /// While no more than [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are so many times
-/// rarer: a region that is in use now and then is not marked dirty again and again.
+/// rarer. A region that is written from time to time thus stays dirty, and is not marked for each write.
 const CALM_INTERVALS: u64 = 12;
 
 /// The number of new stamps after a flush. The first may equal the last one of an earlier engine, which some

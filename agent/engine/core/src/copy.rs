@@ -300,9 +300,9 @@ impl Copy {
         }
     }
 
-    /// Makes the member `peer` the source for a failed request, because it has no space for what the source
-    /// holds. It holds less: the others get that, from the piece on whose turn it is. Each member is the
-    /// source once, so that this ends. Returns false if it was.
+    /// Makes the member `peer` the source of the copy for a failed request, because it has no space for the
+    /// data of the present source. It holds less data, which the others get from the current piece on. Each
+    /// member becomes the source only once, so that this ends. Returns false if `peer` was the source before.
     pub fn becomes_source(&mut self, peer: PeerIndex) -> bool {
         let CopyReason::Failed { sources, tried, .. } = &mut self.why else { return false };
         if tried.has(peer) {

@@ -12,8 +12,8 @@ use crate::slot::SlotId;
 
 /// The progress of the next replica to become a member. Others wait.
 ///
-/// The steps start over when a replica is lost or an out-of-sync set changes otherwise: a replica becomes a
-/// member only after all steps without such an event between them.
+/// The steps start over when a replica is lost or an out-of-sync set changes otherwise. A replica becomes a
+/// member only after all steps without such an event in between.
 #[derive(Debug, Default)]
 pub(crate) struct Rebuilds {
     next: Option<(PeerIndex, RebuildStep)>,

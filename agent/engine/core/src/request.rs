@@ -23,8 +23,8 @@ pub enum Operation {
     /// Tell the check of the range as it reads now, or [`shorthorn_types::Errno::ROTTEN`]. Asked by the core
     /// alone.
     Verify,
-    /// Reads like [`Operation::Read`], but a replica that knows that its data is not what was stored answers
-    /// with [`shorthorn_types::Errno::ROTTEN`]. Only the core sends it.
+    /// Reads like [`Operation::Read`], but a replica that finds rot by its checksums answers with
+    /// [`shorthorn_types::Errno::ROTTEN`]. Only the core sends it.
     CheckedRead,
     /// Stores the slot's buffer like [`Operation::Write`], but the data is rot: no member has the stored
     /// data. The replica records that before it answers. Only the core sends it.

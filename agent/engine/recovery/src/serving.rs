@@ -19,8 +19,8 @@ pub struct Peer {
     pub last_view: Option<View>,
 }
 
-/// A replica by its number and its id: after the volume has given it up, another one may get its number, or
-/// it may come back under another one.
+/// The number and the id of a replica. After the volume has given it up, another replica may get its number,
+/// or it may come back with another number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     /// The index of the replica in the engine.

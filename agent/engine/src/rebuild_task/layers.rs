@@ -171,8 +171,8 @@ impl RebuildTask {
         Ok(())
     }
 
-    /// Fills `block`, which the source has not given for the reason `error`, with the data that a reader of
-    /// the snapshot sees at another member that has it sound. Returns false if no member has.
+    /// Fills `block`, which the source did not return because of `error`, from another member that has it
+    /// sound. The data is that which a reader of the snapshot sees. Returns false if no member has.
     fn read_other(
         &self,
         layer: &Layer<'_>,

@@ -112,8 +112,9 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Sets the addresses of a replica. If it keeps none of those of its connections, these are to be given
-    /// up, so that it comes back over the new address instead of after the time-out of a late replica.
+    /// Sets the addresses of a replica. If its connections use none of the new addresses, the engine closes
+    /// them. The replica then comes back over a new address, and not only after the time-out of a late
+    /// replica.
     fn readdress(&mut self, index: PeerIndex, endpoint: ReplicaEndpoint) {
         let (replica, address) = (endpoint.replica, endpoint.addresses.first().cloned().unwrap_or_default());
         let (mut former, next) = (Vec::new(), endpoint.addresses.clone());

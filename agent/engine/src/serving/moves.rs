@@ -2,10 +2,10 @@
 //!
 //! The connections of a member whose address has changed are given up, and it comes back over the new address
 //! within a second. A member that answers is moved only if the other members that answer are a majority of
-//! the view, and if the one that was moved before is a member again. Otherwise the volume would lose its
-//! majority for that time, or for good if the new address does not work. A member that does not answer at its
-//! former address any more is moved at once if the others are a majority. If they are none, it gets the time
-//! of a late replica first: its silence may be short, and the volume would stop.
+//! the view. The previously moved one has to be a member again. Otherwise the volume would lose its majority
+//! for that time, or for good if the new address does not work. A member that does not answer at its former
+//! address any more is moved at once if the others are a majority. If they are none, it gets the time of a
+//! late replica first: its silence may be short, and the volume would stop.
 //!
 //! A member whose address changes back before it was moved stays: its connections are those of this address.
 
@@ -53,8 +53,8 @@ impl Peering {
 }
 
 impl Moves {
-    /// Notes the `next` addresses of a replica instead of its `former` ones. If it keeps none of those of its
-    /// connections, its host most likely has none of them any more, and it is to be moved.
+    /// Replaces the `former` addresses of a replica by its `next` ones. If none of its connections has one of
+    /// the `next` addresses, its host has most likely lost the former ones, and the replica has to move.
     pub(super) fn readdress(&mut self, peer: PeerIndex, former: &[String], next: &[String], reason: String) {
         let waits = self.waiting.iter().position(|waiting| waiting.peer == peer);
         let connected_to =
@@ -65,7 +65,7 @@ impl Moves {
         }
     }
 
-    /// Notes that the replica is a member again, or was given up.
+    /// Records that the replica is a member again, or was given up.
     pub(super) fn end(&mut self, peer: PeerIndex) {
         self.waiting.retain(|waiting| waiting.peer != peer);
         self.under_way.retain(|other| *other != peer);

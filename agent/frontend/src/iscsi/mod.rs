@@ -310,9 +310,9 @@ impl IscsiDevice {
         }
     }
 
-    /// Writes an attribute of the disk. The writer waits for requests of the disk and cannot be killed
-    /// meanwhile, so it is neither this process nor one that its unit waits for: they would wait for each
-    /// other.
+    /// Writes an attribute of the disk. The writer waits for requests of the disk, and cannot be killed
+    /// meanwhile. It is therefore neither this process nor one that its unit waits for: they would wait for
+    /// each other.
     fn write(&self, value: &str, attribute: PathBuf) -> io::Result<Child> {
         let mut shell = self.server.host.daemon("Shorthorn sets an attribute of an iSCSI disk", "/bin/sh");
         shell.args(["-c", r#"echo "$1" >"$0""#]).arg(attribute).arg(value);

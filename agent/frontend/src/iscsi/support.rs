@@ -12,7 +12,7 @@ use crate::wait;
 
 const ISCSI_MODULE: &str = "iscsi_tcp";
 const FUSE_MODULE: &str = "fuse";
-/// tgtd tells its version at once, or never.
+/// tgtd prints its version at once, or never.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// The programs of iSCSI, with their packages on Debian.
 const ISCSI_PROGRAMS: [(&str, &str); 3] = [("tgtd", "tgt"), ("tgtadm", "tgt"), ("iscsiadm", "open-iscsi")];

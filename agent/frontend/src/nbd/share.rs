@@ -6,10 +6,10 @@ use shorthorn_ring::SlotPool;
 
 /// The slots of a queue, and the connections that wait for one.
 ///
-/// Every connection has one slot to itself, so that a client which does not read its replies, or stops in the
-/// middle of a write, blocks no other one. The other slots are common. A connection that finds none waits in
-/// a queue, and only the first in the queue may take common slots: a request that needs many at once gets
-/// them in the end.
+/// Every connection has one slot to itself. A client that does not read its replies, or stops in the middle
+/// of a write, therefore does not block another one. The other slots are common. A connection that finds none
+/// waits in a queue. Only the first connection in the queue may take common slots, so that a request that
+/// needs many at once gets them in the end.
 #[derive(Debug)]
 pub(super) struct SlotShare {
     pool: SlotPool,

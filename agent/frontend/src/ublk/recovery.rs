@@ -1,4 +1,4 @@
-//! Devices that a process has left behind: taking one over, or taking it away.
+//! Takes over, or removes, the devices of a process that has ended.
 //!
 //! The driver keeps them. When the process of a started device dies, the driver notices once all its
 //! descriptors are closed, and sets the device QUIESCED: requests wait, without a limit. Then a new process

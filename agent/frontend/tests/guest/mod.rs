@@ -54,7 +54,7 @@ impl Guest {
     /// Starts `memory_device` for volume `name` and waits until its device is ready. Returns its process id.
     pub fn serve(&self, name: &str, options: &str) -> Result<u32> {
         let command = self.command(name, options);
-        // Its output tells of the start and of the end. A loop in the machine would take the processors from
+        // Its output shows the start and the end. A loop in the machine would take the processors from
         // the process that it waits for.
         let server = self.vm.spawn(&format!(
             "{command} </dev/null 2>/mem/{name}.err & echo $!; wait $! || {{ echo ended; cat /mem/{name}.err; }}"

@@ -12,8 +12,8 @@ pub const WINDOW_BYTES: u64 = WINDOW_BLOCKS as u64 * BLOCK_BYTES;
 /// The memory that the map may always use, however small the volume is.
 const MEMORY_FLOOR_BYTES: u64 = 1 << 20;
 
-/// Returns the most memory that the map of a volume of `size_bytes` uses: one bit for each block, which is 32
-/// MiB for each TiB, but at least 1 MiB.
+/// Returns the maximum memory of the map of a volume of `size_bytes`. It is one bit for each block, or 32 MiB
+/// for each TiB, but at least 1 MiB.
 #[must_use]
 pub const fn memory_limit_bytes(size_bytes: u64) -> u64 {
     let limit = size_bytes / (BLOCK_BYTES * 8);

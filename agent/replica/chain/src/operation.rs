@@ -91,8 +91,8 @@ impl Layout {
     }
 
     /// Plans to enlarge the volume while it is written: the head grows in place, and the added part is a
-    /// hole. The layers below stay as they are; past their ends they are holes too. (Longhorn takes a
-    /// snapshot for it, which the replicas of a volume that is being written could take at one moment only.)
+    /// hole. The layers below stay as they are; past their ends they are holes too. Longhorn makes a snapshot
+    /// for it. Replicas of a volume in use would have to make that at the same moment.
     ///
     /// # Errors
     /// The size is smaller, or not valid for a volume.

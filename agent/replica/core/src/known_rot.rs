@@ -1,10 +1,10 @@
 //! Sums of blocks that stay known although their region has none any more.
 //!
 //! Sums count by region, and rot is repaired by block. The first write of a repair removes the sums of the
-//! whole region; the other rot there would look sound, and would be summed. So the sums of a page are kept
-//! when rot is met there, for every block until that block gets other data.
+//! whole region; the other rot there would look sound, and would be summed. When rot is found in a page, its
+//! sums are therefore kept, for every block until that block gets other data.
 //!
-//! A request that gives a block other data may fail for want of space, and may have done a part. Until its
+//! A request that gives a block other data may fail for lack of space, and may have done a part. Until its
 //! outcome is known, and after it has failed, the block is sound if it holds its correct former data or the
 //! data of the request. All other data is rot, as before. The data of a repair has the known sum: that sum
 //! stays, whatever the outcome of the request.
@@ -17,9 +17,9 @@
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
 //!
-//! Places are bounded. A block gives its place back when it gets other data, and when it was read back sound
-//! and its sum is durable again. If a page with rot finds no place, its blocks must not be modified: that
-//! would be the end of its sums. So the rot stays known by the page.
+//! The number of places is bounded. The place of a block becomes free when the block gets other data, and
+//! when it was read back sound and its sum is durable again. If a page with rot finds no place, its blocks
+//! must not be modified, because that would invalidate its sums. The rot thus stays known by the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -50,7 +50,7 @@ pub enum After {
     Rot,
 }
 
-/// See the module. `R` tells requests apart that are in execution.
+/// See the module. `R` identifies a request in execution.
 #[derive(Clone, Debug)]
 pub struct KnownRot<R> {
     blocks: BTreeMap<u64, Known<R>>,

@@ -51,8 +51,8 @@ impl BlockSums {
     }
 
     /// The data of a block that gets data with the sum `given`. If every member has lost a block, a copy of
-    /// its region, or the repair of a layer, writes the same rot once more, which is no other data. Zeroes
-    /// always are: a client that clears a block ends its record.
+    /// its region, or the repair of a layer, may write the same rot again. That does not count as other data.
+    /// Zeroes always are: a client that clears a block ends its record.
     pub(super) fn after(&self, block: u64, given: u32) -> After {
         let is_same_rot = self.lost.get(&block) == Some(&given) && given != sum_of_zeroes();
         if is_same_rot { After::Rot } else { After::Sum(given) }

@@ -1,9 +1,9 @@
 //! The data thread: one ring, all connections, and the executor.
 //!
 //! Everything happens in one loop. The loop waits for completions, passes each on to its module, answers
-//! finished requests, and serves connections that wait for a slot. Then it notes regions that are about to be
-//! written, and starts the sends. Requests of all connections are pipelined and answered in the order in
-//! which they finish. The loop neither allocates, logs nor locks per request.
+//! finished requests, and serves connections that wait for a slot. Then it writes the pages of region sets,
+//! and starts the sends. Requests of all connections are pipelined and answered in the order in which they
+//! finish. The loop neither allocates, logs nor locks per request.
 
 mod admission;
 mod connections;

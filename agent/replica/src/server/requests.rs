@@ -12,8 +12,8 @@ use crate::error::ReplicaError;
 use crate::executor::{Outcome, reads_data};
 use crate::limits::RECEIVE_BYTES;
 
-/// Requests with no more data than this are received whole before they are taken up: the data is copied once
-/// more, but many requests come with one system call. Larger data is received in place.
+/// The maximum data of a request that is received whole before it is handled. Its data is copied once more,
+/// but one system call receives many such requests. Larger data is received in place.
 const INLINE_DATA_BYTES: usize = RECEIVE_BYTES / 4;
 
 /// The result of parsing the start of a connection's receive buffer.

@@ -14,7 +14,7 @@ pub type AllocatedRuns = (Vec<(u32, u32)>, Option<u32>);
 
 impl Store {
     /// The runs of regions from `from` on where any layer has data, or that are in `also`. Bounded in length
-    /// and time: it may stop early and say where to go on. Holes cost nothing, however large they are.
+    /// and time: it may stop early, and then returns where to continue. Holes of any size cost nothing.
     ///
     /// # Errors
     /// The error of the file system.

@@ -9,8 +9,8 @@
 //! The kernel discards data that it could not write, and reports that once. So a failure is recorded here
 //! when it is reported: the next process, in the same boot, would not notice. The note includes the number of
 //! failures in a row, by which the caller decides how soon the next process is started. A file system that
-//! has given up takes no note: then it is made outside of the directory, and needs to last only as long as
-//! the boot of the host.
+//! has failed accepts no record. The record is then made outside of the directory, and has to last only as
+//! long as the boot of the host.
 
 use std::fs::{self, File};
 use std::io;

@@ -154,8 +154,8 @@ impl Store {
     }
 
     /// Makes the replica count as complete although its copy was not, because the operator has chosen it.
-    /// Snapshots that are not known to be complete are marked with `salvage`: other replicas may hold
-    /// complete snapshots of the same names from their own interrupted copies, and must not keep these.
+    /// Snapshots that may be incomplete are marked with `salvage`. Other replicas may have complete snapshots
+    /// of the same names from their own interrupted copies, and must not keep these.
     ///
     /// # Errors
     /// [`StoreError`]. A repetition after the next opening completes this.

@@ -67,7 +67,7 @@ impl Store {
         self.abandon_coalesce();
         self.medium.note_stop(Some(&error));
         if !self.medium.is_broken() {
-            // Blocks of the head may lie in the layer below now, where the map has seen none.
+            // Blocks of the head may now be in the layer below, and the map does not have them there.
             self.reopen()?;
         }
         Err(error)

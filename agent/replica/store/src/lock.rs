@@ -51,8 +51,8 @@ impl Lock {
         Ok(Lock { file: Some(lock(directory, file, FlockArg::LockSharedNonblock)?) })
     }
 
-    /// Checks, at the end of reading, that no other program has opened the directory meanwhile: if it had no
-    /// lock file to hold on to, it still must have none.
+    /// Checks, at the end of reading, that no other program has opened the directory meanwhile. A directory
+    /// that had no lock file must still have none.
     pub fn still_alone(&self, directory: &Directory) -> Result<(), StoreError> {
         if self.file.is_none() && directory.stat(LOCK_FILE)?.is_some() {
             return Err(StoreError::Locked { directory: directory.path().to_owned(), holder: None });

@@ -101,8 +101,8 @@ impl Store {
         self.save_lost_blocks(&LostBlocks::new())
     }
 
-    /// Removes a record that is damaged or cannot be read, because the operator has chosen this replica: from
-    /// then on the blocks that it has listed count as sound. [`Store::accept_unfinished_copy`] follows: no
+    /// Removes a record that is damaged or cannot be read, because the operator has chosen this replica. From
+    /// then on the blocks in the record count as sound. [`Store::accept_unfinished_copy`] follows: no
     /// snapshot is known to be that of other replicas.
     ///
     /// # Errors

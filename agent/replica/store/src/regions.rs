@@ -49,7 +49,7 @@ impl RegionFile {
         self.file.as_raw_fd()
     }
 
-    /// Returns the inode number, which tells the file from another one of the same name.
+    /// Returns the inode number, which distinguishes the file from another one of the same name.
     #[must_use]
     pub fn inode(&self) -> u64 {
         self.inode

@@ -1,13 +1,12 @@
 //! The rule that chooses the data address among the addresses of the interfaces.
 //!
-//! 1. Only addresses that the configuration allows count, and only those that other nodes can reach: no
-//!    loopback, link-local or multicast address, none that still is or has failed being checked for
-//!    duplicates.
+//! 1. Only addresses that the configuration allows and that other nodes can reach count. Loopback, link-local
+//!    and multicast addresses do not, nor does an address whose check for duplicates is in progress or has
+//!    failed.
 //! 2. The last address stays while its interface has it, unless it is deprecated and another one is not. A
 //!    change costs every volume a reconnection, so a better address alone is no reason for one.
-//! 3. Otherwise the best address on a link that is up is chosen: not deprecated before deprecated, the
-//!    family of the last address before the other, IPv4 before IPv6, permanent before temporary or
-//!    secondary, then the lowest.
+//! 3. Otherwise the best address on a link that is up is chosen. The order is: not deprecated, the family of
+//!    the last address, IPv4, permanent, not secondary, and then the lowest.
 //! 4. If no link that is up has an address, the last one stays: its link may come back with it. Only a node
 //!    that never had one takes an address on a link that is down.
 //!
@@ -72,8 +71,8 @@ pub fn choose(interfaces: &Interfaces, filter: &InterfaceFilter, last: Option<Ip
         let family = (is_of_last_family, entry.address.is_ipv4());
         (!entry.is_deprecated, family, !entry.is_secondary, Reverse(entry.address))
     };
-    // While the link of the last address is down and still has the address, another link is no substitute:
-    // the operator may have unplugged it for a moment, and every volume would reconnect twice.
+    // While the link of the last address is down and still has the address, another link is not used. The
+    // operator may have unplugged it for a moment, and every volume would reconnect twice.
     let waits_for_link = current.is_some_and(|entry| !entry.is_link_up);
     if let Some(best) = up().max_by_key(rank).filter(|_| !waits_for_link) {
         return Choice { address: Some(best.address), problem: String::new() };

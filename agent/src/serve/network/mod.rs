@@ -1,9 +1,9 @@
 //! The data address of this node: the address at which other nodes reach its replicas.
 //!
-//! It is configured, or it is that of an interface, and then it is followed. A change reaches everything
-//! without a detach: the replicas of this node listen on the new address and show it, the controller sends it
-//! to the engines, and they reconnect. Engines of this node whose connections came from the former address
-//! are handed over to new processes, because their connections are dead.
+//! It is configured, or it is that of an interface, and then it is followed. A change needs no detach. The
+//! replicas of this node listen on the new address and report it, the controller sends it to the engines, and
+//! they reconnect. Engines of this node whose connections came from the former address are handed over to new
+//! processes, because their connections are dead.
 
 mod choice;
 mod netlink;

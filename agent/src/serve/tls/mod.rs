@@ -80,7 +80,7 @@ pub enum TlsError {
     NotEnrolled,
 }
 
-/// Tells one version of the file from the next.
+/// Distinguishes one version of the file from the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     inode: u64,

@@ -181,7 +181,7 @@ impl JsonSchema for Conditions {
 }
 
 impl Conditions {
-    /// Notes `finding`; the transition time changes only with the status.
+    /// Records `finding`; the transition time changes only with the status.
     pub fn set(&mut self, kind: ConditionType, finding: Finding, now: Timestamp) {
         let (status, reason, message) = match finding {
             Finding::Well => (true, kind.reason_of_well().to_owned(), String::new()),
@@ -206,7 +206,7 @@ impl Conditions {
         }
     }
 
-    /// Notes that all of them are about the object as its owner wants it in that generation; 0: the store
+    /// Records that all of them are about the object as its owner wants it in that generation; 0: the store
     /// counts none.
     pub fn observe(&mut self, generation: u64) {
         if generation > 0 {

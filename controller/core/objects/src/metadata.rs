@@ -59,7 +59,7 @@ impl fmt::Display for Key {
 pub struct Metadata {
     /// Unique within the kind.
     pub name: String,
-    /// The uid that tells it from other objects of the name, if the store has uids; else empty.
+    /// The uid, which distinguishes it from other objects of the name, if the store has uids; else empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
     /// The version that the store raises at every write and compares with the stored one; 0 if not stored

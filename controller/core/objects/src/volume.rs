@@ -132,8 +132,8 @@ pub struct VolumeStatus {
     /// engine of this one or a later one may be carried over to the next. 0: not known.
     #[serde(default)]
     pub attached_since: u64,
-    /// No engine of this attachment or an older one can have a write acknowledged any more, wherever it may
-    /// still run, because enough replicas refuse it. 0: none was ever fenced without having been stopped.
+    /// The newest attachment that is fenced: enough replicas refuse its engine, and those of older ones, so
+    /// that they can acknowledge no write. 0: no engine was fenced.
     #[serde(default)]
     pub fenced_attach: u64,
     /// The attachment up to which engines are not waited for: the volume is deleted, and the node was given

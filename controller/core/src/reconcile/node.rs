@@ -60,10 +60,10 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 }
 
 /// Stops engines whose volume is deleted and that no object names: their node was given up before the
-/// deletion, and is back. An engine of a volume that a store from a backup does not know continues to serve
-/// its user: an agent refuses to stop an engine whose device is in use. It cannot tell whether a socket has
-/// clients, so an engine that serves one stays. The engine of a deleted volume has lost its replicas
-/// elsewhere, and does not serve for long.
+/// deletion, and is back. If a restored store lacks a volume, its engine continues to serve its user: an
+/// agent refuses to stop an engine whose device is in use. It cannot tell whether a socket has clients, so an
+/// engine that serves one stays. The engine of a deleted volume has lost its replicas elsewhere, and does not
+/// serve for long.
 fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decision) {
     let Reachability::Reachable(view) = reachability(context, node) else { return };
     let cluster = context.cluster;

@@ -1,4 +1,4 @@
-//! An operator's decision for one replica.
+//! The request for a salvage: the operator's decision for one replica.
 
 use super::{Change, RequestError, check_all_known, find_living};
 use crate::objects::{DataState, Salvage, Volume, VolumeState};
@@ -29,9 +29,9 @@ pub struct SalvageVolume {
 const UNKNOWN_ATTACHES: u64 = 1 << 16;
 
 impl SalvageVolume {
-    /// Returns the volume with a new number of attachment, and a grant of the arbiter for that replica alone:
-    /// an engine that does not find it cannot start from any other. Nothing is started before the replica has
-    /// got the decision.
+    /// Returns the volume with a new attachment number, and a grant of the arbiter for this replica alone. An
+    /// engine that does not reach this replica cannot start from any other. Nothing is started before the
+    /// replica has got the decision.
     ///
     /// # Errors
     /// [`RequestError`] has the obstacle.
@@ -77,8 +77,9 @@ impl SalvageVolume {
         Ok(Change::Store(volume))
     }
 
-    /// Returns a number above all that replicas know. If the store is older than the volume, a replica out of
-    /// reach may know more than the others: numbers are given one by one, so a gap keeps above those.
+    /// Returns a number above all that replicas know. If the store is older than the volume, an unreachable
+    /// replica may know higher numbers than the others. Numbers rise one by one, so a gap keeps the new
+    /// number above those.
     fn next_attach(&self, stored: u64) -> Result<u64, RequestError> {
         let step = if self.known_attach > stored && !self.are_all_known { UNKNOWN_ATTACHES } else { 1 };
         let next = stored.max(self.known_attach).checked_add(step);

@@ -22,8 +22,8 @@ pub fn candidates_for_new(cluster: &ClusterState, agents: &Agents) -> Vec<NodeCa
     with_replicas(cluster, agents, &[])
 }
 
-/// Returns some of the nodes as candidates, of each zone as many as of any other: those with a replica of the
-/// volume, the node at `local`, and about `most` others from a place that `random` chooses.
+/// Returns some of the nodes as candidates, equally many of each zone. They are the nodes with a replica of
+/// the volume, the node at `local`, and about `most` others from a position that `random` chooses.
 pub(super) fn some_candidates(
     cluster: &ClusterState,
     agents: &Agents,

@@ -176,7 +176,7 @@ impl Progress {
         !self.is_answered && self.next_order_at.is_none_or(|at| now >= at)
     }
 
-    /// Notes an order without an answer. The pause before the next one doubles each time: the agent or the
+    /// Records an order without an answer. The pause before the next one doubles each time: the agent or the
     /// controller may be starting, with the orders for many engines.
     fn lose(&mut self, status: Status, now: Instant) {
         self.lost = Some(status);
@@ -185,7 +185,7 @@ impl Progress {
         self.next_order_at = Some(now + ORDER_PAUSE_MAX.min(POLL.saturating_mul(factor)));
     }
 
-    /// Notes the volume as it is now. Until the first order, that is the volume before.
+    /// Records the volume as it is now. Until the first order, that is the volume before.
     fn see(&mut self, now: Option<&v1::Volume>) {
         self.standing = now.map(|now| {
             if !self.is_ordered && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {

@@ -2,8 +2,8 @@
 //! volume. So a volume made by kubectl has one too, and the right to read volumes gives no access to their
 //! data.
 //!
-//! With another key no engine reaches a replica that was made with the old one. So each volume carries the
-//! fingerprint of its key, the Secret with the key has a finalizer, and a key is made only if no volume can
+//! With another key no engine reaches a replica that was made with the old one. Each volume therefore has the
+//! fingerprint of its key, and the Secret with the key has a finalizer. A key is made only if no volume can
 //! need another one.
 
 use k8s_openapi::ByteString;

@@ -1,8 +1,8 @@
 //! Writes that wait at the same time share one commit: a commit waits for the disk, however much is in it.
 //!
 //! Each caller puts its write into the queue. One of those that wait commits the writes at the front of the
-//! queue, its own or not, and leaves each answer with its caller. They count in the order of the queue, and
-//! one commit has at most one write of an object, so that each is compared with the versions that were
+//! queue, its own or not, and leaves each answer with its caller. They take effect in the order of the queue.
+//! One commit has at most one write of an object, so that each write is compared with the versions that were
 //! committed before.
 
 use std::collections::{BTreeSet, VecDeque};

@@ -16,9 +16,9 @@ pub enum Mutation {
     CountOffenders,
     /// A starting engine takes its members from the newest proposed view alone.
     NewestMembers,
-    /// A change is given up though the arbiter was asked for it, the arbiter grants views with members from
-    /// outside of the replaced ones, and its grant counts as committed. The real arbiter and the real start
-    /// each prevent the harm of giving up: the rule against it is a second line.
+    /// A change is abandoned although the arbiter was asked for it. The arbiter grants views with members
+    /// from outside of the replaced ones, and its grant counts as committed. The real arbiter and the real
+    /// start each prevent the harm of giving up: the rule against it is a second line.
     GiveUpGranted,
     /// Writes in flight are not sent again to a replica that joins.
     ForgetInFlight,

@@ -1,9 +1,9 @@
 //! Taking a volume off its node.
 //!
-//! It is detached as soon as its engine is stopped or fenced: from there on no write of that engine can be
-//! acknowledged, and the volume may be attached elsewhere. Its replicas are stopped after that, so that a
-//! hanging one does not delay that. An engine whose device is in use is not stopped. Its volume is repaired
-//! like an attached one, and is attached again if it is wanted there again.
+//! A volume is detached as soon as its engine is stopped or fenced. From then on that engine can acknowledge
+//! no write, and the volume may be attached elsewhere. Its replicas are stopped after that, so that a hanging
+//! one does not delay that. An engine whose device is in use is not stopped. Its volume is repaired like an
+//! attached one, and is attached again if it is wanted there again.
 
 use super::{Reachability, Run, reachability};
 use crate::objects::{

@@ -43,8 +43,8 @@ impl Run<'_> {
         self.next.status.display = display(&self.next, self.engine);
     }
 
-    /// Notes whether the engine runs the program that is installed on its node. A volume whose engine always
-    /// did has no such condition. The condition stays while the programs are not compared yet.
+    /// Records whether the engine runs the program that is installed on its node. A volume whose engine
+    /// always did has no such condition. Until the programs are compared, the condition stays as it is.
     fn note_program(&mut self) {
         let running = self.engine.filter(|engine| engine.status.current_state == CurrentState::Running);
         let has_condition = self.next.status.conditions.get(ConditionType::EngineCurrent).is_some();

@@ -2,8 +2,8 @@
 //! order, and grows first the replicas and then the device. The volume has its new size only when the device
 //! shows it.
 //!
-//! A detached volume has the size at once: an engine makes every replica grow before it serves anything,
-//! including formerly absent ones, so the old size is never seen again.
+//! A detached volume has the new size at once. An engine makes every replica grow before it serves, including
+//! formerly absent ones, so no reader sees the old size again.
 
 use super::Run;
 use crate::objects::{

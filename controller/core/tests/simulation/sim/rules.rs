@@ -48,7 +48,7 @@ impl Sim {
         let name = replica.spec.volume_name.as_str();
         let Some(volume) = self.store.volumes.get(name) else { return };
         assert!(volume.is_deleting() && volume.status.state == VolumeState::Deleting, "{volume:#?}");
-        // The object of an engine goes once the engine is over.
+        // The object of an engine is deleted once the engine has ended.
         let Some(engine) = self.store.engines.get(name) else { return };
         let is_over = engine.status.current_state == CurrentState::Stopped
             || engine.spec.attach <= volume.status.fenced_attach

@@ -200,7 +200,7 @@ fn replicas_that_have_forgotten_what_they_stored_prove_nothing() {
     lost.replica_says(2, OLD + 1, first(3));
     lost.run();
     assert!(!lost.is_fenced());
-    // Nor do several that agree, where an engine has served.
+    // Nor do several that agree, if an engine has served.
     for (was_member, served_attach, enough) in [(true, 0, false), (false, OLD, false), (false, 0, true)] {
         let mut lost = Lost::new(3);
         let mut known = replica(0);
