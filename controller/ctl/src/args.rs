@@ -258,7 +258,7 @@ impl FromStr for TagList {
 /// Commands for orphans.
 #[derive(Debug, Subcommand)]
 pub enum OrphanCommand {
-    /// Lists orphans
+    /// Lists orphans: replica directories that belong to no Replica object
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
@@ -267,9 +267,9 @@ pub enum OrphanCommand {
     /// Moves an orphan to the trash of its disk
     #[command(visible_alias = "rm")]
     Delete {
-        /// The node
+        /// Name of the node
         node: String,
-        /// The disk there
+        /// Directory of its disk, from orphan list
         disk: String,
         /// Name of the directory, from orphan list
         name: String,
@@ -317,7 +317,7 @@ pub struct DiscoverArgs {
 pub enum DiskCommand {
     /// Adds a directory of a node as a disk for replicas
     Add {
-        /// The node
+        /// Name of the node
         node: String,
         /// Absolute path of the directory, on a mounted file system
         path: String,
@@ -333,17 +333,17 @@ pub enum DiskCommand {
     },
     /// Places no new replicas on a disk; existing replicas stay
     Cordon {
-        /// The node
+        /// Name of the node
         node: String,
-        /// The directory there
+        /// Directory of the disk
         path: String,
     },
     /// Replaces all replicas of a disk on other disks or nodes, deletes them, and waits until the disk is
     /// empty. Uncordon cancels the drain
     Drain {
-        /// The node
+        /// Name of the node
         node: String,
-        /// The directory there
+        /// Directory of the disk
         path: String,
         /// Returns once the controller has accepted the request, and does not wait
         #[arg(long)]
@@ -355,16 +355,16 @@ pub enum DiskCommand {
     /// Removes an empty disk from its node
     #[command(visible_alias = "rm")]
     Remove {
-        /// The node
+        /// Name of the node
         node: String,
-        /// The directory there
+        /// Directory of the disk
         path: String,
         /// The disk is gone, read-only or failing, and never comes back. Replaces its replicas without
         /// waiting for its data
         #[arg(long)]
         lost: bool,
-        /// With --lost: also if nothing seems wrong with it, or if it has the last replica of volumes: those
-        /// are lost. Else: also if something is in its trash, which stays on the disk
+        /// With --lost: removes the disk even if it works, or has the last complete replica of a volume,
+        /// which is lost. Without --lost: removes the disk with its trash, which stays on it
         #[arg(long)]
         force: bool,
         /// Does not ask
@@ -373,16 +373,16 @@ pub enum DiskCommand {
     },
     /// Allows new replicas on a disk again, and cancels a drain
     Uncordon {
-        /// The node
+        /// Name of the node
         node: String,
-        /// The directory there
+        /// Directory of the disk
         path: String,
     },
     /// Sets the tags of a disk, its reserved space, and whether new replicas may be placed there
     Set {
-        /// The node
+        /// Name of the node
         node: String,
-        /// The directory there
+        /// Directory of the disk
         path: String,
         /// All tags; replaces the present ones; empty: none
         #[arg(long, value_name = "TAG,...")]
