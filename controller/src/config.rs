@@ -377,7 +377,7 @@ mod tests {
         assert_eq!(config.store, StoreConfig::File("/b".into()));
         assert_eq!((config.log.as_str(), config.log_format), ("debug", LogFormat::Text));
         let error = load("store = \"/a\"\nlog = \"loud\"\n", &[]).unwrap_err().to_string();
-        assert!(error.contains("log: \"loud\" is no log level"), "{error}");
+        assert!(error.contains("log: \"loud\" is not a log level"), "{error}");
         let json = load("store = \"/a\"\nlog_format = \"json\"\n", &[]).unwrap();
         assert_eq!(json.log_format, LogFormat::Json);
         assert_eq!(config.settings, Settings::default());

@@ -84,7 +84,7 @@ async fn commands_reach_the_pod_that_leads_through_a_port_forward() {
     laptop.lead("laptop-of-bob-0a1b2c3d");
     let refused = laptop.ctl(&["volume", "list"]).await;
     assert!(
-        refused.status.code() == Some(5) && text(&refused).contains("which is no pod"),
+        refused.status.code() == Some(5) && text(&refused).contains("which is not a pod"),
         "{}",
         text(&refused)
     );

@@ -50,7 +50,7 @@ async fn tags_zones_and_cordons_say_where_replicas_go() {
     cluster.ok(&["node", "uncordon", "b"]).await;
     cluster.until("u", "placed", |volume| nodes_of(volume) == ["b"]).await;
     let (code, text) = cluster.fails(&["node", "set", "b", "--tags", "a b"]).await;
-    assert!(code == 1 && text.contains("is no tag or zone"), "{text}");
+    assert!(code == 1 && text.contains("is not a tag or zone"), "{text}");
 }
 
 /// More volumes wait than a search adds to the queue in one step.
@@ -120,7 +120,7 @@ async fn a_node_that_is_added_gets_replicas() {
     let serving = added.serve(&cluster.path("b"));
     let address = format!("unix://{}", cluster.path("b").display());
     let (code, text) = cluster.fails(&["node", "add", "b", "--address", "ftp://b:1"]).await;
-    assert!(code == 2 && text.contains("is no address"), "{text}");
+    assert!(code == 2 && text.contains("is not an address"), "{text}");
     cluster.ok(&["node", "add", "b", "--address", &address]).await;
     cluster.retry(&["disk", "add", "b", "/var/lib/longhorn"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
@@ -282,7 +282,7 @@ async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
 
     let text = cluster.ok(&["rebalance", "--dry-run"]).await;
     assert!(text.contains("0 replicas are on their way, 2 more would be better elsewhere"), "{text}");
-    assert!(text.contains("Not looked at: 1 volumes, not attached"), "{text}");
+    assert!(text.contains("Not checked: 1 volumes, not attached"), "{text}");
     let (code, text) = cluster.fails(&["rebalance", "nowhere"]).await;
     assert!(code == 3 && text.contains("no volume nowhere"), "{text}");
     assert_eq!(cluster.fails(&["rebalance", "--max-moves", "0"]).await.0, 2);

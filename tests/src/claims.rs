@@ -145,7 +145,7 @@ pub fn set_finalizer(api: &ApiServer, path: &str, finalizer: &str, is_there: boo
 /// # Errors
 /// It is not.
 pub fn text(value: &Value) -> Result<String> {
-    Ok(value.as_str().with_context(|| format!("{value} is no text"))?.to_owned())
+    Ok(value.as_str().with_context(|| format!("{value} is not text"))?.to_owned())
 }
 
 /// Returns a quantity as these tests write it, in bytes.
@@ -153,7 +153,7 @@ pub fn text(value: &Value) -> Result<String> {
 /// # Errors
 /// It is another one.
 pub fn bytes(value: &Value) -> Result<i64> {
-    text(value)?.parse().with_context(|| format!("{value} is no number of bytes"))
+    text(value)?.parse().with_context(|| format!("{value} is not a number of bytes"))
 }
 
 /// Returns the text pairs of an object.

@@ -24,7 +24,7 @@ fn folder() -> Result<tempfile::TempDir> {
 
 fn seed() -> Result<u64> {
     let seed = match std::env::var("SHORTHORN_SEED") {
-        Ok(seed) => seed.parse().context("SHORTHORN_SEED is no number")?,
+        Ok(seed) => seed.parse().context("SHORTHORN_SEED is not a number")?,
         Err(_) => fastrand::u64(..),
     };
     println!("SHORTHORN_SEED={seed}");

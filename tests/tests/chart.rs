@@ -181,8 +181,8 @@ fn an_unknown_field_or_a_value_of_another_type_is_found() -> Result<()> {
         (object("v1", "Servlce", json!({})), "no type"),
         (object("v2", "Service", json!({})), "no type"),
         (monitor(json!({ "prot": "metrics" })), ".spec.endpoints[0].prot is unknown"),
-        (monitor(json!({ "port": 9510 })), ".spec.endpoints[0].port is no text"),
-        (monitor(json!({ "interval": "half a minute" })), "is no duration"),
+        (monitor(json!({ "port": 9510 })), ".spec.endpoints[0].port is not text"),
+        (monitor(json!({ "interval": "half a minute" })), "is not a duration"),
     ] {
         let found = examine(&object).err().context(message)?;
         ensure!(format!("{found:#}").contains(message), "{found:#}, not {message}");
@@ -494,27 +494,27 @@ fn fits(object: &Value, spec: &Shape) -> Result<()> {
 
 fn has_shape(value: &Value, shape: &Shape, path: &str) -> Result<()> {
     match shape {
-        Shape::Text => ensure!(value.is_string(), "{path} is no text: {value}"),
+        Shape::Text => ensure!(value.is_string(), "{path} is not text: {value}"),
         Shape::Duration => {
             let number = value.as_str().and_then(|text| text.strip_suffix(['s', 'm', 'h', 'd']));
             let is_one = number.is_some_and(|number| number.parse::<u32>().is_ok());
-            ensure!(is_one, "{path} is no duration: {value}");
+            ensure!(is_one, "{path} is not a duration: {value}");
         }
         Shape::Labels => {
             let labels = value.as_object().with_context(|| format!("{path} are no labels: {value}"))?;
-            ensure!(labels.values().all(Value::is_string), "{path} has a value that is no text: {value}");
+            ensure!(labels.values().all(Value::is_string), "{path} has a value that is not text: {value}");
         }
         Shape::Selector => {
             compare(value, &serde_json::to_value(LabelSelector::deserialize(value)?)?, path)?;
         }
         Shape::List(of) => {
-            let values = value.as_array().with_context(|| format!("{path} is no list: {value}"))?;
+            let values = value.as_array().with_context(|| format!("{path} is not a list: {value}"))?;
             for (index, value) in values.iter().enumerate() {
                 has_shape(value, of, &format!("{path}[{index}]"))?;
             }
         }
         Shape::Fields(fields) => {
-            let values = value.as_object().with_context(|| format!("{path} is no object: {value}"))?;
+            let values = value.as_object().with_context(|| format!("{path} is not an object: {value}"))?;
             for (key, value) in values {
                 let path = format!("{path}.{key}");
                 let known = fields.iter().find(|(name, _)| name == key);

@@ -25,7 +25,7 @@ struct Cluster {
 /// Hosts with a volume that is attached to the first.
 fn cluster(replicas: &str) -> Result<Cluster> {
     let seed = match std::env::var("SHORTHORN_SEED") {
-        Ok(seed) => seed.parse().context("SHORTHORN_SEED is no number")?,
+        Ok(seed) => seed.parse().context("SHORTHORN_SEED is not a number")?,
         Err(_) => fastrand::u64(..),
     };
     println!("SHORTHORN_SEED={seed}");

@@ -212,7 +212,7 @@ fn build(image: &str, archive: &Path) -> Result<String> {
         .arg("--output")
         .arg(archive);
     let digest = String::from_utf8(run(&mut command)?.stdout)?.trim().to_owned();
-    ensure!(digest.len() == "sha256:".len() + 64, "{digest:?} is no digest");
+    ensure!(digest.len() == "sha256:".len() + 64, "{digest:?} is not a digest");
     Ok(digest)
 }
 
@@ -221,7 +221,7 @@ fn blob(layout: &Path, digest: &str) -> PathBuf {
 }
 
 fn text(value: &Value) -> Result<&str> {
-    value.as_str().with_context(|| format!("{value} is no text"))
+    value.as_str().with_context(|| format!("{value} is not text"))
 }
 
 fn json(path: &Path) -> Result<Value> {

@@ -9,7 +9,7 @@ use shorthorn_tests::soak::{Options, run};
 #[test]
 fn no_fault_shows_but_where_it_must() -> Result<()> {
     let seed = match std::env::var("SHORTHORN_SEED") {
-        Ok(seed) => seed.parse().context("SHORTHORN_SEED is no number")?,
+        Ok(seed) => seed.parse().context("SHORTHORN_SEED is not a number")?,
         Err(_) => fastrand::u64(..),
     };
     println!("SHORTHORN_SEED={seed}");

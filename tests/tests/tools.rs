@@ -85,7 +85,7 @@ fn split<'a>(words: &'a [String], flags: &Flags) -> Result<(Vec<Given<'a>>, Vec<
             continue;
         }
         let (name, value) = word.split_once('=').map_or((word, None), |(name, value)| (name, Some(value)));
-        let takes_value = *flags.get(name).with_context(|| format!("{name} is no flag"))?;
+        let takes_value = *flags.get(name).with_context(|| format!("{name} is not a flag"))?;
         let value = match value {
             None if takes_value => words.next().with_context(|| format!("{name} has no value"))?,
             value => value.unwrap_or_default(),
@@ -161,7 +161,7 @@ impl Kubectl {
             };
             let kinds = kinds.split('/').next().unwrap_or_default();
             for kind in kinds.split(',') {
-                ensure!(self.kinds.iter().any(|known| known == kind), "{kind} is no kind");
+                ensure!(self.kinds.iter().any(|known| known == kind), "{kind} is not a kind");
             }
         }
         let values = given.iter().map(|(_, value)| *value).chain(arguments.iter().copied());
@@ -205,9 +205,9 @@ fn kubectl_knows_the_commands_of_the_documentation() -> Result<()> {
 fn faults_in_commands_of_kubectl_are_found() -> Result<()> {
     let mut kubectl = Kubectl::new()?;
     for (line, message) in [
-        ("kubectl get shx -n shorthorn-system", "shx is no kind"),
+        ("kubectl get shx -n shorthorn-system", "shx is not a kind"),
         ("kubectl get shv -n shorthorn-sistem", "no object is called shorthorn-sistem"),
-        ("kubectl drain NODE --ignore-daemonset", "--ignore-daemonset is no flag"),
+        ("kubectl drain NODE --ignore-daemonset", "--ignore-daemonset is not a flag"),
         ("kubectl dran NODE", "dran"),
         ("kubectl delete", "the kind is missing"),
         ("kubectl rollout restart deployment/shorthorn-control", "no object is called shorthorn-control"),
@@ -222,7 +222,7 @@ fn faults_in_commands_of_kubectl_are_found() -> Result<()> {
 /// Helm renders the chart with the values of the page. Its schema refuses unknown ones.
 fn render(words: &[String]) -> Result<()> {
     let help = run("helm", &[&words[0], "--help"])?;
-    ensure!(help.contains(&format!("helm {} ", words[0])), "{} is no verb of helm", words[0]);
+    ensure!(help.contains(&format!("helm {} ", words[0])), "{} is not a verb of helm", words[0]);
     let (given, others) = split(words, &helm_flags(&help))?;
     let [_, release, chart] = others[..] else { return Ok(()) };
     let values: Vec<String> = given

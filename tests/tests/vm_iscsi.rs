@@ -169,7 +169,7 @@ fn served(host: &VmHost, operation: &str) -> Result<u64> {
 fn a_flush_is_one_of_all_replicas(host: &VmHost) -> Result<()> {
     let before = served(host, "flush")?;
     host.sh(FLUSH)?;
-    ensure!(served(host, "flush")? > before, "a fsync of the disk is no flush of the volume");
+    ensure!(served(host, "flush")? > before, "a fsync of the disk is not a flush of the volume");
     let units = host.replica_units("v1")?;
     let pids = host.sh(&format!("systemctl show --property MainPID --value {}", units.join(" ")))?;
     let pids = pids.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -28,7 +28,7 @@ pub(crate) fn path(field: &str, text: &str) -> Result<PathBuf, CsiError> {
     let path = Path::new(text);
     let plain = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::RootDir);
     if !path.is_absolute() || path.file_name().is_none() || !path.components().all(plain) {
-        return wrong("is no absolute path without \"..\"");
+        return wrong("is not an absolute path without \"..\"");
     }
     if text.chars().any(char::is_control) {
         return wrong("has control characters");

@@ -32,7 +32,7 @@ const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// The address is none.
-    #[error("{0:?} is no address: use unix:<path> or tcp:<ip>:<port>")]
+    #[error("{0:?} is not an address: use unix:<path> or tcp:<ip>:<port>")]
     Address(String),
     /// The volume no longer has the replica.
     #[error("the replica was given up")]

@@ -124,7 +124,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
 fn check(spec: &EngineSpec) -> Result<(), EngineError> {
     let bad = |reason: String| Err(EngineError::BadSpec { volume: spec.volume.clone(), reason });
     if spec.size_bytes == 0 || !spec.size_bytes.is_multiple_of(BLOCK_BYTES) {
-        return bad(format!("size_bytes {} is no multiple of {BLOCK_BYTES}", spec.size_bytes));
+        return bad(format!("size_bytes {} is not a multiple of {BLOCK_BYTES}", spec.size_bytes));
     }
     if spec.size_bytes > MAX_VOLUME_BYTES {
         return bad(format!("size_bytes {}: at most {MAX_VOLUME_BYTES}", spec.size_bytes));

@@ -1,7 +1,7 @@
 //! Device nodes: `/dev/longhorn/<volume>`, and the users of a block device.
 //!
-//! A node is a name for a device number, and outlives the device. It counts only if sysfs shows that the number
-//! still belongs to a device.
+//! A node is a name for a device number, and outlives the device. It counts only if sysfs shows that the
+//! number still belongs to a device.
 
 mod removal;
 mod udev;
@@ -243,7 +243,7 @@ fn obstacle(
     let old = match found {
         NodeFile::Nothing => return Ok(None),
         NodeFile::Other(what) => {
-            return Ok(Some(format!("{what} has that name; remove it if it is of no use")));
+            return Ok(Some(format!("{what} has that name; remove it if it is not needed")));
         }
         NodeFile::Node(old) if old == device || !is_live(sysfs, old) => return Ok(None),
         NodeFile::Node(old) => old,

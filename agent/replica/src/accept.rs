@@ -86,7 +86,10 @@ fn bind_unix(path: &Path) -> io::Result<UnixListener> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.file_type().is_socket() => fs::remove_file(path)?,
         Ok(_) => {
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "something that is no socket is there"));
+            return Err(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                "something that is not a socket is there",
+            ));
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(error),

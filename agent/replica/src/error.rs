@@ -113,7 +113,7 @@ pub enum ReplicaError {
     )]
     TooMuchRot(ByteRange),
     /// A document that cannot be copied.
-    #[error("the document of {0} is no text, so it cannot be copied: repair or replace it")]
+    #[error("the document of {0} is not text, so it cannot be copied: repair or replace it")]
     NoText(String),
     /// A socket cannot be set up.
     #[error("cannot listen on {address}: {source}")]

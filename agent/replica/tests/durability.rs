@@ -155,7 +155,7 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     assert!(!welcome.rebuilding, "it is judged by its views");
     client.send_text(Opcode::Commit, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
     client.send_text(Opcode::Propose, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
-    assert_eq!(says_rebuilding(), true, "it is no member before that is through");
+    assert_eq!(says_rebuilding(), true, "it is not a member before that is through");
     client.send_text(Opcode::Commit, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
     assert_eq!(says_rebuilding(), false);
     replica.kill();
@@ -257,7 +257,7 @@ fn what_must_not_be_served_is_refused_with_a_reason() {
     let mut elsewhere = good.clone();
     elsewhere.data_socket = base.path().join("a-file");
     std::fs::write(&elsewhere.data_socket, "kept").unwrap();
-    assert!(reason(elsewhere).contains("something that is no socket is there"));
+    assert!(reason(elsewhere).contains("something that is not a socket is there"));
 
     std::fs::rename(good.directory.join("shorthorn.state"), base.path().join("kept")).unwrap();
     assert!(reason(good.clone()).contains("has lost shorthorn.state"));

@@ -81,7 +81,7 @@ pub fn device_at(path: &Path) -> anyhow::Result<BlockDevice> {
     let shown = path.display();
     let real = fs::canonicalize(path).with_context(|| shown.to_string())?;
     let metadata = fs::metadata(&real)?;
-    ensure!(metadata.file_type().is_block_device(), "{shown} is no block device");
+    ensure!(metadata.file_type().is_block_device(), "{shown} is not a block device");
     let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
     let link = fs::read_link(format!("/sys/dev/block/{major}:{minor}")).with_context(|| shown.to_string())?;
     let name = link.file_name().map(|name| name.to_string_lossy().into_owned());

@@ -159,7 +159,7 @@ fn check_mount_point(path: &Path, device: &BlockDevice, missing: Option<String>)
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error).with_context(|| shown.to_string()),
-        Ok(metadata) => ensure!(metadata.is_dir(), "mount_point {shown} is no directory"),
+        Ok(metadata) => ensure!(metadata.is_dir(), "mount_point {shown} is not a directory"),
     }
     let is_mount = MountTable::read().context("/proc/self/mountinfo")?.at(path).is_some();
     ensure!(!is_mount, "another file system is mounted at mount_point {shown}");

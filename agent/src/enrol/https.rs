@@ -31,7 +31,7 @@ const HTTPS_PORT: u16 = 443;
 #[derive(Debug, Error)]
 pub enum HttpsError {
     /// The kubeconfig names no address.
-    #[error("{0:?} is no address of an API server")]
+    #[error("{0:?} is not an address of an API server")]
     Address(String),
     /// The kubeconfig has certificates or a key that cannot be used.
     #[error("the {what} of {file} cannot be used: {reason}")]

@@ -180,7 +180,7 @@ where
 /// Returns the cluster that must match for this call; none if every caller may make it.
 fn cluster_of(request: &http::Request<Body>) -> Option<Result<String, NodeError>> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default();
-    let unreadable = |_| NodeError::Invalid(format!("the header {CLUSTER_HEADER} is no text"));
+    let unreadable = |_| NodeError::Invalid(format!("the header {CLUSTER_HEADER} is not text"));
     let header = request.headers().get(CLUSTER_HEADER);
     let header = match header.map(|header| header.to_str().map_err(unreadable)).transpose() {
         Ok(header) => header,

@@ -341,7 +341,7 @@ pub fn absolute(path: PathBuf) -> Result<PathBuf, String> {
     if path.is_absolute() && path.components().all(|part| matches!(part, Normal(_) | RootDir)) {
         return Ok(path);
     }
-    Err(format!("{:?} is no absolute path without \"..\"", path.display().to_string()))
+    Err(format!("{:?} is not an absolute path without \"..\"", path.display().to_string()))
 }
 
 fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
@@ -350,7 +350,7 @@ fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
     }
     let address: IpAddr = text.parse().map_err(|_| format!("{text:?} is no IP address"))?;
     if address.is_unspecified() || address.is_multicast() {
-        return Err(format!("{text} is no address that other nodes could reach this one at"));
+        return Err(format!("{text} is not an address that other nodes could reach this one at"));
     }
     Ok(Some(address))
 }
@@ -386,7 +386,7 @@ fn interface_name(text: &str) -> Result<Option<String>, String> {
         && text != "."
         && text != "..";
     if !is_valid {
-        return Err(format!("{text:?} is no name of an interface; for a network, use data_network"));
+        return Err(format!("{text:?} is not a name of an interface; for a network, use data_network"));
     }
     Ok((!text.is_empty()).then(|| text.to_owned()))
 }
@@ -414,12 +414,12 @@ fn zone(text: String) -> Result<String, String> {
         return Ok(text);
     }
     Err(format!(
-        "{text:?} is no label value: use letters, digits, '-', '_' and '.', at most {TOPOLOGY_VALUE_MAX_BYTES}"
+        "{text:?} is not a label value: use letters, digits, '-', '_' and '.', at most {TOPOLOGY_VALUE_MAX_BYTES}"
     ))
 }
 
 fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
-    let wrong = || format!("{text:?} is no range of ports: write it like 10000-14999");
+    let wrong = || format!("{text:?} is not a range of ports: write it like 10000-14999");
     let (first, last) = text.split_once('-').ok_or_else(wrong)?;
     let first: u16 = first.parse().map_err(|_| wrong())?;
     let last: u16 = last.parse().map_err(|_| wrong())?;
@@ -435,7 +435,7 @@ fn node_name(name: &str) -> Result<String, String> {
     if name.is_empty() || (name.len() <= 253 && name.split('.').all(label)) {
         return Ok(name.to_owned());
     }
-    Err(format!("{name:?} is no node name: use lower-case letters, digits, '-' and '.', at most 253"))
+    Err(format!("{name:?} is not a node name: use lower-case letters, digits, '-' and '.', at most 253"))
 }
 
 fn host_name() -> Result<String, ConfigError> {
@@ -519,13 +519,13 @@ mod tests {
         let cases = [
             ("\nqueues = 99", "2: queues: 99 is not between 1 and 8"),
             ("\n\nqueues = \"many\"", "3: invalid type"),
-            ("state_dir = \"var\"", "1: state_dir: \"var\" is no absolute path"),
+            ("state_dir = \"var\"", "1: state_dir: \"var\" is not an absolute path"),
             ("state_dir = \"/var/../etc\"", "1: state_dir: "),
-            ("zone = \"-a\"", "1: zone: \"-a\" is no label value"),
+            ("zone = \"-a\"", "1: zone: \"-a\" is not a label value"),
             ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
             (
                 "data_interface = \"10.1.0.0/24\"",
-                "1: data_interface: \"10.1.0.0/24\" is no name of an interface",
+                "1: data_interface: \"10.1.0.0/24\" is not a name of an interface",
             ),
             ("data_network = \"10.1.0.9/24\"", "1: data_network: \"10.1.0.9/24\" has bits after its prefix"),
             ("\ndata_address = \"10.1.0.9\"\ndata_interface = \"eth1\"", "2: data_address: use either"),
@@ -535,10 +535,10 @@ mod tests {
             ("node_name = \"A_b\"", "1: node_name: \"A_b\""),
             ("listen = [\n\"unix:/a\",\n\"tcp:0.0.0.0:1\"]", "3: listen: 0.0.0.0:1"),
             ("listen = [\"http://x\"]", "1: listen: \"http://x\""),
-            ("kubelet_root = \"var\"", "1: kubelet_root: \"var\" is no absolute path"),
-            ("kubelet_kubeconfig = \"on\"", "1: kubelet_kubeconfig: \"on\" is no absolute path"),
-            ("tls_dir = \"tls\"", "1: tls_dir: \"tls\" is no absolute path"),
-            ("zone = \"a b\"", "1: zone: \"a b\" is no label value"),
+            ("kubelet_root = \"var\"", "1: kubelet_root: \"var\" is not an absolute path"),
+            ("kubelet_kubeconfig = \"on\"", "1: kubelet_kubeconfig: \"on\" is not an absolute path"),
+            ("tls_dir = \"tls\"", "1: tls_dir: \"tls\" is not an absolute path"),
+            ("zone = \"a b\"", "1: zone: \"a b\" is not a label value"),
             ("metrics_listen = \"9511\"", "1: metrics_listen: \"9511\""),
             ("csi = \"maybe\"", "1: unknown variant `maybe`"),
             ("instances = \"docker\"", "1: unknown variant `docker`"),

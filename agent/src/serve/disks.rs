@@ -109,14 +109,14 @@ impl Disks {
         for path in new {
             if let Some(point) = missing_mount(path) {
                 tracing::debug!(
-                    "{} is no disk yet: {point} is in /etc/fstab and not mounted",
+                    "{} is not a disk yet: {point} is in /etc/fstab and not mounted",
                     path.display()
                 );
                 continue;
             }
             match self.prepare(path) {
                 Ok(uuid) => tracing::info!("{} is a disk: {uuid}", path.display()),
-                Err(error) => tracing::debug!("{} is no disk yet: {error}", path.display()),
+                Err(error) => tracing::debug!("{} is not a disk yet: {error}", path.display()),
             }
         }
     }
@@ -155,7 +155,7 @@ impl Disks {
     /// mounted.
     pub fn check(&self, path: &Path, uuid: &str) -> Result<(), NodeError> {
         if !self.has(path) {
-            let message = format!("{} is no disk of this node: add it first", path.display());
+            let message = format!("{} is not a disk of this node: add it first", path.display());
             return Err(NodeError::NotFound(message));
         }
         let at = path.display();

@@ -52,8 +52,8 @@ impl Leaders {
         let text = |name: &str| request.headers().get(name).map(http::HeaderValue::to_str);
         let Some(number) = text(LEADER_HEADER) else { return Ok(()) };
         let number = number.ok().and_then(|number| number.parse().ok());
-        let number: u64 =
-            number.ok_or_else(|| NodeError::Invalid(format!("the header {LEADER_HEADER} is no number")))?;
+        let number: u64 = number
+            .ok_or_else(|| NodeError::Invalid(format!("the header {LEADER_HEADER} is not a number")))?;
         if text(CLUSTER_HEADER).and_then(Result::ok).is_some_and(|cluster| cluster != owner) {
             // A controller of another cluster may ask for the owner. Its number does not count here.
             return Ok(());

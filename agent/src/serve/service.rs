@@ -380,7 +380,7 @@ fn refuse_trashed(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
 }
 
 fn unknown_disk(disk: &Path) -> NodeError {
-    NodeError::NotFound(format!("{} is no disk of this node: add it first", disk.display()))
+    NodeError::NotFound(format!("{} is not a disk of this node: add it first", disk.display()))
 }
 
 /// Sends a watcher the current instances, and then the changes, until it ends or has fallen too far behind.

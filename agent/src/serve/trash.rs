@@ -137,7 +137,7 @@ pub fn held(directory: &Path) -> Result<Held, NodeError> {
 /// directory is in its former place then.
 pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u64) -> Result<(), NodeError> {
     let InstanceId::Replica(volume, replica) = id else {
-        return Err(NodeError::Invalid(format!("the {id} is no replica")));
+        return Err(NodeError::Invalid(format!("the {id} is not a replica")));
     };
     if note.len() > RECORD_MAX_BYTES {
         let length = note.len();

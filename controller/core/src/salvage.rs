@@ -126,7 +126,7 @@ impl Known {
         let unseen = Members::new(self.unseen.iter().copied()).ok()?;
         let may = newest.members.contains(replica) && quorum(&newest.members, &unseen) == Quorum::More;
         may.then(|| {
-            format!("{unseen} cannot be looked at: they may have gone on without it, and then it lacks that")
+            format!("{unseen} cannot be inspected: they may have continued without it, and then it lacks their writes")
         })
     }
 }
@@ -172,7 +172,7 @@ mod tests {
         let found = judged(&[None, knows(old, &[])], Some(new));
         assert!(found[1].1.contains("view 1.0/2, if that was ever used"), "{found:?}");
         let found = judged(&[None, knows(old, &[])], None);
-        assert_eq!(found[1], (true, String::new()), "half cannot have gone on without a grant");
+        assert_eq!(found[1], (true, String::new()), "half cannot have continued without a grant");
         let found = judged(&[knows(old, &[new]), knows(old, &[])], None);
         assert_eq!(found[0].1, "");
         assert!(found[1].1.contains("if that was ever used"), "{found:?}");
@@ -182,7 +182,7 @@ mod tests {
     fn a_majority_out_of_reach_may_have_gone_on() {
         let old = view(1, 1, &[1, 2, 3]);
         let found = judged(&[None, None, knows(old, &[])], None);
-        assert!(found[2].0 && found[2].1.contains("may have gone on without it"), "{found:?}");
+        assert!(found[2].0 && found[2].1.contains("may have continued without it"), "{found:?}");
         let found = judged(&[None, knows(old, &[]), knows(old, &[])], None);
         assert_eq!(found[2].1, "");
     }

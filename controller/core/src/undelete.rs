@@ -32,7 +32,7 @@ use crate::{ClusterState, NodeName, Timestamp};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
-    /// True if it was deleted with its volume; else the volume has gone on without it.
+    /// True if it was deleted with its volume; else the volume has continued without it.
     pub with_volume: bool,
     /// The time of the volume's creation, by a clock.
     pub volume_created: Timestamp,
@@ -336,7 +336,7 @@ impl<'a> Life<'a> {
     fn replica(&self, trashed: &Trashed, record: &Record, attach: u64, now: Timestamp) -> Replica {
         let mut replica = replica(trashed, record, now);
         if record.attach < attach {
-            // The volume has gone on without it.
+            // The volume has continued without it.
             replica.status.failed_at.get_or_insert(now);
         }
         replica

@@ -113,7 +113,7 @@ pub(super) fn describe(answer: &v1::RebalanceResponse) -> String {
         ));
     }
     for left_out in &answer.left_out {
-        text.push_str(&format!("\nNot looked at: {} volumes, {}", left_out.volumes, left_out.reason));
+        text.push_str(&format!("\nNot checked: {} volumes, {}", left_out.volumes, left_out.reason));
     }
     text
 }

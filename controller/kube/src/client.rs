@@ -26,7 +26,7 @@ pub enum ConnectError {
     #[error("cannot find an API server: {0}; give --kubeconfig FILE")]
     Infer(kube::config::InferConfigError),
     /// The certificates or the like cannot be used.
-    #[error("the way to the API server cannot be used: {0}")]
+    #[error("cannot configure the connection to the API server: {0}")]
     Client(kube::Error),
 }
 

@@ -18,7 +18,7 @@ fn text(field: &str, text: &str, max_bytes: usize) -> Result<(), CsiError> {
         return Err(CsiError::Invalid(format!("{field} is missing")));
     }
     if text.len() > max_bytes {
-        let message = format!("{field} has {} bytes, and {max_bytes} are the most", text.len());
+        let message = format!("{field} has {} bytes, and the maximum is {max_bytes}", text.len());
         return Err(CsiError::Invalid(message));
     }
     Ok(())

@@ -127,7 +127,7 @@ fn after(token: &str) -> Result<Option<VolumeName>, CsiError> {
         return Ok(None);
     }
     let name = token.strip_prefix(TOKEN).and_then(|name| VolumeName::new(name).ok());
-    let message = "starting_token is none that was given out; start again without one";
+    let message = "starting_token is not one of this controller; start again without one";
     name.map(Some).ok_or_else(|| CsiError::Aborted(message.into()))
 }
 

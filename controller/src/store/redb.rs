@@ -153,7 +153,7 @@ impl Inner {
     fn hung(&self, waited: Duration) -> StoreError {
         let (path, waited) = (self.path.display(), waited.as_secs_f64());
         StoreError::Unavailable {
-            message: format!("{path}: a write has not ended within {waited:.1} s: look at its disk"),
+            message: format!("{path}: a write has not ended within {waited:.1} s: check its disk"),
         }
     }
 }

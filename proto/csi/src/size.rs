@@ -20,7 +20,7 @@ pub struct SizeRange {
 pub fn size_range(range: Option<v1::CapacityRange>) -> Result<SizeRange, CsiError> {
     let v1::CapacityRange { required_bytes, limit_bytes } = range.unwrap_or_default();
     let size = |bytes: i64| {
-        u64::try_from(bytes).map_err(|_| CsiError::Invalid(format!("capacity_range: {bytes} is no size")))
+        u64::try_from(bytes).map_err(|_| CsiError::Invalid(format!("capacity_range: {bytes} is not a size")))
     };
     let (required_bytes, limit_bytes) = (size(required_bytes)?, size(limit_bytes)?);
     if limit_bytes != 0 && required_bytes > limit_bytes {

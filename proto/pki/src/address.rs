@@ -31,10 +31,10 @@ pub struct ServerUrl(String);
 #[derive(Debug, Error)]
 pub enum AddressError {
     /// Not one of the known forms.
-    #[error("{0:?} is no address: use unix:///path/of/socket, http://host:port or https://host:port")]
+    #[error("{0:?} is not an address: use unix:///path/of/socket, http://host:port or https://host:port")]
     Url(String),
     /// The text is not one of the known forms.
-    #[error("{0:?} is nothing to listen on: use unix:///path/of/socket or 127.0.0.1:port")]
+    #[error("{0:?} is not an address to listen on: use unix:///path/of/socket or 127.0.0.1:port")]
     Listen(String),
     /// The connection would not be protected.
     #[error(

@@ -56,17 +56,17 @@ pub struct Name {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum NameError {
     /// No cluster has this id.
-    #[error("{0:?} is no cluster id: use 1 to 64 letters, digits, '-' and '.'")]
+    #[error("{0:?} is not a cluster id: use 1 to 64 letters, digits, '-' and '.'")]
     Cluster(String),
     /// No node has this name.
-    #[error("{0:?} is no node name: use 1 to 253 lower-case letters, digits, '-' and '.'")]
+    #[error("{0:?} is not a node name: use 1 to 253 lower-case letters, digits, '-' and '.'")]
     Node(String),
     /// No administrator has this name.
-    #[error("{0:?} is no name of an administrator: use 1 to 64 letters, digits, '-', '.', '_' and '@'")]
+    #[error("{0:?} is not a name of an administrator: use 1 to 64 letters, digits, '-', '.', '_' and '@'")]
     Admin(String),
     /// Not one of the known forms.
     #[error(
-        "{0:?} is no name of a certificate: expected shorthorn://CLUSTER/ROLE, with the role controller, \
+        "{0:?} is not a name of a certificate: expected shorthorn://CLUSTER/ROLE, with the role controller, \
          node/NAME or admin/NAME"
     )]
     Uri(String),

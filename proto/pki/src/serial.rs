@@ -72,7 +72,9 @@ impl FromStr for Serial {
         let bytes = from_hex(&text.to_ascii_lowercase().replace(':', ""));
         let serial = bytes.as_deref().and_then(Serial::from_bytes);
         let shown: String = text.chars().take(80).collect();
-        serial.ok_or_else(|| format!("{shown:?} is no serial number: use the hexadecimal digits of tls show"))
+        serial.ok_or_else(|| {
+            format!("{shown:?} is not a serial number: use the hexadecimal digits of tls show")
+        })
     }
 }
 

@@ -23,7 +23,7 @@ pub enum RangeError {
         length_bytes: u64,
     },
     /// Offset or length is no multiple of the sector.
-    #[error("offset {offset_bytes} or length {length_bytes} is no multiple of 512 bytes")]
+    #[error("offset {offset_bytes} or length {length_bytes} is not a multiple of 512 bytes")]
     Unaligned {
         /// The start of the range.
         offset_bytes: u64,

@@ -19,7 +19,9 @@ pub struct HumanGib(pub u64);
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum ParseBytesError {
     /// The text is not a whole number with a known unit.
-    #[error("{0:?} is no size: write a whole number of bytes, or one with KiB, MiB, GiB or TiB, like 10GiB")]
+    #[error(
+        "{0:?} is not a size: write a whole number of bytes, or one with KiB, MiB, GiB or TiB, like 10GiB"
+    )]
     Syntax(String),
     /// The number does not fit into 64 bits.
     #[error("size {0:?} is too large")]

@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn a_stale_record_grants_nothing_until_a_majority_has_started() {
         let (old, target) = (view(1, 0, 1, &[1, 2]), view(7, 0, 1, &[2]));
-        // Before: 1 had gone on alone, by a grant that is not in the record.
+        // Before: 1 had continued alone, by a grant that is not in the record.
         let record = NEVER_ASKED.stale(7);
         let refused = record.ask(7, target, &honouring(old, &[]), &members(&[2]));
         assert_eq!(refused, Err(NotGranted::Stale { since: 7 }));
@@ -291,7 +291,10 @@ mod tests {
         let target = view(2, 0, 1, &[1]);
         let ask = |stored: &[u64]| NEVER_ASKED.ask(2, target, &honouring(old, &[between]), &members(stored));
         assert!(matches!(ask(&[1]), Err(NotGranted::NoQuorum { honoured, .. }) if honoured == between));
-        assert!(ask(&[1, 3]).is_ok(), "3 is no member, but its vote counts in the view that it is part of");
+        assert!(
+            ask(&[1, 3]).is_ok(),
+            "3 is not a member, but its vote counts in the view that it is part of"
+        );
         assert!(matches!(ask(&[3]), Err(NotGranted::NotStored { .. })));
     }
 

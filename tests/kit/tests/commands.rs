@@ -75,15 +75,15 @@ fn fault(words: &[String]) -> Option<String> {
             let units = rest.iter().filter(|word| word.starts_with("shorthorn")).count();
             let flag = rest.iter().find(|word| word.starts_with('-') && !SYSTEMCTL_FLAGS.contains(word));
             match flag {
-                Some(flag) => Some(format!("{flag} is no flag of systemctl that a page uses")),
-                None if !is_known => Some(format!("{verb:?} is no verb of systemctl")),
+                Some(flag) => Some(format!("{flag} is not a flag of systemctl that a page uses")),
+                None if !is_known => Some(format!("{verb:?} is not a verb of systemctl")),
                 None => (units == 0).then(|| "no unit".to_owned()),
             }
         }
         "journalctl" => {
             let flags = rest.iter().filter(|word| word.starts_with('-') && **word != "-1d");
             let unknown = flags.filter(|flag| !JOURNALCTL_FLAGS.contains(flag));
-            unknown.map(|flag| format!("{flag} is no flag of journalctl that a page uses")).next()
+            unknown.map(|flag| format!("{flag} is not a flag of journalctl that a page uses")).next()
         }
         _ => match OTHERS.iter().find(|(name, _)| *name == program) {
             Some((_, least)) => (rest.len() < *least).then(|| "arguments are missing".to_owned()),
@@ -104,7 +104,7 @@ fn fault_of_packages(words: &[&str]) -> Option<String> {
             .and_then(|file| file.strip_suffix("_*.deb").or_else(|| file.strip_suffix("-*.rpm")));
         let name = file.unwrap_or(word);
         let is_package = root().join("packaging/packages").join(name).join("files").is_file();
-        (!is_package).then(|| format!("{name} is no package"))
+        (!is_package).then(|| format!("{name} is not a package"))
     })
 }
 

@@ -119,7 +119,7 @@ fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     let kubeconfig = cluster.api.kubeconfig()?.display().to_string();
     let list = ["--kubeconfig", &kubeconfig, "volume", "list"];
     let refusal = cluster.hosts.refused(&list)?;
-    ensure!(refusal.contains("which is no pod in namespace"), "{refusal}");
+    ensure!(refusal.contains("which is not a pod in namespace"), "{refusal}");
     let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/shorthorn-controller");
     let lease = cluster.api.ok("GET", &leases, None)?;
     let holder = lease["spec"]["holderIdentity"].as_str().context("no controller leads")?;

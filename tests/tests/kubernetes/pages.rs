@@ -58,7 +58,7 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
     page.script.set("NODE", &name(1));
     page.kubectl_succeeds("drain NODE")?;
     cluster.until_guards(&[0, 2])?;
-    page.script.leave_out("reboot", "this is no machine")?;
+    page.script.leave_out("reboot", "this is not a machine")?;
     page.kubectl_succeeds("uncordon NODE")?;
     cluster.until_guards(&[])?;
 
@@ -77,7 +77,7 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
 
 /// The pods are those of the guards here.
 fn installation(cluster: &Cluster) -> Result<()> {
-    const NO_POD: &str = "the controller is no pod here; controller/tests/laptop.rs connects through one";
+    const NO_POD: &str = "the controller is not a pod here; controller/tests/laptop.rs connects through one";
     let mut page = page(cluster, INSTALL)?;
     let printed = page.kubectl_succeeds("get pods")?;
     ensure_has(&printed, &["shorthorn-guard-n2"])?;

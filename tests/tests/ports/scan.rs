@@ -56,7 +56,7 @@ impl Listening {
     /// Parses a line of `ss -Hlntup`: protocol, state, two queues, both addresses, and processes.
     fn parse(line: &str) -> Result<Listening> {
         let fields: Vec<&str> = line.split_whitespace().collect();
-        let [protocol, _, _, _, local, ..] = fields[..] else { bail!("{line:?} is no socket") };
+        let [protocol, _, _, _, local, ..] = fields[..] else { bail!("{line:?} is not a socket") };
         ensure!(protocol == "tcp", "a socket that is not TCP: {line}");
         let process = fields.get(6).copied().unwrap_or_default().to_owned();
         let address = local.parse().with_context(|| format!("{local} is on no single address"))?;

@@ -186,7 +186,7 @@ fn mount_anew(volume: &VolumeName, files: &Files) -> Result<Channel, FrontendErr
 /// # Errors
 /// [`FrontendError::Refused`] if a living process serves it.
 pub fn remove_iscsi_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<(), FrontendError> {
-    let action = || format!("take away the old iSCSI disk of {volume}");
+    let action = || format!("remove the old iSCSI disk of {volume}");
     let failed = |source| system(action(), source);
     let session = Session::find(volume).map_err(failed)?;
     let mounted = channel::mounted(volume).map_err(failed)?;

@@ -168,7 +168,7 @@ fn backend_of(volume: &VolumeName) -> String {
 /// Removes the remains of an attachment without a record.
 fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), FrontendError> {
     let path = Path::new("/dev").join(sysfs::name(index));
-    let action = || format!("take away {}, the old NBD device of {volume}", path.display());
+    let action = || format!("remove {}, the old NBD device of {volume}", path.display());
     let refuse = |reason: String| Err(FrontendError::Refused { action: action(), reason });
     match sysfs::read_once(path.clone(), DEAD_LIMIT) {
         Ok(()) => return refuse("another process serves it; stop that one first".into()),

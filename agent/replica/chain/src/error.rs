@@ -22,7 +22,7 @@ pub enum ChainError {
     },
     /// The directory has no `volume.meta`.
     #[error(
-        "volume.meta is missing: this is no replica directory, or a crash took the file; \
+        "volume.meta is missing: this is not a replica directory, or a crash took the file; \
          restore it, or rebuild the replica from another one"
     )]
     NoVolumeMeta,
@@ -69,7 +69,7 @@ pub enum ChainError {
     )]
     Rebuilding,
     /// The layers of another replica cannot be copied.
-    #[error("the layers to copy are no chain: {reason}; nothing was changed")]
+    #[error("the layers to copy do not form a chain: {reason}; nothing was changed")]
     CopyList {
         /// The problem with them.
         reason: String,
@@ -115,7 +115,7 @@ pub enum ChainError {
         needed_by: String,
     },
     /// The chain comes back to itself.
-    #[error("the chain of parents comes back to {image}: one of the documents is wrong")]
+    #[error("the chain of parents has a cycle at {image}: one of the documents is wrong")]
     Cycle {
         /// The image at which the cycle closes.
         image: String,

@@ -67,7 +67,7 @@ impl Disk {
     fn image(&mut self, name: &str) -> &mut Vec<Option<u8>> {
         match &mut self.inode(name).current {
             Content::Image(blocks) => blocks,
-            Content::Document(_) => panic!("{name} is no image"),
+            Content::Document(_) => panic!("{name} is not an image"),
         }
     }
 

@@ -229,7 +229,7 @@ impl Copy {
             Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
         };
         let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
-        let layers = layers.ok_or_else(|| bad("it names something that is no layer"))?;
+        let layers = layers.ok_or_else(|| bad("it names something that is not a layer"))?;
         let list = CopyList::new(layers, record.size_bytes);
         let list = list.map_err(|error| bad(&error.to_string()))?;
         if record.done.len() != list.layers().len() {

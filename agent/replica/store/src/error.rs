@@ -138,7 +138,7 @@ pub enum StoreError {
     #[error("stopped by the test")]
     Stopped,
     /// An operation failed and its remains could not be repaired; the next open repairs them.
-    #[error("{} has to be opened again: an operation failed and could not be taken back", .0.display())]
+    #[error("{} has to be opened again: an operation failed and could not be undone", .0.display())]
     Broken(PathBuf),
     /// A fold has begun and not ended.
     #[error("a snapshot is being coalesced; wait for it, or give it up")]

@@ -111,7 +111,7 @@ impl LayerSums {
             return damaged("its checksum is wrong");
         }
         if &body[..8] != MAGIC || u32_at(body, 8) != VERSION {
-            return damaged("its format is none that this version knows");
+            return damaged("this version does not know its format");
         }
         let found = Subject {
             size_bytes: u64_at(body, 16),

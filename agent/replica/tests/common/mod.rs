@@ -127,7 +127,7 @@ impl Replica {
         let client = shorthorn_control::Client::connect(&self.spec.control_socket).unwrap();
         match client.status().unwrap() {
             Status::Replica(status) => status,
-            Status::Engine(_) => panic!("it is no engine"),
+            Status::Engine(_) => panic!("it is not an engine"),
         }
     }
 

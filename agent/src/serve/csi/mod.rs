@@ -224,7 +224,7 @@ impl Change {
     fn of(paths: &[PathBuf]) -> Change {
         let watch = Watch::over(paths);
         let failed = |error: &std::io::Error| {
-            tracing::warn!("directories cannot be watched, and are looked at now and then: {error}");
+            tracing::warn!("directories cannot be watched; they are checked periodically: {error}");
         };
         Change(watch.inspect_err(failed).ok())
     }

@@ -23,7 +23,7 @@ pub fn delete_replica(
     note: &str,
 ) -> Result<(), NodeError> {
     let InstanceId::Replica(..) = id else {
-        return Err(NodeError::Invalid(format!("the {id} is no replica")));
+        return Err(NodeError::Invalid(format!("the {id} is not a replica")));
     };
     let replicas = disk.join(REPLICAS);
     let (directory, trash) = (replicas.join(id.name()), replicas.join(trash_name(id)));
@@ -32,7 +32,7 @@ pub fn delete_replica(
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(NodeError::at(&directory)(error)),
         Ok(meta) if !meta.is_dir() => {
-            return Err(NodeError::Precondition(format!("{} is no directory", directory.display())));
+            return Err(NodeError::Precondition(format!("{} is not a directory", directory.display())));
         }
         Ok(_) => {}
     }

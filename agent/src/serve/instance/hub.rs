@@ -408,7 +408,7 @@ pub(super) fn spec_files(dir: &Path, kind: v1::InstanceKind) -> Result<Vec<Insta
         let stem = name.to_str().and_then(|name| name.strip_suffix(".json"));
         match stem.map(|stem| InstanceId::parse(kind, stem)) {
             Some(Ok(id)) => found.push(id),
-            _ => tracing::debug!("{}: {} is no spec file", dir.display(), name.display()),
+            _ => tracing::debug!("{}: {} is not a spec file", dir.display(), name.display()),
         }
     }
     found.sort();

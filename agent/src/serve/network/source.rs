@@ -49,7 +49,7 @@ impl IpNetwork {
     /// # Errors
     /// The problem, and the form to use.
     pub fn parse(text: &str) -> Result<IpNetwork, String> {
-        let wrong = || format!("{text:?} is no network: write it like 10.1.0.0/24 or fd00:1::/64");
+        let wrong = || format!("{text:?} is not a network: write it like 10.1.0.0/24 or fd00:1::/64");
         let (address, prefix_bits) = text.split_once('/').ok_or_else(wrong)?;
         let address: IpAddr = address.parse().map_err(|_| wrong())?;
         let prefix_bits: u8 = prefix_bits.parse().map_err(|_| wrong())?;

@@ -159,7 +159,7 @@ fn what_is_restored_is_listed_until_its_record_is_removed() {
     restore(dir.path(), &replica(), 7).unwrap();
     let shown = listed(dir.path());
     assert!(shown[0].restored && shown[0].record == "a note" && shown[0].problem.is_empty(), "{shown:?}");
-    assert_eq!(trash_bytes(dir.path()), 0, "it is no trash");
+    assert_eq!(trash_bytes(dir.path()), 0, "it is not a trash");
     // Neither age nor lack of space deletes a directory that is in place.
     let full = TrashLimits { free_percent: 100, ..LIMITS };
     sweep(dir.path(), full, 1000 * HOUR_MS);
@@ -248,7 +248,7 @@ fn a_trash_that_cannot_be_read_is_not_taken_for_an_empty_one() {
     let shown = listed(dir.path());
     assert!(shown.len() == 1 && !shown[0].problem.is_empty(), "{shown:?}");
     remove_leftovers(dir.path(), |_, _| true);
-    assert_eq!(listed(dir.path()).len(), 1, "it is no leftover");
+    assert_eq!(listed(dir.path()).len(), 1, "it is not a leftover");
 }
 
 /// A sweep may delete a directory for good while another caller restores or deletes it.

@@ -44,7 +44,7 @@ impl OpenEnum for DataLocality {
 pub(super) fn word<'de, D: Deserializer<'de>, T: OpenEnum>(deserializer: D) -> Result<T, D::Error> {
     match Value::deserialize(deserializer)? {
         Value::String(word) => Ok(T::deserialize(Value::String(word)).unwrap_or(T::UNKNOWN)),
-        other => Err(D::Error::custom(format!("{other} is no word"))),
+        other => Err(D::Error::custom(format!("{other} is not a word"))),
     }
 }
 

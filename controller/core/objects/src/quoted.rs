@@ -8,7 +8,7 @@ pub(super) fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::
 
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
     let text = String::deserialize(deserializer)?;
-    text.parse().map_err(|_| serde::de::Error::custom(format_args!("{text:?} is no size in bytes")))
+    text.parse().map_err(|_| serde::de::Error::custom(format_args!("{text:?} is not a size in bytes")))
 }
 
 /// An optional number as the stored objects have it: 0 is none.

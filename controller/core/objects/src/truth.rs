@@ -20,7 +20,7 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
         Stored::Word(word) => match word.as_str() {
             "True" => Ok(true),
             "False" | "Unknown" => Ok(false),
-            _ => Err(serde::de::Error::custom(format_args!("{word:?} is no status of a condition"))),
+            _ => Err(serde::de::Error::custom(format_args!("{word:?} is not a status of a condition"))),
         },
     }
 }

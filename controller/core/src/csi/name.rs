@@ -21,7 +21,7 @@ pub enum CsiNameError {
     #[error("name is missing")]
     Missing,
     /// The name is too long.
-    #[error("name has {0} bytes, and {MAX_NAME_BYTES} are the most")]
+    #[error("name has {0} bytes, and the maximum is {MAX_NAME_BYTES}")]
     Length(usize),
     /// The name has a character that CSI bans.
     #[error("name has the control character {0:?} at byte {1}")]

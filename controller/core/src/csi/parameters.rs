@@ -194,7 +194,7 @@ pub enum ParameterError {
         expected: String,
     },
     /// All of them together are too large.
-    #[error("the parameters have {0} bytes, and {MAX_BYTES} are the most")]
+    #[error("the parameters have {0} bytes, and the maximum is {MAX_BYTES}")]
     Length(usize),
 }
 

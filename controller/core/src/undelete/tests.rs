@@ -153,7 +153,7 @@ fn a_volume_that_was_undeleted_before_comes_back_with_all_of_its_replicas() {
     assert_eq!(restored, trash);
     let failed: Vec<bool> =
         undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
-    assert_eq!(failed, [true, false], "it has gone on without the first one");
+    assert_eq!(failed, [true, false], "it has continued without the first one");
 }
 
 /// A deletion has left replicas behind, and a new volume of the name is made: it has nothing of the old one.
@@ -195,7 +195,7 @@ fn the_newest_by_what_they_hold_comes_back() {
     assert_eq!(undeletion.volume.unwrap().status.attach, 5, "of the newest record");
     let failed: Vec<bool> =
         undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
-    assert_eq!(failed, [false, true], "the volume has gone on without the second one");
+    assert_eq!(failed, [false, true], "the volume has continued without the second one");
     // Directories that say the same: only then the clocks decide.
     let later = Trashed { deleted_ms: 21, ..new.clone() };
     assert_eq!(back(&ClusterState::default(), &[later.clone(), new]).unwrap().1, [later]);
@@ -307,7 +307,7 @@ fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
     served.status.attach += 1;
     cluster.insert(served.into());
     let (late, _) = back(&cluster, &trash[1..]).unwrap();
-    assert!(late.replicas[0].status.failed_at.is_some(), "the volume has gone on without it");
+    assert!(late.replicas[0].status.failed_at.is_some(), "the volume has continued without it");
     let mut other = ClusterState::default();
     let mut stranger = volume(300);
     stranger.status.first_members = vec![ReplicaId::from_random(4)];

@@ -188,7 +188,9 @@ impl SimAgent {
         let Some(mut instance) = self.instances.get(key).cloned() else {
             return Err("it does not run".to_owned());
         };
-        let Detail::Replica(view) = &mut instance.detail else { return Err("it is no replica".to_owned()) };
+        let Detail::Replica(view) = &mut instance.detail else {
+            return Err("it is not a replica".to_owned());
+        };
         views.fence(&key.name, attach);
         view.attach = Some(views.fences[&key.name]);
         let committed = views.stored[&key.name];

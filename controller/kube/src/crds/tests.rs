@@ -32,7 +32,7 @@ fn the_files_are_what_the_types_say() {
 #[test]
 fn definitions_are_structural() {
     fn check(at: &str, schema: &Value) {
-        let fields = schema.as_object().unwrap_or_else(|| panic!("{at} is no schema: {schema}"));
+        let fields = schema.as_object().unwrap_or_else(|| panic!("{at} is not a schema: {schema}"));
         let kind = fields.get("type").unwrap_or_else(|| panic!("{at} has no type: {schema}"));
         assert!(kind.is_string(), "{at} has the types {kind}");
         for word in ["oneOf", "anyOf", "allOf", "$ref", "$schema", "const", "nullable", "title"] {

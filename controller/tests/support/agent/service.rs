@@ -61,7 +61,7 @@ impl Node for FakeAgent {
         let used = self.truth.lock().unwrap().used.contains(&name);
         let mut state = self.state();
         if !state.disks.contains(&request.disk_path) {
-            return Err(Status::invalid_argument(format!("{} is no disk", request.disk_path)));
+            return Err(Status::invalid_argument(format!("{} is not a disk", request.disk_path)));
         }
         if !state.directories.contains(&name) {
             if state.trash.iter().any(|trashed| name.ends_with(&trashed.replica_id)) {

@@ -38,7 +38,7 @@ pub fn check_level(level: &str) -> Result<(), String> {
     for directive in level.split(',') {
         let word = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
         if !LEVELS.contains(&word) {
-            return Err(format!("{word:?} is no log level: use {}", LEVELS.join(", ")));
+            return Err(format!("{word:?} is not a log level: use {}", LEVELS.join(", ")));
         }
     }
     EnvFilter::builder().parse(level).map(|_| ()).map_err(|error| format!("{level:?}: {error}"))

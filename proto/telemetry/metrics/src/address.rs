@@ -15,7 +15,7 @@ pub enum MetricsListen {
 
 /// A text is no such address.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{0:?} is nothing to serve metrics on: use ADDRESS:PORT, like 127.0.0.1:9510 or [::]:9510, or off")]
+#[error("{0:?} is not an address for metrics: use ADDRESS:PORT, like 127.0.0.1:9510 or [::]:9510, or off")]
 pub struct MetricsListenError(String);
 
 impl MetricsListen {

@@ -64,7 +64,7 @@ pub fn tested_blocks() -> Result<Vec<(Page, Block, Tested)>> {
     let mut found = Vec::new();
     let all = pages();
     for (path, _) in BLOCKS {
-        ensure!(all.iter().any(|page| page.path.ends_with(path)), "{path} is no page");
+        ensure!(all.iter().any(|page| page.path.ends_with(path)), "{path} is not a page");
     }
     for page in all {
         if page.path.components().count() == 1 && !page.path.ends_with("README.md") {

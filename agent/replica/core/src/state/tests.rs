@@ -284,7 +284,7 @@ fn leaving_is_recorded_before_the_view_is_stored_and_coming_back_after_it_is_thr
     assert_eq!(disk.done(), ["left", "views"]);
     commit(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
     propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
-    assert_eq!(disk.done(), ["views", "views"], "it is no member before the view is through");
+    assert_eq!(disk.done(), ["views", "views"], "it is not a member before the view is through");
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
     assert_eq!(disk.done(), ["views", "joined"]);
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
