@@ -230,7 +230,7 @@ mod tests {
             ("version = 1", "version = 2", "disk discover again"),
             ("init = false", "init = \"yes\"", "invalid type"),
             ("init = false", "inti = false", "unknown field"),
-            ("/dev/disk/by-id/ata-sdb", "sdb", "no absolute path"),
+            ("/dev/disk/by-id/ata-sdb", "sdb", "not an absolute path"),
             ("/var/lib/shorthorn/disks/ata-sdb", "/a/../b", "mount_point"),
             ("0f8fad5b", "0F8FAD5B", "is no UUID"),
             ("ata-sdc\"\nsize", "ata-sdb\"\nsize", "listed twice"),

@@ -158,6 +158,6 @@ mod tests {
     fn what_is_no_word_is_an_error() {
         let mut volume = stored().remove(3);
         volume["status"]["state"] = json!(7);
-        assert!(Volume::deserialize(volume).unwrap_err().to_string().contains("no word"));
+        assert!(Volume::deserialize(volume).unwrap_err().to_string().contains("not a word"));
     }
 }
