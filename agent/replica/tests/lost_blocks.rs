@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use common::*;
 use shorthorn_control::ReplicaSpec;
-use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, Store};
+use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, SavedState, Store};
 use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, Regions, RegionsOf, ReplicaId};
 use shorthorn_wire::{
@@ -109,6 +109,68 @@ fn rot_that_is_merged_with_new_data_stays_known_after_a_crash() {
     replica.kill();
     let replica = Replica::start(&spec);
     assert_eq!(read_checked(&mut replica.open(generation(9)), 3), Ok(pattern(9, 4096)));
+}
+
+/// Lets another program open the directory, and write to a block of it. The operator chooses the replica all
+/// the same.
+fn opened_by_others(spec: &ReplicaSpec, written: Option<u64>) {
+    let (meta, aside) = (spec.directory.join("volume.meta"), spec.directory.with_extension("aside"));
+    fs::copy(&meta, &aside).unwrap();
+    fs::rename(&aside, &meta).unwrap();
+    let mut store = Store::open(&spec.directory, StoreOptions::default()).unwrap();
+    if let Some(block) = written {
+        store.write_at(&pattern(9, 4096), block * BLOCK, true).unwrap();
+    }
+    let SavedState::Outdated(state) = store.load_state().unwrap() else { panic!("it was not noticed") };
+    store.save_state(&state).unwrap();
+    store.close().unwrap();
+}
+
+/// Returns a replica that has merged parts of block 3, which is lost, with new data.
+fn merged(spec: &ReplicaSpec) -> Replica {
+    let (replica, mut client) = copied(spec);
+    client.write(3 * BLOCK + 512, &pattern(2, 512)).unwrap();
+    client.call(Opcode::WriteZeroes, Flags::NONE, 3 * BLOCK + 1024, 512, &[]).unwrap();
+    replica
+}
+
+#[test]
+fn rot_that_is_merged_with_new_data_stays_known_after_another_program() {
+    for is_crash in [false, true] {
+        let base = base();
+        let spec = new_replica(&base);
+        let mut replica = merged(&spec);
+        if is_crash {
+            replica.kill();
+        } else {
+            assert!(replica.terminate().success());
+        }
+        for attach in 2..4 {
+            opened_by_others(&spec, Some(2));
+            let replica = Replica::start(&spec);
+            let mut client = replica.open(generation(attach));
+            assert_eq!(read_checked(&mut client, 3), Err(ROTTEN), "crash: {is_crash}");
+            assert_eq!(read_checked(&mut client, 2), Ok(pattern(9, 4096)));
+            assert!(replica.terminate().success());
+        }
+        opened_by_others(&spec, Some(3));
+        let replica = Replica::start(&spec);
+        assert_eq!(read_checked(&mut replica.open(generation(4)), 3), Ok(pattern(9, 4096)));
+        assert!(!record(&spec).exists());
+    }
+}
+
+/// The next opening after the crash records the data that the block has got.
+#[test]
+fn a_lost_block_that_a_crash_has_torn_stays_known_after_another_program() {
+    let base = base();
+    let spec = new_replica(&base);
+    merged(&spec).kill();
+    rot_in(&spec, &layers().layers[1].image, 3);
+    assert!(Replica::start(&spec).terminate().success());
+    opened_by_others(&spec, None);
+    let replica = Replica::start(&spec);
+    assert_eq!(read_checked(&mut replica.open(generation(2)), 3), Err(ROTTEN));
 }
 
 #[test]

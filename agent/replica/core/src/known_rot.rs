@@ -210,12 +210,24 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// record. After a crash in between, a block that was not answered counts as lost. In the other order,
     /// the disk could show the rot again after a loss of power, and no record of it.
     pub fn cured_by(&self, request: R) -> impl Iterator<Item = u64> + '_ {
-        let ends = move |known: &Known<R>| {
-            let change = known.change.filter(|change| known.is_lost() && change.request == request);
-            change.is_some_and(|change| known.fate(change.after) == Fate::OtherData)
-        };
-        let blocks = self.blocks.iter().filter(|_| self.under_way > 0);
-        blocks.filter(move |(_, known)| ends(known)).map(|(block, _)| *block)
+        let cured = self.lost_changed_by(request);
+        cured
+            .filter(|(_, known, change)| known.fate(change.after) == Fate::OtherData)
+            .map(|(block, ..)| block)
+    }
+
+    /// Returns the lost blocks of which the request has merged a part with the rot, and the sums of the
+    /// results. That is for the caller to record before it writes them.
+    pub fn merged_by(&self, request: R) -> impl Iterator<Item = (u64, u32)> + '_ {
+        self.lost_changed_by(request).filter_map(|(block, _, change)| Some((block, change.merged?.sum)))
+    }
+
+    /// Returns the lost blocks that the request modifies. Cheap if no known block is modified.
+    fn lost_changed_by(&self, request: R) -> impl Iterator<Item = (u64, &Known<R>, Change<R>)> {
+        let blocks = self.blocks.iter().take_while(|_| self.under_way > 0);
+        blocks.filter(|(_, known)| known.is_lost()).filter_map(move |(block, known)| {
+            known.change.filter(|change| change.request == request).map(|change| (*block, known, change))
+        })
     }
 
     /// Returns true if no block is known.
@@ -511,8 +523,10 @@ mod tests {
         for well in [false, true] {
             known.modified(1, 4, After::Unmerged);
             assert_eq!(known.cured_by(1).count(), 0, "it may not even have been merged");
+            assert_eq!(known.merged_by(1).count(), 0);
             known.merged(1, part, 4, (99, 81));
-            assert_eq!(known.cured_by(1).count(), 0);
+            assert_eq!((known.cured_by(1).count(), known.merged_by(2).count()), (0, 0));
+            assert_eq!(known.merged_by(1).collect::<Vec<_>>(), [(4, 81)]);
             known.ended(1, well);
             assert_eq!((known.is_lost(4), known.is_rotten(4, 81)), (true, Some(true)), "well: {well}");
             // The same rot is copied once more.

@@ -82,6 +82,9 @@ impl Executor {
     }
 
     fn write_blocks(&mut self, slot: u16, ring: &mut Ring) {
+        if let Err(errno) = self.record_merged(slot) {
+            return self.finish(slot, Err(errno));
+        }
         let piece = Piece::blocks_of(self.work(slot).blocks.length(), self.store.head());
         self.write(slot, piece, ring);
     }

@@ -3,7 +3,9 @@
 //! The record on the disk says it of a block whatever that holds, until the block has got other data.
 
 use shorthorn_replica_core::{After, is_final};
-use shorthorn_store::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks, Store, block_sum, sum_of_zeroes};
+use shorthorn_store::{
+    FoundLostBlocks, LOST_BLOCKS_MAX, LostBlock, LostBlocks, Store, block_sum, sum_of_zeroes,
+};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Flags, Header, Opcode};
 
@@ -35,6 +37,16 @@ impl BlockSums {
                 "some blocks are lost: no replica had a sound copy when this one was made"
             );
         }
+        match store.record_torn_blocks(&mut self.lost) {
+            Err(error) if is_final(error.errno()) => {
+                return Err(ReplicaError::LostBlocksUnwritten(error.errno()));
+            }
+            // They are lost all the same, unless another program gets the directory.
+            Err(error) => {
+                tracing::warn!(%error, "blocks that are lost and torn by a crash could not be recorded")
+            }
+            Ok(()) => {}
+        }
         self.know_lost();
         Ok(())
     }
@@ -54,8 +66,8 @@ impl BlockSums {
     /// its region, or the repair of a layer, may write the same rot again. That does not count as other data.
     /// Zeroes always are: a client that clears a block ends its record.
     pub(super) fn after(&self, block: u64, given: u32) -> After {
-        let is_same_rot = self.lost.get(&block) == Some(&given) && given != sum_of_zeroes();
-        if is_same_rot { After::Rot } else { After::Sum(given) }
+        let is_same_rot = self.lost.get(&block).is_some_and(|lost| lost.copied() == given);
+        if is_same_rot && given != sum_of_zeroes() { After::Rot } else { After::Sum(given) }
     }
 }
 
@@ -87,6 +99,19 @@ impl Executor {
             return Err(Errno::INVALID);
         }
         self.record_rot(slot, blocks)
+    }
+
+    /// Records the sums of lost blocks that the request in the slot has merged with new data, and is about to
+    /// write. So they stay lost after another program has had the directory open. Waits for the disk.
+    pub(super) fn record_merged(&mut self, slot: u16) -> Outcome {
+        if self.block_sums.lost.is_empty() || self.block_sums.known.merged_by(slot).next().is_none() {
+            return Ok(());
+        }
+        let mut lost = self.block_sums.lost.clone();
+        for (block, sum) in self.block_sums.known.merged_by(slot) {
+            lost.entry(block).and_modify(|lost| lost.add_merged(sum));
+        }
+        self.record_lost(lost)
     }
 
     /// The request in the slot has succeeded. Blocks that have other data now are not lost any more.
@@ -134,7 +159,7 @@ impl Executor {
         for block in block_ranges(blocks) {
             let number = number_of(block);
             let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-            lost.insert(number, sum);
+            lost.insert(number, LostBlock::new(sum));
             self.block_sums.known.keep_lost([number]);
         }
         tracing::error!(%blocks, "copied data that no member has a sound copy of: reads of it that are verified fail");
@@ -220,7 +245,7 @@ mod tests {
         let options = CreateOptions { size_bytes: 16 << 20, ..CreateOptions::default() };
         let mut store = Store::create(directory, options).unwrap();
         store.write_at(&vec![7; 1 << 20], 0, true).unwrap();
-        store.save_lost_blocks(&LostBlocks::from([(LOST, 9)])).unwrap();
+        store.save_lost_blocks(&LostBlocks::from([(LOST, LostBlock::new(9))])).unwrap();
         let id = ViewId { generation: Generation::NEVER, number: 0 };
         let committed = View { id, members: Members::default() };
         let unknown = shorthorn_control::Unknown::default();
@@ -229,10 +254,13 @@ mod tests {
         Executor::new(store, owner, loaded).unwrap()
     }
 
-    /// Executes a modification to its end. Returns the operations of the ring on the data.
-    fn execute(executor: &mut Executor, header: Header) -> Vec<u8> {
+    /// Executes a modification to its end. Returns its outcome, and the operations of the ring on the data.
+    fn execute(executor: &mut Executor, header: Header) -> (Outcome, Vec<u8>) {
         let mut ring = Ring::new(16).unwrap();
         executor.assign(0, header);
+        if header.data_bytes() > 0 {
+            executor.payload(0).copy_from(&vec![5; header.data_bytes() as usize]);
+        }
         executor.start(0, &mut ring);
         let (mut completions, mut finished, mut kinds) = (Vec::new(), Vec::new(), Vec::new());
         while !executor.take_finished(&mut finished) {
@@ -243,9 +271,8 @@ mod tests {
                 executor.on_completion(completion, &mut ring);
             }
         }
-        assert_eq!(finished[0].1, Ok(()));
         executor.free(0);
-        kinds
+        (finished[0].1, kinds)
     }
 
     /// The data thread waits for no fdatasync: requests of other blocks continue.
@@ -256,10 +283,34 @@ mod tests {
             let path = temp.path().join("replica");
             let mut executor = replica(&path);
             let at = |block: u64| Header::request(opcode, 1, block * BLOCK_BYTES, 4096);
-            assert_eq!(execute(&mut executor, at(LOST + 1)), [done], "{opcode:?}");
+            assert_eq!(execute(&mut executor, at(LOST + 1)), (Ok(()), vec![done]), "{opcode:?}");
             assert!(path.join("shorthorn.lost-blocks").exists());
-            assert_eq!(execute(&mut executor, at(LOST)), [done, kind::SYNC], "{opcode:?}");
+            assert_eq!(execute(&mut executor, at(LOST)), (Ok(()), vec![done, kind::SYNC]), "{opcode:?}");
             assert!(!path.join("shorthorn.lost-blocks").exists());
+        }
+    }
+
+    /// After a crash in between, another program could open the directory, and the block would count as sound.
+    #[test]
+    fn a_merge_with_a_lost_block_is_recorded_before_it_is_written() {
+        for (opcode, done) in [
+            (Opcode::Write, [kind::EDGE, kind::WRITE]),
+            (Opcode::WriteZeroes, [kind::ZERO_EDGE, kind::ZERO_STEP]),
+        ] {
+            let temp = tempfile::tempdir().unwrap();
+            let path = temp.path().join("replica");
+            let mut executor = replica(&path);
+            let record = path.join("shorthorn.lost-blocks");
+            let at = |block: u64| Header::request(opcode, 1, block * BLOCK_BYTES + 512, 1024);
+            let before = std::fs::read(&record).unwrap();
+            assert_eq!(execute(&mut executor, at(LOST + 1)), (Ok(()), done.to_vec()));
+            assert_eq!(std::fs::read(&record).unwrap(), before, "{opcode:?}: the block is not lost");
+            assert_eq!(execute(&mut executor, at(LOST)), (Ok(()), done.to_vec()));
+            assert_ne!(std::fs::read(&record).unwrap(), before, "{opcode:?}");
+            std::fs::create_dir(path.join("shorthorn.lost-blocks.tmp")).unwrap();
+            let at = Header::request(opcode, 1, LOST * BLOCK_BYTES + 2048, 512);
+            let (outcome, kinds) = execute(&mut executor, at);
+            assert!(outcome.is_err() && kinds == done[..1], "{opcode:?}: {outcome:?} {kinds:?}");
         }
     }
 }

@@ -89,6 +89,9 @@ impl Executor {
         if let Some(before) = before {
             self.sum_merged(slot, edge.block, (before, block_sum(buf.crc32c())));
         }
+        if let Err(errno) = self.record_merged(slot) {
+            return self.end_zeroing(job, Err(errno), ring);
+        }
         ring.write(self.head_fd(), buf, edge.block.offset(), false, zero_token(kind::ZERO_STEP, job));
         self.in_flight.began();
     }

@@ -73,7 +73,7 @@ pub use fold::{FoldJob, FoldedJob};
 pub use hold::{Held, hold};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, Severity, inspect};
-pub use lost_blocks::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlocks};
+pub use lost_blocks::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlock, LostBlocks};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
 pub use regions::RegionFile;
 pub use shorthorn_chain::{

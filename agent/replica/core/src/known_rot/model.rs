@@ -349,8 +349,14 @@ impl Model {
     fn land(&mut self, request: u8, blocks: u8) {
         let Some(found) = self.requests.get_mut(&request) else { return };
         found.is_new = false;
+        let merged: Vec<(u64, u32)> = self.known.merged_by(request).collect();
         for part in found.parts.iter_mut().filter(|part| blocks & 1 << part.block != 0) {
             if let Some(data) = part.result {
+                let Block { lost, is_tangled, .. } = self.blocks[place(part.block)];
+                if lost.is_some() && lost != Some(data) && has_rot(&data) && !is_tangled {
+                    let sum = self.sums.get(&data).copied().unwrap();
+                    assert!(merged.contains(&(part.block, sum)), "a merge is recorded before it is written");
+                }
                 let block = &mut self.blocks[place(part.block)];
                 block.data = data;
                 if block.lost == part.result {
