@@ -71,7 +71,11 @@ impl Executor {
     pub(super) fn know_rot(&mut self, block: ByteRange) {
         let start = block.offset() / SUM_PAGE_SPAN_BYTES * SUM_PAGE_SPAN_BYTES;
         let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
-        let (number, sums) = (start / SUM_PAGE_SPAN_BYTES, self.kept_sums_of(page));
+        let number = start / SUM_PAGE_SPAN_BYTES;
+        if self.block_sums.pages.peek(number).is_none() && self.has_summed(page) {
+            return; // the block was known, and the sums beside it are not: they may still have no place
+        }
+        let sums = self.kept_sums_of(page);
         let was_kept = self.block_sums.known.may_modify(number);
         if !self.block_sums.known.keep(number, sums) && was_kept {
             self.report_too_much_rot(page);
@@ -82,6 +86,12 @@ impl Executor {
     fn kept_sums_of(&self, range: ByteRange) -> Vec<(u64, u32)> {
         let sums = block_ranges(range).map(|block| (number_of(block), self.kept_sum(block)));
         sums.filter(|(_, sum)| *sum != SUM_UNKNOWN).collect()
+    }
+
+    /// Returns true if `range` touches a region whose sums count.
+    fn has_summed(&self, range: ByteRange) -> bool {
+        let intent_log = self.state.intent_log();
+        intent_log.regions().touched(range).any(|region| intent_log.is_summed(region))
     }
 
     fn report_too_much_rot(&mut self, page: ByteRange) {
@@ -102,11 +112,10 @@ impl Executor {
         if self.block_sums.homeless == 0 || !self.block_sums.pages.is_kept() {
             return Ok(true);
         }
-        let intent_log = self.state.intent_log();
-        let regions = intent_log.regions();
-        if !regions.touched(range).any(|region| intent_log.is_summed(region)) {
+        if !self.has_summed(range) {
             return Ok(true); // they have ended already
         }
+        let regions = self.state.intent_log().regions();
         let ends = regions.bytes(regions.touched(range));
         for number in ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES) {
             if number < self.work(slot).kept_before || self.block_sums.known.may_modify(number) {
@@ -135,5 +144,36 @@ impl Executor {
             self.start(slot, ring);
         }
         self.block_sums.unkept.give_back(retried);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_store::BLOCKS_PER_SUM_PAGE;
+
+    use super::*;
+    use crate::executor::tests::new_store;
+
+    /// A page with rot that has found no place has to be read before any of its regions is modified.
+    #[test]
+    fn a_known_block_of_a_page_that_is_not_in_memory_gives_the_page_no_place() {
+        let temp = tempfile::tempdir().unwrap();
+        let (store, owner, loaded) = new_store(&temp.path().join("replica"));
+        let mut executor = Executor::new(store, owner, loaded).unwrap();
+        let intent_log = executor.state.intent_log_mut();
+        intent_log.keep_unsummed(None);
+        intent_log.want_sums(0..1);
+        assert!(intent_log.begin_sums(0..1));
+        intent_log.end_sums(true);
+        let known = &mut executor.block_sums.known;
+        let block_of = |page: u64| page * BLOCKS_PER_SUM_PAGE as u64;
+        let full = (1..).take_while(|page| known.keep(*page, (0..512).map(|at| (block_of(*page) + at, 7))));
+        assert!(full.count() > 0);
+        known.keep_lost([3]);
+        assert!(!known.keep(0, [(4, 7)]) && !known.may_modify(0));
+        let block = ByteRange::new(3 * 4096, 4096).unwrap();
+        assert!(executor.has_summed(block) && executor.block_sums.pages.peek(0).is_none());
+        executor.know_rot(block);
+        assert!(!executor.block_sums.known.may_modify(0));
     }
 }
