@@ -278,6 +278,21 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
+    /// A repair of a layer shows other data in the block, beside the requests. Returns false if no request is
+    /// modifying the block: then the repair counts as one. Otherwise the block may hold that data or the
+    /// result of the request, which may have read the rot before.
+    pub fn repaired_beside(&mut self, block: u64, after: After) -> bool {
+        let Some(known) = self.blocks.get_mut(&block) else { return false };
+        let Some(change) = known.change else { return false };
+        if let After::Sum(sum) = after
+            && !known.may_have(sum)
+            && change.merged.is_none_or(|merged| merged.sum != sum)
+        {
+            known.failed.push(sum);
+        }
+        true
+    }
+
     /// Returns true if the request modifies a known block. Cheap if none is known.
     #[must_use]
     pub fn awaits(&self, request: R) -> bool {
@@ -500,6 +515,28 @@ mod tests {
         known.ended(1, false);
         assert!(merge(&mut known, 4..8, (99, 82), true));
         assert!(!merge(&mut known, 0..4, (82, 83), true));
+    }
+
+    /// A request for a part of the block has read the rot before, or the repaired data after.
+    #[test]
+    fn a_repair_beside_a_request_forgets_no_rot() {
+        let part = ByteRange::new(4 * 4096, 512).unwrap();
+        for repaired in [70, 71] {
+            let mut known = known();
+            assert!(!known.repaired_beside(4, After::Sum(repaired)) && !known.repaired_beside(9, After::Rot));
+            known.modified(1, 4, After::Unmerged);
+            known.merged(1, part, 4, (81, 82));
+            assert!(known.repaired_beside(4, After::Sum(82)), "the result was already there");
+            assert!(known.repaired_beside(4, After::Sum(repaired)));
+            assert_eq!(rotten(&known, 4, [repaired, 81, 82]), [Some(false), Some(true), Some(true)]);
+            known.ended(1, true);
+            assert_eq!(rotten(&known, 4, [71, 81, 82]), [Some(true); 3]);
+            known.modified(1, 4, After::Unmerged);
+            known.repaired_beside(4, After::Sum(repaired));
+            known.merged(1, part, 4, (repaired, 83));
+            known.ended(1, true);
+            assert!(!known.has(4), "it was merged with the repaired data");
+        }
     }
 
     #[test]

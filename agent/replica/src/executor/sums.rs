@@ -218,7 +218,9 @@ impl Executor {
                 Some(after) => {
                     // Another member may take the same rot for data.
                     let after = self.block_sums.after(block, after);
-                    self.block_sums.known.modified(SUM_SLOT, block, after);
+                    if !self.block_sums.known.repaired_beside(block, after) {
+                        self.block_sums.known.modified(SUM_SLOT, block, after);
+                    }
                 }
             }
         }
@@ -236,7 +238,55 @@ fn pages_of_regions(regions: Regions, range: ByteRange) -> Range<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::fs::OpenOptions;
+    use std::os::unix::fs::{FileExt, OpenOptionsExt};
+
+    use shorthorn_wire::{Header, Opcode};
+
     use super::*;
+    use crate::executor::kind;
+    use crate::executor::tests::new_store;
+
+    const BLOCK: u64 = 3;
+
+    /// The request reads the rot before the repair, and writes it after that.
+    #[test]
+    fn rot_that_a_request_merges_beside_a_repair_stays_known() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let (mut store, owner, loaded) = new_store(&path);
+        store.write_at(&[7; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
+        store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+        let image = store.copy_layers().unwrap()[0].image.to_string();
+        let mut rot = AlignedBuffer::new(BLOCK_BYTES_USIZE);
+        rot.as_mut_slice().fill(1);
+        let layer = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path.join(&image));
+        layer.unwrap().write_all_at(rot.as_slice(), BLOCK * BLOCK_BYTES).unwrap();
+        let mut executor = Executor::new(store, owner, loaded).unwrap();
+        assert!(executor.block_sums.known.keep_some([(BLOCK, sum_of_data(&[7; 4096]))]));
+
+        let (offset_bytes, runs) = (BLOCK * BLOCK_BYTES, vec![(0, 1)]);
+        let patch = LayerPatch { image, offset_bytes, length_bytes: 4096, runs };
+        let mut ring = Ring::new(16).unwrap();
+        executor.assign(0, Header::request(Opcode::Write, 1, offset_bytes, 512));
+        executor.start(0, &mut ring);
+        let (mut completions, mut finished, mut repairs) = (Vec::new(), Vec::new(), 0);
+        while !executor.take_finished(&mut finished) {
+            executor.write_pages(&mut ring);
+            ring.wait(None, &mut completions).unwrap();
+            for completion in completions.drain(..) {
+                if completion.token.kind == kind::EDGE {
+                    executor.repair_layer(&patch, &[7; 4096]).unwrap();
+                    repairs += 1;
+                }
+                executor.on_completion(completion, &mut ring);
+            }
+        }
+        assert_eq!((finished[0].1, repairs), (Ok(()), 1));
+        let found = executor.sum_shown(offset_bytes).unwrap();
+        assert_eq!(executor.block_sums.known.is_rotten(BLOCK, found), Some(true));
+    }
 
     #[test]
     fn a_repair_looks_at_all_pages_of_the_regions_that_it_touches() {
