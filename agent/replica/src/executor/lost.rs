@@ -290,7 +290,7 @@ mod tests {
         }
     }
 
-    /// After a crash in between, another program could open the directory, and the block would count as sound.
+    /// Otherwise the block would count as sound if another program opened the directory after a crash.
     #[test]
     fn a_merge_with_a_lost_block_is_recorded_before_it_is_written() {
         for (opcode, done) in [

@@ -1,0 +1,251 @@
+use std::ops::Range;
+
+use super::*;
+
+/// Blocks 3 to 6 have the sum 70.
+fn known() -> KnownRot<u16> {
+    let mut known = KnownRot::default();
+    assert!(known.keep(0, (3..7).map(|block| (block, 70))));
+    known
+}
+
+fn rotten(known: &KnownRot<u16>, block: u64, sums: [u32; 3]) -> [Option<bool>; 3] {
+    sums.map(|sum| known.is_rotten(block, sum))
+}
+
+/// Merges sectors of block 4, which gets another sum. Returns true if it is still known.
+fn merge(known: &mut KnownRot<u16>, part: Range<u64>, sums: (u32, u32), well: bool) -> bool {
+    let range = ByteRange::new(4 * 4096 + part.start * 512, (part.end - part.start) * 512).unwrap();
+    known.modified(1, 4, After::Unmerged);
+    known.merged(1, range, 4, sums);
+    known.ended(1, well);
+    known.has(4)
+}
+
+#[test]
+fn a_sum_is_known_until_its_block_gets_other_data() {
+    let mut known = known();
+    known.keep(0, [(3, 71), (7, 71)]);
+    assert_eq!(
+        rotten(&known, 3, [70, 71, 72]),
+        [Some(false), Some(true), Some(true)],
+        "the first one counts"
+    );
+    assert_eq!((known.is_rotten(2, 70), known.is_rotten(7, 71)), (None, Some(false)));
+    known.modified(1, 4, After::Sum(80));
+    known.ended(1, true);
+    assert_eq!((known.has(3), known.has(4), known.under_way), (true, false, 0));
+    known.forget();
+    assert!(!known.has(3));
+}
+
+/// A repair may fail, because the disk is full.
+#[test]
+fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {
+    for well in [true, false] {
+        let mut known = known();
+        known.modified(1, 4, After::Sum(70));
+        assert!(!known.awaits(1));
+        known.ended(1, well);
+        assert_eq!(rotten(&known, 4, [70, 71, 72]), [Some(false), Some(true), Some(true)]);
+    }
+}
+
+/// The disk may have written a part of the data, and other blocks are unchanged.
+#[test]
+fn until_the_outcome_is_known_the_sums_before_and_after_both_count() {
+    let mut known = known();
+    known.modified(1, 4, After::Sum(80));
+    assert!(known.awaits(1) && !known.awaits(2));
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+    known.ended(2, true);
+    known.ended(1, false);
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+    assert_eq!([70, 80, 81].map(|found| known.sum_to_store(4, found)), [70, 80, 70]);
+    known.modified(2, 4, After::Sum(90));
+    known.ended(2, false);
+    assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false); 3]);
+    // The resync copies the data of another member.
+    known.modified(3, 4, After::Sum(70));
+    known.ended(3, true);
+    assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false), Some(true), Some(true)]);
+    known.modified(3, 4, After::Sum(80));
+    known.ended(3, true);
+    assert!(!known.has(4));
+}
+
+#[test]
+fn a_part_of_a_block_that_is_merged_with_rot_makes_rot() {
+    for well in [true, false] {
+        let mut known = known();
+        (3..6).for_each(|block| known.modified(1, block, After::Unmerged));
+        assert_eq!(rotten(&known, 3, [70, 99, 80]), [Some(false), Some(true), Some(true)]);
+        let part = |block: u64| ByteRange::new(block * 4096 + 512, 512).unwrap();
+        known.merged(1, part(3), 3, (70, 80));
+        known.merged(1, part(4), 4, (99, 81));
+        known.merged(2, part(5), 5, (70, 82));
+        known.ended(1, well);
+        let sound = if well { [None; 3] } else { [Some(false), Some(false), Some(true)] };
+        assert_eq!(rotten(&known, 3, [70, 80, 99]), sound);
+        assert_eq!(rotten(&known, 4, [70, 81, 99]), [Some(false), Some(true), Some(true)]);
+        let unmerged = rotten(&known, 5, [70, 82, 99]);
+        assert_eq!(unmerged, [Some(false), Some(true), Some(true)], "zeroes leave a hole as it is");
+    }
+}
+
+#[test]
+fn a_block_of_which_every_sector_has_other_data_is_rot_no_more() {
+    let mut known = known();
+    assert!(merge(&mut known, 0..3, (99, 81), true) && merge(&mut known, 6..8, (81, 82), true));
+    assert!(merge(&mut known, 3..6, (82, 83), false), "it may have done nothing");
+    assert!(!merge(&mut known, 3..6, (82, 83), true));
+}
+
+#[test]
+fn data_counts_as_new_only_in_a_block_that_is_as_it_was_merged() {
+    let merged = || {
+        let mut known = known();
+        assert!(merge(&mut known, 0..4, (99, 81), true) && merge(&mut known, 4..5, (81, 82), false));
+        known
+    };
+    assert!(merge(&mut merged(), 4..8, (98, 83), true), "the disk has changed it once more");
+    assert!(!merge(&mut merged(), 4..8, (81, 83), true), "the failed request has done nothing");
+    assert!(!merge(&mut merged(), 5..8, (82, 83), true), "it has done all");
+    assert!(merge(&mut merged(), 5..8, (81, 83), true));
+    // Requests that fail are forgotten before those that succeed.
+    let mut known = merged();
+    for sum in 200..210 {
+        assert!(merge(&mut known, 4..5, (81, sum), false) && known.blocks[&4].merged.len() <= MERGED_MAX);
+    }
+    assert!(!merge(&mut known, 4..8, (81, 83), true));
+    // A copy of the same rot fails, and may have done all.
+    let mut known = KnownRot::default();
+    known.keep_lost([4]);
+    merge(&mut known, 0..4, (99, 81), true);
+    known.modified(1, 4, After::Rot);
+    known.ended(1, false);
+    assert!(merge(&mut known, 4..8, (99, 82), true));
+    assert!(!merge(&mut known, 0..4, (82, 83), true));
+}
+
+/// A request for a part of the block has read the rot before, or the repaired data after.
+#[test]
+fn a_repair_beside_a_request_forgets_no_rot() {
+    let part = ByteRange::new(4 * 4096, 512).unwrap();
+    for repaired in [70, 71] {
+        let mut known = known();
+        assert!(!known.repaired_beside(4, After::Sum(repaired)) && !known.repaired_beside(9, After::Rot));
+        known.modified(1, 4, After::Unmerged);
+        known.merged(1, part, 4, (81, 82));
+        assert!(known.repaired_beside(4, After::Sum(82)), "the result was already there");
+        assert!(known.repaired_beside(4, After::Sum(repaired)));
+        assert_eq!(rotten(&known, 4, [repaired, 81, 82]), [Some(false), Some(true), Some(true)]);
+        known.ended(1, true);
+        assert_eq!(rotten(&known, 4, [71, 81, 82]), [Some(true); 3]);
+        known.modified(1, 4, After::Unmerged);
+        known.repaired_beside(4, After::Sum(repaired));
+        known.merged(1, part, 4, (repaired, 83));
+        known.ended(1, true);
+        assert!(!known.has(4), "it was merged with the repaired data");
+    }
+}
+
+#[test]
+fn two_requests_that_modify_one_block_leave_nothing_known() {
+    let mut known = known();
+    known.modified(1, 4, After::Sum(80));
+    known.modified(1, 4, After::Sum(80));
+    assert!(known.has(4), "it was begun twice");
+    known.modified(2, 4, After::Sum(81));
+    assert!(!known.has(4) && known.under_way == 0);
+    known.ended(1, false);
+    known.ended(2, true);
+    assert!(known.has(3) && !known.has(4));
+}
+
+#[test]
+fn a_lost_block_is_cured_by_data_for_all_of_it_and_by_nothing_else() {
+    let mut known = KnownRot::default();
+    known.keep_lost([4, 5]);
+    let part = ByteRange::new(4 * 4096 + 512, 512).unwrap();
+    for well in [false, true] {
+        known.modified(1, 4, After::Unmerged);
+        assert_eq!(known.cured_by(1).count(), 0, "it may not even have been merged");
+        assert_eq!(known.merged_by(1).count(), 0);
+        known.merged(1, part, 4, (99, 81));
+        assert_eq!((known.cured_by(1).count(), known.merged_by(2).count()), (0, 0));
+        assert_eq!(known.merged_by(1).collect::<Vec<_>>(), [(4, 81)]);
+        known.ended(1, well);
+        assert_eq!((known.is_lost(4), known.is_rotten(4, 81)), (true, Some(true)), "well: {well}");
+        // The same rot is copied once more.
+        known.modified(1, 4, After::Rot);
+        assert_eq!((known.cured_by(1).count(), known.is_rotten(4, 99)), (0, Some(true)));
+        known.ended(1, well);
+    }
+    for sum in [1, 70, 81, 99, !81, !99, u32::MAX] {
+        assert_eq!(known.is_rotten(4, sum), Some(true), "no data looks sound");
+        assert_ne!(known.sum_to_store(4, sum), sum);
+    }
+    // Not even the failure of many requests, or of two at a time.
+    for request in 1..10_u16 {
+        known.modified(request, 4, After::Sum(100 + u32::from(request)));
+        known.ended(request, false);
+    }
+    assert!(known.is_lost(4) && known.is_rotten(4, 99) == Some(true));
+    known.modified(1, 4, After::Sum(80));
+    known.modified(2, 4, After::Sum(81));
+    known.ended(2, true);
+    assert!(known.is_lost(4) && known.is_rotten(4, 99) == Some(true));
+    known.modified(1, 4, After::Sum(80));
+    assert_eq!(known.cured_by(1).collect::<Vec<_>>(), [4]);
+    assert_eq!(known.cured_by(2).count(), 0);
+    known.ended(1, true);
+    assert_eq!((known.has(4), known.is_lost(5), known.lost), (false, true, 1));
+    known.keep(0, [(5, 1), (6, 1)]);
+    known.summed(5, 70);
+    assert_eq!((known.is_lost(5), known.is_lost(6)), (true, false));
+    known.forget_block(5);
+    assert_eq!((known.has(5), known.lost), (false, 0));
+}
+
+#[test]
+fn a_place_is_free_when_the_sum_of_a_sound_block_is_durable() {
+    let mut known = known();
+    known.modified(1, 6, After::Sum(80));
+    (3..7).for_each(|block| known.summed(block, if block == 4 { 99 } else { 70 }));
+    assert_eq!([3, 4, 5, 6].map(|block| known.has(block)), [false, true, false, true]);
+    known.ended(1, false);
+    known.summed(6, 80);
+    assert!(!known.has(6), "it holds the data of the request");
+}
+
+#[test]
+fn a_page_without_a_place_must_not_be_modified() {
+    let mut known = KnownRot::<u16>::default();
+    known.keep_lost([1 << 40]);
+    assert!(known.keep(0, (0..BLOCKS_MAX as u64).map(|block| (block, 70))));
+    let far = 100 * 512;
+    assert!(!known.keep(100, [(far, 70)]) && !known.keep_some([(far, 70)]));
+    assert_eq!((known.has(far), known.may_modify(0), known.may_modify(100)), (false, true, false));
+    assert!(known.keep(0, [(3, 70)]), "it is there already");
+    known.summed(3, 70);
+    assert!(known.keep_some([(far, 70)]) && !known.may_modify(100), "that is a part of the page");
+    assert!(known.keep(100, [(far, 70)]) && known.may_modify(100));
+    let homeless = 110..=110 + HOMELESS_MAX as u64;
+    assert!(homeless.clone().all(|page| !known.keep(page, [(page * 512, 70)])));
+    assert!(!known.may_modify(1 << 20), "too many to be listed");
+    known.forget();
+    assert!(known.may_modify(110));
+}
+
+#[test]
+fn there_are_bounds() {
+    let mut known = KnownRot::default();
+    known.keep(0, [(9, 70)]);
+    for request in 0..=u32::try_from(FAILED_MAX).unwrap() {
+        assert!(known.has(9));
+        known.modified(request, 9, After::Sum(100 + request));
+        known.ended(request, false);
+    }
+    assert!(!known.has(9));
+}
