@@ -18,6 +18,8 @@ const FILLERS: usize = 0;
 const LONG_COMMENTS: usize = 0;
 /// Lines with one of [`AVOIDED`].
 const AVOIDED_WORDS: usize = 0;
+/// Examples in doc comments that rustdoc would compile. tests/run does not run them.
+const DOC_TESTS: usize = 0;
 /// Files of more than [`FILE_LINES_MAX`] lines.
 const LONG_FILES: usize = 0;
 /// Functions of more than [`FUNCTION_LINES_MAX`] lines.
@@ -192,6 +194,24 @@ fn long_comments(source: &Source) -> Vec<String> {
     lines.map(|(at, line)| source.at(at, line.trim())).collect()
 }
 
+/// Returns the fences of doc comments that begin a block of another kind than text.
+fn doc_tests(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut is_inside = false;
+    for (at, line) in source.lines.iter().enumerate() {
+        let Some(marker) = doc_marker(line) else { continue };
+        let text = line.trim_start().trim_start_matches(marker).trim();
+        if !text.starts_with("```") {
+            continue;
+        }
+        if !is_inside && text != "```text" {
+            found.push(source.at(at, text));
+        }
+        is_inside = !is_inside;
+    }
+    found
+}
+
 fn long_file(source: &Source) -> Option<String> {
     let count = source.lines.len();
     (count > FILE_LINES_MAX).then(|| format!("{}: {count} lines", source.path.display()))
@@ -325,6 +345,12 @@ fn actors_are_named() {
 }
 
 #[test]
+fn doc_comments_have_no_examples_to_run() {
+    let found: Vec<String> = sources().iter().flat_map(doc_tests).collect();
+    check(&found, DOC_TESTS, "DOC_TESTS", "blocks of code in doc comments begin with ```text");
+}
+
+#[test]
 fn files_are_short() {
     let found: Vec<String> = sources().iter().filter_map(long_file).collect();
     check(&found, LONG_FILES, "LONG_FILES", "files have at most 600 lines");
@@ -389,4 +415,12 @@ fn functions_end_at_the_brace_of_their_indentation() {
          trait B {{\n    fn declared(\n        &self,\n    );\n\n{body}}}\n"
     );
     assert_eq!(long_functions(&Source::new("a.rs", &text)), ["a.rs:2: long has 64 lines"]);
+}
+
+#[test]
+fn only_the_fence_that_begins_a_block_counts() {
+    let fence = "`".repeat(3);
+    let text =
+        format!("/// {fence}text\n/// a\n/// {fence}\n//! {fence}no_run\n//! b\n//! {fence}\n// {fence}\n");
+    assert_eq!(doc_tests(&Source::new("a.rs", &text)), [format!("a.rs:4: {fence}no_run")]);
 }

@@ -5,14 +5,9 @@
 //! [`Vm::start`], even under software emulation. Missing parts (the disk image, a template) are built first,
 //! once per machine.
 //!
-//! ```no_run
-//! use shorthorn_vmkit::{Kernel, Vm, VmOptions};
-//!
-//! # fn main() -> anyhow::Result<()> {
+//! ```text
 //! let vm = Vm::start(VmOptions::new(Kernel::Ublk))?;
 //! vm.sh("modprobe ublk_drv && test -c /dev/ublk-control")?;
-//! # Ok(())
-//! # }
 //! ```
 //!
 //! Every wait has a limit, and every error names the console log. A VM disappears with the value, or with the
