@@ -72,7 +72,7 @@ fn file_system(host: &VmHost, name: &str, mkfs: &str) -> Result<()> {
 /// system.
 fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
-    let load = FioRuns::start(
+    let load = FioRuns::start_nice(
         host,
         "--directory=/mnt/v1 --size=8m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
          --iodepth=16 --fsync=64",
@@ -80,14 +80,14 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
     load.wait_for(1, LOAD_LIMIT)?;
     let replicas = host.replica_units("v1")?;
     ensure!(replicas.len() == 3, "{replicas:?}");
-    host.kill(&replicas[0])?;
+    kill_under_requests(host, &replicas[0])?;
     until("volume that is degraded", LIMIT, || {
         Ok((host.inspect("v1")?["robustness"] == "degraded").then_some(()))
     })?;
-    host.kill("shorthorn-agent.service")?;
+    kill_under_requests(host, "shorthorn-agent.service")?;
     for _ in 0..2 {
         let before = engine_pid(host)?;
-        host.kill("shorthorn-engine@v1.service")?;
+        kill_under_requests(host, "shorthorn-engine@v1.service")?;
         until("new engine", LIMIT, || {
             Ok((engine_pid(host)? != before && phase_is_serving(host)?).then_some(()))
         })?;
@@ -95,6 +95,19 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
     load.wait_for(1, LOAD_LIMIT)?;
     load.finish(LOAD_LIMIT)?;
     host.sh(&format!("{FILE_IS_THERE} && umount /mnt/v1")).map(drop)
+}
+
+/// Kills the main process of a unit when requests to the device are not answered yet.
+fn kill_under_requests(host: &VmHost, unit: &str) -> Result<()> {
+    host.sh(&format!(
+        "pid=$(systemctl show --property MainPID --value '{unit}'); test \"$pid\" -gt 1; \
+         inflight=/sys/dev/block/$(stat --format %Hr:%Lr /dev/longhorn/v1)/inflight; \
+         for n in $(seq 1200); do \
+             read reads writes <$inflight; if ((reads + writes)); then kill -9 \"$pid\"; exit; fi; sleep 0.05; \
+         done; exit 1"
+    ))
+    .with_context(|| format!("no request is in flight, or {unit} does not run"))
+    .map(drop)
 }
 
 /// Tests that a mounted ext4 gets more room: at once if the device can follow, else after the next attach,
