@@ -31,8 +31,8 @@ impl<'a> FioRuns<'a> {
         FioRuns::start_by(host, "fio", options)
     }
 
-    /// Starts runs of fio that leave the processors to everything else: beside a load of equal rights, a call of
-    /// systemctl takes many seconds. A fault that needs requests in flight has to wait for them.
+    /// Starts runs of fio that leave the processors to everything else. Beside a load of equal rights, a call
+    /// of systemctl takes many seconds. A fault that needs requests in flight has to wait for them.
     ///
     /// # Errors
     /// The machine does not answer.
