@@ -234,17 +234,27 @@ impl Files {
         }
     }
 
-    /// Overwrites a rotten block with `content`: the disk holds that, or after a loss of power the data from
-    /// before the rot. Blocks that rot was merged into stay rotten.
-    pub fn overwrite_rot(&mut self, block: u64, content: &Block) {
-        let Some(Rotten { was, is_below, is_lost, .. }) = self.rot.get(&block).copied() else { return };
-        if is_below {
-            // From now on it lies below the head.
-            self.heal(block);
-        } else {
-            self.head.durable.set(block, Some(was));
-            self.rot.remove(&block);
-        }
+    /// Overwrites a block with `content`, which may have rot of it. The disk holds that, or after a loss of
+    /// power the data from before the rot. Blocks that rot was merged into stay rotten. A request may have
+    /// read rot before it was repaired; `is_lost` is true if the disk records the block as lost then.
+    pub fn overwrite_rot(&mut self, block: u64, content: &Block, is_lost: bool) {
+        let known = self.rot.get(&block).copied();
+        let (was, is_lost) = match known {
+            Some(Rotten { was, is_below: true, is_lost, .. }) => {
+                // From now on it lies below the head.
+                self.heal(block);
+                (was, is_lost)
+            }
+            Some(Rotten { was, is_lost, .. }) => {
+                self.head.durable.set(block, Some(was));
+                self.rot.remove(&block);
+                (was, is_lost)
+            }
+            None => {
+                let found = self.head.get(block).or_else(|| self.snapshot.get(block));
+                (found.unwrap_or_default(), is_lost)
+            }
+        };
         if content.contains(&ROT) {
             let mut merged = *content;
             let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| **sector == ROT);

@@ -57,6 +57,8 @@ pub enum Fault {
         #[serde(default)]
         vanish: bool,
     },
+    /// A scrub repairs the snapshot of a replica for a while, beside requests.
+    ScrubSnapshot { victim: usize, for_us: u64 },
     /// A host loses its engine's state file.
     LoseState { host: usize },
     /// The controller's store is copied.
@@ -167,6 +169,7 @@ pub enum Kind {
     RotSets,
     RotBlocks,
     RotUnderCopy,
+    RotUnderScrub,
     LoseState,
     RestoreController,
     RestoreDisk,
@@ -203,6 +206,7 @@ impl Fault {
             Fault::RotSets { .. } => "fault: rot sets",
             Fault::RotBlocks { vanish: false, .. } => "fault: rot blocks",
             Fault::RotBlocks { .. } => "fault: blocks vanish",
+            Fault::ScrubSnapshot { .. } => "fault: scrub of a snapshot",
             Fault::LoseState { .. } => "fault: lose state file",
             Fault::SaveController => "fault: save controller",
             Fault::RestoreController => "fault: restore controller",

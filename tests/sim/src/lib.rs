@@ -100,6 +100,8 @@ pub enum Sabotage {
     ForgottenRot,
     /// Known rot is forgotten before the outcome of the request that gives its block other data is known.
     EarlyForgetting,
+    /// Repairs of snapshots take no account of the requests beside them.
+    RepairsAlone,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
     HolesUnseen,
     /// Blocks are read for their sums before the record of later modifications begins.
@@ -205,11 +207,14 @@ pub const COVERED: &[&str] = &[
     "fault: rot sets",
     "fault: rot blocks",
     "fault: blocks vanish",
+    "fault: scrub of a snapshot",
     "regions summed",
     "rot reported",
     "blocks of snapshots that rot",
     "blocks of snapshots of another member",
     "blocks of snapshots that are lost",
+    "blocks of snapshots repaired",
+    "repairs beside a request that has read rot",
     "blocks of snapshots that a source cannot read",
     "blocks of snapshots that no member can read",
     "snapshot copies cut off",
@@ -421,6 +426,7 @@ impl Simulation {
             Occurrence::Sum { replica, boot, is_read: Some(is_written) } => {
                 self.sums_done(replica, boot, is_written);
             }
+            Occurrence::Repair { replica, boot, block } => self.repair_snapshot(replica, boot, block),
             Occurrence::Tick { engine } => self.tick(engine),
             Occurrence::Fault(strike) => self.trouble(strike),
             Occurrence::Mend(mend) => self.mend(mend),

@@ -20,6 +20,8 @@ pub enum Occurrence {
     /// A replica process searches regions to sum, or has read (false) or written (true) the ones that it has
     /// begun.
     Sum { replica: usize, boot: u64, is_read: Option<bool> },
+    /// A scrub repairs a block of the snapshot of a replica, or all that are left.
+    Repair { replica: usize, boot: u64, block: Option<u64> },
     /// The time of an engine advances.
     Tick { engine: u64 },
     /// A fault begins.

@@ -3,9 +3,10 @@
 mod durable;
 mod execute;
 mod lies;
+mod repair;
 mod sums;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
@@ -49,9 +50,15 @@ pub struct Op {
     pub ask: Ask,
     /// The number of unsynced changes of the head when a flush began.
     pub mark: usize,
+    /// The blocks that it has read, to merge a part of them, before a repair changed them.
+    pub read_before: BTreeMap<u64, Block>,
 }
 
 impl Op {
+    pub fn new(conn: ConnId, number: u64, ask: Ask) -> Op {
+        Op { conn, number, ask, mark: 0, read_before: BTreeMap::new() }
+    }
+
     /// Returns a key that distinguishes it from all others.
     pub fn key(&self) -> (ConnId, u64) {
         (self.conn, self.number)
@@ -93,11 +100,15 @@ pub struct Replica {
     pub could_not_verify: bool,
     /// The random numbers for delays, and for the effects of errors.
     pub rng: Rng,
+    /// The random numbers for repairs, so that kept scripts stay as they are.
+    pub repair_rng: Rng,
     can_punch: bool,
     /// Some of its blocks have vanished, so that the map of its blocks cannot be relied on.
     pub has_vanished: bool,
     /// A block with rot that the process knew, until a request that has not given it other data.
     pub forgotten_rot: Option<u64>,
+    /// True while a scrub repairs the rot of the snapshot.
+    pub is_under_repair: bool,
     /// An earlier copy of the disk.
     saved: Option<Saved>,
     /// The disk was restored, and not recreated since.
@@ -175,9 +186,11 @@ impl Replica {
             is_ended_by_others: false,
             could_not_verify: false,
             rng: Rng::with_seed(seed),
+            repair_rng: Rng::with_seed(!seed),
             can_punch,
             has_vanished: false,
             forgotten_rot: None,
+            is_under_repair: false,
             saved: None,
             is_rolled_back: false,
             state,
@@ -313,6 +326,7 @@ impl Replica {
         self.boot = boot;
         self.up = true;
         self.failed = false;
+        self.is_under_repair = false;
     }
 
     pub fn remap(&mut self) {
@@ -395,11 +409,11 @@ impl Replica {
     }
 
     /// Returns the blocks that a write puts into the head.
-    fn plan_write(&mut self, range: ByteRange, data: &[Id]) -> Vec<(u64, Option<Block>)> {
+    fn plan_write(&mut self, op: &Op, range: ByteRange, data: &[Id]) -> Vec<(u64, Option<Block>)> {
         let Ok(plan) = self.map.plan_write(range, &mut self.files) else { return Vec::new() };
         let mut blocks = Vec::new();
         for edge in [plan.first, plan.last].into_iter().flatten() {
-            blocks.push(self.merged(edge, |sector| data[place(sector, range)]));
+            blocks.push(self.merged(op, edge, |sector| data[place(sector, range)]));
         }
         for block in plan.whole.into_iter().flat_map(block_numbers) {
             let mut content = Block::default();
@@ -411,11 +425,11 @@ impl Replica {
         blocks
     }
 
-    fn merged(&self, edge: EdgeBlock, new: impl Fn(u64) -> Id) -> (u64, Option<Block>) {
+    fn merged(&self, op: &Op, edge: EdgeBlock, new: impl Fn(u64) -> Id) -> (u64, Option<Block>) {
         let number = edge.block.offset() / BLOCK_BYTES;
         let has_vanished = self.files.has_vanished(number);
-        let mut content =
-            if has_vanished { [ROT; BLOCK_SECTORS] } else { self.source_block(edge.source, number) };
+        let now = if has_vanished { [ROT; BLOCK_SECTORS] } else { self.source_block(edge.source, number) };
+        let mut content = op.read_before.get(&number).copied().unwrap_or(now);
         for (at, id) in content.iter_mut().enumerate() {
             let sector = edge.block.offset() + at as u64 * 512;
             if sector >= edge.part.offset() && sector < edge.part.end() {
@@ -426,7 +440,7 @@ impl Replica {
     }
 
     /// Returns the blocks that a discard or a write of zeroes changes in the head.
-    fn plan_zeroes(&mut self, range: ByteRange, discard: bool) -> Vec<(u64, Option<Block>)> {
+    fn plan_zeroes(&mut self, op: &Op, range: ByteRange, discard: bool) -> Vec<(u64, Option<Block>)> {
         let mut steps = Vec::new();
         let planned = if discard {
             self.map.plan_discard(range, &mut self.files, &mut steps)
@@ -441,24 +455,25 @@ impl Replica {
                 ZeroStep::WriteZeroes(range) => {
                     blocks.extend(block_numbers(range).map(|block| (block, Some(Block::default()))));
                 }
-                ZeroStep::Merge(edge) => blocks.push(self.merged(edge, |_| 0)),
+                ZeroStep::Merge(edge) => blocks.push(self.merged(op, edge, |_| 0)),
             }
         }
         blocks
     }
 
-    pub fn changes(&mut self, ask: &Ask) -> Vec<(u64, Option<Block>)> {
+    pub fn changes(&mut self, op: &Op) -> Vec<(u64, Option<Block>)> {
         self.look_at_map();
-        match ask {
-            Ask::Write(range, data, _) => self.plan_write(*range, data),
-            Ask::Discard(range) => self.plan_zeroes(*range, true),
-            Ask::WriteZeroes(range, _) => self.plan_zeroes(*range, false),
+        match &op.ask {
+            Ask::Write(range, data, _) => self.plan_write(op, *range, data),
+            Ask::Discard(range) => self.plan_zeroes(op, *range, true),
+            Ask::WriteZeroes(range, _) => self.plan_zeroes(op, *range, false),
             _ => Vec::new(),
         }
     }
 
     pub fn put(&mut self, block: u64, content: Option<Block>) {
-        self.files.overwrite_rot(block, &content.unwrap_or_default());
+        let is_lost = self.durable.lost.contains_key(&block);
+        self.files.overwrite_rot(block, &content.unwrap_or_default(), is_lost);
         self.files.head.set(block, content);
         let Ok(range) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) else { return };
         match content {

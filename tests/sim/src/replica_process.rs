@@ -2,6 +2,7 @@
 
 mod lies;
 mod power;
+mod repair;
 mod sums;
 
 use std::collections::BTreeMap;
@@ -58,7 +59,7 @@ impl Simulation {
             self.replicas[at].could_not_verify |= matches!(ask, Ask::Verify(_));
             return self.answer(id, number, Answer::Error(Errno::IO));
         }
-        self.execute(at, Op { conn: id, number, ask, mark: 0 });
+        self.execute(at, Op::new(id, number, ask));
     }
 
     pub fn end_at_replica(&mut self, id: ConnId) {
@@ -185,6 +186,7 @@ impl Simulation {
     fn give_to_disk(&mut self, at: usize, mut op: Op) {
         op.mark = self.replicas[at].files.head.mark();
         let delay = self.disk_delay(at);
+        self.repair_beside(at, &op, delay);
         let number = self.fresh();
         self.replicas[at].ops.insert(number, op);
         let boot = self.replicas[at].boot;
@@ -534,7 +536,7 @@ impl Simulation {
         replica.backlog.clear();
         // Operations that the kernel already has may happen, or a part of them.
         for op in std::mem::take(&mut replica.ops).into_values() {
-            for (block, content) in replica.changes(&op.ask) {
+            for (block, content) in replica.changes(&op) {
                 if rng.bool() {
                     replica.put(block, content);
                 }

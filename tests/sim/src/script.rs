@@ -76,7 +76,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// The relative probability of each kind of fault.
-const WEIGHTS: [(Kind, u32); 38] = [
+const WEIGHTS: [(Kind, u32); 39] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -115,6 +115,7 @@ const WEIGHTS: [(Kind, u32); 38] = [
     (Kind::LoseState, 2),
     (Kind::RestoreController, 2),
     (Kind::RestoreDisk, 6),
+    (Kind::RotUnderScrub, 10),
 ];
 
 impl Script {
@@ -232,6 +233,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
         Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
         Kind::RotUnderCopy => return rot_under_copy(victim, partial, for_us, rng),
+        Kind::RotUnderScrub => return rot_under_scrub(victim, for_us, rng),
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];
@@ -276,6 +278,14 @@ fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> V
     let unread = Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
     let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
     vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace]
+}
+
+/// Has the disk of a replica rot, and a scrub repair its snapshot beside requests. The disk is slow, so that
+/// these take long.
+fn rot_under_scrub(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    let rot = Fault::RotBlocks { victim, blocks: 300, vanish: false };
+    let slow = Fault::SlowDisk { victim, by_us: rng.u64(1_000..40_000), for_us };
+    vec![(0, rot), (0, slow), (0, Fault::ScrubSnapshot { victim, for_us })]
 }
 
 fn restore_disk(victim: usize, rng: &mut Rng) -> Vec<(u64, Fault)> {

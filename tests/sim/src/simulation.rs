@@ -363,7 +363,9 @@ impl Simulation {
             process.backlog.push(what);
             return None;
         }
-        if let Occurrence::DiskDone { replica, boot, .. } | Occurrence::PageDone { replica, boot, .. } = &what
+        if let Occurrence::DiskDone { replica, boot, .. }
+        | Occurrence::PageDone { replica, boot, .. }
+        | Occurrence::Repair { replica, boot, .. } = &what
         {
             let replica = &mut self.replicas[*replica];
             if replica.paused && replica.boot == *boot {

@@ -128,6 +128,10 @@ impl Simulation {
                 let victim = self.victim(victim);
                 self.rot_blocks(victim, blocks, vanish, rng)
             }
+            Fault::ScrubSnapshot { victim, for_us } => {
+                let victim = self.victim(victim);
+                self.scrub_snapshot(victim, for_us)
+            }
             Fault::SaveDisk { victim } => {
                 let victim = self.victim(victim);
                 self.replicas[victim].save_disk();

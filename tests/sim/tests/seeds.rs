@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 26] = [
+const SABOTAGES: [&str; 27] = [
     "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
@@ -19,6 +19,7 @@ const SABOTAGES: [&str; 26] = [
     "lost-unreported",
     "holes-unseen",
     "early-forgetting",
+    "repairs-alone",
     "forgotten-rot",
     "no-intent",
     "lying-flush",

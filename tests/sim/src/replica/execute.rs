@@ -59,7 +59,7 @@ impl Replica {
     }
 
     pub(super) fn modify(&mut self, op: &Op, breaks: bool) -> Result<(), Errno> {
-        let changes = self.changes(&op.ask);
+        let changes = self.changes(op);
         self.sums_are_merged(op, &changes);
         let head = &self.files.head;
         let has_room =

@@ -106,7 +106,9 @@ impl Replica {
         let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
         for (block, content) in changes {
             if after(&op.ask, range, *block) == After::Unmerged {
-                let (before, after) = (self.sum_of(*block), check(&content.unwrap_or_default()).max(1));
+                let read = op.read_before.get(block).map(|content| check(content).max(1));
+                let before = read.unwrap_or_else(|| self.sum_of(*block));
+                let after = check(&content.unwrap_or_default()).max(1);
                 self.known_rot.merged(op.key(), range, *block, (before, after));
             }
         }
@@ -124,7 +126,10 @@ impl Replica {
             }
         }
         let is_forgotten = |block: &u64| !self.known_rot.has(*block) && self.files.rot.contains_key(block);
-        self.forgotten_rot = self.forgotten_rot.or_else(|| known.into_iter().find(is_forgotten));
+        // A repair has cured a block, or a request is to write its rot once more.
+        let merged = op.read_before.keys().copied().filter(|_| well);
+        let mut known = known.into_iter().chain(merged);
+        self.forgotten_rot = self.forgotten_rot.or_else(|| known.find(is_forgotten));
     }
 
     /// Returns true if the block has vanished, and a failed request was to make a hole there. Either may have

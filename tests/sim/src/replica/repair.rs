@@ -1,0 +1,97 @@
+//! Repairs of the snapshot by a scrub, beside requests.
+//!
+//! A repair shows other data in a block without a request. A request that merges a part of the block may have
+//! read it before, and writes it afterwards. The order of the steps is that of the replica.
+
+use super::*;
+use crate::net::ConnId;
+use shorthorn_replica_core::After;
+
+/// The key of repairs: no request has it.
+const REPAIR: (ConnId, u64) = (ConnId::MAX, 0);
+
+impl Replica {
+    /// Returns the blocks of the snapshot with rot that a request is about to merge.
+    pub fn rot_merged_by(&self, op: &Op) -> Vec<u64> {
+        let edges: BTreeSet<u64> = edges(op).collect();
+        self.files.rot_below().map(|(block, _)| block).filter(|block| edges.contains(block)).collect()
+    }
+
+    /// Gives a block of the snapshot its former data again. Returns false if the sums beside it have been
+    /// forgotten, because their end could not be stored.
+    pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> bool {
+        let shown = self.known_rot.has(block).then(|| self.sum_of(block));
+        let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
+        let is_followed = self.end_sums_durably(range);
+        if !is_followed {
+            self.forget_sums();
+            self.know_lost(None);
+        }
+        self.read_before_repair(block);
+        self.files.heal(block);
+        if let Some(shown) = shown.filter(|_| is_followed) {
+            self.known_follow_repair(block, shown, sabotage);
+        }
+        self.heal_unknown();
+        is_followed
+    }
+
+    /// Ends the sums of the regions of `range`. Returns false if that cannot be stored now.
+    fn end_sums_durably(&mut self, range: ByteRange) -> bool {
+        let intent_log = self.state.intent_log_mut();
+        let regions = intent_log.regions().touched(range);
+        intent_log.unsum(regions);
+        let may_write = self.pages.is_empty() && !self.full_for_pages;
+        if !may_write || self.takes_error(Broken::Page) {
+            return false;
+        }
+        let Replica { state, durable, .. } = self;
+        while let Some(write) = state.intent_log_mut().begin_write(false) {
+            let slot = write.slot;
+            durable.write_page(write.key, write.page, write.bytes);
+            state.intent_log_mut().end_write(slot, true);
+        }
+        true
+    }
+
+    /// Some of the running requests have read the block already.
+    fn read_before_repair(&mut self, block: u64) {
+        let Some(content) = self.files.snapshot.get(block).filter(|_| self.files.head.get(block).is_none())
+        else {
+            return;
+        };
+        let rng = &mut self.repair_rng;
+        let readers = self.ops.values_mut().filter(|op| edges(op).any(|edge| edge == block));
+        for op in readers.filter(|_| rng.bool()) {
+            op.read_before.entry(block).or_insert(content);
+        }
+    }
+
+    fn known_follow_repair(&mut self, block: u64, shown: u32, sabotage: Option<Sabotage>) {
+        let after = self.sum_of(block);
+        if after == shown {
+            return;
+        }
+        let after = After::Sum(after);
+        let is_alone = sabotage == Some(Sabotage::RepairsAlone);
+        if is_alone || !self.known_rot.repaired_beside(block, after) {
+            self.known_rot.modified(REPAIR, block, after);
+        }
+        let cured: Vec<u64> = self.known_rot.cured_by(REPAIR).collect();
+        if !self.durable.rebuilding {
+            self.durable.lost.retain(|block, _| !cured.contains(block));
+        }
+        self.known_rot.ended(REPAIR, true);
+    }
+}
+
+/// The blocks of which a request merges a part with the former data.
+fn edges(op: &Op) -> impl Iterator<Item = u64> {
+    let range = match &op.ask {
+        Ask::Write(range, ..) | Ask::WriteZeroes(range, _) => *range,
+        _ => ByteRange::EMPTY,
+    };
+    let is_whole =
+        move |block: u64| block * BLOCK_BYTES >= range.offset() && (block + 1) * BLOCK_BYTES <= range.end();
+    block_numbers(range).filter(move |block| !is_whole(*block))
+}

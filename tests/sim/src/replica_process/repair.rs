@@ -1,0 +1,73 @@
+//! A scrub that repairs the snapshot of a replica.
+
+use super::*;
+
+impl Simulation {
+    /// Begins a scrub of the snapshot of a replica. It meets the rot there, and repairs it within `for_us`,
+    /// most of it while a request merges a part of the block.
+    pub fn scrub_snapshot(&mut self, at: usize, for_us: Micros) -> bool {
+        let replica = &mut self.replicas[at];
+        let can_repair = replica.up && !replica.failed && !replica.durable.rebuilding;
+        let is_met =
+            |replica: &Replica| replica.files.rot_below().any(|(block, _)| replica.is_known_rotten(block));
+        if !can_repair || !is_met(replica) {
+            return false;
+        }
+        replica.know_rot();
+        replica.is_under_repair = true;
+        let boot = replica.boot;
+        self.after(for_us, Occurrence::Repair { replica: at, boot, block: None });
+        true
+    }
+
+    /// Has the rot that the request is about to merge repaired within the time that it takes.
+    pub(super) fn repair_beside(&mut self, at: usize, op: &Op, delay: Micros) {
+        let replica = &mut self.replicas[at];
+        if !replica.is_under_repair {
+            return;
+        }
+        let boot = replica.boot;
+        for block in replica.rot_merged_by(op) {
+            let earlier = self.replicas[at].repair_rng.u64(0..=delay);
+            self.after(earlier, Occurrence::Repair { replica: at, boot, block: Some(block) });
+        }
+    }
+
+    /// Repairs a block of the snapshot, or all that are left at the end of the scrub.
+    pub fn repair_snapshot(&mut self, at: usize, boot: u64, block: Option<u64>) {
+        let replica = &mut self.replicas[at];
+        if replica.boot != boot || !replica.up {
+            return;
+        }
+        replica.is_under_repair &= block.is_some();
+        if replica.failed || replica.durable.rebuilding {
+            return;
+        }
+        let is_wanted = |rotten: &u64| block.is_none_or(|block| *rotten == block);
+        let rotten: Vec<u64> =
+            replica.files.rot_below().map(|(rotten, _)| rotten).filter(is_wanted).collect();
+        for block in rotten {
+            self.repair_block(at, block);
+        }
+        self.go_on_waiting(at);
+    }
+
+    fn repair_block(&mut self, at: usize, block: u64) {
+        let sabotage = self.options.sabotage;
+        let is_source =
+            |other: &Replica| self.guest.replicas.contains(&other.id) && other.has_sound_below(block);
+        let has_source =
+            (0..self.replicas.len()).any(|other| other != at && is_source(&self.replicas[other]));
+        let replica = &mut self.replicas[at];
+        if !has_source || !replica.is_known_rotten(block) {
+            return;
+        }
+        let is_followed = replica.repair_block(block, sabotage);
+        let is_beside = replica.ops.values().any(|op| op.read_before.contains_key(&block));
+        self.trace(|| format!("block {block} of the snapshot of replica {at} is repaired"));
+        self.count(if is_followed { "blocks of snapshots repaired" } else { "repairs without sums" });
+        if is_beside {
+            self.count("repairs beside a request that has read rot");
+        }
+    }
+}
