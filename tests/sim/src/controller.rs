@@ -84,7 +84,9 @@ impl Simulation {
         let layout = Layout { is_flat: true, has_zeroes: false, ..self.layout(self.replicas.len()) };
         let (size, seed) = (self.controller.size_bytes, self.rng.u64(..));
         let views = ReplicaViews::new(first);
-        self.replicas.push(Replica::new(id, size, views, Files::default(), layout, seed));
+        let mut replica = Replica::new(id, size, views, Files::default(), layout, seed);
+        replica.limit_known_rot(self.rot_places);
+        self.replicas.push(replica);
         self.guest.replicas[place] = id;
         let replica = self.replicas.len() - 1;
         self.after(1000, Occurrence::Sum { replica, boot: 0, is_read: None });

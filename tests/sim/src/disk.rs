@@ -149,6 +149,8 @@ pub struct Rotten {
     is_below: bool,
     /// True if no member had the block when the replica was made, which its disk records.
     is_lost: bool,
+    /// True if the replica process has met the rot, or other rot in the same page of sums.
+    is_met: bool,
     /// True if a request has merged a part of the block with the rot. The sum beside it is that of the data
     /// from before the request.
     is_merged: bool,
@@ -191,8 +193,25 @@ impl Files {
         }
         let content = Some([ROT; BLOCK_SECTORS]).filter(|_| !vanishes);
         self.file_with(is_below).replace(block, content);
-        self.rot.insert(block, Rotten { was, is_below, is_lost: false, is_merged: false });
+        self.rot.insert(block, Rotten { was, is_below, is_lost: false, is_met: false, is_merged: false });
         true
+    }
+
+    /// Records that the replica has met the rot of the block.
+    pub fn meet(&mut self, block: u64) {
+        if let Some(rotten) = self.rot.get_mut(&block) {
+            rotten.is_met = true;
+        }
+    }
+
+    /// Records that the process does not know any rot.
+    pub fn meet_none(&mut self) {
+        self.rot.values_mut().for_each(|rotten| rotten.is_met = false);
+    }
+
+    /// Returns true if the replica has met the rot of the block.
+    pub fn is_met(&self, block: u64) -> bool {
+        self.rot.get(&block).is_some_and(|rotten| rotten.is_met)
     }
 
     /// Returns true if a request has merged a part of the block with its rot.
@@ -218,7 +237,8 @@ impl Files {
     /// Copies rot to a block of the snapshot, because no member has the former data.
     pub fn is_lost(&mut self, block: u64, was: Block) {
         self.snapshot.replace(block, Some([ROT; BLOCK_SECTORS]));
-        self.rot.insert(block, Rotten { was, is_below: true, is_lost: true, is_merged: false });
+        self.rot
+            .insert(block, Rotten { was, is_below: true, is_lost: true, is_met: false, is_merged: false });
     }
 
     /// Returns the number of blocks that were healed so far.
@@ -259,7 +279,10 @@ impl Files {
             let mut merged = *content;
             let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| **sector == ROT);
             rotten.for_each(|(sector, was)| *sector = was);
-            self.rot.insert(block, Rotten { was: merged, is_below: false, is_lost, is_merged: true });
+            self.rot.insert(
+                block,
+                Rotten { was: merged, is_below: false, is_lost, is_met: false, is_merged: true },
+            );
         }
     }
 

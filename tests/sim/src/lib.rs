@@ -100,6 +100,10 @@ pub enum Sabotage {
     ForgottenRot,
     /// Known rot is forgotten before the outcome of the request that gives its block other data is known.
     EarlyForgetting,
+    /// A page of sums that is not in memory counts as one without sums.
+    UnreadPages,
+    /// The sums beside rot end although no place is left for them.
+    RotWithoutPlace,
     /// Repairs of snapshots take no account of the requests beside them.
     RepairsAlone,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
@@ -214,6 +218,8 @@ pub const COVERED: &[&str] = &[
     "blocks of snapshots of another member",
     "blocks of snapshots that are lost",
     "blocks of snapshots repaired",
+    "modifications refused beside rot",
+    "repairs refused beside rot",
     "repairs beside a request that has read rot",
     "blocks of snapshots that a source cannot read",
     "blocks of snapshots that no member can read",
@@ -353,7 +359,9 @@ fn make_simulation(script: &Script, options: Options) -> Simulation {
     let replica = |(at, id): (usize, &ReplicaId)| {
         let layout = script.layouts.get(at).copied().unwrap_or_default();
         let seed = script.seed ^ (at as u64 + 1) << 32;
-        Replica::new(*id, size_bytes, ReplicaViews::new(view), files.clone(), layout, seed)
+        let mut replica = Replica::new(*id, size_bytes, ReplicaViews::new(view), files.clone(), layout, seed);
+        replica.limit_known_rot(script.rot_places);
+        replica
     };
     let replicas = ids.iter().enumerate().map(replica).collect();
     let guest = Guest::new(ids, size_bytes, next_id, script);

@@ -71,6 +71,8 @@ pub enum Mend {
     Failed(usize, u64),
     /// The engine process continues.
     Engine(u64, bool),
+    /// The operator restarts the replica process, which refuses modifications beside rot.
+    Refusing(usize, u64),
     /// The replica process continues, if it is still this one.
     Replica(usize, u64),
 }

@@ -105,8 +105,12 @@ pub struct Replica {
     can_punch: bool,
     /// Some of its blocks have vanished, so that the map of its blocks cannot be relied on.
     pub has_vanished: bool,
+    /// The number of blocks whose sums are in one page.
+    page_blocks: u64,
     /// A block with rot that the process knew, until a request that has not given it other data.
     pub forgotten_rot: Option<u64>,
+    /// True if the process has refused a modification, because it could not remember the rot beside it.
+    pub is_refusing: bool,
     /// True while a scrub repairs the rot of the snapshot.
     pub is_under_repair: bool,
     /// An earlier copy of the disk.
@@ -189,7 +193,9 @@ impl Replica {
             repair_rng: Rng::with_seed(!seed),
             can_punch,
             has_vanished: false,
+            page_blocks: sums::PAGE_BLOCKS,
             forgotten_rot: None,
+            is_refusing: false,
             is_under_repair: false,
             saved: None,
             is_rolled_back: false,
@@ -320,13 +326,13 @@ impl Replica {
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
         self.summing = None;
-        self.known_rot.forget();
+        self.forget_known_rot();
         self.know_lost(sabotage);
         self.heal_unknown();
         self.boot = boot;
         self.up = true;
         self.failed = false;
-        self.is_under_repair = false;
+        (self.is_under_repair, self.is_refusing) = (false, false);
     }
 
     pub fn remap(&mut self) {
@@ -475,12 +481,16 @@ impl Replica {
         let is_lost = self.durable.lost.contains_key(&block);
         self.files.overwrite_rot(block, &content.unwrap_or_default(), is_lost);
         self.files.head.set(block, content);
-        let Ok(range) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) else { return };
+        let range = block_range(block);
         match content {
             Some(_) => self.map.written(range),
             None => self.map.punched(range),
         }
     }
+}
+
+pub fn block_range(block: u64) -> ByteRange {
+    ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY)
 }
 
 pub fn block_numbers(range: ByteRange) -> std::ops::Range<u64> {

@@ -1,5 +1,6 @@
 //! A replica process as it runs: connections, requests in the hands of the disk, pages, and its end.
 
+mod growth;
 mod lies;
 mod power;
 mod repair;
@@ -21,7 +22,7 @@ use crate::faults::{Broken, LieAt};
 use crate::guest::sectors;
 use crate::net::{Answer, Ask, ConnId, Message};
 use crate::occurrence::{Mend, Occurrence};
-use crate::replica::{Op, Replica, Summing, block_numbers, modified};
+use crate::replica::{Op, Replica, Summing, block_numbers, block_range, modified};
 use crate::simulation::Simulation;
 
 /// The interval at which a failed process checks whether it may end.
@@ -149,6 +150,9 @@ impl Simulation {
 
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
+            if let Err(errno) = self.keep_rot(at, range) {
+                return self.answer(op.conn, op.number, Answer::Error(errno));
+            }
             self.replicas[at].sums_end(range);
             let sabotaged = self.options.sabotage == Some(Sabotage::NoIntent);
             if !sabotaged {
@@ -254,9 +258,13 @@ impl Simulation {
             }
             _ => None,
         };
-        if matches!(answer, Answer::Error(Errno::ROTTEN)) {
+        if let (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) = (ask, answer) {
             self.count("rot reported");
-            self.replicas[at].know_rot();
+            let sabotage = self.options.sabotage;
+            let replica = &mut self.replicas[at];
+            if let Some(block) = replica.rotten_blocks(*range).first() {
+                replica.know_rot(*block, *range, sabotage);
+            }
         }
         if let Some(wrong) = wrong {
             self.violate(wrong);
@@ -472,46 +480,6 @@ impl Simulation {
             self.answer(conn, number, Answer::Done);
         }
         self.write_pages(at);
-    }
-
-    /// Grows the volume here: the directory first, then the files of the sets, one by one. The process may
-    /// die in between.
-    fn expand_replica(&mut self, at: usize, op: &Op, size_bytes: u64) {
-        let is_calm = self.calm;
-        let replica = &mut self.replicas[at];
-        let is_cut_off = !is_calm && replica.rng.u8(..) < 20;
-        let left = replica.rng.usize(0..3);
-        if size_bytes > replica.size_bytes && replica.full_for_pages {
-            return self.answer(op.conn, op.number, Answer::Error(Errno::NO_SPACE));
-        }
-        if size_bytes > replica.size_bytes {
-            replica.size_bytes = size_bytes;
-            let grown = replica.state.intent_log().grown(Regions::of(size_bytes));
-            let files: Vec<_> = grown.files().collect();
-            let done = if is_cut_off { left.min(files.len()) } else { files.len() };
-            replica.durable.sets.extend(files.into_iter().take(done));
-            replica.void_summing();
-            for (_, key, ..) in replica.pages.values_mut() {
-                *key = None;
-            }
-            if is_cut_off {
-                self.count("expansions cut off");
-                let mut rng = self.rng.fork();
-                self.kill_replica(at, false, 0, &mut rng);
-                return;
-            }
-            replica.state.intent_log_mut().grow(grown);
-            replica.heal_unknown();
-            replica.waiting.grown();
-            replica.map.grow(size_bytes);
-            self.trace(|| format!("replica {at} has {size_bytes} bytes now"));
-        }
-        let outcome = match size_bytes < self.replicas[at].size_bytes {
-            true => Answer::Error(Errno::INVALID),
-            false => Answer::Done,
-        };
-        self.answer(op.conn, op.number, outcome);
-        self.go_on_waiting(at);
     }
 
     /// Kills the process; with `power`, its host is off. It is back after `for_us`; 0: a random time. Returns

@@ -36,6 +36,10 @@ pub struct Script {
     /// The number of queues of the engine.
     #[serde(default = "one")]
     pub queues: u16,
+    /// The number of blocks of which a replica can remember sums beside rot. Pages of sums are small then. 0:
+    /// as many as a real replica, with pages as large.
+    #[serde(default)]
+    pub rot_places: usize,
     /// The layout of each replica at the beginning; unnamed ones have a plain one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layouts: Vec<Layout>,
@@ -133,6 +137,7 @@ impl Script {
             trouble_us: TROUBLE_US,
             slow_network: rng.u8(0..3) == 0,
             queues: [1, 1, 2, 3][rng.usize(0..4)],
+            rot_places: if rng.u8(0..4) == 0 { rng.usize(20..70) } else { 0 },
             layouts: Vec::new(),
             faults: Vec::new(),
         };

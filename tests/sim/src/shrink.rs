@@ -41,6 +41,7 @@ fn simpler(script: &Script) -> Vec<Simpler> {
         |script| Script { queues: 1, ..script.clone() },
         |script| Script { layouts: Vec::new(), ..script.clone() },
         |script| Script { odd_blocks: 0, ..script.clone() },
+        |script| Script { rot_places: 0, ..script.clone() },
         |script| Script { requests: script.requests / 2, ..script.clone() },
         |script| Script { requests: script.requests * 4 / 5, ..script.clone() },
         |script| {

@@ -38,6 +38,8 @@ pub struct Simulation {
     pub options: Options,
     pub queues: u16,
     pub slow_network: bool,
+    /// See [`Script::rot_places`]; 0 after the trouble.
+    pub rot_places: usize,
     pub now: Micros,
     pub rng: Rng,
     sequence: u64,
@@ -99,6 +101,7 @@ impl Simulation {
             options,
             queues: script.queues.max(1),
             slow_network: script.slow_network,
+            rot_places: script.rot_places,
             now: 0,
             rng: Rng::with_seed(script.seed),
             sequence: 0,

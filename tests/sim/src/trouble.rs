@@ -1,6 +1,7 @@
 //! Trouble, and its end.
 
 use fastrand::Rng;
+use shorthorn_replica_core::Places;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::faults::Fault;
@@ -255,6 +256,7 @@ impl Simulation {
                 }
             }
             Mend::Failed(replica, boot) => self.end_failed(replica, boot),
+            Mend::Refusing(replica, boot) => self.restart_refusing(replica, boot),
             Mend::Engine(engine, tick_first) => self.resume_engine(engine, tick_first),
             Mend::Replica(replica, boot) => self.resume_replica(replica, boot),
         }
@@ -287,6 +289,7 @@ impl Simulation {
     pub fn calm_down(&mut self) {
         self.calm = true;
         self.slow_network = false;
+        self.rot_places = 0;
         self.guest.budget = self.guest.budget.min(500);
         self.cuts.clear();
         self.release_held();
@@ -303,6 +306,7 @@ impl Simulation {
             replica.has_space();
             replica.slow_by_us = 0;
             replica.broken.clear();
+            replica.known_rot.set_places(Places::default());
             // A replica that has seen an error of its disk serves nothing until it is started again. If that
             // is not recorded, its host is.
             if replica.failed {

@@ -26,17 +26,29 @@ use std::collections::{BTreeMap, BTreeSet};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
-/// The maximum number of blocks with a known sum: 64 pages of the file of sums. Lost blocks come on top: the
-/// file that records them has a bound of its own.
-const BLOCKS_MAX: usize = 64 * 512;
-/// The maximum number of pages without a place. Beyond that, every page counts as one.
-const HOMELESS_MAX: usize = 4096;
 /// The maximum number of failed requests whose data a block may hold. After more of them the block is not
 /// compared any more.
 const FAILED_MAX: usize = 3;
 /// The maximum number of results of merges with rot that a block may hold. After more failed requests, their
 /// sectors count as rot.
 const MERGED_MAX: usize = FAILED_MAX + 1;
+
+/// The bounds of the knowledge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// The maximum number of blocks with a known sum. Lost blocks come on top: the file that records them has
+    /// a bound of its own.
+    pub blocks: usize,
+    /// The maximum number of pages without a place. Beyond that, every page counts as one.
+    pub homeless_pages: usize,
+}
+
+impl Default for Places {
+    /// The blocks of 64 pages of the file of sums.
+    fn default() -> Places {
+        Places { blocks: 64 * 512, homeless_pages: 4096 }
+    }
+}
 
 /// The data of a block after a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +65,7 @@ pub enum After {
 /// See the module. `R` identifies a request in execution.
 #[derive(Clone, Debug)]
 pub struct KnownRot<R> {
+    places: Places,
     blocks: BTreeMap<u64, Known<R>>,
     /// The number of blocks that requests are modifying.
     under_way: usize,
@@ -142,16 +155,27 @@ fn sectors(block: u64, range: ByteRange) -> u8 {
 
 impl<R> Default for KnownRot<R> {
     fn default() -> KnownRot<R> {
-        KnownRot { blocks: BTreeMap::new(), under_way: 0, lost: 0, homeless: Some(BTreeSet::new()) }
+        KnownRot {
+            places: Places::default(),
+            blocks: BTreeMap::new(),
+            under_way: 0,
+            lost: 0,
+            homeless: Some(BTreeSet::new()),
+        }
     }
 }
 
 impl<R: Copy + PartialEq> KnownRot<R> {
+    /// Sets the bounds of what can be known from now on.
+    pub fn set_places(&mut self, places: Places) {
+        self.places = places;
+    }
+
     /// Keeps the sums, which count, of some blocks. Known blocks stay. Returns false if not all find a place.
     pub fn keep_some(&mut self, sums: impl IntoIterator<Item = (u64, u32)>) -> bool {
         let new: Vec<(u64, u32)> =
             sums.into_iter().filter(|(block, _)| !self.blocks.contains_key(block)).collect();
-        let has_place = self.blocks.len() - self.lost + new.len() <= BLOCKS_MAX;
+        let has_place = self.blocks.len() - self.lost + new.len() <= self.places.blocks;
         if has_place {
             self.blocks.extend(new.into_iter().map(|(block, sum)| (block, Known::new(Some(sum)))));
         }
@@ -168,7 +192,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         } else {
             homeless.insert(page);
         }
-        if homeless.len() > HOMELESS_MAX {
+        if homeless.len() > self.places.homeless_pages {
             self.homeless = None;
         }
         has_place
@@ -378,7 +402,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
 
     /// Forgets all blocks.
     pub fn forget(&mut self) {
-        *self = KnownRot::default();
+        *self = KnownRot { places: self.places, ..KnownRot::default() };
     }
 }
 

@@ -21,8 +21,7 @@ impl Replica {
     /// forgotten, because their end could not be stored.
     pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> bool {
         let shown = self.known_rot.has(block).then(|| self.sum_of(block));
-        let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
-        let is_followed = self.end_sums_durably(range);
+        let is_followed = self.end_sums_durably(block_range(block));
         if !is_followed {
             self.forget_sums();
             self.know_lost(None);

@@ -4,13 +4,22 @@
 //! former content is remembered, and is restored as soon as no sum of the block counts any more: rot without
 //! sums cannot be noticed at all. The sums of a region end when it is modified, except for those beside known
 //! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
-//! and its simulation keep them in the same way: see [`KnownRot`].
+//! and its simulation keep them in the same way: see [`KnownRot`]. In some scripts few sums can stay known, and
+//! pages are small, so that rot finds no place. The simulation reads a page at once.
 
 use super::*;
-use shorthorn_replica_core::After;
+use shorthorn_replica_core::{After, Places};
+use shorthorn_types::Errno;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::Sabotage;
+
+/// The number of blocks whose sums are in one page of the file of a replica.
+pub const PAGE_BLOCKS: u64 = 512;
+/// The same if few places are left for the knowledge of rot: a small volume has several pages then.
+const FEW_PLACES_PAGE_BLOCKS: u64 = 24;
+/// The number of pages without a place, if few are left.
+const HOMELESS_PAGES: usize = 3;
 
 /// Regions that are being summed.
 #[derive(Debug)]
@@ -33,9 +42,8 @@ impl Replica {
     }
 
     pub fn is_summed(&self, block: u64) -> bool {
-        let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
         let intent_log = self.state.intent_log();
-        let mut regions = intent_log.regions().touched(range);
+        let mut regions = intent_log.regions().touched(block_range(block));
         !regions.is_empty()
             && regions.all(|region| intent_log.is_summed(region))
             && self.durable.sums.contains_key(&block)
@@ -58,11 +66,75 @@ impl Replica {
         known.unwrap_or_else(|| self.kept_sum(block).is_some_and(|sum| sum != found))
     }
 
-    /// Keeps the sums beside rot that was met.
-    pub fn know_rot(&mut self) {
-        let blocks = 0..self.size_bytes / BLOCK_BYTES;
-        let sums: Vec<(u64, u32)> = blocks.filter_map(|block| Some((block, self.kept_sum(block)?))).collect();
-        self.known_rot.keep(0, sums);
+    /// Keeps the sums beside a block with rot that a read of `range` has met.
+    pub fn know_rot(&mut self, block: u64, range: ByteRange, sabotage: Option<Sabotage>) {
+        let page = block / self.page_blocks;
+        let blocks = page * self.page_blocks..(page + 1) * self.page_blocks;
+        let read = block_numbers(range);
+        let read = read.start.max(blocks.start)..read.end.min(blocks.end);
+        let is_in_memory = self.has_summed(read) || self.repair_rng.bool();
+        if !is_in_memory && sabotage != Some(Sabotage::UnreadPages) && self.has_summed(blocks.clone()) {
+            return;
+        }
+        let rotten = blocks.clone().filter(|block| is_in_memory && self.is_known_rotten(*block));
+        rotten.collect::<Vec<_>>().into_iter().for_each(|block| self.files.meet(block));
+        let sums = self.kept_sums_of(blocks.filter(|_| is_in_memory));
+        self.known_rot.keep(page, sums);
+    }
+
+    pub(super) fn forget_known_rot(&mut self) {
+        self.known_rot.forget();
+        self.files.meet_none();
+        // They write sound data, because the rot could not be noticed.
+        self.ops.values_mut().for_each(|op| op.read_before.clear());
+    }
+
+    fn kept_sums_of(&self, blocks: impl Iterator<Item = u64>) -> Vec<(u64, u32)> {
+        blocks.filter_map(|block| Some((block, self.kept_sum(block)?))).collect()
+    }
+
+    /// Returns true if the blocks touch a region whose sums count.
+    fn has_summed(&self, blocks: std::ops::Range<u64>) -> bool {
+        let intent_log = self.state.intent_log();
+        let length_bytes = blocks.end.saturating_sub(blocks.start) * BLOCK_BYTES;
+        let range = ByteRange::new(blocks.start * BLOCK_BYTES, length_bytes).unwrap_or(ByteRange::EMPTY);
+        intent_log.regions().touched(range).any(|region| intent_log.is_summed(region))
+    }
+
+    /// Bounds the knowledge of rot, so that pages find no place in it.
+    pub fn limit_known_rot(&mut self, places: usize) {
+        if places > 0 {
+            self.page_blocks = FEW_PLACES_PAGE_BLOCKS;
+            self.known_rot.set_places(Places { blocks: places, homeless_pages: HOMELESS_PAGES });
+        }
+    }
+
+    /// The pages with the sums that a modification of `range` ends.
+    fn pages_of(&self, range: ByteRange) -> std::ops::Range<u64> {
+        let blocks = block_numbers(self.regions_of(range));
+        blocks.start / self.page_blocks..blocks.end.div_ceil(self.page_blocks)
+    }
+
+    /// Returns true if rot that only a page shows would be forgotten by a modification of `range`.
+    pub fn has_homeless_rot(&self, range: ByteRange) -> bool {
+        self.pages_of(range).any(|page| !self.known_rot.may_modify(page))
+    }
+
+    /// Keeps the sums that a modification of `range` ends, if their pages have rot and found no place. Every
+    /// page can be read at once. Returns an error if there is no place.
+    pub fn keep_rot(&mut self, range: ByteRange) -> Result<(), Errno> {
+        if !self.has_summed(block_numbers(range)) {
+            return Ok(());
+        }
+        let ends = block_numbers(self.regions_of(range));
+        for page in self.pages_of(range) {
+            let blocks = page * self.page_blocks..(page + 1) * self.page_blocks;
+            let part = blocks.start.max(ends.start)..blocks.end.min(ends.end);
+            if !self.known_rot.may_modify(page) && !self.known_rot.keep_some(self.kept_sums_of(part)) {
+                return Err(Errno::IO);
+            }
+        }
+        Ok(())
     }
 
     /// Invalidates the sums of the regions of `range`, which a request is to modify, whether it is admitted
@@ -72,6 +144,8 @@ impl Replica {
         let rotten = self.files.rot.range(block_numbers(bytes)).map(|(block, _)| *block);
         let unknown: Vec<u64> =
             rotten.filter(|block| !self.known_rot.has(*block) && !self.files.has_lost(*block)).collect();
+        let is_forgotten = |block: &u64| self.files.is_met(*block) && self.is_known_rotten(*block);
+        self.forgotten_rot = self.forgotten_rot.or_else(|| unknown.iter().copied().find(is_forgotten));
         unknown.into_iter().for_each(|block| self.heal_block(block));
     }
 
@@ -255,7 +329,7 @@ impl Replica {
     /// No sum counts any more.
     pub(super) fn forget_sums(&mut self) {
         self.void_summing();
-        self.known_rot.forget();
+        self.forget_known_rot();
         self.durable.sums.clear();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().end_sums(false);

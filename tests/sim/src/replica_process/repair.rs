@@ -6,14 +6,15 @@ impl Simulation {
     /// Begins a scrub of the snapshot of a replica. It meets the rot there, and repairs it within `for_us`,
     /// most of it while a request merges a part of the block.
     pub fn scrub_snapshot(&mut self, at: usize, for_us: Micros) -> bool {
+        let sabotage = self.options.sabotage;
         let replica = &mut self.replicas[at];
         let can_repair = replica.up && !replica.failed && !replica.durable.rebuilding;
-        let is_met =
-            |replica: &Replica| replica.files.rot_below().any(|(block, _)| replica.is_known_rotten(block));
-        if !can_repair || !is_met(replica) {
+        let rotten = replica.files.rot_below().map(|(block, _)| block);
+        let met: Vec<u64> = rotten.filter(|block| replica.is_known_rotten(*block)).collect();
+        if !can_repair || met.is_empty() {
             return false;
         }
-        replica.know_rot();
+        met.into_iter().for_each(|block| replica.know_rot(block, block_range(block), sabotage));
         replica.is_under_repair = true;
         let boot = replica.boot;
         self.after(for_us, Occurrence::Repair { replica: at, boot, block: None });
@@ -61,6 +62,9 @@ impl Simulation {
         let replica = &mut self.replicas[at];
         if !has_source || !replica.is_known_rotten(block) {
             return;
+        }
+        if replica.has_homeless_rot(block_range(block)) {
+            return self.count("repairs refused beside rot");
         }
         let is_followed = replica.repair_block(block, sabotage);
         let is_beside = replica.ops.values().any(|op| op.read_before.contains_key(&block));

@@ -8,6 +8,8 @@ use crate::net::RottenBlock;
 
 /// The interval at which a process searches regions to sum.
 const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
+/// The time after which the operator restarts a replica that refuses modifications.
+const OPERATOR_US: std::ops::Range<Micros> = 1_000_000..5_000_000;
 /// The maximum number of regions that are summed at once.
 const REGIONS_AT_ONCE: u32 = 4;
 
@@ -67,7 +69,8 @@ impl Simulation {
 
     /// The snapshot of a replica is read to be copied. Rot that no sum is known of cannot be noticed.
     pub(super) fn read_snapshot(&mut self, at: usize, op: &Op, blocks: &Range<u64>) {
-        let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedLayers);
+        let sabotage = self.options.sabotage;
+        let is_unchecked = sabotage == Some(Sabotage::UncheckedLayers);
         let replica = &mut self.replicas[at];
         let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
         let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
@@ -75,8 +78,10 @@ impl Simulation {
         let reported = replica.files.rot_below().filter(|(block, _)| !is_unchecked && blocks.contains(block));
         let reported: Vec<RottenBlock> = reported.collect();
         let file = Rc::new(replica.files.snapshot.clone());
+        for (block, _) in &reported {
+            replica.know_rot(*block, block_range(*block), sabotage);
+        }
         if !reported.is_empty() {
-            replica.know_rot();
             self.count("rot of snapshots reported");
         }
         self.answer(op.conn, op.number, Answer::Snapshot(file, reported));
@@ -146,6 +151,32 @@ impl Simulation {
             self.kill_replica(at, false, 0, &mut rng);
         }
         !is_cut_off
+    }
+
+    /// Keeps the sums beside rot that a modification of `range` would end. If it is refused because there is
+    /// no place, the operator restarts the replica after a while. Rot that is unknown then is healed.
+    pub(super) fn keep_rot(&mut self, at: usize, range: ByteRange) -> Result<(), Errno> {
+        let is_sabotaged = self.options.sabotage == Some(Sabotage::RotWithoutPlace);
+        let replica = &mut self.replicas[at];
+        let kept = replica.keep_rot(range);
+        if kept.is_ok() || is_sabotaged {
+            return Ok(());
+        }
+        let (boot, is_first) = (replica.boot, !std::mem::replace(&mut replica.is_refusing, true));
+        if is_first {
+            let delay = replica.repair_rng.u64(OPERATOR_US);
+            self.after(delay, Occurrence::Mend(Mend::Refusing(at, boot)));
+        }
+        self.count("modifications refused beside rot");
+        kept
+    }
+
+    /// The operator restarts a replica that refuses modifications.
+    pub fn restart_refusing(&mut self, at: usize, boot: u64) {
+        if self.replicas[at].boot == boot {
+            let mut rng = self.replicas[at].repair_rng.fork();
+            self.kill_replica(at, false, 1000, &mut rng);
+        }
     }
 
     /// Looks for regions to sum.
