@@ -59,6 +59,8 @@ pub enum Fault {
     },
     /// A scrub repairs the snapshot of a replica for a while, beside requests.
     ScrubSnapshot { victim: usize, for_us: u64 },
+    /// A replica process is killed, and another program opens the directory.
+    OtherProgram { victim: usize, for_us: u64 },
     /// A host loses its engine's state file.
     LoseState { host: usize },
     /// The controller's store is copied.
@@ -170,6 +172,7 @@ pub enum Kind {
     RotBlocks,
     RotUnderCopy,
     RotUnderScrub,
+    OtherProgram,
     LoseState,
     RestoreController,
     RestoreDisk,
@@ -207,6 +210,7 @@ impl Fault {
             Fault::RotBlocks { vanish: false, .. } => "fault: rot blocks",
             Fault::RotBlocks { .. } => "fault: blocks vanish",
             Fault::ScrubSnapshot { .. } => "fault: scrub of a snapshot",
+            Fault::OtherProgram { .. } => "fault: another program",
             Fault::LoseState { .. } => "fault: lose state file",
             Fault::SaveController => "fault: save controller",
             Fault::RestoreController => "fault: restore controller",

@@ -104,6 +104,8 @@ pub enum Sabotage {
     UnreadPages,
     /// The sums beside rot end although no place is left for them.
     RotWithoutPlace,
+    /// The sums of lost blocks that are merged with new data are not recorded.
+    MergesUnrecorded,
     /// Repairs of snapshots take no account of the requests beside them.
     RepairsAlone,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
@@ -212,6 +214,7 @@ pub const COVERED: &[&str] = &[
     "fault: rot blocks",
     "fault: blocks vanish",
     "fault: scrub of a snapshot",
+    "fault: another program",
     "regions summed",
     "rot reported",
     "blocks of snapshots that rot",

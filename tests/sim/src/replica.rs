@@ -283,7 +283,7 @@ impl Replica {
             rebuilding: self.durable.rebuilding,
             lost_cache: self.durable.power_was_lost,
             report: self.durable.views.report().clone(),
-            stamp: intent.and_then(|file| WriteIntentLog::load(regions, 1, file).0.stamp()),
+            stamp: intent.and_then(|file| WriteIntentLog::load(regions, self.durable.epoch, file).0.stamp()),
         }
     }
 
@@ -327,6 +327,7 @@ impl Replica {
         self.remap();
         self.summing = None;
         self.forget_known_rot();
+        self.load_lost();
         self.know_lost(sabotage);
         self.heal_unknown();
         self.boot = boot;

@@ -199,14 +199,13 @@ impl Simulation {
 
     /// Completes a request on the disk.
     pub fn disk_done(&mut self, at: usize, boot: u64, number: u64) {
-        let lies = self.options.sabotage == Some(Sabotage::LyingFlush);
-        let is_unchecked = self.options.sabotage == Some(Sabotage::UncheckedSources);
+        let sabotage = self.options.sabotage;
         let replica = &mut self.replicas[at];
         if replica.boot != boot || !replica.up {
             return;
         }
         let Some(op) = replica.ops.remove(&number) else { return };
-        let (mut answer, error) = replica.done(&op, lies, is_unchecked);
+        let (mut answer, error) = replica.done(&op, sabotage);
         if let Some(block) = self.replicas[at].forgotten_rot.take() {
             self.violate(format!("replica {at} has forgotten the rot of block {block}"));
         }
@@ -489,6 +488,7 @@ impl Simulation {
     /// all the same, the next process takes its data for whole; the real one reports that to the operator.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
         let sabotaged = self.options.sabotage == Some(Sabotage::EndUnrecorded);
+        let is_unrecorded = self.options.sabotage == Some(Sabotage::MergesUnrecorded);
         let replica = &self.replicas[at];
         let has_to_stay = replica.failed && !replica.may_end() && !power && !sabotaged;
         if !replica.up || has_to_stay {
@@ -504,7 +504,12 @@ impl Simulation {
         replica.backlog.clear();
         // Operations that the kernel already has may happen, or a part of them.
         for op in std::mem::take(&mut replica.ops).into_values() {
-            for (block, content) in replica.changes(&op) {
+            let changes = replica.changes(&op);
+            replica.sums_are_merged(&op, &changes);
+            if !is_unrecorded {
+                replica.record_merged(&op);
+            }
+            for (block, content) in changes {
                 if rng.bool() {
                     replica.put(block, content);
                 }

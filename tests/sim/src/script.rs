@@ -80,7 +80,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// The relative probability of each kind of fault.
-const WEIGHTS: [(Kind, u32); 39] = [
+const WEIGHTS: [(Kind, u32); 40] = [
     (Kind::KillReplica, 12),
     (Kind::CutPower, 7),
     (Kind::KillEngine, 11),
@@ -120,6 +120,7 @@ const WEIGHTS: [(Kind, u32); 39] = [
     (Kind::RestoreController, 2),
     (Kind::RestoreDisk, 6),
     (Kind::RotUnderScrub, 10),
+    (Kind::OtherProgram, 2),
 ];
 
 impl Script {
@@ -239,6 +240,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
         Kind::RotUnderCopy => return rot_under_copy(victim, partial, for_us, rng),
         Kind::RotUnderScrub => return rot_under_scrub(victim, for_us, rng),
+        Kind::OtherProgram => Fault::OtherProgram { victim, for_us: rng.u64(5_000..500_000) },
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => {
             return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];
@@ -282,7 +284,14 @@ fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> V
     let times = rng.u32(0..4);
     let unread = Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
     let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
-    vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace]
+    let mut faults = vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace];
+    if rng.bool() {
+        // The new replica is one of them, and may know lost blocks.
+        let open = |victim| Fault::OtherProgram { victim, for_us: 100_000 };
+        let later = rng.u64(500_000..5_000_000);
+        faults.extend((0..REPLICAS_MAX).map(|victim| (later + victim as u64 * 400_000, open(victim))));
+    }
+    faults
 }
 
 /// Has the disk of a replica rot, and a scrub repair its snapshot beside requests. The disk is slow, so that

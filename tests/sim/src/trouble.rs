@@ -129,6 +129,10 @@ impl Simulation {
                 let victim = self.victim(victim);
                 self.rot_blocks(victim, blocks, vanish, rng)
             }
+            Fault::OtherProgram { victim, for_us } => {
+                let victim = self.victim(victim);
+                self.open_by_other(victim, for_us, rng)
+            }
             Fault::ScrubSnapshot { victim, for_us } => {
                 let victim = self.victim(victim);
                 self.scrub_snapshot(victim, for_us)

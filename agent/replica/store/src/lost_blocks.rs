@@ -58,6 +58,12 @@ impl LostBlock {
         self.copied
     }
 
+    /// Returns true if the sum of a merge is recorded.
+    #[must_use]
+    pub fn is_merged(&self) -> bool {
+        !self.merged.is_empty()
+    }
+
     /// Adds the sum of a merge. Beyond [`MERGED_SUMS_MAX`], the oldest merge is forgotten.
     pub fn add_merged(&mut self, sum: u32) {
         self.merged.retain(|known| *known != sum);
@@ -172,7 +178,7 @@ impl Store {
     /// An I/O error: the sums are not recorded.
     pub fn record_torn_blocks(&mut self, lost: &mut LostBlocks) -> Result<()> {
         let mut has_changed = false;
-        for (number, block) in lost.iter_mut().filter(|(_, block)| !block.merged.is_empty()) {
+        for (number, block) in lost.iter_mut().filter(|(_, block)| block.is_merged()) {
             if let Some(sum) = self.sum_shown(*number).filter(|sum| !block.has(*sum)) {
                 block.add_merged(sum);
                 has_changed = true;

@@ -7,6 +7,7 @@ use shorthorn_regions::{PAGE_BYTES, SetKey};
 use shorthorn_replica_core::{
     Disk, DurableStep, RecordOutcome, ReplicaState, Started, StoredFiles, SumsFound,
 };
+use shorthorn_store::LostBlocks;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
@@ -35,8 +36,12 @@ pub struct Durable {
     pub sums: BTreeMap<u64, u32>,
     /// The snapshot is whole, though the copy of the replica may not be.
     pub is_snapshot_done: bool,
-    /// Blocks that were copied as rot, and their sums then.
-    pub lost: BTreeMap<u64, u32>,
+    /// Blocks that were copied as rot, and the sums of the data that they may hold.
+    pub lost: LostBlocks,
+    /// The epoch rises when another program has had the directory open. Sets of another epoch do not count.
+    pub epoch: u64,
+    /// The epoch in which `lost` was written.
+    pub lost_epoch: u64,
     /// The host was off while data was not durable, and not all of that has been made equal since.
     pub power_was_lost: bool,
     /// The number of failures in a row.
@@ -57,7 +62,9 @@ impl Durable {
             salvaged: 0,
             sums: BTreeMap::new(),
             is_snapshot_done: false,
-            lost: BTreeMap::new(),
+            lost: LostBlocks::new(),
+            epoch: 1,
+            lost_epoch: 1,
             power_was_lost: false,
             failures: 0,
         }
@@ -184,7 +191,7 @@ impl Durable {
             me,
             views: self.views.clone(),
             regions,
-            epoch: 1,
+            epoch: self.epoch,
             intent: self.sets.get(&SetKey::Intent).cloned(),
             out_of_sync: out_of_sync.collect(),
             sums: SumsFound::Wanted(self.sets.get(&SetKey::Unsummed).cloned()),

@@ -13,7 +13,9 @@ use crate::net::{Answer, Ask, SnapshotLayer};
 
 impl Replica {
     /// Executes the request on the disk, and returns the answer and the reported error, if any.
-    pub fn done(&mut self, op: &Op, lies: bool, is_unchecked: bool) -> (Answer, Option<Broken>) {
+    pub fn done(&mut self, op: &Op, sabotage: Option<Sabotage>) -> (Answer, Option<Broken>) {
+        let lies = sabotage == Some(Sabotage::LyingFlush);
+        let is_unchecked = sabotage == Some(Sabotage::UncheckedSources);
         let error = match &op.ask {
             Ask::Read(_) | Ask::CheckedRead(_) => Broken::Read,
             Ask::Verify(_) => Broken::Verify,
@@ -47,7 +49,7 @@ impl Replica {
                 Answer::Done
             }
             _ => {
-                let outcome = self.modify(op, breaks);
+                let outcome = self.modify(op, breaks, sabotage);
                 if outcome.is_ok() {
                     self.record_cured(op);
                 }
@@ -58,9 +60,12 @@ impl Replica {
         (answer, Some(error).filter(|_| breaks))
     }
 
-    pub(super) fn modify(&mut self, op: &Op, breaks: bool) -> Result<(), Errno> {
+    pub(super) fn modify(&mut self, op: &Op, breaks: bool, sabotage: Option<Sabotage>) -> Result<(), Errno> {
         let changes = self.changes(op);
         self.sums_are_merged(op, &changes);
+        if sabotage != Some(Sabotage::MergesUnrecorded) {
+            self.record_merged(op);
+        }
         let head = &self.files.head;
         let has_room =
             |(block, content): &(u64, Option<Block>)| content.is_none() || head.get(*block).is_some();

@@ -176,7 +176,7 @@ impl Replica {
 
     /// Records that the request has merged a part of each of these blocks with the former data; they are
     /// about to be written.
-    pub(super) fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
+    pub fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
         let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
         for (block, content) in changes {
             if after(&op.ask, range, *block) == After::Unmerged {
@@ -295,9 +295,35 @@ impl Replica {
         // As if a block with other data than it was copied with were not lost any more.
         let by_sum = sabotage == Some(Sabotage::MergedForgotten);
         let lost = self.durable.lost.iter();
-        let lost = lost.filter(|(block, sum)| !by_sum || self.sum_of(**block) == **sum);
+        let lost = lost.filter(|(block, lost)| !by_sum || self.sum_of(**block) == lost.copied());
         let lost: Vec<u64> = lost.map(|(block, _)| *block).collect();
         self.known_rot.keep_lost(lost);
+    }
+
+    /// Loads the lost blocks. After another program has had the directory open, those with none of their sums
+    /// have got other data from it. Otherwise a crash may have torn a merge.
+    pub(super) fn load_lost(&mut self) {
+        let mut lost = std::mem::take(&mut self.durable.lost);
+        if std::mem::replace(&mut self.durable.lost_epoch, self.durable.epoch) != self.durable.epoch {
+            lost.retain(|block, lost| lost.has(self.sum_of(*block)));
+        }
+        let torn = lost.iter_mut().filter(|(_, lost)| lost.is_merged());
+        torn.for_each(|(block, lost)| lost.add_merged(self.sum_of(*block)));
+        self.durable.lost = lost;
+    }
+
+    /// Records the sums of lost blocks that the request has merged with new data, and is about to write.
+    pub fn record_merged(&mut self, op: &Op) {
+        for (block, sum) in self.known_rot.merged_by(op.key()) {
+            self.durable.lost.entry(block).and_modify(|lost| lost.add_merged(sum));
+        }
+    }
+
+    /// Another program opens the directory and closes it, without a change of data.
+    pub fn open_by_other(&mut self) {
+        self.durable.epoch += 1;
+        self.durable.is_snapshot_done = false;
+        self.files.head.sync(usize::MAX);
     }
 
     /// Returns true if the disk records the block as lost.

@@ -1,4 +1,4 @@
-//! A scrub that repairs the snapshot of a replica.
+//! Changes of a replica's files without its engine: a scrub that repairs the snapshot, and other programs.
 
 use super::*;
 
@@ -19,6 +19,17 @@ impl Simulation {
         let boot = replica.boot;
         self.after(for_us, Occurrence::Repair { replica: at, boot, block: None });
         true
+    }
+
+    /// Kills a replica process, and has another program open its directory. Without the stamps of others, or
+    /// its own, a restored disk would be like any other.
+    pub fn open_by_other(&mut self, at: usize, for_us: Micros, rng: &mut Rng) -> bool {
+        let is_any_restored = self.replicas.iter().any(|replica| replica.is_rolled_back);
+        let is_opened = !is_any_restored && self.kill_replica(at, false, for_us, rng);
+        if is_opened {
+            self.replicas[at].open_by_other();
+        }
+        is_opened
     }
 
     /// Has the rot that the request is about to merge repaired within the time that it takes.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::*;
 use crate::disk::SparseFile;
 use crate::net::RottenBlock;
+use shorthorn_store::LostBlock;
 
 /// The interval at which a process searches regions to sum.
 const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
@@ -134,7 +135,7 @@ impl Simulation {
             replica.files.is_lost(*block, *was);
             let sum = replica.sum_of(*block);
             if is_recorded {
-                replica.durable.lost.insert(*block, sum);
+                replica.durable.lost.insert(*block, LostBlock::new(sum));
             }
             self.was_rotten.insert((at, *block));
         }
