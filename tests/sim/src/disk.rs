@@ -74,6 +74,11 @@ impl SparseFile {
     /// Replaces a block of the disk.
     pub fn replace(&mut self, block: u64, content: Option<Block>) {
         self.now.set(block, content);
+        self.replace_durable(block, content);
+    }
+
+    /// Replaces the content of a block after a power loss.
+    fn replace_durable(&mut self, block: u64, content: Option<Block>) {
         self.durable.set(block, content);
         // Blocks that rot was merged into are not written any more.
         let is_rotten = |changed: &Option<Block>| changed.is_some_and(|sectors| sectors.contains(&ROT));
@@ -266,7 +271,7 @@ impl Files {
                 (was, is_lost)
             }
             Some(Rotten { was, is_lost, .. }) => {
-                self.head.durable.set(block, Some(was));
+                self.head.replace_durable(block, Some(was));
                 self.rot.remove(&block);
                 (was, is_lost)
             }
