@@ -143,6 +143,8 @@ pub struct Files {
     pub rot: BTreeMap<u64, Rotten>,
     /// The number of blocks whose content from before their rot was restored.
     heals: u64,
+    /// True if the head has got a block that was owed to it.
+    has_grown: bool,
 }
 
 /// A block that the disk has changed by itself.
@@ -154,11 +156,30 @@ pub struct Rotten {
     is_below: bool,
     /// True if no member had the block when the replica was made, which its disk records.
     is_lost: bool,
+    /// True if an engine has got the answer that the block holds rot.
+    is_reported: bool,
+    /// The data that an engine has decided for, if it could not be written: that of another member.
+    owed: Option<Block>,
+    /// True if a repair shows the data from before the rot, and that is not the right one: a reader sees
+    /// [`ROT`] in its place, but its sum.
+    shows_former: bool,
     /// True if the replica process has met the rot, or other rot in the same page of sums.
     is_met: bool,
     /// True if a request has merged a part of the block with the rot. The sum beside it is that of the data
     /// from before the request.
     is_merged: bool,
+}
+
+impl Rotten {
+    fn new(was: Block, is_below: bool) -> Rotten {
+        let (is_lost, is_reported, owed, shows_former) = (false, false, None, false);
+        Rotten { was, is_below, is_lost, is_reported, owed, shows_former, is_met: false, is_merged: false }
+    }
+
+    /// Returns the right data.
+    fn right(&self) -> Block {
+        self.owed.unwrap_or(self.was)
+    }
 }
 
 impl Files {
@@ -198,7 +219,7 @@ impl Files {
         }
         let content = Some([ROT; BLOCK_SECTORS]).filter(|_| !vanishes);
         self.file_with(is_below).replace(block, content);
-        self.rot.insert(block, Rotten { was, is_below, is_lost: false, is_met: false, is_merged: false });
+        self.rot.insert(block, Rotten::new(was, is_below));
         true
     }
 
@@ -242,8 +263,7 @@ impl Files {
     /// Copies rot to a block of the snapshot, because no member has the former data.
     pub fn is_lost(&mut self, block: u64, was: Block) {
         self.snapshot.replace(block, Some([ROT; BLOCK_SECTORS]));
-        self.rot
-            .insert(block, Rotten { was, is_below: true, is_lost: true, is_met: false, is_merged: false });
+        self.rot.insert(block, Rotten { is_lost: true, ..Rotten::new(was, true) });
     }
 
     /// Returns the number of blocks that were healed so far.
@@ -251,11 +271,47 @@ impl Files {
         self.heals
     }
 
-    /// Restores the content of a block from before its rot.
+    /// Restores the right content of a block with rot.
     pub fn heal(&mut self, block: u64) {
-        if let Some(Rotten { was, is_below, .. }) = self.rot.remove(&block) {
-            self.heals += 1;
-            self.file_with(is_below).replace(block, Some(was));
+        let Some(rotten) = self.rot.remove(&block) else { return };
+        self.heals += 1;
+        self.file_with(rotten.is_below).replace(block, Some(rotten.was));
+        if rotten.owed.is_some() {
+            self.head.replace(block, rotten.owed);
+            self.has_grown = true;
+        }
+    }
+
+    /// Returns true if the head has got a block by [`Files::heal`] since the last call.
+    pub fn has_grown(&mut self) -> bool {
+        std::mem::take(&mut self.has_grown)
+    }
+
+    /// Repairs a block of the snapshot. If the engine has decided for other data, it is as rotten as before.
+    pub fn repair_below(&mut self, block: u64) {
+        match self.rot.get_mut(&block) {
+            Some(rotten) if rotten.owed.is_some() => rotten.shows_former = true,
+            _ => self.heal(block),
+        }
+    }
+
+    /// Returns the data from before the rot if a reader sees that.
+    pub fn shown_former(&self, block: u64) -> Option<Block> {
+        self.rot.get(&block).filter(|rotten| rotten.shows_former).map(|rotten| rotten.was)
+    }
+
+    /// Records that an engine gets the answer that the block holds rot.
+    pub fn report(&mut self, block: u64) {
+        if let Some(rotten) = self.rot.get_mut(&block) {
+            rotten.is_reported = true;
+        }
+    }
+
+    /// An engine has decided for this data of a block of which it knows that it holds rot, and it was not
+    /// written.
+    pub fn owe(&mut self, block: u64, data: Block) {
+        if let Some(rotten) = self.rot.get_mut(&block).filter(|rotten| rotten.is_reported) {
+            rotten.owed = Some(data).filter(|data| *data != rotten.was);
         }
     }
 
@@ -264,16 +320,19 @@ impl Files {
     /// read rot before it was repaired; `is_lost` is true if the disk records the block as lost then.
     pub fn overwrite_rot(&mut self, block: u64, content: &Block, is_lost: bool) {
         let known = self.rot.get(&block).copied();
+        let is_reported = known.is_some_and(|rotten| rotten.is_reported);
         let (was, is_lost) = match known {
-            Some(Rotten { was, is_below: true, is_lost, .. }) => {
+            Some(rotten @ Rotten { is_below: true, .. }) => {
                 // From now on it lies below the head.
-                self.heal(block);
-                (was, is_lost)
-            }
-            Some(Rotten { was, is_lost, .. }) => {
-                self.head.replace_durable(block, Some(was));
                 self.rot.remove(&block);
-                (was, is_lost)
+                self.heals += 1;
+                self.snapshot.replace(block, Some(rotten.was));
+                (rotten.right(), rotten.is_lost)
+            }
+            Some(rotten) => {
+                self.head.replace_durable(block, Some(rotten.right()));
+                self.rot.remove(&block);
+                (rotten.right(), rotten.is_lost)
             }
             None => {
                 let found = self.head.get(block).or_else(|| self.snapshot.get(block));
@@ -286,7 +345,7 @@ impl Files {
             rotten.for_each(|(sector, was)| *sector = was);
             self.rot.insert(
                 block,
-                Rotten { was: merged, is_below: false, is_lost, is_met: false, is_merged: true },
+                Rotten { is_lost, is_reported, is_merged: true, ..Rotten::new(merged, false) },
             );
         }
     }

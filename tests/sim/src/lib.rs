@@ -106,8 +106,10 @@ pub enum Sabotage {
     RotWithoutPlace,
     /// The sums of lost blocks that are merged with new data are not recorded.
     MergesUnrecorded,
-    /// Repairs of snapshots take no account of the requests beside them.
-    RepairsAlone,
+    /// A repair of a snapshot makes its blocks unknown, also beside requests.
+    RepairsCure,
+    /// The former data of a block counts although an engine knows of its rot, and has decided for other data.
+    ReportsForgotten,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
     HolesUnseen,
     /// Blocks are read for their sums before the record of later modifications begins.

@@ -387,7 +387,7 @@ impl Replica {
     }
 
     fn look_at_map(&mut self) {
-        if self.has_vanished {
+        if self.files.has_grown() || self.has_vanished {
             self.remap();
         }
     }

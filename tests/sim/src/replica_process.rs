@@ -263,6 +263,10 @@ impl Simulation {
             let replica = &mut self.replicas[at];
             if let Some(block) = replica.rotten_blocks(*range).first() {
                 replica.know_rot(*block, *range, sabotage);
+                if sabotage != Some(Sabotage::ReportsForgotten) {
+                    replica.known_rot.reported(*block);
+                }
+                replica.files.report(*block);
             }
         }
         if let Some(wrong) = wrong {

@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 30] = [
+const SABOTAGES: [&str; 31] = [
     "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
@@ -19,7 +19,8 @@ const SABOTAGES: [&str; 30] = [
     "lost-unreported",
     "holes-unseen",
     "early-forgetting",
-    "repairs-alone",
+    "repairs-cure",
+    "reports-forgotten",
     "merges-unrecorded",
     "unread-pages",
     "rot-without-place",
@@ -137,6 +138,7 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
         "early-forgetting" => Some("known-rot-and-no-space"),
         "unread-is-final" => Some("blocks-that-no-member-alone-can-read"),
         "merges-unrecorded" => Some("a-merged-block-and-another-program"),
+        "reports-forgotten" => Some("rot-without-space-under-a-scrub"),
         "unread-pages" => Some("a-page-of-sums-that-is-not-in-memory"),
         "holes-unseen" => Some("blocks-that-vanish"),
         _ => None,

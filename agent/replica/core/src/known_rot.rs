@@ -13,6 +13,11 @@
 //! is rot too, also if the request succeeds, until such requests have changed every sector. Between them the
 //! block has to stay as it is: if its disk has changed it once more, none of its sectors counts.
 //!
+//! If an engine knows that the block holds rot, other members decide about its data: what they have may be
+//! that of a request which has failed here. It is then the only sound data, also if it cannot be written here
+//! for lack of space. The repair of a layer may show the former data again, and is no decision: a block is as
+//! sound after it as its sum says.
+//!
 //! A *lost* block is one that no replica had sound. The disk records it, whatever it holds, until other data
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
@@ -84,6 +89,8 @@ struct Known<R> {
     failed: Vec<u32>,
     /// The results that it may hold of requests that were merged with its rot.
     merged: Vec<Merged>,
+    /// An engine knows of its rot: see [`KnownRot::reported`].
+    is_reported: bool,
     /// The request that is modifying it.
     change: Option<Change<R>>,
 }
@@ -110,7 +117,7 @@ enum Fate {
 
 impl<R> Known<R> {
     const fn new(former: Option<u32>) -> Known<R> {
-        Known { former, failed: Vec::new(), merged: Vec::new(), change: None }
+        Known { former, failed: Vec::new(), merged: Vec::new(), is_reported: false, change: None }
     }
 
     const fn is_lost(&self) -> bool {
@@ -120,6 +127,18 @@ impl<R> Known<R> {
     /// Returns true if data with this sum is its correct former data, or that of a failed request.
     fn may_have(&self, sum: u32) -> bool {
         self.former == Some(sum) || self.failed.contains(&sum)
+    }
+
+    /// A request has failed that may have given the block this data. If an engine knows of the rot, and the
+    /// request is for the whole block, its data is that of another member.
+    fn has_failed(&mut self, after: u32, is_whole: bool) {
+        if self.is_reported && is_whole {
+            (self.former, self.failed) = (self.former.map(|_| after), Vec::new());
+            self.merged.clear();
+        }
+        if !self.may_have(after) {
+            self.failed.push(after);
+        }
     }
 
     /// Returns the sectors that have the data of requests, if the block has this sum.
@@ -141,6 +160,8 @@ impl<R> Known<R> {
 #[derive(Clone, Copy, Debug)]
 struct Change<R> {
     request: R,
+    /// True if it gives the whole block other data.
+    is_whole: bool,
     after: After,
     /// The result, if it is rot: see [`After::Rot`].
     merged: Option<Merged>,
@@ -254,6 +275,24 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
+    /// An engine gets the answer that the block holds rot. So it takes the data of another member for the right
+    /// one from now on. If it cannot be written here, the former data is not sound any more.
+    pub fn reported(&mut self, block: u64) {
+        if let Some(known) = self.blocks.get_mut(&block) {
+            known.is_reported = true;
+        }
+    }
+
+    /// The repair of a layer shows data with this sum in the block. If it is sound, no engine takes the data of
+    /// another member instead.
+    pub fn repaired(&mut self, block: u64, found: u32) {
+        if self.is_rotten(block, found) == Some(false)
+            && let Some(known) = self.blocks.get_mut(&block)
+        {
+            known.is_reported &= known.change.is_some();
+        }
+    }
+
     /// Returns true if no block is known.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -287,34 +326,20 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     /// The request is about to modify the block.
     pub fn modified(&mut self, request: R, block: u64, after: After) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
-        let changes_nothing =
-            !known.is_lost() && known.failed.is_empty() && known.fate(after) == Fate::StaysRot;
+        let is_whole = matches!(after, After::Sum(_));
+        let is_sound_if_former = known.failed.is_empty() && !known.is_reported;
+        let changes_nothing = !known.is_lost() && is_sound_if_former && known.fate(after) == Fate::StaysRot;
         match &mut known.change {
             // It is begun once more.
-            Some(change) if change.request == request => change.after = after,
+            Some(change) if change.request == request => (change.after, change.is_whole) = (after, is_whole),
             // Two requests modify one block: their order is unknown.
             Some(_) => self.lose_track(block),
             None if changes_nothing => known.merged.clear(),
             None => {
-                known.change = Some(Change { request, after, merged: None });
+                known.change = Some(Change { request, is_whole, after, merged: None });
                 self.under_way += 1;
             }
         }
-    }
-
-    /// A repair of a layer shows other data in the block, beside the requests. Returns false if no request is
-    /// modifying the block: then the repair counts as one. Otherwise the block may hold that data or the
-    /// result of the request, which may have read the rot before.
-    pub fn repaired_beside(&mut self, block: u64, after: After) -> bool {
-        let Some(known) = self.blocks.get_mut(&block) else { return false };
-        let Some(change) = known.change else { return false };
-        if let After::Sum(sum) = after
-            && !known.may_have(sum)
-            && change.merged.is_none_or(|merged| merged.sum != sum)
-        {
-            known.failed.push(sum);
-        }
-        true
     }
 
     /// Returns true if the request modifies a known block. Cheap if none is known.
@@ -345,7 +370,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
         let (mut ended, mut cured) = (0, 0);
         self.blocks.retain(|_, known| {
-            let Some(Change { after, merged, .. }) = known.change.filter(|change| change.request == request)
+            let Some(Change { is_whole, after, merged, .. }) =
+                known.change.filter(|change| change.request == request)
             else {
                 return true;
             };
@@ -353,16 +379,15 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             ended += 1;
             match known.fate(after) {
                 _ if !well => {
-                    if let After::Sum(after) = after
-                        && !known.may_have(after)
-                    {
-                        known.failed.push(after);
+                    if let After::Sum(after) = after {
+                        known.has_failed(after, is_whole);
                     }
                     let merged = merged.filter(|merged| !known.merged.contains(merged));
                     known.merged.extend(merged);
                 }
                 Fate::Unchanged => {}
                 Fate::StaysRot => {
+                    known.is_reported &= merged.is_some();
                     known.failed.clear();
                     known.merged.clear();
                     known.merged.extend(merged);

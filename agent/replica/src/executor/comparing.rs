@@ -40,6 +40,7 @@ impl Executor {
         self.requests.end_check(slot);
         if let Some(block) = rotten {
             self.know_rot(block);
+            self.block_sums.known.reported(number_of(block));
             self.report_rotten(block);
         }
         self.finish(slot, rotten.map_or(Ok(()), |_| Err(Errno::ROTTEN)));

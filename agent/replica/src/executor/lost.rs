@@ -188,14 +188,6 @@ impl Executor {
         Ok(())
     }
 
-    /// A repair of a layer, whose blocks the slot names, has succeeded. If lost blocks have other data by it,
-    /// that becomes durable, then the record. Waits for the disk.
-    pub(super) fn record_repaired(&mut self, slot: u16) -> Outcome {
-        let cured: Vec<u64> =
-            self.block_sums.known.cured_by(slot).filter(|_| !self.store.is_copying()).collect();
-        self.make_cured_durable(&cured)
-    }
-
     /// Handles the end of a copy, or of that of a layer. Blocks that have got other data meanwhile are not
     /// lost any more.
     pub(super) fn record_cured_by_copy(&mut self) -> Outcome {

@@ -20,7 +20,6 @@ use super::block::{block_ranges, number_of};
 use super::layer_sums::{Checked, PIECE_BYTES, no_layer, piece_of, sum_at};
 use super::operation::{Outcome, kind};
 use super::piece::Piece;
-use super::requests::SUM_SLOT;
 use crate::error::ReplicaError;
 use crate::limits::BLOCK_BYTES_USIZE;
 
@@ -160,7 +159,6 @@ impl Executor {
         if pages.into_iter().any(|page| !self.block_sums.known.may_modify(page)) {
             return Err(ReplicaError::TooMuchRot(range));
         }
-        let shown = self.known_sums_shown(range);
         let is_followed = self.end_sums_in(range);
         let repaired = match is_followed {
             true => self.store.repair_layer(image, range, &runs, data),
@@ -172,10 +170,8 @@ impl Executor {
                 repaired
             }
         };
-        if is_followed && repaired.is_ok() {
-            self.known_follow_repair(shown);
-        }
         repaired?;
+        self.known_are_repaired(range);
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
     }
@@ -193,39 +189,16 @@ impl Executor {
         self.marks.is_idle() && self.write_all_pages().is_ok()
     }
 
-    /// Returns the blocks of `range` whose rot is known. Each comes with the sum of the data that a reader
-    /// sees there, if that data can be read.
-    fn known_sums_shown(&mut self, range: ByteRange) -> Vec<(u64, Option<u32>)> {
-        let blocks: Vec<ByteRange> =
-            block_ranges(range).filter(|block| self.block_sums.known.has(number_of(*block))).collect();
-        blocks.into_iter().map(|block| (number_of(block), self.sum_shown(block.offset()))).collect()
-    }
-
-    fn sum_shown(&mut self, offset_bytes: u64) -> Option<u32> {
-        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
-        let read = self.store.read_at(block.as_mut_slice(), offset_bytes);
-        read.ok().map(|()| sum_of_data(block.as_slice()))
-    }
-
-    /// Updates the known sums of the data that a reader sees, after a layer was repaired. A block
-    /// that shows the same sum as before (`shown`) is as rotten as it was: its rot is in another layer.
-    fn known_follow_repair(&mut self, shown: Vec<(u64, Option<u32>)>) {
-        for (block, before) in shown {
-            match self.sum_shown(block * BLOCK_BYTES) {
-                None if self.block_sums.known.is_lost(block) => {}
-                None => self.block_sums.known.forget_block(block),
-                after if after == before => {}
-                Some(after) => {
-                    // Another member may take the same rot for data.
-                    let after = self.block_sums.after(block, after);
-                    if !self.block_sums.known.repaired_beside(block, after) {
-                        self.block_sums.known.modified(SUM_SLOT, block, after);
-                    }
-                }
+    /// Reads the known blocks of `range`, of which a layer was repaired.
+    fn known_are_repaired(&mut self, range: ByteRange) {
+        let known = |block: &ByteRange| self.block_sums.known.has(number_of(*block));
+        for block in block_ranges(range).filter(known).collect::<Vec<_>>() {
+            let mut data = AlignedBuffer::new(BLOCK_BYTES_USIZE);
+            // A block that cannot be read stays as it is known.
+            if self.store.read_at(data.as_mut_slice(), block.offset()).is_ok() {
+                self.block_sums.known.repaired(number_of(block), sum_of_data(data.as_slice()));
             }
         }
-        let outcome = self.record_repaired(SUM_SLOT);
-        self.block_sums.known.ended(SUM_SLOT, outcome.is_ok());
     }
 }
 
@@ -284,7 +257,9 @@ mod tests {
             }
         }
         assert_eq!((finished[0].1, repairs), (Ok(()), 1));
-        let found = executor.sum_shown(offset_bytes).unwrap();
+        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
+        executor.store.read_at(block.as_mut_slice(), offset_bytes).unwrap();
+        let found = sum_of_data(block.as_slice());
         assert_eq!(executor.block_sums.known.is_rotten(BLOCK, found), Some(true));
     }
 

@@ -4,11 +4,6 @@
 //! read it before, and writes it afterwards. The order of the steps is that of the replica.
 
 use super::*;
-use crate::net::ConnId;
-use shorthorn_replica_core::After;
-
-/// The key of repairs: no request has it.
-const REPAIR: (ConnId, u64) = (ConnId::MAX, 0);
 
 impl Replica {
     /// Returns the blocks of the snapshot with rot that a request is about to merge.
@@ -20,16 +15,16 @@ impl Replica {
     /// Gives a block of the snapshot its former data again. Returns false if the sums beside it have been
     /// forgotten, because their end could not be stored.
     pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> bool {
-        let shown = self.known_rot.has(block).then(|| self.sum_of(block));
         let is_followed = self.end_sums_durably(block_range(block));
         if !is_followed {
             self.forget_sums();
             self.know_lost(None);
         }
         self.read_before_repair(block);
-        self.files.heal(block);
-        if let Some(shown) = shown.filter(|_| is_followed) {
-            self.known_follow_repair(block, shown, sabotage);
+        self.files.repair_below(block);
+        self.known_rot.repaired(block, self.sum_of(block));
+        if sabotage == Some(Sabotage::RepairsCure) {
+            self.known_rot.forget_block(block);
         }
         self.heal_unknown();
         is_followed
@@ -55,8 +50,8 @@ impl Replica {
 
     /// Some of the running requests have read the block already.
     fn read_before_repair(&mut self, block: u64) {
-        let Some(content) = self.files.snapshot.get(block).filter(|_| self.files.head.get(block).is_none())
-        else {
+        let is_below = self.files.head.get(block).is_none() && self.files.shown_former(block).is_none();
+        let Some(content) = self.files.snapshot.get(block).filter(|_| is_below) else {
             return;
         };
         let rng = &mut self.repair_rng;
@@ -64,23 +59,6 @@ impl Replica {
         for op in readers.filter(|_| rng.bool()) {
             op.read_before.entry(block).or_insert(content);
         }
-    }
-
-    fn known_follow_repair(&mut self, block: u64, shown: u32, sabotage: Option<Sabotage>) {
-        let after = self.sum_of(block);
-        if after == shown {
-            return;
-        }
-        let after = After::Sum(after);
-        let is_alone = sabotage == Some(Sabotage::RepairsAlone);
-        if is_alone || !self.known_rot.repaired_beside(block, after) {
-            self.known_rot.modified(REPAIR, block, after);
-        }
-        let cured: Vec<u64> = self.known_rot.cured_by(REPAIR).collect();
-        if !self.durable.rebuilding {
-            self.durable.lost.retain(|block, _| !cured.contains(block));
-        }
-        self.known_rot.ended(REPAIR, true);
     }
 }
 

@@ -36,8 +36,8 @@ pub struct Summing {
 impl Replica {
     /// Returns the sum of a block as a reader sees it; never 0.
     pub fn sum_of(&self, block: u64) -> u32 {
-        let content =
-            self.files.head.get(block).or_else(|| self.files.snapshot.get(block)).unwrap_or_default();
+        let content = self.files.head.get(block).or_else(|| self.files.snapshot.get(block));
+        let content = self.files.shown_former(block).or(content).unwrap_or_default();
         check(&content).max(1)
     }
 
@@ -194,6 +194,9 @@ impl Replica {
         let known: Vec<u64> =
             block_numbers(range).filter(|block| well && self.known_rot.has(*block)).collect();
         self.known_rot.ended(op.key(), well);
+        for block in whole_blocks(range).filter(|_| !well) {
+            self.files.owe(block, content_of(&op.ask, range, block));
+        }
         for block in whole_blocks(range) {
             if self.files.rot.contains_key(&block) && (well || self.may_be_the_hole_of_a_request(block)) {
                 self.files.rot.remove(&block);
@@ -386,8 +389,12 @@ fn after(ask: &Ask, range: ByteRange, block: u64) -> After {
     if !whole_blocks(range).contains(&block) {
         return After::Unmerged;
     }
-    let Ask::Write(_, data, _) = ask else { return After::Sum(check(&[0; BLOCK_SECTORS]).max(1)) };
+    After::Sum(check(&content_of(ask, range, block)).max(1))
+}
+
+/// The data of a block that is in the range as a whole.
+fn content_of(ask: &Ask, range: ByteRange, block: u64) -> Block {
+    let Ask::Write(_, data, _) = ask else { return Block::default() };
     let at = |sector: usize| data[place(block * BLOCK_BYTES + sector as u64 * SECTOR_BYTES, range)];
-    let content: Block = std::array::from_fn(at);
-    After::Sum(check(&content).max(1))
+    std::array::from_fn(at)
 }

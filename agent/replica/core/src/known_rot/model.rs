@@ -23,8 +23,12 @@ enum Step {
         block: u64,
         sectors: u8,
     },
-    /// A read meets the block. If it is rot, the sums of its page are kept.
+    /// A read meets the block. If it is rot, the sums of its page are kept, and an engine gets the answer.
     Read {
+        block: u64,
+    },
+    /// The repair of a layer shows the data from before the rot, in a block that no request modifies.
+    RepairLayer {
         block: u64,
     },
     /// The blocks are summed, unless they have sums or a request modifies any.
@@ -97,6 +101,12 @@ struct Block {
     data: Data,
     /// The data of a sound member.
     correct: Data,
+    /// The data from before the rot.
+    former: Data,
+    /// True if a layer has the data, because no request has written any.
+    is_below: bool,
+    /// True if an engine has decided for data of another member, and it could not be written here.
+    is_owed: bool,
     /// The stored sum, if it counts.
     page: Option<u32>,
     /// The rot that the disk records as lost.
@@ -134,13 +144,19 @@ fn place(block: u64) -> usize {
 }
 
 impl Block {
-    /// The request with this part has ended.
-    fn ended(&mut self, part: Part, well: bool) {
+    /// The request with this part has ended. `is_reported`: an engine knew of rot in the block.
+    fn ended(&mut self, part: Part, well: bool, is_reported: bool) {
         let is_same_rot = part.result.is_some_and(|data| Some(data) == self.lost);
-        if part.has_landed && !is_same_rot {
+        let is_whole = part.sectors == u8::MAX && !is_same_rot;
+        let is_decision = !well && is_reported && is_whole;
+        if is_decision || part.has_landed && !is_same_rot {
             self.correct = merge(self.correct, part.data, part.sectors);
         }
-        self.failures = if well { 0 } else { self.failures + 1 };
+        self.is_owed = is_decision || self.is_owed && !(well && is_whole);
+        self.failures = if well || is_decision { 0 } else { self.failures } + u32::from(!well) as usize;
+        if is_decision {
+            self.written = 0;
+        }
         if part.has_landed && !is_same_rot {
             self.written |= part.sectors;
         } else if part.sectors == u8::MAX {
@@ -163,6 +179,9 @@ impl Model {
             Block {
                 data,
                 correct: data,
+                former: data,
+                is_below: true,
+                is_owed: false,
                 page: None,
                 lost,
                 is_followed,
@@ -211,12 +230,22 @@ impl Model {
             Step::Rot { block, sectors } if self.is_idle(block) => {
                 self.rots += 1;
                 let found = &mut self.blocks[place(block)];
+                if !has_rot(&found.data) {
+                    found.former = found.data;
+                }
                 found.data = merge(found.data, [self.rots; 8], sectors);
                 found.written = 0;
+            }
+            Step::RepairLayer { block } if self.is_idle(block) => {
+                let found = &mut self.blocks[place(block)];
+                if found.lost.is_none() && found.is_below && has_rot(&found.data) {
+                    (found.data, found.written) = (found.former, 0);
+                }
             }
             Step::Read { block } if self.looks_rotten(block) => {
                 let counts = (0..).zip(&self.blocks).filter_map(|(at, block)| Some((at, block.page?)));
                 assert!(self.known.keep(0, counts));
+                self.known.reported(block);
             }
             Step::Sum if self.requests.is_empty() && self.blocks[0].page.is_none() => self.sum(),
             Step::Lose { block } if self.is_idle(block) && self.looks_rotten(block) => {
@@ -302,6 +331,7 @@ impl Model {
             found.is_tangled = is_tangled;
             if is_tangled {
                 (found.is_followed, found.written) = (found.lost.is_some(), 0);
+                found.is_owed = false;
             }
         }
         let part = |(block, sectors, data): (u64, u8, Data)| {
@@ -358,7 +388,7 @@ impl Model {
                     assert!(merged.contains(&(part.block, sum)), "a merge is recorded before it is written");
                 }
                 let block = &mut self.blocks[place(part.block)];
-                block.data = data;
+                (block.data, block.is_below) = (data, false);
                 if block.lost == part.result {
                     block.written = 0;
                 }
@@ -381,12 +411,14 @@ impl Model {
                 self.blocks[place(block)].lost = None;
             }
         }
-        let were_known: Vec<bool> = parts.iter().map(|part| self.known.has(part.block)).collect();
+        let known = parts.iter().map(|part| self.known.blocks.get(&part.block));
+        let were: Vec<(bool, bool)> =
+            known.map(|known| (known.is_some(), known.is_some_and(|known| known.is_reported))).collect();
         self.known.ended(request, well);
-        for (part, was_known) in parts.into_iter().zip(were_known) {
+        for (part, (was_known, is_reported)) in parts.into_iter().zip(were) {
             let (is_idle, is_known) = (self.is_idle(part.block), self.known.has(part.block));
             let block = &mut self.blocks[place(part.block)];
-            block.ended(part, well);
+            block.ended(part, well, is_reported);
             if block.is_tangled {
                 block.is_tangled = !is_idle;
             } else if was_known && !is_known {
@@ -405,13 +437,16 @@ impl Model {
         for block in &mut self.blocks {
             block.is_followed &= block.lost.is_some() || block.page.is_some();
             (block.written, block.failures, block.is_tangled) = (0, 0, false);
+            block.is_owed &= block.page.is_some();
         }
     }
 
     fn check(&mut self) {
         for block in 0..BLOCKS {
             let looks_rotten = self.looks_rotten(block);
-            let Block { data, lost, is_followed, written, .. } = &self.blocks[place(block)];
+            let Block { data, correct, lost, is_owed, is_followed, written, .. } = &self.blocks[place(block)];
+            let is_stale = *is_owed && data != correct && self.is_idle(block);
+            assert!(!is_stale || !is_followed || looks_rotten, "block {block} is stale: {data:?}");
             assert!(!has_rot(data) || !is_followed || looks_rotten, "block {block} holds rot: {data:?}");
             assert!(*written != u8::MAX || !looks_rotten, "block {block} is sound: {data:?}");
             assert_eq!(self.known.is_lost(block), lost.is_some(), "block {block}");
@@ -437,6 +472,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (0..BLOCKS, 1..=u8::MAX).prop_map(|(block, sectors)| Step::Rot { block, sectors }),
         4 => (0..BLOCKS).prop_map(|block| Step::Read { block }),
+        3 => (0..BLOCKS).prop_map(|block| Step::RepairLayer { block }),
         1 => Just(Step::Sum),
         2 => (0..BLOCKS).prop_map(|block| Step::Lose { block }),
         2 => halves.prop_map(write),

@@ -128,26 +128,53 @@ fn data_counts_as_new_only_in_a_block_that_is_as_it_was_merged() {
     assert!(!merge(&mut known, 0..4, (82, 83), true));
 }
 
-/// A request for a part of the block has read the rot before, or the repaired data after.
+/// A request for a part of the block has read the rot before the repair of a layer, or the former data after.
 #[test]
 fn a_repair_beside_a_request_forgets_no_rot() {
-    let part = ByteRange::new(4 * 4096, 512).unwrap();
-    for repaired in [70, 71] {
+    for (read, is_rot) in [(81, true), (70, false)] {
         let mut known = known();
-        assert!(!known.repaired_beside(4, After::Sum(repaired)) && !known.repaired_beside(9, After::Rot));
-        known.modified(1, 4, After::Unmerged);
-        known.merged(1, part, 4, (81, 82));
-        assert!(known.repaired_beside(4, After::Sum(82)), "the result was already there");
-        assert!(known.repaired_beside(4, After::Sum(repaired)));
-        assert_eq!(rotten(&known, 4, [repaired, 81, 82]), [Some(false), Some(true), Some(true)]);
-        known.ended(1, true);
-        assert_eq!(rotten(&known, 4, [71, 81, 82]), [Some(true); 3]);
-        known.modified(1, 4, After::Unmerged);
-        known.repaired_beside(4, After::Sum(repaired));
-        known.merged(1, part, 4, (repaired, 83));
-        known.ended(1, true);
-        assert!(!known.has(4), "it was merged with the repaired data");
+        assert_eq!(merge(&mut known, 0..1, (read, 82), true), is_rot);
+        assert_eq!(known.has(4), is_rot);
     }
+}
+
+/// The engine copies the data of another member here, and nothing else is sound from then on.
+#[test]
+fn only_data_of_other_members_is_sound_after_rot_was_reported() {
+    let fails = |known: &mut KnownRot<u16>, sum: u32| {
+        known.modified(1, 4, After::Sum(sum));
+        known.ended(1, false);
+    };
+    let mut known = known();
+    merge(&mut known, 0..7, (99, 98), true);
+    fails(&mut known, 80);
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+    known.reported(4);
+    fails(&mut known, 81);
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(true), Some(true), Some(false)]);
+    assert_eq!(known.sum_to_store(4, 70), 81);
+    assert!(merge(&mut known, 7..8, (98, 97), true), "the other sectors were written before");
+    fails(&mut known, 70);
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(true), Some(true)]);
+    // A repair has written the former data.
+    known.modified(1, 4, After::Sum(70));
+    known.ended(1, true);
+    known.reported(4);
+    known.repaired(4, 70);
+    fails(&mut known, 80);
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+    known.reported(4);
+    known.repaired(4, 81);
+    fails(&mut known, 82);
+    assert_eq!(rotten(&known, 4, [70, 80, 82]), [Some(true), Some(true), Some(false)]);
+
+    let mut lost = KnownRot::default();
+    lost.keep_lost([4]);
+    fails(&mut lost, 80);
+    lost.reported(4);
+    fails(&mut lost, 81);
+    assert_eq!(rotten(&lost, 4, [70, 80, 81]), [Some(true), Some(true), Some(false)]);
+    assert!(lost.is_lost(4) && lost.lost == 1);
 }
 
 #[test]
