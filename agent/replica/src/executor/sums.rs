@@ -147,7 +147,19 @@ impl Executor {
     ///
     /// # Errors
     /// The error of the store.
-    pub fn repair_layer(&mut self, patch: &LayerPatch, data: &[u8]) -> Result<(), ReplicaError> {
+    pub fn repair_layer(
+        &mut self,
+        patch: &LayerPatch,
+        data: &[u8],
+        ring: &mut Ring,
+    ) -> Result<(), ReplicaError> {
+        let repaired = self.patch_layer(patch, data);
+        // No other event wakes requests that wait for the pages of sets that were written beside the ring.
+        self.go_on_waiting(ring);
+        repaired
+    }
+
+    fn patch_layer(&mut self, patch: &LayerPatch, data: &[u8]) -> Result<(), ReplicaError> {
         let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
         let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;
         let run = |(first, count): &(u32, u32)| {
@@ -193,12 +205,17 @@ impl Executor {
     fn known_are_repaired(&mut self, range: ByteRange) {
         let known = |block: &ByteRange| self.block_sums.known.has(number_of(*block));
         for block in block_ranges(range).filter(known).collect::<Vec<_>>() {
-            let mut data = AlignedBuffer::new(BLOCK_BYTES_USIZE);
             // A block that cannot be read stays as it is known.
-            if self.store.read_at(data.as_mut_slice(), block.offset()).is_ok() {
-                self.block_sums.known.repaired(number_of(block), sum_of_data(data.as_slice()));
+            if let Some(found) = self.sum_shown(block.offset()) {
+                self.block_sums.known.repaired(number_of(block), found);
             }
         }
+    }
+
+    fn sum_shown(&mut self, offset_bytes: u64) -> Option<u32> {
+        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
+        let read = self.store.read_at(block.as_mut_slice(), offset_bytes);
+        read.ok().map(|()| sum_of_data(block.as_slice()))
     }
 }
 
@@ -214,6 +231,8 @@ mod tests {
     use std::collections::BTreeMap;
     use std::fs::OpenOptions;
     use std::os::unix::fs::{FileExt, OpenOptionsExt};
+    use std::path::Path;
+    use std::time::Duration;
 
     use shorthorn_wire::{Header, Opcode};
 
@@ -223,44 +242,76 @@ mod tests {
 
     const BLOCK: u64 = 3;
 
-    /// The request reads the rot before the repair, and writes it after that.
-    #[test]
-    fn rot_that_a_request_merges_beside_a_repair_stays_known() {
-        let temp = tempfile::tempdir().unwrap();
-        let path = temp.path().join("replica");
-        let (mut store, owner, loaded) = new_store(&path);
+    /// Makes a replica whose snapshot has rot in a block. Returns the repair of it, too.
+    fn with_rot_below(directory: &Path) -> (Executor, LayerPatch) {
+        let (mut store, owner, loaded) = new_store(directory);
         store.write_at(&[7; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
         store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
         let image = store.copy_layers().unwrap()[0].image.to_string();
         let mut rot = AlignedBuffer::new(BLOCK_BYTES_USIZE);
         rot.as_mut_slice().fill(1);
-        let layer = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path.join(&image));
+        let layer = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(directory.join(&image));
         layer.unwrap().write_all_at(rot.as_slice(), BLOCK * BLOCK_BYTES).unwrap();
-        let mut executor = Executor::new(store, owner, loaded).unwrap();
-        assert!(executor.block_sums.known.keep_some([(BLOCK, sum_of_data(&[7; 4096]))]));
-
         let (offset_bytes, runs) = (BLOCK * BLOCK_BYTES, vec![(0, 1)]);
         let patch = LayerPatch { image, offset_bytes, length_bytes: 4096, runs };
-        let mut ring = Ring::new(16).unwrap();
-        executor.assign(0, Header::request(Opcode::Write, 1, offset_bytes, 512));
-        executor.start(0, &mut ring);
-        let (mut completions, mut finished, mut repairs) = (Vec::new(), Vec::new(), 0);
-        while !executor.take_finished(&mut finished) {
-            executor.write_pages(&mut ring);
-            ring.wait(None, &mut completions).unwrap();
+        (Executor::new(store, owner, loaded).unwrap(), patch)
+    }
+
+    fn begin_write(executor: &mut Executor, slot: u16, block: u64, length_bytes: u32, ring: &mut Ring) {
+        executor.assign(slot, Header::request(Opcode::Write, 1, block * BLOCK_BYTES, length_bytes));
+        executor.start(slot, ring);
+    }
+
+    /// Executes `count` requests to their ends. `see` may act before each completion.
+    fn end_requests(
+        executor: &mut Executor,
+        count: usize,
+        ring: &mut Ring,
+        mut see: impl FnMut(&mut Executor, u8, &mut Ring),
+    ) {
+        let (mut completions, mut finished, mut ended) = (Vec::new(), Vec::new(), 0);
+        while ended < count {
+            executor.write_pages(ring);
+            ring.wait(Some(Duration::from_secs(5)), &mut completions).unwrap();
+            assert!(!completions.is_empty(), "a request waits, and nothing happens");
             for completion in completions.drain(..) {
-                if completion.token.kind == kind::EDGE {
-                    executor.repair_layer(&patch, &[7; 4096]).unwrap();
-                    repairs += 1;
-                }
-                executor.on_completion(completion, &mut ring);
+                see(executor, completion.token.kind, ring);
+                executor.on_completion(completion, ring);
             }
+            executor.take_finished(&mut finished);
+            ended += finished.len();
+            assert!(finished.drain(..).all(|(_, outcome)| outcome == Ok(())));
         }
-        assert_eq!((finished[0].1, repairs), (Ok(()), 1));
-        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
-        executor.store.read_at(block.as_mut_slice(), offset_bytes).unwrap();
-        let found = sum_of_data(block.as_slice());
+    }
+
+    /// The request reads the rot before the repair, and writes it after that.
+    #[test]
+    fn rot_that_a_request_merges_beside_a_repair_stays_known() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
+        assert!(executor.block_sums.known.keep_some([(BLOCK, sum_of_data(&[7; 4096]))]));
+        let (mut ring, mut repairs) = (Ring::new(16).unwrap(), 0);
+        begin_write(&mut executor, 0, BLOCK, 512, &mut ring);
+        end_requests(&mut executor, 1, &mut ring, |executor, kind, ring| {
+            if kind == kind::EDGE {
+                executor.repair_layer(&patch, &[7; 4096], ring).unwrap();
+                repairs += 1;
+            }
+        });
+        assert_eq!(repairs, 1);
+        let found = executor.sum_shown(BLOCK * BLOCK_BYTES).unwrap();
         assert_eq!(executor.block_sums.known.is_rotten(BLOCK, found), Some(true));
+    }
+
+    /// The repair writes the page of the set that the request waits for.
+    #[test]
+    fn a_request_that_waits_for_a_page_goes_on_after_a_repair() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
+        let mut ring = Ring::new(16).unwrap();
+        begin_write(&mut executor, 0, BLOCK + 1, 4096, &mut ring);
+        executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
+        end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     }
 
     #[test]

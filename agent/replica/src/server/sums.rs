@@ -39,7 +39,7 @@ impl Server {
         let mut text = vec![0; header.data_bytes() as usize];
         self.executor.payload(slot).copy_to(&mut text);
         let repaired = match decode_patch(header, &text) {
-            Ok((patch, data)) => self.executor.repair_layer(&patch, data),
+            Ok((patch, data)) => self.executor.repair_layer(&patch, data, &mut self.ring),
             Err(error) => {
                 self.free(slot);
                 return self.end(index, error);
