@@ -109,6 +109,8 @@ pub struct Replica {
     page_blocks: u64,
     /// A block with rot that the process knew, until a request that has not given it other data.
     pub forgotten_rot: Option<u64>,
+    /// A block that counts as lost, although a request has given it other data.
+    pub stale_lost: Option<u64>,
     /// True if the process has refused a modification, because it could not remember the rot beside it.
     pub is_refusing: bool,
     /// True while a scrub repairs the rot of the snapshot.
@@ -195,6 +197,7 @@ impl Replica {
             has_vanished: false,
             page_blocks: sums::PAGE_BLOCKS,
             forgotten_rot: None,
+            stale_lost: None,
             is_refusing: false,
             is_under_repair: false,
             saved: None,

@@ -209,6 +209,9 @@ impl Simulation {
         if let Some(block) = self.replicas[at].forgotten_rot.take() {
             self.violate(format!("replica {at} has forgotten the rot of block {block}"));
         }
+        if let Some(block) = self.replicas[at].stale_lost.take() {
+            self.violate(format!("block {block} of replica {at} has other data, and counts as lost"));
+        }
         self.look_at_rot(at, &op.ask, &answer);
         self.go_on_after(at, error);
         let replica = &mut self.replicas[at];

@@ -429,6 +429,19 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     pub fn forget(&mut self) {
         *self = KnownRot { places: self.places, ..KnownRot::default() };
     }
+
+    /// Forgets all blocks but the lost ones, which the caller bounds: no sum counts any more. A request that
+    /// is modifying a lost block may still give it other data, or merge a part of it.
+    pub fn forget_sums(&mut self, lost: impl IntoIterator<Item = u64>) {
+        let before = std::mem::replace(self, KnownRot { places: self.places, ..KnownRot::default() });
+        self.keep_lost(lost);
+        for (block, known) in before.blocks.into_iter().filter(|(_, known)| known.is_lost()) {
+            if let Some(kept) = self.blocks.get_mut(&block) {
+                kept.change = known.change;
+                self.under_way += usize::from(known.change.is_some());
+            }
+        }
+    }
 }
 
 #[cfg(test)]

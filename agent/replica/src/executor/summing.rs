@@ -329,8 +329,7 @@ impl Executor {
         if !self.block_sums.pages.retire(&self.in_flight) {
             return Ok(());
         }
-        self.block_sums.known.forget();
-        self.block_sums.know_lost();
+        self.block_sums.known.forget_sums(self.block_sums.lost.keys().copied());
         self.void_job();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().unsum(0..regions.count());

@@ -234,11 +234,12 @@ mod tests {
     use std::path::Path;
     use std::time::Duration;
 
+    use shorthorn_store::{LostBlock, LostBlocks};
     use shorthorn_wire::{Header, Opcode};
 
     use super::*;
     use crate::executor::kind;
-    use crate::executor::tests::new_store;
+    use crate::executor::tests::{SIZE, new_store};
 
     const BLOCK: u64 = 3;
 
@@ -312,6 +313,31 @@ mod tests {
         begin_write(&mut executor, 0, BLOCK + 1, 4096, &mut ring);
         executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
         end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
+    }
+
+    /// A page of a set that is being written keeps the repair from ending single sums.
+    #[test]
+    fn a_request_cures_a_lost_block_beside_a_repair_that_ends_all_sums() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let (mut executor, patch) = with_rot_below(&path);
+        executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
+        executor.block_sums.lost = LostBlocks::from([(BLOCK, LostBlock::new(sum_of_data(&[1; 4096])))]);
+        executor.store.save_lost_blocks(&executor.block_sums.lost).unwrap();
+        executor.block_sums.know_lost();
+        let (mut ring, mut repairs) = (Ring::new(16).unwrap(), 0);
+        begin_write(&mut executor, 0, BLOCK, 4096, &mut ring);
+        end_requests(&mut executor, 2, &mut ring, |executor, kind, ring| {
+            if kind == kind::WRITE && repairs == 0 {
+                begin_write(executor, 1, SIZE / BLOCK_BYTES - 1, 4096, ring);
+                executor.write_pages(ring);
+                assert!(!executor.marks.is_idle());
+                executor.repair_layer(&patch, &[7; 4096], ring).unwrap();
+                repairs += 1;
+            }
+        });
+        assert!(repairs == 1 && !path.join("shorthorn.lost-blocks").exists());
+        assert!(!executor.block_sums.known.has(BLOCK));
     }
 
     #[test]

@@ -141,7 +141,6 @@ impl Replica {
             durable.lost.clear();
         }
         self.forget_sums();
-        self.know_lost(None);
         self.remap();
         Ok(())
     }

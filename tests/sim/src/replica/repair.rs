@@ -18,7 +18,6 @@ impl Replica {
         let is_followed = self.end_sums_durably(block_range(block));
         if !is_followed {
             self.forget_sums();
-            self.know_lost(None);
         }
         self.read_before_repair(block);
         self.files.repair_below(block);

@@ -85,8 +85,6 @@ impl Replica {
     pub(super) fn forget_known_rot(&mut self) {
         self.known_rot.forget();
         self.files.meet_none();
-        // They write sound data, because the rot could not be noticed.
-        self.ops.values_mut().for_each(|op| op.read_before.clear());
     }
 
     fn kept_sums_of(&self, blocks: impl Iterator<Item = u64>) -> Vec<(u64, u32)> {
@@ -197,6 +195,8 @@ impl Replica {
         for block in whole_blocks(range).filter(|_| !well) {
             self.files.owe(block, content_of(&op.ask, range, block));
         }
+        let is_lost = |block: &u64| well && !self.durable.rebuilding && self.has_recorded_lost(*block);
+        self.stale_lost = self.stale_lost.or_else(|| whole_blocks(range).find(is_lost));
         for block in whole_blocks(range) {
             if self.files.rot.contains_key(&block) && (well || self.may_be_the_hole_of_a_request(block)) {
                 self.files.rot.remove(&block);
@@ -355,10 +355,14 @@ impl Replica {
         self.durable.lost.retain(|block, _| self.known_rot.is_lost(*block));
     }
 
-    /// No sum counts any more.
+    /// No sum counts any more. Requests that modify lost blocks still do.
     pub(super) fn forget_sums(&mut self) {
         self.void_summing();
-        self.forget_known_rot();
+        self.known_rot.forget_sums(self.durable.lost.keys().copied());
+        self.files.meet_none();
+        // They write sound data, because the rot could not be noticed.
+        let lost = &self.durable.lost;
+        self.ops.values_mut().for_each(|op| op.read_before.retain(|block, _| lost.contains_key(block)));
         self.durable.sums.clear();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().end_sums(false);

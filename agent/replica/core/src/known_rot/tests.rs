@@ -276,3 +276,21 @@ fn there_are_bounds() {
     }
     assert!(!known.has(9));
 }
+
+/// A repair beside the requests may end all sums.
+#[test]
+fn requests_that_modify_lost_blocks_go_on_after_the_end_of_all_sums() {
+    let mut known = known();
+    known.keep_lost([4, 5, 6]);
+    known.modified(1, 3, After::Sum(80));
+    known.modified(1, 4, After::Sum(80));
+    known.modified(2, 5, After::Unmerged);
+    known.forget_sums([4, 5, 6]);
+    assert_eq!((known.has(3), known.lost, known.under_way), (false, 3, 2));
+    assert_eq!(known.cured_by(1).collect::<Vec<_>>(), [4]);
+    known.merged(2, ByteRange::new(5 * 4096, 512).unwrap(), 5, (90, 91));
+    assert_eq!(known.merged_by(2).collect::<Vec<_>>(), [(5, 91)]);
+    known.ended(1, true);
+    known.ended(2, true);
+    assert_eq!((known.has(4), known.is_lost(5), known.lost, known.under_way), (false, true, 2, 0));
+}
