@@ -56,12 +56,6 @@ impl BlockSums {
         self.known.keep_lost(self.lost.keys().copied());
     }
 
-    /// Knows the recorded blocks of `range` as lost again, after a write of their rot.
-    fn know_lost_in(&mut self, range: ByteRange) {
-        let recorded = block_ranges(range).map(number_of).filter(|block| self.lost.contains_key(block));
-        self.known.keep_lost(recorded);
-    }
-
     /// The data of a block that gets data with the sum `given`. If every member has lost a block, a copy of
     /// its region, or the repair of a layer, may write the same rot again. That does not count as other data.
     /// Zeroes always are: a client that clears a block ends its record.
@@ -72,7 +66,7 @@ impl BlockSums {
 }
 
 /// Returns true if the request writes rot to the head.
-fn is_rot_of_head(header: &Header) -> bool {
+pub(super) fn is_rot_of_head(header: &Header) -> bool {
     header.opcode == Opcode::Write && header.flags.has(Flags::ROTTEN)
 }
 
@@ -116,12 +110,6 @@ impl Executor {
 
     /// The request in the slot has succeeded. Blocks that have other data now are not lost any more.
     pub(super) fn record_cured(&mut self, slot: u16) -> Outcome {
-        let Work { header, blocks, .. } = *self.work(slot);
-        if is_rot_of_head(&header) {
-            self.sums_followed(slot, Ok(()));
-            self.block_sums.know_lost_in(blocks);
-            return Ok(());
-        }
         if !self.cures_lost(slot) {
             return Ok(());
         }
@@ -220,7 +208,7 @@ impl Executor {
 mod tests {
     use std::path::Path;
 
-    use shorthorn_ring::Ring;
+    use shorthorn_ring::{Completion, Ring};
     use shorthorn_store::CreateOptions;
     use shorthorn_types::limits::BLOCK_BYTES;
     use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
@@ -248,17 +236,28 @@ mod tests {
 
     /// Executes a modification to its end. Returns its outcome, and the operations of the ring on the data.
     fn execute(executor: &mut Executor, header: Header) -> (Outcome, Vec<u8>) {
+        execute_with(executor, header, 5, |_| {})
+    }
+
+    /// Executes a modification with such bytes to its end. `change` may alter each completion.
+    fn execute_with(
+        executor: &mut Executor,
+        header: Header,
+        byte: u8,
+        mut change: impl FnMut(&mut Completion),
+    ) -> (Outcome, Vec<u8>) {
         let mut ring = Ring::new(16).unwrap();
         executor.assign(0, header);
         if header.data_bytes() > 0 {
-            executor.payload(0).copy_from(&vec![5; header.data_bytes() as usize]);
+            executor.payload(0).copy_from(&vec![byte; header.data_bytes() as usize]);
         }
         executor.start(0, &mut ring);
         let (mut completions, mut finished, mut kinds) = (Vec::new(), Vec::new(), Vec::new());
         while !executor.take_finished(&mut finished) {
             executor.write_pages(&mut ring);
             ring.wait(None, &mut completions).unwrap();
-            for completion in completions.drain(..) {
+            for mut completion in completions.drain(..) {
+                change(&mut completion);
                 kinds.extend(Some(completion.token.kind).filter(|kind| *kind != kind::PAGE));
                 executor.on_completion(completion, &mut ring);
             }
@@ -303,6 +302,26 @@ mod tests {
             let at = Header::request(opcode, 1, LOST * BLOCK_BYTES + 2048, 512);
             let (outcome, kinds) = execute(&mut executor, at);
             assert!(outcome.is_err() && kinds == done[..1], "{opcode:?}: {outcome:?} {kinds:?}");
+        }
+    }
+
+    /// A member without space stays in the view, and its block may already hold the zeroes.
+    #[test]
+    fn rot_that_is_all_zeroes_stays_known_after_a_write_of_it_has_failed() {
+        for is_full in [false, true] {
+            let temp = tempfile::tempdir().unwrap();
+            let mut executor = replica(&temp.path().join("replica"));
+            let hole = 600;
+            let header = Header::request(Opcode::Write, 1, hole * BLOCK_BYTES, 4096);
+            let header = Header { flags: Flags::ROTTEN, ..header };
+            let (outcome, _) = execute_with(&mut executor, header, 0, |completion| {
+                if is_full && completion.token.kind == kind::WRITE {
+                    completion.result = -libc::ENOSPC;
+                }
+            });
+            assert_eq!(outcome, if is_full { Err(Errno::NO_SPACE) } else { Ok(()) });
+            assert!(executor.block_sums.lost.contains_key(&hole));
+            assert_eq!(executor.block_sums.known.is_rotten(hole, sum_of_zeroes()), Some(true), "{is_full}");
         }
     }
 }

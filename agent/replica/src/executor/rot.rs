@@ -12,6 +12,7 @@ use shorthorn_wire::Opcode;
 
 use super::Executor;
 use super::block::{block_ranges, number_of};
+use super::lost::is_rot_of_head;
 use super::operation::Outcome;
 use crate::limits::{REPORTED_ROTTEN_MAX, SUM_LOOK_INTERVAL};
 
@@ -58,6 +59,8 @@ impl Executor {
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
         match work.header.opcode {
             _ if !is_whole => After::Unmerged,
+            // Rot that is all zeroes, too, is no data that the block may hold after a failure.
+            Opcode::Write if is_rot_of_head(&work.header) => After::Rot,
             Opcode::Write => {
                 let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
                 self.block_sums.after(number_of(block), sum)
