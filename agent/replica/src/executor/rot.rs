@@ -157,17 +157,21 @@ mod tests {
     use super::*;
     use crate::executor::tests::new_store;
 
+    fn sum_first_region(executor: &mut Executor) {
+        let intent_log = executor.state.intent_log_mut();
+        intent_log.keep_unsummed(None);
+        intent_log.want_sums(0..1);
+        assert!(intent_log.begin_sums(0..1));
+        intent_log.end_sums(true);
+    }
+
     /// A page with rot that has found no place has to be read before any of its regions is modified.
     #[test]
     fn a_known_block_of_a_page_that_is_not_in_memory_gives_the_page_no_place() {
         let temp = tempfile::tempdir().unwrap();
         let (store, owner, loaded) = new_store(&temp.path().join("replica"));
         let mut executor = Executor::new(store, owner, loaded).unwrap();
-        let intent_log = executor.state.intent_log_mut();
-        intent_log.keep_unsummed(None);
-        intent_log.want_sums(0..1);
-        assert!(intent_log.begin_sums(0..1));
-        intent_log.end_sums(true);
+        sum_first_region(&mut executor);
         let known = &mut executor.block_sums.known;
         let block_of = |page: u64| page * BLOCKS_PER_SUM_PAGE as u64;
         let full = (1..).take_while(|page| known.keep(*page, (0..512).map(|at| (block_of(*page) + at, 7))));
@@ -178,5 +182,25 @@ mod tests {
         assert!(executor.has_summed(block) && executor.block_sums.pages.peek(0).is_none());
         executor.know_rot(block);
         assert!(!executor.block_sums.known.may_modify(0));
+    }
+
+    #[test]
+    fn an_interrupted_read_of_a_page_of_sums_ends_no_sums() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, owner, loaded) = new_store(&temp.path().join("replica"));
+        let file = store.open_block_sums().unwrap();
+        let mut executor = Executor::new(store, owner, loaded).unwrap();
+        executor.block_sums.pages.begin(file);
+        sum_first_region(&mut executor);
+        let (mut ring, mut completions) = (Ring::new(16).unwrap(), Vec::new());
+        let block = ByteRange::new(0, 4096).unwrap();
+        assert_eq!(executor.sum_page(0, &mut ring), None);
+        for (errno, is_summed) in [(libc::EINTR, true), (libc::EAGAIN, true), (libc::EIO, false)] {
+            ring.wait(None, &mut completions).unwrap();
+            let mut completion = completions.remove(0);
+            completion.result = -errno;
+            executor.on_completion(completion, &mut ring);
+            assert_eq!((executor.is_summed(block), executor.is_idle()), (is_summed, !is_summed), "{errno}");
+        }
     }
 }

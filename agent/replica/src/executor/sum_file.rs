@@ -64,12 +64,23 @@ impl SumFile {
             PageSearch::Here(at) => Some(at),
             PageSearch::Loading | PageSearch::Full => None,
             PageSearch::Load(at) => {
-                let token = numbered_token(kind::SUMS_READ, place(at));
-                ring.read(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
-                in_flight.began_for_sums();
+                self.begin_read(fd, at, number, in_flight, ring);
                 None
             }
         }
+    }
+
+    fn begin_read(&self, fd: RawFd, at: usize, number: u64, in_flight: &mut InFlight, ring: &mut Ring) {
+        let token = numbered_token(kind::SUMS_READ, place(at));
+        ring.read(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
+        in_flight.began_for_sums();
+    }
+
+    /// Begins an interrupted read of a page again. Returns false if the page is not needed any more.
+    pub fn read_again(&self, at: usize, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
+        let Some((fd, number)) = self.fd().zip(self.pages.loading(at)) else { return false };
+        self.begin_read(fd, at, number, in_flight, ring);
+        true
     }
 
     /// Ends the read of a page after `count` bytes: see [`SumPages::loaded`].

@@ -151,6 +151,12 @@ impl SumPages {
         self.arena.buf(at)
     }
 
+    /// Returns the number of the page that is being read into this place, if it is still needed.
+    pub fn loading(&self, at: usize) -> Option<u64> {
+        let entry = &self.entries[at];
+        entry.number.filter(|_| entry.state == State::Loading)
+    }
+
     /// Ends the read of a page after `count` bytes. Returns its number, and whether it has valid sums; none
     /// if the page is not needed any more.
     pub fn loaded(&mut self, at: usize, series: u64, count: usize) -> Option<(u64, bool)> {

@@ -288,6 +288,10 @@ impl Executor {
     }
 
     pub(super) fn on_sums_read(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
+        // The page is not damaged: the rot that it shows would be forgotten.
+        if result.is_err_and(is_passing) && self.block_sums.pages.read_again(at, &mut self.in_flight, ring) {
+            return;
+        }
         if let Some((number, false)) = self.block_sums.pages.loaded(at, result.unwrap_or(0), &self.in_flight)
         {
             self.sums_are_unknown(number);
