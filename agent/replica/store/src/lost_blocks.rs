@@ -7,7 +7,8 @@
 //! its sums has got other data from that program.
 //!
 //! A merge is recorded before its data is written, so a crash leaves a block with one of its sums, or a torn
-//! one. The next opening records the sum of a torn block ([`Store::record_torn_blocks`]). Limits: another
+//! one. A crash may also tear a block that a request overwrites as a whole. The next opening records the sum
+//! of a torn block ([`Store::record_torn_blocks`]). Limits: another
 //! program opens the directory right after that crash, or a loss of power restores an older merge than the
 //! last [`MERGED_SUMS_MAX`].
 
@@ -56,12 +57,6 @@ impl LostBlock {
     #[must_use]
     pub const fn copied(&self) -> u32 {
         self.copied
-    }
-
-    /// Returns true if the sum of a merge is recorded.
-    #[must_use]
-    pub fn is_merged(&self) -> bool {
-        !self.merged.is_empty()
     }
 
     /// Adds the sum of a merge. Beyond [`MERGED_SUMS_MAX`], the oldest merge is forgotten.
@@ -171,14 +166,14 @@ impl Store {
         Ok(FoundLostBlocks::Known(lost))
     }
 
-    /// Records the sums of blocks that a crash has torn in the middle of a merge. `lost` was just loaded, and
-    /// nothing is modifying the volume.
+    /// Records the sums of blocks that a crash has torn in the middle of a merge or write. `lost` was just
+    /// loaded, and nothing is modifying the volume.
     ///
     /// # Errors
     /// An I/O error: the sums are not recorded.
     pub fn record_torn_blocks(&mut self, lost: &mut LostBlocks) -> Result<()> {
         let mut has_changed = false;
-        for (number, block) in lost.iter_mut().filter(|(_, block)| block.is_merged()) {
+        for (number, block) in lost.iter_mut() {
             if let Some(sum) = self.sum_shown(*number).filter(|sum| !block.has(*sum)) {
                 block.add_merged(sum);
                 has_changed = true;
@@ -414,12 +409,14 @@ mod tests {
         let mut lost = found(&mut store);
         lost.get_mut(&1).unwrap().add_merged(5);
         store.save_lost_blocks(&lost).unwrap();
-        // Block 1 was torn; nothing has merged block 2, which another program is to change.
+        // A merge was torn in block 1, and in block 3 a write of the whole block. Another program is to
+        // change block 2.
         store.write_at(&[8; 512], 4096, true).unwrap();
+        store.write_at(&[8; 512], 3 * 4096, true).unwrap();
         store.record_torn_blocks(&mut lost).unwrap();
         store.write_at(&[8; 512], 8192, true).unwrap();
         drop(store);
-        assert_eq!(known(&mut after_another_program(&path)), [1]);
+        assert_eq!(known(&mut after_another_program(&path)), [1, 3]);
     }
 
     #[test]

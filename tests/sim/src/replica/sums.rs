@@ -304,14 +304,18 @@ impl Replica {
     }
 
     /// Loads the lost blocks. After another program has had the directory open, those with none of their sums
-    /// have got other data from it. Otherwise a crash may have torn a merge.
+    /// have got other data from it. Otherwise a crash may have torn a merge or a write.
     pub(super) fn load_lost(&mut self) {
         let mut lost = std::mem::take(&mut self.durable.lost);
         if std::mem::replace(&mut self.durable.lost_epoch, self.durable.epoch) != self.durable.epoch {
             lost.retain(|block, lost| lost.has(self.sum_of(*block)));
         }
-        let torn = lost.iter_mut().filter(|(_, lost)| lost.is_merged());
-        torn.for_each(|(block, lost)| lost.add_merged(self.sum_of(*block)));
+        for (block, lost) in &mut lost {
+            let sum = self.sum_of(*block);
+            if !lost.has(sum) {
+                lost.add_merged(sum);
+            }
+        }
         self.durable.lost = lost;
     }
 
