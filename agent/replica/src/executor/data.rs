@@ -4,12 +4,13 @@ use shorthorn_ring::Ring;
 use shorthorn_store::{BlockSource, StoreError, block_sum};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
+use shorthorn_wire::Opcode;
 
 use super::Executor;
 use super::block::{block_count, distance, length_of};
 use super::operation::{Outcome, is_passing, kind, not_rot, piece_token};
 use super::piece::Piece;
-use super::requests::{SUM_SLOT, is_durable};
+use super::requests::{SUM_SLOT, Work, is_durable};
 use crate::limits::EDGE_BLOCKS;
 
 impl Executor {
@@ -156,12 +157,29 @@ impl Executor {
 
     /// Starts the next step after the last operation of a read, or of the edges of a write, has ended.
     fn go_on(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
+        if self.work(slot).pending == 0 && self.requests.take_void(slot) {
+            return self.plan_again(slot, ring);
+        }
         let work = self.work(slot);
         match (work.pending, work.failure) {
             (0, Some(errno)) => self.finish(slot, Err(errno)),
             (0, None) if kind == kind::EDGE => self.write_blocks(slot, ring),
             (0, None) => self.data_read(slot, ring),
             _ => {}
+        }
+    }
+
+    /// Reads once more, because a layer was repaired meanwhile. A block that was removed from it read as
+    /// zeroes.
+    fn plan_again(&mut self, slot: u16, ring: &mut Ring) {
+        let Work { header, blocks, .. } = *self.work(slot);
+        let range = header.range().unwrap_or(blocks);
+        let planned = match header.opcode {
+            Opcode::Write => self.start_write(slot, range, ring),
+            _ => self.start_read(slot, range, ring),
+        };
+        if let Err(errno) = planned {
+            self.finish(slot, Err(errno));
         }
     }
 

@@ -25,6 +25,8 @@ pub(super) struct Work {
     pub wants_check: bool,
     /// The page of sums up to which the rot beside a modification is known to be kept.
     pub kept_before: u64,
+    /// True if the layers have changed since the operations in the kernel were planned.
+    pub is_void: bool,
 }
 
 const NOTHING: Work = Work {
@@ -35,6 +37,7 @@ const NOTHING: Work = Work {
     checked: None,
     wants_check: false,
     kept_before: 0,
+    is_void: false,
 };
 
 /// See the module.
@@ -84,6 +87,22 @@ impl Requests {
     /// Records the failure of an operation. The first one is the failure of the request.
     pub fn fail(&mut self, slot: u16, errno: Errno) {
         self.get_mut(slot).failure.get_or_insert(errno);
+    }
+
+    /// A layer has changed under all reads that the kernel has: they have to be planned again.
+    pub fn void_plans(&mut self) {
+        let works = self.works.iter_mut().take(SLOTS);
+        works.filter(|work| is_planned(work.header.opcode)).for_each(|work| work.is_void = work.pending > 0);
+    }
+
+    /// Returns true if the request has to be planned again: see [`Requests::void_plans`]. It then counts as
+    /// planned anew.
+    pub fn take_void(&mut self, slot: u16) -> bool {
+        let work = self.get_mut(slot);
+        if work.is_void {
+            work.failure = None;
+        }
+        std::mem::take(&mut work.is_void)
     }
 
     /// Records that the rot beside the modification in the slot is kept in all pages of sums before `number`.
@@ -159,6 +178,11 @@ fn asks_for_check(header: &Header) -> bool {
         Opcode::Read | Opcode::ReadLayer => header.flags.has(Flags::CHECKED),
         _ => false,
     }
+}
+
+/// Returns true if the request reads the blocks that a reader sees, in layers that a plan names.
+fn is_planned(opcode: Opcode) -> bool {
+    matches!(opcode, Opcode::Read | Opcode::Verify | Opcode::Write)
 }
 
 fn is_modification(opcode: Opcode) -> bool {

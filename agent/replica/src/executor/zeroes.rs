@@ -26,6 +26,8 @@ pub(super) struct ZeroJob {
     writing: Option<ByteRange>,
     /// The running step.
     current: Option<ZeroStep>,
+    /// True if the layers have changed since the running step has begun.
+    is_void: bool,
 }
 
 /// The next action of a job.
@@ -69,6 +71,11 @@ impl ZeroJobs {
         &mut self.jobs[usize::from(index)]
     }
 
+    /// A layer has changed under the blocks that the kernel reads.
+    pub fn void_reads(&mut self) {
+        self.jobs.iter_mut().for_each(|job| job.is_void = true);
+    }
+
     /// Ends the job.
     pub fn end(&mut self, index: u8) {
         self.job(index).slot = None;
@@ -94,7 +101,12 @@ impl ZeroJob {
 
     /// Records that a step is begun.
     pub fn begin(&mut self, step: ZeroStep) {
-        self.current = Some(step);
+        (self.current, self.is_void) = (Some(step), false);
+    }
+
+    /// Returns true if the running step may have read a block from a layer that has changed meanwhile.
+    pub fn is_void(&self) -> bool {
+        self.is_void
     }
 
     /// Takes the list for the next plan, which is empty. It comes back by [`ZeroJob::put_plan`].

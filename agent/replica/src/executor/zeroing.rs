@@ -68,8 +68,16 @@ impl Executor {
     /// Starts the first step of a merge: reads the block.
     fn read_zero_edge(&mut self, job: u8, edge: EdgeBlock, ring: &mut Ring) {
         let Some(slot) = self.zero_jobs.job(job).slot() else { return };
+        let source = match self.store.plan_write(edge.part) {
+            // The layers may have changed since the plan of the job.
+            Ok(plan) => plan.first.or(plan.last).map_or(edge.source, |found| found.source),
+            Err(error) => {
+                let errno = self.not_planned(&error);
+                return self.end_zeroing(job, Err(errno), ring);
+            }
+        };
         let buf = self.buffers.blocks(slot, 0, 1);
-        match edge.source {
+        match source {
             BlockSource::File(file) => {
                 ring.read(self.fd(file), buf, edge.block.offset(), zero_token(kind::ZERO_EDGE, job));
                 self.in_flight.began();
@@ -101,6 +109,9 @@ impl Executor {
         let (Some(slot), Some(step)) = (state.slot(), state.current()) else { return };
         match (step, result) {
             (step, Err(errno)) if is_passing(errno) => self.begin_zero_step(job, step, ring),
+            (ZeroStep::Merge(_), Ok(_)) if kind == kind::ZERO_EDGE && state.is_void() => {
+                self.begin_zero_step(job, step, ring);
+            }
             (ZeroStep::Merge(edge), Ok(count)) if kind == kind::ZERO_EDGE => {
                 // Short only where a layer below the head ends inside the block.
                 let buf = self.buffers.blocks(slot, 0, 1);

@@ -264,7 +264,8 @@ impl Store {
     /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
     ///
     /// A read that was planned before and has not ended may see the former data, the new data, or zeroes if a
-    /// block is removed that should never have existed. Plans made before are void afterwards.
+    /// block is removed. A lower layer may have the data of that block: so the caller plans such reads again.
+    /// Plans made before are void afterwards.
     ///
     /// # Errors
     /// The layer does not exist, or does not have the range, or an I/O error: the range may then hold some of
