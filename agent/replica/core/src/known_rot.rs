@@ -437,6 +437,11 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.keep_lost(lost);
         for (block, known) in before.blocks.into_iter().filter(|(_, known)| known.is_lost()) {
             if let Some(kept) = self.blocks.get_mut(&block) {
+    /// No page of sums counts any more: none of them knows rot that has found no place.
+    pub fn forget_pages(&mut self) {
+        self.homeless = Some(BTreeSet::new());
+    }
+
                 kept.change = known.change;
                 self.under_way += usize::from(known.change.is_some());
             }

@@ -330,10 +330,18 @@ impl Executor {
     /// # Errors
     /// The sums can be neither invalidated nor deleted. The replica then serves nothing any more.
     pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
+        if self.block_sums.pages.is_kept() {
+            self.block_sums.known.forget_sums(self.block_sums.lost.keys().copied());
+        }
+        self.renew_stored_sums()
+    }
+
+    /// Begins the file of sums anew, like [`Executor::renew_sums`]. The sums of known blocks stay.
+    pub(super) fn renew_stored_sums(&mut self) -> Result<(), ReplicaError> {
         if !self.block_sums.pages.retire(&self.in_flight) {
             return Ok(());
         }
-        self.block_sums.known.forget_sums(self.block_sums.lost.keys().copied());
+        self.block_sums.known.forget_pages();
         self.void_job();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().unsum(0..regions.count());

@@ -181,7 +181,7 @@ impl Executor {
                 // The data that a reader sees there may have been summed with the rot in it.
                 self.store.forget_block_sums()?;
                 let repaired = self.store.repair_layer(image, range, &runs, data);
-                self.renew_sums()?;
+                self.renew_stored_sums()?;
                 repaired
             }
         };
@@ -376,6 +376,22 @@ mod tests {
         });
         assert!(repairs == 1 && !path.join("shorthorn.lost-blocks").exists());
         assert!(!executor.block_sums.known.has(BLOCK));
+    }
+
+    /// Other members have decided for other data, which could not be written here.
+    #[test]
+    fn rot_stays_known_after_a_repair_that_ends_all_sums() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
+        executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
+        assert!(executor.block_sums.known.keep_some([(BLOCK, sum_of_data(&[8; 4096]))]));
+        let mut ring = Ring::new(16).unwrap();
+        begin_write(&mut executor, 0, SIZE / BLOCK_BYTES - 1, 4096, &mut ring);
+        executor.write_pages(&mut ring);
+        assert!(!executor.marks.is_idle());
+        executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
+        end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
+        assert_eq!(executor.block_sums.known.is_rotten(BLOCK, sum_of_data(&[7; 4096])), Some(true));
     }
 
     #[test]
