@@ -283,6 +283,13 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
+    /// The request is about to fail on the only member, so no other one decides about its data.
+    pub fn failed_alone(&mut self, request: R) {
+        for known in self.blocks.values_mut().take_while(|_| self.under_way > 0) {
+            known.is_reported &= known.change.is_none_or(|change| change.request != request);
+        }
+    }
+
     /// The repair of a layer shows data with this sum in the block. If it is sound, no engine takes the data of
     /// another member instead.
     pub fn repaired(&mut self, block: u64, found: u32) {
@@ -430,6 +437,11 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         *self = KnownRot { places: self.places, ..KnownRot::default() };
     }
 
+    /// No page of sums counts any more: none of them knows rot that has found no place.
+    pub fn forget_pages(&mut self) {
+        self.homeless = Some(BTreeSet::new());
+    }
+
     /// Forgets all blocks but the lost ones, which the caller bounds: no sum counts any more. A request that
     /// is modifying a lost block may still give it other data, or merge a part of it.
     pub fn forget_sums(&mut self, lost: impl IntoIterator<Item = u64>) {
@@ -437,11 +449,6 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.keep_lost(lost);
         for (block, known) in before.blocks.into_iter().filter(|(_, known)| known.is_lost()) {
             if let Some(kept) = self.blocks.get_mut(&block) {
-    /// No page of sums counts any more: none of them knows rot that has found no place.
-    pub fn forget_pages(&mut self) {
-        self.homeless = Some(BTreeSet::new());
-    }
-
                 kept.change = known.change;
                 self.under_way += usize::from(known.change.is_some());
             }

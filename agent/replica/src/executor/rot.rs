@@ -50,7 +50,16 @@ impl Executor {
 
     /// The request in the slot has ended.
     pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
+        if outcome.is_err() && self.is_only_member() {
+            self.block_sums.known.failed_alone(slot);
+        }
         self.block_sums.known.ended(slot, outcome.is_ok());
+    }
+
+    /// Returns true if no view that may count has another member.
+    fn is_only_member(&self) -> bool {
+        let me = self.state.me();
+        self.state.views().report().views().all(|view| view.members.without(me).is_empty())
     }
 
     /// The data that `block` gets from the request in the slot. A repair writes blocks of zeroes as such.
@@ -153,8 +162,11 @@ impl Executor {
 #[cfg(test)]
 mod tests {
     use shorthorn_store::BLOCKS_PER_SUM_PAGE;
+    use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
+    use shorthorn_views::ReplicaViews;
 
     use super::*;
+    use crate::executor::Loaded;
     use crate::executor::tests::new_store;
 
     fn sum_first_region(executor: &mut Executor) {
@@ -182,6 +194,26 @@ mod tests {
         assert!(executor.has_summed(block) && executor.block_sums.pages.peek(0).is_none());
         executor.know_rot(block);
         assert!(!executor.block_sums.known.may_modify(0));
+    }
+
+    #[test]
+    fn only_other_members_decide_about_a_block_whose_write_has_failed() {
+        for (members, is_former_sound) in [(1..2, true), (1..3, false)] {
+            let temp = tempfile::tempdir().unwrap();
+            let (mut store, owner, _) = new_store(&temp.path().join("replica"));
+            let id = ViewId { generation: Generation::NEVER, number: 0 };
+            let members = Members::new(members.map(ReplicaId::from_random)).unwrap();
+            let views = ReplicaViews::new(View { id, members });
+            let loaded = Loaded::load(&mut store, &owner, views, 0).unwrap();
+            let mut executor = Executor::new(store, owner, loaded).unwrap();
+            let known = &mut executor.block_sums.known;
+            assert!(known.keep_some([(3, 70)]));
+            known.reported(3);
+            known.modified(0, 3, After::Sum(80));
+            executor.sums_followed(0, Err(Errno::NO_SPACE));
+            let known = &executor.block_sums.known;
+            assert_eq!([70, 80].map(|sum| known.is_rotten(3, sum)), [Some(!is_former_sound), Some(false)]);
+        }
     }
 
     #[test]

@@ -177,6 +177,19 @@ fn only_data_of_other_members_is_sound_after_rot_was_reported() {
     assert!(lost.is_lost(4) && lost.lost == 1);
 }
 
+/// The client gets the error, and the block may hold the former data or that of the request.
+#[test]
+fn the_former_data_stays_sound_if_a_request_fails_on_the_only_member() {
+    let mut known = known();
+    known.reported(4);
+    known.modified(1, 4, After::Sum(80));
+    known.failed_alone(2);
+    assert!(known.blocks[&4].is_reported);
+    known.failed_alone(1);
+    known.ended(1, false);
+    assert_eq!(rotten(&known, 4, [70, 80, 81]), [Some(false), Some(false), Some(true)]);
+}
+
 #[test]
 fn two_requests_that_modify_one_block_leave_nothing_known() {
     let mut known = known();
