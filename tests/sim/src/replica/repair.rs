@@ -17,7 +17,7 @@ impl Replica {
     pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> bool {
         let is_followed = self.end_sums_durably(block_range(block));
         if !is_followed {
-            self.forget_sums();
+            self.forget_stored_sums();
         }
         self.read_before_repair(block);
         self.files.repair_below(block);

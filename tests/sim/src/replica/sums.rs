@@ -191,8 +191,12 @@ impl Replica {
         let Some(range) = modified(&op.ask) else { return };
         let known: Vec<u64> =
             block_numbers(range).filter(|block| well && self.known_rot.has(*block)).collect();
+        let is_alone = self.is_only_member();
+        if !well && is_alone {
+            self.known_rot.failed_alone(op.key());
+        }
         self.known_rot.ended(op.key(), well);
-        for block in whole_blocks(range).filter(|_| !well) {
+        for block in whole_blocks(range).filter(|_| !well && !is_alone) {
             self.files.owe(block, content_of(&op.ask, range, block));
         }
         let is_lost = |block: &u64| well && !self.durable.rebuilding && self.has_recorded_lost(*block);
@@ -207,6 +211,11 @@ impl Replica {
         let merged = op.read_before.keys().copied().filter(|_| well);
         let mut known = known.into_iter().chain(merged);
         self.forgotten_rot = self.forgotten_rot.or_else(|| known.find(is_forgotten));
+    }
+
+    /// Returns true if no view that may count has another member.
+    fn is_only_member(&self) -> bool {
+        self.state.views().report().views().all(|view| view.members.without(self.id).is_empty())
     }
 
     /// Returns true if the block has vanished, and a failed request was to make a hole there. Either may have
@@ -361,12 +370,18 @@ impl Replica {
 
     /// No sum counts any more. Requests that modify lost blocks still do.
     pub(super) fn forget_sums(&mut self) {
-        self.void_summing();
         self.known_rot.forget_sums(self.durable.lost.keys().copied());
         self.files.meet_none();
         // They write sound data, because the rot could not be noticed.
         let lost = &self.durable.lost;
         self.ops.values_mut().for_each(|op| op.read_before.retain(|block, _| lost.contains_key(block)));
+        self.forget_stored_sums();
+    }
+
+    /// No stored sum counts any more. Those of known blocks do.
+    pub(super) fn forget_stored_sums(&mut self) {
+        self.void_summing();
+        self.known_rot.forget_pages();
         self.durable.sums.clear();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().end_sums(false);
