@@ -258,7 +258,8 @@ fn the_same_rot_in_the_head_ends_no_record() {
     assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(pattern(9, 4096)), false));
 }
 
-/// A scrub may repair a snapshot from a member that has summed the same rot. From another one, it repairs the head.
+/// A scrub may repair a snapshot from a member that has summed the same rot. If a member has other data, the
+/// scrub copies it to the head.
 #[test]
 fn a_repair_of_a_snapshot_ends_no_record() {
     let base = base();

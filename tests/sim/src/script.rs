@@ -178,6 +178,23 @@ impl Script {
     }
 }
 
+/// Returns the parts of a fault of several disks, or of one disk and more.
+fn disks_that_fail(
+    kind: Kind,
+    victim: usize,
+    partial: bool,
+    for_us: u64,
+    rng: &mut Rng,
+) -> Vec<(u64, Fault)> {
+    match kind {
+        Kind::RotUnderCopy => rot_under_copy(victim, partial, for_us, rng),
+        Kind::RotUnderScrub => rot_under_scrub(victim, for_us, rng),
+        Kind::SlowDisk => slow_disks(victim, for_us, rng),
+        Kind::RestoreDisk => restore_disk(victim, rng),
+        _ => unread_blocks(victim, for_us * 3, rng),
+    }
+}
+
 /// The disks of two replicas cannot read some blocks of snapshots, and the third one is replaced.
 fn unread_blocks(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let unread = |victim| (0, Fault::Lie { victim, at: LieAt::Blocks, for_us });
@@ -219,17 +236,19 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::BreakVerify => broken(Broken::Verify, rng),
         Kind::BreakState => broken(Broken::State, rng),
         Kind::BreakPage => broken(Broken::Page, rng),
-        Kind::BreakNote => {
-            let other = [Broken::Write, Broken::Flush, Broken::Flush, Broken::State][rng.usize(0..4)];
-            return vec![(0, broken(Broken::Note, rng)), (0, broken(other, rng))];
-        }
+        Kind::BreakNote => return break_note(broken, rng),
         Kind::LieInAnswer => broken(Broken::Answer, rng),
         Kind::LieInRegions => broken(Broken::Regions, rng),
         Kind::LieInExtents => broken(Broken::Extents, rng),
         Kind::LieAtProposals => Fault::Lie { victim, at: LieAt::Proposals, for_us: for_us * 3 },
         Kind::LieAsSource => Fault::Lie { victim, at: LieAt::Source, for_us: for_us * 3 },
-        Kind::UnreadBlocks => return unread_blocks(victim, for_us * 3, rng),
-        Kind::SlowDisk => return slow_disks(victim, for_us, rng),
+        Kind::UnreadBlocks
+        | Kind::RotUnderCopy
+        | Kind::RotUnderScrub
+        | Kind::SlowDisk
+        | Kind::RestoreDisk => {
+            return disks_that_fail(kind, victim, partial, for_us, rng);
+        }
         Kind::PauseEngine => pause_engine(rng),
         Kind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },
         Kind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },
@@ -238,16 +257,20 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
         Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
-        Kind::RotUnderCopy => return rot_under_copy(victim, partial, for_us, rng),
-        Kind::RotUnderScrub => return rot_under_scrub(victim, for_us, rng),
         Kind::OtherProgram => Fault::OtherProgram { victim, for_us: rng.u64(5_000..500_000) },
         Kind::LoseState => Fault::LoseState { host },
-        Kind::RestoreController => {
-            return vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)];
-        }
-        Kind::RestoreDisk => return restore_disk(victim, rng),
+        Kind::RestoreController => return restore_controller(later_us),
     };
     vec![(0, fault)]
+}
+
+fn break_note(broken: impl Fn(Broken, &mut Rng) -> Fault, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    let other = [Broken::Write, Broken::Flush, Broken::Flush, Broken::State][rng.usize(0..4)];
+    vec![(0, broken(Broken::Note, rng)), (0, broken(other, rng))]
+}
+
+fn restore_controller(later_us: u64) -> Vec<(u64, Fault)> {
+    vec![(0, Fault::SaveController), (later_us, Fault::RestoreController)]
 }
 
 fn kill_engine(rng: &mut Rng) -> Fault {

@@ -275,8 +275,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
-    /// An engine gets the answer that the block holds rot. So it takes the data of another member for the right
-    /// one from now on. If it cannot be written here, the former data is not sound any more.
+    /// An engine gets the answer that the block holds rot. From now on it takes the data of another member
+    /// for the right one. If that cannot be written here, the former data is not sound any more.
     pub fn reported(&mut self, block: u64) {
         if let Some(known) = self.blocks.get_mut(&block) {
             known.is_reported = true;
@@ -290,8 +290,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
-    /// The repair of a layer shows data with this sum in the block. If it is sound, no engine takes the data of
-    /// another member instead.
+    /// The repair of a layer shows data with this sum in the block. If it is sound, no engine takes the data
+    /// of another member instead.
     pub fn repaired(&mut self, block: u64, found: u32) {
         if self.is_rotten(block, found) == Some(false)
             && let Some(known) = self.blocks.get_mut(&block)

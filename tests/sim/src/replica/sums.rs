@@ -4,8 +4,10 @@
 //! former content is remembered, and is restored as soon as no sum of the block counts any more: rot without
 //! sums cannot be noticed at all. The sums of a region end when it is modified, except for those beside known
 //! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
-//! and its simulation keep them in the same way: see [`KnownRot`]. In some scripts few sums can stay known, and
-//! pages are small, so that rot finds no place. The simulation reads a page at once.
+//! and its simulation keep them in the same way: see [`KnownRot`].
+//!
+//! In some scripts few sums can stay known, and pages are small, so that rot finds no place. The simulation
+//! reads a page at once.
 
 use super::*;
 use shorthorn_replica_core::{After, Places};
@@ -119,7 +121,7 @@ impl Replica {
     }
 
     /// Keeps the sums that a modification of `range` ends, if their pages have rot and found no place. Every
-    /// page can be read at once. Returns an error if there is no place.
+    /// page can be read at once. Returns an error if no place is left.
     pub fn keep_rot(&mut self, range: ByteRange) -> Result<(), Errno> {
         if !self.has_summed(block_numbers(range)) {
             return Ok(());
