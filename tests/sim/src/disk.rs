@@ -312,6 +312,10 @@ impl Files {
     pub fn owe(&mut self, block: u64, data: Block) {
         if let Some(rotten) = self.rot.get_mut(&block).filter(|rotten| rotten.is_reported) {
             rotten.owed = Some(data).filter(|data| *data != rotten.was);
+            rotten.is_reported = false;
+        }
+        if self.rot.get(&block).is_some_and(|rotten| rotten.owed.is_none() && rotten.shows_former) {
+            self.heal(block);
         }
     }
 

@@ -109,6 +109,9 @@ pub struct Replica {
     page_blocks: u64,
     /// A block with rot that the process knew, until a request that has not given it other data.
     pub forgotten_rot: Option<u64>,
+    /// Sound blocks that may look rotten: an engine knew of rot, which was repaired since, and a write of the
+    /// whole block has failed. The member cannot know that no other one has decided.
+    pub doubted: BTreeSet<u64>,
     /// A block that counts as lost, although a request has given it other data.
     pub stale_lost: Option<u64>,
     /// True if the process has refused a modification, because it could not remember the rot beside it.
@@ -197,6 +200,7 @@ impl Replica {
             has_vanished: false,
             page_blocks: sums::PAGE_BLOCKS,
             forgotten_rot: None,
+            doubted: BTreeSet::new(),
             stale_lost: None,
             is_refusing: false,
             is_under_repair: false,

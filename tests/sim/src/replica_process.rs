@@ -251,7 +251,9 @@ impl Simulation {
                 reported
                     .into_iter()
                     .find(|block| {
-                        !replica.files.rot.contains_key(block) && !replica.has_recorded_lost(*block)
+                        let may_look_rotten =
+                            replica.has_recorded_lost(*block) || replica.doubted.contains(block);
+                        !replica.files.rot.contains_key(block) && !may_look_rotten
                     })
                     .map(|block| format!("block {block} of replica {at} looks rotten and is sound"))
             }
@@ -260,6 +262,12 @@ impl Simulation {
             }
             _ => None,
         };
+        if let (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Data(_) | Answer::Check(_)) =
+            (ask, answer)
+        {
+            let replica = &mut self.replicas[at];
+            block_numbers(*range).for_each(|block| replica.known_rot.found_sound(block));
+        }
         if let (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) = (ask, answer) {
             self.count("rot reported");
             let sabotage = self.options.sabotage;

@@ -89,7 +89,7 @@ struct Known<R> {
     failed: Vec<u32>,
     /// The results that it may hold of requests that were merged with its rot.
     merged: Vec<Merged>,
-    /// An engine knows of its rot: see [`KnownRot::reported`].
+    /// An engine knows of its rot, and may be about to decide about its data: see [`KnownRot::reported`].
     is_reported: bool,
     /// The request that is modifying it.
     change: Option<Change<R>>,
@@ -132,7 +132,7 @@ impl<R> Known<R> {
     /// A request has failed that may have given the block this data. If an engine knows of the rot, and the
     /// request is for the whole block, its data is that of another member.
     fn has_failed(&mut self, after: u32, is_whole: bool) {
-        if self.is_reported && is_whole {
+        if is_whole && std::mem::take(&mut self.is_reported) {
             (self.former, self.failed) = (self.former.map(|_| after), Vec::new());
             self.merged.clear();
         }
@@ -275,8 +275,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
-    /// An engine gets the answer that the block holds rot. From now on it takes the data of another member
-    /// for the right one. If that cannot be written here, the former data is not sound any more.
+    /// An engine gets the answer that the block holds rot. It takes the data of another member for the right
+    /// one, and writes that here next. If that fails, the former data is not sound any more.
     pub fn reported(&mut self, block: u64) {
         if let Some(known) = self.blocks.get_mut(&block) {
             known.is_reported = true;
@@ -290,14 +290,17 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
-    /// The repair of a layer shows data with this sum in the block. If it is sound, no engine takes the data
-    /// of another member instead.
-    pub fn repaired(&mut self, block: u64, found: u32) {
-        if self.is_rotten(block, found) == Some(false)
-            && let Some(known) = self.blocks.get_mut(&block)
-        {
-            known.is_reported &= known.change.is_some();
+    /// An engine gets the answer that the block is sound, so that it may take this data for the right one.
+    pub fn found_sound(&mut self, block: u64) {
+        if let Some(known) = self.blocks.get_mut(&block) {
+            known.is_reported = false;
         }
+    }
+
+    /// Returns true if an engine may be about to decide for the data of another member.
+    #[must_use]
+    pub fn is_reported(&self, block: u64) -> bool {
+        self.blocks.get(&block).is_some_and(|known| known.is_reported)
     }
 
     /// Returns true if no block is known.

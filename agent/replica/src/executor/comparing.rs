@@ -40,11 +40,28 @@ impl Executor {
         self.requests.end_check(slot);
         if let Some(block) = rotten {
             self.know_rot(block);
-            self.block_sums.known.reported(number_of(block));
             self.report_rotten(block);
+        }
+        if wants_check {
+            self.answered(slot, rotten);
         }
         self.finish(slot, rotten.map_or(Ok(()), |_| Err(Errno::ROTTEN)));
         true
+    }
+
+    /// An engine gets an answer about the blocks in the slot: one of them is rotten, or all are sound. It
+    /// decides about the data of the volume by that, and not by the checks of layers.
+    fn answered(&mut self, slot: u16, rotten: Option<ByteRange>) {
+        let Work { header, blocks, .. } = *self.work(slot);
+        if !matches!(header.opcode, Opcode::Read | Opcode::Verify) || self.block_sums.known.is_empty() {
+            return;
+        }
+        match rotten {
+            Some(block) => self.block_sums.known.reported(number_of(block)),
+            None => {
+                block_ranges(blocks).for_each(|block| self.block_sums.known.found_sound(number_of(block)))
+            }
+        }
     }
 
     /// Returns the pages with the sums of the blocks in the slot.

@@ -6,9 +6,7 @@
 use std::ops::Range;
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{
-    AlignedBuffer, ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data,
-};
+use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, SUM_PAGE_SPAN_BYTES, StoreError};
 use shorthorn_types::Regions;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{
@@ -16,12 +14,10 @@ use shorthorn_wire::{
 };
 
 use super::Executor;
-use super::block::{block_ranges, number_of};
 use super::layer_sums::{Checked, PIECE_BYTES, no_layer, piece_of, sum_at};
 use super::operation::{Outcome, kind};
 use super::piece::Piece;
 use crate::error::ReplicaError;
-use crate::limits::BLOCK_BYTES_USIZE;
 
 impl Executor {
     /// Begins to read a piece of a snapshot's layer. The request has finished when [`Executor::layer_check`]
@@ -186,7 +182,6 @@ impl Executor {
             }
         };
         repaired?;
-        self.known_are_repaired(range);
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
     }
@@ -202,23 +197,6 @@ impl Executor {
         self.sum_soon();
         // A page that the ring still writes could overtake those that are written here.
         self.marks.is_idle() && self.write_all_pages().is_ok()
-    }
-
-    /// Reads the known blocks of `range`, of which a layer was repaired.
-    fn known_are_repaired(&mut self, range: ByteRange) {
-        let known = |block: &ByteRange| self.block_sums.known.has(number_of(*block));
-        for block in block_ranges(range).filter(known).collect::<Vec<_>>() {
-            // A block that cannot be read stays as it is known.
-            if let Some(found) = self.sum_shown(block.offset()) {
-                self.block_sums.known.repaired(number_of(block), found);
-            }
-        }
-    }
-
-    fn sum_shown(&mut self, offset_bytes: u64) -> Option<u32> {
-        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
-        let read = self.store.read_at(block.as_mut_slice(), offset_bytes);
-        read.ok().map(|()| sum_of_data(block.as_slice()))
     }
 }
 
@@ -237,12 +215,13 @@ mod tests {
     use std::path::Path;
     use std::time::Duration;
 
-    use shorthorn_store::{LostBlock, LostBlocks};
+    use shorthorn_store::{AlignedBuffer, LostBlock, LostBlocks, sum_of_data};
     use shorthorn_wire::{Header, Opcode};
 
     use super::*;
     use crate::executor::kind;
     use crate::executor::tests::{SIZE, new_store};
+    use crate::limits::BLOCK_BYTES_USIZE;
 
     const BLOCK: u64 = 3;
 
@@ -303,7 +282,9 @@ mod tests {
             }
         });
         assert_eq!(repairs, 1);
-        let found = executor.sum_shown(BLOCK * BLOCK_BYTES).unwrap();
+        let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
+        executor.store.read_at(block.as_mut_slice(), BLOCK * BLOCK_BYTES).unwrap();
+        let found = sum_of_data(block.as_slice());
         assert_eq!(executor.block_sums.known.is_rotten(BLOCK, found), Some(true));
     }
 

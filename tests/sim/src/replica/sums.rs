@@ -85,6 +85,7 @@ impl Replica {
     }
 
     pub(super) fn forget_known_rot(&mut self) {
+        self.doubted.clear();
         self.known_rot.forget();
         self.files.meet_none();
     }
@@ -196,6 +197,14 @@ impl Replica {
         let is_alone = self.is_only_member();
         if !well && is_alone {
             self.known_rot.failed_alone(op.key());
+        }
+        for block in whole_blocks(range) {
+            let is_sound = !self.files.rot.contains_key(&block);
+            if well {
+                self.doubted.remove(&block);
+            } else if !is_alone && is_sound && self.known_rot.is_reported(block) {
+                self.doubted.insert(block);
+            }
         }
         self.known_rot.ended(op.key(), well);
         for block in whole_blocks(range).filter(|_| !well && !is_alone) {
