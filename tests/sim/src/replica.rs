@@ -109,8 +109,9 @@ pub struct Replica {
     page_blocks: u64,
     /// A block with rot that the process knew, until a request that has not given it other data.
     pub forgotten_rot: Option<u64>,
-    /// Sound blocks that may look rotten: an engine knew of rot, which was repaired since, and a write of the
-    /// whole block has failed. The member cannot know that no other one has decided.
+    /// Sound blocks that may look rotten. An engine knew of rot, which was repaired since, and a write of the
+    /// whole block has failed: the member cannot know that no other one has decided. Or several requests have
+    /// overwritten the rot, and the process has ended in between, or one has failed.
     pub doubted: BTreeSet<u64>,
     /// A block that counts as lost, although a request has given it other data.
     pub stale_lost: Option<u64>,
@@ -487,7 +488,11 @@ impl Replica {
 
     pub fn put(&mut self, block: u64, content: Option<Block>) {
         let is_lost = self.durable.lost.contains_key(&block);
+        let was_merged = self.files.is_merged_with_rot(block);
         self.files.overwrite_rot(block, &content.unwrap_or_default(), is_lost);
+        if was_merged && !self.files.rot.contains_key(&block) {
+            self.doubted.insert(block);
+        }
         self.files.head.set(block, content);
         let range = block_range(block);
         match content {

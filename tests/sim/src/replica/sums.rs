@@ -85,7 +85,6 @@ impl Replica {
     }
 
     pub(super) fn forget_known_rot(&mut self) {
-        self.doubted.clear();
         self.known_rot.forget();
         self.files.meet_none();
     }
