@@ -32,6 +32,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
         unsafe { System.alloc(layout) }
     }
 
+    // SAFETY: as for the whole implementation.
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         // SAFETY: the caller keeps the rules of `dealloc`.
         unsafe { System.dealloc(pointer, layout) }

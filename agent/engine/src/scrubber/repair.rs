@@ -38,10 +38,14 @@ impl Held {
     /// Returns true if a layer that was checked with this sum holds the same. A check has no sum if the
     /// member knows a block there as rotten. That may be a block which lacks other data in the head: so the
     /// layer is read back then.
-    fn is_in(&self, sum: Option<u32>, read_back: impl FnOnce() -> Option<Held>) -> bool {
+    fn is_in<E>(
+        &self,
+        sum: Option<u32>,
+        read_back: impl FnOnce() -> Result<Option<Held>, E>,
+    ) -> Result<bool, E> {
         match sum {
-            Some(sum) => sum == self.sum(),
-            None => read_back().is_some_and(|found| found == *self),
+            Some(sum) => Ok(sum == self.sum()),
+            None => Ok(read_back()?.is_some_and(|found| found == *self)),
         }
     }
 
@@ -181,8 +185,12 @@ impl Scrubber {
 
     fn mend(&self, layer: &Layer, peer: PeerIndex, held: &Held) -> Result<(), String> {
         let failed = |error: ConnectError| format!("{}: {error}", self.replica(peer));
-        let read_back = || layer.number_at(peer).and_then(|number| self.hold(peer, number, held.piece).ok());
-        if held.is_in(None, read_back) {
+        let read_back = || {
+            let number = layer.number_at(peer);
+            number.map(|number| self.hold(peer, number, held.piece)).transpose().map_err(failed)
+        };
+        // A layer that cannot be read is repaired.
+        if held.is_in(None, read_back).unwrap_or(false) {
             return Ok(()); // an earlier scrub has repaired it, and the head still lacks other data
         }
         for (patch, data) in held.patches(&layer.image) {
@@ -191,7 +199,7 @@ impl Scrubber {
                 .map_err(failed)?;
         }
         let check = self.check_one(layer, held.piece, peer).map_err(failed)?;
-        if held.is_in(check.sum, read_back) {
+        if held.is_in(check.sum, read_back)? {
             return Ok(());
         }
         Err(format!("{} loses writes: replace its disk", self.replica(peer)))
@@ -244,10 +252,11 @@ mod tests {
     #[test]
     fn a_repaired_layer_with_a_block_that_is_known_as_rotten_is_read_back() {
         let held = |byte: u8| Held { piece: range(0, 1), runs: vec![range(0, 1)], data: vec![byte; BLOCK] };
-        let unread = || -> Option<Held> { panic!("its sum says enough") };
-        assert!(held(7).is_in(Some(held(7).sum()), unread) && !held(7).is_in(Some(held(8).sum()), unread));
-        assert!(held(7).is_in(None, || Some(held(7))));
-        assert!(!held(7).is_in(None, || Some(held(8))) && !held(7).is_in(None, || None));
+        let unread = || -> Result<Option<Held>, ()> { panic!("its sum says enough") };
+        assert_eq!([7, 8].map(|byte| held(7).is_in(Some(held(byte).sum()), unread)), [Ok(true), Ok(false)]);
+        let found = [Ok(Some(held(7))), Ok(Some(held(8))), Ok(None), Err(())];
+        let is_in = found.map(|found| held(7).is_in(None, || found));
+        assert_eq!(is_in, [Ok(true), Ok(false), Ok(false), Err(())]);
     }
 
     #[test]

@@ -435,11 +435,6 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.lost -= usize::from(known.is_lost());
     }
 
-    /// Forgets all blocks.
-    pub fn forget(&mut self) {
-        *self = KnownRot { places: self.places, ..KnownRot::default() };
-    }
-
     /// No page of sums counts any more: none of them knows rot that has found no place.
     pub fn forget_pages(&mut self) {
         self.homeless = Some(BTreeSet::new());

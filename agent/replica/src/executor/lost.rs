@@ -57,7 +57,7 @@ impl BlockSums {
     }
 
     /// The data of a block that gets data with the sum `given`. If every member has lost a block, a copy of
-    /// its region, or the repair of a layer, may write the same rot again. That does not count as other data.
+    /// its region may write the same rot again. That does not count as other data.
     /// Zeroes always are: a client that clears a block ends its record.
     pub(super) fn after(&self, block: u64, given: u32) -> After {
         let is_same_rot = self.lost.get(&block).is_some_and(|lost| lost.copied() == given);

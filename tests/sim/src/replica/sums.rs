@@ -85,7 +85,7 @@ impl Replica {
     }
 
     pub(super) fn forget_known_rot(&mut self) {
-        self.known_rot.forget();
+        self.known_rot.forget_sums([]);
         self.files.meet_none();
     }
 

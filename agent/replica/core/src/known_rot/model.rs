@@ -431,7 +431,7 @@ impl Model {
 
     fn restart(&mut self) {
         self.requests.clear();
-        self.known.forget();
+        self.known.forget_sums([]);
         let lost = (0..).zip(&self.blocks).filter(|(_, block)| block.lost.is_some());
         self.known.keep_lost(lost.map(|(at, _)| at));
         for block in &mut self.blocks {

@@ -35,7 +35,7 @@ fn a_sum_is_known_until_its_block_gets_other_data() {
     known.modified(1, 4, After::Sum(80));
     known.ended(1, true);
     assert_eq!((known.has(3), known.has(4), known.under_way), (true, false, 0));
-    known.forget();
+    known.forget_sums([]);
     assert!(!known.has(3));
 }
 
@@ -280,7 +280,7 @@ fn a_page_without_a_place_must_not_be_modified() {
     let homeless = 110..=110 + Places::default().homeless_pages as u64;
     assert!(homeless.clone().all(|page| !known.keep(page, [(page * 512, 70)])));
     assert!(!known.may_modify(1 << 20), "too many to be listed");
-    known.forget();
+    known.forget_sums([]);
     assert!(known.may_modify(110));
 }
 
