@@ -112,6 +112,14 @@ pub enum ReplicaError {
         "more blocks hold rot than can be tracked, some of them around {0}: scrub the volume, or replace this replica"
     )]
     TooMuchRot(ByteRange),
+    /// A repair would bring back a block that a request is modifying.
+    #[error("a request is modifying {0}, which the layer has lost: the next scrub repairs it")]
+    BeingModified(ByteRange),
+    /// A repair would show data or hide it, and no checksum says which is right.
+    #[error(
+        "{0} reads as zeroes, and no checksum says whether that is right: the scrub of the volume has to compare it before the next scrub repairs the layer"
+    )]
+    UndecidedHole(ByteRange),
     /// A document that cannot be copied.
     #[error("the document of {0} is not text, so it cannot be copied: repair or replace it")]
     NoText(String),
@@ -158,6 +166,7 @@ impl ReplicaError {
             | ReplicaError::TooLarge(_)
             | ReplicaError::Sums { .. } => Errno::INVALID,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
+            ReplicaError::BeingModified(_) | ReplicaError::UndecidedHole(_) => Errno::new(libc::EBUSY),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),
             ReplicaError::Spec(_) | ReplicaError::OtherReplica { .. } => Errno::INVALID,
             _ => Errno::IO,

@@ -141,6 +141,8 @@ pub struct Files {
     pub snapshot: SparseFile,
     /// Blocks that the disk has changed by itself, and that a reader sees.
     pub rot: BTreeMap<u64, Rotten>,
+    /// Blocks of the snapshot that the disk has lost, with their data, and that requests have made zeroes of.
+    covered: BTreeMap<u64, Block>,
     /// The number of blocks whose content from before their rot was restored.
     heals: u64,
     /// True if the head has got a block that was owed to it.
@@ -251,6 +253,57 @@ impl Files {
         self.rot.get(&block).is_some_and(|rotten| file(rotten.is_below).get(block).is_none())
     }
 
+    /// Returns the blocks of the snapshot that the disk has lost, and no request has covered.
+    pub fn vanished(&self) -> impl Iterator<Item = u64> {
+        self.rot_below().map(|(block, _)| block).filter(|block| self.has_vanished(*block))
+    }
+
+    /// A request has made a hole over the block, or given it other data. If the disk has lost the block of
+    /// the snapshot, the hole is all that it needed to make.
+    pub fn cover(&mut self, block: u64) {
+        let has_vanished = self.has_vanished(block);
+        if let Some(rotten) = self.rot.remove(&block).filter(|rotten| rotten.is_below && has_vanished) {
+            self.covered.insert(block, rotten.was);
+        }
+    }
+
+    /// Returns the blocks that requests have made zeroes of, although the disk had lost them.
+    pub fn covered(&self) -> impl Iterator<Item = u64> {
+        self.covered.keys().copied()
+    }
+
+    /// Returns the data of a block of the snapshot that the disk has lost.
+    pub fn vanished_below(&self, block: u64) -> Option<Block> {
+        let rotten = self.rot.get(&block).filter(|rotten| rotten.is_below && self.has_vanished(block));
+        self.covered.get(&block).copied().or_else(|| rotten.map(|rotten| rotten.was))
+    }
+
+    /// Writes zeroes to the head in a block that the disk has lost. If an engine has decided for other data,
+    /// it is as rotten as before.
+    pub fn keep_zeroes(&mut self, block: u64) {
+        match self.rot.get_mut(&block) {
+            Some(rotten) => {
+                rotten.is_below = false;
+                let was = rotten.was;
+                self.head.replace(block, Some([ROT; BLOCK_SECTORS]));
+                self.snapshot.replace(block, Some(was));
+            }
+            None => self.head.set(block, Some(Block::default())),
+        }
+        self.head.sync(usize::MAX);
+        self.has_grown = true;
+    }
+
+    /// Lets no repair uncover a block: a full copy does not find what its source lacks in a snapshot.
+    pub fn copy_covered(&mut self) {
+        for block in std::mem::take(&mut self.covered).into_keys() {
+            if self.head.get(block).is_none() {
+                self.head.replace(block, Some(Block::default()));
+                self.has_grown = true;
+            }
+        }
+    }
+
     fn file_with(&mut self, is_below: bool) -> &mut SparseFile {
         if is_below { &mut self.snapshot } else { &mut self.head }
     }
@@ -289,7 +342,12 @@ impl Files {
 
     /// Repairs a block of the snapshot. If the engine has decided for other data, it is as rotten as before.
     pub fn repair_below(&mut self, block: u64) {
+        if let Some(was) = self.covered.remove(&block) {
+            self.snapshot.replace(block, Some(was));
+            self.has_grown = true;
+        }
         match self.rot.get_mut(&block) {
+            Some(rotten) if !rotten.is_below => {}
             Some(rotten) if rotten.owed.is_some() => rotten.shows_former = true,
             _ => self.heal(block),
         }
@@ -316,6 +374,22 @@ impl Files {
         }
         if self.rot.get(&block).is_some_and(|rotten| rotten.owed.is_none() && rotten.shows_former) {
             self.heal(block);
+        }
+    }
+
+    /// A request has made `range` zeroes, and has changed no part of the blocks that have vanished.
+    pub fn owe_zeroes(&mut self, range: ByteRange) {
+        let blocks = range.offset() / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES);
+        let vanished: Vec<u64> = blocks.filter(|block| self.has_vanished(*block)).collect();
+        for block in vanished {
+            let Some(rotten) = self.rot.get_mut(&block) else { continue };
+            let mut right = rotten.right();
+            for (sector, id) in (block * BLOCK_SECTORS as u64..).zip(&mut right) {
+                if sector * SECTOR_BYTES >= range.offset() && (sector + 1) * SECTOR_BYTES <= range.end() {
+                    *id = 0;
+                }
+            }
+            rotten.owed = Some(right).filter(|right| *right != rotten.was);
         }
     }
 

@@ -108,6 +108,8 @@ pub enum Sabotage {
     MergesUnrecorded,
     /// A repair of a snapshot makes its blocks unknown, also beside requests.
     RepairsCure,
+    /// A repair of a snapshot shows its data in place of zeroes that a request has written.
+    RepairsUncover,
     /// The former data of a block counts although an engine knows of its rot, and has decided for other data.
     ReportsForgotten,
     /// A source of a copy says where it has data, and not where its sums say that it had some.

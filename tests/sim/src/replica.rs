@@ -489,7 +489,10 @@ impl Replica {
     pub fn put(&mut self, block: u64, content: Option<Block>) {
         let is_lost = self.durable.lost.contains_key(&block);
         let was_merged = self.files.is_merged_with_rot(block);
-        self.files.overwrite_rot(block, &content.unwrap_or_default(), is_lost);
+        match content {
+            None if self.files.vanished_below(block).is_some() => self.files.cover(block),
+            _ => self.files.overwrite_rot(block, &content.unwrap_or_default(), is_lost),
+        }
         if was_merged && !self.files.rot.contains_key(&block) {
             self.doubted.insert(block);
         }

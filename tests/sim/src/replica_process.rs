@@ -417,6 +417,7 @@ impl Simulation {
 
     fn send_extents(&mut self, at: usize, op: &Op, from_bytes: u64) {
         let replica = &mut self.replicas[at];
+        replica.files.copy_covered();
         let mut page = replica.head_extents(from_bytes);
         if replica.takes_error(Broken::Extents) {
             replica.spoil_extents(&mut page);

@@ -320,9 +320,12 @@ fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> V
 /// Has the disk of a replica rot, and a scrub repair its snapshot beside requests. The disk is slow, so that
 /// these take long.
 fn rot_under_scrub(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
-    let rot = Fault::RotBlocks { victim, blocks: 300, vanish: false };
+    let vanish = rng.bool();
+    let rot = Fault::RotBlocks { victim, blocks: 300, vanish };
     let slow = Fault::SlowDisk { victim, by_us: rng.u64(1_000..40_000), for_us };
-    vec![(0, rot), (0, slow), (0, Fault::ScrubSnapshot { victim, for_us })]
+    // Requests may make zeroes of blocks that have vanished.
+    let later_us = if vanish { rng.u64(0..3_000_000) } else { 0 };
+    vec![(0, rot), (0, slow), (later_us, Fault::ScrubSnapshot { victim, for_us })]
 }
 
 fn restore_disk(victim: usize, rng: &mut Rng) -> Vec<(u64, Fault)> {

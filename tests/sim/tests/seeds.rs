@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 31] = [
+const SABOTAGES: [&str; 32] = [
     "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
@@ -20,6 +20,7 @@ const SABOTAGES: [&str; 31] = [
     "holes-unseen",
     "early-forgetting",
     "repairs-cure",
+    "repairs-uncover",
     "reports-forgotten",
     "merges-unrecorded",
     "unread-pages",
@@ -138,6 +139,7 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
         "early-forgetting" => Some("known-rot-and-no-space"),
         "unread-is-final" => Some("blocks-that-no-member-alone-can-read"),
         "merges-unrecorded" => Some("a-merged-block-and-another-program"),
+        "repairs-uncover" => Some("zeroes-over-blocks-that-vanish"),
         "reports-forgotten" => Some("rot-without-space-under-a-scrub"),
         "unread-pages" => Some("a-page-of-sums-that-is-not-in-memory"),
         "holes-unseen" => Some("blocks-that-vanish"),

@@ -18,6 +18,10 @@
 //! for lack of space. The repair of a layer may show the former data again, and is no decision: a block is as
 //! sound after it as its sum says.
 //!
+//! The repair of a layer may also show data in a block that has read as zeroes until then. Either may be
+//! right: the disk has lost the block, and a request has made zeroes of it since, or none has. If no sum says
+//! which, other members have to decide first: see [`KnownRot::decide_about_hole`].
+//!
 //! A *lost* block is one that no replica had sound. The disk records it, whatever it holds, until other data
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
@@ -38,6 +42,9 @@ const FAILED_MAX: usize = 3;
 /// sectors count as rot.
 const MERGED_MAX: usize = FAILED_MAX + 1;
 
+/// The sum that no data has. A block with this known sum holds wrong data, as far as anything says.
+const NO_SUM: u32 = 0;
+
 /// The bounds of the knowledge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
@@ -55,12 +62,29 @@ impl Default for Places {
     }
 }
 
+/// The data that a block has to show after the repair of a layer, if no layer has had it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AboutHole {
+    /// Zeroes: a request may have made them.
+    StaysZeroes,
+    /// The data of the layer.
+    ShowsLayer,
+    /// No sum says which. The layer must not be repaired before the block has got data.
+    Undecided,
+}
+
 /// The data of a block after a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
     /// The request changes a part of the block, which it has not merged with the rest yet: it has written
     /// nothing there.
     Unmerged,
+    /// The request makes a part of the block zeroes, the sum of a block of which is `zeroes`. Unless it
+    /// merges the block, that is a hole, and the request writes nothing there.
+    PartlyZeroes {
+        /// The sum of a block of zeroes.
+        zeroes: u32,
+    },
     /// Data of which this is the sum.
     Sum(u32),
     /// Rot: the same once more, or the result of a merge with it.
@@ -109,6 +133,8 @@ struct Merged {
 enum Fate {
     /// Unchanged data: the request has written nothing there.
     Unchanged,
+    /// Unchanged rot, and no sum is known of the correct data any more.
+    OutOfDate,
     /// Rot: the request was a repair, or was merged with rot.
     StaysRot,
     /// Other data than before.
@@ -148,8 +174,11 @@ impl<R> Known<R> {
 
     fn fate(&self, after: After) -> Fate {
         match after {
-            // Zeroes change no part of a hole. If rot has made that hole, it stays rot.
+            // Zeroes change no part of a hole.
             After::Unmerged => Fate::Unchanged,
+            After::PartlyZeroes { zeroes } if self.is_lost() || self.may_have(zeroes) => Fate::Unchanged,
+            // Rot has made that hole: the former data, too, lacks these zeroes now.
+            After::PartlyZeroes { .. } => Fate::OutOfDate,
             After::Rot => Fate::StaysRot,
             After::Sum(after) if self.former == Some(after) => Fate::StaysRot,
             After::Sum(_) => Fate::OtherData,
@@ -201,6 +230,33 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             self.blocks.extend(new.into_iter().map(|(block, sum)| (block, Known::new(Some(sum)))));
         }
         has_place
+    }
+
+    /// The repair of a layer is about to show other data, with the sum `shown`, in a block that reads as
+    /// `zeroes` now, and that no request is modifying. `kept` is its sum in a page, if that counts. If
+    /// nothing decides, the block counts as rot from now on, so that other members decide. Such blocks get
+    /// no more than half of the places.
+    pub fn decide_about_hole(
+        &mut self,
+        block: u64,
+        (zeroes, shown): (u32, u32),
+        kept: Option<u32>,
+    ) -> AboutHole {
+        let (has_zeroes, has_shown) = match self.blocks.get(&block) {
+            Some(known) if known.is_lost() => (false, true),
+            Some(known) => (known.may_have(zeroes), known.may_have(shown)),
+            None => (kept == Some(zeroes), kept == Some(shown)),
+        };
+        if has_zeroes {
+            return AboutHole::StaysZeroes;
+        }
+        if has_shown {
+            return AboutHole::ShowsLayer;
+        }
+        if self.blocks.len() - self.lost < self.places.blocks / 2 {
+            self.keep_some([(block, kept.unwrap_or(NO_SUM))]);
+        }
+        AboutHole::Undecided
     }
 
     /// Keeps the sums, which count, of all blocks of a page with rot. Known blocks stay. Returns false if the
@@ -396,6 +452,10 @@ impl<R: Copy + PartialEq> KnownRot<R> {
                     known.merged.extend(merged);
                 }
                 Fate::Unchanged => {}
+                Fate::OutOfDate => {
+                    (known.former, known.failed) = (Some(NO_SUM), Vec::new());
+                    known.merged.clear();
+                }
                 Fate::StaysRot => {
                     known.is_reported &= merged.is_some();
                     known.failed.clear();

@@ -23,6 +23,7 @@ mod marking;
 mod marks;
 mod operation;
 mod piece;
+mod repairing;
 mod requests;
 mod rot;
 mod steps;
@@ -69,8 +70,8 @@ use crate::state::Owner;
 /// It is composed of parts. Each has its own state, rules and tests, in a module of its own that does not
 /// know the executor. The methods of the executor pass requests, completions and answers between the parts.
 /// If a rule needs two parts, the executor passes one to the other. The modules `data`, `zeroing`, `layers`,
-/// `syncing`, `marking`, `summing`, `comparing`, `rot`, `lost`, `sums`, `copying` and `expansion` have
-/// the methods by topic.
+/// `syncing`, `marking`, `summing`, `comparing`, `rot`, `lost`, `sums`, `repairing`, `copying` and
+/// `expansion` have the methods by topic.
 #[derive(Debug)]
 pub(crate) struct Executor {
     store: Store,

@@ -67,6 +67,7 @@ impl Executor {
         let work = self.work(slot);
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
         match work.header.opcode {
+            Opcode::WriteZeroes if !is_whole => After::PartlyZeroes { zeroes: self.block_sums.zero_sum },
             _ if !is_whole => After::Unmerged,
             // Rot that is all zeroes, too, is no data that the block may hold after a failure.
             Opcode::Write if is_rot_of_head(&work.header) => After::Rot,

@@ -260,6 +260,30 @@ impl Store {
         Ok(runs)
     }
 
+    /// Checks that a snapshot's layer can be repaired in `range`, and returns its file.
+    ///
+    /// # Errors
+    /// The layer does not exist, or does not have the range, or the store cannot change it now.
+    pub fn check_repair(&mut self, image: &str, range: ByteRange) -> Result<FileIndex> {
+        self.medium.check_writable()?;
+        self.image.check_no_fold()?;
+        let layer = self.known_layer(image)?;
+        let index = self.image.find(layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
+        range.check(self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES))?;
+        self.check_sums_follow()?;
+        Ok(index)
+    }
+
+    /// Removes the sums of the snapshots above a layer. A block that comes back to the layer shows there,
+    /// too. Requests may have made zeroes of it before one of these snapshots, which has no data there then.
+    /// Its sum would say that this is right.
+    fn drop_sums_above(&self, image: &str) -> Result<()> {
+        let layers = self.image.layout().chain().iter();
+        // The head has none.
+        let above = layers.take_while(|layer| layer.as_str() != image).skip(1);
+        above.into_iter().try_for_each(|layer| self.drop_sums(layer))
+    }
+
     /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no
     /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
     ///
@@ -277,13 +301,13 @@ impl Store {
         runs: &[ByteRange],
         data: &[u8],
     ) -> Result<()> {
-        self.medium.check_writable()?;
-        self.image.check_no_fold()?;
-        let layer = self.known_layer(image)?.clone();
-        let index = self.image.find(&layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
-        range.check(self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES))?;
-        self.check_sums_follow()?;
+        let index = self.check_repair(image, range)?;
         let before = self.layer_blocks(index, range)?;
+        let is_there = |block: u64| before.iter().any(|run| run.offset() <= block && block < run.end());
+        let mut blocks = runs.iter().flat_map(|run| block_starts(*run));
+        if blocks.any(|block| !is_there(block)) {
+            self.drop_sums_above(image)?;
+        }
         let file = self.medium.directory().open_file(image, OFlag::O_RDWR | self.medium.direct_flag())?;
         let holes = gaps(range, runs).filter(|hole| before.iter().any(|run| run.overlaps(*hole)));
         let changed = punch(&file, holes)
@@ -295,6 +319,10 @@ impl Store {
         }
         changed.map_err(|error| StoreError::io("repair", self.medium.directory().path_of(image), error))
     }
+}
+
+fn block_starts(blocks: ByteRange) -> impl Iterator<Item = u64> {
+    (0..blocks.length() / BLOCK_BYTES).map(move |block| blocks.offset() + block * BLOCK_BYTES)
 }
 
 fn punch(file: &File, holes: impl Iterator<Item = ByteRange>) -> std::io::Result<()> {

@@ -3,6 +3,8 @@
 //! A repair shows other data in a block without a request. A request that merges a part of the block may have
 //! read it before, and writes it afterwards. The order of the steps is that of the replica.
 
+use shorthorn_replica_core::AboutHole;
+
 use super::*;
 
 impl Replica {
@@ -10,6 +12,42 @@ impl Replica {
     pub fn rot_merged_by(&self, op: &Op) -> Vec<u64> {
         let edges: BTreeSet<u64> = edges(op).collect();
         self.files.rot_below().map(|(block, _)| block).filter(|block| edges.contains(block)).collect()
+    }
+
+    /// Prepares the repair of a block that the disk has lost. Requests may have made zeroes of it since,
+    /// which have to stay. Returns the reason if the repair has to be refused.
+    pub fn keep_zeroes(&mut self, block: u64, sabotage: Option<Sabotage>) -> Result<bool, &'static str> {
+        let Some(was) = self.files.vanished_below(block) else { return Ok(false) };
+        let modifications = self.ops.values().chain(self.waiting.modifications());
+        let mut ranges = modifications.filter_map(|op| modified(&op.ask));
+        if ranges.any(|range| block_numbers(range).contains(&block)) {
+            return Err("repairs refused beside a request");
+        }
+        if sabotage == Some(Sabotage::RepairsUncover) {
+            return Ok(false);
+        }
+        if self.files.head.get(block).is_some() {
+            self.files.head.sync(usize::MAX);
+            return Ok(false);
+        }
+        let is_paged_out =
+            !self.known_rot.has(block) && self.is_summed(block) && self.repair_rng.u8(0..4) == 0;
+        if is_paged_out {
+            return Err("repairs refused until a page is read");
+        }
+        let [zeroes, shown] = [Block::default(), was].map(|content| check(&content).max(1));
+        let kept = self.kept_sum(block);
+        match self.known_rot.decide_about_hole(block, (zeroes, shown), kept) {
+            AboutHole::StaysZeroes => self.files.keep_zeroes(block),
+            AboutHole::ShowsLayer => return Ok(false),
+            AboutHole::Undecided => {
+                if !self.files.rot.contains_key(&block) && self.is_known_rotten(block) {
+                    self.doubted.insert(block);
+                }
+                return Err("repairs refused until other members decide");
+            }
+        }
+        Ok(true)
     }
 
     /// Gives a block of the snapshot its former data again. Returns false if the sums beside it have been

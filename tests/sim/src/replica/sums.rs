@@ -20,6 +20,8 @@ use crate::Sabotage;
 pub const PAGE_BLOCKS: u64 = 512;
 /// The same if few places are left for the knowledge of rot: a small volume has several pages then.
 const FEW_PLACES_PAGE_BLOCKS: u64 = 24;
+/// The sum of a page for a block without one.
+const NO_SUM: u32 = 0;
 /// The number of pages without a place, if few are left.
 const HOMELESS_PAGES: usize = 3;
 
@@ -52,8 +54,8 @@ impl Replica {
     }
 
     /// The sum that the page of a block says, if that counts.
-    fn kept_sum(&self, block: u64) -> Option<u32> {
-        self.durable.sums.get(&block).copied().filter(|_| self.is_summed(block))
+    pub(super) fn kept_sum(&self, block: u64) -> Option<u32> {
+        self.durable.sums.get(&block).copied().filter(|sum| *sum != NO_SUM && self.is_summed(block))
     }
 
     /// Returns true if any sum of the block counts.
@@ -179,7 +181,7 @@ impl Replica {
     pub fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
         let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
         for (block, content) in changes {
-            if after(&op.ask, range, *block) == After::Unmerged {
+            if matches!(after(&op.ask, range, *block), After::Unmerged | After::PartlyZeroes { .. }) {
                 let read = op.read_before.get(block).map(|content| check(content).max(1));
                 let before = read.unwrap_or_else(|| self.sum_of(*block));
                 let after = check(&content.unwrap_or_default()).max(1);
@@ -209,11 +211,16 @@ impl Replica {
         for block in whole_blocks(range).filter(|_| !well && !is_alone) {
             self.files.owe(block, content_of(&op.ask, range, block));
         }
+        if let Ask::WriteZeroes(..) = op.ask
+            && well
+        {
+            self.files.owe_zeroes(range);
+        }
         let is_lost = |block: &u64| well && !self.durable.rebuilding && self.has_recorded_lost(*block);
         self.stale_lost = self.stale_lost.or_else(|| whole_blocks(range).find(is_lost));
         for block in whole_blocks(range) {
             if self.files.rot.contains_key(&block) && (well || self.may_be_the_hole_of_a_request(block)) {
-                self.files.rot.remove(&block);
+                self.files.cover(block);
             }
         }
         let is_forgotten = |block: &u64| !self.known_rot.has(*block) && self.files.rot.contains_key(block);
@@ -420,7 +427,9 @@ fn whole_blocks(range: ByteRange) -> std::ops::Range<u64> {
 /// The data that `block` gets by `ask`.
 fn after(ask: &Ask, range: ByteRange, block: u64) -> After {
     if !whole_blocks(range).contains(&block) {
-        return After::Unmerged;
+        let zeroes = check(&Block::default()).max(1);
+        let is_zeroes = matches!(ask, Ask::WriteZeroes(..));
+        return if is_zeroes { After::PartlyZeroes { zeroes } } else { After::Unmerged };
     }
     After::Sum(check(&content_of(ask, range, block)).max(1))
 }

@@ -9,9 +9,14 @@ impl Simulation {
         let sabotage = self.options.sabotage;
         let replica = &mut self.replicas[at];
         let can_repair = replica.up && !replica.failed && !replica.durable.rebuilding;
-        let rotten = replica.files.rot_below().map(|(block, _)| block);
+        // A check of a layer does not compare a block that has vanished. A read of its page may have met it.
+        let is_read = replica.files.vanished().next().is_none() || replica.repair_rng.u8(0..8) > 0;
+        let files = &replica.files;
+        let rotten = files.rot_below().map(|(block, _)| block);
+        let rotten = rotten.filter(|block| is_read || !files.has_vanished(*block));
         let met: Vec<u64> = rotten.filter(|block| replica.is_known_rotten(*block)).collect();
-        if !can_repair || met.is_empty() {
+        let has_vanished = replica.files.vanished().chain(replica.files.covered()).next().is_some();
+        if !can_repair || met.is_empty() && !has_vanished {
             return false;
         }
         met.into_iter().for_each(|block| replica.know_rot(block, block_range(block), sabotage));
@@ -56,8 +61,8 @@ impl Simulation {
             return;
         }
         let is_wanted = |rotten: &u64| block.is_none_or(|block| *rotten == block);
-        let rotten: Vec<u64> =
-            replica.files.rot_below().map(|(rotten, _)| rotten).filter(is_wanted).collect();
+        let rotten = replica.files.rot_below().map(|(rotten, _)| rotten).chain(replica.files.covered());
+        let rotten: Vec<u64> = rotten.filter(is_wanted).collect();
         for block in rotten {
             self.repair_block(at, block);
         }
@@ -71,18 +76,26 @@ impl Simulation {
         let has_source =
             (0..self.replicas.len()).any(|other| other != at && is_source(&self.replicas[other]));
         let replica = &mut self.replicas[at];
-        if !has_source || !replica.is_known_rotten(block) {
+        let is_covered = replica.files.covered().any(|covered| covered == block);
+        if !has_source || !is_covered && !replica.is_known_rotten(block) {
             return;
         }
         if replica.has_homeless_rot(block_range(block)) {
             return self.count("repairs refused beside rot");
         }
+        let kept = match replica.keep_zeroes(block, sabotage) {
+            Err(reason) => return self.count(reason),
+            Ok(kept) => kept,
+        };
         let is_followed = replica.repair_block(block, sabotage);
         let is_beside = replica.ops.values().any(|op| op.read_before.contains_key(&block));
         self.trace(|| format!("block {block} of the snapshot of replica {at} is repaired"));
         self.count(if is_followed { "blocks of snapshots repaired" } else { "repairs without sums" });
         if is_beside {
             self.count("repairs beside a request that has read rot");
+        }
+        if kept {
+            self.count("zeroes that stay after a repair");
         }
     }
 }

@@ -22,9 +22,6 @@ impl Simulation {
         if !self.replicas[at].up || self.replicas[at].durable.rebuilding || !is_guest(&self.replicas[at].id) {
             return false;
         }
-        if vanish && self.replicas[at].durable.has_snapshot {
-            return false; // a full copy does not look where a layer has no data
-        }
         let mut has_rotten = false;
         for _ in 0..count {
             let block = rng.u64(0..self.replicas[at].size_bytes / BLOCK_BYTES);
@@ -34,6 +31,10 @@ impl Simulation {
                 is_guest(&other.id) && other.is_sound(block) && other.is_summed(block)
             });
             let replica = &mut self.replicas[at];
+            let has_head = replica.files.head.get(block).is_some();
+            if vanish && replica.durable.has_snapshot && has_head {
+                continue; // a reader would see the block below, and a copied head lacks it too
+            }
             if has_other && replica.is_summed(block) && replica.files.rot(block, vanish) {
                 has_rotten = true;
                 replica.has_vanished |= vanish;
@@ -73,6 +74,14 @@ impl Simulation {
         let sabotage = self.options.sabotage;
         let is_unchecked = sabotage == Some(Sabotage::UncheckedLayers);
         let replica = &mut self.replicas[at];
+        // A full copy does not look where a layer has no data.
+        let vanished: Vec<u64> = replica.files.vanished().collect();
+        for block in vanished {
+            replica.files.heal(block);
+            if replica.is_known_rotten(block) {
+                replica.doubted.insert(block);
+            }
+        }
         let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
         let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
         unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));

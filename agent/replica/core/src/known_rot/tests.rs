@@ -313,3 +313,53 @@ fn requests_that_modify_lost_blocks_go_on_after_the_end_of_all_sums() {
     known.ended(2, true);
     assert_eq!((known.has(4), known.is_lost(5), known.lost, known.under_way), (false, true, 2, 0));
 }
+
+/// The sum of a block of zeroes.
+const ZEROES: u32 = 7;
+
+#[test]
+fn zeroes_in_a_part_of_a_hole_that_rot_has_made_outdate_the_former_data() {
+    let mut known = known();
+    assert!(known.keep_some([(9, ZEROES)]));
+    for (block, former, is_former_sound) in [(4, 70, false), (9, ZEROES, true)] {
+        for well in [false, true] {
+            known.modified(1, block, After::PartlyZeroes { zeroes: ZEROES });
+            known.ended(1, well);
+            let is_sound = is_former_sound || !well;
+            assert_eq!(known.is_rotten(block, former), Some(!is_sound), "{block} {well}");
+        }
+    }
+    assert_eq!((known.is_rotten(4, ZEROES), known.sum_to_store(4, ZEROES)), (Some(true), NO_SUM));
+    known.modified(1, 4, After::Sum(80));
+    known.ended(1, true);
+    assert!(!known.has(4));
+}
+
+#[test]
+fn zeroes_stay_if_they_may_be_right_and_else_only_a_sum_shows_the_layer() {
+    let mut known = known();
+    let about =
+        |known: &mut KnownRot<u16>, block, shown| known.decide_about_hole(block, (ZEROES, shown), None);
+    assert_eq!(about(&mut known, 4, 70), AboutHole::ShowsLayer);
+    assert_eq!(about(&mut known, 4, 71), AboutHole::Undecided);
+    known.modified(1, 4, After::Sum(ZEROES));
+    known.ended(1, false);
+    let about_4 = about(&mut known, 4, 70);
+    assert_eq!(about_4, AboutHole::StaysZeroes, "a request that has failed may have made them");
+    for (kept, decided) in [(ZEROES, AboutHole::StaysZeroes), (70, AboutHole::ShowsLayer)] {
+        assert_eq!(known.decide_about_hole(9, (ZEROES, 70), Some(kept)), decided);
+        assert!(!known.has(9));
+    }
+    assert_eq!(about(&mut known, 9, 70), AboutHole::Undecided);
+    assert_eq!(rotten(&known, 9, [ZEROES, 70, 71]), [Some(true); 3]);
+    known.keep_lost([4]);
+    assert_eq!(about(&mut known, 4, 70), AboutHole::ShowsLayer, "its data is lost anyway");
+}
+
+#[test]
+fn undecided_blocks_leave_half_of_the_places() {
+    let mut known = known();
+    known.set_places(Places { blocks: 10, homeless_pages: 1 });
+    assert!((20..30).all(|block| known.decide_about_hole(block, (ZEROES, 70), None) == AboutHole::Undecided));
+    assert_eq!([20, 21].map(|block| known.has(block)), [true, false]);
+}
