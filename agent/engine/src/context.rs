@@ -3,6 +3,7 @@
 
 mod control_connections;
 pub mod control_link;
+mod snapshot_use;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,6 +17,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use crate::connector::Connector;
 use crate::shared::{Shared, lock};
 use control_connections::ControlConnections;
+use snapshot_use::SnapshotUse;
 
 /// The state that the rebuild tasks of an engine share.
 #[derive(Debug)]
@@ -25,6 +27,7 @@ pub struct EngineContext {
     pub shared: Arc<Shared>,
     peers: Mutex<Vec<Option<Peer>>>,
     control_connections: ControlConnections,
+    pub snapshot_use: SnapshotUse,
     /// True if the rebuild task of each number has not ended.
     rebuild_tasks: [AtomicBool; MAX_MEMBERS],
     /// The most that is copied in a second; 0: no limit.
@@ -54,6 +57,7 @@ impl EngineContext {
             shared,
             peers: Mutex::new(all),
             control_connections: ControlConnections::default(),
+            snapshot_use: SnapshotUse::default(),
             rebuild_tasks: Default::default(),
             bytes_per_s: AtomicU64::new(0),
             begun: Instant::now(),

@@ -39,6 +39,9 @@ impl RebuildTask {
         layers: &LayerList,
         state: &CopyState,
     ) -> Result<(), Trouble> {
+        let Some(_copying) = self.context.snapshot_use.copying() else {
+            return Err(Trouble::NotYet("a scrub is repairing a snapshot"));
+        };
         let snapshots = layers.layers.len().saturating_sub(1);
         let is_done = |layer: &u32| state.done.get(*layer as usize).copied().unwrap_or(false);
         let layer = |(number, layer)| {

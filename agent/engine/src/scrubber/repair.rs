@@ -164,6 +164,11 @@ impl Scrubber {
         if self.unrepaired.contains(&piece.offset()) {
             return Done::Failed("a layer below it differs there and comes first".to_owned());
         }
+        let Some(_repairing) = self.context.snapshot_use.repairing() else {
+            return Done::Failed(
+                "a rebuild is copying the snapshots: the next scrub after it repairs this".to_owned(),
+            );
+        };
         let mut reason = "no member can be read".to_owned();
         for source in sources {
             let Some(number) = layer.number_at(*source) else { continue };
