@@ -9,6 +9,12 @@ use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const LOAD_LIMIT: Duration = Duration::from_secs(300);
+/// The size of the volume until it grows. Emulated processors need 15 s to read 300 MiB from it.
+const SIZE_MIB: u32 = 64;
+/// The size of the volume after that: mkfs.xfs wants 300 MiB at least.
+const GROWN_MIB: u32 = 320;
+/// Makes few inodes. The kernel writes their empty tables beside the load, and more when the volume grows.
+const MKFS_EXT4: &str = "mkfs.ext4 -q -i 65536";
 /// Keeps a copy of the whole device in memory. Emulated processors compare it in a fraction of the time of a
 /// sum.
 const KEEP: &str = "dd if=/dev/longhorn/v1 of=/dev/shm/v1 bs=1M iflag=direct conv=sparse status=none";
@@ -33,18 +39,19 @@ fn a_volume_lives_through_kills_on_nbd_where_ublk_is_missing() -> Result<()> {
 
 fn story(kernel: Kernel, frontend: &str) -> Result<()> {
     let host = VmHost::start(VmHost::options(kernel))?;
-    host.ctl("volume create v1 --size 320MiB --replicas 3 --soft-anti-affinity")?;
+    host.ctl(&format!("volume create v1 --size {SIZE_MIB}MiB --replicas 3 --soft-anti-affinity"))?;
     host.ctl(&format!("volume attach v1 --node {NODE}"))?;
     let volume = host.inspect("v1")?;
     ensure!(volume["state"] == "attached" && volume["robustness"] == "healthy", "{volume}");
     ensure!(volume["engine"]["frontend"] == frontend, "auto took {}", volume["engine"]["frontend"]);
-    host.sh("test -b /dev/longhorn/v1 && test $(blockdev --getsize64 /dev/longhorn/v1) = $((320 << 20))")?;
+    host.sh("test -b /dev/longhorn/v1")?;
+    has_mib(&host, SIZE_MIB)?;
     host.sh("test $(blockdev --getss /dev/longhorn/v1) = 512")?;
     // The node is made by mknod: udev's record of the device is found by its number.
     host.sh("number=$(stat --format '%Hr:%Lr' /dev/longhorn/v1); udevadm settle --timeout 60; \
          grep -q SHORTHORN_VOLUME=1 /run/udev/data/b$number")?;
 
-    file_system(&host, "ext4", "mkfs.ext4 -q")?;
+    file_system(&host, "ext4", MKFS_EXT4)?;
     kills_under_load(&host)?;
     host.sh(KEEP)?;
     host.ctl("volume detach v1")?;
@@ -74,7 +81,7 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
     let load = FioRuns::start_nice(
         host,
-        "--directory=/mnt/v1 --size=8m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
+        "--directory=/mnt/v1 --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
          --iodepth=16 --fsync=64",
     )?;
     load.wait_for(1, LOAD_LIMIT)?;
@@ -113,26 +120,29 @@ fn kill_under_requests(host: &VmHost, unit: &str) -> Result<()> {
 /// Tests that a mounted ext4 gets more room: at once if the device can follow, else after the next attach,
 /// and that is reported.
 fn grows(host: &VmHost, in_use: bool) -> Result<()> {
-    let has =
-        |mib: u32| host.sh(&format!("test $(blockdev --getsize64 /dev/longhorn/v1) = $(({mib} << 20))"));
     host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
-    let outcome = host.vm.run("shorthornctl volume expand v1 384MiB --wait")?;
+    let outcome = host.vm.run(&format!("shorthornctl volume expand v1 {GROWN_MIB}MiB --wait"))?;
     if in_use {
         ensure!(outcome.status == 0, "{outcome}");
     } else {
         // The driver of Linux 6.12 cannot change the size of a device.
         ensure!(outcome.status != 0 && outcome.to_string().contains("attached again"), "{outcome}");
-        has(320)?;
+        has_mib(host, SIZE_MIB)?;
         host.sh("umount /mnt/v1")?;
         host.ctl("volume detach v1")?;
         host.ctl(&format!("volume attach v1 --node {NODE}"))?;
         host.sh("mount /dev/longhorn/v1 /mnt/v1")?;
     }
-    has(384)?;
-    host.sh(
-        "resize2fs /dev/longhorn/v1 && test $(df --block-size=1M --output=size /mnt/v1 | tail -1) -gt 320",
-    )?;
+    has_mib(host, GROWN_MIB)?;
+    host.sh(&format!(
+        "resize2fs /dev/longhorn/v1 && test $(df --block-size=1M --output=size /mnt/v1 | tail -1) -gt {}",
+        GROWN_MIB - 32
+    ))?;
     host.sh(&format!("{FILE_IS_THERE} && umount /mnt/v1 && e2fsck -fn /dev/longhorn/v1")).map(drop)
+}
+
+fn has_mib(host: &VmHost, mib: u32) -> Result<()> {
+    host.sh(&format!("test $(blockdev --getsize64 /dev/longhorn/v1) = $(({mib} << 20))")).map(drop)
 }
 
 fn engine_pid(host: &VmHost) -> Result<String> {
