@@ -43,7 +43,7 @@ fn the_pause_of_an_upgrade_by_its_parts() -> Result<()> {
 fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
     let volume = format!("pause-{frontend}");
     host.ctl(&format!(
-        "volume create {volume} --size 64MiB --replicas 3 --frontend {frontend} --soft-anti-affinity"
+        "volume create {volume} --size 16MiB --replicas 3 --frontend {frontend} --soft-anti-affinity"
     ))?;
     host.ctl(&format!("volume attach {volume} --node {NODE}"))?;
     // First writes take longer, which is not under test.
@@ -54,7 +54,7 @@ fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
         let replace = if name == "restart" { restart(&volume) } else { kill(&volume) };
         host.sh(&format!(
             "fio --name=load --filename=/dev/longhorn/{volume} --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
-             --iodepth={depth} --time_based --runtime=1500ms --output-format=json --output=/root/pause & \
+             --iodepth={depth} --time_based --runtime=1s --output-format=json --output=/root/pause & \
              sleep 0.5; {}; wait $!",
             timed(&replace)
         ))?;
@@ -128,7 +128,7 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     no_thread_waits_for_its_own_device(host)?;
     let load = FioRuns::start(
         host,
-        "--filename=/dev/longhorn/v1 --size=8m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
+        "--filename=/dev/longhorn/v1 --size=4m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
          --iodepth=16 --fsync=64",
     )?;
     load.wait_for(1, LIMIT)?;
@@ -178,7 +178,7 @@ fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
 /// take them, and no process may keep them open, or the kernel would not notice their death.
 fn killed_after_a_handover(host: &VmHost) -> Result<()> {
     let load = host.spawn(
-        "fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
+        "fio --name=load --filename=/dev/longhorn/v1 --size=6m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
          --iodepth=16 --verify=crc32c --verify_fatal=1 --do_verify=1 --output-format=json --output=/root/killed",
     )?;
     let sockets = engine_sockets(host)?;
@@ -209,15 +209,18 @@ fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
         Ok(running.output_so_far().text().lines().find(|line| line.starts_with('{')).map(str::to_owned))
     })?;
     let ready: Ready = serde_json::from_str(&ready)?;
-    let load = host.spawn(
-        "fio --name=load --filename=/dev/longhorn/v1 --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
-         --iodepth=16 --verify=crc32c --verify_fatal=1 --do_verify=1 --time_based --runtime=20",
-    )?;
+    let load =
+        FioRuns::start(&host, "--filename=/dev/longhorn/v1 --size=2m --rw=randwrite --bs=4k --iodepth=16")?;
     let engine = || host.sh("pgrep -x shorthorn-eng");
     let mut before = engine()?;
     for _ in 0..2 {
+        load.wait_for(1, LIMIT)?;
         let sockets = sockets_of(&host, &before)?;
-        host.sh(&format!("sleep 2; kill -HUP {}", ready.pids.supervisor))?;
+        let in_flight = "grep -q '[1-9]' /sys/block/nbd0/inflight";
+        host.sh(&format!(
+            "for n in $(seq 1200); do {in_flight} && kill -HUP {} && exit; sleep 0.05; done; exit 1",
+            ready.pids.supervisor
+        ))?;
         let next = until("next engine", LIMIT, || {
             Ok(engine().ok().filter(|pid| !pid.is_empty() && *pid != before))
         })?;
@@ -228,7 +231,9 @@ fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
         .with_context(|| running.output_so_far().text())?;
         before = next;
     }
-    host.finish(load, LIMIT).with_context(|| running.output_so_far().text())?;
+    load.wait_for(1, LIMIT)
+        .and_then(|()| load.finish(LIMIT))
+        .with_context(|| running.output_so_far().text())?;
     let log = host.sh("dmesg | grep -E 'timed out|control failed|reconnected' || true")?;
     ensure!(log.is_empty(), "the kernel says: {log}");
     host.sh(&format!("kill -TERM {}", ready.pids.supervisor))?;
