@@ -16,6 +16,11 @@ fn folder() -> Result<tempfile::TempDir> {
     tempfile::tempdir_in("/var/tmp").context("making a folder")
 }
 
+/// Returns the options of a volume with three replicas. The tests read the whole volume several times.
+fn options(dir: &Path) -> LocalVolumeOptions {
+    LocalVolumeOptions { size: "192MiB".into(), ..LocalVolumeOptions::new(dir) }
+}
+
 fn verified_load(volume: &LocalVolume, extra: &[&str]) -> Result<()> {
     let mut arguments: Vec<String> = [
         "--name=load",
@@ -65,7 +70,7 @@ fn kill_hard(pid: i32) -> Result<()> {
 #[test]
 fn what_was_written_is_there_after_a_restart() -> Result<()> {
     let folder = folder()?;
-    let options = LocalVolumeOptions::new(&folder.path().join("volume"));
+    let options = options(&folder.path().join("volume"));
     let volume = LocalVolume::start(&options)?;
     verified_load(&volume, &[])?;
     let before = sum(&volume, folder.path())?;
@@ -79,7 +84,7 @@ fn what_was_written_is_there_after_a_restart() -> Result<()> {
 fn every_replica_has_the_same_data() -> Result<()> {
     let folder = folder()?;
     let dir = folder.path().join("volume");
-    let volume = LocalVolume::start(&LocalVolumeOptions::new(&dir))?;
+    let volume = LocalVolume::start(&options(&dir))?;
     verified_load(&volume, &[])?;
     let expected = sum(&volume, folder.path())?;
     volume.stop()?;
@@ -90,7 +95,7 @@ fn every_replica_has_the_same_data() -> Result<()> {
 fn a_replica_that_dies_with_the_engine_is_waited_for() -> Result<()> {
     let folder = folder()?;
     let dir = folder.path().join("volume");
-    let volume = LocalVolume::start(&LocalVolumeOptions::new(&dir))?;
+    let volume = LocalVolume::start(&options(&dir))?;
     verified_load(&volume, &[])?;
     kill_hard(volume.ready.pids.engine)?;
     kill_hard(volume.ready.pids.replicas[2])?;
@@ -131,7 +136,7 @@ fn until_it_is_back(volume: &LocalVolume, folder: &Path) -> Result<String> {
 #[test]
 fn a_client_notices_nothing_when_a_replica_is_killed() -> Result<()> {
     let folder = folder()?;
-    let volume = LocalVolume::start(&LocalVolumeOptions::new(&folder.path().join("volume")))?;
+    let volume = LocalVolume::start(&options(&folder.path().join("volume")))?;
     let victim = volume.ready.pids.replicas[1];
     std::thread::scope(|scope| -> Result<()> {
         let load = scope.spawn(|| verified_load(&volume, &["--time_based=1", "--runtime=6"]));
@@ -163,7 +168,7 @@ fn wait_for_writes(dir: &Path) -> Result<()> {
 #[test]
 fn an_engine_that_was_killed_comes_back_with_the_same_data() -> Result<()> {
     let folder = folder()?;
-    let volume = LocalVolume::start(&LocalVolumeOptions::new(&folder.path().join("volume")))?;
+    let volume = LocalVolume::start(&options(&folder.path().join("volume")))?;
     verified_load(&volume, &[])?;
     let before = sum(&volume, folder.path())?;
     kill_hard(volume.ready.pids.engine)?;
@@ -176,7 +181,7 @@ fn an_engine_that_was_killed_comes_back_with_the_same_data() -> Result<()> {
 fn a_full_disk_is_an_error_to_the_writer_and_nothing_else() -> Result<()> {
     let folder = folder()?;
     let disk = SmallDisk::mount(folder.path(), 48)?;
-    let options = LocalVolumeOptions::new(&disk.mount_point.join("volume"));
+    let options = options(&disk.mount_point.join("volume"));
     let volume = LocalVolume::start(&options)?;
     let write = |pattern: &str| run("qemu-io", &["-f", "raw", &volume.ready.uri, "-c", pattern]);
     write("write -P 7 0 4M")?;
@@ -191,7 +196,7 @@ fn a_full_disk_is_an_error_to_the_writer_and_nothing_else() -> Result<()> {
 #[test]
 fn qemu_sees_zeroes_after_discard_and_write_zeroes() -> Result<()> {
     let folder = folder()?;
-    let volume = LocalVolume::start(&LocalVolumeOptions::new(&folder.path().join("volume")))?;
+    let volume = LocalVolume::start(&options(&folder.path().join("volume")))?;
     let io = |commands: &[&str]| {
         let mut arguments = vec!["-f", "raw", &volume.ready.uri];
         arguments.extend(commands.iter().flat_map(|command| ["-c", command]));
