@@ -119,7 +119,7 @@ impl Holder {
     /// Asks it to end, as SIGTERM does.
     ///
     /// # Errors
-    /// The error of the system; a process that has ended already is no error.
+    /// The error of the system; a process that has ended already is not an error.
     pub fn terminate(&self) -> io::Result<()> {
         self.signal(Signal::TERM)
     }
@@ -127,7 +127,7 @@ impl Holder {
     /// Ends it at once.
     ///
     /// # Errors
-    /// The error of the system; a process that has ended already is no error.
+    /// The error of the system; a process that has ended already is not an error.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::KILL)
     }

@@ -1,7 +1,7 @@
 //! The common parts of both supervisors of engines and replicas: `run`, and `serve` without systemd.
 //!
 //! They stay two. `run` starts its children on its main thread, because they may ask for a signal at the end
-//! of their parent, and they end with it. The processes of `serve` outlive it, and the next one finds them.
+//! of their parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;

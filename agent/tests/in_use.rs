@@ -1,5 +1,5 @@
-//! A real agent does not stop an engine whose device is in use. A loop device at the place of the volume's
-//! device stands for it, because an engine can make one only with a driver of the kernel. Needs root.
+//! A real agent does not stop an engine whose device is in use. A loop device stands for the device of the
+//! volume, at its place. An engine can make a device only with a driver of the kernel. Needs root.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;

@@ -1,9 +1,9 @@
-//! Messages between the agent and an engine or replica: a spec file from which the process starts, and its
-//! control socket, which carries lines of JSON.
+//! Messages between the agent and an engine or replica. They are a spec file from which the process starts,
+//! and its control socket, which carries lines of JSON.
 //!
-//! A client sends one [`ProcessCommand`] per line. `status` is answered by one [`Status`] line, `watch` by
-//! one at once and one after every change until the client disconnects, `io` by one [`IoCounters`] line. The
-//! others have no answer: their result shows in the status.
+//! A client sends one [`ProcessCommand`] per line. The answer to `status` is one [`Status`] line, and that to
+//! `io` is one [`IoCounters`] line. `watch` gets one [`Status`] line at once, and one after every change
+//! until the client disconnects. The others have no answer: their result shows in the status.
 #![forbid(unsafe_code)]
 
 mod client;

@@ -12,8 +12,8 @@ pub enum ProcessCommand {
     Status,
     /// Requests a status now and one after every change.
     Watch,
-    /// Requests the [`IoCounters`] of the device's user. They are zero in a process that is no engine or does
-    /// not serve yet.
+    /// Requests the [`IoCounters`] of the device's user. They are zero in a process that is not an engine or
+    /// does not serve yet.
     Io,
     /// Ends the process and removes the device. All replicas are flushed first, within some seconds.
     Stop,

@@ -77,7 +77,7 @@ impl Tool {
 
     /// Runs it; any exit status is an answer.
     ///
-    /// After the time limit it is killed, and then waited for without a limit: a process that may still write
+    /// After the time limit it is killed, and then waited for without a limit. A process that may still write
     /// to a device must not be forgotten. A caller that cannot wait so long has to run this on a thread of
     /// its own.
     pub(crate) fn run(self) -> Result<Finished, CommandError> {

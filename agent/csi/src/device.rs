@@ -13,7 +13,8 @@ use shorthorn_types::limits::SECTOR_BYTES;
 const ENDS_BYTES: u64 = 1 << 20;
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Returns the device of the node at `path`; none if the path does not exist or is no node of a block device.
+/// Returns the device of the node at `path`; none if the path does not exist or is not a node of a block
+/// device.
 pub(crate) fn number_at(path: &Path) -> io::Result<Option<DeviceNumber>> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_block_device() => Ok(Some(DeviceNumber::of(meta.rdev()))),

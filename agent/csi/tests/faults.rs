@@ -297,7 +297,7 @@ async fn a_damaged_file_system_is_not_mounted() {
     let mut node = Node::new();
     let device = node.volume("v1").path.display().to_string();
     run("mkfs.ext4", &["-q", &device]);
-    // The root directory is no directory any more: nothing that -p may repair.
+    // The root directory is not a directory any more: nothing that -p may repair.
     run("debugfs", &["-w", "-R", "clri <2>", &device]);
     run("debugfs", &["-w", "-R", "set_super_value state 0", &device]);
     let mut client = node.serve().await;

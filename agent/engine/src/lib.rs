@@ -4,8 +4,8 @@
 //! frontend. Then one thread per queue ([`queue`]) moves requests between the frontend, the core and the
 //! replicas ([`link`]). The main thread only watches ([`serving`]): signals, the control socket, events of
 //! the queues. A thread for each replica outside the view brings it back ([`rebuild_task`]). A scrub compares
-//! the snapshots on a thread of its own ([`scrubber`]) before the core compares the volume, and a volume
-//! grows step by step ([`expansion`]).
+//! the snapshots on a thread of its own ([`scrubber`]) before the core compares the volume. A volume grows
+//! step by step ([`expansion`]).
 
 mod connection;
 mod connector;

@@ -56,7 +56,7 @@ pub struct Opened {
     pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
-    /// For every replica that is no member: the newest stamp that it was sent.
+    /// For every replica that is not a member: the newest stamp that it was sent.
     pub out_of_sync_stamps: Vec<u32>,
     /// For every replica that was reached: the run of its process.
     pub runs: Vec<Option<u64>>,
@@ -372,7 +372,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         Ok(reached.into_iter().map(|(_, one)| one).collect())
     }
 
-    /// Shows and logs the replicas that are no members although the views say so.
+    /// Shows and logs the replicas that are not members although the views say so.
     fn planned(&mut self, _: &[FencedReplica], plan: Result<&StartPlan, &NoPlan>) {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
@@ -550,8 +550,8 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
     })
 }
 
-/// Makes a replica mark the view as committed, and opens the connections of a member: the one of queue 0
-/// exists, those of the others are made now. Fails with the replica and the reason.
+/// Makes a replica mark the view as committed, and opens the connections of a member. That of queue 0 exists,
+/// and those of the others are made now. Fails with the replica and the reason.
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,

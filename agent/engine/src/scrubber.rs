@@ -215,7 +215,7 @@ impl Scrubber {
                 writer.put(&self.context, offset_bytes / SUM_PIECE_BYTES, sum.unwrap_or(0));
             }
         }
-        // The statement of a single member is no basis for later decisions.
+        // Later decisions cannot rest on the statement of a single member.
         if writers.len() > 1 {
             writers.into_iter().for_each(|writer| writer.finish(&self.context));
         }

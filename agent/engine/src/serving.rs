@@ -1,5 +1,5 @@
-//! Runs the main thread while the volume is served: reports events, executes commands of the control socket,
-//! and starts rebuild tasks for replicas outside the view.
+//! Runs the main thread while the volume is served. It reports events, executes commands of the control
+//! socket, and starts rebuild tasks for replicas outside the view.
 
 mod commands;
 mod members;

@@ -8,8 +8,8 @@
 //!
 //! Put the backing file on tmpfs, and its content survives `kill -9`. The state file has the data with which
 //! the same command takes the device over after that. A line of JSON on standard output says that the device
-//! is ready. SIGTERM removes the device and ends; SIGHUP leaves it to the next process; SIGUSR1 makes the
-//! volume 64 MiB larger; SIGUSR2 prints the users of the device. A delay keeps every request for that time
+//! is ready. SIGTERM removes the device and ends. SIGHUP leaves it to the next process. SIGUSR1 makes the
+//! volume 64 MiB larger. SIGUSR2 prints the users of the device. A delay keeps every request for that time
 //! before it is served, so that a load takes every tag. Warnings of the frontends are on standard error.
 #![allow(clippy::print_stderr, reason = "a program for the command line")]
 

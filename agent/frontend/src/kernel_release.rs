@@ -9,7 +9,7 @@ pub(crate) fn release() -> String {
 
 /// Returns the reason why ublk must not be touched on the kernel of this `release` (uname -r), or none.
 ///
-/// Kernels with commit 529d4d632788 and without 011af85ccd87 follow a null pointer on the first ADD_DEV: the
+/// Kernels with commit 529d4d632788 and without 011af85ccd87 follow a null pointer on the first ADD_DEV. The
 /// caller hangs for good, and a host with panic_on_oops reboots. No trial can find that out.
 #[must_use]
 pub fn ublk_deny_reason(release: &str) -> Option<String> {
@@ -32,8 +32,8 @@ fn is_stable_oops(release: &str) -> bool {
     })
 }
 
-/// Returns true for Ubuntu's kernels for clouds that may crash, as in `6.17.0-1015-azure`: on Azure builds
-/// 1015 to 1018 are known to crash, on AWS no 6.17 is known not to.
+/// Returns true for Ubuntu's kernels for clouds that may crash, as in `6.17.0-1015-azure`. On Azure, builds
+/// 1015 to 1018 are known to crash. On AWS, no 6.17 is known not to crash.
 fn is_ubuntu_oops(release: &str) -> bool {
     let Some(build) = release.strip_prefix("6.17.0-") else { return false };
     match build.split_once('-') {

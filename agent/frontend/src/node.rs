@@ -42,8 +42,8 @@ pub struct DeviceNode {
     pub volume: VolumeName,
     /// The device of the node.
     pub device: DeviceNumber,
-    /// True if a device of this number exists. The number of a removed device may since have been given to
-    /// another one, so a live node need not lead to the volume of its name. A dead one leads nowhere.
+    /// True if a device of this number exists. The number of a removed device may since belong to another
+    /// one. So a live node need not lead to the volume of its name. A dead one leads nowhere.
     pub live: bool,
 }
 
@@ -51,7 +51,7 @@ pub struct DeviceNode {
 /// new one.
 ///
 /// A node whose device is gone is replaced, and so is one whose number now belongs to another volume of
-/// `device_dir`: a killed process leaves both behind.
+/// `device_dir`. A killed process leaves both behind.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] if something else has that name: a node of a live device, or no node at all.
@@ -103,8 +103,8 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
     })
 }
 
-/// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes` and until udev, if it
-/// runs, has handled it: before that, udev may still have it open. `events` are from before the event that
+/// Waits until the kernel shows the disk `name` (as in /sys/block) with `size_bytes`, and until udev, if it
+/// runs, has handled it. Before that, udev may still have it open. `events` are from before the event that
 /// udev has to handle; without them, any record of udev suffices.
 ///
 /// # Errors
@@ -212,7 +212,7 @@ fn is_gone(error: &io::Error) -> bool {
 enum NodeFile {
     Nothing,
     Node(DeviceNumber),
-    /// The file is no block device; a description of it.
+    /// The file is not a block device; a description of it.
     Other(&'static str),
 }
 

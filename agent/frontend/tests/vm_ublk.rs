@@ -255,8 +255,8 @@ fn ended_with_every_tag_taken_on_the_newest_kernel() -> Result<()> {
     every_tag_taken(Kernel::Newest)
 }
 
-/// Replaces a process that has every tag, so no command waits to be cancelled: some drivers notice the end of
-/// such a process by the timer of a request only.
+/// Replaces a process that has every tag, so no command waits to be cancelled. Some drivers notice the end of
+/// such a process only by the timer of a request.
 fn every_tag_taken(kernel: Kernel) -> Result<()> {
     let guest = Guest::start(kernel, "ublk")?;
     let vm = &guest.vm;
@@ -358,7 +358,7 @@ fn killed_between_mapping_and_fetching() -> Result<()> {
     // At once, not when START_LIMIT is over.
     let output = vm.run(&format!("timeout --signal=KILL 25 {}", guest.command("memory", "")))?;
     let stderr = String::from_utf8_lossy(&output.stderr);
-    // On a busy machine the driver may have noticed the death by itself: then it takes the next process,
+    // On a busy machine the driver may have noticed the death by itself. Then it takes the next process,
     // which serves until its time is over.
     let is_taken = output.status == 137 && String::from_utf8_lossy(&output.stdout).contains("\"device\"");
     if !is_taken {
@@ -447,8 +447,8 @@ fn open_in_another_process(kernel: Kernel, server: fn(u32) -> String) -> Result<
     guest.no_io_errors()
 }
 
-/// Checks that a second process gives up, with the reason, and that the log has the state of the device: its
-/// request, the holder of its character device, and the stack of that process.
+/// Checks that a second process gives up, with the reason, and that the log has the state of the device. That
+/// is its request, the holder of its character device, and the stack of that process.
 fn take_over_fails(guest: &Guest, reason: &str, (pid, command): (u32, &str)) -> Result<()> {
     guest.vm.sh("mountpoint -q /sys/kernel/debug || mount -t debugfs debugfs /sys/kernel/debug")?;
     let output = guest.vm.command(&guest.command("memory", "")).limit(3 * MINUTE).run()?;
@@ -488,8 +488,8 @@ fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     guest.no_io_errors()
 }
 
-/// Checks that no command to the driver is lost when its process is stopped for a moment, as by a debugger or
-/// by the freezer of control groups: the wait for the command ends then, and the command does not.
+/// Checks that no command to the driver is lost when its process is stopped for a moment. A debugger or the
+/// freezer of control groups does that. The wait for the command ends then, and the command does not.
 #[test]
 fn paused_again_and_again_during_a_start() -> Result<()> {
     let guest = start()?;

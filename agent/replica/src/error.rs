@@ -78,7 +78,7 @@ pub enum ReplicaError {
     /// A layer that is none.
     #[error("'{0}' is not the name of a layer's image")]
     NoLayer(String),
-    /// A range of a layer that is no piece of it.
+    /// A range of a layer that is not a piece of it.
     #[error(
         "{length_bytes} bytes at {offset_bytes} are no piece of a layer: the engine is of another version"
     )]

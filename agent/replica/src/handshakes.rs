@@ -52,8 +52,8 @@ impl<S> Handshakes<S> {
     }
 
     /// Begins the handshake of a connection from `origin`. Returns its number, and the socket of a handshake
-    /// that has to make room for it: the oldest one of the origin that has the most. An engine that proves
-    /// its identity at once succeeds, however many others stay silent.
+    /// that has to make room for it. That is the oldest one of the origin that has the most. An engine that
+    /// proves its identity at once succeeds, however many others stay silent.
     pub fn begin(&mut self, origin: Origin, socket: S) -> (u64, Option<S>) {
         let limit = if origin.is_local() { LOCAL_MAX } else { REMOTE_MAX };
         let alike = self.heard().filter(|one| one.origin.is_local() == origin.is_local());

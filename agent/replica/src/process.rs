@@ -53,7 +53,7 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
     let first = first_status(&spec, loaded.state().views(), &listeners, &store);
-    // All large memory is mapped before any is locked: where the limit on locked memory is low, locking is
+    // All large memory is mapped before any is locked. If the limit on locked memory is low, locking is
     // refused then, and no later mapping is. Threads inherit the rest of the protection.
     let executor = Executor::new(store, owner, loaded)
         .map_err(|source| ReplicaError::system("map memory for buffers", source))?;

@@ -101,7 +101,7 @@ impl Stream {
                 .build();
         self.outgoing.in_flight = true;
         // SAFETY: message and frames are boxed, are not touched while in flight, and outlive the request
-        // (see Drop); payload buffers are arena memory or owned by the frame.
+        // (see Drop). Payload buffers are arena memory or owned by the frame.
         unsafe { ring.push(entry, self.send_token) }
     }
 
@@ -168,7 +168,7 @@ impl Stream {
         self.fd.try_clone()
     }
 
-    /// Handles the completion of a receive. A receive without data is no error.
+    /// Handles the completion of a receive. A receive without data is not an error.
     ///
     /// # Errors
     /// The error of recv: the connection is of no more use.

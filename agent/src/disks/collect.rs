@@ -76,7 +76,7 @@ fn transport_of(name: &str) -> String {
 /// Returns the facts about the device at `path`, which may be a link.
 ///
 /// # Errors
-/// The path is no block device, or it cannot be examined.
+/// The path is not a block device, or it cannot be examined.
 pub fn device_at(path: &Path) -> anyhow::Result<BlockDevice> {
     let shown = path.display();
     let real = fs::canonicalize(path).with_context(|| shown.to_string())?;
@@ -201,8 +201,8 @@ fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice
     })
 }
 
-/// Opens a device for reading, with the kernel's word that nothing else uses it: no mount, no LVM, no RAID,
-/// no swap (O_EXCL of block devices, open(2)).
+/// Opens a device for reading, with the kernel's word that nothing else uses it. No mount, LVM, RAID or swap
+/// does (O_EXCL of block devices, open(2)).
 ///
 /// # Errors
 /// EBUSY, or another error of the system.
@@ -267,7 +267,7 @@ fn parse_signatures(text: &[u8]) -> serde_json::Result<Vec<Signature>> {
     Ok(found.signatures.into_iter().map(signature).collect())
 }
 
-/// Returns true if a device has the superblock of an XFS that mkfs.xfs has not completed: it sets
+/// Returns true if a device has the superblock of an XFS that mkfs.xfs has not completed. mkfs.xfs sets
 /// `sb_inprogress` first, and clears it last (fs/xfs/libxfs/xfs_format.h of Linux). No kernel mounts such a
 /// file system.
 fn is_incomplete(path: &Path) -> io::Result<bool> {

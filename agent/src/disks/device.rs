@@ -93,14 +93,14 @@ pub fn is_usual(name: &str) -> bool {
     USUAL.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Returns true if a device is left out until the operator names it: a blank disk of a network may be the
+/// Returns true if a device is left out until the operator names it. A blank disk of a network may be the
 /// future disk of another host.
 pub fn is_left_out(transport: &str, is_named: bool) -> bool {
     !transport.is_empty() && !is_named
 }
 
-/// Returns the network over which a device is reached, by its path in sysfs and the transport of its NVMe
-/// controller; empty if it is in the host.
+/// Returns the network over which a device is reached; empty if it is in the host. The network follows from
+/// the path of the device in sysfs and the transport of its NVMe controller.
 pub fn transport(sysfs_path: &str, nvme: &str) -> String {
     let has = |prefix: &str| {
         let number = |part: &str| part.strip_prefix(prefix).and_then(|rest| rest.chars().next());

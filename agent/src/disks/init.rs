@@ -1,8 +1,8 @@
 //! Makes file systems on the devices of a reviewed file, and mounts them.
 //!
-//! Nothing is written to a device before the file names it by its identity and a last look, immediately
-//! before mkfs, has found it empty and unused. The file has the UUID of each file system to be made, so
-//! that a repeated run continues if an earlier one was interrupted.
+//! Nothing is written to a device before the file names it by its identity. A last look, immediately before
+//! mkfs, must also find it empty and unused. The file has the UUID of each file system to be made, so that a
+//! repeated run continues if an earlier one was interrupted.
 
 use std::fs::{self, File};
 use std::io;

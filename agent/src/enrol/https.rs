@@ -97,7 +97,7 @@ impl ApiServer {
     /// Makes a request with a document in JSON, and returns status and answer.
     ///
     /// # Errors
-    /// [`HttpsError`]; a status that is no success is none.
+    /// [`HttpsError`]; a status other than success is not an error.
     pub async fn request(
         &self,
         method: Method,

@@ -21,8 +21,8 @@ const PROGRAM_OF_UNITS: &str = "/usr/bin/shorthorn-agent";
 /// A file of the package: its path in a directory, and its content.
 type Packaged = (&'static str, &'static str);
 
-/// The units of instances, and the order of a shutdown, in /run/systemd/system. The agent itself is no unit,
-/// and makes its CSI sockets by itself.
+/// The units of instances, and the order of a shutdown, in /run/systemd/system. The agent itself is not a
+/// unit, and makes its CSI sockets by itself.
 const UNITS: [Packaged; 6] = [
     ("shorthorn-engine@.service", include_str!("../../../systemd/system/shorthorn-engine@.service")),
     ("shorthorn-replica@.service", include_str!("../../../systemd/system/shorthorn-replica@.service")),

@@ -89,7 +89,7 @@ impl Process {
 
     /// Starts the process.
     ///
-    /// It must be called on the main thread: a process that asks for the signal of its parent's end gets it
+    /// It must be called on the main thread. A process that asks for the signal of its parent's end gets it
     /// when the starting thread ends.
     pub fn start(&mut self, events: &SyncSender<Event>) -> Result<(), RunError> {
         assert!(self.running.is_none(), "the {} runs already", self.role);

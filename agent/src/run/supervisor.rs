@@ -19,8 +19,8 @@ use crate::run::runtime::RuntimeDir;
 use crate::run::volume::{VolumeDir, private_dir};
 use crate::run::{RunError, dies_with_supervisor};
 
-/// A replica of a volume that was ready before is not waited for any longer once it has failed so often:
-/// the engine can do without it.
+/// A replica of a volume that was ready before is not waited for any longer once it has failed so often. The
+/// engine can do without it.
 const REPLICA_TRIES: u32 = 2;
 /// The time limit for a process to stop. An engine writes its device back and flushes its replicas first.
 const STOP_LIMIT: Duration = Duration::from_secs(60);

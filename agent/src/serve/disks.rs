@@ -151,8 +151,8 @@ impl Disks {
     /// the disk's identity is. `uuid` says which one is meant; empty: any.
     ///
     /// # Errors
-    /// [`NodeError::NotFound`] if it is no disk of this node, [`NodeError::Precondition`] if that disk is not
-    /// mounted.
+    /// [`NodeError::NotFound`] if it is not a disk of this node, [`NodeError::Precondition`] if that disk is
+    /// not mounted.
     pub fn check(&self, path: &Path, uuid: &str) -> Result<(), NodeError> {
         if !self.has(path) {
             let message = format!("{} is not a disk of this node: add it first", path.display());

@@ -1,7 +1,7 @@
 //! Metrics of the agent at `/metrics`, and `/readyz`. docs/metrics.md explains every metric.
 //!
-//! Instances are shown as in the table. Engines are asked for their counters, and disks for their space, at
-//! each request, each within a time: a hanging disk or engine is left out.
+//! Instances are shown as in the table. At each request, the agent asks engines for their counters and disks
+//! for their space. Each question has a time limit: a hanging disk or engine is left out.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

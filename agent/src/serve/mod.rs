@@ -128,8 +128,8 @@ fn spawn_keepers(
     }
 }
 
-/// Opens the disks. New ones are prepared before the agent is ready, unless one hangs: the check of `setup`
-/// does not wait for a controller that asks for them.
+/// Opens the disks. New ones are prepared before the agent is ready, unless one hangs. So the check of
+/// `setup` does not wait for a controller that asks for them.
 async fn open_disks(config: &Config) -> anyhow::Result<Arc<Disks>> {
     let disks = Arc::new(Disks::open(&config.disks, &config.state_dir)?);
     let new = Arc::clone(&disks);

@@ -1,5 +1,5 @@
-//! The TCP ports of replicas. A replica keeps its port for as long as it is known here, so that the engines
-//! of other nodes find it again after a restart.
+//! The TCP ports of replicas. A replica keeps its port for as long as it is known here. So the engines of
+//! other nodes find it again after a restart.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -25,8 +25,8 @@ pub fn keep(spec: &mut Spec, known: &Spec) {
     }
 }
 
-/// Gives `replica` a port of `ip`, the data address of the node, if it has one: the port that the replica
-/// has, else the first that is free.
+/// Gives `replica` a port of `ip`, the data address of the node, if it has one. That is the port that the
+/// replica has, else the first that is free.
 ///
 /// # Errors
 /// [`NodeError::Exhausted`] if none is free.

@@ -33,7 +33,7 @@ pub struct Hello {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     /// Drawn at random by each run of the replica's process. An engine does not combine answers and
-    /// connections of two runs: the replica may have lost power in between, and with it data that was not
+    /// connections of two runs. The replica may have lost power in between, and with it data that was not
     /// flushed.
     pub run: u64,
     /// Size of the volume as the replica has it.

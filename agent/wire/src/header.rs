@@ -30,8 +30,8 @@ pub enum Opcode {
     Write = 4,
     /// Makes all writes answered so far durable.
     Flush = 5,
-    /// The range is of no more use: its whole blocks read as zeroes from now on, and a block that it covers
-    /// in part does not change.
+    /// The range is not needed any more. Its whole blocks read as zeroes from now on, and a block that it
+    /// covers in part does not change.
     Discard = 6,
     /// The range reads as zeroes from now on.
     WriteZeroes = 7,
@@ -187,7 +187,8 @@ pub struct Header {
     pub data_check: u32,
 }
 
-/// The reason why bytes are no frame. Every error ends the connection, because later bytes cannot be trusted.
+/// The reason why bytes are not a frame. Every error ends the connection, because later bytes cannot be
+/// trusted.
 #[derive(Debug, Error, PartialEq, Eq, Clone, Copy)]
 pub enum FrameError {
     /// The stream does not start with the magic.

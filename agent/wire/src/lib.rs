@@ -1,8 +1,8 @@
 //! The protocol between an engine and its replicas, as a pure codec.
 //!
 //! A connection carries frames: a [`Header`] of 48 bytes, little-endian, and `data` behind it if the
-//! opcode has some. Requests are pipelined and answered out of order; a response repeats the request's
-//! opcode and id with [`Flags::RESPONSE`] set and an errno (0 is success) in `status`.
+//! opcode has some. Requests are pipelined and answered out of order. A response repeats the request's opcode
+//! and id, with [`Flags::RESPONSE`] set and an errno (0 is success) in `status`.
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -18,7 +18,7 @@
 //! | 36 | 4 | CRC-32C of bytes 0 to 35: tells damage from malice, and another version from both |
 //! | 40 | 8 | keyed check: SipHash-2-4 of bytes 0 to 39 and the frame's number (8 bytes); 0 in the opening |
 //!
-//! Bytes 0 to 39 mean the same in every version of the protocol, so that each end can say that the other one
+//! Bytes 0 to 39 mean the same in every version of the protocol. So each end can say that the other one
 //! speaks another version.
 //!
 //! Opening: the replica sends CHALLENGE with a nonce. The engine answers HELLO: the volume, the replica, its
@@ -35,11 +35,11 @@
 //! connection, if it is repeated, left out, moved, or sent back to its sender. Neither does a frame of
 //! another connection, or one that was made without the secret.
 //!
-//! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is no MAC. An
-//! attacker in the network between two hosts can read everything. The attacker can also replace text or data
-//! by another one with the same CRC, though not the order, kind, range, length or outcome of frames. Only
-//! encryption in transit protects from that. All replicas of a volume have the same secret. A faulty replica
-//! that answers at the address of another one can therefore impersonate it.
+//! Limits: the keyed check covers the data behind the header only by its CRC-32C, which is not a MAC. An
+//! attacker in the network between two hosts can read everything. The attacker cannot change the order, kind,
+//! range, length or outcome of frames. But the attacker can replace text or data by another one with the same
+//! CRC. Only encryption in transit protects from that. All replicas of a volume have the same secret. A
+//! faulty replica that answers at the address of another one can therefore impersonate it.
 //!
 //! The engine promises that no two requests over all its connections are in flight at once if they modify
 //! data and overlap, rounded to [`shorthorn_types::limits::BLOCK_BYTES`].

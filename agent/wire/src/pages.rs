@@ -18,7 +18,8 @@ pub struct BadPage(String);
 
 impl ExtentsPage {
     /// Returns an error unless this page can answer `query` about a layer of `layer_bytes`. A page has whole
-    /// blocks of the layer in order, none before the start of the page, and a next page only if it is full.
+    /// blocks of the layer in order, and none before the start of the page. It has a next page only if it is
+    /// full.
     ///
     /// # Errors
     /// [`BadPage`].
@@ -100,7 +101,7 @@ impl LayerList {
 }
 
 impl LayerCheck {
-    /// Returns an error unless these can be the checks of a piece: no sum is 0, which stands for none, and
+    /// Returns an error unless these can be the checks of a piece. No sum is 0, which stands for none, and
     /// the next piece begins where pieces do. Another place would make all other members refuse the next
     /// question.
     ///

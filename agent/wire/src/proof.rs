@@ -19,7 +19,7 @@ pub struct Nonce([u8; MAC_BYTES]);
 #[serde(try_from = "String", into = "String")]
 pub struct Proof([u8; MAC_BYTES]);
 
-/// A text is no nonce or proof.
+/// A text is not a nonce or a proof.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("a nonce or a proof is not 64 lower-case hexadecimal digits")]
 pub struct HexError;

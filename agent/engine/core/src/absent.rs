@@ -9,7 +9,7 @@ use crate::membership::{PeerIndex, PeerMask};
 
 /// The replicas outside the view whose missed regions the core counts.
 ///
-/// The set of a counted replica has all regions that the replica lacks: each modification is either sent to
+/// The set of a counted replica has all regions that the replica lacks. Each modification is either sent to
 /// the replica or added to the set. A replica that is not counted has no set, and cannot be rebuilt.
 #[derive(Debug)]
 pub(crate) struct AbsentReplicas {
@@ -255,8 +255,9 @@ impl AbsentReplicas {
         intent.cleared_of(self.get_mut(peer).map(|absent| &mut absent.copied));
     }
 
-    /// Returns the regions, of so many `regions`, that each of `rebuilding` misses or has exactly as it
-    /// misses or has `region`, and the replicas that do not miss them.
+    /// Returns the regions that are like `region` for each of `rebuilding`, and the replicas that do not miss
+    /// them. Two regions are alike for a replica that misses both or neither. The volume has so many
+    /// `regions`.
     pub fn alike(&self, region: u32, rebuilding: PeerMask, regions: u32) -> (RegionSet, PeerMask) {
         let (mut alike, mut sound) = (RegionSet::full(regions), PeerMask::NONE);
         for peer in rebuilding.iter() {

@@ -226,7 +226,7 @@ impl Copy {
             return None;
         }
         self.to = self.targets.with(self.rotten.and(members)).without(source);
-        // If a request has just failed at the source, it compares only with known rot: both the data of the
+        // If a request has just failed at the source, it compares only with known rot. Both the data of the
         // request and the former data are sound.
         Some(if self.is_unchecked { Operation::Read } else { Operation::CheckedRead })
     }

@@ -35,8 +35,9 @@ use crate::wake::Wake;
 ///
 /// It is composed of parts. Each has its own state, rules and tests, in a module of the crate. The methods
 /// of the core route events to the parts and write the outputs. If a rule needs two parts, the core passes
-/// one to the other. The modules below this one have the methods by topic: `serve` for requests of the
-/// frontend, `copy` for the copy slots, and the others for the part or event in their name.
+/// one to the other. The modules below this one have the methods by topic. `serve` has those for requests of
+/// the frontend, and `copy` those for the copy slots. The others have those for the part or event in their
+/// name.
 #[derive(Debug)]
 pub struct EngineCore {
     /// See [`CoreConfig::verify_reads`].

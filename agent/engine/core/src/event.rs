@@ -18,7 +18,7 @@ pub struct CoreConfig {
     pub peers: Vec<PeerConfig>,
     /// The engine's first view, through already.
     pub view: View,
-    /// The time without an answer after which a replica is dropped if the others can continue without it: the
+    /// The time without an answer after which a replica is dropped if the others can continue without it. The
     /// table in the description of `replica_timeouts` has all limits.
     pub replica_timeout_ms: u64,
     /// The time without an answer after which a replica is dropped, unless it answers PING and the others

@@ -22,7 +22,7 @@ fn writes_zeroes(operation: Operation) -> bool {
 /// Requests of the frontend that are with the replicas.
 ///
 /// Reads have limits of their own, because they do not wait for a member that is slow to write. Discards and
-/// writes of zeroes have a limit of bytes besides: without holes, zeroing takes the replicas as long as
+/// writes of zeroes have a limit of bytes besides. Without holes, zeroing takes the replicas as long as
 /// writing, but costs the frontend no data.
 #[derive(Debug)]
 pub(crate) struct Flights {

@@ -7,8 +7,9 @@ use shorthorn_types::{RegionSet, Regions};
 /// A region is *hot* from the moment a modification of it is sent. Turns follow one another, at least an
 /// interval apart. With a turn, hot regions become *warm*. Warm regions that did not become hot again become
 /// *cool*: they were not touched for a whole interval. A flush that is sent after the turn covers every
-/// modification of a cool region that was answered before; those in flight at the turn are left out. When the
-/// flush is answered, the cool regions that did not become hot since the turn can be *cleared*.
+/// modification of a cool region that was answered before. Regions with modifications in flight at the turn
+/// are left out. When the flush is answered, the cool regions that did not become hot since the turn can be
+/// *cleared*.
 #[derive(Debug)]
 pub(crate) struct Intent {
     hot: RegionSet,
@@ -185,9 +186,9 @@ mod tests {
     }
 
     proptest! {
-        /// The model knows for each region whether it may have unflushed data: a modification in flight, or
-        /// one that was completed after the last answered flush was sent. Such a region is never cleared, and
-        /// always counts as dirty.
+        /// The model knows for each region whether it may have unflushed data. That is a modification in
+        /// flight, or one that was completed after the last answered flush was sent. Such a region is never
+        /// cleared, and always counts as dirty.
         #[test]
         fn never_clears_what_is_not_flushed(deeds in prop::collection::vec(deed(), 1..200)) {
             let mut intent = Intent::new(REGIONS);

@@ -1,8 +1,9 @@
 //! The engine core: one volume as a state machine without I/O.
 //!
-//! Events go in ([`Event`]), outputs come out ([`Output`]). The core owns which requests are in flight, in
-//! which order overlapping ones reach the replicas, when a request may be acknowledged, and which replicas
-//! are members. It has no clock, no socket and no thread: the engine process and the simulator drive it.
+//! Events go in ([`Event`]), outputs come out ([`Output`]). The core decides which requests are in flight,
+//! and in which order overlapping ones reach the replicas. It also decides when a request may be
+//! acknowledged, and which replicas are members. It has no clock, no socket and no thread: the engine process
+//! and the simulator drive it.
 //!
 //! The core promises:
 //! - A write, discard or write-zeroes is completed when every member of the current view has answered it, and
@@ -16,13 +17,14 @@
 //!   after all have been made equal in its range.
 //! - A member that is connected and does not answer is dropped if the others can continue without it.
 //!   Otherwise the core waits for it, up to a limit.
-//! - If the members may differ at the start, no request reads or writes a region before it was copied from
-//!   one of them to all others.
-//! - Write intent of a region is cleared only after a flush that was sent when nothing was in flight there,
-//!   and if nothing was sent since. Nothing that modifies the region is sent until that is answered.
+//! - If the members may differ at the start, regions are copied from one of them to all others. No request
+//!   reads or writes a region before that.
+//! - Write intent of a region is cleared only after a flush. That flush was sent when nothing was in flight
+//!   there, and nothing was sent there since. Nothing that modifies the region is sent until the clearing is
+//!   answered.
 //! - The regions that a replica outside the view misses are counted from the moment it leaves or is tracked.
-//!   The set is never smaller than its lack. The replica becomes a member when the regions are copied, all
-//!   members have flushed, and it has the out-of-sync sets of the others outside the view.
+//!   The set is never smaller than its lack. The replica becomes a member when the regions are copied and all
+//!   members have flushed. It also needs the out-of-sync sets of the others outside the view.
 //! - Replicas that are being rebuilt harm only themselves: their failures, full disks among them, end only
 //!   their joining.
 //! - Copies keep to their limits, unless a request waits for one.

@@ -85,7 +85,7 @@ struct Peer {
 
 /// The members of the volume, and the pending change.
 ///
-/// The view changes only when the change is through: all its members have stored it, and the arbiter has
+/// The view changes only when the change is through. All its members have stored it then, and the arbiter has
 /// granted it if they are half of the view. While the arbiter is asked, no other view is proposed.
 #[derive(Debug)]
 pub struct Membership {
@@ -174,7 +174,7 @@ impl Membership {
         self.peers.get(usize::from(peer)).map_or(PeerState::Failed, |peer| peer.state)
     }
 
-    /// Returns the number of losses of replica number `peer` before it became a member; none if it is no
+    /// Returns the number of losses of replica number `peer` before it became a member; none if it is not a
     /// member. While the number stays the same, it has been a member without a break.
     #[must_use]
     pub fn losses_of_member(&self, peer: PeerIndex) -> Option<u64> {

@@ -15,8 +15,8 @@
 //! The arbiter may be unreachable, so the limit is longer if it has to be asked.
 //!
 //! In the last case the engine continues to wait, because a new start would need the same replicas. A change
-//! of the view has a limit, from when it was proposed: replicas that have come back since can be members
-//! after a new start only.
+//! of the view has a limit, from when it was proposed. Replicas that have come back since can be members only
+//! after a new start.
 //!
 //! A rebuilding replica may answer each part of a copy in time, and still hold a modification of that range
 //! up for many parts. So the time for which requests wait for the copy because of the rebuilding replica
@@ -46,7 +46,7 @@ use crate::slot::{Slot, Slots};
 
 /// A connection that is silent for so long gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
-/// A replica may take a second longer for as many bytes that it makes zeroes: it may have to write them, and
+/// A replica may take a second longer for as many bytes that it makes zeroes. It may have to write them, and
 /// an old disk writes no faster. A time-out of five seconds alone asks for more of
 /// [`MAX_ZERO_BYTES`](shorthorn_types::limits::MAX_ZERO_BYTES).
 const ZEROING_BYTES_PER_S: u64 = 8 << 20;

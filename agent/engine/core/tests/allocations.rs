@@ -1,6 +1,6 @@
 //! Requests allocate nothing once the core is warm: under memory pressure the kernel writes back through the
 //! process that runs it.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig, Request, SlotId,

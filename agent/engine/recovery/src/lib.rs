@@ -1,6 +1,6 @@
-//! The order of the steps of four operations of an engine. It opens a volume ([`open()`]), brings a replica
-//! back that is not in the view ([`rebuild()`]), expands the replicas ([`grow_replicas`]) and gives a replica
-//! up ([`give_up`]).
+//! The order of the steps of four operations of an engine. It opens a volume ([`open()`]) and brings a
+//! replica back that is not in the view ([`rebuild()`]). It expands the replicas ([`grow_replicas`]) and
+//! gives a replica up ([`give_up`]).
 //!
 //! The steps are async functions over traits: the engine process brings blocking connections and threads, the
 //! simulation brings its own. So both run the same order of the same questions, and the same decisions about

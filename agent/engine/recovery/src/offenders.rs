@@ -54,7 +54,7 @@ pub struct Offenders {
 
 impl Offenders {
     /// Records that an attempt has reached these replicas, with their runs, out of all that the volume is to
-    /// have. A replica that was restarted since is no offender any more.
+    /// have. A replica that was restarted since is not an offender any more.
     pub(crate) fn reached(&mut self, reached: impl IntoIterator<Item = (ReplicaId, u64)>, of: &[ReplicaId]) {
         self.reached.retain(|known| of.contains(&known.replica));
         for (replica, run) in reached.into_iter().filter(|(replica, _)| of.contains(replica)) {

@@ -14,7 +14,7 @@ use crate::link::{Link, LinkError, regions, regions_or_all};
 use crate::offenders::{Offenders, Part};
 use crate::out_of_sync_sets::{forget, make_room};
 
-/// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out: one
+/// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out. One
 /// of them may be well again, and then no grant is needed. The engine waits for a quarter of a second in
 /// each.
 const GRANT_WAITS_MAX: u32 = 20;
@@ -85,7 +85,7 @@ pub struct Opened<C> {
     pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
-    /// For every replica that is no member: the newest stamp that it was sent.
+    /// For every replica that is not a member: the newest stamp that it was sent.
     pub out_of_sync_stamps: Vec<u32>,
     /// For every replica that was reached: the run of its process.
     pub runs: Vec<Option<u64>>,
@@ -96,7 +96,7 @@ pub struct Opened<C> {
 pub enum NotOpen<S> {
     /// The attempt has proposed no view: the next one may use the same generation.
     Waiting(String),
-    /// A view was proposed or asked for, and may be stored somewhere: the next attempt needs a newer
+    /// A view was proposed or asked for, and may be stored somewhere. The next attempt needs a newer
     /// generation, because a view's number never stands for two sets.
     Aborted {
         /// The reason, in words.
@@ -159,8 +159,8 @@ pub trait OpeningEngine {
     /// Returns the time since the first attempt to open the volume, in milliseconds.
     fn waited_ms(&self) -> u64;
 
-    /// Returns true if a user of the device may count on writes that were not flushed, and does not know yet
-    /// that they may be lost.
+    /// Returns true if a user of the device may count on writes that were not flushed. The user does not know
+    /// yet that they may be lost.
     fn has_user(&self) -> bool;
 
     /// Begins to ask the arbiter for the view of `change`, which `stored` are to store.
@@ -210,8 +210,8 @@ pub async fn open<E: OpeningEngine>(
     let asked = reached.iter().map(|one| one.replica).filter(|id| is_asked(*id));
     let stored = Members::new(asked).unwrap_or_default(); // there are no more replicas than a set can have
     if change.would_need_grant(&stored) {
-        // Nothing is proposed before: a view that one half has stored and that is never granted would stand
-        // in the way of the other half for ever.
+        // Nothing is proposed before the grant. A view that one half has stored and that is never granted
+        // would stand in the way of the other half for ever.
         engine.ask_arbiter(&change, stored);
         let waits_max = (!left_out.is_empty()).then_some(GRANT_WAITS_MAX);
         let granted = await_grant(engine, &change, &mut reached, waits_max).await;
@@ -229,9 +229,9 @@ pub async fn open<E: OpeningEngine>(
     bring_through(engine, volume, change, (reached, stamps), offenders).await
 }
 
-/// Returns the plan for the first view, unless a member has to be waited for: a replica that is left out has
-/// to be rebuilt later. With the offenders that it leaves out: all that they have reported counts, but they
-/// are no members and store nothing.
+/// Returns the plan for the first view, unless a member has to be waited for. A replica that is left out has
+/// to be rebuilt later. Also returns the offenders that it leaves out. All that they have reported counts,
+/// but they are not members and store nothing.
 fn plan_view<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
@@ -385,8 +385,8 @@ fn blamed<E: OpeningEngine>(
     }
 }
 
-/// Has one replica store the view; a member is asked which sets of regions it keeps after that, as it may
-/// begin some by storing it.
+/// Has one replica store the view. A member may begin some sets of regions by storing it, so it is asked
+/// afterwards which sets it keeps.
 ///
 /// # Errors
 /// The replica has not stored it, or has not said which sets it keeps.

@@ -181,7 +181,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         Ok(is_restored)
     }
 
-    /// Sends the replica the current view, and the pending one to store: if too few of the others are left,
+    /// Sends the replica the current view, and the pending one to store. If too few of the others are left,
     /// this replica may complete the quorum.
     async fn bring_views(&self, report: &ReplicaReport) -> Result<(), Trouble<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
@@ -205,8 +205,8 @@ impl<C: RebuildTask> Attempt<'_, C> {
         sent.map_err(Trouble::while_doing("telling it the view"))
     }
 
-    /// Deposes the replica, because its former data does not count. From now on its views say that it is no
-    /// member. The regions counted since it left no longer pass for all that it lacks.
+    /// Deposes the replica, because its former data does not count. From now on its views say that it is not
+    /// a member. The regions counted since it left no longer pass for all that it lacks.
     async fn depose(&self) -> Result<(), Trouble<Error<C>>> {
         self.engine.set_complete(self.address(), false);
         self.decide(|core, _| core.distrust(self.me))?;
@@ -485,7 +485,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
     }
 
     /// Ends the copy: the replica has all data of the members, apart from the regions that they count as
-    /// missed. Until the replica knows this, the next engine that starts treats it as no member.
+    /// missed. Until the replica knows this, the next engine that starts does not treat it as a member.
     async fn end_copy(&self) -> Result<(), Trouble<Error<C>>> {
         let mut tries = 0;
         loop {

@@ -38,8 +38,8 @@ pub struct PendingView {
     pub honoured: ReplicaReport,
 }
 
-/// The process while it serves. Another replica gets the number of one that was given up only after its
-/// rebuild task has ended, and no queue has a connection to it.
+/// The process while it serves. The number of a replica that was given up is free for another one only after
+/// its rebuild task has ended. By then no queue has a connection to the former replica.
 pub trait ServingEngine {
     /// The reason why a replica has not done a request.
     type Error: LinkError;

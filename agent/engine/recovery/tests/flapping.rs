@@ -16,8 +16,8 @@ use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View, 
 
 const SIZE_BYTES: u64 = 16 << 20;
 const TICK_MS: u64 = 50;
-/// Breaks of the connection before the other replica has joined: three without a pause, and those whose pause
-/// is shorter than the last steps of a join.
+/// The maximum number of breaks of the connection before the other replica has joined. Three come without a
+/// pause, and the others after pauses that are shorter than the last steps of a join.
 const BREAKS_MAX: u32 = 9;
 /// Far more breaks than that.
 const ENDLESS: u32 = 300;

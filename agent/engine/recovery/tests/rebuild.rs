@@ -1,4 +1,4 @@
-//! A replica is brought back while the volume changes: it is given up and another one gets its number, or the
+//! A replica is brought back while the volume changes. It is given up and another one gets its number, or the
 //! member that it is copied from leaves.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -150,8 +150,8 @@ impl Engine {
         }
     }
 
-    /// Changes the volume at its moment: it is to have replica 3 instead of replica 2, which gets the number
-    /// of that one; or member 1 leaves.
+    /// Changes the volume at its moment. Either replica 3 replaces replica 2 and gets its number, or member 1
+    /// leaves.
     fn reaches(&self, moment: Moment) {
         if self.moment != moment {
             return;

@@ -71,7 +71,7 @@ impl EngineContext {
     }
 
     /// Replaces a connection that was closed by a new one. It has to lead to the same run of the replica's
-    /// process: a later run may lack data that was written over the closed connection and not flushed.
+    /// process. A later run may lack data that was written over the closed connection and not flushed.
     fn reopen_control(&self, to: Address) -> Result<ControlConnection, ConnectError> {
         let (control, welcome) = self.open_control(to)?;
         match self.find_at(to)?.run {

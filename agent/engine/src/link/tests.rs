@@ -406,8 +406,8 @@ fn a_request_on_a_connection_that_is_gone_is_answered() {
     assert_eq!(bench.link.take_closed(), Some(Event::Closed { peer: 1, queue: 0 }));
 }
 
-/// The longest queue in front of a PING or a proposal: the frontend's writes in flight, a write of each copy
-/// slot, the headers of all requests, and the control frames before it.
+/// The longest queue in front of a PING or a proposal. It has the frontend's writes in flight, a write of
+/// each copy slot, the headers of all requests, and the control frames before it.
 const AHEAD_BYTES_MAX: u64 = {
     let copies = COPY_SLOTS as u64;
     let requests = 2 * ENGINE_FLIGHT_REQUESTS_MAX as u64 + copies;

@@ -54,7 +54,7 @@ impl Peering {
 
 impl Moves {
     /// Replaces the `former` addresses of a replica by its `next` ones. If none of its connections has one of
-    /// the `next` addresses, its host has most likely lost the former ones, and the replica has to move.
+    /// the `next` addresses, its host has most likely lost the former ones. Then the replica has to move.
     pub(super) fn readdress(&mut self, peer: PeerIndex, former: &[String], next: &[String], reason: String) {
         let waits = self.waiting.iter().position(|waiting| waiting.peer == peer);
         let connected_to =

@@ -105,7 +105,7 @@ pub(super) fn unmount(path: &Path) -> io::Result<()> {
         ended => ended,
     };
     match unmounted {
-        // It is no mount, or does not exist.
+        // It is not a mount, or does not exist.
         Err(SystemErrno::EINVAL | SystemErrno::ENOENT) => Ok(()),
         unmounted => Ok(unmounted?),
     }

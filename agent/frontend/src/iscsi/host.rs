@@ -21,8 +21,9 @@ const STATE_LIMIT: Duration = Duration::from_secs(10);
 const TEXT_BYTES_MAX: usize = 500;
 
 impl Host {
-    /// Returns the command for a program that outlives this process. A unit of systemd ends with all of its
-    /// processes, and a container too, so the program becomes a scope of its own if the host has systemd.
+    /// Returns the command for a program that outlives this process. All processes of a unit of systemd end
+    /// with it, and those of a container too. So the program becomes a scope of its own if the host has
+    /// systemd.
     pub(super) fn daemon(&self, description: &str, program: &str) -> Command {
         let has_systemd = self.root().join("run/systemd/system").exists() && self.find(SCOPE).is_some();
         if !has_systemd {

@@ -74,7 +74,7 @@ pub(super) enum FuseOperation {
     Unknown,
 }
 
-/// The bytes are no request.
+/// The bytes are not a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BadRequest;
 

@@ -288,7 +288,7 @@ fn transfer(operation: Operation, offset_bytes: u64, pending: Pending, size_byte
     }
 }
 
-/// Returns the step of a fallocate(2). A hole reads as zeroes, so it is no discard: a discarded block may
+/// Returns the step of a fallocate(2). A hole reads as zeroes, so it is not a discard: a discarded block may
 /// have its old content.
 fn zeroes(pending: Pending, (offset_bytes, length_bytes): (u64, u64), mode: u32, size_bytes: u64) -> Step {
     let operation = Operation::WriteZeroes { fua: false };

@@ -333,7 +333,7 @@ impl Connection {
         self.commands += 1;
     }
 
-    /// Returns true if the command needs all of its data before the reply begins: a READ with a simple reply
+    /// Returns true if the command needs all of its data before the reply begins. A READ with a simple reply
     /// does, because the header reports errors.
     fn waits_for_all(&self, command: &NbdCommand) -> bool {
         command.kind == CommandKind::Read && !self.structured

@@ -108,7 +108,7 @@ impl Handshake {
     fn client_flags(&mut self, input: &[u8]) -> (usize, Next) {
         let Some((flags, _)) = input.split_first_chunk() else { return (0, Next::Wait) };
         let flags = u32::from_be_bytes(*flags);
-        // Oldstyle clients end here: the first thing that they send is no set of flags.
+        // Oldstyle clients end here: the first thing that they send is not a set of flags.
         if flags & !u32::from(FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES) != 0 {
             return (4, Next::Close);
         }

@@ -41,8 +41,8 @@ const NO_TIMEOUT: u64 = 0;
 const DEFAULT_TIMER_MS: u32 = 30_000;
 /// The timer that they get instead: how long requests wait after the next engine has come. The block layer
 /// rounds it up by a second. Each time it runs out, the driver logs a line ("Possible stuck request") without
-/// a limit. At 2 s the most that it can log while a volume stands still is one line for each of its 128
-/// requests in 2 s.
+/// a limit. At 2 s, the driver logs at most one line in 2 s for each of the volume's 128 requests while the
+/// volume stands still.
 const REQUEST_TIMER_MS: u32 = 2000;
 /// The time limit in the kernel for a new request while its device has no connection. The kernel cannot tell
 /// an engine that does not come back from one that waits for its replicas. That may take as long as a site is

@@ -1,7 +1,7 @@
 //! The kernel's NBD driver over generic netlink: connect, reconnect, resize, disconnect (linux/nbd-netlink.h,
 //! linux/netlink.h, linux/genetlink.h).
 //!
-//! A call runs inside send(2), in the kernel, and may wait for locks and for requests in flight: never call
+//! A call runs inside send(2), in the kernel, and may wait for locks and for requests in flight. Never call
 //! from a thread that serves the device.
 
 use std::io;
@@ -116,8 +116,8 @@ impl Driver {
 
     /// Offers `socket` to device `index` in place of a dead one. Returns whether the driver has taken it.
     ///
-    /// The driver answers the same if it has taken a socket and if none was dead. So a descriptor that is no
-    /// socket follows. The driver searches the list until it finds no dead socket. It reaches that
+    /// The driver answers the same if it has taken a socket and if none was dead. So a descriptor that is not
+    /// a socket follows. The driver searches the list until it finds no dead socket. It reaches that
     /// descriptor, and refuses it, only if it has taken the one before (nbd_genl_reconfigure in
     /// drivers/block/nbd.c).
     pub(super) fn reconnect(

@@ -139,7 +139,7 @@ mod tests {
     }
 
     proptest! {
-        /// Claims and returns slots in any order: granted claims find their slots, the queue advances as soon
+        /// Claims and returns slots in any order. Granted claims find their slots, the queue advances as soon
         /// as all slots are returned, and no slot is lost.
         #[test]
         fn slots_are_neither_lost_nor_doubled(steps in proptest::collection::vec((0u16..4, 0u16..6), 0..200)) {

@@ -398,7 +398,7 @@ fn listen_at(path: &Path) -> Result<OwnedFd, FrontendError> {
     })
 }
 
-/// Returns an error if the path has a live server, or is no socket. The socket of a dead process is no
+/// Returns an error if the path has a live server, or is not a socket. The socket of a dead process is not an
 /// obstacle.
 fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
     let taken = |what: &str| {

@@ -87,7 +87,7 @@ pub(super) fn limit_requests(index: u32, bytes: u32) {
 
 /// Has the timer of the requests of device `index` lowered from `default_ms`, the driver's own one of a
 /// device without a request time-out. It happens soon. A device that an earlier version has made has a
-/// time-out and keeps its timer: when that one runs out, the driver gives up the connection.
+/// time-out and keeps its timer. When that one runs out, the driver gives up the connection.
 pub(super) fn set_request_timer(index: u32, default_ms: u32, value_ms: u32) {
     let consequence = "requests may wait 30 s after this process has died";
     queue_attribute::lower_from(&name(index), "io_timeout", default_ms, value_ms, consequence);

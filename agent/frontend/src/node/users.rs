@@ -234,7 +234,7 @@ fn loop_backing(path: &Path) -> Option<DeviceNumber> {
     let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
     let mut info = [0_u64; WORDS];
     // SAFETY: the kernel writes sizeof(struct loop_info64) = 232 bytes to `info`, which has as many and
-    // outlives the call; every pattern of bits is a valid array of numbers.
+    // outlives the call. Every pattern of bits is a valid array of numbers.
     let answer = unsafe { libc::ioctl(file.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) };
     (answer == 0 && info[2] != 0).then(|| DeviceNumber::of(info[2]))
 }

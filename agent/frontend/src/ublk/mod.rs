@@ -1,9 +1,9 @@
 //! The frontend ublk: /dev/ublkbN, a block device whose requests this process serves.
 //!
-//! Life of a device: ADD_DEV and SET_PARAMS in [`prepare_ublk`]; every queue fetches its tags on its own
-//! thread; START_DEV in [`Device::go_live`]; STOP_DEV and DEL_DEV in [`Device::stop`]. A process that ends in
-//! any other way leaves the device behind with its requests waiting, and the next one takes it over
-//! (recovery.rs). Nothing here deletes a device in a destructor.
+//! A device begins with ADD_DEV and SET_PARAMS in [`prepare_ublk`]. Every queue fetches its tags on its own
+//! thread. START_DEV follows in [`Device::go_live`], and at the end STOP_DEV and DEL_DEV in [`Device::stop`].
+//! A process that ends in any other way leaves the device behind with its requests waiting, and the next one
+//! takes it over (recovery.rs). Nothing here deletes a device in a destructor.
 //!
 //! Interface: `linux/ublk_cmd.h`, `Documentation/block/ublk.rst`; Linux 6.5 or later.
 
@@ -374,8 +374,8 @@ impl Device for UblkDevice {
         self.number = Some(number);
         let endpoint = node::publish(&self.device_dir, &self.volume, number)?;
         if self.recovered {
-            // Its first process has set the timer, unless it has died before that: now that the requests that
-            // waited are being served, a child process may look.
+            // Its first process has set the timer, unless it has died before that. The requests that waited
+            // are being served now, so a child process may look.
             recovery::notice_deaths_soon(&self.kernel_name());
         }
         Ok(endpoint)

@@ -1,7 +1,7 @@
 //! A queue's thread without the capability CAP_SYS_ADMIN (capset(2), linux/capability.h).
 //!
-//! If a thread that serves a device lacks this capability when it fetches its tags, the driver makes the
-//! kernel read no partition table (`ublk_mark_io_ready` and `ublk_ctrl_start_dev` in
+//! A thread that serves a device may lack this capability when it fetches its tags. Then the driver keeps the
+//! kernel from reading a partition table (`ublk_mark_io_ready` and `ublk_ctrl_start_dev` in
 //! drivers/block/ublk_drv.c; 6.1, 6.12 and later). The table may be that of a virtual machine, and does not
 //! concern the host. `partx -a` still makes partitions.
 

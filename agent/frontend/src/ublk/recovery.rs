@@ -1,7 +1,7 @@
 //! Takes over, or removes, the devices of a process that has ended.
 //!
 //! The driver keeps them. When the process of a started device dies, the driver notices once all its
-//! descriptors are closed, and sets the device QUIESCED: requests wait, without a limit. Then a new process
+//! descriptors are closed. It sets the device QUIESCED: requests wait, without a limit. Then a new process
 //! continues (START_USER_RECOVERY, fetch all tags, END_USER_RECOVERY), or the device is stopped and the
 //! requests fail.
 //!
@@ -26,10 +26,10 @@
 //! Numbers of devices are given again, so a number alone says nothing after a restart of the host. Every
 //! device carries the identity of its volume in the field that the driver keeps for its server.
 //!
-//! Known gap (before Linux 6.15): the new process may die as well, after a queue has mapped its descriptors
-//! and before all of its tags were fetched. Then the driver takes no third process, and the device can only
-//! be stopped. That is why a queue maps and fetches in one go, and why this is the last step of a starting
-//! engine. The third process reports it: see `fetching.rs`.
+//! Known gap (before Linux 6.15): the new process may die as well. That may be after a queue has mapped its
+//! descriptors and before all of its tags were fetched. Then the driver takes no third process, and the
+//! device can only be stopped. That is why a queue maps and fetches in one go, and why this is the last step
+//! of a starting engine. The third process reports it: see `fetching.rs`.
 
 use std::fs;
 use std::io;
@@ -105,7 +105,7 @@ const STILL_OPEN: &str = ": its character device is still open, or its io_uring 
      the log";
 
 /// Describes the process of a device. From Linux 6.15 on, a driver that knows of the end of a process forgets
-/// its number, and keeps the state LIVE until the character device is closed.
+/// its number. It keeps the state LIVE until the character device is closed.
 fn server(pid: i32) -> String {
     if pid > 0 {
         format!("process {pid}, which has to be gone")

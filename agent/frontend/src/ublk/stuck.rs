@@ -1,5 +1,5 @@
-//! The state of a device that cannot be taken over, for the log: the driver's view of its requests, the
-//! holders of its character device, and the kernel's threads that end rings.
+//! The state of a device that cannot be taken over, for the log. It has the driver's view of its requests,
+//! the holders of its character device, and the kernel's threads that end rings.
 //!
 //! It is gone after a restart of the host, which is the usual remedy. So it is logged while it lasts. Files
 //! of debugfs: `blk_mq_debugfs_queue_attrs` and `blk_mq_debugfs_hctx_attrs` in block/blk-mq-debugfs.c of the

@@ -88,7 +88,7 @@ impl Client {
         bytes
     }
 
-    /// Returns the next simple reply, with `data` bytes of data if it is no error.
+    /// Returns the next simple reply, with `data` bytes of data if it is not an error.
     fn reply(&mut self, data: usize) -> Reply {
         assert_eq!(self.take(), 0x6744_6698u32.to_be_bytes());
         let error = u32::from_be_bytes(self.take());

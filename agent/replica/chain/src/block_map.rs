@@ -178,7 +178,7 @@ impl BlockMap {
     }
 
     /// Returns the file that holds the block at `offset`, which may be the head, and the end of the run of
-    /// blocks with that owner, at most that of the window.
+    /// blocks with that owner. The end is at most that of the window.
     pub(crate) fn owner_at<S: ExtentSource>(
         &mut self,
         offset: u64,
@@ -197,7 +197,7 @@ impl BlockMap {
     }
 
     /// Returns the layer below the head that holds the block at `offset`, and the end of the run of blocks
-    /// with that owner, at most that of the window.
+    /// with that owner. The end is at most that of the window.
     pub(crate) fn parent_at<S: ExtentSource>(
         &mut self,
         offset: u64,

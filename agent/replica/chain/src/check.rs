@@ -24,7 +24,7 @@ pub fn with_check(mut document: Vec<u8>) -> Vec<u8> {
 /// [`ChainError::Check`]: the document has changed since it was written.
 pub fn without_check(name: &str, bytes: &[u8]) -> Result<Vec<u8>, ChainError> {
     let wrong = || ChainError::Check { name: name.to_owned(), field: FIELD };
-    // A quote in a string has a backslash before it, so this is no part of a string.
+    // A quote in a string has a backslash before it, so this is not part of a string.
     let key = format!("\"{FIELD}\"");
     if !bytes.windows(key.len()).any(|window| window == key.as_bytes()) {
         return Ok(bytes.to_vec());

@@ -165,7 +165,7 @@ pub enum ChainError {
         /// The size of that.
         child_bytes: u64,
     },
-    /// An image's size is no multiple of 4096.
+    /// An image's size is not a multiple of 4096.
     #[error("{image} has {size_bytes} bytes, no multiple of 4096: the file was truncated")]
     RaggedImage {
         /// The file.

@@ -41,8 +41,8 @@ pub trait ExtentSource {
 
     /// Calls `found` for every run of bytes in `range` for which `file` holds data, in ascending order.
     /// Unwritten extents, and the part past the end of the file, are holes. The runs need not be aligned: a
-    /// block that is data in part counts as data, because blocks are always written whole, and only zeroes in
-    /// them can be holes.
+    /// block that is data in part counts as data. Blocks are always written whole, and only zeroes in them
+    /// can be holes.
     ///
     /// # Errors
     /// The error of the source.

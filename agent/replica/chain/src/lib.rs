@@ -9,11 +9,11 @@
 //!   [`FileStep`]s that complete or revert interrupted operations;
 //! - `Layout::plan_*`: every operation on the directory as a list of small steps;
 //! - [`CopyList`]: how a directory becomes a copy of another one;
-//! - [`BlockMap`]: which layer holds each 4 KiB block, in bounded memory, filled on demand from
-//!   extents that the caller supplies, and the plans for reads, writes, discards and zeroes.
+//! - [`BlockMap`]: which layer holds each 4 KiB block, and the plans for reads, writes, discards and zeroes.
+//!   It takes bounded memory, and is filled on demand from extents that the caller supplies.
 //!
-//! The store crate executes the steps and the plans. Because nothing here reads a file or a clock,
-//! tests can stop an operation after any step and simulators can run it over a disk of their own.
+//! The store crate executes the steps and the plans. Nothing here reads a file or a clock. So tests can stop
+//! an operation after any step, and simulators can run it over a disk of their own.
 #![forbid(unsafe_code)]
 
 mod block_map;

@@ -61,7 +61,7 @@ impl ImageName {
     /// Returns the head that follows this one: the next number, back to 000 after 999, that is not `taken`.
     ///
     /// Longhorn counts on from the last digit alone (010 is followed by 001), so a number says
-    /// nothing about age; all that matters is that it is free.
+    /// nothing about age. All that matters is that it is free.
     #[must_use]
     pub fn next_head(&self, taken: impl Fn(&ImageName) -> bool) -> Option<ImageName> {
         let number = self.0.strip_prefix(HEAD_PREFIX)?.strip_suffix(IMAGE_SUFFIX)?;

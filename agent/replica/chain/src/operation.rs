@@ -212,7 +212,7 @@ impl Layout {
     /// of the same name does not pass for one of these.
     ///
     /// # Errors
-    /// An image that is no layer.
+    /// An image that is not a layer.
     pub fn plan_salvaged(&self, images: &[ImageName], salvage: &str) -> Result<Operation, ChainError> {
         let mut after = self.clone();
         let mut steps = Vec::new();

@@ -2,7 +2,7 @@
 //!
 //! Plans are values; nothing here does I/O beyond asking the caller's [`ExtentSource`] about windows that the
 //! map does not know yet. The caller executes a plan and then reports to the map with `written`, `punched` or
-//! `forget`. Requests that overlap in a 4 KiB block must not be in flight together: a plan is right only
+//! `forget`. Requests that overlap in a 4 KiB block must not be in flight together. A plan is right only
 //! until the next change of the same blocks.
 
 use shorthorn_types::limits::BLOCK_BYTES;

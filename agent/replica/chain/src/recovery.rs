@@ -1,8 +1,8 @@
 //! Derives the layout of a directory from its files, and finishes or reverts interrupted operations.
 //!
 //! Shorthorn's own operations leave an intent file ([`Intent`]), so that recovery does not guess. Longhorn
-//! leaves none. Its remains are repaired if only one reading is possible, left alone if data would have to be
-//! discarded, and refused if the chain depends on a guess.
+//! leaves none. Its remains are repaired if only one reading is possible, and left alone if data would have
+//! to be discarded. They are refused if the chain depends on a guess.
 
 use std::collections::BTreeMap;
 

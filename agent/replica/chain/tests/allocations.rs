@@ -1,6 +1,6 @@
 //! Plans allocate nothing once the windows that they touch are known: under memory pressure the
 //! kernel writes back through the process that makes them.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use std::convert::Infallible;
 

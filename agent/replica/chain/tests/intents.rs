@@ -1,6 +1,6 @@
 //! Tests notes of operations that are out of date, because another program has had the directory since the
 //! crash.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use std::collections::BTreeMap;
 
@@ -106,7 +106,7 @@ fn a_fold_that_was_renamed_is_finished() {
     assert!(recovery.steps.contains(&FileStep::Unlink { name: "volume-snap-gone.img.meta".to_owned() }));
 }
 
-/// The parent's file was lost before it took the child's name: that is no finished fold.
+/// The parent's file was lost before it took the child's name: that is not a finished fold.
 #[test]
 fn a_fold_whose_parent_was_lost_is_refused() {
     let fold = Intent::Fold {

@@ -1,6 +1,6 @@
 //! The block map and its plans against layers that are kept as plain lists, with so little memory
 //! that windows are forgotten all the time.
-#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // clippy does not count helpers as tests
 
 use std::convert::Infallible;
 
@@ -325,7 +325,7 @@ fn drawn() -> impl Strategy<Value = Vec<Drawn>> {
 }
 
 proptest! {
-    /// Members that read the same may hold it differently: zeroes are copied to a new one as holes, and file
+    /// Members that read the same may hold it differently. Zeroes are copied to a new one as holes, and file
     /// systems that cannot punch are given zeroes to write.
     #[test]
     fn a_discard_leaves_all_members_reading_the_same(drawn in drawn(), layers in 1..4usize,

@@ -1,10 +1,10 @@
 //! Tests every operation on a simulated disk that loses unsynced data, after every step.
 //!
-//! The disk keeps names and contents apart. A name that was made, changed or removed since the last sync of
-//! the directory may or may not exist afterwards, each independently of the others. A file whose content was
-//! not synced has the old content, or the new one, or is empty. That is harsher than any journaling file
-//! system.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+//! The disk keeps names and contents apart. A name may have been made, changed or removed since the last sync
+//! of the directory. Such a name may or may not exist afterwards, each independently of the others. A file
+//! whose content was not synced has the old content, or the new one, or is empty. That is harsher than any
+//! journaling file system.
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use std::collections::{BTreeMap, BTreeSet};
 

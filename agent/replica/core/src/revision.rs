@@ -22,8 +22,8 @@ const RESTART_BITS: u32 = 18;
 /// Bits for the number of the engine's view.
 const NUMBER_BITS: u32 = 20;
 
-/// Returns the number for a replica with these views. None if it has to keep the number that it has: no
-/// engine has ever had the replica, or it is not in all of its views.
+/// Returns the number for a replica with these views. None if it has to keep the number that it has. That is
+/// so if no engine has ever had the replica, or it is not in all of its views.
 #[must_use]
 pub fn revision_counter(me: ReplicaId, views: &ReplicaViews) -> Option<u64> {
     let report = views.report();

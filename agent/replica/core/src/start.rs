@@ -58,9 +58,9 @@ pub struct Started {
 impl ReplicaState {
     /// Returns the state of a replica that starts. Every set that is kept is whole on the disk then.
     ///
-    /// - Without an intent set everything counts as written lately, unless the volume is empty; and a replica
-    ///   that knows of an engine does not know which stamp it was sent.
-    /// - An out-of-sync set that does not count is removed, and so is one without space: that costs a full
+    /// - Without an intent set everything counts as written lately, unless the volume is empty. Without the
+    ///   set, a replica that knows of an engine does not know which stamp it was sent.
+    /// - An out-of-sync set that does not count is removed, and so is one without space. That costs a full
     ///   copy of its replica, and never data.
     /// - Sets of replicas that all views have again are removed.
     /// - Without a set of unsummed regions no sum counts. If it has no space, neither it nor sums are kept.
@@ -172,7 +172,7 @@ impl ReplicaState {
             }
             Ok(()) => {}
         }
-        // A missing file is no damage.
+        // A missing file is not damage.
         Ok(file.map(|_| (key, damage)))
     }
 

@@ -123,7 +123,7 @@ impl PageHeader {
     }
 }
 
-/// Returns the size of the volume that a file of a set was made for, from its first page; none if that is
+/// Returns the size of the volume that a file of a set was made for, from its first page. None if that is
 /// damaged, or of a version without the size.
 pub(crate) fn made_for(file: &[u8]) -> Option<u64> {
     let page = checked(file).ok().filter(|page| page.starts_with(MAGIC))?;

@@ -28,8 +28,8 @@ struct SetPage {
 
 /// See the module.
 ///
-/// What always holds: a region that is wanted and not durable is in a page that is due, or in the image of
-/// that page that is being written.
+/// Invariant: a region that is wanted and not durable is in a due page, or in the image of that page that is
+/// being written.
 #[derive(Clone, Debug)]
 pub(crate) struct PagedSet {
     pub name: [u8; 8],
@@ -89,7 +89,7 @@ impl PagedSet {
     /// Loads the set from a file, and returns the damage of each page. A damaged page has all its regions in
     /// the set.
     ///
-    /// A file that was made for the volume before it has grown is taken as such: the process has ended after
+    /// A file that was made for the volume before it has grown is taken as such. The process has ended after
     /// the volume had grown, and before the file was recreated.
     pub fn load(identity: SetIdentity, file: &[u8]) -> (PagedSet, Vec<PageDamage>) {
         match made_for(file).filter(|size_bytes| *size_bytes < identity.regions.size_bytes()) {
@@ -278,8 +278,8 @@ impl PagedSet {
         (0..self.pages.len()).filter(asked).all(|number| self.pages[number].written > after)
     }
 
-    /// Returns the whole file. The page for a stamp that is not known is no valid page, and yet has its place
-    /// on the disk.
+    /// Returns the whole file. The page for a stamp that is not known is not a valid page, and yet has its
+    /// place on the disk.
     pub fn file(&self) -> Vec<u8> {
         let mut file = Vec::with_capacity(self.pages.len() * PAGE_BYTES);
         let mut image = [0; PAGE_BYTES];

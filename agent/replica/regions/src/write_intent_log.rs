@@ -230,8 +230,8 @@ impl WriteIntentLog {
         Members::new(self.out_of_sync.iter().map(|(replica, _)| *replica)).unwrap_or_default()
     }
 
-    /// Returns true if the file that a set was read from is older than the last expansion of the volume, or
-    /// has no page for the stamp. Then the file has to be recreated.
+    /// Returns true if a set was read from a file older than the last expansion of the volume, or without a
+    /// page for the stamp. Then the file has to be recreated.
     #[must_use]
     pub fn is_outgrown(&self, key: SetKey) -> bool {
         self.find(key).is_some_and(|set| set.is_outgrown || !set.has_stamp_page)
@@ -410,9 +410,9 @@ impl WriteIntentLog {
         }
     }
 
-    /// Returns the sets that begin with the proposal of `target`: for every replica but `me` that is in a
-    /// known view and not in this one. They begin as the intent set, which has everything that such a replica
-    /// may lack. A set that is kept already is at least that large, and stays.
+    /// Returns the sets that begin with the proposal of `target`. Each is for a replica other than `me` that
+    /// is in a known view and not in this one. They begin as the intent set, which has everything that such a
+    /// replica may lack. A set that is kept already is at least that large, and stays.
     ///
     /// Keep them before the view is stored, else a crash in between leaves a view without the set that it
     /// needs.

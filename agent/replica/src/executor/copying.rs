@@ -24,7 +24,7 @@ impl Executor {
         Ok(self.state.check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
-    /// Returns the regions in which any layer has data, or had it when they were summed: a copy finds a
+    /// Returns the regions in which any layer has data, or had it when they were summed. A copy finds a
     /// vanished block only by its sum. See [`Store::allocated`](shorthorn_store::Store::allocated), which
     /// bounds the time.
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {

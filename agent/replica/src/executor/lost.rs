@@ -126,8 +126,8 @@ impl Executor {
     }
 
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
-    /// Sound data ends no record before the layer is whole, and its data durable: another attempt makes the
-    /// layer again, and keeps the ones below it.
+    /// Sound data does not end a record before the layer is whole, and its data durable. Another attempt
+    /// makes the layer again, and keeps the ones below it.
     pub(super) fn layer_is_written(&mut self, slot: u16) -> Outcome {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;

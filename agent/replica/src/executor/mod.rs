@@ -1,9 +1,9 @@
 //! Executes requests on the replica directory: knows files and buffers, but no connection.
 //!
 //! A request lives in a slot. The caller [assigns](Executor::assign) the slot, puts the data of a write into
-//! its [payload](Executor::payload), [starts](Executor::start) it, passes on the completions that carry
-//! [`SOURCE_DISK`], and takes the [finished](Executor::take_finished) ones. The code neither allocates nor
-//! logs unless an error occurs.
+//! its [payload](Executor::payload), and [starts](Executor::start) it. It passes on the completions that
+//! carry [`SOURCE_DISK`], and takes the [finished](Executor::take_finished) requests. The code neither
+//! allocates nor logs unless an error occurs.
 
 mod block;
 mod block_sums;

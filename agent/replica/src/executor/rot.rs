@@ -17,7 +17,7 @@ use super::operation::Outcome;
 use crate::limits::{REPORTED_ROTTEN_MAX, SUM_LOOK_INTERVAL};
 
 impl Executor {
-    /// Prepares the modification of `range` by the request in the slot: reads of it are not compared any
+    /// Prepares the modification of `range` by the request in the slot. Reads of `range` are not compared any
     /// more, and it has to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
         if self.block_sums.pages.is_kept() {
@@ -37,7 +37,7 @@ impl Executor {
     }
 
     /// Records that the request in the slot is about to write a block that it has merged with the former
-    /// data: the sums before and after.
+    /// data. `sums` has the sums before and after.
     pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
         let Ok(range) = self.work(slot).header.range() else { return };
         self.block_sums.known.merged(slot, range, number_of(block), sums);
@@ -69,7 +69,7 @@ impl Executor {
         match work.header.opcode {
             Opcode::WriteZeroes if !is_whole => After::PartlyZeroes { zeroes: self.block_sums.zero_sum },
             _ if !is_whole => After::Unmerged,
-            // Rot that is all zeroes, too, is no data that the block may hold after a failure.
+            // Rot that is all zeroes, too, is not data that the block may hold after a failure.
             Opcode::Write if is_rot_of_head(&work.header) => After::Rot,
             Opcode::Write => {
                 let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
@@ -120,7 +120,7 @@ impl Executor {
     /// the request is started again.
     ///
     /// # Errors
-    /// Only the page of sums knows the rot, and there are no places to keep the sums of the page.
+    /// Only the page of sums knows the rot, and no places are left to keep the sums of the page.
     pub(super) fn keep_rot(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Result<bool, Errno> {
         if self.block_sums.homeless == 0 || !self.block_sums.pages.is_kept() {
             return Ok(true);

@@ -43,7 +43,7 @@ impl Server {
     }
 
     /// Fences a node that does not answer. Once the generation is stored, an engine of a lower one gets no
-    /// answer any more: neither to its requests in flight, nor to another hello.
+    /// answer any more. That holds for its requests in flight and for another hello.
     pub(super) fn fence(&mut self, generation: Generation) {
         match self.executor.change(|state, disk| state.fence(disk, generation)) {
             Ok(Fence::Raised) => tracing::info!(%generation, "older engines are fenced"),
@@ -122,7 +122,7 @@ impl Server {
     }
 
     /// Answers the hello with a refusal. The socket is new and its buffer empty, so the refusal fits, and the
-    /// call does not wait; otherwise the engine sees only the end of the connection.
+    /// call does not wait. Otherwise the engine sees only the end of the connection.
     pub(super) fn refuse(&self, queue_id: QueueId, candidate: Candidate, errno: Errno, message: String) {
         let generation = self.executor.state().views().generation();
         let holder = (queue_id.generation < generation).then(|| candidate.session.prove_holder(generation));

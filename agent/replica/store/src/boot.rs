@@ -154,7 +154,7 @@ impl Boot {
 
     /// Records the loss that the result of a write of an opening means. A failure is recorded as a loss,
     /// because the kernel may have reported one by it: the next opening would not notice. A lack of space or
-    /// memory is no loss.
+    /// memory is not a loss.
     pub fn recording(
         &mut self,
         directory: &Directory,

@@ -76,7 +76,7 @@ impl Store {
         Ok((extents, None))
     }
 
-    /// Becomes a copy of a replica that has these layers: the present content is dropped, the layers are made
+    /// Becomes a copy of a replica that has these layers. The present content is dropped, the layers are made
     /// without data, and the replica counts as rebuilding. Returns which layers are complete already, from an
     /// interrupted copy of the same snapshots; the head is always empty.
     ///
@@ -177,7 +177,7 @@ impl Store {
             .layout()
             .plan_salvaged(&doubtful, salvage)
             .map_err(|error| self.medium.chain_error(error))?;
-        // Without the mark it must not count as complete: a failure is no reason to tidy up and continue.
+        // Without the mark it must not count as complete: a failure is not a reason to tidy up and continue.
         self.run(&operation.steps)?;
         self.image.set_layout(operation.after);
         self.set_rebuilding(false)?;

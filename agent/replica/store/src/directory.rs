@@ -25,9 +25,9 @@ const DOCUMENT_MAX_BYTES: u64 = 64 << 20;
 
 /// Written out, so that its blocks can be had back by removing it.
 pub(crate) const RESERVE_FILE: &str = "shorthorn.reserve";
-/// Room for every document of a replica twice, for three files of regions (33 pages at most), and for the
-/// journal of the file system to be content. A member on a full disk has to begin an out-of-sync set for each
-/// other replica that leaves.
+/// Room for every document of a replica twice, and for three files of regions (33 pages at most). The journal
+/// of the file system also needs room. A member on a full disk has to begin an out-of-sync set for each other
+/// replica that leaves.
 const RESERVE_BYTES: usize = 512 << 10;
 const RESERVE_PIECE_BYTES: usize = 4096;
 
@@ -152,7 +152,7 @@ impl Directory {
                 self.unlink(RESERVE_FILE)?;
                 let result = attempt();
                 // Freed space can be used again only once that is on the disk. The kernel reports a write
-                // error once, and this one may be of an operation that has just succeeded: only a lack of
+                // error once, and this one may be of an operation that has just succeeded. Only a lack of
                 // space is left to the next attempt.
                 let synced = self.fd.sync_all().map_err(|error| self.error("sync", ".", error));
                 self.keep_reserve();

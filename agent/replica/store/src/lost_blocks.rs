@@ -1,9 +1,9 @@
 //! Blocks of which no replica had a sound copy when this one was made: `shorthorn.lost-blocks`.
 //!
 //! The rot was copied, so that the replica could be made at all; the record says that it is rot. A recorded
-//! block is lost whatever it holds: a part of it may have been merged with new data, and a crash may have
+//! block is lost whatever it holds. A part of it may have been merged with new data, and a crash may have
 //! torn that. The record also has the sum of each block as it was copied, and the sums of its last merges
-//! with new data. The sums count only after another program has had the directory open: a block with none of
+//! with new data. The sums count only after another program has had the directory open. A block with none of
 //! its sums has got other data from that program.
 //!
 //! A merge is recorded before its data is written, so a crash leaves a block with one of its sums, or a torn

@@ -27,10 +27,10 @@ pub struct OpenOptions {
     /// True to accept layers that are shorter than the one above although no expansion is documented. The
     /// sizes are remembered, so that the option is needed only once.
     pub accept_short_layers: bool,
-    /// A file for the record that data may be lost, if nothing in the directory can be changed, as after a
-    /// file system has given up. The file does not exist yet, and is on another file system that keeps it
-    /// until the host is restarted, such as `/run`. The next opening of the directory has to name the same
-    /// file.
+    /// A file for the record that data may be lost. It is used if nothing in the directory can be changed, as
+    /// after a file system has given up. The file does not exist yet, and is on another file system that
+    /// keeps it until the host is restarted, such as `/run`. The next opening of the directory has to name
+    /// the same file.
     pub loss_record: Option<PathBuf>,
     /// Stops or fails in the middle; for crash tests.
     pub fault: Option<FaultHook>,

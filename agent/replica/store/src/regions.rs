@@ -1,8 +1,8 @@
 //! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent`,
 //! `shorthorn.out_of_sync-<replica>` and `shorthorn.unsummed`. `shorthorn-regions` has their contents.
 //!
-//! A file has all its blocks from the start and keeps its length, so that its pages can be written over when
-//! the disk is full. It gets its name when it is whole and durable.
+//! A file has all its blocks from the start and keeps its length. So its pages can be written over when the
+//! disk is full. It gets its name when it is whole and durable.
 
 use std::fs::File;
 use std::io::Write;

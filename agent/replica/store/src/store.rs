@@ -310,11 +310,11 @@ impl Store {
         Ok(())
     }
 
-    /// Records that data that is not durable may be lost, because the disk has failed. Durable on return, so
-    /// that the next opening reports it, in this boot of the host too, with [`OpenOptions::loss_record`] if
-    /// nothing in the directory can be changed. Whatever the result, it holds for this store, and nothing
-    /// here makes up for it. The caller calls this before it reports the failure. `failures` is the number of
-    /// failures in a row.
+    /// Records that data that is not durable may be lost, because the disk has failed. The record is durable
+    /// on return, so that the next opening reports it, in this boot of the host too. If nothing in the
+    /// directory can be changed, the record is in [`OpenOptions::loss_record`]. Whatever the result, the loss
+    /// holds for this store, and nothing here makes up for it. The caller calls this before it reports the
+    /// failure. `failures` is the number of failures in a row.
     ///
     /// # Errors
     /// An I/O error: the next process may not know of it.

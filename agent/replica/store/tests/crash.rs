@@ -1,5 +1,5 @@
 //! Every operation, cut short after each of its steps.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! Directories that a real Longhorn engine made.
 
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! Tests file systems that can hold replicas, and file systems that cannot. Made in files and mounted, which
 //! takes root and the tools; without them these tests pass without a check, and say so.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! A volume of 1 TiB with 50 snapshots. The only test of its program, because it measures memory.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

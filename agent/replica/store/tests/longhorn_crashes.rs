@@ -1,5 +1,5 @@
 //! Tests the remains of a Longhorn process that dies in the middle of an operation.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

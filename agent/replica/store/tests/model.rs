@@ -1,5 +1,5 @@
 //! The store against a plain array of bytes, over random requests and operations.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 
@@ -301,7 +301,7 @@ fn a_disk_behaves_the_same() {
     run.finish();
 }
 
-/// The layers below are then shorter than the head, which is no truncation.
+/// The layers below are then shorter than the head, which is not a truncation.
 #[test]
 fn a_volume_that_was_expanded_and_reverted_opens() {
     for record_is_lost in [false, true] {

@@ -1,5 +1,5 @@
 //! Tests inspection and export: their output for people, and that nothing changes.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

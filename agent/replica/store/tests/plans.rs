@@ -1,5 +1,5 @@
 //! The data path as the replica server uses it: plans here, I/O on the descriptors there.
-#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // clippy does not count helpers as tests
 
 mod common;
 

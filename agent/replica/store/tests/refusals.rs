@@ -1,5 +1,5 @@
 //! Directories that must not be opened, each with a message that says why.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

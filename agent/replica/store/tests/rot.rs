@@ -1,5 +1,5 @@
 //! Damaged small files: a changed byte is noticed even if the document still parses.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

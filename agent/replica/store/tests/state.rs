@@ -1,5 +1,5 @@
 //! Tests the state that Shorthorn keeps beside the volume, and the detection of other users of the directory.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod common;
 

@@ -1,7 +1,7 @@
 //! The CSI driver of this node: its two sockets, in the directories of kubelet.
 //!
 //! kubelet removes a driver whose registration socket is gone, so neither socket is removed when the agent
-//! ends; if systemd holds them, they even continue to listen. CSI is served before the registration, because
+//! ends. If systemd holds them, they even continue to listen. CSI is served before the registration, because
 //! kubelet calls it as soon as it has seen that.
 
 mod root;
@@ -76,8 +76,8 @@ impl DriverState {
 ///
 /// The '@' is required. kubelet (v1.36, `pluginmanager/operationexecutor`) dials the bare path, and gRPC for
 /// Go sends that as `:authority`, with `%2F` for each slash. The HTTP library here refuses a '%' in the name
-/// of a host and answers with PROTOCOL_ERROR, but not in the part before an '@', which would be a user. Go
-/// leaves the '@' unchanged.
+/// of a host and answers with PROTOCOL_ERROR. It accepts one in the part before an '@', which would be a
+/// user. Go leaves the '@' unchanged.
 const REGISTRATION_SOCKET: &str = "shorthorn@csi.shorthorn.io-reg.sock";
 
 /// The paths on which kubelet looks for drivers.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 const PROGRAM: &str = "kubelet";
 /// The default directory of kubelet, k3s and RKE2.
 const DEFAULT: &str = "/var/lib/kubelet";
-/// Distributions that have it elsewhere: MicroK8s, whose kubelet is no process of its own, and k0s.
+/// Distributions that have it elsewhere: MicroK8s, whose kubelet is not a process of its own, and k0s.
 const ELSEWHERE: [&str; 2] = ["/var/snap/microk8s/common/var/lib/kubelet", "/var/lib/k0s/kubelet"];
 
 /// Finds the directory.

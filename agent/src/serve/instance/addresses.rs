@@ -11,8 +11,8 @@ use crate::serve::instance::hub::{finish, spec_files};
 use crate::serve::instance::{Hub, InstanceId, InstancePaths, ProcessPhase, Spec, control_watch};
 use crate::serve::{blocking, ports};
 
-/// Returns the address that the replicas of an earlier agent have: the most frequent one, in case that it
-/// ended in the middle of a change.
+/// Returns the most frequent data address of the replicas of an earlier agent. That agent may have ended in
+/// the middle of a change.
 pub fn last_data_address(paths: &InstancePaths) -> Option<IpAddr> {
     let kind = v1::InstanceKind::Replica;
     let ids = spec_files(&paths.specs(kind), kind).unwrap_or_default();
@@ -101,7 +101,7 @@ impl Hub {
         shown.addresses.is_empty() || shown.addresses.contains(&format!("tcp:{address}"))
     }
 
-    /// Starts the process of a replica again, with another port: it is of a version that cannot move, or
+    /// Starts the process of a replica again, with another port. It is of a version that cannot move, or
     /// another program has its port on the new address.
     pub async fn restart_replica(self: &Arc<Hub>, id: InstanceId) {
         let hub = Arc::clone(self);

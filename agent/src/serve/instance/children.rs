@@ -1,6 +1,6 @@
 //! Instances as processes of our own, if PID 1 is not systemd.
 //!
-//! An instance outlives the agent that has started it: it is in a process group of its own, and gets no
+//! An instance outlives the agent that has started it. It is in a process group of its own, and gets no
 //! signal at the agent's end. It holds its pid file, so the next agent finds it. A task per instance waits
 //! for its end, and restarts it.
 

@@ -1,7 +1,7 @@
 //! The operations on instances: start, stop, find again.
 //!
 //! An instance that should run has a spec file. The file is written before the process is started, and
-//! removed when the process is gone, so that an agent that was killed anywhere in between can continue.
+//! removed when the process is gone. So an agent that was killed anywhere in between can continue.
 
 use std::collections::HashMap;
 use std::fs;

@@ -59,7 +59,7 @@ impl InstancePaths {
     }
 
     /// Returns the state file of the engine of an attached volume. A volume that is made again under the name
-    /// has another one: its attachments start over, and grants of the former one mean nothing to it.
+    /// has another file. Its attachments start over, and grants of the former volume mean nothing to it.
     pub fn engine_state(&self, volume: &VolumeName, secret: &Secret) -> PathBuf {
         self.engine_states().join(format!("{volume}-{}.json", fingerprint(secret.bytes())))
     }
@@ -140,12 +140,12 @@ impl InstancePaths {
         self.runtime_file(id, "error")
     }
 
-    /// Returns the pid file of an instance that is no unit.
+    /// Returns the pid file of an instance that is not a unit.
     pub fn pid(&self, id: &InstanceId) -> PathBuf {
         self.runtime_file(id, "pid")
     }
 
-    /// Returns the socket on which an engine that is no unit gives its sockets to the agent. The path is
+    /// Returns the socket on which an engine that is not a unit gives its sockets to the agent. The path is
     /// shorter than that of the control socket.
     pub fn notify(&self, id: &InstanceId) -> PathBuf {
         self.runtime_file(id, "notify")

@@ -4,7 +4,7 @@
 //!    and multicast addresses do not, nor does an address whose check for duplicates is in progress or has
 //!    failed.
 //! 2. The last address stays while its interface has it, unless it is deprecated and another one is not. A
-//!    change costs every volume a reconnection, so a better address alone is no reason for one.
+//!    change costs every volume a reconnection, so a better address alone is not a reason for one.
 //! 3. Otherwise the best address on a link that is up is chosen. The order is: not deprecated, the family of
 //!    the last address, IPv4, permanent, not secondary, and then the lowest.
 //! 4. If no link that is up has an address, the last one stays: its link may come back with it. Only a node

@@ -64,7 +64,7 @@ impl EngineCore {
                 self.marks.send(MarkFor::Clearing, to, &change, self.clock.now_ms(), out);
             }
             // The members are about to clear regions that rebuilding replicas do not miss. Rebuilding
-            // replicas were sent the writes there, and no out-of-sync set counts them: if a rebuilding
+            // replicas were sent the writes there, and no out-of-sync set counts them. If a rebuilding
             // replica comes back without this stamp, it lacks those writes.
             StampStep::AllStored => {
                 let stamped = self.membership.rebuilding().and(self.clearing.flushed());

@@ -9,8 +9,8 @@
 //! Otherwise the writer gets the error, and no replica leaves. Half of a view would have to ask the arbiter,
 //! and would hold the only copies while the disks of the others are full. A replica without space may have
 //! done a part of the modification, and others all of it. Before the request fails and leaves its range, the
-//! members are made equal there, from one that had no space: all others have room for its data. A discard
-//! fails in the same way: a client loses nothing by that, and the volume would lose a replica.
+//! members are made equal there. The source is one that had no space: all others have room for its data. A
+//! discard fails in the same way: a client loses nothing by that, and the volume would lose a replica.
 
 use shorthorn_types::Errno;
 

@@ -96,9 +96,9 @@ impl EngineCore {
         true
     }
 
-    /// Handles the end of a region's copy: `range`, which was all of the region when its copy began, was
-    /// copied to the remaining ones of `targets`. If the region has grown since, they still miss it, because
-    /// they were not sent modifications of the new part.
+    /// Handles the end of a region's copy. When the copy began, `range` was all of the region. It was copied
+    /// to the remaining ones of `targets`. If the region has grown since, they still miss it, because they
+    /// were not sent modifications of the new part.
     pub(super) fn region_rebuilt(&mut self, region: u32, range: ByteRange, targets: PeerMask) {
         if self.size.regions().range(region) == range {
             self.absent.copied(region, targets);

@@ -10,7 +10,7 @@
 //! - Discards and writes of zeroes are longer than a piece of a copy. If they fail, the members are made
 //!   equal in several pieces. No request in tests/sim is so long.
 
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 mod frontend;
 mod replica;
@@ -577,7 +577,7 @@ fn zero_blocks(data: &[u32]) -> [u64; 4] {
 }
 
 proptest! {
-    // A smaller seed is no smaller run.
+    // A smaller seed does not give a smaller run.
     #![proptest_config(ProptestConfig {
         cases: 60,
         max_shrink_iters: 0,

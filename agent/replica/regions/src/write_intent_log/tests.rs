@@ -134,7 +134,7 @@ fn marks_begin_grow_shrink_and_end_a_set() {
 }
 
 /// The engine counts from its mark on. A modification that the disk was given before that may still be under
-/// way, and is in nothing that the engine reads from this replica meanwhile.
+/// way. It is in nothing that the engine reads from this replica meanwhile.
 #[test]
 fn a_set_that_begins_has_what_is_being_modified() {
     let mut intent_log = intent_log(40_000);

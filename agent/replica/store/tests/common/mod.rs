@@ -1,5 +1,5 @@
 //! Helpers that the tests of the store share.
-#![allow(dead_code, clippy::unwrap_used)] // Each test program uses a part; to clippy, helpers are no tests.
+#![allow(dead_code, clippy::unwrap_used)] // Each test program uses a part; to clippy, helpers are not tests.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
