@@ -8,8 +8,8 @@
 //! 2. CPU time and memory of an idle controller
 //! 3. the time of a CSI CreateVolume, which is that from a claim to Bound without the sidecar
 //! 4. the time from the death of a node until its volumes are attached elsewhere, while other volumes rebuild
-//! 5. the time from the kill of the controller until the next one decides, and for Kubernetes the time in
-//!    which a new leader reads all objects
+//! 5. the time from the kill of the controller until the next decides, and for Kubernetes the time in which a
+//!    new leader reads all objects
 //!
 //! The controller of 1 to 5 has an embedded store. Not measured: the API server of a cluster, and the time
 //! until the Lease of a dead leader has run out (12 s).

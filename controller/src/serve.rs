@@ -1,7 +1,7 @@
 //! The controller as a daemon.
 //!
-//! [`serve`] puts the parts together: `open` waits for the lease and gets the store, `LeaderTasks` holds the
-//! lease and the tasks of a leader, `Reconciling` works, and `Servers` listens.
+//! [`serve`] puts the parts together. `open` waits for the lease and gets the store, and `LeaderTasks` holds
+//! the lease and the tasks of a leader. `Reconciling` works, and `Servers` listens.
 
 mod in_kubernetes;
 mod leader_tasks;

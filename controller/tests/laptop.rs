@@ -80,7 +80,7 @@ async fn commands_reach_the_pod_that_leads_through_a_port_forward() {
     assert_eq!(text(&listed), "volume/v\n");
     assert_eq!(*laptop.api.forwarded.lock().unwrap(), [POD, POD]);
 
-    // Another leader, which is no pod; then none.
+    // Another leader, which is not a pod; then none.
     laptop.lead("laptop-of-bob-0a1b2c3d");
     let refused = laptop.ctl(&["volume", "list"]).await;
     assert!(

@@ -82,7 +82,7 @@ async fn errors_say_what_to_do() {
     }
     cluster.ok(&["volume", "delete", "v", "--yes"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--soft-anti-affinity"]).await;
-    // The same again is no error.
+    // The same again is not an error.
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--soft-anti-affinity"]).await;
     cluster.kill_controller().await;
     let (code, text) = cluster.fails(&["volume", "list"]).await;

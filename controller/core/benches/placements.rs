@@ -1,10 +1,10 @@
-//! Measures how fast and how evenly replicas get their places in a large cluster: 10,000 volumes of three
-//! replicas on 1,000 nodes in ten zones, one after the other.
+//! Measures how fast and how evenly replicas get their places in a large cluster. The cluster has 1,000 nodes
+//! in ten zones. 10,000 volumes of three replicas come one after the other.
 //!
 //! A placement is one replica that has a place. The benchmark measures the way of the controller. The
-//! volume's reconciler decides over the cluster state of all objects until the volume has its replicas, and
-//! each object that it writes is put into that cluster state, as the store's cache does. The benchmark leaves
-//! out the time in which the store makes them durable.
+//! volume's reconciler decides over the cluster state of all objects until the volume has its replicas. Each
+//! object that it writes is put into that cluster state, as the store's cache does. The benchmark leaves out
+//! the time in which the store makes them durable.
 #![allow(
     clippy::unwrap_used,
     clippy::disallowed_types,

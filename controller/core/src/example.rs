@@ -1,5 +1,5 @@
-//! A small cluster for tests: nodes a, b and c in reach with a disk each, and a volume v with a replica on
-//! each, attached to a and healthy.
+//! A small cluster for tests. Nodes a, b and c are in reach with a disk each. Volume v has a replica on each,
+//! is attached to a, and is healthy.
 
 use std::collections::BTreeMap;
 

@@ -1,10 +1,10 @@
 //! Objects that are stored and that the controller cannot use: their text cannot be read, or they cannot be
 //! marked with the finalizer. The store reports them and continues with all others.
 //!
-//! Such an object is not in the [`ClusterState`](crate::ClusterState), and its absence there proves nothing:
-//! its replica may hold the only copy of the data, its engine may write. A rule that concludes something from
-//! an absence asks here first, and then refuses or waits. An object that was read before and is unreadable
-//! now keeps its last known state in the cluster state.
+//! Such an object is not in the [`ClusterState`](crate::ClusterState), and its absence there proves nothing.
+//! Its replica may hold the only copy of the data, and its engine may write. A rule that concludes something
+//! from an absence asks here first, and then refuses or waits. An object that was read before and is
+//! unreadable now keeps its last known state in the cluster state.
 
 use std::collections::{BTreeMap, BTreeSet};
 

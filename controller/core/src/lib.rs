@@ -25,7 +25,7 @@
 //! - [`undelete`]: restores a deleted volume from the trash of its disks.
 //! - [`why`]: the problems of a volume, in sentences.
 //!
-//! Everything is level-triggered: a decision depends only on the current stored and observed state, so the
+//! Everything is level-triggered: a decision depends only on the current stored and observed state. So the
 //! shell that carries actions out may die between any two of them. An action that calls an agent is
 //! idempotent, and a write carries the resource version of its decision.
 //!
@@ -40,8 +40,8 @@
 //! 4. The data of a replica is deleted only if its deletion was requested: by the deletion of its volume, or
 //!    because it was replaced. A replaced replica is deleted only while the engine serves with the configured
 //!    number of members and does not know that replica any more.
-//! 5. A grant of the arbiter is stored in the volume, by the compare-and-swap that also holds the number of
-//!    the attachment, before any engine gets it.
+//! 5. A grant of the arbiter is stored in the volume before any engine gets it. The compare-and-swap also
+//!    holds the number of the attachment.
 //! 6. A salvage is stored with a number of its own, and the engine is stopped, before the replica gets the
 //!    decision.
 #![forbid(unsafe_code)]

@@ -2,7 +2,7 @@
 //!
 //! The operator has its object deleted; from there on no step of the node itself is waited for. Its replicas
 //! are removed once the engine of their volume serves without them and has forgotten them, or with their
-//! volume. Everything else takes its usual course: an engine there is stopped or fenced before another one is
+//! volume. Everything else takes its usual course. An engine there is stopped or fenced before another one is
 //! started, and a replica that may be in the view stays. The object stays until no other one names the node.
 
 use crate::objects::{ConditionType, Node, Replica, Volume};

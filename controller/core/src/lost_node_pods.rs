@@ -6,7 +6,7 @@
 //! a lost node fences the engine there first (`reconcile::volume::fence`), and only then may the volume be
 //! used elsewhere. So such a pod cannot write any more, even if it still runs.
 //!
-//! The decisions follow Kubernetes: a pod is force-deleted only after its deletion and its grace period, if
+//! The decisions follow Kubernetes. A pod is force-deleted only after its deletion and its grace period, if
 //! both Kubernetes and this controller have lost its node. The pod may still write to a disk of another
 //! driver there, as far as is known; such a pod stays. Attachments are deleted when no pod of the node uses
 //! them any more.

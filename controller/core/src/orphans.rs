@@ -31,7 +31,7 @@ impl Directory {
     }
 }
 
-/// Parses the name of a directory; none if it is no replica's.
+/// Parses the name of a directory; none if it is not a replica's.
 #[must_use]
 pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
     let (volume, id) = name.rsplit_once('-')?;

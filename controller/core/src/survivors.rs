@@ -216,7 +216,7 @@ mod tests {
             (&[Whole, OnLostDisk, OnLostNode, Whole], TooFew),
             (&[Whole, Whole, OnLostNode, Whole], Enough),
             (&[Whole, Empty, Empty], NoCopy),
-            // A replica that is no member: it is the only source of a salvage, or nothing changes.
+            // A replica that is not a member: it is the only source of a salvage, or nothing changes.
             (&[Stale, Whole, Whole], Enough),
             (&[Stale, OnLostDisk, Whole], Enough),
             (&[Stale, OnLostDisk, OnLostNode], NoCopy),

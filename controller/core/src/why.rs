@@ -357,7 +357,7 @@ impl Explainer<'_> {
         }
     }
 
-    /// Explains every replica that is no member, and every member that is late.
+    /// Explains every replica that is not a member, and every member that is late.
     fn explain_members(&mut self, engine: &Engine) {
         for replica in self.replicas.clone() {
             let member = engine.status.replica_mode_map.get(&replica.spec.replica_id);

@@ -12,7 +12,7 @@ use super::error::CtlError;
 use super::format::Format;
 use super::json::{InspectionOutput, RebalanceOutput, VolumeOutput};
 
-/// Writes `text` and ends its last line. A closed pipe (`| head`) is no error.
+/// Writes `text` and ends its last line. A closed pipe (`| head`) is not an error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
     if text.trim_end().is_empty() {
         return Ok(());

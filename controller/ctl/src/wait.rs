@@ -40,7 +40,7 @@ pub(super) enum Goal {
     Detached,
     /// The volume has that size, and so has its device if it is attached.
     Expanded(u64),
-    /// The volume is no more.
+    /// The volume does not exist any more.
     Deleted,
 }
 

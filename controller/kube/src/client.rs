@@ -16,7 +16,7 @@ const READ_LIMIT: Duration = Duration::from_secs(180);
 /// The reason why the API server cannot be reached.
 #[derive(Debug, Error)]
 pub enum ConnectError {
-    /// The file is no kubeconfig.
+    /// The file is not a kubeconfig.
     #[error("the kubeconfig {0} cannot be used: {1}")]
     Kubeconfig(PathBuf, kube::config::KubeconfigError),
     /// The context does not exist.

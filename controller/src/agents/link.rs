@@ -62,7 +62,7 @@ fn lose(fleet: &Fleet, node: &NodeName, error: &Status) {
     }
 }
 
-/// Returns the error down to the message of the system, because "transport error" alone is no help.
+/// Returns the error down to the message of the system, because "transport error" alone does not help.
 fn reason(error: &Status) -> String {
     let mut innermost: Option<&dyn std::error::Error> = std::error::Error::source(error);
     while let Some(source) = innermost.and_then(std::error::Error::source) {

@@ -54,7 +54,7 @@ impl Api {
         })
     }
 
-    /// Returns true for a restored directory in use, which is no trash.
+    /// Returns true for a restored directory in use, which is not trash.
     fn is_restored_and_used(&self, trashed: &v1::TrashedReplica) -> bool {
         let cluster = self.store.state();
         let name = format!("{}-{}", trashed.volume, trashed.replica_id);

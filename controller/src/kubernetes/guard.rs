@@ -3,12 +3,12 @@
 //! PersistentVolume needs. But it cannot protect an object, the definitions or its own namespace, nor refuse
 //! a change of `spec.nodeID`.
 //!
-//! The last complete replica of a volume needs no policy: the controller treats the deletion of a Replica
+//! The last complete replica of a volume needs no policy. The controller treats the deletion of a Replica
 //! object as an eviction, and keeps the data until others have it.
 //!
 //! A policy sees the object to delete and, one at a time, its parameters. So its criteria are in the object's
-//! status, or every object that is a parameter makes a refusal: each volume refuses the deletion of the
-//! definitions.
+//! status, or every object that is a parameter makes a refusal. For example, each volume refuses the deletion
+//! of the definitions.
 
 use serde_json::{Value, json};
 use shorthorn_controller_core::objects::Kind;
@@ -232,8 +232,9 @@ mod tests {
 
     const CONTROLLER: &str = "system:serviceaccount:shorthorn-system:shorthorn-controller";
 
-    /// Returns the refusals of all policies, in the steps of an API server: the resources of a policy, its
-    /// conditions, then its rules for each parameter. A library evaluates the expressions, not the steps.
+    /// Returns the refusals of all policies, in the steps of an API server. These are the resources of a
+    /// policy, its conditions, then its rules for each parameter. A library evaluates the expressions, not
+    /// the steps.
     fn refusals(asked: &Asked<'_>, parameters: &[Value]) -> Vec<String> {
         let all = documents(NAMESPACE);
         all.chunks(2)

@@ -51,7 +51,7 @@ const POLICY: &str = "policy";
 pub struct GuardPods {
     client: Client,
     namespace: String,
-    /// None: there should be no guard pods.
+    /// None: no guard pods should exist.
     image: Option<String>,
     machines: Arc<Machines>,
     store: Arc<dyn Store>,

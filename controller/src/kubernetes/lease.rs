@@ -4,7 +4,7 @@
 //! takes it. Clocks of different machines are never compared. The holder counts from before the request of
 //! the last successful renewal, and ends [`HOLD_LIMIT`] after that. That is well before any other one can
 //! have seen the lease unchanged for [`DURATION`]. A process that was halted and does not know the time yet
-//! can still try to write: the stored objects have changed since, and the write is refused.
+//! can still try to write. The stored objects have changed since, and the write is refused.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! The lease on a thread of its own, with a runtime and connections of its own: no work of the controller
 //! delays a renewal.
 //!
-//! The thread also sees to it that the process ends once the lease is lost, even if everything else hangs:
-//! another controller may work by then. If the runtime of the controller runs nothing for
-//! [`BEATS_MISSED_MAX`] seconds, the thread gives the lease up: a controller that hangs must not keep others
+//! The thread also ensures that the process ends once the lease is lost, even if everything else hangs.
+//! Another controller may work by then. If the runtime of the controller runs nothing for
+//! [`BEATS_MISSED_MAX`] seconds, the thread gives the lease up. A controller that hangs must not keep others
 //! from leading.
 
 use std::io;

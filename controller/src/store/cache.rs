@@ -54,7 +54,7 @@ impl Cache {
     pub(crate) fn insert(&self, object: Object) {
         let key = object.key();
         self.state.write().unwrap_or_else(PoisonError::into_inner).insert(object);
-        // A lack of listeners is no error.
+        // A lack of listeners is not an error.
         let _ = self.changes.send(key);
     }
 

@@ -19,7 +19,7 @@ const EVERY: Duration = Duration::from_secs(60);
 /// Agents that failed are asked again after twice this, then after twice as long each time.
 const SOON: Duration = Duration::from_secs(1);
 /// Certificates that are signed for one node within a day. A node that cannot store them tries for seven
-/// days, half of the life of its own, and the CA keeps a record of 256 per node.
+/// days, half of the life of its own. The CA keeps a record of 256 per node.
 const SIGNED_PER_DAY_MAX: usize = 8;
 const DAY_S: u64 = 24 * 3600;
 /// The time before the end of the CA from which the controller warns, as the alert of the chart does.

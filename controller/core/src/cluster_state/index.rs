@@ -51,7 +51,7 @@ pub(super) struct Index {
     incomplete_by_size: BTreeMap<u64, usize>,
     /// Volumes that are to grow.
     growing: BTreeSet<String>,
-    /// Engines that serve with a replica that is no member.
+    /// Engines that serve with a replica that is not a member.
     rebuilding: BTreeSet<String>,
     /// Replicas that have to leave their places, for any state of their nodes.
     leaving: BTreeSet<String>,

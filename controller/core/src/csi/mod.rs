@@ -2,7 +2,7 @@
 //! volume.
 //!
 //! The shell has the wire, the waiting and the codes. The changes of calls are decided here, on one state of
-//! the cluster state, and stored by compare-and-swap, so that no other change comes in between.
+//! the cluster state, and stored by compare-and-swap. So no other change comes in between.
 
 mod life;
 mod name;

@@ -14,7 +14,7 @@ const READABLE_BYTES: usize = MAX_VOLUME_NAME_BYTES - 2 * HASH_BYTES - 1;
 /// The readable part if the name has no usable character.
 const NAMELESS: &str = "volume";
 
-/// The reason why a text is no name of a volume.
+/// The reason why a text is not a name of a volume.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum CsiNameError {
     /// The request has no name.

@@ -1,5 +1,5 @@
-//! Nodes n0, n1, …, each with one disk of 100 GiB of which 90 can be scheduled, and volumes of 1 GiB that are
-//! attached and healthy.
+//! Nodes n0, n1, …, each with one disk of 100 GiB of which 90 can be scheduled. The volumes have 1 GiB, and
+//! are attached and healthy.
 
 use proptest::prelude::*;
 use shorthorn_types::{ReplicaId, VolumeName};
@@ -253,8 +253,8 @@ fn only_the_volumes_that_were_named_are_moved() {
 }
 
 proptest! {
-    /// Starts from any places. Moves come to an end, no node has two replicas of a volume while another one
-    /// has none, and no disk has two more than another one, unless a volume rules it out.
+    /// Starts from any places. Moves come to an end, and no node has two replicas of a volume while another
+    /// one has none. No disk has two more than another one, unless a volume rules it out.
     #[test]
     fn moves_come_to_an_end_and_leave_it_even(
         nodes in 2..6usize,

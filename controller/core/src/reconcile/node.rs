@@ -60,7 +60,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 }
 
 /// Stops engines whose volume is deleted and that no object names: their node was given up before the
-/// deletion, and is back. If a restored store lacks a volume, its engine continues to serve its user: an
+/// deletion, and is back. If a restored store lacks a volume, its engine continues to serve its user. An
 /// agent refuses to stop an engine whose device is in use. It cannot tell whether a socket has clients, so an
 /// engine that serves one stays. The engine of a deleted volume has lost its replicas elsewhere, and does not
 /// serve for long.

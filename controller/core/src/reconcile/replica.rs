@@ -227,7 +227,7 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
         }
         return status;
     }
-    // The engine serves, so a replica that is no member of its view has left it, or was never in one.
+    // The engine serves, so a replica that is not a member of its view has left it, or was never in one.
     let away_since = member.and_then(|member| away_since(member, context.now)).unwrap_or(context.now);
     if mode == Some(MemberMode::Rebuilding) {
         status.lost_since = None;

@@ -41,7 +41,7 @@ fn a_new_volume_gets_the_defaults_and_the_same_call_finds_it() {
     assert_eq!(volume.spec.number_of_replicas, DEFAULT_REPLICAS);
     assert_eq!(volume.spec.frontend, Frontend::Auto);
     let cluster = cluster_with("n", volume.clone());
-    // The secret is another one each time, which is no difference.
+    // The secret is another one each time, which does not count as a difference.
     let again = wanted("v").apply(&cluster, secret(2), now()).unwrap();
     assert_eq!(again, Change::AlreadySo(volume));
     let other = CreateVolume { number_of_replicas: 2, ..wanted("v") };
@@ -270,8 +270,8 @@ fn objects_of_before_are_read_as_they_were_meant() {
     assert_eq!(spec.data_locality, DataLocality::Disabled);
 }
 
-/// Returns a world in which volume v has a replica on each of two disks of 100 GiB, one of which has
-/// scheduled 80 GiB for others.
+/// Returns a world in which volume v has a replica on each of two disks of 100 GiB. One of them has scheduled
+/// 80 GiB for others.
 fn cluster_of_disks(volume: Volume) -> ClusterState {
     use crate::objects::{DesireState, Replica, ReplicaSpec, ReplicaStatus};
     use shorthorn_types::ReplicaId;

@@ -88,7 +88,7 @@ fn candidate(
     })
 }
 
-/// The entries of a map, for names that are asked for in their order: with many nodes, a search for each
+/// The entries of a map, for names that are asked for in their order. With many nodes, a search for each
 /// would take most of the time of a placement.
 struct Sorted<'a, V>(Peekable<btree_map::Iter<'a, NodeName, V>>);
 

@@ -188,8 +188,8 @@ pub struct Placement {
     pub disk_uuid: String,
 }
 
-/// Finds places for as many replicas as are missing from `present` to `wanted`; `nodes` has the places of the
-/// existing ones, and has the new ones too when this returns.
+/// Finds places for as many replicas as are missing from `present` to `wanted`. `nodes` has the places of the
+/// existing ones, and also has the new ones when this returns.
 ///
 /// # Errors
 /// [`Refusal`] if not all of them have a place; none is taken then.

@@ -128,7 +128,7 @@ async fn diagnose(archive: &mut Archive<File>, mut client: ControllerClient<Chan
         }
     }
     for (name, data) in files {
-        // A name is no path.
+        // A name is not a path.
         let name = name.replace('/', "_");
         archive.add_text(&format!("controller/{name}"), &String::from_utf8_lossy(&data))?;
     }

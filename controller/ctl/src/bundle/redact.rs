@@ -41,7 +41,7 @@ fn object(fields: Map<String, Value>) -> Map<String, Value> {
     let kept = fields.into_iter().map(|(name, found)| {
         let is_whole = WHOLE_OBJECTS.contains(&name.as_str());
         let is_secret = is_whole || (is_secret_name(&name) || is_named_secret && name == "value");
-        // A reference names the place of a secret, and not its value; booleans and numbers are no secrets.
+        // A reference names the place of a secret, and not its value; booleans and numbers are not secrets.
         let is_text = matches!(found, Value::String(_) | Value::Array(_));
         if is_secret && is_text {
             return (name, Value::String(LEFT_OUT.to_owned()));

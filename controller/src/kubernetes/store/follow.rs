@@ -315,8 +315,8 @@ fn has_fingerprint(volume: &DynamicObject) -> bool {
     annotations.is_some_and(|annotations| annotations.contains_key(FINGERPRINT_ANNOTATION))
 }
 
-/// Adds our finalizer, and in the same write the annotations of a volume: the fingerprint of the key that it
-/// needs from here on, and the mark of encryption.
+/// Adds our finalizer, and in the same write the annotations of a volume. These are the fingerprint of the
+/// key that it needs from here on, and the mark of encryption.
 async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<DynamicObject, CallError> {
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
@@ -348,8 +348,8 @@ async fn watch(inner: &Arc<Inner>, kind: Kind, followed: &mut Followed) -> Follo
     }
 }
 
-/// Takes in the changes of a watch until it ends. Objects that are left out are tried again beside it:
-/// neither their calls nor their failures hold up a change, or hide that the watch is silent.
+/// Takes in the changes of a watch until it ends. Objects that are left out are tried again beside it.
+/// Neither their calls nor their failures hold up a change, or hide that the watch is silent.
 async fn take_changes(
     inner: &Arc<Inner>,
     kind: Kind,

@@ -8,9 +8,9 @@
 //!
 //! Spec and status are two calls. If both differ, the spec comes first. No reconciler needs both at once: if
 //! the process dies in between, the next run computes the status from the stored spec. Facts that must be
-//! durable before any other step are in a status alone: the number of an attachment, a grant, or that an
-//! engine may run. A deletion is a call of its own; reconcilers ignore all other changes of an object that is
-//! being deleted.
+//! durable before any other step are in a status alone. These are the number of an attachment, a grant, and
+//! that an engine may run. A deletion is a call of its own; reconcilers ignore all other changes of an object
+//! that is being deleted.
 
 mod convert;
 mod follow;

@@ -2,7 +2,7 @@
 //! answers to own writes, in any order. The state that the reconcilers see must never go back.
 //!
 //! Resource versions of one kind rise with every change. So a known object is replaced by newer versions
-//! only. An unknown one is either new, or was removed and arrives late: a watch delivers in order, so all
+//! only. An unknown one is either new, or was removed and arrives late. A watch delivers in order, so all
 //! versions up to its last one were received already.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object};
 pub struct Order {
     /// The version up to which the watch of each kind has come.
     heard: BTreeMap<Kind, u64>,
-    /// The versions of objects that this controller has removed, until the watch or a list shows that too: an
+    /// The versions of objects that this controller has removed, until the watch or a list shows that too. An
     /// older list may still be in flight. The map has as many entries as unconfirmed removals.
     removed: BTreeMap<Key, u64>,
 }

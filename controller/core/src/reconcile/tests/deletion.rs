@@ -182,7 +182,7 @@ fn a_deleted_replica_of_a_volume_with_as_many_as_can_be_leaves_before_its_substi
     assert!(stopped(&cluster).is_empty(), "the other one waits until that has everything");
 }
 
-/// A better place is no reason to have fewer copies for a while.
+/// A better place is not a reason to have fewer copies for a while.
 #[test]
 fn a_replica_with_a_better_place_does_not_make_room() {
     let mut cluster = full_cluster();

@@ -237,7 +237,7 @@ fn an_engine_that_goes_on_with_its_grant_is_not_called_faulted_while_it_says_tha
 }
 
 /// A host that has lost its state file starts an engine that does not know the last grant. The call with the
-/// grant fails, or the agent ends before it has passed it on: only the question, which is still in the
+/// grant fails, or the agent ends before it has passed it on. Only the question, which is still in the
 /// status, shows that.
 #[test]
 fn an_engine_gets_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {

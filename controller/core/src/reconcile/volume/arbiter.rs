@@ -13,8 +13,8 @@ const WAITING: &str = "WaitingForArbiter";
 impl Run<'_> {
     /// Answers the engine of the current attachment if it waits for the arbiter. The answer is stored before
     /// the engine gets it. Any answer may be lost. The reconciler therefore repeats it as long as the engine
-    /// reports that it waits: after [`GRANT_CHECK`] or [`START_CHECK`], and after growing pauses if the agent
-    /// cannot be called.
+    /// reports that it waits. It does so after [`GRANT_CHECK`] or [`START_CHECK`], and after growing pauses
+    /// if the agent cannot be called.
     pub(super) fn arbitrate(&mut self) {
         let Some((node, wanted)) = self.grant_wanted() else {
             if self.stored.status.conditions.get(ConditionType::Granted).is_some() {

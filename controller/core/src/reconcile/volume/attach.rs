@@ -152,7 +152,7 @@ impl Run<'_> {
             Some(start) => remaining(start, ENGINE_RETRY, self.context.now),
             None => std::time::Duration::ZERO,
         };
-        // An engine that is restarted at once is no trouble yet.
+        // An engine that is restarted at once is not a problem yet.
         let robustness = if left.is_zero() { Robustness::Unknown } else { Robustness::Faulted };
         self.set_health(robustness, finding.clone());
         self.set_settled(finding);

@@ -175,8 +175,8 @@ impl Run<'_> {
         false
     }
 
-    /// Returns true if the engine of a volume that is to be deleted is on a node that never comes back: no
-    /// other one follows it.
+    /// Returns true if the engine of a volume that is to be deleted is on a node that never comes back. No
+    /// other engine follows it.
     fn goes_with_its_node(&self, engine: &Engine) -> bool {
         self.stored.is_deleting()
             && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))

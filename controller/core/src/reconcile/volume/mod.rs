@@ -186,7 +186,7 @@ impl Run<'_> {
         }
     }
 
-    /// Records why the robustness of a detached volume is not known. That is no trouble, so it is not
+    /// Records why the robustness of a detached volume is not known. That is not a problem, so it is not
     /// reported.
     fn know_no_health(&mut self) {
         self.next.status.robustness = Robustness::Unknown;

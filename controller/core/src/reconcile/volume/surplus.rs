@@ -12,9 +12,9 @@ use crate::objects::{CurrentState, DataLocality, DesireState, Engine, Replica, V
 use crate::reconcile::Context;
 use crate::{Timestamp, drain};
 
-/// Returns the member to stop, if any. In a view with too many members, these leave first: a member whose
-/// stop has begun, one that has to leave its place, one in a bad state. Then follow the member in the worst
-/// place, and the newest. Otherwise it is one that has to be removed before its substitute is made.
+/// Returns the member to stop, if any. A view may have too many members. Then these leave first: a member
+/// whose stop has begun, one that has to leave its place, one in a bad state. Then follow the member in the
+/// worst place, and the newest. Otherwise it is one that has to be removed before its substitute is made.
 pub(super) fn leaving<'a>(
     context: &Context<'_>,
     volume: &Volume,

@@ -217,7 +217,7 @@ impl Sim {
         self.lost.is_some() && newest.is_some_and(few)
     }
 
-    /// Returns true if the volume waits for the lost node: too few replicas are left to refuse the engine
+    /// Returns true if the volume waits for the lost node. Too few replicas are left to refuse the engine
     /// there, or an operator has chosen a replica there and no other one since.
     fn is_stuck(&self, volume: &Volume) -> bool {
         let Some(gone) = self.lost.map(|at| &self.nodes[at].name) else { return false };
