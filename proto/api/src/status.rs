@@ -72,7 +72,7 @@ impl v1::MemberMode {
             Ok(v1::MemberMode::Failed) => MemberMode::Failed,
             Ok(v1::MemberMode::Rebuilding) => MemberMode::Rebuilding,
             Ok(v1::MemberMode::Unspecified) => MemberMode::of_word(word),
-            // A mode of a later version is no member.
+            // A mode of a later version is not a member.
             Ok(v1::MemberMode::Connecting) | Err(_) => MemberMode::Connecting,
         }
     }
@@ -107,7 +107,7 @@ macro_rules! has_phase {
 has_phase!(v1::EngineStatus, v1::Engine);
 
 impl v1::EngineMember {
-    /// Returns the mode. A mode that is unknown or absent is no member.
+    /// Returns the mode. A mode that is unknown or absent is not a member.
     #[must_use]
     pub fn known_mode(&self) -> MemberMode {
         v1::MemberMode::known(self.mode, &self.mode_word)

@@ -27,7 +27,7 @@ const HTTPS: &str = "https://";
 #[serde(try_from = "String")]
 pub struct ServerUrl(String);
 
-/// A text is no address.
+/// A text is not an address.
 #[derive(Debug, Error)]
 pub enum AddressError {
     /// Not one of the known forms.

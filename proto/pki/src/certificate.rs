@@ -1,4 +1,4 @@
-//! Reading certificates of this cluster. Reading is no verification: [`crate::Trust::verify`] does that.
+//! Reading certificates of this cluster. Reading is not verification: [`crate::Trust::verify`] does that.
 
 use rustls::pki_types::UnixTime;
 use thiserror::Error;

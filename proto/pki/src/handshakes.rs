@@ -348,7 +348,7 @@ mod tests {
     }
 
     /// Begins handshakes of one address of `floods` after the other, at random times with the mean interval
-    /// `every`, and now and then tries of a client at address 0 that take `takes` each. Strays send something
+    /// `every`. Now and then, a client at address 0 tries, and each try takes `takes`. Strays send something
     /// and stay; their failures are not counted. Returns the share of the tries that succeed, in percent.
     fn flood(all: &mut Handshakes, floods: &[IpAddr], every: Duration, takes: Duration) -> u32 {
         let (mut now, mut random) = (Instant::now(), 1_u64);

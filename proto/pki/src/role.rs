@@ -52,7 +52,7 @@ pub struct Name {
     pub role: Role,
 }
 
-/// A text is no name.
+/// A text is not a name.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum NameError {
     /// No cluster has this id.

@@ -197,7 +197,7 @@ impl Trust {
     }
 
     /// Checks the certificate of a peer. It has to be signed by a trusted CA, valid now, of this cluster, not
-    /// revoked, for that usage, and of the role `expected` if that is given.
+    /// revoked, and for that usage. If `expected` is given, it must have that role.
     pub(crate) fn verify(
         &self,
         leaf: &CertificateDer<'_>,

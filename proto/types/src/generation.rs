@@ -75,7 +75,7 @@ pub(crate) mod or_never {
     }
 }
 
-/// A text is no generation, or no view.
+/// A text is not a generation, or not a view.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{0:?} has not the form ATTACH.RESTART#NONCE of a generation, or that of a view")]
 pub struct ParseViewError(pub(crate) String);

@@ -13,8 +13,8 @@ pub const MAX_ZERO_BYTES: u32 = 32 << 20;
 pub const MAX_VOLUME_BYTES: u64 = 1 << 44;
 /// The most layers that a replica can have, the head included; Longhorn refuses longer chains.
 pub const MAX_LAYERS: usize = 250;
-/// The longest name of an image. A file name has at most 255 bytes, and the document beside the image is
-/// written under the name of the image with `.meta.tmp` behind it.
+/// The longest name of an image. A file name has at most 255 bytes. The document beside the image is written
+/// under the name of the image with `.meta.tmp` behind it.
 pub const MAX_IMAGE_NAME_BYTES: usize = 246;
 /// The most replicas that one volume can have.
 pub const MAX_MEMBERS: usize = 8;

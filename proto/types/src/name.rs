@@ -6,13 +6,13 @@ use thiserror::Error;
 
 use crate::limits::MAX_VOLUME_NAME_BYTES;
 
-/// The name of a volume: a DNS label, so that it is safe as a file name, a unit name, a device
-/// node and a Kubernetes object.
+/// The name of a volume, a DNS label. So it is safe as a file name, a unit name, a device node and a
+/// Kubernetes object.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct VolumeName(String);
 
-/// The reason why a text is no volume name.
+/// The reason why a text is not a volume name.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum NameError {
     /// The text is empty or longer than [`MAX_VOLUME_NAME_BYTES`].

@@ -22,7 +22,7 @@ pub enum RangeError {
         /// The length of the range.
         length_bytes: u64,
     },
-    /// Offset or length is no multiple of the sector.
+    /// Offset or length is not a multiple of the sector.
     #[error("offset {offset_bytes} or length {length_bytes} is not a multiple of 512 bytes")]
     Unaligned {
         /// The start of the range.

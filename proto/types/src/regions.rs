@@ -9,7 +9,7 @@ pub const REGION_BYTES_MIN: u64 = 64 << 10;
 /// The most regions of one volume; larger volumes have larger regions. A set of them takes 128 KiB.
 ///
 /// A simulation that is built with `--cfg shorthorn_few_regions` has volumes whose regions become larger when
-/// they are expanded: no simulated volume is as large as 64 GiB.
+/// they are expanded. Otherwise none would, because no simulated volume is as large as 64 GiB.
 pub const REGIONS_MAX: u64 = if cfg!(shorthorn_few_regions) { 24 } else { 1 << 20 };
 
 /// The most runs that one [`MarkRegions`] or one page of regions carries, so that it fits a control frame.
@@ -401,7 +401,7 @@ mod tests {
     }
 
     proptest! {
-        /// Growing never loses a byte of a set, whether its regions become larger or not, and brings in
+        /// Growing never loses a byte of a set, whether its regions become larger or not. It brings in
         /// nothing that is further away than the larger region is long.
         #[test]
         fn a_set_follows_the_size(

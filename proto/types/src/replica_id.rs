@@ -15,7 +15,7 @@ const BASE: u64 = 36;
 #[serde(try_from = "String", into = "String")]
 pub struct ReplicaId(u64);
 
-/// The reason why a text is no replica id.
+/// The reason why a text is not a replica id.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("replica id {0:?} is not eight characters of 0-9 and a-z")]
 pub struct ReplicaIdError(String);

@@ -97,7 +97,7 @@ impl MemberMode {
         }
     }
 
-    /// Returns the mode with that word; an unknown one is no member.
+    /// Returns the mode with that word; an unknown one is not a member.
     #[must_use]
     pub fn of_word(word: &str) -> MemberMode {
         let known = MemberMode::ALL.into_iter().find(|mode| mode.as_str() == word);

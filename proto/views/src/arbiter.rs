@@ -12,8 +12,8 @@ use crate::quorum::{Quorum, quorum};
 /// continue, and the other only when that has heard of the first. Every grant therefore follows from the one
 /// before.
 ///
-/// The arbiter has to trust two statements: the replicas that have stored the target, and that the engine
-/// reports all views that it has to honour. The replicas and [`crate::Change`] ensure that.
+/// The arbiter has to trust two statements: which replicas have stored the target, and that the engine
+/// reports all views that it must honour. The replicas and [`crate::Change`] ensure that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     granted: Option<View>,
@@ -173,8 +173,8 @@ impl Arbiter {
     }
 }
 
-/// Checks that the target is newer than every view that it honours and part of each, and that at least half
-/// of each has stored it.
+/// Checks that the target is newer than every view that it honours and part of each. At least half of each
+/// must have stored it.
 fn check_quorum(target: View, honoured: &ReplicaReport, stored: &Members) -> Result<(), NotGranted> {
     if !target.members.is_subset_of(stored) {
         let missing = target.members.filter(|id| !stored.contains(id));

@@ -20,7 +20,7 @@ pub struct Change {
 pub enum Progress {
     /// Some members of the new view have not stored it yet.
     Storing,
-    /// All members have, but that is no quorum of a view that it replaces, and the arbiter cannot help.
+    /// All members have, but that is not a quorum of a view that it replaces, and the arbiter cannot help.
     NoQuorum,
     /// Exactly half of a view that it replaces: the arbiter has to grant it.
     NeedsGrant,

@@ -1,5 +1,5 @@
-//! The region sets of the members of a first view, combined: which regions the engine has to resync after an
-//! unclean stop, and which regions each absent replica lacks.
+//! The region sets of the members of a first view, combined. They show which regions the engine has to resync
+//! after an unclean stop, and which regions each absent replica lacks.
 
 use shorthorn_types::RegionSet;
 

@@ -3,14 +3,14 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Members, ReplicaId, View};
 
-/// Returns the replicas whose out-of-sync sets are kept in vain by a replica that keeps those of `tracks`:
-/// the volume does not have them any more. The volume has the `wanted` ones, and those of `views`, which have
-/// to be all views that the replica knows and its engine honours.
+/// Returns the replicas whose out-of-sync sets are kept in vain by a replica that keeps those of `tracks`.
+/// The volume does not have these replicas any more. The volume has the `wanted` ones, and those of `views`,
+/// which have to be all views that the replica knows and its engine honours.
 ///
 /// A wrong removal loses no data: if one member of a first view has no set for a replica, that replica
 /// becomes a copy ([`combine_sets`](crate::combine_sets)). That holds as long as no set is begun again that
-/// looks complete. A replica begins one, from its write intent, for every replica in the views that it knows
-/// or gets that is not in the next one. So a set for a replica in such a view stays.
+/// looks complete. A replica begins sets from its write intent. Each is for a replica that is in the views
+/// that it knows or gets, and not in the next one. So a set for a replica in such a view stays.
 #[must_use]
 pub fn out_of_sync_sets_to_forget<'a>(
     tracks: &Members,

@@ -38,9 +38,10 @@ pub struct StartPlan {
     pub members: Members,
     /// Replicas that the views would take as members and that are none, and why.
     pub unfit: Vec<(ReplicaId, String)>,
-    /// Replicas that do not know the views that they were in, or none at all if others do, or whose disk was
-    /// restored to an older state. They do not count, and get no proposals. They would learn the views by
-    /// that, and pass for replicas that hold everything but the regions counted since they left.
+    /// Replicas that do not know the views that they were in, or whose disk was restored to an older state. A
+    /// replica that knows none at all is blank too if others know some. Blank replicas do not count, and get
+    /// no proposals. They would learn the views by that, and pass for replicas that hold everything but the
+    /// regions counted since they left.
     pub blank: Members,
     /// True if every member may have lost data, so that acknowledged but unflushed writes may be lost. A user
     /// who has used the volume since before has to learn of it.
@@ -120,8 +121,8 @@ pub fn plan(fenced_replicas: &[FencedReplica], granted: Option<View>) -> Result<
     let members = basis.members.filter(is_whole);
     let broken = basis.members.filter(|id| !is_whole(id));
     unfit.extend(broken.iter().map(|id| (id, BROKEN.to_owned())));
-    // A replica that may have lost unflushed writes holds everything acknowledged only after the others are
-    // considered: while one of those is left, it joins later.
+    // A replica that may have lost unflushed writes is considered after the others. While one of those is
+    // left, it joins later.
     let has_lost = |id| fenced_replicas.iter().any(|fenced| fenced.replica == id && fenced.lost_cache);
     let intact = members.filter(|id| !has_lost(id));
     let lost_writes = intact.is_empty();

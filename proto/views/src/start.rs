@@ -57,7 +57,7 @@ pub fn basis(reports: &[Reported], granted: Option<View>) -> Result<Basis, Canno
 }
 
 /// Returns the same as [`basis`], without `offenders`: replicas that are fenced and have reported, but fail
-/// later requests. They are no members and count for no quorum: the quorums consist of the replicas in
+/// later requests. They are not members and do not count for a quorum: the quorums consist of the replicas in
 /// `stored`.
 ///
 /// The report of an offender still adds views that have to be honoured. But it rules no view out: for that

@@ -1,6 +1,6 @@
 //! An attachment and a restart that are used twice: an engine has lost its state file, or the controller's
 //! store was restored from a backup. In the order of the real programs.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::{Arbiter, Change, Fence, NotGranted, Progress, Refused, ReplicaViews, basis};

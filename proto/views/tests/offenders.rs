@@ -1,6 +1,6 @@
 //! Tests starts that leave replicas out. Such a start never does more than one with all replicas, nor than
 //! one that does not reach them.
-#![allow(clippy::unwrap_used)] // helpers count as no tests to clippy
+#![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -13,7 +13,7 @@ pub enum MetricsListen {
     Off,
 }
 
-/// A text is no such address.
+/// A text is not such an address.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{0:?} is not an address for metrics: use ADDRESS:PORT, like 127.0.0.1:9510 or [::]:9510, or off")]
 pub struct MetricsListenError(String);

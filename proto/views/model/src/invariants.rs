@@ -8,13 +8,13 @@
 //!    While that engine is dead the rule has no subject; the next one that serves answers for all writes.
 //! 2. **No fork.** An engine that is older than one that has served does not hold all members of its own
 //!    view. So none of its writes can reach them all any more. It may still acknowledge a write that had
-//!    reached them all before: such a write is on the newer engine's members by rule 1, which counts it.
+//!    reached them all before. Such a write is on the newer engine's members by rule 1, which counts it.
 //! 3. **Reads.** The data that an engine can read, on a member that it holds, contains everything that it and
 //!    all older engines have acknowledged. An engine that is older than one that has served can still read,
 //!    but only on replicas that no newer engine has in its view. Its data lacks only writes that newer
 //!    engines have acknowledged: a stale read, which only a lease would prevent. That is why a volume is
 //!    attached elsewhere only when its old engine is stopped, or the replicas that it reads from are fenced.
-//! 4. **No early member.** In the view of the newest engine that has served is no replica whose data was
+//! 4. **No early member.** The view of the newest engine that has served has no replica whose data was
 //!    replaced for a join that has not come through. (An engine that does not know of a grant may take one
 //!    for a member at first. It has no quorum then but by a grant, and does not get that.)
 //! 5. **Generations only rise**, on every replica; and on every replica the committed view does.

@@ -8,8 +8,7 @@
 //!   steps.
 //! - [`Message`]s are a set from which none is removed. A message that is never delivered was lost, and a
 //!   message can be delivered again at any time, and in any order. A crash of a replica or of the arbiter is
-//!   the loss of all messages in flight to and from it, because both store before they answer and keep
-//!   nothing else.
+//!   the loss of all messages in flight to and from it. Both store before they answer and keep nothing else.
 //! - [`invariants`]: the conditions that always hold.
 //! - [`search()`]: breadth first, with shortest ways to a violation; [`walk()`]: long random ways, replayed
 //!   by seed.
@@ -17,15 +16,15 @@
 //!   nothing.
 //!
 //! The model does not use `stateright`, whose random checker chooses all steps alike and reports no seed.
-//! Losses of data lie at the end of long ways on which engines must not crash all the time, so weights matter
+//! Losses of data lie at the end of long ways on which engines must not crash all the time. So weights matter
 //! more than anything else here. It would also bring a web server and some forty crates in place of two short
 //! files.
 //!
 //! # What is not modelled
 //!
-//! - A write is an element of a set, durable when it is applied: no places, so no order of overlapping
-//!   writes, and no volatile cache (think of FUA writes). Messages that arrive late over a closed connection
-//!   never take effect.
+//! - A write is an element of a set, durable when it is applied. The model has no places, so no order of
+//!   overlapping writes, and no volatile cache (think of FUA writes). Messages that arrive late over a closed
+//!   connection never take effect.
 //! - The copy before the first view and the one to a joining replica happen at once. They happen only between
 //!   replicas that the engine holds; writes on the target that are not on the source are lost by it.
 //! - Time: the engine may take any replica for failed at any moment, and never has to.

@@ -31,7 +31,7 @@ pub struct Limits {
     /// True if a start may leave out replicas that it has reached.
     pub offenders: bool,
     /// True if rule 6 is checked: that a volume can be started once all faults are over. It does not hold
-    /// with `giving_up`: an engine may propose, continue in its old view, and then propose a view without a
+    /// with `giving_up`. An engine may propose, continue in its old view, and then propose a view without a
     /// common member with the first. That leaves two proposals, of which the given-up one is not
     /// recognisable.
     pub healing: bool,

@@ -39,7 +39,7 @@ pub fn walk(model: &Model, seed: u64, steps_max: usize) -> Walk {
     Walk { steps, violation: None }
 }
 
-/// The relative probabilities of the kinds of steps. Every walk has its own weights: walks without crashes
+/// The relative probabilities of the kinds of steps. Every walk has its own weights. Walks without crashes
 /// and with few commit marks reach other states than walks on which replicas leave all the time.
 struct Weights([u32; KINDS]);
 
