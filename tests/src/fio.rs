@@ -69,7 +69,7 @@ pub fn fio(job: &FioJob) -> Result<FioReport> {
 /// Reads the report of `fio --output-format=json` with one group of jobs.
 ///
 /// # Errors
-/// It is no such report, or a job has failed.
+/// The text is not such a report, or a job has failed.
 pub fn parse_fio(text: &str) -> Result<FioReport> {
     let json = text.find('{').map_or("", |start| &text[start..]);
     let report: Report = serde_json::from_str(json).with_context(|| format!("reading {text}"))?;

@@ -8,8 +8,8 @@ use crate::{VmHost, until};
 /// The file that ends the load.
 const STOP: &str = "/root/enough";
 
-/// A load in a machine that verifies its data: one short run of fio after the other, so that the load ends
-/// soon after its stop.
+/// A load in a machine that verifies its data. It is one short run of fio after the other, so that the load
+/// ends soon after its stop.
 ///
 /// The machine sends a line after each run. A command that counts runs again and again would take the
 /// processors from the load.

@@ -361,8 +361,8 @@ impl Hosts {
         NbdClient::connect(&socket, volume, LIMIT)
     }
 
-    /// Starts an engine of the next attachment on another host by hand, as a controller does that has lost
-    /// sight of the host of the first one.
+    /// Starts an engine of the next attachment on another host by hand. A controller that has lost sight of
+    /// the host of the first one does the same.
     ///
     /// # Errors
     /// The first host has never had the volume, or the engine does not serve.

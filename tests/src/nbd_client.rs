@@ -259,7 +259,7 @@ impl Connection {
     fn wait(&self, limit: Duration) -> Result<()> {
         let mut flags = PollFlags::POLLIN;
         flags.set(PollFlags::POLLOUT, !self.out.is_empty());
-        // Rounded up: a wait of less than a millisecond is no reason to spin.
+        // Rounded up: a wait of less than a millisecond is not a reason to spin.
         let limit = PollTimeout::try_from(limit.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(self.stream.as_fd(), flags)], limit) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),

@@ -1,5 +1,5 @@
-//! A container of the agent on a machine without a container runtime: the image that packaging/image/build
-//! has written, run as the manifest of the DaemonSet runs it.
+//! A container of the agent on a machine without a container runtime. The image that packaging/image/build
+//! has written runs as the manifest of the DaemonSet runs it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,8 +14,8 @@ const BUILD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/image/bui
 /// The directory of the image in the machine, and of the settings that the container sees in /settings.
 const ROOT: &str = "/root/image";
 const SETTINGS: &str = "/root/settings";
-/// Starts a program as a container runtime does: with a mount namespace of its own, in which the image is the
-/// root directory and nothing of the host is mounted but the settings. Propagation is that of Kubernetes'
+/// Starts a program as a container runtime does, with a mount namespace of its own. The image is the root
+/// directory there, and nothing of the host is mounted but the settings. Propagation is that of Kubernetes'
 /// default. 155 is pivot_root(2).
 const RUN: &str = r#"
 import ctypes, os, sys

@@ -1,7 +1,7 @@
 //! A provisioner as a container beside a controller. It follows the rules of kubernetes-csi/csi-lib-utils
-//! (`connection`, `rpc`) without leader election. It gives up on a socket without a server after 30 s, asks
-//! Probe once a second until that says ready, ends at any other answer, and ends when its connection is lost.
-//! It is restarted as by kubelet.
+//! (`connection`, `rpc`) without leader election. It gives up on a socket without a server after 30 s, and
+//! asks Probe once a second until that says ready. It ends at any other answer, and when its connection is
+//! lost. It is restarted as by kubelet.
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;

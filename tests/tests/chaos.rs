@@ -134,7 +134,7 @@ fn what_a_dead_engine_left_half_done_is_made_equal() -> Result<()> {
     compare_exports(&directories, folder.path()).map(drop)
 }
 
-/// A start waits for some seconds for a hanging replica, and the time of the running attempt counts: with a
+/// A start waits for some seconds for a hanging replica, and the time of the running attempt counts. With a
 /// longer time-out the first attempt continues without it.
 #[test]
 fn a_start_waits_no_second_time_for_a_replica_that_hangs() -> Result<()> {

@@ -1,4 +1,4 @@
-//! Floods of requests over links of 1 Gbit/s: the bytes in flight are bounded, so no replica becomes late, no
+//! Floods of requests over links of 1 Gbit/s. The bytes in flight are bounded, so no replica becomes late, no
 //! request fails, and no process grows. Needs root, for network namespaces.
 
 use std::fs;

@@ -1,5 +1,5 @@
-//! Volumes across three hosts, which are network namespaces of this machine: links are cut, processes die,
-//! the controller goes and comes, under a load that checks every answer.
+//! Volumes across three hosts, which are network namespaces of this machine. Links are cut, processes die,
+//! and the controller stops and starts, under a load that checks every answer.
 
 use std::time::{Duration, Instant};
 
@@ -176,8 +176,8 @@ fn an_engine_that_is_cut_off_is_fenced() -> Result<()> {
     ensure_silent(&mut old)
 }
 
-/// The host of a volume loses all links, and the volume is wanted elsewhere: it moves when the engine there
-/// can have nothing acknowledged any more, and no acknowledged write is lost. When the host is back, its
+/// The host of a volume loses all links, and the volume is wanted elsewhere. It moves when the engine on that
+/// host can have nothing acknowledged any more, and no acknowledged write is lost. When the host is back, its
 /// engine is removed.
 #[test]
 fn a_volume_moves_from_a_host_that_is_cut_off() -> Result<()> {
@@ -225,8 +225,8 @@ fn ensure_silent(old: &mut shorthorn_tests::NbdClient) -> Result<()> {
     Ok(())
 }
 
-/// A dead replica of three holds requests up until its process is seen to be gone, or its time-out is over,
-/// which is 2 s on these hosts.
+/// A dead replica of three holds requests up until its process is seen to be gone, or its time-out is over.
+/// The time-out is 2 s on these hosts.
 #[test]
 fn a_volume_goes_on_without_a_dead_replica() -> Result<()> {
     let cluster = cluster("3")?;
@@ -265,8 +265,8 @@ fn until_degraded(hosts: &Hosts) -> Result<()> {
     })
 }
 
-/// The engine's process is replaced again and again under a load that checks every answer, on processors that
-/// are not emulated: the reported pause is that of a real host.
+/// The engine's process is replaced again and again under a load that checks every answer. The processors are
+/// not emulated, so the reported pause is that of a real host.
 #[test]
 fn an_engine_is_replaced_under_load() -> Result<()> {
     let cluster = cluster("3")?;

@@ -43,7 +43,7 @@ fn replicas(shown: &Value) -> Result<Vec<(String, String, String)>> {
 }
 
 /// The node with the newest data is lost. The operator sees the missing data and the losses of a salvage, and
-/// decides for the older data. When the node comes back, its newer data is no part of the volume.
+/// decides for the older data. When the node comes back, its newer data is not part of the volume.
 #[test]
 fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;

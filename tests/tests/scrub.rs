@@ -439,7 +439,7 @@ fn damaged_sums_are_made_again_and_removed_with_their_snapshot() -> Result<()> {
     all_are_equal(folder.path(), volume)
 }
 
-/// Members may hold the same in other layers, as after a rebuild: that is no rot, neither before it was seen
+/// Members may hold the same in other layers, as after a rebuild: that is not rot, neither before it was seen
 /// nor after.
 #[test]
 fn what_is_laid_out_otherwise_is_no_rot() -> Result<()> {

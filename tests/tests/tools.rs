@@ -175,7 +175,7 @@ impl Kubectl {
     }
 }
 
-/// Returns the verb: the first word that is no flag of every verb.
+/// Returns the verb: the first word that is not a flag of every verb.
 fn split_verb<'a>(words: &'a [String], global: &Flags) -> Result<&'a str> {
     let mut at = 0;
     while let Some(word) = words.get(at) {

@@ -1,5 +1,5 @@
-//! The shared parts of the tests of several crates: the built programs, an NBD client, a client of metrics
-//! and health, a counting allocator, waits for conditions, loop devices, and the documentation.
+//! The shared parts of the tests of several crates. They are the built programs, an NBD client, a client of
+//! metrics and health, a counting allocator, waits for conditions, loop devices, and the documentation.
 
 mod allocations;
 mod binaries;

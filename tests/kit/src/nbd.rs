@@ -1,5 +1,5 @@
-//! A client of NBD on a Unix socket: the negotiation and the frames, for clients of every kind, and [`Nbd`],
-//! which asks for one thing at a time. The protocol: doc/proto.md of the NBD project.
+//! A client of NBD on a Unix socket. It has the negotiation and the frames, for clients of every kind, and
+//! [`Nbd`], which asks for one thing at a time. The protocol: doc/proto.md of the NBD project.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -142,7 +142,7 @@ impl Target {
 }
 
 /// Repeats arguments for every job. fio takes arguments before the first `--name` as defaults of all jobs
-/// only in job files; on the command line they belong to the job that they follow.
+/// only in job files. On the command line they belong to the job that they follow.
 fn repeat_per_job(arguments: &[String]) -> Vec<String> {
     let is_job = |argument: &&String| argument.starts_with("--name=") || argument.starts_with("--filename=");
     let common: Vec<&String> = arguments.iter().filter(|argument| !is_job(argument)).collect();

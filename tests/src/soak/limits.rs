@@ -13,8 +13,8 @@ const LATE: Duration = Duration::from_secs(60);
 /// The allowance of one step of the engine's clock, by which each time-out may be noticed later. A second one
 /// is for a machine with other load.
 const NOTICE: Duration = Duration::from_secs(2);
-/// The durable writes of a change of the view, one after the other: the set of regions that the dropped
-/// replica misses, the proposal, the commit.
+/// The durable writes of a change of the view, one after the other. They are the set of regions that the
+/// dropped replica misses, the proposal, and the commit.
 pub const VIEW_WRITES: u32 = 3;
 /// The maximum that the delays of the machine itself add.
 pub const MACHINE_MAX: Duration = Duration::from_secs(3);

@@ -1,5 +1,5 @@
-//! The link between an engine and one replica, forwarded by a process of its own: it can be cut in each
-//! direction, slowed down, and can damage its data.
+//! The link between an engine and one replica, forwarded by a process of its own. It can be cut in each
+//! direction, be slowed down, and damage its data.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -128,7 +128,7 @@ fn a_volume_that_kubernetes_needs_is_refused(api: &ApiServer) -> Result<()> {
     refused(api, ("DELETE", &ApiServer::path("volumes"), None), "is PersistentVolume pvc-1")?;
     let others = json!({ "metadata": { "labels": { "team": "a" } }, "spec": { "size": "134217728" } });
     api.ok("PATCH", &path, Some(&others))?;
-    // The refusals are no matter of a dry run.
+    // The refusals do not depend on a dry run.
     for (method, body) in [("DELETE", None), ("PATCH", Some(&nowhere))] {
         let answer = api.call(method, &path, body)?;
         ensure!(answer.code == 403, "{answer:?}");

@@ -1,5 +1,5 @@
-//! Volumes as custom resources of a real Kubernetes API server: a real controller, signed in as its service
-//! account with the roles of packaging/deploy, real agents, engines and replicas.
+//! Volumes as custom resources of a real Kubernetes API server. The controller, agents, engines and replicas
+//! are real too. The controller is signed in as its service account with the roles of packaging/deploy.
 
 mod backup;
 mod cluster;
@@ -138,7 +138,7 @@ fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     cluster.api.ok("DELETE", &format!("{pods}/{host}"), None).map(drop)
 }
 
-/// Several controllers, of which one works: it is killed at some point of an attach or a detach, and the next
+/// Several controllers, of which one works. It is killed at some point of an attach or a detach, and the next
 /// one takes over, while others write to the objects.
 #[test]
 fn controllers_take_over_from_each_other() -> Result<()> {

@@ -95,7 +95,7 @@ fn blocks_with(page: &str, is_such: impl Fn(Tested) -> bool) -> Result<Vec<Block
     Ok(such.map(|(_, block, _)| block).collect())
 }
 
-/// Returns the blocks of a page that are no commands and that `test` reads according to [`BLOCKS`].
+/// Returns the blocks of a page that are not commands and that `test` reads according to [`BLOCKS`].
 ///
 /// # Errors
 /// The page has no such block.

@@ -33,11 +33,11 @@ fn split(line: &str) -> Vec<Vec<Vec<Marked>>> {
             (None, ';' | '(' | ')' | '&') | (None, '|') if c != '|' || is_separate => {
                 end_word(&mut command, &mut word, &mut has_word, &mut drops_word);
                 commands.push(std::mem::take(&mut command));
-                // The command in `<(…)` is no file.
+                // The command in `<(…)` is not a file.
                 drops_word = false;
             }
             (None, '>' | '<') => {
-                // `2>` has a number before it, which is no word.
+                // `2>` has a number before it, which is not a word.
                 if word.iter().all(|(c, _)| c.is_ascii_digit()) {
                     word.clear();
                 }

@@ -8,7 +8,7 @@ pub enum Tested {
     Run(&'static str),
     /// No test runs the commands, for this reason. Their syntax and names are checked.
     Parsed(&'static str),
-    /// The block is no command, and the test of this file reads it.
+    /// The block is not a command, and the test of this file reads it.
     Read(&'static str),
 }
 
