@@ -384,6 +384,32 @@ fn a_region_that_has_vanished_counts_as_one_with_data() {
     assert_eq!(read_checked(&mut client, 2 * REGION, REGION), Err(ROTTEN));
 }
 
+/// The process knows the sums of vanished blocks after a modification has ended those of their region.
+#[test]
+fn a_region_that_has_vanished_counts_without_its_sums_too() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = with_snapshot(&spec);
+    replica.kill();
+    let snapshot = OpenOptions::new().write(true).open(spec.directory.join(SNAPSHOT)).unwrap();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(snapshot.as_fd(), punch, 2 * 65536, 65536).unwrap();
+    let mut replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(read_checked(&mut client, 2 * REGION, REGION), Err(ROTTEN));
+    client.call(Opcode::WriteZeroes, Flags::NONE, 2 * REGION, 4096, &[]).unwrap();
+    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: SIZE };
+    let page: RegionsPage = client.ask(Opcode::Regions, &query).unwrap();
+    assert_eq!(page.runs, [(0, 4)], "a copy looks at its sums");
+    is_clean(&mut client, SIZE);
+    wait_until_summed(&spec, SIZE, &[2]);
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(3));
+    assert_eq!(read_checked(&mut client, 2 * REGION, BLOCK).map(drop), Ok(()));
+    assert_eq!(read_checked(&mut client, 2 * REGION + BLOCK, BLOCK), Err(ROTTEN));
+}
+
 #[test]
 fn blocks_that_vanish_or_appear_are_rotten() {
     let base = base();

@@ -96,8 +96,6 @@ pub struct Replica {
     pub failed: bool,
     /// True if a failed process is ended from outside, whether or not engines are connected.
     pub is_ended_by_others: bool,
-    /// True if the replica has answered a check with an error.
-    pub could_not_verify: bool,
     /// The random numbers for delays, and for the effects of errors.
     pub rng: Rng,
     /// The random numbers for repairs, so that kept scripts stay as they are.
@@ -194,7 +192,6 @@ impl Replica {
             restarts_after: 0,
             failed: false,
             is_ended_by_others: false,
-            could_not_verify: false,
             rng: Rng::with_seed(seed),
             repair_rng: Rng::with_seed(!seed),
             can_punch,

@@ -57,10 +57,18 @@ impl Simulation {
             return self.end_at_replica(id);
         }
         if replica.failed {
-            self.replicas[at].could_not_verify |= matches!(ask, Ask::Verify(_));
-            return self.answer(id, number, Answer::Error(Errno::IO));
+            let answer = Answer::Error(Errno::IO);
+            self.look_at_check(at, id, &ask, &answer);
+            return self.answer(id, number, answer);
         }
         self.execute(at, Op::new(id, number, ask));
+    }
+
+    /// Records that a check of the engine finds a difference, because the replica cannot read its data.
+    fn look_at_check(&mut self, at: usize, id: ConnId, ask: &Ask, answer: &Answer) {
+        if let (Ask::Verify(_), Answer::Error(_), Some(conn)) = (ask, answer, self.conns.get(&id)) {
+            *self.failed_checks.entry((at, conn.engine)).or_default() += 1;
+        }
     }
 
     pub fn end_at_replica(&mut self, id: ConnId) {
@@ -218,8 +226,8 @@ impl Simulation {
         if replica.failed {
             // The kernel may have done it all the same.
             answer = Answer::Error(Errno::IO);
-            replica.could_not_verify |= matches!(op.ask, Ask::Verify(_));
         }
+        self.look_at_check(at, op.conn, &op.ask, &answer);
         if let Some(range) = modified(&op.ask) {
             let (engine, boot) = self.conns.get(&op.conn).map_or((0, 0), |conn| (conn.engine, conn.boot));
             self.trace(|| {

@@ -74,6 +74,8 @@ pub struct Simulation {
     pub woken: Vec<u64>,
     /// Blocks that a disk has changed by itself, by replica.
     pub was_rotten: std::collections::BTreeSet<(usize, u64)>,
+    /// The number of checks that a replica could not make for an engine, which has not reported them yet.
+    pub failed_checks: BTreeMap<(usize, u64), u32>,
     /// The number of complete scrubs.
     pub scrubs_done: u64,
     /// The first thing that must not be.
@@ -131,6 +133,7 @@ impl Simulation {
             outputs: Vec::new(),
             woken: Vec::new(),
             was_rotten: std::collections::BTreeSet::new(),
+            failed_checks: BTreeMap::new(),
             scrubs_done: 0,
             violation: None,
             needed: Members::NONE,

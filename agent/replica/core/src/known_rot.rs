@@ -31,6 +31,7 @@
 //! must not be modified, because that would invalidate its sums. The rot thus stays known by the page.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
@@ -363,6 +364,12 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
+    }
+
+    /// Returns the known blocks among these, in order. A block that the disk has lost may be a hole without a
+    /// sum.
+    pub fn blocks_in(&self, blocks: Range<u64>) -> impl Iterator<Item = u64> + '_ {
+        self.blocks.range(blocks).map(|(block, _)| *block)
     }
 
     /// Returns true if the block is known.

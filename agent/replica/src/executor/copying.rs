@@ -2,6 +2,7 @@
 
 use shorthorn_replica_core::is_final;
 use shorthorn_store::{AllocatedRuns, CopyLayer, StoreError};
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Regions};
 
 use super::Executor;
@@ -24,13 +25,18 @@ impl Executor {
         Ok(self.state.check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
-    /// Returns the regions in which any layer has data, or had it when they were summed. A copy finds a
-    /// vanished block only by its sum. See [`Store::allocated`](shorthorn_store::Store::allocated), which
-    /// bounds the time.
+    /// Returns the regions in which any layer has data, or may have lost it. A copy finds a vanished block
+    /// only by its sum: in a summed region, or known beside rot. See
+    /// [`Store::allocated`](shorthorn_store::Store::allocated), which bounds the time.
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
         let intent_log = self.state.intent_log();
-        let summed = intent_log.summed().converted(intent_log.regions(), regions);
-        self.store.allocated(regions, from, &summed)
+        let mut others = intent_log.summed().converted(intent_log.regions(), regions);
+        for block in self.block_sums.known.blocks_in(0..u64::MAX) {
+            if let Ok(block) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) {
+                others.insert_run(regions.touched(block));
+            }
+        }
+        self.store.allocated(regions, from, &others)
     }
 
     /// Returns the layers: see [`Store::copy_layers`](shorthorn_store::Store::copy_layers).

@@ -176,7 +176,13 @@ impl Executor {
         None
     }
 
+    /// Returns true if a layer has any of `range`, or has lost some. The sums of lost blocks have to become
+    /// durable too.
     fn holds_anything(&mut self, range: ByteRange) -> bool {
+        let blocks = range.offset() / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES);
+        if self.block_sums.known.blocks_in(blocks).next().is_some() {
+            return true;
+        }
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();
         let planned = self.store.plan_read(range, &mut segments);

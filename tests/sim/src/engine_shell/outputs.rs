@@ -277,10 +277,17 @@ impl Simulation {
             .collect();
         if found.iter().any(|at| self.has_rotten(*at, range)) {
             self.count("rot found by scrubs");
-        } else if found.iter().all(|at| !self.replicas[*at].failed && !self.replicas[*at].could_not_verify) {
+        } else if found.iter().all(|at| !self.failed_checks.contains_key(&(*at, engine))) {
             self.violate(format!("scrub: {odd:?} differ at {range}"));
         }
-        found.into_iter().for_each(|at| self.replicas[at].could_not_verify = false);
+        found.into_iter().for_each(|at| self.forget_failed_check(at, engine));
+    }
+
+    fn forget_failed_check(&mut self, at: usize, engine: u64) {
+        match self.failed_checks.get_mut(&(at, engine)) {
+            Some(count) if *count > 1 => *count -= 1,
+            _ => drop(self.failed_checks.remove(&(at, engine))),
+        }
     }
 
     fn ask(&mut self, engine: u64, peer: PeerIndex, queue: u16, number: u64, ask: Ask) {

@@ -31,10 +31,7 @@ impl Replica {
             }
             Ask::Read(range) | Ask::CheckedRead(range) if !breaks => Answer::Data(self.read_data(*range)),
             Ask::Verify(range) if !breaks => Answer::Check(check(&self.read(*range))),
-            Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => {
-                self.could_not_verify |= error == Broken::Verify;
-                Answer::Error(Errno::IO)
-            }
+            Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => Answer::Error(Errno::IO),
             Ask::Flush if breaks => {
                 // Data that was not durable may be lost, and the kernel reports that only once.
                 let mut rng = self.rng.fork();
@@ -177,6 +174,9 @@ impl Replica {
                 if !is_unseen {
                     let intent_log = self.state.intent_log();
                     set.insert_all(&intent_log.summed().converted(intent_log.regions(), regions));
+                    for block in self.known_rot.blocks_in(0..u64::MAX) {
+                        set.insert_run(regions.touched(super::block_range(block)));
+                    }
                 }
                 for (block, content) in (0u64..).zip(self.content()) {
                     let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);

@@ -204,9 +204,11 @@ impl Simulation {
         }
         let regions = replica.state.intent_log().regions();
         replica.state.intent_log_mut().want_sums(0..regions.count());
-        let holds =
-            |region: u32| block_numbers(regions.range(region)).any(|block| replica.files.holds(block));
-        let empty: Vec<u32> = (0..regions.count()).filter(|region| !holds(*region)).collect();
+        let (files, known) = (&replica.files, &replica.known_rot);
+        let holds_or_has_lost = |region: u32| {
+            block_numbers(regions.range(region)).any(|block| files.holds(block) || known.has(block))
+        };
+        let empty: Vec<u32> = (0..regions.count()).filter(|region| !holds_or_has_lost(*region)).collect();
         empty.into_iter().for_each(|region| replica.state.intent_log_mut().need_no_sums(region..region + 1));
         let from = replica.rng.u32(0..regions.count());
         let intent_log = replica.state.intent_log_mut();
