@@ -61,7 +61,7 @@ impl Executor {
     /// The error of the store. If it fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
         debug_assert!(!self.in_flight.is_busy(), "its caller has checked that no request is in flight");
-        self.sums.forget();
+        self.layer_sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {
             self.fail("becoming a copy of another replica was interrupted");

@@ -8,6 +8,7 @@
 mod block;
 mod block_sums;
 mod buffers;
+mod cached_layer_sums;
 mod comparing;
 mod copying;
 mod data;
@@ -15,7 +16,7 @@ mod expansion;
 mod flush;
 mod free_space;
 mod in_flight;
-mod layer_sums;
+mod layer_check;
 mod layers;
 mod load;
 mod lost;
@@ -32,7 +33,6 @@ mod sum_job;
 mod sum_pages;
 mod sum_schedule;
 mod summing;
-mod sums;
 mod syncing;
 mod zeroes;
 mod zeroing;
@@ -49,10 +49,10 @@ use shorthorn_wire::{Header, Opcode};
 
 use self::block_sums::BlockSums;
 use self::buffers::Buffers;
+use self::cached_layer_sums::CachedLayerSums;
 use self::flush::Flushes;
 use self::free_space::FreeSpace;
 use self::in_flight::InFlight;
-use self::layer_sums::Sums;
 pub(crate) use self::load::Loaded;
 use self::marks::Marks;
 use self::operation::kind;
@@ -70,7 +70,7 @@ use crate::state::Owner;
 /// It is composed of parts. Each has its own state, rules and tests, in a module of its own that does not
 /// know the executor. The methods of the executor pass requests, completions and answers between the parts.
 /// If a rule needs two parts, the executor passes one to the other. The modules `data`, `zeroing`, `layers`,
-/// `syncing`, `marking`, `summing`, `comparing`, `rot`, `lost`, `sums`, `repairing`, `copying` and
+/// `syncing`, `marking`, `summing`, `comparing`, `rot`, `lost`, `layer_check`, `repairing`, `copying` and
 /// `expansion` have the methods by topic.
 #[derive(Debug)]
 pub(crate) struct Executor {
@@ -93,7 +93,7 @@ pub(crate) struct Executor {
     free_space: FreeSpace,
 
     marks: Marks,
-    sums: Sums,
+    layer_sums: CachedLayerSums,
     block_sums: BlockSums,
 }
 
@@ -119,7 +119,7 @@ impl Executor {
             zero_jobs: ZeroJobs::new(),
             free_space: FreeSpace::default(),
             marks,
-            sums: Sums::default(),
+            layer_sums: CachedLayerSums::default(),
             block_sums,
         })
     }
@@ -153,7 +153,7 @@ impl Executor {
 
     /// Releases memory: no slot is in use, and none was for a while.
     pub fn release_memory(&mut self) {
-        self.sums.release();
+        self.layer_sums.release();
         self.buffers.release_all();
         if !self.is_summing() {
             self.buffers.release_one(SUM_SLOT);

@@ -17,7 +17,7 @@ use shorthorn_wire::LayerPatch;
 use super::Executor;
 use super::block::{block_ranges, length_of, number_of};
 use super::block_sums::BlockSums;
-use super::layer_sums::no_layer;
+use super::cached_layer_sums::no_layer;
 use crate::error::ReplicaError;
 use crate::limits::BLOCK_BYTES_USIZE;
 
@@ -75,7 +75,7 @@ impl Executor {
             }
         };
         // The store has removed those of the layers above if a block has come back.
-        self.sums.release();
+        self.layer_sums.release();
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
@@ -217,8 +217,8 @@ mod tests {
 
     use super::*;
     use crate::executor::block::number_in_page;
+    use crate::executor::cached_layer_sums::PIECE_BYTES;
     use crate::executor::kind;
-    use crate::executor::layer_sums::PIECE_BYTES;
     use crate::executor::tests::{SIZE, new_store};
     use crate::limits::BLOCK_BYTES_USIZE;
 

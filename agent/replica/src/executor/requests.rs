@@ -3,7 +3,7 @@
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Flags, Header, Opcode};
 
-use super::layer_sums::Checked;
+use super::cached_layer_sums::Checked;
 use crate::limits::SLOTS;
 
 /// The slot in which regions are read to be summed. No request has it.

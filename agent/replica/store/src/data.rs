@@ -67,7 +67,7 @@ impl Store {
     /// blocks become holes before the head becomes a snapshot or the directory is closed.
     pub fn write_failed(&mut self, range: ByteRange) {
         self.image.forget(range);
-        self.suspect.add(range);
+        self.unverified.add(range);
     }
 
     /// Reads `buffer.len()` bytes at `offset_bytes`, both multiples of 512.

@@ -54,9 +54,9 @@ mod steps;
 mod store;
 mod sums;
 mod sums_files;
-mod suspect;
 mod table;
 mod timestamp;
+mod unverified;
 mod unwritten;
 
 pub use allocated::AllocatedRuns;

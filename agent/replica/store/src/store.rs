@@ -27,8 +27,8 @@ use crate::options::{CreateOptions, OpenOptions};
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
 use crate::sums_files::sweep_sums;
-use crate::suspect::Suspect;
 use crate::timestamp::now_rfc3339;
+use crate::unverified::UnverifiedRange;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -49,7 +49,7 @@ pub struct Store {
     /// The copy from another replica that is under way.
     pub(crate) copy: Option<Copy>,
     /// The part of the head that may have blocks that are allocated but not written.
-    pub(crate) suspect: Suspect,
+    pub(crate) unverified: UnverifiedRange,
     /// The findings of the opening.
     pub(crate) opening: Opening,
     /// The losses of unflushed data.
@@ -127,8 +127,8 @@ impl Store {
         };
         let repairs = dropped.into_iter().chain(messages).chain(damage).collect();
         let opening = Opening::new(was_dirty, provenance, repairs);
-        let suspect = Suspect::default();
-        let store = Store { medium, image, guard, copy, suspect, opening, boot, _lock: lock };
+        let unverified = UnverifiedRange::default();
+        let store = Store { medium, image, guard, copy, unverified, opening, boot, _lock: lock };
         store.mended()
     }
 

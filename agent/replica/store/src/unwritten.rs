@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::fiemap::ExtentPage;
 use crate::files::signed;
 use crate::store::Store;
-use crate::suspect::Suspect;
+use crate::unverified::UnverifiedRange;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -29,7 +29,7 @@ impl Store {
     /// A full disk has no room for the records of new holes. It must not keep the replica from opening: then
     /// the close tries again, and until it succeeds the directory stays dirty.
     pub(crate) fn mend_head(&mut self) -> Result<()> {
-        self.suspect = Suspect::everywhere(self.size_bytes());
+        self.unverified = UnverifiedRange::everywhere(self.size_bytes());
         match self.punch_unwritten() {
             Ok(0) => {}
             Ok(bytes) => {
@@ -54,10 +54,10 @@ impl Store {
 
     /// Does the same after failed writes. No request may be in flight. How many bytes were such.
     pub(crate) fn punch_unwritten(&mut self) -> Result<u64> {
-        let Some(range) = self.suspect.range() else { return Ok(0) };
+        let Some(range) = self.unverified.range() else { return Ok(0) };
         // File systems that have unwritten extents can also make holes.
         if !self.medium.can_punch() {
-            self.suspect.clear();
+            self.unverified.clear();
             return Ok(0);
         }
         // Data in the page cache counts as written only once it is on the disk.
@@ -69,7 +69,7 @@ impl Store {
                 .map_err(|errno| StoreError::io("make holes of what was never written in", &path, errno))
         })?;
         self.image.forget(range);
-        self.suspect.clear();
+        self.unverified.clear();
         Ok(punched)
     }
 }

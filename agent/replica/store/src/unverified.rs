@@ -4,14 +4,14 @@ use shorthorn_types::ByteRange;
 
 /// Covers all places with one range: that needs no memory, and failures are rare.
 #[derive(Debug, Default)]
-pub(crate) struct Suspect {
+pub(crate) struct UnverifiedRange {
     range: Option<ByteRange>,
 }
 
-impl Suspect {
+impl UnverifiedRange {
     /// Suspects the whole head of a volume.
-    pub fn everywhere(size_bytes: u64) -> Suspect {
-        Suspect { range: ByteRange::new(0, size_bytes).ok() }
+    pub fn everywhere(size_bytes: u64) -> UnverifiedRange {
+        UnverifiedRange { range: ByteRange::new(0, size_bytes).ok() }
     }
 
     pub fn range(&self) -> Option<ByteRange> {
@@ -40,17 +40,17 @@ mod tests {
     #[test]
     fn the_range_covers_all_that_was_added_until_it_is_cleared() {
         let range = |start: u64, end: u64| ByteRange::new(start, end - start).unwrap();
-        let mut suspect = Suspect::default();
-        suspect.add(range(8192, 8192));
-        assert_eq!(suspect.range(), None, "nothing was written");
-        suspect.add(range(8192, 12288));
-        assert_eq!(suspect.range(), Some(range(8192, 12288)));
-        suspect.add(range(0, 4096));
-        suspect.add(range(4096, 16384));
-        suspect.add(range(8192, 12288));
-        assert_eq!(suspect.range(), Some(range(0, 16384)));
-        suspect.clear();
-        assert_eq!(suspect.range(), None);
-        assert_eq!(Suspect::everywhere(1 << 20).range(), Some(range(0, 1 << 20)));
+        let mut unverified = UnverifiedRange::default();
+        unverified.add(range(8192, 8192));
+        assert_eq!(unverified.range(), None, "nothing was written");
+        unverified.add(range(8192, 12288));
+        assert_eq!(unverified.range(), Some(range(8192, 12288)));
+        unverified.add(range(0, 4096));
+        unverified.add(range(4096, 16384));
+        unverified.add(range(8192, 12288));
+        assert_eq!(unverified.range(), Some(range(0, 16384)));
+        unverified.clear();
+        assert_eq!(unverified.range(), None);
+        assert_eq!(UnverifiedRange::everywhere(1 << 20).range(), Some(range(0, 1 << 20)));
     }
 }

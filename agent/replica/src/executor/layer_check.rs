@@ -8,7 +8,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{EMPTY_SUM, KeepSums, LayerCheck, LayerRange, SUM_PIECE_BYTES, SummedRun, piece_sum};
 
 use super::Executor;
-use super::layer_sums::{Checked, PIECE_BYTES, no_layer, piece_of, sum_at};
+use super::cached_layer_sums::{Checked, PIECE_BYTES, no_layer, piece_of, sum_at};
 use super::operation::{Outcome, kind};
 use super::piece::Piece;
 use crate::error::ReplicaError;
@@ -35,7 +35,7 @@ impl Executor {
     }
 
     pub(super) fn kept_sums(&mut self, image: &str) -> Result<Option<&LayerSums>, StoreError> {
-        if !self.sums.has(image) {
+        if !self.layer_sums.has(image) {
             let sums = match self.store.load_sums(image)? {
                 FoundSums::Kept(sums) if sums.piece_bytes == PIECE_BYTES => Some(sums),
                 FoundSums::Kept(_) | FoundSums::None => None,
@@ -48,9 +48,9 @@ impl Executor {
                     None
                 }
             };
-            self.sums.put(image, sums);
+            self.layer_sums.put(image, sums);
         }
-        Ok(self.sums.kept())
+        Ok(self.layer_sums.kept())
     }
 
     /// Returns the result of the check in `slot`, if a check was begun there.
@@ -86,7 +86,7 @@ impl Executor {
     fn next_piece(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>, StoreError> {
         let data = self.store.next_layer_data(file, from_bytes)?;
         let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
-        let kept = self.sums.kept();
+        let kept = self.layer_sums.kept();
         let first = from_bytes / SUM_PIECE_BYTES;
         let had_data = kept.and_then(|sums| {
             let later = sums.sums.iter().skip(usize::try_from(first).unwrap_or(usize::MAX));
@@ -106,9 +106,9 @@ impl Executor {
         let KeepSums { image, is_first, is_last, first_piece, sums } = message;
         let layer_bytes = self.store.snapshot_layer_bytes(image).ok_or_else(|| no_layer(image))?;
         if *is_first {
-            self.sums.begin(image, layer_bytes);
+            self.layer_sums.begin(image, layer_bytes);
         }
-        let received = self.sums.receiving(image).ok_or_else(|| no_layer(image))?;
+        let received = self.layer_sums.receiving(image).ok_or_else(|| no_layer(image))?;
         let Some(received) = received else { return Ok(()) };
         let places = received.sums.iter_mut().skip(*first_piece as usize);
         if sums.len() > KeepSums::SUMS_MAX || places.len() < sums.len() {
@@ -123,9 +123,9 @@ impl Executor {
     }
 
     fn save_received(&mut self, image: &str) -> Result<(), ReplicaError> {
-        let Some(received) = self.sums.take_received() else { return Ok(()) };
+        let Some(received) = self.layer_sums.take_received() else { return Ok(()) };
         let is_known = self.kept_sums(image)?.is_some_and(|kept| *kept == received);
-        self.sums.forget();
+        self.layer_sums.forget();
         if !is_known {
             self.store.save_sums(image, &received)?;
             tracing::info!(image, pieces = received.sums.len(), "the sums of a snapshot are kept");

@@ -12,16 +12,16 @@ const _: () = assert!(PIECE_BYTES as u64 == SUM_PIECE_BYTES);
 
 /// The sums of the layer that is being looked at. One layer at a time, so that they take little memory.
 #[derive(Debug, Default)]
-pub(super) struct Sums {
+pub(super) struct CachedLayerSums {
     /// The sums that are kept.
     kept: Option<(String, Option<LayerSums>)>,
     /// The sums to keep, as far as received; none if the layer is too large for that.
     received: Option<(String, Option<LayerSums>)>,
 }
 
-impl Sums {
+impl CachedLayerSums {
     pub fn forget(&mut self) {
-        *self = Sums::default();
+        *self = CachedLayerSums::default();
     }
 
     /// Frees memory that can be filled again.
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn sums_of_one_layer_at_a_time_are_in_memory() {
-        let mut sums = Sums::default();
+        let mut sums = CachedLayerSums::default();
         sums.put("a", None);
         assert!(sums.has("a") && !sums.has("b") && sums.kept().is_none());
         sums.put("b", LayerSums::new(SUM_PIECE_BYTES, PIECE_BYTES, 7));
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn sums_are_received_of_the_layer_that_was_begun() {
-        let mut sums = Sums::default();
+        let mut sums = CachedLayerSums::default();
         assert!(sums.receiving("a").is_none(), "none was begun");
         sums.begin("a", SUM_PIECE_BYTES * 2);
         assert!(sums.receiving("b").is_none());
