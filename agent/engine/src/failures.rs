@@ -19,7 +19,7 @@ const INTERVAL: Duration = Duration::from_secs(10);
 
 /// An error that reaches the user of the device, as a queue reports it to the main thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum RequestError {
     /// The volume has failed a request.
     Failed(Failure),
     /// The frontend has refused a request, so that the volume has not seen it.
@@ -58,15 +58,15 @@ impl Limiter {
     }
 
     /// Ends the interval if its time is over: returns the number of errors that were left out.
-    pub fn turn(&mut self, now: Instant) -> Option<Trouble> {
+    pub fn turn(&mut self, now: Instant) -> Option<RequestError> {
         let since = self.since?;
         (now.saturating_duration_since(since) >= INTERVAL).then(|| self.end()).flatten()
     }
 
     /// Ends the interval: returns the number of errors that were left out.
-    pub fn end(&mut self) -> Option<Trouble> {
+    pub fn end(&mut self) -> Option<RequestError> {
         let count = std::mem::take(self).unreported;
-        (count > 0).then_some(Trouble::More { count })
+        (count > 0).then_some(RequestError::More { count })
     }
 }
 
@@ -109,10 +109,10 @@ mod tests {
         let storm = |limiter: &mut Limiter, at| (0..1000).filter(|_| limiter.admits(at)).count();
         assert_eq!(storm(&mut limiter, start), 10);
         assert_eq!(limiter.turn(start + INTERVAL - Duration::from_millis(1)), None, "one line per interval");
-        assert_eq!(limiter.turn(start + INTERVAL), Some(Trouble::More { count: 990 }));
+        assert_eq!(limiter.turn(start + INTERVAL), Some(RequestError::More { count: 990 }));
         assert!(!limiter.is_active());
         assert_eq!(storm(&mut limiter, start + INTERVAL), 10, "then single errors are reported again");
-        assert_eq!(limiter.end(), Some(Trouble::More { count: 990 }), "nothing is left out at the end");
+        assert_eq!(limiter.end(), Some(RequestError::More { count: 990 }), "nothing is left out at the end");
     }
 
     #[test]

@@ -363,7 +363,7 @@ fn drain(
                 tracing::warn!(%volume, queue, reason, "a queue has failed: its requests are left to the next process");
                 return Ok(sockets);
             }
-            Ok(MainEvent::Trouble(trouble)) => serving.log(trouble),
+            Ok(MainEvent::RequestError(error)) => serving.log(error),
             Ok(_) => {}
             Err(_) => {
                 tracing::warn!(%volume, "requests in flight are left to the next process");

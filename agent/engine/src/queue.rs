@@ -13,7 +13,7 @@ use crate::connection::ReadyConnection;
 use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::events::MainEvent;
-use crate::failures::{Limiter, Trouble};
+use crate::failures::{Limiter, RequestError};
 use crate::link::{self, Link, Notice};
 use crate::shared::{QueueMessage, Shared};
 
@@ -211,21 +211,21 @@ impl Running {
         let now = Instant::now();
         self.queue.meter.refused(self.refusals.len());
         for at in 0..self.refusals.len() {
-            self.troubled(Trouble::Refused(self.refusals[at]), now);
+            self.record_error(RequestError::Refused(self.refusals[at]), now);
         }
         self.refusals.clear();
         let unreported = self.limiter.turn(now);
         self.report(unreported);
     }
 
-    fn troubled(&mut self, trouble: Trouble, now: Instant) {
-        let trouble = self.limiter.admits(now).then_some(trouble);
-        self.report(trouble);
+    fn record_error(&mut self, error: RequestError, now: Instant) {
+        let error = self.limiter.admits(now).then_some(error);
+        self.report(error);
     }
 
-    fn report(&self, trouble: Option<Trouble>) {
-        if let Some(trouble) = trouble {
-            self.queue.shared.send_event(MainEvent::Trouble(trouble));
+    fn report(&self, error: Option<RequestError>) {
+        if let Some(error) = error {
+            self.queue.shared.send_event(MainEvent::RequestError(error));
         }
     }
 
@@ -364,7 +364,7 @@ impl Running {
                     self.with_frontend(|frontend, io| frontend.complete(io, slot.slot, outcome));
                 }
                 Output::Failed(failure) => {
-                    self.troubled(Trouble::Failed(failure), *now.get_or_insert_with(Instant::now));
+                    self.record_error(RequestError::Failed(failure), *now.get_or_insert_with(Instant::now));
                 }
                 Output::Ping { peer, .. } => self.with_link(peer, Link::ping),
                 Output::Propose { peer, view, honoured } => {

@@ -147,7 +147,7 @@ fn forget(context: &EngineContext, replica: ReplicaId) {
 }
 
 /// The reason why an attempt did not bring the replica back.
-type Trouble = shorthorn_recovery::Trouble<ConnectError>;
+type RebuildError = shorthorn_recovery::RebuildError<ConnectError>;
 
 /// The thread of one replica.
 #[derive(Debug)]
@@ -237,27 +237,27 @@ impl RebuildTask {
 
     /// Shows why an attempt has failed. Returns the pause before the next one; none if the rebuild task has
     /// to end.
-    fn pause_after(&mut self, trouble: Trouble) -> Option<Duration> {
+    fn pause_after(&mut self, trouble: RebuildError) -> Option<Duration> {
         let pause = match trouble {
-            Trouble::Ended => return None,
-            Trouble::NotYet(why) => {
+            RebuildError::Ended => return None,
+            RebuildError::NotYet(why) => {
                 self.report(RebuildProgress::Waiting(why.to_owned()));
                 self.next_pause()
             }
-            Trouble::Failed { error: ConnectError::Deposed { holder, .. }, .. }
-            | Trouble::SourceFailed { error: ConnectError::Deposed { holder, .. }, .. } => {
+            RebuildError::Failed { error: ConnectError::Deposed { holder, .. }, .. }
+            | RebuildError::SourceFailed { error: ConnectError::Deposed { holder, .. }, .. } => {
                 self.context.shared.send_event(MainEvent::Deposed { holder });
                 return None;
             }
-            Trouble::Failed { doing, error } => {
+            RebuildError::Failed { doing, error } => {
                 let pause = self.failed(&format!("{doing}: {error}"), error.is_lasting());
                 if error.is_of_replica() { pause.max(self.delay_of_offender()) } else { pause }
             }
             // The next attempt reads another member, if there is one.
-            Trouble::SourceFailed { source, doing, error } => {
+            RebuildError::SourceFailed { source, doing, error } => {
                 self.failed(&format!("{doing}: {source}: {error}"), false)
             }
-            Trouble::Unread { member, range, error } => {
+            RebuildError::Unread { member, range, error } => {
                 self.failed(
                     &format!(
                         "replica {member} cannot read {range} of a snapshot ({error}), and no other member has it \
@@ -309,10 +309,10 @@ impl RebuildTask {
     }
 
     /// Checks between two steps whether the replica was given up meanwhile.
-    fn check_commands(&self) -> Result<(), Trouble> {
+    fn check_commands(&self) -> Result<(), RebuildError> {
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                TaskCommand::End => return Err(Trouble::Ended),
+                TaskCommand::End => return Err(RebuildError::Ended),
                 TaskCommand::Start(delay) => self.later.set(Some(delay)),
                 TaskCommand::RetryNow | TaskCommand::EndDelay => {}
             }
@@ -321,12 +321,14 @@ impl RebuildTask {
     }
 
     /// Does nothing for a while, unless the replica is given up.
-    fn rest(&self, pause: Duration) -> Result<(), Trouble> {
+    fn rest(&self, pause: Duration) -> Result<(), RebuildError> {
         let until = Instant::now() + pause;
         loop {
             match self.commands.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => return Ok(()),
-                Ok(TaskCommand::End) | Err(RecvTimeoutError::Disconnected) => return Err(Trouble::Ended),
+                Ok(TaskCommand::End) | Err(RecvTimeoutError::Disconnected) => {
+                    return Err(RebuildError::Ended);
+                }
                 Ok(TaskCommand::Start(delay)) => self.later.set(Some(delay)),
                 Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => {}
             }

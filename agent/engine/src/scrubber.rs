@@ -78,7 +78,7 @@ impl Scrubbing {
 
 /// The reason why a scrub does not continue.
 #[derive(Debug)]
-enum Trouble {
+enum ScrubError {
     /// The scrub was stopped by an order.
     Stopped,
     /// The scrub cannot continue.
@@ -122,8 +122,8 @@ impl Scrubber {
     fn run(&mut self) {
         match self.scrub_all() {
             Ok(()) => {}
-            Err(Trouble::Failed(reason)) => self.incomplete = Some(reason),
-            Err(Trouble::Stopped) => return, // the receiver is gone
+            Err(ScrubError::Failed(reason)) => self.incomplete = Some(reason),
+            Err(ScrubError::Stopped) => return, // the receiver is gone
         }
         let incomplete = self.incomplete.take();
         self.report(ScrubProgress::Ended { incomplete });
@@ -133,10 +133,10 @@ impl Scrubber {
         self.context.shared.send_event(MainEvent::Snapshots { scrub: self.number, progress });
     }
 
-    fn scrub_all(&mut self) -> Result<(), Trouble> {
+    fn scrub_all(&mut self) -> Result<(), ScrubError> {
         for layer in self.layers()? {
             match self.scrub_layer(&layer) {
-                Err(Trouble::Failed(reason)) => {
+                Err(ScrubError::Failed(reason)) => {
                     let (volume, snapshot) = (&self.context.connector.volume, layer.snapshot());
                     tracing::warn!(%volume, snapshot, reason, "a snapshot could not be compared to its end");
                     self.incomplete = Some(format!("snapshot {snapshot}: {reason}"));
@@ -148,7 +148,7 @@ impl Scrubber {
     }
 
     /// Returns the layers of all snapshots, the oldest first.
-    fn layers(&mut self) -> Result<Vec<Layer>, Trouble> {
+    fn layers(&mut self) -> Result<Vec<Layer>, ScrubError> {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
         for peer in self.context.members() {
@@ -175,7 +175,7 @@ impl Scrubber {
                 layer.numbers.extend(number.map(|number| (peer, number)));
             }
         }
-        if is_first { Err(Trouble::Failed("no member answers".to_owned())) } else { Ok(layers) }
+        if is_first { Err(ScrubError::Failed("no member answers".to_owned())) } else { Ok(layers) }
     }
 
     fn replica(&self, peer: PeerIndex) -> String {
@@ -188,7 +188,7 @@ impl Scrubber {
         self.incomplete = Some(format!("replica {replica}: {error}"));
     }
 
-    fn scrub_layer(&mut self, layer: &Layer) -> Result<(), Trouble> {
+    fn scrub_layer(&mut self, layer: &Layer) -> Result<(), ScrubError> {
         let mut peers: Vec<PeerIndex> = layer.numbers.iter().map(|(peer, _)| *peer).collect();
         let mut writers: Vec<SumWriter> =
             peers.iter().map(|peer| SumWriter::new(*peer, &layer.image)).collect();
@@ -201,7 +201,7 @@ impl Scrubber {
             peers.retain(|peer| members.contains(peer));
             let checks = self.check(layer, piece, &mut peers);
             if checks.is_empty() {
-                return Err(Trouble::Failed("no member answers".to_owned()));
+                return Err(ScrubError::Failed("no member answers".to_owned()));
             }
             at = checks
                 .iter()
@@ -228,11 +228,11 @@ impl Scrubber {
     }
 
     /// Keeps to the limit.
-    fn wait(&mut self, bytes: u64) -> Result<(), Trouble> {
+    fn wait(&mut self, bytes: u64) -> Result<(), ScrubError> {
         let pause = self.pacer.pause(self.order.bytes_per_s, bytes, Instant::now());
         match self.stopped.recv_timeout(pause) {
             Err(RecvTimeoutError::Timeout) => Ok(()),
-            Ok(()) | Err(RecvTimeoutError::Disconnected) => Err(Trouble::Stopped),
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => Err(ScrubError::Stopped),
         }
     }
 
@@ -282,7 +282,7 @@ impl Scrubber {
         layer: &Layer,
         piece: ByteRange,
         checks: &[(PeerIndex, LayerCheck)],
-    ) -> Result<Vec<(PeerIndex, Option<u32>)>, Trouble> {
+    ) -> Result<Vec<(PeerIndex, Option<u32>)>, ScrubError> {
         let member = |(peer, check): &(PeerIndex, LayerCheck)| {
             (*peer, ReplicaChecksums { sum: check.sum, kept: check.kept, shown: None })
         };
@@ -307,7 +307,7 @@ impl Scrubber {
             }
         };
         if self.layers()?.iter().all(|now| now != layer) {
-            return Err(Trouble::Failed("the snapshots have changed meanwhile".to_owned()));
+            return Err(ScrubError::Failed("the snapshots have changed meanwhile".to_owned()));
         }
         if let Done::Repaired { from } = done {
             let sum = keep(from);

@@ -23,7 +23,7 @@ use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
 use crate::events::{Done, Ending, ExpansionProgress, Finding, MainEvent, RebuildProgress, ScrubProgress};
 use crate::expansion::{self, SharedDevice};
-use crate::failures::{self, Trouble};
+use crate::failures::{self, RequestError};
 use crate::open::Opened;
 use crate::rebuild_task::RebuildTasks;
 use crate::scrubber::Scrubbing;
@@ -260,7 +260,7 @@ impl<'a> Serving<'a> {
                 let source = std::io::Error::other(format!("queue {queue}: {reason}"));
                 return Err(EngineError::System { action: "serving", source });
             }
-            MainEvent::Trouble(trouble) => self.log(trouble),
+            MainEvent::RequestError(error) => self.log(error),
             MainEvent::Expanded { size_bytes } => self.expanded(size_bytes)?,
             MainEvent::Expansion(progress) => self.expansion_progress(progress),
             MainEvent::ClearedAll | MainEvent::Drained { .. } => {}
@@ -269,20 +269,20 @@ impl<'a> Serving<'a> {
     }
 
     /// Logs an error that the user of the device has got.
-    pub fn log(&self, trouble: Trouble) {
+    pub fn log(&self, error: RequestError) {
         let volume = &self.spec.volume;
-        match trouble {
-            Trouble::Failed(Failure { operation, range, errno, cause, .. }) => {
+        match error {
+            RequestError::Failed(Failure { operation, range, errno, cause, .. }) => {
                 let (operation, reason) = (failures::name(operation), failures::reason(cause, errno));
                 let replicas = self.names(cause);
                 let (offset_bytes, length_bytes) = (range.offset(), range.length());
                 tracing::error!(%volume, replicas, operation, offset_bytes, length_bytes, %errno, reason, "a request has failed: the user of the volume gets the error");
             }
-            Trouble::Refused(Refusal { operation, offset_bytes, length_bytes, errno }) => {
+            RequestError::Refused(Refusal { operation, offset_bytes, length_bytes, errno }) => {
                 let operation = operation.map_or("unknown operation", failures::name);
                 tracing::warn!(%volume, operation, offset_bytes, length_bytes, %errno, "a request is refused: no volume of this size can do it");
             }
-            Trouble::More { count } => {
+            RequestError::More { count } => {
                 tracing::error!(%volume, count, "more requests have failed or were refused than are logged one by one");
             }
         }
@@ -297,8 +297,8 @@ impl<'a> Serving<'a> {
     /// Logs the errors that still wait to be logged: the process ends.
     pub fn log_rest(&self, events: &Receiver<MainEvent>) {
         for item in events.try_iter() {
-            if let MainEvent::Trouble(trouble) = item {
-                self.log(trouble);
+            if let MainEvent::RequestError(error) = item {
+                self.log(error);
             }
         }
     }

@@ -36,12 +36,12 @@ pub(crate) struct Waiting {
     asks: bool,
 }
 
-/// The ways to continue a request for which some members have no space.
+/// The action for a request for which some members have no space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum WayOut {
-    /// The members leave, and the request succeeds.
-    Leave,
-    /// The members may leave as soon as the others are not slow.
+pub(crate) enum NoSpaceAction {
+    /// The engine drops these members, and the request succeeds.
+    Drop,
+    /// The engine may drop them as soon as the others are not slow.
     Wait,
     /// The request fails, and all members are made equal.
     Fail,
@@ -107,28 +107,28 @@ impl Space {
         Some(id)
     }
 
-    /// Returns the way to continue the request in `slot`, which has waited for `waited_ms`.
-    pub fn way_out(
+    /// Returns the action for the request in `slot`, which has waited for `waited_ms`.
+    pub fn no_space_action(
         &self,
         slot: &Slot,
         membership: &Membership,
         timeouts: &ReplicaTimeouts,
         waited_ms: u64,
-    ) -> WayOut {
+    ) -> NoSpaceAction {
         let members = membership.answering();
         let rest = members.without(slot.no_space);
         if rest == members {
-            return WayOut::Leave;
+            return NoSpaceAction::Drop;
         }
         let is_over = waited_ms > timeouts.wait_for_space_ms();
         let is_most = |peers: PeerMask| membership.quorum_of(peers) == Quorum::More;
         let has_no_room = self.known.without(self.has_room);
         if slot.operation == Operation::Discard || is_over || !is_most(rest.without(has_no_room)) {
-            WayOut::Fail
+            NoSpaceAction::Fail
         } else if is_most(rest.and(self.has_room).without(timeouts.slow())) {
-            WayOut::Leave
+            NoSpaceAction::Drop
         } else {
-            WayOut::Wait
+            NoSpaceAction::Wait
         }
     }
 }
@@ -157,10 +157,10 @@ mod tests {
         Membership::new(&peers, View { id: view_id, members })
     }
 
-    fn way_out(space: &Space, operation: Operation, full: PeerMask, waited_ms: u64) -> WayOut {
+    fn no_space_action(space: &Space, operation: Operation, full: PeerMask, waited_ms: u64) -> NoSpaceAction {
         let range = ByteRange::new(0, 4096).unwrap();
         let slot = Slot { no_space: full, ..Slot::of(Request { slot: 0, operation, range }) };
-        space.way_out(&slot, &members(), &ReplicaTimeouts::new(1, TIMEOUT_MS, TIMEOUT_MS), waited_ms)
+        space.no_space_action(&slot, &members(), &ReplicaTimeouts::new(1, TIMEOUT_MS, TIMEOUT_MS), waited_ms)
     }
 
     #[test]
@@ -172,11 +172,19 @@ mod tests {
         assert!(!space.ponged(1, Some(1000), 100), "that PING may be older than the failure");
         assert!(!space.ponged(1, None, 100));
         assert!(space.ponged(1, Some(1001), ROOM_MIB));
-        assert_eq!(way_out(&space, WRITE, full, 1000), WayOut::Wait, "the third has not answered");
+        assert_eq!(
+            no_space_action(&space, WRITE, full, 1000),
+            NoSpaceAction::Wait,
+            "the third has not answered"
+        );
         assert!(space.ponged(2, Some(1001), ROOM_MIB));
-        assert_eq!(way_out(&space, WRITE, full, 1000), WayOut::Leave);
+        assert_eq!(no_space_action(&space, WRITE, full, 1000), NoSpaceAction::Drop);
         assert!(space.ponged(2, Some(1002), ROOM_MIB - 1));
-        assert_eq!(way_out(&space, WRITE, full, 1000), WayOut::Fail, "it has no room for the next view");
+        assert_eq!(
+            no_space_action(&space, WRITE, full, 1000),
+            NoSpaceAction::Fail,
+            "it has no room for the next view"
+        );
     }
 
     #[test]
@@ -184,11 +192,15 @@ mod tests {
         let mut space = Space::new(4);
         space.wait(id(0), WRITE, 1000);
         let two = PeerMask::one(0).with(PeerMask::one(1));
-        assert_eq!(way_out(&space, WRITE, two, 0), WayOut::Fail);
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 2 * TIMEOUT_MS), WayOut::Wait);
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 1 + 2 * TIMEOUT_MS), WayOut::Fail);
-        assert_eq!(way_out(&space, Operation::Discard, PeerMask::one(0), 0), WayOut::Fail);
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(5), 0), WayOut::Leave, "it has left since");
+        assert_eq!(no_space_action(&space, WRITE, two, 0), NoSpaceAction::Fail);
+        assert_eq!(no_space_action(&space, WRITE, PeerMask::one(0), 2 * TIMEOUT_MS), NoSpaceAction::Wait);
+        assert_eq!(no_space_action(&space, WRITE, PeerMask::one(0), 1 + 2 * TIMEOUT_MS), NoSpaceAction::Fail);
+        assert_eq!(no_space_action(&space, Operation::Discard, PeerMask::one(0), 0), NoSpaceAction::Fail);
+        assert_eq!(
+            no_space_action(&space, WRITE, PeerMask::one(5), 0),
+            NoSpaceAction::Drop,
+            "it has left since"
+        );
     }
 
     #[test]
@@ -199,7 +211,7 @@ mod tests {
         assert_eq!(space.remove_first(|_, waiting| waiting.id == id(1)), None);
         assert_eq!(space.remove_first(|_, waiting| waiting.id == id(0)), Some(id(0)));
         assert!(!space.is_awaited() && space.wait(id(2), WRITE, 2000));
-        assert_eq!(way_out(&space, WRITE, PeerMask::one(0), 0), WayOut::Wait);
+        assert_eq!(no_space_action(&space, WRITE, PeerMask::one(0), 0), NoSpaceAction::Wait);
     }
 
     /// A guest may send discards that fail for hours, so that one always waits.

@@ -34,6 +34,6 @@ pub use open::{
 };
 pub use other_member::BlockSearch;
 pub use out_of_sync_sets::{forget_in_vain, give_up};
-pub use rebuild::{OTHER_RUN, RebuildTask, SOURCE_HAS_LEFT, Source, Trouble, rebuild};
+pub use rebuild::{OTHER_RUN, RebuildError, RebuildTask, SOURCE_HAS_LEFT, Source, rebuild};
 pub use serving::{Address, Peer, PendingView, ServingEngine, members};
 pub use standing::{RebuildDelay, Standing};

@@ -3,7 +3,7 @@
 use shorthorn_types::ByteRange;
 
 use crate::link::LinkError;
-use crate::rebuild::{SOURCE_HAS_LEFT, Source, Trouble};
+use crate::rebuild::{RebuildError, SOURCE_HAS_LEFT, Source};
 
 /// The maximum number of blocks of one attempt that a source may be unable to read. With more, the next
 /// attempt reads another member: a disk that fails everywhere is not a source. A source that had failed
@@ -20,7 +20,7 @@ const READING_OTHER: &str = "reading a block that the source of the copy cannot 
 pub struct BlockSearch<E> {
     range: ByteRange,
     /// The first answer after which a member may have the block.
-    unclear: Option<Trouble<E>>,
+    unclear: Option<RebuildError<E>>,
 }
 
 impl<E: LinkError> BlockSearch<E> {
@@ -28,46 +28,46 @@ impl<E: LinkError> BlockSearch<E> {
     /// `unread` counts the blocks that it could not read in this attempt.
     ///
     /// # Errors
-    /// [`Trouble`]: another source is needed.
+    /// [`RebuildError`]: another source is needed.
     pub fn after(
         source: Source,
         range: ByteRange,
         error: E,
         unread: &mut u32,
-    ) -> Result<BlockSearch<E>, Trouble<E>> {
+    ) -> Result<BlockSearch<E>, RebuildError<E>> {
         if error.is_rot() {
             return Ok(BlockSearch { range, unclear: None });
         }
         *unread = unread.saturating_add(1);
         let is_bearable = *unread <= UNREAD_MAX || source.has_failed;
         if !error.is_refusal() || !is_bearable {
-            return Err(Trouble::while_reading(source, "reading a layer of a member")(error));
+            return Err(RebuildError::while_reading(source, "reading a layer of a member")(error));
         }
         let member = source.address.replica;
-        Ok(BlockSearch { range, unclear: Some(Trouble::Unread { member, range, error }) })
+        Ok(BlockSearch { range, unclear: Some(RebuildError::Unread { member, range, error }) })
     }
 
     /// Takes the answer of another member. `read` is true if it has sent the block, and false if it has no
     /// such snapshot or no data there. Returns true if the block is sound, which ends the search.
     ///
     /// # Errors
-    /// [`Trouble`]: a newer engine holds the member.
+    /// [`RebuildError`]: a newer engine holds the member.
     pub fn answered(
         &mut self,
         other: Source,
         has_stayed: bool,
         read: Result<bool, E>,
-    ) -> Result<bool, Trouble<E>> {
+    ) -> Result<bool, RebuildError<E>> {
         let member = other.address.replica;
         let unclear = match read {
             Err(error) if error.deposed_by().is_some() => {
-                return Err(Trouble::while_reading(other, READING_OTHER)(error));
+                return Err(RebuildError::while_reading(other, READING_OTHER)(error));
             }
-            _ if !has_stayed => Trouble::NotYet(SOURCE_HAS_LEFT),
+            _ if !has_stayed => RebuildError::NotYet(SOURCE_HAS_LEFT),
             Ok(is_sound) => return Ok(is_sound),
             Err(error) if error.is_rot() => return Ok(false),
-            Err(error) if error.is_refusal() => Trouble::Unread { member, range: self.range, error },
-            Err(error) => Trouble::while_reading(other, READING_OTHER)(error),
+            Err(error) if error.is_refusal() => RebuildError::Unread { member, range: self.range, error },
+            Err(error) => RebuildError::while_reading(other, READING_OTHER)(error),
         };
         self.unclear.get_or_insert(unclear);
         Ok(false)
@@ -76,8 +76,8 @@ impl<E: LinkError> BlockSearch<E> {
     /// Ends a search in which no member has given the block: it is lost, as each has said that it lacks it.
     ///
     /// # Errors
-    /// [`Trouble`]: a member may have the block, so the attempt has to be made again.
-    pub fn conclude(self) -> Result<(), Trouble<E>> {
+    /// [`RebuildError`]: a member may have the block, so the attempt has to be made again.
+    pub fn conclude(self) -> Result<(), RebuildError<E>> {
         self.unclear.map_or(Ok(()), Err)
     }
 }
@@ -129,7 +129,7 @@ mod tests {
 
     /// Searches a block that member 1 has not given for this reason, at members 2 and 3. True if one of them
     /// has it, false if it is lost.
-    fn search(of_source: Answer, others: [Result<bool, Answer>; 2]) -> Result<bool, Trouble<Answer>> {
+    fn search(of_source: Answer, others: [Result<bool, Answer>; 2]) -> Result<bool, RebuildError<Answer>> {
         let mut search = BlockSearch::after(member(1), block(), of_source, &mut 0)?;
         for (number, read) in (2..).zip(others) {
             if search.answered(member(number), true, read)? {
@@ -140,10 +140,10 @@ mod tests {
     }
 
     /// The member that cannot read the block, or has no usable answer.
-    fn named(trouble: Result<bool, Trouble<Answer>>) -> (ReplicaId, bool) {
+    fn named(trouble: Result<bool, RebuildError<Answer>>) -> (ReplicaId, bool) {
         match trouble.unwrap_err() {
-            Trouble::Unread { member, range, .. } if range == block() => (member, true),
-            Trouble::SourceFailed { source, .. } => (source, false),
+            RebuildError::Unread { member, range, .. } if range == block() => (member, true),
+            RebuildError::SourceFailed { source, .. } => (source, false),
             other => panic!("{other:?}"),
         }
     }
@@ -174,7 +174,7 @@ mod tests {
     fn a_broken_connection_and_a_newer_engine_end_the_attempt() {
         assert_eq!(named(search(Answer::Broken, [Ok(true); 2])), (ReplicaId::from_random(1), false));
         let deposed = search(Answer::Rotten, [Err(Answer::Deposed), Ok(true)]);
-        assert!(matches!(deposed, Err(Trouble::SourceFailed { error: Answer::Deposed, .. })));
+        assert!(matches!(deposed, Err(RebuildError::SourceFailed { error: Answer::Deposed, .. })));
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         for read in [Ok(true), Ok(false), Err(Answer::Rotten), Err(Answer::Io)] {
             let mut search = BlockSearch::after(member(1), block(), Answer::Rotten, &mut 0).unwrap();
             assert!(!search.answered(member(2), false, read).unwrap());
-            assert!(matches!(search.conclude(), Err(Trouble::NotYet(SOURCE_HAS_LEFT))), "{read:?}");
+            assert!(matches!(search.conclude(), Err(RebuildError::NotYet(SOURCE_HAS_LEFT))), "{read:?}");
         }
     }
 

@@ -2,8 +2,8 @@
 //! lacks, and makes it a copy if its former data does not count. Then it hands the replica to the core, which
 //! copies the rest.
 
+mod error;
 mod source;
-mod trouble;
 
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
 use shorthorn_types::{
@@ -13,9 +13,9 @@ use shorthorn_types::{
 use shorthorn_views::remembers;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
 
+pub use self::error::RebuildError;
+use self::error::describe;
 pub use self::source::Source;
-pub use self::trouble::Trouble;
-use self::trouble::describe;
 use crate::link::{Link, LinkError, regions_unless};
 use crate::offenders::BadSources;
 use crate::serving::{Address, Peer, ServingEngine, members};
@@ -58,12 +58,12 @@ pub trait RebuildTask {
         others: &[Source],
         layers: &LayerList,
         state: &CopyState,
-    ) -> Result<(), Trouble<Error<Self>>>;
+    ) -> Result<(), RebuildError<Error<Self>>>;
 
     /// Opens a connection to `replica` for every queue and waits until the queues have them. Fails with
     /// [`OTHER_RUN`] if one of them leads to another run of its process than `run`. Returns the size that it
     /// has at least: the size of the volume before the first was opened.
-    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<Error<Self>>>;
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, RebuildError<Error<Self>>>;
 
     /// Reports that the replica's disk has lost stored data, and that the replica gets a full copy.
     fn report_restored(&self, kept: Option<u32>, sent: u32);
@@ -88,18 +88,18 @@ struct Lack {
 /// for the next one.
 ///
 /// # Errors
-/// [`Trouble`]; the replica is not in the view, and the attempt can be made again.
+/// [`RebuildError`]; the replica is not in the view, and the attempt can be made again.
 pub async fn rebuild<C: RebuildTask>(
     rebuild_task: &C,
     bad_sources: &mut BadSources,
-) -> Result<(), Trouble<Error<C>>> {
+) -> Result<(), RebuildError<Error<C>>> {
     let (engine, me) = (rebuild_task.engine(), rebuild_task.peer());
-    let peer = engine.peer(me).ok_or(Trouble::Ended)?;
+    let peer = engine.peer(me).ok_or(RebuildError::Ended)?;
     let attempt = Attempt { rebuild_task, engine, me, replica: peer.replica, bad_sources };
     let rebuilt = attempt.run(&peer).await;
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
-        Err(Trouble::SourceFailed { source, .. } | Trouble::Unread { member: source, .. }) => {
+        Err(RebuildError::SourceFailed { source, .. } | RebuildError::Unread { member: source, .. }) => {
             let members = engine.look(|core| core.membership().view().members).unwrap_or_default();
             bad_sources.failed(*source, &members);
         }
@@ -118,18 +118,18 @@ struct Attempt<'a, C: RebuildTask> {
 }
 
 impl<C: RebuildTask> Attempt<'_, C> {
-    async fn run(&self, peer: &Peer) -> Result<(), Trouble<Error<C>>> {
+    async fn run(&self, peer: &Peer) -> Result<(), RebuildError<Error<C>>> {
         if !self.engine.is_disconnected(self.me) {
-            return Err(Trouble::NotYet("its previous connections are being closed"));
+            return Err(RebuildError::NotYet("its previous connections are being closed"));
         }
         let opened = self.engine.open_control(self.address()).await;
-        let welcome = opened.map_err(Trouble::while_doing("connecting"))?;
+        let welcome = opened.map_err(RebuildError::while_doing("connecting"))?;
         let remembers = remembers(&welcome.report, peer.last_view) && !self.was_restored(peer, &welcome)?;
         if remembers {
             self.bring_views(&welcome.report).await?;
         }
         if self.engine.pending_view().is_some() {
-            return Err(Trouble::NotYet("the view is being changed"));
+            return Err(RebuildError::NotYet("the view is being changed"));
         }
         let lack = self.find_lack(peer, &welcome, remembers).await?;
         self.keep_out_of_sync_sets(&welcome, lack.is_copy).await?;
@@ -144,18 +144,18 @@ impl<C: RebuildTask> Attempt<'_, C> {
     }
 
     /// Looks at the core, if the number is still that of the replica.
-    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Result<R, Trouble<Error<C>>> {
+    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Result<R, RebuildError<Error<C>>> {
         let seen = self.engine.look(|core| self.is_known_to(core).then(|| at(core)));
-        seen.flatten().ok_or(Trouble::Ended)
+        seen.flatten().ok_or(RebuildError::Ended)
     }
 
     /// Changes the core, if the number is still that of the replica.
     fn decide<R>(
         &self,
         act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R,
-    ) -> Result<R, Trouble<Error<C>>> {
+    ) -> Result<R, RebuildError<Error<C>>> {
         let decided = self.engine.decide(|core, outputs| self.is_known_to(core).then(|| act(core, outputs)));
-        decided.flatten().ok_or(Trouble::Ended)
+        decided.flatten().ok_or(RebuildError::Ended)
     }
 
     fn is_known_to(&self, core: &EngineCore) -> bool {
@@ -172,7 +172,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
 
     /// Returns whether it lacks more than is counted, as its disk has not kept all that it had stored before
     /// it left.
-    fn was_restored(&self, peer: &Peer, welcome: &Welcome) -> Result<bool, Trouble<Error<C>>> {
+    fn was_restored(&self, peer: &Peer, welcome: &Welcome) -> Result<bool, RebuildError<Error<C>>> {
         let sent = self.look(|core| core.stamp_of(self.me))?;
         let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
         if is_restored {
@@ -183,14 +183,14 @@ impl<C: RebuildTask> Attempt<'_, C> {
 
     /// Sends the replica the current view, and the pending one to store. If too few of the others are left,
     /// this replica may complete the quorum.
-    async fn bring_views(&self, report: &ReplicaReport) -> Result<(), Trouble<Error<C>>> {
+    async fn bring_views(&self, report: &ReplicaReport) -> Result<(), RebuildError<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         if report.committed.id < view.id {
             self.send_view().await?;
         }
         if let Some(pending) = self.engine.pending_view() {
             let proposed = self.control().propose(pending.view, &pending.honoured).await;
-            proposed.map_err(Trouble::while_doing("proposing a view"))?;
+            proposed.map_err(RebuildError::while_doing("proposing a view"))?;
             let stored = Event::ViewStored { peer: self.me, view: pending.view.id };
             self.decide(|core, outputs| core.apply(stored, outputs))?;
         }
@@ -198,22 +198,23 @@ impl<C: RebuildTask> Attempt<'_, C> {
     }
 
     /// Has it learn the current view.
-    async fn send_view(&self) -> Result<(), Trouble<Error<C>>> {
+    async fn send_view(&self) -> Result<(), RebuildError<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         let committed = ReplicaReport { committed: view, proposed: Vec::new() };
         let sent = self.control().commit(view, &committed).await;
-        sent.map_err(Trouble::while_doing("telling it the view"))
+        sent.map_err(RebuildError::while_doing("telling it the view"))
     }
 
     /// Deposes the replica, because its former data does not count. From now on its views say that it is not
     /// a member. The regions counted since it left no longer pass for all that it lacks.
-    async fn depose(&self) -> Result<(), Trouble<Error<C>>> {
+    async fn depose(&self) -> Result<(), RebuildError<Error<C>>> {
         self.engine.set_complete(self.address(), false);
         self.decide(|core, _| core.distrust(self.me))?;
         for tracker in self.trackers()? {
             let forgotten = self.engine.control(tracker).mark(&MarkRegions::forget(self.replica)).await;
-            forgotten
-                .map_err(Trouble::while_doing("removing the out-of-sync set of a replica from a member"))?;
+            forgotten.map_err(RebuildError::while_doing(
+                "removing the out-of-sync set of a replica from a member",
+            ))?;
         }
         self.send_view().await
     }
@@ -225,14 +226,14 @@ impl<C: RebuildTask> Attempt<'_, C> {
         peer: &Peer,
         welcome: &Welcome,
         remembers: bool,
-    ) -> Result<Lack, Trouble<Error<C>>> {
+    ) -> Result<Lack, RebuildError<Error<C>>> {
         let source = self.source()?;
         let size_bytes = || self.engine.size_bytes();
         let size_before = size_bytes();
         let theirs = self.engine.control(source.address).layers(size_bytes).await;
-        let theirs = theirs.map_err(Trouble::while_reading(source, "asking a member for its layers"))?;
+        let theirs = theirs.map_err(RebuildError::while_reading(source, "asking a member for its layers"))?;
         let mine = self.control().layers(size_bytes).await;
-        let mine = mine.map_err(Trouble::while_doing("asking for its layers"))?;
+        let mine = mine.map_err(RebuildError::while_doing("asking for its layers"))?;
         let is_what_it_was =
             peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
         let regions = self.engine.regions();
@@ -242,22 +243,22 @@ impl<C: RebuildTask> Attempt<'_, C> {
             self.make_copy(source, (&theirs, size_before), remembers, regions).await?
         };
         // Data that it had not made durable may be lost, and data that only it was sent is in no member.
-        let failed = Trouble::while_doing("asking for its write intents");
+        let failed = RebuildError::while_doing("asking for its write intents");
         missing.insert_all(&self.regions_or_all(self.address(), RegionsOf::Intent, regions, failed).await?);
         Ok(Lack { missing, regions, is_copy: !is_what_it_was })
     }
 
     /// Returns the member that the replica is compared with and copied from: one on this host, if possible.
     /// After an attempt that has failed because of its source, another one.
-    fn source(&self) -> Result<Source, Trouble<Error<C>>> {
+    fn source(&self) -> Result<Source, RebuildError<Error<C>>> {
         let sources = self.sources()?;
         let source = self.bad_sources.best(sources, |source| source.address.replica);
-        source.ok_or(Trouble::NotYet("no member can be the source of the copy"))
+        source.ok_or(RebuildError::NotYet("no member can be the source of the copy"))
     }
 
     /// The members.
-    fn sources(&self) -> Result<Vec<Source>, Trouble<Error<C>>> {
-        let members = members(self.engine).ok_or(Trouble::Ended)?;
+    fn sources(&self) -> Result<Vec<Source>, RebuildError<Error<C>>> {
+        let members = members(self.engine).ok_or(RebuildError::Ended)?;
         self.look(|core| {
             let source = |(index, peer): (PeerIndex, Peer)| {
                 let losses = core.membership().losses_of_member(index)?;
@@ -275,11 +276,11 @@ impl<C: RebuildTask> Attempt<'_, C> {
         of_replica: Address,
         of: RegionsOf,
         regions: Regions,
-        failed: impl FnOnce(Error<C>) -> Trouble<Error<C>>,
-    ) -> Result<RegionSet, Trouble<Error<C>>> {
+        failed: impl FnOnce(Error<C>) -> RebuildError<Error<C>>,
+    ) -> Result<RegionSet, RebuildError<Error<C>>> {
         let has_to_end = || self.rebuild_task.has_to_end();
         let set = regions_unless(&mut self.engine.control(of_replica), of, regions, &has_to_end).await;
-        let set = set.map_err(failed)?.ok_or(Trouble::Ended)?;
+        let set = set.map_err(failed)?.ok_or(RebuildError::Ended)?;
         Ok(set.map_or_else(|| RegionSet::full(regions.count()), |(set, _)| set))
     }
 
@@ -295,7 +296,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         (layers, size_before): (&LayerList, u64),
         remembers: bool,
         regions: Regions,
-    ) -> Result<RegionSet, Trouble<Error<C>>> {
+    ) -> Result<RegionSet, RebuildError<Error<C>>> {
         let begun = match self.control().copy_begin(layers).await {
             // It remembers a view that it was in, although not the last one: it holds old data.
             Err(error) if error.is_refusal() && !error.is_invalid() && !remembers => {
@@ -308,8 +309,8 @@ impl<C: RebuildTask> Attempt<'_, C> {
         // An expansion since makes the layers of an honest member too short.
         let has_grown = size_before != self.engine.size_bytes();
         let state = begun.map_err(|error| match error.is_invalid() && !has_grown {
-            true => Trouble::while_reading(source, "beginning a copy of the layers of a member")(error),
-            false => Trouble::while_doing("beginning a copy")(error),
+            true => RebuildError::while_reading(source, "beginning a copy of the layers of a member")(error),
+            false => RebuildError::while_doing("beginning a copy")(error),
         })?;
         self.send_view().await?;
         let others: Vec<Source> = self.sources()?.into_iter().filter(|other| *other != source).collect();
@@ -321,7 +322,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         self.add_out_of_sync(&trackers, self.replica, &missing, regions).await?;
         match self.look(|core| source.has_stayed(core))? {
             true => Ok(missing),
-            false => Err(Trouble::NotYet(SOURCE_HAS_LEFT)),
+            false => Err(RebuildError::NotYet(SOURCE_HAS_LEFT)),
         }
     }
 
@@ -332,9 +333,9 @@ impl<C: RebuildTask> Attempt<'_, C> {
         source: Source,
         layers: &LayerList,
         regions: Regions,
-    ) -> Result<RegionSet, Trouble<Error<C>>> {
+    ) -> Result<RegionSet, RebuildError<Error<C>>> {
         let Some(head) = layers.layers.len().checked_sub(1).filter(|head| *head > 0) else {
-            let failed = Trouble::while_reading(source, "reading the extents of a member");
+            let failed = RebuildError::while_reading(source, "reading the extents of a member");
             return self.regions_or_all(source.address, RegionsOf::Allocated, regions, failed).await;
         };
         let mut control = self.engine.control(source.address);
@@ -343,13 +344,13 @@ impl<C: RebuildTask> Attempt<'_, C> {
         let mut from = Some(0);
         while let Some(from_bytes) = from {
             if self.rebuild_task.has_to_end() {
-                return Err(Trouble::Ended);
+                return Err(RebuildError::Ended);
             }
             // The head grows with the volume.
             let size_bytes = || self.engine.size_bytes();
             let page = control.extents(ExtentsQuery { layer, from_bytes }, size_bytes).await;
             let page =
-                page.map_err(Trouble::while_reading(source, "reading the extents of a member's layer"))?;
+                page.map_err(RebuildError::while_reading(source, "reading the extents of a member's layer"))?;
             for Extent { offset_bytes, length_bytes } in page.extents {
                 if let Ok(range) = ByteRange::new(offset_bytes, length_bytes) {
                     data.insert_run(regions.touched(range));
@@ -363,7 +364,11 @@ impl<C: RebuildTask> Attempt<'_, C> {
     /// Makes it count the regions that the other absent ones miss, as the members do. If the members do not
     /// know all of these, it keeps no set. A set from before its absence lacks the regions missed meanwhile.
     /// If it alone is left at the next start, such a set would pass for all.
-    async fn keep_out_of_sync_sets(&self, welcome: &Welcome, is_copy: bool) -> Result<(), Trouble<Error<C>>> {
+    async fn keep_out_of_sync_sets(
+        &self,
+        welcome: &Welcome,
+        is_copy: bool,
+    ) -> Result<(), RebuildError<Error<C>>> {
         let (engine, regions) = (self.engine, self.engine.regions());
         let nothing = RegionSet::empty(regions.count());
         for other in self.others(welcome)? {
@@ -371,7 +376,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
             // The out-of-sync sets of a replica that receives a full copy do not describe this volume.
             if is_copy || !is_complete {
                 let forgotten = self.control().mark(&MarkRegions::forget(other)).await;
-                forgotten.map_err(Trouble::while_doing("removing its out-of-sync sets of others"))?;
+                forgotten.map_err(RebuildError::while_doing("removing its out-of-sync sets of others"))?;
             }
             if is_complete {
                 self.add_out_of_sync(&[self.address()], other, &nothing, regions).await?;
@@ -381,7 +386,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
     }
 
     /// Returns the replicas outside the view that it may keep an out-of-sync set of.
-    fn others(&self, welcome: &Welcome) -> Result<Vec<ReplicaId>, Trouble<Error<C>>> {
+    fn others(&self, welcome: &Welcome) -> Result<Vec<ReplicaId>, RebuildError<Error<C>>> {
         let view = self.look(|core| core.membership().view())?;
         let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
         // It may have begun these by storing a view in this attempt.
@@ -402,7 +407,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
 
     /// Hands the replica, which has `size_bytes`, to the core, if it has followed every expansion that the
     /// core may already know.
-    async fn hand_to_core(&self, lack: Lack, size_bytes: u64) -> Result<(), Trouble<Error<C>>> {
+    async fn hand_to_core(&self, lack: Lack, size_bytes: u64) -> Result<(), RebuildError<Error<C>>> {
         let is_copy = lack.is_copy;
         // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from
         // the core.
@@ -425,7 +430,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
             Ok(Some(count_now)) => count_now,
             Ok(None) => {
                 self.drop_queues("the replica has not followed an expansion yet");
-                return Err(Trouble::NotYet("the volume is being expanded"));
+                return Err(RebuildError::NotYet("the volume is being expanded"));
             }
             Err(trouble) => {
                 self.drop_queues("it was given up");
@@ -449,7 +454,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         ended
     }
 
-    async fn complete_copy(&self, trackers: &[Address]) -> Result<(), Trouble<Error<C>>> {
+    async fn complete_copy(&self, trackers: &[Address]) -> Result<(), RebuildError<Error<C>>> {
         self.complete_out_of_sync_sets(trackers).await?;
         self.stamp().await?;
         self.end_copy().await
@@ -458,7 +463,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
     /// Has `trackers` keep the complete out-of-sync set of this replica, which the core knows by now. Some of
     /// them may have begun their sets after the source was read, or again. They therefore begin to count
     /// before this asks the core.
-    async fn complete_out_of_sync_sets(&self, trackers: &[Address]) -> Result<(), Trouble<Error<C>>> {
+    async fn complete_out_of_sync_sets(&self, trackers: &[Address]) -> Result<(), RebuildError<Error<C>>> {
         let (replica, regions) = (self.replica, self.engine.regions());
         self.add_out_of_sync(trackers, replica, &RegionSet::empty(regions.count()), regions).await?;
         let (out_of_sync, regions) =
@@ -472,27 +477,27 @@ impl<C: RebuildTask> Attempt<'_, C> {
 
     /// Invalidates all stamps that the replica was sent before, because it was recreated. The core sends it
     /// stamps too, over another connection: it must not be left with an older one.
-    async fn stamp(&self) -> Result<(), Trouble<Error<C>>> {
+    async fn stamp(&self) -> Result<(), RebuildError<Error<C>>> {
         for _ in 0..STAMP_TRIES {
             let stamp = self.look(EngineCore::stamp)?;
             let sent = self.control().mark(&MarkRegions::stamp(stamp)).await;
-            sent.map_err(Trouble::while_doing("sending it a stamp"))?;
+            sent.map_err(RebuildError::while_doing("sending it a stamp"))?;
             if self.look(EngineCore::stamp)? == stamp {
                 return Ok(());
             }
         }
-        Err(Trouble::NotYet("it is sent stamps all the time"))
+        Err(RebuildError::NotYet("it is sent stamps all the time"))
     }
 
     /// Ends the copy: the replica has all data of the members, apart from the regions that they count as
     /// missed. Until the replica knows this, the next engine that starts does not treat it as a member.
-    async fn end_copy(&self) -> Result<(), Trouble<Error<C>>> {
+    async fn end_copy(&self) -> Result<(), RebuildError<Error<C>>> {
         let mut tries = 0;
         loop {
             match self.control().copy_end().await {
                 Ok(()) => return Ok(()),
                 Err(error) if tries >= COPY_END_TRIES || self.engine.is_disconnected(self.me) => {
-                    return Err(Trouble::Failed { doing: "ending a copy", error });
+                    return Err(RebuildError::Failed { doing: "ending a copy", error });
                 }
                 Err(_) => tries += 1,
             }
@@ -501,7 +506,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
 
     /// Returns the replicas that have to count the regions that this one misses: the members and the future
     /// members.
-    fn trackers(&self) -> Result<Vec<Address>, Trouble<Error<C>>> {
+    fn trackers(&self) -> Result<Vec<Address>, RebuildError<Error<C>>> {
         self.look(|core| self.counting(core))
     }
 
@@ -522,7 +527,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         replica: ReplicaId,
         out_of_sync: &RegionSet,
         regions: Regions,
-    ) -> Result<(), Trouble<Error<C>>> {
+    ) -> Result<(), RebuildError<Error<C>>> {
         let found = self.engine.find(replica);
         let stamp = found.map_or(Ok(0), |(index, _)| self.look(|core| core.stamp_of(index)))?;
         for tracker in trackers {
@@ -530,7 +535,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
                 let (of, size_bytes) = (RegionsOf::OutOfSync(replica), regions.size_bytes());
                 let change = MarkRegions { of, action: MarkAction::Add, runs, stamp, size_bytes };
                 let marked = self.engine.control(*tracker).mark(&change).await;
-                marked.map_err(Trouble::while_doing("starting an out-of-sync set on a replica"))?;
+                marked.map_err(RebuildError::while_doing("starting an out-of-sync set on a replica"))?;
             }
         }
         Ok(())

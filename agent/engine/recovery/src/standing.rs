@@ -24,8 +24,7 @@ const LATE_PAUSES: [Duration; 6] = [
     // Less than the ten minutes after which the controller makes another replica in its place.
     Duration::from_secs(300),
 ];
-/// The pauses of a replica whose disk is full. The last one is longer than the ten minutes after which the
-/// controller makes another replica in its place: each return would restart these ten minutes.
+/// The pauses of a replica whose disk is full. [`LONGEST_FULL_PAUSE`] follows.
 const FULL_PAUSES: [Duration; 9] = [
     Duration::from_secs(1),
     Duration::from_secs(1),
@@ -37,7 +36,9 @@ const FULL_PAUSES: [Duration; 9] = [
     Duration::from_secs(120),
     Duration::from_secs(300),
 ];
-/// The pause after these. It is short of an hour, so that it does not make the replica forgiven.
+/// The pause after [`FULL_PAUSES`]. It is longer than the ten minutes after which the controller makes
+/// another replica in its place, because each return restarts these ten minutes. It is shorter than
+/// [`LATE_FORGIVEN`], so that it does not make the replica forgiven.
 const LONGEST_FULL_PAUSE: Duration = Duration::from_secs(900);
 /// The longest pause of a replica without which too few are left. A further loss would freeze the volume,
 /// which costs more than a wait for a late replica.

@@ -11,7 +11,7 @@ use shorthorn_core::{
     PeerState,
 };
 use shorthorn_recovery::{
-    Address, BadSources, Link, LinkError, Peer, PendingView, RebuildTask, ServingEngine, Source, Trouble,
+    Address, BadSources, Link, LinkError, Peer, PendingView, RebuildError, RebuildTask, ServingEngine, Source,
 };
 use shorthorn_types::{
     Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -34,7 +34,7 @@ fn finish<T>(steps: impl Future<Output = T>) -> T {
 }
 
 /// Makes the first attempt to bring the replica back.
-fn rebuild(engine: &Engine) -> Result<(), Trouble<Gone>> {
+fn rebuild(engine: &Engine) -> Result<(), RebuildError<Gone>> {
     finish(shorthorn_recovery::rebuild(&engine, &mut BadSources::default()))
 }
 
@@ -323,11 +323,11 @@ impl RebuildTask for &Engine {
         _: &[Source],
         _: &LayerList,
         _: &CopyState,
-    ) -> Result<(), Trouble<Gone>> {
+    ) -> Result<(), RebuildError<Gone>> {
         Ok(())
     }
 
-    async fn connect_queues(&self, replica: ReplicaId, _: u64) -> Result<u64, Trouble<Gone>> {
+    async fn connect_queues(&self, replica: ReplicaId, _: u64) -> Result<u64, RebuildError<Gone>> {
         assert_eq!(replica, id(2));
         self.reaches(Moment::Connecting);
         Ok(SIZE_BYTES)
@@ -360,7 +360,7 @@ fn a_replica_that_was_away_joins() {
 fn a_copy_of_a_member_that_has_left_does_not_join() {
     let engine = Engine::new(Moment::Allocated, false);
     let trouble = rebuild(&engine).unwrap_err();
-    assert!(matches!(trouble, Trouble::NotYet(why) if why.contains("has left")), "{trouble:?}");
+    assert!(matches!(trouble, RebuildError::NotYet(why) if why.contains("has left")), "{trouble:?}");
     assert_eq!(state_of_the_absent(&engine), PeerState::Failed);
 }
 
@@ -370,7 +370,10 @@ fn the_replica_that_has_got_its_number_does_not_join_in_its_place() {
     for (moment, is_complete) in moments.into_iter().flat_map(|moment| [(moment, true), (moment, false)]) {
         let engine = Engine::new(moment, is_complete);
         let trouble = rebuild(&engine).unwrap_err();
-        assert!(matches!(trouble, Trouble::Ended | Trouble::Failed { .. }), "{moment:?}: {trouble:?}");
+        assert!(
+            matches!(trouble, RebuildError::Ended | RebuildError::Failed { .. }),
+            "{moment:?}: {trouble:?}"
+        );
         assert_eq!(engine.core.borrow().membership().replica(AWAY), Some(id(3)));
         assert_eq!(state_of_the_absent(&engine), PeerState::Failed, "{moment:?}");
         assert!(!engine.peers.borrow()[usize::from(AWAY)].is_complete);
@@ -385,7 +388,7 @@ fn another_member_is_read_after_one_that_does_not_answer() {
     let engine = Engine { rotten: vec![id(1)], ..Engine::new(Moment::Never, false) };
     let mut bad_sources = BadSources::default();
     let trouble = finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap_err();
-    assert!(matches!(trouble, Trouble::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
+    assert!(matches!(trouble, RebuildError::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
     finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap();
     assert_eq!(*engine.read.borrow(), [id(1), id(4)]);
     assert_eq!(state_of_the_absent(&engine), PeerState::Rebuilding);
@@ -397,7 +400,7 @@ fn another_member_is_copied_after_one_whose_layers_are_refused() {
     let engine = Engine { lying: vec![id(1)], ..Engine::new(Moment::Never, false) };
     let mut bad_sources = BadSources::default();
     let trouble = finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap_err();
-    assert!(matches!(trouble, Trouble::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
+    assert!(matches!(trouble, RebuildError::SourceFailed { source, .. } if source == id(1)), "{trouble:?}");
     finish(shorthorn_recovery::rebuild(&&engine, &mut bad_sources)).unwrap();
     assert_eq!(*engine.listed.borrow(), [1, 2, 4, 2].map(id));
     assert_eq!(state_of_the_absent(&engine), PeerState::Rebuilding);
@@ -417,5 +420,5 @@ fn members_that_do_not_answer_are_read_in_turn() {
 fn a_rebuild_task_that_has_to_end_asks_for_no_further_page() {
     let engine = Engine { ends_between_pages: true, ..Engine::new(Moment::Never, true) };
     let trouble = rebuild(&engine).unwrap_err();
-    assert!(matches!(trouble, Trouble::Ended), "{trouble:?}");
+    assert!(matches!(trouble, RebuildError::Ended), "{trouble:?}");
 }

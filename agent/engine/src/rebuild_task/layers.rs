@@ -8,7 +8,7 @@ use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList, WireLayer};
 
-use super::{RebuildTask, Trouble};
+use super::{RebuildError, RebuildTask};
 use crate::connection::{ConnectError, Connection};
 use crate::events::RebuildProgress;
 use crate::pacer::{Pacer, piece_bytes};
@@ -38,9 +38,9 @@ impl RebuildTask {
         others: &[Source],
         layers: &LayerList,
         state: &CopyState,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RebuildError> {
         let Some(_copying) = self.context.snapshot_use.copying() else {
-            return Err(Trouble::NotYet("a scrub is repairing a snapshot"));
+            return Err(RebuildError::NotYet("a scrub is repairing a snapshot"));
         };
         let snapshots = layers.layers.len().saturating_sub(1);
         let is_done = |layer: &u32| state.done.get(*layer as usize).copied().unwrap_or(false);
@@ -68,11 +68,11 @@ impl RebuildTask {
             self.tell_lost(&layer, &mut progress);
             // Once the layer counts as whole, no later attempt copies it again.
             if !self.context.shared.look(|core| source.has_stayed(core)) {
-                return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
+                return Err(RebuildError::NotYet(SOURCE_HAS_LEFT));
             }
             self.context
                 .with_control(target, |control| control.layer_copy_end(layer.number))
-                .map_err(Trouble::while_doing("ending the copy of a layer"))?;
+                .map_err(RebuildError::while_doing("ending the copy of a layer"))?;
         }
         Ok(())
     }
@@ -80,16 +80,16 @@ impl RebuildTask {
     fn for_each_extent(
         &self,
         &Layer { source, number, size_bytes, .. }: &Layer<'_>,
-        mut act: impl FnMut(Extent) -> Result<(), Trouble>,
-    ) -> Result<(), Trouble> {
+        mut act: impl FnMut(Extent) -> Result<(), RebuildError>,
+    ) -> Result<(), RebuildError> {
         let mut from = Some(0);
         while let Some(from_bytes) = from {
             self.check_commands()?;
             let query = ExtentsQuery { layer: number, from_bytes };
             let list = |control: &mut Connection| control.list_extents(query, || size_bytes);
             let page = self.context.with_control(source.address, list);
-            let page =
-                page.map_err(Trouble::while_reading(source, "asking a member for the extents of a layer"))?;
+            let page = page
+                .map_err(RebuildError::while_reading(source, "asking a member for the extents of a layer"))?;
             for extent in page.extents {
                 act(extent)?;
             }
@@ -105,7 +105,7 @@ impl RebuildTask {
         buffer: &mut Vec<u8>,
         pacer: &mut Pacer,
         progress: &mut Progress,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RebuildError> {
         let end = extent.offset_bytes.saturating_add(extent.length_bytes);
         let mut at = extent.offset_bytes;
         while at < end {
@@ -141,10 +141,10 @@ impl RebuildTask {
         self.context.with_control(address, |control| control.read_layer(layer.number, at, buffer, flags))
     }
 
-    fn write_layer(&self, layer: &Layer<'_>, at: u64, data: &[u8], flags: Flags) -> Result<(), Trouble> {
+    fn write_layer(&self, layer: &Layer<'_>, at: u64, data: &[u8], flags: Flags) -> Result<(), RebuildError> {
         self.context
             .with_control(layer.target, |control| control.write_layer(layer.number, at, data, flags))
-            .map_err(Trouble::while_doing("writing a layer"))
+            .map_err(RebuildError::while_doing("writing a layer"))
     }
 
     /// Copies a piece block by block, because the source holds rot in it or cannot read it. If each member
@@ -155,7 +155,7 @@ impl RebuildTask {
         at: u64,
         buffer: &mut [u8],
         progress: &mut Progress,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RebuildError> {
         let starts = (at..).step_by(BLOCK);
         for (at, block) in starts.zip(buffer.chunks_mut(BLOCK)) {
             self.check_commands()?;
@@ -183,7 +183,7 @@ impl RebuildTask {
         block: &mut [u8],
         error: ConnectError,
         unread: &mut u32,
-    ) -> Result<bool, Trouble> {
+    ) -> Result<bool, RebuildError> {
         let range = ByteRange::new(at, block.len() as u64).unwrap_or(ByteRange::EMPTY);
         let mut search = BlockSearch::after(layer.source, range, error, unread)?;
         for other in layer.others {
@@ -259,6 +259,6 @@ struct Progress {
     reported: Option<Instant>,
 }
 
-fn of_source(layer: &Layer<'_>, error: ConnectError) -> Trouble {
-    Trouble::while_reading(layer.source, "reading a layer of a member")(error)
+fn of_source(layer: &Layer<'_>, error: ConnectError) -> RebuildError {
+    RebuildError::while_reading(layer.source, "reading a layer of a member")(error)
 }

@@ -8,7 +8,7 @@ use shorthorn_recovery::{Address, OTHER_RUN, PendingView, ServingEngine, Source}
 use shorthorn_types::ReplicaId;
 use shorthorn_wire::{CopyState, LayerList, Welcome};
 
-use super::{RebuildTask, Trouble};
+use super::{RebuildError, RebuildTask};
 use crate::connection::ConnectError;
 use crate::context::control_link::ControlLink;
 use crate::context::{self, EngineContext};
@@ -91,25 +91,25 @@ impl shorthorn_recovery::RebuildTask for RebuildTask {
         others: &[Source],
         layers: &LayerList,
         state: &CopyState,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RebuildError> {
         self.copy_layers(target, source, others, layers, state)
     }
 
-    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble> {
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, RebuildError> {
         let context = &self.context;
         let size_bytes = context.connector.size_bytes();
         let peer = context.known_peer(self.peer).filter(|peer| peer.endpoint.replica == replica);
-        let Some(peer) = peer else { return Err(Trouble::Ended) };
+        let Some(peer) = peer else { return Err(RebuildError::Ended) };
         let (installed, acknowledged) = mpsc::sync_channel(usize::from(context.queues));
         for queue in 0..context.queues {
             let (connection, welcome) = context
                 .connector
                 .connect(&peer.endpoint, queue)
-                .map_err(Trouble::while_doing("connecting a queue"))?;
+                .map_err(RebuildError::while_doing("connecting a queue"))?;
             if welcome.run != run {
-                return Err(Trouble::NotYet(OTHER_RUN));
+                return Err(RebuildError::NotYet(OTHER_RUN));
             }
-            let ready = connection.into_ready().map_err(|source| Trouble::Failed {
+            let ready = connection.into_ready().map_err(|source| RebuildError::Failed {
                 doing: "connecting a queue",
                 error: ConnectError::Io { action: "set up the socket".to_owned(), source },
             })?;
@@ -118,7 +118,7 @@ impl shorthorn_recovery::RebuildTask for RebuildTask {
         for _ in 0..context.queues {
             acknowledged
                 .recv_timeout(INSTALL_LIMIT)
-                .map_err(|_| Trouble::NotYet("a queue does not take its connection"))?;
+                .map_err(|_| RebuildError::NotYet("a queue does not take its connection"))?;
         }
         Ok(size_bytes)
     }

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, BadSources, BlockSearch, LinkError, OTHER_RUN, Peer, PendingView, RebuildTask, SOURCE_HAS_LEFT,
-    Source, Trouble, forget_in_vain, rebuild,
+    Address, BadSources, BlockSearch, LinkError, OTHER_RUN, Peer, PendingView, RebuildError, RebuildTask,
+    SOURCE_HAS_LEFT, Source, forget_in_vain, rebuild,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
@@ -38,15 +38,15 @@ impl Process {
                 match rebuilt {
                     Ok(()) => break,
                     Err(
-                        Trouble::Failed { error: CallError::Deposed(holder), .. }
-                        | Trouble::SourceFailed { error: CallError::Deposed(holder), .. },
+                        RebuildError::Failed { error: CallError::Deposed(holder), .. }
+                        | RebuildError::SourceFailed { error: CallError::Deposed(holder), .. },
                     ) => return self.depose(holder),
-                    Err(Trouble::SourceFailed { source, doing, error }) => {
+                    Err(RebuildError::SourceFailed { source, doing, error }) => {
                         let mut sim = self.sim.borrow_mut();
                         sim.trace(|| format!("{doing}: {source}: {error}"));
                         sim.count("sources that fail");
                     }
-                    Err(Trouble::Unread { member, range, error }) => {
+                    Err(RebuildError::Unread { member, range, error }) => {
                         let mut sim = self.sim.borrow_mut();
                         sim.trace(|| format!("{member} cannot read {range} of the snapshot: {error}"));
                         sim.count("blocks of snapshots that no member can read");
@@ -267,7 +267,7 @@ impl Rebuild<'_> {
         others: &[Source],
         block: u64,
         error: CallError,
-    ) -> Result<Option<crate::disk::Block>, Trouble<CallError>> {
+    ) -> Result<Option<crate::disk::Block>, RebuildError<CallError>> {
         let sabotage = self.process.sim.borrow().options.sabotage;
         let is_sabotaged = sabotage == Some(Sabotage::OthersUnread);
         let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
@@ -312,7 +312,7 @@ impl Rebuild<'_> {
         source: Source,
         others: &[Source],
         blocks: Range<u64>,
-    ) -> Result<(), Trouble<CallError>> {
+    ) -> Result<(), RebuildError<CallError>> {
         let is_final = self.process.sim.borrow().options.sabotage == Some(Sabotage::UnreadIsFinal);
         match self.read_source(source, blocks.clone()).await {
             Ok((file, rotten)) => self.copy_read(target, source, others, blocks, file, rotten).await,
@@ -336,7 +336,7 @@ impl Rebuild<'_> {
                 }
                 Ok(())
             }
-            Err(error) => Err(Trouble::while_reading(source, "reading a layer of a member")(error)),
+            Err(error) => Err(RebuildError::while_reading(source, "reading a layer of a member")(error)),
         }
     }
 
@@ -349,7 +349,7 @@ impl Rebuild<'_> {
         blocks: Range<u64>,
         mut file: SparseFile,
         rotten: Vec<RottenBlock>,
-    ) -> Result<(), Trouble<CallError>> {
+    ) -> Result<(), RebuildError<CallError>> {
         let mut lost = Vec::new();
         for (block, was) in rotten {
             let before = self.sound_below(others, block);
@@ -370,7 +370,7 @@ impl Rebuild<'_> {
         }
         let piece = Ask::CopySnapshot(Rc::new(file), blocks, lost);
         let written = self.process.with_line(target, piece).await;
-        written.map(drop).map_err(Trouble::while_doing("writing a layer"))
+        written.map(drop).map_err(RebuildError::while_doing("writing a layer"))
     }
 
     /// Returns the members that have stayed and have the block of the snapshot sound. With each is the number
@@ -422,7 +422,7 @@ impl RebuildTask for Rebuild<'_> {
         others: &[Source],
         layers: &LayerList,
         state: &CopyState,
-    ) -> Result<(), Trouble<CallError>> {
+    ) -> Result<(), RebuildError<CallError>> {
         self.process.sim.borrow_mut().count("full copies");
         if layers.layers.len() < 2 {
             return Ok(());
@@ -437,34 +437,34 @@ impl RebuildTask for Rebuild<'_> {
             let blocks = (piece_number * piece).min(count)..((piece_number + 1) * piece).min(count);
             self.copy_blocks(target, source, others, blocks).await?;
             if self.has_to_end() {
-                return Err(Trouble::Ended);
+                return Err(RebuildError::Ended);
             }
         }
         if self.process.look(|core| source.has_stayed(core)) != Some(true) {
-            return Err(Trouble::NotYet(SOURCE_HAS_LEFT));
+            return Err(RebuildError::NotYet(SOURCE_HAS_LEFT));
         }
         let ended = self.process.with_line(target, Ask::SnapshotEnd).await;
-        ended.map(drop).map_err(Trouble::while_doing("ending the copy of a layer"))
+        ended.map(drop).map_err(RebuildError::while_doing("ending the copy of a layer"))
     }
 
-    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, Trouble<CallError>> {
+    async fn connect_queues(&self, replica: ReplicaId, run: u64) -> Result<u64, RebuildError<CallError>> {
         let size_bytes = self.process.size_bytes();
         let queues = self.process.sim.borrow().queues;
         for queue in 0..queues {
             let greeted = self.process.handshake(replica, queue).await;
-            let (link, welcome) = greeted.map_err(Trouble::while_doing("connecting a queue"))?;
+            let (link, welcome) = greeted.map_err(RebuildError::while_doing("connecting a queue"))?;
             let conn = link.0.into_conn();
             if welcome.run != run {
                 self.process.close(conn);
-                return Err(Trouble::NotYet(OTHER_RUN));
+                return Err(RebuildError::NotYet(OTHER_RUN));
             }
             let mut sim = self.process.sim.borrow_mut();
-            let engine = sim.engines.get_mut(&self.process.engine).ok_or(Trouble::Ended)?;
+            let engine = sim.engines.get_mut(&self.process.engine).ok_or(RebuildError::Ended)?;
             let place = &mut engine.links[self.peer][usize::from(queue)];
             if place.is_some() {
                 drop(sim);
                 self.process.close(conn);
-                return Err(Trouble::NotYet("a queue has another connection"));
+                return Err(RebuildError::NotYet("a queue has another connection"));
             }
             *place = Some(conn);
         }

@@ -20,7 +20,7 @@ use crate::event::Outputs;
 use crate::job::Job;
 use crate::membership::{PeerIndex, PeerMask};
 use crate::slot::{SlotId, SlotPhase};
-use crate::space::{Space, Waiting, WayOut};
+use crate::space::{NoSpaceAction, Space, Waiting};
 
 impl EngineCore {
     /// Continues the request in slot `id`, which every replica has answered, after some have found no space.
@@ -65,13 +65,13 @@ impl EngineCore {
         while let Some(waiting) = self.space.get(at).filter(|_| !self.is_paused()) {
             let id = waiting.id;
             let full = self.slots.at(id).no_space.and(self.membership.answering());
-            match self.way_out(waiting) {
+            match self.no_space_action(waiting) {
                 // They have left since: all others have done it.
-                WayOut::Leave if full.is_empty() => {
+                NoSpaceAction::Drop if full.is_empty() => {
                     self.space.remove(at);
                     self.complete(id, Ok(()), out);
                 }
-                WayOut::Leave => {
+                NoSpaceAction::Drop => {
                     self.space.remove(at);
                     let slot = self.slots.at_mut(id);
                     (slot.phase, slot.pending) = (SlotPhase::Active, full);
@@ -80,14 +80,14 @@ impl EngineCore {
                         self.lose_full(peer, reason.clone(), out);
                     }
                 }
-                WayOut::Wait | WayOut::Fail => at += 1,
+                NoSpaceAction::Wait | NoSpaceAction::Fail => at += 1,
             }
         }
     }
 
-    fn way_out(&self, Waiting { id, since_ms, .. }: Waiting) -> WayOut {
+    fn no_space_action(&self, Waiting { id, since_ms, .. }: Waiting) -> NoSpaceAction {
         let waited_ms = self.clock.now_ms().saturating_sub(since_ms);
-        self.space.way_out(self.slots.at(id), &self.membership, &self.timeouts, waited_ms)
+        self.space.no_space_action(self.slots.at(id), &self.membership, &self.timeouts, waited_ms)
     }
 
     /// Starts to make the replicas equal in the range of the failed request that has waited the longest.
@@ -96,7 +96,7 @@ impl EngineCore {
         let slots = &self.slots;
         let fails = |space: &Space, Waiting { id, since_ms, .. }: Waiting| {
             let waited_ms = now_ms.saturating_sub(since_ms);
-            space.way_out(slots.at(id), members, timeouts, waited_ms) == WayOut::Fail
+            space.no_space_action(slots.at(id), members, timeouts, waited_ms) == NoSpaceAction::Fail
         };
         let Some(request) = self.space.remove_first(fails) else { return };
         let slot = *self.slots.at(request);

@@ -7,7 +7,7 @@ use crate::link::LinkError;
 
 /// The reason why an attempt did not bring the replica back.
 #[derive(Debug)]
-pub enum Trouble<E> {
+pub enum RebuildError<E> {
     /// The replica was given up, or the process ends.
     Ended,
     /// Another event has to happen first. The rebuild task tries again soon.
@@ -40,25 +40,25 @@ pub enum Trouble<E> {
     },
 }
 
-impl<E> Trouble<E> {
+impl<E> RebuildError<E> {
     /// Makes a function for `map_err` that reports a failed request with this purpose.
-    pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
-        move |error| Trouble::Failed { doing, error }
+    pub fn while_doing(doing: &'static str) -> impl FnOnce(E) -> RebuildError<E> {
+        move |error| RebuildError::Failed { doing, error }
     }
 
     /// Makes a function for `map_err` that reports a failed request with this purpose to the `source` of the
     /// copy.
-    pub fn while_reading(source: Source, doing: &'static str) -> impl FnOnce(E) -> Trouble<E> {
-        move |error| Trouble::SourceFailed { source: source.address.replica, doing, error }
+    pub fn while_reading(source: Source, doing: &'static str) -> impl FnOnce(E) -> RebuildError<E> {
+        move |error| RebuildError::SourceFailed { source: source.address.replica, doing, error }
     }
 }
 
-pub(super) fn describe<E: LinkError>(trouble: &Trouble<E>) -> String {
-    match trouble {
-        Trouble::Ended => "it was given up".to_owned(),
-        Trouble::NotYet(why) => (*why).to_owned(),
-        Trouble::Failed { doing, error } => format!("{doing}: {error}"),
-        Trouble::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),
-        Trouble::Unread { member, range, error } => format!("{member} cannot read {range}: {error}"),
+pub(super) fn describe<E: LinkError>(error: &RebuildError<E>) -> String {
+    match error {
+        RebuildError::Ended => "it was given up".to_owned(),
+        RebuildError::NotYet(why) => (*why).to_owned(),
+        RebuildError::Failed { doing, error } => format!("{doing}: {error}"),
+        RebuildError::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),
+        RebuildError::Unread { member, range, error } => format!("{member} cannot read {range}: {error}"),
     }
 }
