@@ -13,7 +13,7 @@ use crate::{ClusterState, given_up};
 
 /// An object that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Left {
+pub struct RemainingObject {
     /// The volume of the replica or engine.
     pub volume: String,
     /// The replica; none for the engine.
@@ -24,11 +24,11 @@ pub struct Left {
     pub message: String,
 }
 
-/// The thing that a replica has to leave, the most urgent first.
+/// The reason why a replica is evicted, the most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Leaves {
-    /// The replica leaves its volume, because its object was deleted.
-    Volume,
+pub enum EvictionReason {
+    /// The Replica object is being deleted.
+    Deleted,
     /// The node is drained or deleted.
     Node,
     /// The disk is drained.
@@ -37,47 +37,53 @@ pub enum Leaves {
     Location,
 }
 
-/// Returns the thing that the replica has to leave, if any.
+/// Returns the reason why the replica is evicted, if it is.
 #[must_use]
-pub fn leaves(cluster: &ClusterState, replica: &Replica) -> Option<Leaves> {
+pub fn eviction_reason(cluster: &ClusterState, replica: &Replica) -> Option<EvictionReason> {
     if replica.metadata.is_deleting() {
-        return Some(Leaves::Volume);
+        return Some(EvictionReason::Deleted);
     }
     let node = cluster.nodes.get(replica.spec.node_id.as_str());
     if node.is_some_and(|node| node.spec.eviction_requested || node.metadata.is_deleting()) {
-        return Some(Leaves::Node);
+        return Some(EvictionReason::Node);
     }
     let disk = node.and_then(|node| node.spec.disks.get(&replica.spec.disk_path));
     if disk.is_some_and(|disk| disk.eviction_requested) {
-        return Some(Leaves::Disk);
+        return Some(EvictionReason::Disk);
     }
-    replica.spec.eviction_requested.then_some(Leaves::Location)
+    replica.spec.eviction_requested.then_some(EvictionReason::Location)
 }
 
 /// Returns true if the replica is to leave its place.
 #[must_use]
 pub fn is_evicted(cluster: &ClusterState, replica: &Replica) -> bool {
-    leaves(cluster, replica).is_some()
+    eviction_reason(cluster, replica).is_some()
 }
 
 /// Returns the rest of the drain of `node`, by volume.
 #[must_use]
-pub fn left(cluster: &ClusterState, agents: &Agents, node: &Node) -> Vec<Left> {
+pub fn remaining(cluster: &ClusterState, agents: &Agents, node: &Node) -> Vec<RemainingObject> {
     let name = node.metadata.name.as_str();
     let engines = attached_to(cluster, name).into_iter().map(of_engine);
     let here = replicas_on(cluster, name);
     let here = engines.chain(here.map(|replica| of_replica(cluster, agents, replica)));
-    let mut left: Vec<Left> = here.chain(unknown(cluster, name, None)).collect();
+    let mut left: Vec<RemainingObject> = here.chain(unknown(cluster, name, None)).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
 }
 
 /// Returns the rest of the drain of one disk of `node`, by volume. Engines are on no disk.
 #[must_use]
-pub fn left_on_disk(cluster: &ClusterState, agents: &Agents, node: &Node, path: &str) -> Vec<Left> {
+pub fn remaining_on_disk(
+    cluster: &ClusterState,
+    agents: &Agents,
+    node: &Node,
+    path: &str,
+) -> Vec<RemainingObject> {
     let here = replicas_on(cluster, &node.metadata.name).filter(|replica| replica.spec.disk_path == path);
     let here = here.map(|replica| of_replica(cluster, agents, replica));
-    let mut left: Vec<Left> = here.chain(unknown(cluster, &node.metadata.name, Some(path))).collect();
+    let mut left: Vec<RemainingObject> =
+        here.chain(unknown(cluster, &node.metadata.name, Some(path))).collect();
     left.sort_by(|one, other| (&one.volume, &one.replica).cmp(&(&other.volume, &other.replica)));
     left
 }
@@ -87,8 +93,8 @@ fn unknown<'a>(
     cluster: &'a ClusterState,
     node: &'a str,
     path: Option<&'a str>,
-) -> impl Iterator<Item = Left> {
-    cluster.unknown_replicas_on(node, path).map(|key| Left {
+) -> impl Iterator<Item = RemainingObject> {
+    cluster.unknown_replicas_on(node, path).map(|key| RemainingObject {
         volume: key.name.rsplit_once('-').map_or("", |(volume, _)| volume).to_owned(),
         replica: Some(key.name.clone()),
         held: true,
@@ -121,18 +127,18 @@ pub fn is_attached_to(cluster: &ClusterState, volume: &Volume, node: &str) -> bo
     places.into_iter().flatten().any(|place| place.as_str() == node)
 }
 
-fn of_engine(volume: &str) -> Left {
+fn of_engine(volume: &str) -> RemainingObject {
     let name = volume.to_owned();
     let message = format!(
         "volume {name} is attached here: move its workload to another node, or run shorthornctl volume \
          detach {name}"
     );
-    Left { volume: name, replica: None, held: true, message }
+    RemainingObject { volume: name, replica: None, held: true, message }
 }
 
 /// Returns the progress of a replica that has to leave its node.
 #[must_use]
-pub fn of_replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) -> Left {
+pub fn of_replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) -> RemainingObject {
     let volume = cluster.volumes.get(replica.spec.volume_name.as_str());
     let (held, message) = match volume {
         _ if volume.is_some_and(Volume::is_deleting) => (false, "data is being deleted".to_owned()),
@@ -140,7 +146,7 @@ pub fn of_replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) ->
         None => (false, "its volume is gone".to_owned()),
     };
     let name = replica.metadata.name.clone();
-    Left { volume: replica.spec.volume_name.to_string(), replica: Some(name), held, message }
+    RemainingObject { volume: replica.spec.volume_name.to_string(), replica: Some(name), held, message }
 }
 
 fn of_volume(cluster: &ClusterState, agents: &Agents, volume: &Volume, replica: &Replica) -> (bool, String) {
@@ -208,7 +214,7 @@ pub fn is_last(cluster: &ClusterState, volume: &Volume, replica: &Replica) -> bo
     let mut others = cluster
         .replicas_of(&volume.spec.volume_name)
         .filter(|other| other.spec.replica_id != replica.spec.replica_id)
-        .filter(|other| !given_up::replica(cluster, other));
+        .filter(|other| !given_up::is_replica_given_up(cluster, other));
     has_all(replica) && !others.any(has_all)
 }
 

@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-use crate::drain::{self, Leaves, Left};
+use crate::drain::{self, EvictionReason, RemainingObject};
 use crate::objects::{Replica, Robustness, Volume, VolumeState};
 use crate::observed::Agents;
 use crate::requests::{self, Change, RequestError};
@@ -37,7 +37,7 @@ pub struct RebalancePlan {
     /// The proposed moves, at most one replica of each volume. Moves that separate replicas come first.
     pub moves: Vec<Move>,
     /// Replicas whose move was requested, with the event that each waits for.
-    pub under_way: Vec<Left>,
+    pub under_way: Vec<RemainingObject>,
     /// The number of volumes that were left out, by reason.
     pub left_out: BTreeMap<&'static str, u32>,
 }
@@ -99,7 +99,9 @@ impl Survey {
         for (name, volume) in &cluster.volumes {
             let replicas: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
             let movable = Movable::of(agents, limits, volume, &replicas);
-            let asked = |replica: &&Replica| drain::leaves(cluster, replica) == Some(Leaves::Location);
+            let asked = |replica: &&Replica| {
+                drain::eviction_reason(cluster, replica) == Some(EvictionReason::Location)
+            };
             if let Some(leaving) = replicas.iter().position(asked) {
                 let left = drain::of_replica(cluster, agents, replicas[leaving]);
                 survey.plan.under_way.push(left);

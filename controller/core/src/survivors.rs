@@ -39,7 +39,7 @@ fn without_of(
     is_member: impl Fn(&Replica) -> bool,
 ) -> Survivors {
     let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
-    let is_left = |replica: &&Replica| !goes(replica) && !given_up::replica(cluster, replica);
+    let is_left = |replica: &&Replica| !goes(replica) && !given_up::is_replica_given_up(cluster, replica);
     let all: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
     let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
     if !members.iter().any(|replica| has_data(replica) && goes(replica)) {

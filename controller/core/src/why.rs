@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shorthorn_types::{HumanBytes, Members, ReplicaId};
 
-use crate::drain::Leaves;
+use crate::drain::EvictionReason;
 use crate::objects::{
     Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberRecord, NEXT_ATTACH,
     REPLICAS_STOPPING, Replica, Volume, VolumeState,
@@ -128,25 +128,27 @@ impl Explainer<'_> {
     /// Explains replicas that have to leave their nodes, and the event that they wait for.
     fn explain_drained(&mut self) {
         for replica in self.replicas.clone() {
-            let Some(leaves) = drain::leaves(self.cluster, replica) else { continue };
+            let Some(leaves) = drain::eviction_reason(self.cluster, replica) else { continue };
             let left = drain::of_replica(self.cluster, self.agents, replica);
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
             let held = if left.held { ", and cannot yet" } else { "" };
             let why = after_colon(&left.message);
             let disk = &replica.spec.disk_path;
             let (place, stay) = match leaves {
-                Leaves::Volume => {
+                EvictionReason::Deleted => {
                     self.say(format!(
                         "Replica {name} on node {node} is deleted once it has been replaced{why}."
                     ));
                     continue;
                 }
-                Leaves::Node => (format!("node {node}, which is drained"), format!("node uncordon {node}")),
-                Leaves::Disk => (
+                EvictionReason::Node => {
+                    (format!("node {node}, which is drained"), format!("node uncordon {node}"))
+                }
+                EvictionReason::Disk => (
                     format!("disk {disk} of node {node}, which is drained"),
                     format!("disk uncordon {node} {disk}"),
                 ),
-                Leaves::Location => {
+                EvictionReason::Location => {
                     (format!("node {node} for a better place"), format!("rebalance --cancel {}", self.name))
                 }
             };

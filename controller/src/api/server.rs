@@ -365,11 +365,11 @@ impl Controller for Api {
         let node = requests::find_node(&cluster, &node).map_err(|error| status::of_request(&error))?;
         let agents = self.fleet.agents();
         let (eviction_requested, left) = if disk.is_empty() {
-            (node.spec.eviction_requested, drain::left(&cluster, &agents, node))
+            (node.spec.eviction_requested, drain::remaining(&cluster, &agents, node))
         } else {
             let missing = || RequestError::NoDisk { node: node.metadata.name.clone(), path: disk.clone() };
             let spec = node.spec.disks.get(&disk).ok_or_else(|| status::of_request(&missing()))?;
-            (spec.eviction_requested, drain::left_on_disk(&cluster, &agents, node, &disk))
+            (spec.eviction_requested, drain::remaining_on_disk(&cluster, &agents, node, &disk))
         };
         let left = left.into_iter().map(drain_left).collect();
         Ok(Response::new(v1::Drain { eviction_requested, left }))
@@ -466,7 +466,7 @@ impl Api {
     }
 }
 
-pub(super) fn drain_left(left: drain::Left) -> v1::DrainLeft {
+pub(super) fn drain_left(left: drain::RemainingObject) -> v1::DrainLeft {
     v1::DrainLeft {
         volume: left.volume,
         replica: left.replica.unwrap_or_default(),

@@ -171,7 +171,7 @@ impl Api {
             // One whose disk fails may stay for as long as that.
             let view = agents.get(&replica.spec.node_id).filter(|view| view.is_synced());
             view.is_some_and(|view| !view.failures.contains_key(&key))
-                && !given_up::disk_of(&cluster, replica)
+                && !given_up::is_disk_given_up(&cluster, replica)
         };
         cluster.left_behind(&name).any(is_asked)
     }

@@ -20,7 +20,7 @@ pub struct Label(String);
 /// Tags, or the tags of a selector.
 pub type Labels = BTreeSet<Label>;
 
-/// The reason why a text is no label.
+/// The reason why a text is not a label.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{0:?} is not a tag or zone: use 1 to {MAX_LABEL_BYTES} letters, digits, '-', '_' and '.', starting and ending with a \

@@ -17,10 +17,10 @@ pub const MAX_NODE_NAME_BYTES: usize = 253;
 #[schemars(with = "schema::NodeName")]
 pub struct NodeName(String);
 
-/// The reason why a text is no node name.
+/// The reason why a text is not a node name.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error(
-    "node name {0:?} is no DNS name: use up to 253 lower-case letters, digits, '-' and '.', \
+    "node name {0:?} is not a DNS name: use up to 253 lower-case letters, digits, '-' and '.', \
      starting and ending with a letter or digit"
 )]
 pub struct NodeNameError(String);

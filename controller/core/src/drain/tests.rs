@@ -91,7 +91,7 @@ fn cluster() -> ClusterState {
 
 /// Returns the rest of the drain of a: (held, message) of each.
 fn left_on_a(cluster: &ClusterState) -> Vec<(bool, String)> {
-    let left = left(cluster, &Agents::default(), &cluster.nodes["a"]);
+    let left = remaining(cluster, &Agents::default(), &cluster.nodes["a"]);
     left.into_iter().map(|left| (left.held, left.message)).collect()
 }
 
@@ -163,19 +163,19 @@ fn a_disk_is_drained_without_its_node() {
     let mut other = replica(3, "a");
     other.spec.disk_path = "/other".to_owned();
     cluster.insert(other.clone().into());
-    assert_eq!(leaves(&cluster, &replica(1, "a")), Some(Leaves::Disk));
-    assert_eq!(leaves(&cluster, &other), None);
-    assert_eq!(leaves(&cluster, &replica(2, "b")), None);
-    let left = |path: &str| left_on_disk(&cluster, &Agents::default(), &node, path);
-    assert_eq!(left("/disk").len(), 1);
+    assert_eq!(eviction_reason(&cluster, &replica(1, "a")), Some(EvictionReason::Disk));
+    assert_eq!(eviction_reason(&cluster, &other), None);
+    assert_eq!(eviction_reason(&cluster, &replica(2, "b")), None);
+    let remaining = |path: &str| remaining_on_disk(&cluster, &Agents::default(), &node, path);
+    assert_eq!(remaining("/disk").len(), 1);
     assert!(
-        left("/disk")[0].message.contains("v-00000003 on node a is being rebuilt"),
+        remaining("/disk")[0].message.contains("v-00000003 on node a is being rebuilt"),
         "{:?}",
-        left("/disk")
+        remaining("/disk")
     );
     node.spec.eviction_requested = true;
     cluster.insert(node.into());
-    assert_eq!(leaves(&cluster, &other), Some(Leaves::Node));
+    assert_eq!(eviction_reason(&cluster, &other), Some(EvictionReason::Node));
 }
 
 #[test]

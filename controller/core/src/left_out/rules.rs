@@ -90,8 +90,8 @@ fn an_object_that_was_left_out_is_not_taken_for_one_that_is_not_there() {
     );
     cluster = without(Kind::Node).cluster;
     is_left_out(requests::find_node(&cluster, "a"), Kind::Node);
-    assert!(!given_up::node(&cluster, &NodeName::new("a").unwrap()));
-    assert!(given_up::node(&cluster, &NodeName::new("z").unwrap()));
+    assert!(!given_up::is_node_given_up(&cluster, &NodeName::new("a").unwrap()));
+    assert!(given_up::is_node_given_up(&cluster, &NodeName::new("z").unwrap()));
 }
 
 #[test]
@@ -203,11 +203,12 @@ fn a_disk_or_node_stays_if_a_replica_may_be_on_it_that_was_left_out() {
 #[test]
 fn a_drain_is_not_over_while_a_replica_may_be_there_that_was_left_out() {
     let example = without(Kind::Replica);
-    let left = drain::left(&example.cluster, &example.agents, &example.cluster.nodes["c"]);
+    let left = drain::remaining(&example.cluster, &example.agents, &example.cluster.nodes["c"]);
     assert!(left.len() == 1 && left[0].held && left[0].message.contains("mend it"), "{left:?}");
-    let of_disk = drain::left_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["c"], DISK);
+    let of_disk =
+        drain::remaining_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["c"], DISK);
     assert_eq!(of_disk, left);
-    let on_b = drain::left_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["b"], DISK);
+    let on_b = drain::remaining_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["b"], DISK);
     assert!(on_b.iter().all(|left| !left.message.contains("mend it")), "{on_b:?}");
 }
 

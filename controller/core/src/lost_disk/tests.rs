@@ -105,7 +105,7 @@ fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force(
         panic!("it is kept")
     };
     cluster.insert(node.into());
-    assert!(cluster.replicas.values().all(|replica| given_up::disk_of(&cluster, replica)));
+    assert!(cluster.replicas.values().all(|replica| given_up::is_disk_given_up(&cluster, replica)));
     assert!(matches!(remove(true, false).apply(&cluster, &agents("")), Ok(Change::AlreadySo(_))));
     // It is well again.
     let (node, path, allow) = ("n".to_owned(), DISK.to_owned(), Some(true));

@@ -97,11 +97,14 @@ impl Cluster {
 #[test]
 fn a_node_that_never_comes_back_is_given_up() {
     let mut cluster = Cluster::new();
-    assert!(!given_up::node(&cluster.state, &node("a")) && given_up::node(&cluster.state, &node("z")));
+    assert!(
+        !given_up::is_node_given_up(&cluster.state, &node("a"))
+            && given_up::is_node_given_up(&cluster.state, &node("z"))
+    );
     let Change::Store(deleted) = cluster.delete(false).unwrap() else { panic!("it is so already") };
     assert_eq!(deleted.spec, cluster.state.nodes["a"].spec, "a deletion changes nothing else");
     cluster.state.insert(deleted.clone().into());
-    assert!(given_up::node(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
+    assert!(given_up::is_node_given_up(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
     assert_eq!(cluster.delete(false), Ok(Change::AlreadySo(deleted)));
     let unconfirmed = DeleteNode { name: "b".to_owned(), confirm: "a".to_owned(), force: true };
     let refused = unconfirmed.apply(&cluster.state, &cluster.agents, now());

@@ -253,13 +253,13 @@ fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
 
 /// Returns true if the node does not answer, and the operator has given it up.
 fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
-    given_up::node(context.cluster, node)
+    given_up::is_node_given_up(context.cluster, node)
         && matches!(reachability(context, node), Reachability::Unreachable(_))
 }
 
 /// Returns true if the data of the replica is not waited for, because its node or its disk is given up.
 fn has_lost_location(context: &Context<'_>, replica: &Replica) -> bool {
-    is_given_up(context, &replica.spec.node_id) || given_up::disk_of(context.cluster, replica)
+    is_given_up(context, &replica.spec.node_id) || given_up::is_disk_given_up(context.cluster, replica)
 }
 
 /// Returns the rest of `limit` since `start`. If the clock was set back, no time counts as passed.

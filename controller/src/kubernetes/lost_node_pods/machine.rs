@@ -25,7 +25,7 @@ const DETACHED: &str = "AttachmentDeleted";
 /// The problem and its object: each cause is logged once.
 #[derive(Debug, Error)]
 #[error("cannot {doing}: {error}")]
-struct Trouble {
+struct RoundError {
     doing: &'static str,
     error: CallError,
 }
@@ -77,7 +77,12 @@ impl PodForceDeleter {
     }
 
     /// Decides once, then waits until something may be decided otherwise.
-    async fn round_and_wait(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<(), Trouble> {
+    async fn round_and_wait(
+        &self,
+        name: &str,
+        node: &NodeName,
+        memory: &mut Memory,
+    ) -> Result<(), RoundError> {
         let round = {
             // An error means that the semaphore is closed, which does not happen.
             let _turn = self.rounds.acquire().await;
@@ -90,7 +95,7 @@ impl PodForceDeleter {
         }
     }
 
-    async fn round(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<Round, Trouble> {
+    async fn round(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<Round, RoundError> {
         let machine = bounded(Api::<Machine>::all(self.client.clone()).get_opt(name)).await;
         let machine = machine.map_err(doing("read the node"))?;
         let attachments = self.attachments(name, memory).await?;
@@ -113,7 +118,7 @@ impl PodForceDeleter {
         plan: PodPlan,
         attachments: &[Attachment],
         memory: &mut Memory,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), RoundError> {
         let mut trouble = None;
         for (pod, why) in plan.keep {
             tracing::debug!(node = name, pod = %pod.name, ?why, "stays");
@@ -144,7 +149,7 @@ impl PodForceDeleter {
     }
 
     /// Deletes the object of the pod at once; false: it is gone already, or another one has its name.
-    async fn force_delete(&self, pod: &Pod) -> Result<bool, Trouble> {
+    async fn force_delete(&self, pod: &Pod) -> Result<bool, RoundError> {
         let api: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.name.namespace);
         let now = exactly(&pod.uid).grace_period(0);
         let done = deleted(bounded(api.delete(&pod.name.name, &now)).await);
@@ -153,7 +158,7 @@ impl PodForceDeleter {
     }
 
     /// Has Kubernetes take the volume away from the machine; false: it does already.
-    async fn detach(&self, attachment: &Attachment) -> Result<bool, Trouble> {
+    async fn detach(&self, attachment: &Attachment) -> Result<bool, RoundError> {
         let api: Api<VolumeAttachment> = Api::all(self.client.clone());
         let done = deleted(bounded(api.delete(&attachment.name, &exactly(&attachment.uid))).await);
         self.metrics.force_deleted("attachment", done.is_ok());
@@ -204,7 +209,7 @@ impl PodForceDeleter {
     }
 
     /// Returns the disks that are attached to the machine, or about to be.
-    async fn attachments(&self, name: &str, memory: &mut Memory) -> Result<Vec<Attachment>, Trouble> {
+    async fn attachments(&self, name: &str, memory: &mut Memory) -> Result<Vec<Attachment>, RoundError> {
         let api: Api<VolumeAttachment> = Api::all(self.client.clone());
         let there = |attachment: VolumeAttachment| Some(attachment).filter(|one| one.spec.node_name == name);
         let listed = list(&api, ListParams::default(), there).await;
@@ -221,21 +226,21 @@ impl PodForceDeleter {
         Ok(listed.iter().map(|one| read::attachment(one, &memory.claimed)).collect())
     }
 
-    async fn claimed(&self, volume: &str) -> Result<Option<Claimed>, Trouble> {
+    async fn claimed(&self, volume: &str) -> Result<Option<Claimed>, RoundError> {
         let api: Api<PersistentVolume> = Api::all(self.client.clone());
         let found = bounded(api.get_opt(volume)).await.map_err(doing("read a volume"))?;
         Ok(found.as_ref().and_then(read::claimed))
     }
 
     /// Returns the pods of the machine, and the version of the list.
-    async fn pods(&self, name: &str) -> Result<(Vec<Pod>, String), Trouble> {
+    async fn pods(&self, name: &str) -> Result<(Vec<Pod>, String), RoundError> {
         let api: Api<KubePod> = Api::all(self.client.clone());
         let there = ListParams::default().fields(&field_selector(name));
         list(&api, there, |pod| read::pod(&pod)).await.map_err(doing("list the pods"))
     }
 
     /// Waits until a pod of the machine changes, or the watch ends without a change.
-    async fn await_change(&self, name: &str, version: &str) -> Result<(), Trouble> {
+    async fn await_change(&self, name: &str, version: &str) -> Result<(), RoundError> {
         let trouble = doing("watch the pods");
         let api: Api<KubePod> = Api::all(self.client.clone());
         let change = async {
@@ -255,8 +260,8 @@ fn field_selector(name: &str) -> String {
     format!("spec.nodeName={name}")
 }
 
-fn doing(doing: &'static str) -> impl Fn(CallError) -> Trouble {
-    move |error| Trouble { doing, error }
+fn doing(doing: &'static str) -> impl Fn(CallError) -> RoundError {
+    move |error| RoundError { doing, error }
 }
 
 /// Names exactly the examined object, and no other one of its name.

@@ -15,7 +15,7 @@ use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::{Run, surplus};
-use crate::drain::{self, Leaves};
+use crate::drain::{self, EvictionReason};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
 };
@@ -68,7 +68,8 @@ pub(super) fn makes_room(
     engine: &Engine,
     replica: &Replica,
 ) -> bool {
-    let must_leave = drain::leaves(cluster, replica).is_some_and(|leaves| leaves != Leaves::Location);
+    let must_leave =
+        drain::eviction_reason(cluster, replica).is_some_and(|leaves| leaves != EvictionReason::Location);
     let id = replica.spec.replica_id;
     let others = || cluster.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
     must_leave
@@ -193,7 +194,8 @@ impl<'a> Run<'a> {
         let wanted = self.stored.spec.number_of_replicas as usize;
         let (lost, hopeful): (Vec<&'a Replica>, Vec<&'a Replica>) =
             live.iter().copied().partition(|replica| self.is_lost(engine, replica));
-        let leaves = |replica: &&'a Replica| Some((drain::leaves(self.context.cluster, replica)?, *replica));
+        let leaves =
+            |replica: &&'a Replica| Some((drain::eviction_reason(self.context.cluster, replica)?, *replica));
         let evicted = hopeful.iter().filter_map(leaves).min_by_key(|(leaves, _)| *leaves);
         if hopeful.iter().filter(|replica| !self.is_evicted(replica)).count() >= wanted {
             self.report_enough();
@@ -214,7 +216,7 @@ impl<'a> Run<'a> {
             self.report_full();
             return;
         }
-        if let (None, Some((Leaves::Location, replica))) = (lost, evicted)
+        if let (None, Some((EvictionReason::Location, replica))) = (lost, evicted)
             && hopeful.len() >= wanted
         {
             self.move_away(replica);
@@ -320,10 +322,10 @@ impl<'a> Run<'a> {
         let at = |replica: &Replica| format!("{} on {}", replica.metadata.name, replica.spec.node_id);
         let why = match (lost, evicted) {
             (Some(lost), _) => format!("{} is away", at(lost)),
-            (None, Some(evicted)) => match drain::leaves(self.context.cluster, evicted) {
-                Some(Leaves::Disk) => format!("{} is to leave its disk", at(evicted)),
-                Some(Leaves::Location) => format!("better placement than that of {}", at(evicted)),
-                Some(Leaves::Volume) => format!("{} was deleted", at(evicted)),
+            (None, Some(evicted)) => match drain::eviction_reason(self.context.cluster, evicted) {
+                Some(EvictionReason::Disk) => format!("{} is to leave its disk", at(evicted)),
+                Some(EvictionReason::Location) => format!("better placement than that of {}", at(evicted)),
+                Some(EvictionReason::Deleted) => format!("{} was deleted", at(evicted)),
                 _ => format!("{} is to leave its node", at(evicted)),
             },
             (None, None) => "the volume has fewer than configured".to_owned(),

@@ -31,7 +31,9 @@ pub(super) fn leaving<'a>(
     let candidates = surplus.members.iter().copied().filter(|replica| surplus.can_do_without(replica));
     if !has_surplus {
         let makes_room = |replica: &&Replica| makes_room(context.cluster, volume, engine, replica);
-        return candidates.filter(makes_room).min_by_key(|replica| drain::leaves(context.cluster, replica));
+        return candidates
+            .filter(makes_room)
+            .min_by_key(|replica| drain::eviction_reason(context.cluster, replica));
     }
     candidates.max_by_key(|replica| surplus.rank(replica))
 }

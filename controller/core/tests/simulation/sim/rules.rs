@@ -180,7 +180,8 @@ impl Sim {
 
     /// Returns true if that node is lost, and the operator has said so.
     fn is_given_up(&self, node: &NodeName) -> bool {
-        self.lost.is_some_and(|at| self.nodes[at].name == *node) && given_up::node(&self.store, node)
+        self.lost.is_some_and(|at| self.nodes[at].name == *node)
+            && given_up::is_node_given_up(&self.store, node)
     }
 
     /// Checks that a replica is forgotten with its data only if its node is given up, and only if no engine
