@@ -273,34 +273,17 @@ fn only_volumes_are_marked(host: &VmHost) -> Result<()> {
         .map(drop)
 }
 
+/// Upgrades the packages, lets the engine hand over to the new program, and downgrades them.
 fn upgraded_under_load(host: &VmHost) -> Result<()> {
     // Without a rate it takes the processors that apt needs.
     let load = FioRuns::start(
         host,
-        "--filename=/dev/longhorn/v1 --size=2m --rw=randwrite --bs=16k --iodepth=8 --rate_iops=50",
+        "--filename=/dev/longhorn/v1 --size=2m --rw=randwrite --bs=16k --iodepth=8 --rate_iops=20",
     )?;
     whole_run(&load)?;
-    let before = pids(host)?;
-    let downgrade = format!("install --allow-downgrades {}", all_of(OLD));
-    for (version, command) in [(NEW, "upgrade"), (OLD, downgrade.as_str()), (NEW, "upgrade")] {
-        let daemons = ["shorthorn-agent", "shorthorn-controller"];
-        let old = daemons.map(|daemon| pid(host, daemon).unwrap_or_default());
-        host.sh(&apt(command))?;
-        has_version(host, version)?;
-        settings_are_kept(host)?;
-        for (daemon, old) in daemons.into_iter().zip(old) {
-            ensure!(pid(host, daemon)? != old, "{daemon} is still that of the last version");
-        }
-        ensure!(pids(host)? == before, "{version} has restarted an engine or a replica");
-        // The engine is of the old version.
-        until("comparison of the programs", LIMIT, || {
-            let is_outdated = needs_upgrade(host)?;
-            ensure!(is_outdated == (version == NEW), "needsUpgrade is {is_outdated} at {version}");
-            Ok(Some(()))
-        })?;
-    }
+    changed_under_load(host, NEW, "upgrade")?;
     whole_run(&load)?;
-    // The engine is still the program that the first upgrade deleted, until it hands over.
+    // The engine is still the program that the upgrade deleted, until it hands over.
     let program = "readlink /proc/$(systemctl show --property MainPID --value shorthorn-engine@v1)/exe";
     host.sh(&format!("{program} | grep ' (deleted)$'"))?;
     let replaced = host.ctl("upgrade engines")?;
@@ -308,7 +291,27 @@ fn upgraded_under_load(host: &VmHost) -> Result<()> {
     host.sh(&format!("{program} | grep -x /usr/bin/shorthorn-agent"))?;
     ensure!(needs_upgrade(host)? == false, "the engine is replaced and needs an upgrade");
     whole_run(&load)?;
+    changed_under_load(host, OLD, &format!("install --allow-downgrades {}", all_of(OLD)))?;
+    whole_run(&load)?;
     load.finish(LIMIT)
+}
+
+/// Runs the command of apt that leads to this version. It restarts the daemons, but no engine and no replica.
+fn changed_under_load(host: &VmHost, version: &str, command: &str) -> Result<()> {
+    let daemons = ["shorthorn-agent", "shorthorn-controller"];
+    let before = pids(host)?;
+    let old = daemons.map(|daemon| pid(host, daemon).unwrap_or_default());
+    host.sh(&apt(command))?;
+    has_version(host, version)?;
+    settings_are_kept(host)?;
+    for (daemon, old) in daemons.into_iter().zip(old) {
+        ensure!(pid(host, daemon)? != old, "{daemon} is still that of the last version");
+    }
+    ensure!(pids(host)? == before, "{version} has restarted an engine or a replica");
+    until("comparison of the programs", LIMIT, || {
+        ensure!(needs_upgrade(host)? == true, "the engine is not known to run another program");
+        Ok(Some(()))
+    })
 }
 
 /// Checks that all packages have a version, and that both daemons run.
