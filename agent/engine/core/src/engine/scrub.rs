@@ -104,12 +104,11 @@ impl EngineCore {
             true => ScrubResult::Undecided(members.iter().collect()),
             false => scrub_result_of(&check.sums, rotten, members),
         };
-        // In other blocks the sound one may be wrong.
-        if !rotten.is_empty()
-            && range.length() > BLOCK_BYTES
-            && self.scrub.as_mut().is_some_and(|scrub| scrub.look_closer(range))
-        {
-            self.suspects.end_check(false);
+        // In other blocks the sound one may be wrong. That holds also if the scrub has ended or started over.
+        if !rotten.is_empty() && range.length() > BLOCK_BYTES {
+            if let Some(scrub) = &mut self.scrub {
+                scrub.look_closer(range);
+            }
             return self.free_slot(id, out);
         }
         match scrub_result {

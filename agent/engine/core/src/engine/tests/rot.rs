@@ -294,6 +294,24 @@ fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
     assert_eq!(found(&out), [(3, 1, vec![0, 1], false)], "both have lost it");
 }
 
+/// A scrub ends, or begins again, while the members are compared. One of them knows that it holds rot
+/// somewhere in the piece, and the other may be wrong in another block of it.
+#[test]
+fn a_piece_with_rot_is_not_repaired_as_a_whole_after_its_scrub_has_ended() {
+    for next in [None, Some(ScrubConfig { bytes_per_s: 0, repair: true })] {
+        let mut bench = Bench::new(2);
+        let out = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+        let verify = |peer| (peer, Operation::Verify, 0, SIZE_BYTES);
+        assert_eq!(parts(&out), [verify(0), verify(1)]);
+        bench.apply(Event::Scrub(next));
+        rotten(&mut bench, 0);
+        let out = bench.apply(Event::Verified { peer: 1, slot: id(COPY), outcome: Ok(7) });
+        assert_eq!(found(&out), []);
+        let again = next.map_or(Vec::new(), |_| vec![verify(0), verify(1)]);
+        assert_eq!(parts(&out), again);
+    }
+}
+
 /// Returns members whose reads are verified.
 fn verifying(members: u64) -> Bench {
     let config = CoreConfig { verify_reads: true, ..config(members, members) };
