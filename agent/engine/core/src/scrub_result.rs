@@ -59,9 +59,13 @@ pub type MemberChecksums = (PeerIndex, ReplicaChecksums);
 #[must_use]
 pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
     if agree(member_checksums) {
-        // If two members hold the same, the kept sum is wrong. A single one has no confirmation.
-        return match member_checksums {
-            [(alone, checksums)] if checksums.contradicts_itself() => ScrubResult::Undecided(vec![*alone]),
+        // If two members that have kept sums hold the same, the differing sum is wrong. Members without kept
+        // sums confirm nothing: they may be copies of the rot.
+        let mut keepers = member_checksums.iter().filter(|(_, checksums)| checksums.kept.is_some());
+        return match (keepers.next(), keepers.next()) {
+            (Some((alone, checksums)), None) if checksums.contradicts_itself() => {
+                ScrubResult::Undecided(vec![*alone])
+            }
             _ => ScrubResult::Equal,
         };
     }
@@ -122,13 +126,20 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
     if sources.len() == member_checksums.len() {
         return ScrubResult::Equal;
     }
-    let is_alone_in_doubt = matches!(&readable[..], [(_, checksums)] if checksums.contradicts_itself());
+    let is_alone_in_doubt =
+        matches!(&readable[..], [(_, alone)] if contradicts_any(member_checksums, alone.sum));
     let is_majority = readable.len() >= 3 && 2 * sources.len() > readable.len();
     if (sources.len() == readable.len() && !is_alone_in_doubt) || is_majority {
         let odd = member_checksums.iter().map(|(peer, _)| *peer).filter(|peer| !sources.contains(peer));
         return ScrubResult::Odd { odd: odd.collect(), sources };
     }
     ScrubResult::Undecided(all())
+}
+
+/// Returns true if a single member that can read the range holds something else than another one has kept.
+/// That other one may be able to read most blocks: a repair of the whole range would replace them with rot.
+fn contradicts_any(member_checksums: &[MemberChecksums], sum: Option<u32>) -> bool {
+    member_checksums.iter().any(|(_, checksums)| checksums.kept.is_some() && checksums.kept != sum)
 }
 
 /// Returns the sum that a member keeps from now on, after this result. None: the sum is not known. No member
@@ -192,7 +203,7 @@ mod tests {
 
     #[test]
     fn of_a_layer_a_kept_sum_is_right() {
-        let cases: [(&str, Members<'_>, ScrubResult); 15] = [
+        let cases: [(&str, Members<'_>, ScrubResult); 18] = [
             ("two, one as it was", &[(1, 1, NONE), (2, 1, NONE)], odd(&[1], &[0])),
             ("two, the first one rotten", &[(2, 1, NONE), (1, 1, NONE)], odd(&[0], &[1])),
             ("the minority is as it was", &[(2, 1, NONE), (2, 1, NONE), (1, 1, NONE)], odd(&[0, 1], &[2])),
@@ -205,6 +216,9 @@ mod tests {
             ("a new one that shows the same", &[(1, 1, 7), (2, NONE, 7)], ScrubResult::Equal),
             ("a new one that shows something else", &[(1, 1, 7), (2, NONE, 8)], odd(&[1], &[0])),
             ("both agree against a kept sum", &[(2, 1, NONE), (2, 1, NONE)], ScrubResult::Equal),
+            ("a copy of the rot", &[(2, 1, NONE), (2, NONE, NONE)], ScrubResult::Undecided(vec![0])),
+            ("and another one", &[(2, NONE, 2), (2, 1, 2), (2, NONE, 2)], ScrubResult::Undecided(vec![1])),
+            ("and one that has kept it", &[(2, 1, 2), (2, NONE, 2), (2, 2, 2)], ScrubResult::Equal),
             ("alone, and not as it was", &[(2, 1, NONE)], ScrubResult::Undecided(vec![0])),
             ("alone, and as it was", &[(1, 1, NONE)], ScrubResult::Equal),
             ("alone, and unknown", &[(1, NONE, NONE)], ScrubResult::Equal),
@@ -232,6 +246,16 @@ mod tests {
             "the other copy cannot be read"
         );
         assert_eq!(scrub_result(&[(2, 1, NONE), (NONE, NONE, NONE)]), ScrubResult::Undecided(vec![0, 1]));
+        assert_eq!(
+            scrub_result(&[(1, NONE, NONE), (NONE, 1, NONE)]),
+            odd(&[1], &[0]),
+            "as it was kept there"
+        );
+        assert_eq!(
+            scrub_result(&[(2, NONE, NONE), (NONE, 1, NONE)]),
+            ScrubResult::Undecided(vec![0, 1]),
+            "the other one may be right in the blocks that it can read"
+        );
         assert_eq!(
             scrub_result(&[(1, NONE, 7), (2, NONE, 8), (NONE, 1, NONE)]),
             ScrubResult::Undecided(vec![0, 1, 2])
@@ -264,5 +288,6 @@ mod tests {
         assert_eq!(kept(&[(1, 1), (2, 1)]), [1, 1], "it still has to be found the next time");
         assert_eq!(kept(&[(1, NONE), (NONE, NONE)]), [NONE, NONE]);
         assert_eq!(kept(&[(2, 1), (2, 1)]), [2, 2], "both agree on what came after");
+        assert_eq!(kept(&[(2, 1), (2, NONE)]), [1, NONE], "the second may be a copy of the first");
     }
 }
