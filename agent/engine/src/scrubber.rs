@@ -31,6 +31,8 @@ use sum_writer::SumWriter;
 
 /// The interval of progress reports. People read them.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval at which a scrub looks whether the one before it has ended.
+const TURN_INTERVAL: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 << 10;
 
 /// A scrub of the snapshots that is under way. It stops soon after this is dropped.
@@ -120,7 +122,7 @@ struct Scrubber {
 
 impl Scrubber {
     fn run(&mut self) {
-        match self.scrub_all() {
+        match self.scrub_alone() {
             Ok(()) => {}
             Err(ScrubError::Failed(reason)) => self.incomplete = Some(reason),
             Err(ScrubError::Stopped) => return, // the receiver is gone
@@ -131,6 +133,18 @@ impl Scrubber {
 
     fn report(&self, progress: ScrubProgress) {
         self.context.shared.send_event(MainEvent::Snapshots { scrub: self.number, progress });
+    }
+
+    /// Scrubs after the end of the scrub before, which was stopped and may still look at a piece.
+    fn scrub_alone(&mut self) -> Result<(), ScrubError> {
+        let context = Arc::clone(&self.context);
+        let _scrubbing = loop {
+            match context.snapshot_use.scrubbing() {
+                Some(scrubbing) => break scrubbing,
+                None => self.pause(TURN_INTERVAL)?,
+            }
+        };
+        self.scrub_all()
     }
 
     fn scrub_all(&mut self) -> Result<(), ScrubError> {
@@ -230,6 +244,11 @@ impl Scrubber {
     /// Keeps to the limit.
     fn wait(&mut self, bytes: u64) -> Result<(), ScrubError> {
         let pause = self.pacer.pause(self.order.bytes_per_s, bytes, Instant::now());
+        self.pause(pause)
+    }
+
+    /// Waits, unless the scrub is stopped.
+    fn pause(&self, pause: Duration) -> Result<(), ScrubError> {
         match self.stopped.recv_timeout(pause) {
             Err(RecvTimeoutError::Timeout) => Ok(()),
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Err(ScrubError::Stopped),
@@ -324,4 +343,66 @@ impl Scrubber {
 fn snapshot_images(list: &LayerList) -> Vec<String> {
     let count = list.layers.len().saturating_sub(1);
     list.layers.iter().take(count).map(|layer| layer.image.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_control::EngineSpec;
+    use shorthorn_core::{CopyLimits, CoreConfig, EngineCore, FlightLimits};
+    use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, View, ViewId};
+
+    use super::*;
+    use crate::connector::Connector;
+    use crate::shared::Shared;
+
+    /// Returns the context of an engine that knows no replica. A scrub ends at once.
+    fn context(events: Sender<MainEvent>) -> Arc<EngineContext> {
+        let spec: EngineSpec = serde_json::from_value(serde_json::json!({
+            "volume": "v1", "size_bytes": 1 << 20, "attach": 1, "replicas": [], "frontend": "socket",
+            "secret": "07".repeat(32), "state_file": "/s", "control_socket": "/c", "frontend_socket": "/f",
+            "device_dir": "/d", "queues": 1, "depth": 1, "replica_timeout_ms": 1000,
+        }))
+        .unwrap();
+        let generation = Generation::new(1, 0);
+        let members = Members::new([ReplicaId::from_random(1)]).unwrap();
+        let core = EngineCore::new(&CoreConfig {
+            queues: 1,
+            depth: 1,
+            peers: Vec::new(),
+            view: View { id: ViewId { generation, number: 1 }, members },
+            replica_timeout_ms: 1000,
+            late_limit_ms: 1000,
+            flight_limits: FlightLimits { bytes: 1 << 20, requests: 1 },
+            size_bytes: 1 << 20,
+            dirty: RegionSet::empty(16),
+            out_of_sync: Vec::new(),
+            stamp: 0,
+            out_of_sync_stamps: Vec::new(),
+            copy_slots: 2,
+            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
+            intent_interval_ms: 0,
+            intent_keep_bytes: 0,
+            verify_reads: false,
+            refuses_requests: false,
+        });
+        let shared = Arc::new(Shared::new(core, Vec::new(), events));
+        Arc::new(EngineContext::new(Connector::new(&spec, generation), 1, shared, Vec::new()))
+    }
+
+    /// A scrub that was stopped looks at its piece to the end.
+    #[test]
+    fn a_scrub_begins_after_the_end_of_the_one_before() {
+        let (sender, events) = mpsc::channel();
+        let context = context(sender);
+        let before = context.snapshot_use.scrubbing().unwrap();
+        let order = ScrubCommand { bytes_per_s: 0, repair: true };
+        let stopped = Scrubbing::start(Arc::clone(&context), order, 1).unwrap();
+        let scrubbing = Scrubbing::start(Arc::clone(&context), order, 2).unwrap();
+        assert!(events.recv_timeout(TURN_INTERVAL * 2).is_err(), "one is under way");
+        drop((stopped, before));
+        let ended = events.recv_timeout(Duration::from_secs(10)).unwrap();
+        let is_second =
+            |event| matches!(event, MainEvent::Snapshots { scrub: 2, progress: ScrubProgress::Ended { .. } });
+        assert!(is_second(ended) && scrubbing.number() == 2);
+    }
 }
