@@ -240,6 +240,18 @@ fn check_layer(client: &mut Client) -> LayerCheck {
     client.ask(Opcode::CheckLayer, &asked).unwrap()
 }
 
+/// Repairs so many blocks of the snapshot, from block 3 on.
+fn repair_below(client: &mut Client, blocks: u32) {
+    let (offset_bytes, length_bytes) = (3 * BLOCK, blocks * 4096);
+    let patch =
+        LayerPatch { image: SNAPSHOT.to_owned(), offset_bytes, length_bytes, runs: vec![(0, blocks)] };
+    let data = &pattern(1, 4 << 16)[3 * 4096..][..length_bytes as usize];
+    let (header, text) = encode_patch(7001, &patch, data);
+    let bytes = [&client.encode(&header)[..], &text].concat();
+    client.raw(&bytes);
+    assert_eq!(client.receive().unwrap().0.status, 0);
+}
+
 /// Rot in a snapshot is reported to copies and comparisons, but not in blocks that a reader does not see
 /// there.
 #[test]
@@ -265,6 +277,25 @@ fn rot_in_a_snapshot_is_reported_to_copies_and_comparisons() {
     assert_eq!(check_layer(&mut client).sum, None, "rot does not vote");
 }
 
+/// A block has vanished from the snapshot, and no other layer has it.
+#[test]
+fn a_snapshot_with_a_vanished_block_does_not_vote() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, mut client) = with_snapshot(&spec);
+    let sound = check_layer(&mut client).sum;
+    replica.kill();
+    let snapshot = OpenOptions::new().write(true).open(spec.directory.join(SNAPSHOT)).unwrap();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(snapshot.as_fd(), punch, i64::try_from(3 * BLOCK).unwrap(), 4096).unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(check_layer(&mut client).sum, None);
+    repair_below(&mut client, 1);
+    assert!(sound.is_some() && check_layer(&mut client).sum == sound);
+    assert_eq!(verify(&mut client, 0, 65536).map(drop), Ok(()));
+}
+
 #[test]
 fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
     let base = base();
@@ -272,17 +303,7 @@ fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
     let (_replica, mut client) = with_snapshot(&spec);
     [3, 4, 40].into_iter().for_each(|block| rot_below(&spec, block));
     assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN));
-    let patch = LayerPatch {
-        image: SNAPSHOT.to_owned(),
-        offset_bytes: 3 * BLOCK,
-        length_bytes: 4096,
-        runs: vec![(0, 1)],
-    };
-    let data = &pattern(1, 4 << 16)[3 * 4096..4 * 4096];
-    let (header, text) = encode_patch(7001, &patch, data);
-    let bytes = [&client.encode(&header)[..], &text].concat();
-    client.raw(&bytes);
-    assert_eq!(client.receive().unwrap().0.status, 0);
+    repair_below(&mut client, 1);
     assert_eq!(verify(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
     assert_eq!(verify(&mut client, 4 * BLOCK, BLOCK), Err(ROTTEN), "it is known");
     assert!(is_summed(&spec, SIZE, 1) && is_summed(&spec, SIZE, 2));
@@ -306,16 +327,7 @@ fn a_repair_of_a_snapshot_leaves_rot_of_the_head_known() {
     rot_below(&spec, 3);
     assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN));
     assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN));
-    let patch = LayerPatch {
-        image: SNAPSHOT.to_owned(),
-        offset_bytes: 3 * BLOCK,
-        length_bytes: 4 * 4096,
-        runs: vec![(0, 4)],
-    };
-    let (header, text) = encode_patch(7001, &patch, &pattern(1, 4 << 16)[3 * 4096..7 * 4096]);
-    let bytes = [&client.encode(&header)[..], &text].concat();
-    client.raw(&bytes);
-    assert_eq!(client.receive().unwrap().0.status, 0);
+    repair_below(&mut client, 4);
     assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
     assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "it is older data");
     assert_eq!(read_checked(&mut client, 6 * BLOCK, BLOCK).map(drop), Ok(()));

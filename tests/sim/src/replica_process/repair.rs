@@ -9,7 +9,7 @@ impl Simulation {
         let sabotage = self.options.sabotage;
         let replica = &mut self.replicas[at];
         let can_repair = replica.up && !replica.failed && !replica.durable.rebuilding;
-        // A check of a layer does not compare a block that has vanished. A read of its page may have met it.
+        // A check of a layer compares a block that has vanished only if no other layer has it.
         let is_read = replica.files.vanished().next().is_none() || replica.repair_rng.u8(0..8) > 0;
         let files = &replica.files;
         let rotten = files.rot_below().map(|(block, _)| block);
