@@ -1,0 +1,130 @@
+//! Rot in a snapshot, and its repair.
+
+use super::*;
+
+pub const SNAPSHOT: &str = "volume-snap-below.img";
+
+/// A replica with a snapshot of four regions, and one block in the head. All is summed.
+pub fn with_snapshot(spec: &ReplicaSpec) -> (Replica, Client) {
+    assert!(Replica::start(spec).terminate().success());
+    let mut store = Store::open(&spec.directory, StoreOptions::default()).unwrap();
+    store.write_at(&pattern(1, 4 << 16), 0, false).unwrap();
+    store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+    store.write_at(&pattern(2, 4096), 5 * BLOCK, false).unwrap();
+    store.close().unwrap();
+    let replica = Replica::start(spec);
+    let mut client = replica.open(generation(1));
+    is_clean(&mut client, SIZE);
+    wait_until_summed(spec, SIZE, &[0, 1, 2, 3]);
+    (replica, client)
+}
+
+/// The disk changes a byte of a block of the snapshot.
+fn rot_below(spec: &ReplicaSpec, block: u64) {
+    let path = spec.directory.join(SNAPSHOT);
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
+    let mut bytes = AlignedBuffer::new(4096);
+    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
+    bytes.as_mut_slice()[100] ^= 1;
+    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
+}
+
+fn check_layer(client: &mut Client) -> LayerCheck {
+    let length_bytes = u32::try_from(MIB).unwrap();
+    let asked = LayerRange { image: SNAPSHOT.to_owned(), offset_bytes: 0, length_bytes };
+    client.ask(Opcode::CheckLayer, &asked).unwrap()
+}
+
+/// Repairs so many blocks of the snapshot, from block 3 on.
+fn repair_below(client: &mut Client, blocks: u32) {
+    let (offset_bytes, length_bytes) = (3 * BLOCK, blocks * 4096);
+    let patch =
+        LayerPatch { image: SNAPSHOT.to_owned(), offset_bytes, length_bytes, runs: vec![(0, blocks)] };
+    let data = &pattern(1, 4 << 16)[3 * 4096..][..length_bytes as usize];
+    let (header, text) = encode_patch(7001, &patch, data);
+    let bytes = [&client.encode(&header)[..], &text].concat();
+    client.raw(&bytes);
+    assert_eq!(client.receive().unwrap().0.status, 0);
+}
+
+/// Rot in a snapshot is reported to copies and comparisons, but not in blocks that a reader does not see
+/// there.
+#[test]
+fn rot_in_a_snapshot_is_reported_to_copies_and_comparisons() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = with_snapshot(&spec);
+    let read = |client: &mut Client, flags| {
+        let mut request = Header::request(Opcode::ReadLayer, 7000, 0, 65536);
+        request.flags = flags;
+        let bytes = client.encode(&request);
+        client.raw(&bytes);
+        let (header, data) = client.receive().unwrap();
+        if header.status == 0 { Ok(data) } else { Err(header.status) }
+    };
+    // A reader does not see the sixth block of the snapshot.
+    rot_below(&spec, 5);
+    assert!(read(&mut client, Flags::CHECKED).is_ok());
+    assert!(check_layer(&mut client).sum.is_some());
+    rot_below(&spec, 3);
+    assert_eq!(read(&mut client, Flags::CHECKED), Err(ROTTEN));
+    assert!(read(&mut client, Flags::NONE).is_ok(), "who does not ask gets what is there");
+    assert_eq!(check_layer(&mut client).sum, None, "rot does not vote");
+}
+
+/// A block has vanished from the snapshot, and no other layer has it.
+#[test]
+fn a_snapshot_with_a_vanished_block_does_not_vote() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, mut client) = with_snapshot(&spec);
+    let sound = check_layer(&mut client).sum;
+    replica.kill();
+    let snapshot = OpenOptions::new().write(true).open(spec.directory.join(SNAPSHOT)).unwrap();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(snapshot.as_fd(), punch, i64::try_from(3 * BLOCK).unwrap(), 4096).unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(check_layer(&mut client).sum, None);
+    repair_below(&mut client, 1);
+    assert!(sound.is_some() && check_layer(&mut client).sum == sound);
+    assert_eq!(verify(&mut client, 0, 65536).map(drop), Ok(()));
+}
+
+#[test]
+fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = with_snapshot(&spec);
+    [3, 4, 40].into_iter().for_each(|block| rot_below(&spec, block));
+    assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN));
+    repair_below(&mut client, 1);
+    assert_eq!(verify(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
+    assert_eq!(verify(&mut client, 4 * BLOCK, BLOCK), Err(ROTTEN), "it is known");
+    assert!(is_summed(&spec, SIZE, 1) && is_summed(&spec, SIZE, 2));
+    assert_eq!(verify(&mut client, 40 * BLOCK, BLOCK), Err(ROTTEN), "of another region");
+    assert_eq!(verify(&mut client, 48 * BLOCK, 16 * BLOCK).map(drop), Ok(()));
+}
+
+/// A block has vanished from the head, so that a reader sees the block below it. The repair of another block
+/// writes that block once more.
+#[test]
+fn a_repair_of_a_snapshot_leaves_rot_of_the_head_known() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, _) = with_snapshot(&spec);
+    replica.kill();
+    let head = OpenOptions::new().write(true).open(spec.directory.join("volume-head-001.img")).unwrap();
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(head.as_fd(), punch, i64::try_from(5 * BLOCK).unwrap(), 4096).unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    rot_below(&spec, 3);
+    assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN));
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN));
+    repair_below(&mut client, 4);
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
+    assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "it is older data");
+    assert_eq!(read_checked(&mut client, 6 * BLOCK, BLOCK).map(drop), Ok(()));
+}
