@@ -171,7 +171,7 @@ impl Executor {
 
     /// Reads once more, because a layer was repaired meanwhile. A block that was removed from it read as
     /// zeroes.
-    fn plan_again(&mut self, slot: u16, ring: &mut Ring) {
+    pub(super) fn plan_again(&mut self, slot: u16, ring: &mut Ring) {
         let Work { header, blocks, .. } = *self.work(slot);
         let range = header.range().unwrap_or(blocks);
         let planned = match header.opcode {

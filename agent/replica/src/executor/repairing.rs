@@ -18,6 +18,7 @@ use super::Executor;
 use super::block::{block_ranges, length_of, number_of};
 use super::block_sums::BlockSums;
 use super::cached_layer_sums::no_layer;
+use super::requests::is_planned;
 use crate::error::ReplicaError;
 use crate::limits::BLOCK_BYTES_USIZE;
 
@@ -74,11 +75,26 @@ impl Executor {
                 repaired
             }
         };
+        self.read_again(ring);
         // The store has removed those of the layers above if a block has come back.
         self.layer_sums.release();
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
+    }
+
+    /// Repeats the reads that wait for pages of sums to be compared: the sums that would have shown rot in
+    /// their data have ended.
+    fn read_again(&mut self, ring: &mut Ring) {
+        let mut waiting = self.block_sums.waiting.take();
+        for slot in waiting.drain(..) {
+            if is_planned(self.work(slot).header.opcode) {
+                self.plan_again(slot, ring);
+            } else {
+                self.block_sums.waiting.add(slot);
+            }
+        }
+        self.block_sums.waiting.give_back(waiting);
     }
 
     /// Writes zeroes over the blocks that the repair brings back, and that have to stay zeroes for a reader.

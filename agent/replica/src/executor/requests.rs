@@ -181,7 +181,7 @@ fn asks_for_check(header: &Header) -> bool {
 }
 
 /// Returns true if the request reads the blocks that a reader sees, in layers that a plan names.
-fn is_planned(opcode: Opcode) -> bool {
+pub(super) fn is_planned(opcode: Opcode) -> bool {
     matches!(opcode, Opcode::Read | Opcode::Verify | Opcode::Write)
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nix::fcntl::{FallocateFlags, fallocate};
 use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_zeroes};
 use shorthorn_types::Errno;
-use shorthorn_wire::{Header, Opcode};
+use shorthorn_wire::{Flags, Header, Opcode};
 
 use super::*;
 use crate::executor::block::number_in_page;
@@ -120,6 +120,15 @@ fn sum_region(executor: &mut Executor, sum: u32, ring: &mut Ring) {
     assert!(executor.is_summed(block));
 }
 
+/// Other pages take the place of the first one in memory.
+fn forget_first_page(executor: &mut Executor, ring: &mut Ring) {
+    for page in 100..130 {
+        executor.sum_page(page, ring);
+        end_reads(executor, ring);
+    }
+    assert!(executor.block_sums.pages.peek(0).is_none());
+}
+
 fn end_reads(executor: &mut Executor, ring: &mut Ring) {
     let mut completions = Vec::new();
     ring.wait(None, &mut completions).unwrap();
@@ -172,11 +181,7 @@ fn a_sum_decides_between_zeroes_and_the_data_of_the_layer() {
         let mut ring = Ring::new(64).unwrap();
         sum_region(&mut executor, sum, &mut ring);
         // Their page has to be read first.
-        for page in 100..130 {
-            executor.sum_page(page, &mut ring);
-            end_reads(&mut executor, &mut ring);
-        }
-        assert!(executor.block_sums.pages.peek(0).is_none());
+        forget_first_page(&mut executor, &mut ring);
         assert!(executor.repair_layer(&patch, &[7; 4096], &mut ring).is_err());
         assert_eq!(shown(&mut executor), sum_of_zeroes());
         end_reads(&mut executor, &mut ring);
@@ -322,6 +327,24 @@ fn rot_stays_known_after_a_repair_that_ends_all_sums() {
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     assert_eq!(executor.block_sums.known.is_rotten(BLOCK, sum_of_data(&[7; 4096])), Some(true));
+}
+
+/// The request has read the rot, and waits for the page that would show it. The repair ends these sums.
+#[test]
+fn a_read_that_waits_for_its_sums_does_not_return_rot_after_a_repair() {
+    let temp = tempfile::tempdir().unwrap();
+    let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
+    let mut ring = Ring::new(64).unwrap();
+    sum_region(&mut executor, sum_of_data(&[7; 4096]), &mut ring);
+    forget_first_page(&mut executor, &mut ring);
+    let read = Header::request(Opcode::Read, 1, BLOCK * BLOCK_BYTES, 4096);
+    executor.assign(0, Header { flags: Flags::CHECKED, ..read });
+    executor.start(0, &mut ring);
+    end_reads(&mut executor, &mut ring);
+    assert!(executor.work(0).wants_check && executor.work(0).pending == 0, "it waits for the page");
+    executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
+    end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
+    assert_eq!(executor.payload(0).crc32c(), crc32c::crc32c(&[7; 4096]));
 }
 
 #[test]
