@@ -112,6 +112,11 @@ pub enum ReplicaError {
         "more blocks hold rot than can be tracked, some of them around {0}: scrub the volume, or replace this replica"
     )]
     TooMuchRot(ByteRange),
+    /// A repair would end the sums of all blocks, and with them the only knowledge of some rot.
+    #[error(
+        "repairing {0} now would end all checksums, and more blocks hold rot than can be known without these: the next scrub repairs it"
+    )]
+    RotWithoutPlace(ByteRange),
     /// A repair would bring back a block that a request is modifying.
     #[error("a request is modifying {0}, which the layer has lost: the next scrub repairs it")]
     BeingModified(ByteRange),
@@ -166,7 +171,9 @@ impl ReplicaError {
             | ReplicaError::TooLarge(_)
             | ReplicaError::Sums { .. } => Errno::INVALID,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
-            ReplicaError::BeingModified(_) | ReplicaError::UndecidedHole(_) => Errno::new(libc::EBUSY),
+            ReplicaError::RotWithoutPlace(_)
+            | ReplicaError::BeingModified(_)
+            | ReplicaError::UndecidedHole(_) => Errno::new(libc::EBUSY),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),
             ReplicaError::Spec(_) | ReplicaError::OtherReplica { .. } => Errno::INVALID,
             _ => Errno::IO,

@@ -283,6 +283,12 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.homeless.as_ref().is_some_and(|homeless| !homeless.contains(&page))
     }
 
+    /// Returns true if a page has rot that would be forgotten when the sums of all pages end.
+    #[must_use]
+    pub fn has_homeless(&self) -> bool {
+        self.homeless.as_ref().is_none_or(|homeless| !homeless.is_empty())
+    }
+
     /// Frees the place of a block that was read back with this sum: a sum that says the same is durable, and
     /// counts. A block with rot, or that a request is modifying, keeps its place.
     pub fn summed(&mut self, block: u64, found: u32) {

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use nix::fcntl::{FallocateFlags, fallocate};
+use shorthorn_replica_core::Places;
 use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_zeroes};
 use shorthorn_types::Errno;
 use shorthorn_wire::{Flags, Header, Opcode};
@@ -327,6 +328,29 @@ fn rot_stays_known_after_a_repair_that_ends_all_sums() {
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     assert_eq!(executor.block_sums.known.is_rotten(BLOCK, sum_of_data(&[7; 4096])), Some(true));
+}
+
+/// Only a page on the disk knows some rot, and the repair would end the sums of all pages.
+#[test]
+fn a_repair_that_would_end_all_sums_waits_while_rot_has_no_place() {
+    let temp = tempfile::tempdir().unwrap();
+    let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
+    executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
+    let known = &mut executor.block_sums.known;
+    known.set_places(Places { blocks: 0, homeless_pages: 1 });
+    assert!(!known.keep(5, [(5 * SUM_PAGE_SPAN_BYTES / BLOCK_BYTES, 70)]));
+    let mut ring = Ring::new(16).unwrap();
+    begin_write(&mut executor, 0, SIZE / BLOCK_BYTES - 1, 4096, &mut ring);
+    executor.write_pages(&mut ring);
+    assert!(!executor.marks.is_idle());
+    let refused = executor.repair_layer(&patch, &[7; 4096], &mut ring);
+    assert!(!executor.block_sums.known.may_modify(5), "{refused:?}");
+    assert_eq!(refused.unwrap_err().errno(), Errno::new(libc::EBUSY));
+    assert_eq!(shown(&mut executor), sum_of_data(&[1; 4096]));
+    end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
+    executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
+    assert_eq!(shown(&mut executor), sum_of_data(&[7; 4096]));
+    assert!(!executor.block_sums.known.may_modify(5));
 }
 
 /// The request has read the rot, and waits for the page that would show it. The repair ends these sums.
