@@ -127,7 +127,7 @@ impl Executor {
             if !self.is_hole(returning.block)? {
                 continue;
             }
-            match self.decide_about_hole(returning, ring) {
+            match self.decide_about_hole(returning, ring)? {
                 AboutHole::StaysZeroes => kept.push(returning.block),
                 AboutHole::ShowsLayer => {}
                 AboutHole::Undecided => undecided = undecided.or(Some(returning.block)),
@@ -176,15 +176,27 @@ impl Executor {
     }
 
     /// Decides by the sums about a block that is a hole.
-    fn decide_about_hole(&mut self, Returning { block, sum }: Returning, ring: &mut Ring) -> AboutHole {
+    fn decide_about_hole(
+        &mut self,
+        Returning { block, sum }: Returning,
+        ring: &mut Ring,
+    ) -> Result<AboutHole, ReplicaError> {
         let (number, page) = (number_of(block), block.offset() / SUM_PAGE_SPAN_BYTES);
         let is_known = self.block_sums.known.has(number);
         if !is_known && self.is_summed(block) && self.sum_page(page, ring).is_none() {
-            return AboutHole::Undecided; // until the page is read
+            return Ok(AboutHole::Undecided); // until the page is read
         }
         let kept = Some(self.kept_sum(block)).filter(|kept| *kept != SUM_UNKNOWN);
+        if !is_known && kept.is_some_and(|kept| kept != self.block_sums.zero_sum) {
+            // The repair ends the sums that show this rot, and may fail after that.
+            let sums = ByteRange::new(page * SUM_PAGE_SPAN_BYTES, SUM_PAGE_SPAN_BYTES);
+            let sums = self.kept_sums_of(sums.map_err(StoreError::from)?);
+            if !self.block_sums.known.keep_some(sums) {
+                return Err(ReplicaError::TooMuchRot(block));
+            }
+        }
         let BlockSums { known, zero_sum, .. } = &mut self.block_sums;
-        known.decide_about_hole(number, (*zero_sum, sum), kept)
+        Ok(known.decide_about_hole(number, (*zero_sum, sum), kept))
     }
 
     /// Writes zeroes to the head, and makes all of it durable. Otherwise a loss of power after the repair

@@ -96,7 +96,7 @@ impl Executor {
     }
 
     /// Returns the blocks of `range` whose sums count, and these. Their page is in memory.
-    fn kept_sums_of(&self, range: ByteRange) -> Vec<(u64, u32)> {
+    pub(super) fn kept_sums_of(&self, range: ByteRange) -> Vec<(u64, u32)> {
         let sums = block_ranges(range).map(|block| (number_of(block), self.kept_sum(block)));
         sums.filter(|(_, sum)| *sum != SUM_UNKNOWN).collect()
     }

@@ -188,7 +188,7 @@ fn a_sum_decides_between_zeroes_and_the_data_of_the_layer() {
         end_reads(&mut executor, &mut ring);
         executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
         assert_eq!(shown(&mut executor), sum);
-        assert!(!executor.block_sums.known.has(BLOCK));
+        assert_ne!(executor.block_sums.known.is_rotten(BLOCK, sum), Some(true));
     }
 }
 
@@ -369,6 +369,26 @@ fn a_read_that_waits_for_its_sums_does_not_return_rot_after_a_repair() {
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     assert_eq!(executor.payload(0).crc32c(), crc32c::crc32c(&[7; 4096]));
+}
+
+/// The repair ends the sum that shows the rot. If it fails then, zeroes would look sound.
+#[test]
+fn a_block_that_has_vanished_stays_known_as_rot_if_its_repair_fails() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("replica");
+    let (mut executor, patch) = with_vanished_below(&path);
+    let (mut ring, former) = (Ring::new(64).unwrap(), sum_of_data(&[7; 4096]));
+    sum_region(&mut executor, former, &mut ring);
+    let (layer, elsewhere) = (path.join(&patch.image), temp.path().join("layer"));
+    std::fs::rename(&layer, &elsewhere).unwrap();
+    executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap_err();
+    std::fs::rename(&elsewhere, &layer).unwrap();
+    let is_rotten = |executor: &Executor| {
+        [sum_of_zeroes(), former].map(|sum| executor.block_sums.known.is_rotten(BLOCK, sum))
+    };
+    assert_eq!(is_rotten(&executor), [Some(true), Some(false)]);
+    executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
+    assert_eq!((is_rotten(&executor)[1], shown(&mut executor)), (Some(false), former));
 }
 
 #[test]
