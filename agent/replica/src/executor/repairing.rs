@@ -59,7 +59,7 @@ impl Executor {
         if pages.into_iter().any(|page| !self.block_sums.known.may_modify(page)) {
             return Err(ReplicaError::TooMuchRot(range));
         }
-        self.store.check_repair(image, range)?;
+        self.store.check_repair(image, range, &runs)?;
         self.keep_zeroes(image, range, &runs, data, ring)?;
         // Blocks that the repair removes from the layer read as zeroes, also if it fails after that.
         self.requests.void_plans();

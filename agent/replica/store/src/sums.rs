@@ -260,16 +260,21 @@ impl Store {
         Ok(runs)
     }
 
-    /// Checks that a snapshot's layer can be repaired in `range`, and returns its file.
+    /// Checks that `runs` of a snapshot's layer can be repaired in `range`, and returns its file. The volume
+    /// may have grown since the snapshot, so that the layer ends inside the range, or before it.
     ///
     /// # Errors
-    /// The layer does not exist, or does not have the range, or the store cannot change it now.
-    pub fn check_repair(&mut self, image: &str, range: ByteRange) -> Result<FileIndex> {
+    /// The layer does not exist, or does not have the runs, or the store cannot change it now.
+    pub fn check_repair(&mut self, image: &str, range: ByteRange, runs: &[ByteRange]) -> Result<FileIndex> {
         self.medium.check_writable()?;
         self.image.check_no_fold()?;
         let layer = self.known_layer(image)?;
         let index = self.image.find(layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
-        range.check(self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES))?;
+        range.check(self.size_bytes())?;
+        let layer_bytes = self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES);
+        for run in runs {
+            run.check(layer_bytes)?;
+        }
         self.check_sums_follow()?;
         Ok(index)
     }
@@ -292,7 +297,7 @@ impl Store {
     /// Plans made before are void afterwards.
     ///
     /// # Errors
-    /// The layer does not exist, or does not have the range, or an I/O error: the range may then hold some of
+    /// The layer does not exist, or does not have the runs, or an I/O error: the range may then hold some of
     /// both.
     pub fn repair_layer(
         &mut self,
@@ -301,7 +306,7 @@ impl Store {
         runs: &[ByteRange],
         data: &[u8],
     ) -> Result<()> {
-        let index = self.check_repair(image, range)?;
+        let index = self.check_repair(image, range, runs)?;
         let before = self.layer_blocks(index, range)?;
         let is_there = |block: u64| before.iter().any(|run| run.offset() <= block && block < run.end());
         let mut blocks = runs.iter().flat_map(|run| block_starts(*run));

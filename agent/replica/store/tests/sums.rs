@@ -150,3 +150,24 @@ fn a_layer_is_put_right_block_by_block() {
     open.close().unwrap();
     assert_eq!(read(&mut Store::open(&path, OpenOptions::default()).unwrap()), [5, 1, 1, 7, 0, 0]);
 }
+
+/// The pieces of a scrub end with the volume, and not with a layer that is smaller.
+#[test]
+fn the_end_of_a_layer_is_repaired_after_an_expansion() {
+    let base = scratch();
+    let path = base.path().join("replica");
+    let mut open =
+        Store::create(&path, CreateOptions { size_bytes: 8192, ..CreateOptions::default() }).unwrap();
+    open.write_at(&[1; 8192], 0, true).unwrap();
+    open.snapshot("first", true, BTreeMap::new(), NOW).unwrap();
+    open.expand(1 << 20).unwrap();
+    open.repair_layer(FIRST, blocks(0, 128), &[blocks(0, 2)], &[5; 8192]).unwrap();
+    open.repair_layer(FIRST, blocks(128, 128), &[], &[]).unwrap();
+    let mut data = [0; 12288];
+    open.read_at(&mut data, 0).unwrap();
+    assert_eq!([data[0], data[4096], data[8192]], [5, 5, 0]);
+    assert!(open.repair_layer(FIRST, blocks(0, 128), &[blocks(1, 2)], &[6; 8192]).is_err(), "past its end");
+    assert_eq!(open.snapshot_layer_bytes(FIRST), Some(8192));
+    open.close().unwrap();
+    Store::open(&path, OpenOptions::default()).unwrap();
+}
