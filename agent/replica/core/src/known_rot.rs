@@ -20,7 +20,8 @@
 //!
 //! The repair of a layer may also show data in a block that has read as zeroes until then. Either may be
 //! right: the disk has lost the block, and a request has made zeroes of it since, or none has. If no sum says
-//! which, other members have to decide first: see [`KnownRot::decide_about_hole`].
+//! which, other members have to decide first: see [`KnownRot::decide_about_hole`]. The block then stays known
+//! with the data that it gets. Zeroes only make a hole, of which no sum would say that it is right.
 //!
 //! A *lost* block is one that no replica had sound. The disk records it, whatever it holds, until other data
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
@@ -116,6 +117,8 @@ struct Known<R> {
     merged: Vec<Merged>,
     /// An engine knows of its rot, and may be about to decide about its data: see [`KnownRot::reported`].
     is_reported: bool,
+    /// The repair of a layer waits for its next data: see [`AboutHole::Undecided`].
+    is_undecided: bool,
     /// The request that is modifying it.
     change: Option<Change<R>>,
 }
@@ -144,7 +147,14 @@ enum Fate {
 
 impl<R> Known<R> {
     const fn new(former: Option<u32>) -> Known<R> {
-        Known { former, failed: Vec::new(), merged: Vec::new(), is_reported: false, change: None }
+        Known {
+            former,
+            failed: Vec::new(),
+            merged: Vec::new(),
+            is_reported: false,
+            is_undecided: false,
+            change: None,
+        }
     }
 
     const fn is_lost(&self) -> bool {
@@ -171,6 +181,13 @@ impl<R> Known<R> {
     /// Returns the sectors that have the data of requests, if the block has this sum.
     fn fresh(&self, sum: u32) -> u8 {
         self.merged.iter().filter(|merged| merged.sum == sum).fold(0, |fresh, merged| fresh | merged.fresh)
+    }
+
+    /// A request has decided about its data, with which it stays known. Returns false if its sum is not known.
+    fn decide(&mut self, after: After) -> bool {
+        let After::Sum(sum) = after else { return false };
+        *self = Known::new(Some(sum));
+        true
     }
 
     fn fate(&self, after: After) -> Fate {
@@ -256,6 +273,9 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
         if self.blocks.len() - self.lost < self.places.blocks / 2 {
             self.keep_some([(block, kept.unwrap_or(NO_SUM))]);
+        }
+        if let Some(known) = self.blocks.get_mut(&block) {
+            known.is_undecided = true;
         }
         AboutHole::Undecided
     }
@@ -477,7 +497,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
                 }
                 Fate::OtherData => {
                     cured += usize::from(known.is_lost());
-                    return false;
+                    return known.is_undecided && known.decide(after);
                 }
             }
             if known.is_lost() && known.failed.len() > FAILED_MAX {

@@ -285,8 +285,8 @@ impl Store {
     fn drop_sums_above(&self, image: &str) -> Result<()> {
         let layers = self.image.layout().chain().iter();
         // The head has none.
-        let above = layers.take_while(|layer| layer.as_str() != image).skip(1);
-        above.into_iter().try_for_each(|layer| self.drop_sums(layer))
+        let mut above = layers.take_while(|layer| layer.as_str() != image).skip(1);
+        above.try_for_each(|layer| self.drop_sums(layer))
     }
 
     /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no

@@ -356,6 +356,27 @@ fn zeroes_stay_if_they_may_be_right_and_else_only_a_sum_shows_the_layer() {
     assert_eq!(about(&mut known, 4, 70), AboutHole::ShowsLayer, "its data is lost anyway");
 }
 
+/// The request that decides gives it zeroes, and makes a hole of it again.
+#[test]
+fn an_undecided_block_stays_known_with_the_data_that_decides() {
+    for sum in [ZEROES, 80] {
+        let mut known = known();
+        assert_eq!(known.decide_about_hole(9, (ZEROES, 70), None), AboutHole::Undecided);
+        known.modified(1, 9, After::Sum(sum));
+        known.ended(1, true);
+        assert_eq!(rotten(&known, 9, [sum, 70, 71]), [Some(false), Some(true), Some(true)]);
+        let decided = if sum == ZEROES { AboutHole::StaysZeroes } else { AboutHole::Undecided };
+        assert_eq!(known.decide_about_hole(9, (ZEROES, 70), None), decided);
+    }
+    let mut known = known();
+    known.decide_about_hole(9, (ZEROES, 70), None);
+    known.modified(1, 9, After::Sum(80));
+    known.ended(1, true);
+    known.modified(2, 9, After::Sum(81));
+    known.ended(2, true);
+    assert!(!known.has(9), "only one request decides");
+}
+
 #[test]
 fn undecided_blocks_leave_half_of_the_places() {
     let mut known = known();

@@ -192,6 +192,20 @@ fn a_sum_decides_between_zeroes_and_the_data_of_the_layer() {
     }
 }
 
+/// No sum says so: a whole region has vanished.
+#[test]
+fn zeroes_that_another_member_gives_decide_about_a_block_that_the_disk_had_lost() {
+    let temp = tempfile::tempdir().unwrap();
+    let (mut executor, patch) = with_vanished_below(&temp.path().join("replica"));
+    let mut ring = Ring::new(16).unwrap();
+    zero_block(&mut executor, Opcode::WriteZeroes, &mut ring);
+    let refused = executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap_err();
+    assert!(matches!(refused, ReplicaError::UndecidedHole(_)), "{refused}");
+    zero_block(&mut executor, Opcode::WriteZeroes, &mut ring);
+    executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
+    assert_eq!(shown(&mut executor), sum_of_zeroes());
+}
+
 /// The snapshot above has no data there, and every member has kept its sum.
 #[test]
 fn a_block_that_comes_back_ends_the_sums_of_later_snapshots() {
