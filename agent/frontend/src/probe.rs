@@ -89,13 +89,7 @@ fn probe_ublk() -> Result<String, String> {
     let missing: Vec<&str> =
         REQUIRED_FEATURES.iter().filter(|(bit, _)| features & bit == 0).map(|(_, name)| *name).collect();
     if missing.is_empty() {
-        let slower = match is_deferral_safe(&release) {
-            true => String::new(),
-            false => format!(
-                "; without deferred task work, which costs some speed: io_uring of kernel {release} may hang at the end of a \
-                 process (fixed by commit da579f05ef0f: 6.6.122, 6.12.67 or 6.19)"
-            ),
-        };
+        let slower = without_deferral(&release);
         Ok(format!("ublk with features {features:#x}{slower}"))
     } else {
         Err(format!(
@@ -103,6 +97,17 @@ fn probe_ublk() -> Result<String, String> {
             missing.join(", ")
         ))
     }
+}
+
+/// Returns the part of the report that names the fault of a kernel on which task work is not deferred.
+fn without_deferral(release: &str) -> String {
+    if is_deferral_safe(release) {
+        return String::new();
+    }
+    format!(
+        "; without deferred task work, which costs some speed: io_uring of kernel {release} may hang at the end of a \
+         process (fixed by commit da579f05ef0f: 6.6.122, 6.12.67 or 6.19)"
+    )
 }
 
 /// Explains a failed probe of the driver.
@@ -149,6 +154,13 @@ mod tests {
             (FrontendKind::Socket, true),
         ];
         kinds.map(|(kind, usable)| FrontendReport { kind, usable, reason: format!("reason of {kind}") })
+    }
+
+    #[test]
+    fn the_report_names_a_kernel_whose_rings_may_hang() {
+        assert_eq!(without_deferral("6.12.67"), "");
+        let slower = without_deferral("6.12.66");
+        assert!(slower.contains("kernel 6.12.66 may hang") && slower.contains("da579f05ef0f"), "{slower}");
     }
 
     #[test]

@@ -184,14 +184,15 @@ impl ReplicaIdentity {
                 asked_replica: claim.replica,
             });
         }
-        if !hello.is_proven(challenge, &self.secret) {
-            return Err(HandshakeError::Proof(self.volume.clone()));
-        }
         if claim.queue > CONTROL_QUEUE {
             return Err(HandshakeError::Queue(claim.queue));
         }
         if claim.generation == Generation::NEVER {
             return Err(HandshakeError::Generation);
+        }
+        // The most expensive check is the last.
+        if !hello.is_proven(challenge, &self.secret) {
+            return Err(HandshakeError::Proof(self.volume.clone()));
         }
         Ok(())
     }

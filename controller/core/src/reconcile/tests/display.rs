@@ -38,6 +38,42 @@ fn a_volume_shows_its_members_its_sizes_and_what_is_wrong() {
     assert_eq!(shown(&cluster, &agents).status.display, volume.status.display);
 }
 
+/// All replicas are members, and requests wait for one of them.
+#[test]
+fn a_volume_whose_member_is_slow_is_degraded_and_names_it() {
+    let mut cluster = degraded_cluster();
+    let slow = ReplicaId::from_random(2);
+    cluster.insert(replica(slow, "b", None).into());
+    let mut volume = cluster.volumes["v"].clone();
+    volume.status.robustness = Robustness::Healthy;
+    cluster.insert(volume.into());
+    let mut engine = cluster.engines["v"].clone();
+    let message = "late by 9 s, answers PING".to_owned();
+    let record = MemberRecord { message, ..MemberRecord::of(MemberMode::Member) };
+    engine.status.replica_mode_map.insert(slow, record);
+    cluster.insert(engine.into());
+    let agents = agents(None);
+    let context = Context {
+        cluster: &cluster,
+        agents: &agents,
+        now: now(),
+        random: [7; MAX_MEMBERS],
+        settings: Settings::default(),
+    };
+    let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
+    let event = actions.iter().find_map(|action| match action {
+        Action::Emit(event) if event.reason == "Degraded" => Some(&event.message),
+        _ => None,
+    });
+    assert!(
+        event.is_some_and(|message| message.contains("is slow (late by 9 s, answers PING)")),
+        "{actions:?}"
+    );
+    let volume = shown(&cluster, &agents);
+    assert_eq!(volume.status.robustness, Robustness::Degraded);
+    assert_eq!(volume.status.display.reason, "ReplicaSlow");
+}
+
 #[test]
 fn nothing_is_shown_of_a_start_whose_steps_are_not_stored() {
     let mut cluster = degraded_cluster();

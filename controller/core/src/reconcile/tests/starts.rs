@@ -236,26 +236,24 @@ fn an_engine_that_goes_on_with_its_grant_is_not_called_faulted_while_it_says_tha
     assert_eq!(health_of_frozen(None, now()).0, Robustness::Faulted);
 }
 
-/// A host that has lost its state file starts an engine that does not know the last grant. The call with the
-/// grant fails, or the agent ends before it has passed it on. Only the question, which is still in the
-/// status, shows that.
-#[test]
-fn an_engine_gets_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {
-    let view = |attach, number, members: &[u64]| View {
+fn arbiter_view(attach: u64, number: u32, members: &[u64]) -> View {
+    View {
         id: ViewId { generation: Generation::new(attach, 0), number },
         members: Members::new(members.iter().copied().map(ReplicaId::from_random)).unwrap(),
-    };
-    let honoured = ReplicaReport { committed: view(1, 1, &[1, 2]), proposed: Vec::new() };
-    let granted = view(1, 2, &[1]);
+    }
+}
+
+/// Returns a volume whose engine on node `a` asks for `target`, while the arbiter has granted `granted` last.
+fn asking(granted: Option<View>, target: View, honoured: &ReplicaReport) -> (ClusterState, Agents) {
     let mut cluster = starting(VolumeState::Attaching);
     let mut volume = cluster.volumes["v"].clone();
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
     volume.status.current_node_id = volume.spec.node_id.clone();
-    volume.status.arbiter = Arbiter::default().ask(1, granted, &honoured, &granted.members).unwrap();
+    if let Some(granted) = granted {
+        volume.status.arbiter = Arbiter::default().ask(1, granted, honoured, &granted.members).unwrap();
+    }
     cluster.insert(volume.into());
-
-    let target = view(ATTACH, 1, &[2]);
-    let wanted = GrantWanted { view: target, honoured, stored: target.members };
+    let wanted = GrantWanted { view: target, honoured: honoured.clone(), stored: target.members };
     let shown = ObservedEngine {
         attach: Some(ATTACH),
         grant_wanted: Some(Box::new(wanted)),
@@ -266,29 +264,48 @@ fn an_engine_gets_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_ano
     let mut agents = agents(None);
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
+    (cluster, agents)
+}
 
+/// Any answer may be lost. The reconciler sends `granted` for as long as the engine asks, and the operator
+/// gets one event with this `reason`.
+fn sends_the_grant_again((mut cluster, agents): (ClusterState, Agents), granted: View, reason: &str) {
     for time in 0..3 {
         let settings = Settings::default();
         let context =
             Context { cluster: &cluster, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings };
         let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
-        let tells = decision.actions.iter().filter(
+        let calls = decision.actions.iter().filter(
             |action| matches!(action, Action::Call(_, AgentCall::Grant { view, .. }) if **view == granted),
         );
-        assert_eq!(tells.count(), 1, "time {time}: {decision:#?}");
+        assert_eq!(calls.count(), 1, "time {time}: {decision:#?}");
         assert!(decision.look_again.is_some_and(|again| again <= START_CHECK));
-        let warns = |action: &&Action| matches!(action, Action::Emit(event) if event.reason == "NotGranted");
-        assert_eq!(
-            decision.actions.iter().filter(warns).count(),
-            usize::from(time == 0),
-            "people hear it once"
-        );
+        let emits = |action: &&Action| matches!(action, Action::Emit(event) if event.reason == reason);
+        assert_eq!(decision.actions.iter().filter(emits).count(), usize::from(time == 0));
         for action in decision.actions {
             if let Action::Write(object) = action {
                 cluster.insert(*object);
             }
         }
     }
+}
+
+/// A host that has lost its state file starts an engine that does not know the last grant. The call with the
+/// grant fails, or the agent ends before it has passed it on. Only the question, which is still in the
+/// status, shows that.
+#[test]
+fn an_engine_gets_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {
+    let honoured = ReplicaReport { committed: arbiter_view(1, 1, &[1, 2]), proposed: Vec::new() };
+    let granted = arbiter_view(1, 2, &[1]);
+    let target = arbiter_view(ATTACH, 1, &[2]);
+    sends_the_grant_again(asking(Some(granted), target, &honoured), granted, "NotGranted");
+}
+
+#[test]
+fn an_engine_gets_its_grant_for_as_long_as_it_asks_for_it() {
+    let honoured = ReplicaReport { committed: arbiter_view(1, 1, &[1, 2]), proposed: Vec::new() };
+    let target = arbiter_view(ATTACH, 1, &[2]);
+    sends_the_grant_again(asking(None, target, &honoured), target, "Granted");
 }
 
 fn deleted(mut cluster: ClusterState) -> ClusterState {
