@@ -4,7 +4,7 @@
 //! their own: this release writes both, and reads the text if the other is absent. A number of a later
 //! version never makes a status invalid.
 
-mod words;
+mod enums;
 
 use shorthorn_types::status::{
     CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,

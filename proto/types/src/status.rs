@@ -3,7 +3,7 @@
 //! The serialised forms are the lines of the control sockets. `shorthorn-api` has the conversion to and from
 //! the messages of node.proto beside them.
 
-mod words;
+mod enums;
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName, generation};
 
-pub use words::{
+pub use enums::{
     CheckOutcome, CurrentState, DataLocality, DataLocalityError, DesireState, Frontend, FrontendError,
     Robustness, VolumeState,
 };

@@ -80,19 +80,19 @@ pub struct EngineStatus {
     #[schemars(with = "String")]
     pub phase: Option<EnginePhase>,
     /// The generation in which it serves.
-    #[serde(default, with = "super::optional::text")]
+    #[serde(default, with = "super::optional::parsed")]
     #[schemars(with = "String")]
     pub generation: Option<Generation>,
     /// The view in which it serves.
-    #[serde(default, with = "super::optional::text")]
+    #[serde(default, with = "super::optional::parsed")]
     #[schemars(with = "String")]
     pub view: Option<View>,
     /// The frontend that it chose.
-    #[serde(default, with = "super::optional::words")]
+    #[serde(default, with = "super::optional::text")]
     #[schemars(with = "String")]
     pub frontend: Option<String>,
     /// The device, or the socket.
-    #[serde(default, with = "super::optional::words")]
+    #[serde(default, with = "super::optional::text")]
     #[schemars(with = "String")]
     pub endpoint: Option<String>,
     /// The state of each replica in the engine.

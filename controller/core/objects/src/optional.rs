@@ -11,7 +11,7 @@ pub(super) fn number<S: Serializer>(value: &Option<u64>, serializer: S) -> Resul
 }
 
 /// A value that is a text outside Rust. A text of a later version is none: such values are observed again.
-pub(super) mod text {
+pub(super) mod parsed {
     use super::*;
 
     pub(in super::super) fn serialize<T: Display, S: Serializer>(
@@ -32,7 +32,7 @@ pub(super) mod text {
 }
 
 /// A text for people, or one that only other programs read.
-pub(super) mod words {
+pub(super) mod text {
     use super::*;
 
     pub(in super::super) fn serialize<S: Serializer>(
