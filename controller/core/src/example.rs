@@ -132,7 +132,7 @@ impl Example {
         view.instances.insert(InstanceKey::engine(&volume_name()), instance);
     }
 
-    /// Returns the view of the agent, for changes of anything but its instances.
+    /// Returns the observed agent, for changes of anything but its instances.
     pub(crate) fn agent(&mut self, node: &str) -> &mut ObservedAgent {
         self.agents.not_indexed(&name(node)).unwrap()
     }

@@ -2,7 +2,7 @@
 //!
 //! - [`objects`]: Volume, Engine, Replica and Node, as they are stored, and the [`ClusterState`] of all of
 //!   them.
-//! - [`observed`]: the current views of the agents; never stored.
+//! - [`observed`]: the current reports of the agents; never stored.
 //! - [`reconcile`]: from both to a short list of [`Action`]s, one function per kind of object.
 //! - [`schema`]: the objects as schemas of custom resources.
 //! - [`scheduler`]: nodes and disks for replicas, or the reason why none fits.

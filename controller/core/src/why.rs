@@ -62,7 +62,7 @@ struct Explainer<'a> {
     agents: &'a Agents,
     volume: &'a Volume,
     engine: Option<&'a Engine>,
-    /// The current view of this attachment's engine.
+    /// The observed engine of this attachment.
     shown: Option<&'a ObservedEngine>,
     replicas: Vec<&'a Replica>,
     settings: Settings,

@@ -132,7 +132,7 @@ pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String,
         return Ok(format!("node/{}", node.name));
     }
     if !format.is_for_people() {
-        return for_programs(format, &node_view(node, detail));
+        return for_programs(format, &node_output(node, detail));
     }
     let mut text = node_facts(&node, &detail);
     for frontend in &detail.frontends {
@@ -157,7 +157,7 @@ pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String,
     Ok(text)
 }
 
-fn node_view(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailOutput {
+fn node_output(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailOutput {
     let frontend = |found: v1::FrontendInfo| {
         let v1::FrontendInfo { name, usable, reason } = found;
         FrontendOutput { name, usable, reason }

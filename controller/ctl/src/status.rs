@@ -80,7 +80,7 @@ pub(super) fn is_well(overview: &v1::Overview) -> bool {
 /// Returns the overview as text.
 pub(super) fn text(format: Format, overview: v1::Overview) -> Result<String, CtlError> {
     if !format.is_for_people() {
-        return for_programs(format, &view(overview));
+        return for_programs(format, &overview_output(overview));
     }
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
@@ -141,7 +141,7 @@ fn list(title: &str, matters: v1::Matters, nothing: &str) -> String {
     text
 }
 
-fn view(overview: v1::Overview) -> OverviewOutput {
+fn overview_output(overview: v1::Overview) -> OverviewOutput {
     let well = is_well(&overview);
     let matters = |matters: Option<v1::Matters>| {
         let matters = matters.unwrap_or_default();

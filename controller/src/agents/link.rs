@@ -72,7 +72,7 @@ fn reason(error: &Status) -> String {
     if text.is_empty() { error.code().to_string() } else { text }
 }
 
-/// Takes over the complete view of the agent, and returns the stream of the later changes.
+/// Takes over the complete report of the agent, and returns the stream of the later changes.
 async fn sync(
     fleet: &Fleet,
     node: &NodeName,

@@ -195,7 +195,7 @@ impl Fleet {
         self.peers.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the views of the agents. The guard must not be held across an await.
+    /// Returns the observed agents. The guard must not be held across an await.
     pub fn agents(&self) -> RwLockReadGuard<'_, Agents> {
         self.agents.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -206,8 +206,8 @@ impl Fleet {
 
     /// Adds an agent as it is seen, without a connection.
     #[cfg(test)]
-    pub(crate) fn insert_view(&self, node: &str, view: ObservedAgent) {
-        self.agents_mut().insert(NodeName::new(node).unwrap(), view);
+    pub(crate) fn insert_observed(&self, node: &str, agent: ObservedAgent) {
+        self.agents_mut().insert(NodeName::new(node).unwrap(), agent);
     }
 
     /// Returns the keys of the nodes whose agents are known, stored or not.
@@ -261,7 +261,7 @@ impl Fleet {
         self.queue.open_places();
     }
 
-    /// Changes the view of the agent of `node`.
+    /// Changes the observed agent of `node`.
     pub(crate) fn change(&self, node: &NodeName, change: impl FnOnce(&mut ObservedAgent)) {
         if let Some(mut view) = self.agents_mut().get_mut(node) {
             change(&mut view);

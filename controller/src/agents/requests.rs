@@ -228,7 +228,7 @@ impl Fleet {
     /// [`CallError`].
     pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), CallError> {
         let request = limited(v1::ReleaseNodeRequest { cluster: from.to_owned() }, CALL_LIMIT);
-        // The features are not known yet: the view of another cluster's node is not taken over.
+        // The features are not known yet: the report of another cluster's node is not taken over.
         self.answer(node, "hand its node over", self.client(node)?.release_node(request)).await.map(drop)
     }
 

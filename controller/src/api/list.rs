@@ -8,7 +8,7 @@ use shorthorn_controller_core::{NodeName, requests};
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply};
-use super::{status, view};
+use super::{messages, status};
 use crate::agents::ASKED_MAX;
 use crate::kubernetes::workloads::Workload;
 
@@ -138,7 +138,7 @@ impl Api {
                 (request.namespace.is_empty() || volume.status.claim.as_ref().is_some_and(namespace))
                     && (request.name.is_empty() || volume.metadata.name == request.name)
             })?;
-            let volumes = found.objects.into_iter().map(|volume| view::volume(&cluster, &agents, volume));
+            let volumes = found.objects.into_iter().map(|volume| messages::volume(&cluster, &agents, volume));
             let (volumes, next_page_token) = (volumes.collect(), found.next_token);
             v1::ListVolumesResponse { volumes, next_page_token, workloads_problem: String::new() }
         };
@@ -182,7 +182,7 @@ impl Api {
                 && (node.is_empty() || replica.spec.node_id.as_str() == node)
         })?;
         let agents = self.fleet.agents();
-        let replicas = found.objects.into_iter().map(|replica| view::replica(&cluster, &agents, replica));
+        let replicas = found.objects.into_iter().map(|replica| messages::replica(&cluster, &agents, replica));
         let replicas = replicas.collect();
         Ok(Response::new(v1::ListReplicasResponse { replicas, next_page_token: found.next_token }))
     }
@@ -191,7 +191,7 @@ impl Api {
         let cluster = self.store.state();
         let agents = self.fleet.agents();
         let found = page(&cluster.nodes, request.page_size, &request.page_token, |_| true)?;
-        let nodes = found.objects.into_iter().map(|node| view::node(&cluster, &agents, node)).collect();
+        let nodes = found.objects.into_iter().map(|node| messages::node(&cluster, &agents, node)).collect();
         Ok(Response::new(v1::ListNodesResponse { nodes, next_page_token: found.next_token }))
     }
 }

@@ -4,6 +4,7 @@ mod diagnostics;
 mod discover;
 mod list;
 mod lost;
+mod messages;
 mod overview;
 mod placement;
 mod rebalance;
@@ -11,7 +12,6 @@ mod repair;
 mod server;
 mod status;
 mod trash;
-mod view;
 
 pub use diagnostics::Diagnostics;
 pub use server::Api;

@@ -6,7 +6,7 @@ use shorthorn_controller_core::{NodeName, Timestamp, drain};
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply, drain_left};
-use super::{status, view};
+use super::{messages, status};
 
 impl Api {
     pub(super) async fn change_placement(&self, request: v1::SetVolumeRequest) -> Reply<v1::Volume> {
@@ -46,7 +46,7 @@ impl Api {
         });
         let here = cluster.replicas.values().filter(|replica| replica.spec.node_id.as_str() == name);
         Ok(v1::NodeDetail {
-            node: Some(view::node(&cluster, &agents, node)),
+            node: Some(messages::node(&cluster, &agents, node)),
             frontends: frontends.collect(),
             data_address: node.status.data_address.clone(),
             max_volumes: node.status.max_volumes,

@@ -15,7 +15,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::diagnostics::Diagnostics;
-use super::{status, view};
+use super::{messages, status};
 use crate::agents::{CallError, Fleet};
 use crate::kubernetes::attachments::{Attachment, Attachments};
 use crate::kubernetes::workloads::Workloads;
@@ -127,7 +127,7 @@ impl Api {
     pub(super) fn show(&self, name: &str) -> Result<v1::Volume, Status> {
         let cluster = self.store.state();
         let volume = requests::find(&cluster, name).map_err(|error| status::of_request(&error))?;
-        Ok(view::volume(&cluster, &self.fleet.agents(), volume))
+        Ok(messages::volume(&cluster, &self.fleet.agents(), volume))
     }
 }
 
@@ -431,7 +431,7 @@ impl Api {
     pub(super) fn show_node(&self, name: &str) -> Result<v1::NodeObject, Status> {
         let cluster = self.store.state();
         let node = requests::find_node(&cluster, name).map_err(|error| status::of_request(&error))?;
-        Ok(view::node(&cluster, &self.fleet.agents(), node))
+        Ok(messages::node(&cluster, &self.fleet.agents(), node))
     }
 
     /// Sends the volume whenever its message changes, until it is deleted or the receiver is gone.

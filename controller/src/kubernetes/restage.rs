@@ -26,7 +26,7 @@ use crate::agents::Fleet;
 use crate::backoff::backoff;
 use crate::store::Store;
 
-/// The interval at which the views of the agents are examined.
+/// The interval at which the observed agents are examined.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// Reasons of events.
 const ENDED: &str = "PodEnded";

@@ -72,7 +72,7 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
 /// Returns true if the instance was made for this attachment or an earlier one. It may have no process any
 /// more: its node keeps its spec, with the secret of the volume, until it is stopped.
 fn is_older(instance: &Instance, attach: u64) -> bool {
-    view_of(instance).is_some_and(|view| view.attach <= Some(attach))
+    observed_engine(instance).is_some_and(|view| view.attach <= Some(attach))
 }
 
 /// Writes the status if it differs from the stored one.
@@ -103,18 +103,18 @@ fn has_ended(instance: &Instance, view: &ObservedEngine) -> bool {
         || (instance.state == InstanceState::Error && view.phase == Some(EnginePhase::Stopped))
 }
 
-/// Returns the view of the process of exactly this attachment, unless it has ended or is about to.
+/// Returns the observed process of exactly this attachment, unless it has ended or is about to.
 pub(super) fn living<'a>(
     engine: &Engine,
     view: &'a ObservedAgent,
 ) -> Option<(&'a Instance, &'a ObservedEngine)> {
     let instance = view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
-    let shown = view_of(instance).filter(|shown| shown.attach == Some(engine.spec.attach))?;
+    let shown = observed_engine(instance).filter(|shown| shown.attach == Some(engine.spec.attach))?;
     let is_living = instance.state != InstanceState::Stopping && !has_ended(instance, shown);
     is_living.then_some((instance, shown))
 }
 
-fn view_of(instance: &Instance) -> Option<&ObservedEngine> {
+fn observed_engine(instance: &Instance) -> Option<&ObservedEngine> {
     match &instance.detail {
         Detail::Engine(view) => Some(view),
         Detail::Replica(_) => None,
@@ -125,7 +125,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &ObservedA
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let attach = engine.spec.attach;
     let instance = view.instances.get(&key);
-    let shown = instance.and_then(view_of);
+    let shown = instance.and_then(observed_engine);
     let mut decision = Decision::nothing();
     match (instance, shown) {
         // Without the number it could be any engine: it is neither taken for this one nor stopped.

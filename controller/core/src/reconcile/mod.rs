@@ -81,7 +81,7 @@ impl Default for Settings {
 pub struct Context<'a> {
     /// The stored state.
     pub cluster: &'a ClusterState,
-    /// The views of the agents.
+    /// The observed agents.
     pub agents: &'a Agents,
     /// The time.
     pub now: Timestamp,
@@ -204,7 +204,7 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
 
 /// The controller's sight of a node.
 pub(crate) enum Reachability<'a> {
-    /// The agent is reachable and its view is up to date.
+    /// The agent is reachable, and its reports are up to date.
     Reachable(&'a ObservedAgent),
     /// The agent has been unreachable for a short time. The reconciler concludes nothing yet, and runs again
     /// after this duration.

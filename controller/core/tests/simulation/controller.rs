@@ -1,4 +1,4 @@
-//! The shell of a simulated controller: the views that it has received, and the running reconcilers.
+//! The shell of a simulated controller: the agents as it has observed them, and the running reconcilers.
 
 use std::collections::{BTreeMap, VecDeque};
 

@@ -118,9 +118,9 @@ async fn store() -> Arc<dyn Store> {
 async fn restager(client: Client, events: Events) -> Restager {
     let (store, queue) = (store().await, Arc::new(Queue::new()));
     let fleet = Fleet::new(&Default::default(), Arc::clone(&store), queue, Metrics::default()).unwrap();
-    fleet.insert_view("a", agent(true, &[("v", "owned"), ("w", "bare"), ("u", "former")]));
-    fleet.insert_view("b", agent(true, &[]));
-    fleet.insert_view("c", agent(false, &[("z", "unseen")]));
+    fleet.insert_observed("a", agent(true, &[("v", "owned"), ("w", "bare"), ("u", "former")]));
+    fleet.insert_observed("b", agent(true, &[]));
+    fleet.insert_observed("c", agent(false, &[("z", "unseen")]));
     let machines = Machines::with_drivers(&[("m1", "a"), ("m2", "b"), ("m3", "c")]);
     Restager::new(client, machines, store, fleet, events)
 }

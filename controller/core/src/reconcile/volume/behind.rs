@@ -34,7 +34,7 @@ impl Run<'_> {
     /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
     /// of this name, a replica is not.
     fn refused_attach(&self) -> Option<u64> {
-        let attach = |replica: &&Replica| self.replica_view(replica)?.attach;
+        let attach = |replica: &&Replica| self.observed_replica(replica)?.attach;
         self.replicas.iter().filter_map(attach).max()
     }
 
@@ -101,7 +101,7 @@ impl Run<'_> {
             let current = engine.spec.attach == attach && engine.status.seen_attach == attach;
             current && engine.status.is_serving()
         })?;
-        let reports = self.replicas.iter().filter_map(|replica| self.replica_view(replica)?.views.as_ref());
+        let reports = self.replicas.iter().filter_map(|replica| self.observed_replica(replica)?.views.as_ref());
         let committed = reports.map(|report| report.committed);
         let own = committed.filter(|view| Some(view.id.generation) == engine.status.generation);
         own.max_by_key(|view| view.id)

@@ -65,7 +65,7 @@ impl Run<'_> {
     fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
         let attach = self.stored.status.attach;
         let of = |replica: &&Replica| {
-            let view = self.replica_view(replica).filter(|view| view.attach >= Some(attach))?;
+            let view = self.observed_replica(replica).filter(|view| view.attach >= Some(attach))?;
             Some((replica.spec.replica_id, (**view.views.as_ref()?).clone()))
         };
         let mut reports: Vec<_> = self.replicas.iter().filter_map(of).collect();
@@ -86,7 +86,7 @@ impl Run<'_> {
     fn send_fence(&mut self) {
         let attach = self.stored.status.attach;
         for replica in self.replicas.clone() {
-            if self.replica_view(replica).is_some_and(|view| view.attach < Some(attach)) {
+            if self.observed_replica(replica).is_some_and(|view| view.attach < Some(attach)) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };
                 self.then.push((replica.spec.node_id.clone(), call));
@@ -94,8 +94,8 @@ impl Run<'_> {
         }
     }
 
-    /// Returns the view of the replica's process, if it runs and its node answers.
-    pub(super) fn replica_view(&self, replica: &Replica) -> Option<&ObservedReplica> {
+    /// Returns the observed process of the replica, if it runs and its node answers.
+    pub(super) fn observed_replica(&self, replica: &Replica) -> Option<&ObservedReplica> {
         let Reachability::Reachable(agent) = reachability(self.context, &replica.spec.node_id) else {
             return None;
         };

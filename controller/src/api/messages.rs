@@ -63,7 +63,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
     .with_granted(status.arbiter.granted())
 }
 
-/// Returns the view of the current attachment's engine.
+/// Returns the observed engine of the current attachment.
 fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a ObservedEngine> {
     let view = agents.get(engine.spec.node_id.as_ref()?)?;
     match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
