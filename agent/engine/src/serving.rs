@@ -245,7 +245,7 @@ impl<'a> Serving<'a> {
             MainEvent::Awaited { peer, late_ms, is_silent } => self.awaited(peer, late_ms, is_silent),
             MainEvent::Prompt { peer } => self.prompt(peer),
             MainEvent::AskGrant { wanted } => self.ask_grant(*wanted),
-            MainEvent::Rebuilt { peer } => self.joined(peer),
+            MainEvent::Rebuilt { peer } => self.rebuilt(peer),
             MainEvent::Resynced => self.resynced(),
             MainEvent::ScrubFound { range, odd, repaired } => self.scrub_found(range, &odd, repaired),
             MainEvent::RotFound { peer, range, is_copied } => self.rot_found(peer, range, is_copied),
@@ -341,7 +341,7 @@ impl<'a> Serving<'a> {
         });
     }
 
-    fn joined(&mut self, peer: PeerIndex) {
+    fn rebuilt(&mut self, peer: PeerIndex) {
         self.moves.end(peer);
         let meter = self.copies[usize::from(peer)].take();
         let Some(replica) = self.replica(peer) else { return };

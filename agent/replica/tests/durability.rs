@@ -163,11 +163,11 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     // A new one is in no view until its engine takes it into one.
     let other = base.path().join("other");
     std::fs::create_dir(&other).unwrap();
-    let mut joiner = common::spec(&other, MIB);
-    joiner.replica = ReplicaId::from_random(9);
-    joiner.first_members = Members::new([7, 8].map(ReplicaId::from_random)).unwrap();
-    let replica = Replica::start(&joiner);
-    assert_eq!(volume_meta(&joiner.directory)["Rebuilding"], true);
+    let mut rebuilding = common::spec(&other, MIB);
+    rebuilding.replica = ReplicaId::from_random(9);
+    rebuilding.first_members = Members::new([7, 8].map(ReplicaId::from_random)).unwrap();
+    let replica = Replica::start(&rebuilding);
+    assert_eq!(volume_meta(&rebuilding.directory)["Rebuilding"], true);
     assert!(!replica.try_open(generation(1), 0).unwrap().1.rebuilding);
 }
 

@@ -22,7 +22,7 @@
 //! - The arbiter records before it answers. It refuses an engine that has honoured neither its last grant nor
 //!   anything committed since, and returns that grant. So an engine may start with an old state file, or
 //!   without one. It honours the grant of the refusal when it starts again.
-//! - The members of a view that is asked for are members of every view that it honours. A joining replica
+//! - The members of a view that is asked for are members of every view that it honours. A rebuilding replica
 //!   cannot be the only one that remains.
 //! - An engine that cannot start from the reports asks the arbiter for its last grant. The only obstacle may
 //!   be a view that this grant has overruled.

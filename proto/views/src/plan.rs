@@ -122,7 +122,7 @@ pub fn plan(fenced_replicas: &[FencedReplica], granted: Option<View>) -> Result<
     let broken = basis.members.filter(|id| !is_whole(id));
     unfit.extend(broken.iter().map(|id| (id, BROKEN.to_owned())));
     // A replica that may have lost unflushed writes is considered after the others. While one of those is
-    // left, it joins later.
+    // left, it is rebuilt later.
     let has_lost = |id| fenced_replicas.iter().any(|fenced| fenced.replica == id && fenced.lost_cache);
     let intact = members.filter(|id| !has_lost(id));
     let lost_writes = intact.is_empty();
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_lost_its_cache_joins_later() {
+    fn a_replica_that_has_lost_its_cache_is_rebuilt_later() {
         let now = view(3, &[1, 2]);
         let lost = |n| FencedReplica { lost_cache: true, ..fenced(n, now, &[]) };
         let found = plan(&[fenced(1, now, &[]), lost(2)], None).unwrap();

@@ -58,7 +58,7 @@ impl Simulation {
         (!core.membership().is_changing()).then(|| core.membership().view().members)
     }
 
-    /// Returns a replica that could be a member and is none. Joining needs a view that every member stores,
+    /// Returns a replica that could be a member and is none. A rebuild needs a view that every member stores,
     /// and so no liar at proposals.
     fn absent(&self) -> Option<ReplicaId> {
         let members = self.serving()?;

@@ -70,7 +70,7 @@ pub enum Sabotage {
     /// Requests continue while a view is being changed.
     NotHeld,
     /// The engine does not send the writes of the meantime to a replica that is being rebuilt.
-    JoinerSkipped,
+    RebuildingSkipped,
     /// Write intent is cleared without a flush.
     ClearWithoutFlush,
     /// Requests that overlap are in flight together.
@@ -150,7 +150,7 @@ pub struct Outcome {
 /// covers less than it seems to.
 pub const COVERED: &[&str] = &[
     "full copies",
-    "joins",
+    "rebuilds",
     "view changes",
     "granted",
     "records renewed",

@@ -31,7 +31,7 @@ const SABOTAGES: [&str; 32] = [
     "serve-before-fenced",
     "no-resync",
     "not-held",
-    "joiner-skipped",
+    "rebuilding-skipped",
     "clear-without-flush",
     "no-range-table",
     "no-give-back",

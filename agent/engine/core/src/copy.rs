@@ -233,7 +233,7 @@ impl Copy {
 
     /// Handles rot in all possible sources of the piece. They may hold it in different blocks, so single
     /// blocks are read then. Data that every member has lost is copied as rot: otherwise no replica could
-    /// ever join again.
+    /// ever become a member again.
     pub fn all_sources_rotten(&mut self) -> NoSource {
         if self.narrow() {
             return NoSource::Narrowed;

@@ -415,8 +415,8 @@ impl EngineCore {
     }
 
     /// Marks the out-of-sync set of `peer` as incomplete: the members know only a part, or `peer` has lost
-    /// more data. Rebuilding replicas keep no such set for `peer` until it joins and reports all regions that
-    /// it lacks.
+    /// more data. Rebuilding replicas keep no such set for `peer` until it is a member and reports all
+    /// regions that it lacks.
     pub fn distrust(&mut self, peer: PeerIndex) {
         self.absent.distrust(peer);
     }

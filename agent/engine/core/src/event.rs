@@ -157,7 +157,7 @@ pub enum Event {
         /// Regions that the replica lacks besides the counted ones.
         missing: Box<RegionSet>,
     },
-    /// A replica that joins does not count as being rebuilt any more: see
+    /// The full copy of a replica has ended, and the replica may become a member: see
     /// [`crate::EngineCore::start_full_copy`].
     CopyEnded {
         /// The index of the replica.
@@ -201,7 +201,7 @@ pub enum Event {
     /// their modifications meanwhile stay dirty.
     ClearAll,
     /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A
-    /// replica that joins from here on has grown too.
+    /// replica that becomes a member from here on has grown too.
     Expand {
         /// In bytes; less than it has changes nothing.
         size_bytes: u64,

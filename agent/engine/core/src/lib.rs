@@ -26,7 +26,7 @@
 //!   The set is never smaller than its lack. The replica becomes a member when the regions are copied and all
 //!   members have flushed. It also needs the out-of-sync sets of the others outside the view.
 //! - Replicas that are being rebuilt harm only themselves: their failures, full disks among them, end only
-//!   their joining.
+//!   their rebuild.
 //! - Copies keep to their limits, unless a request waits for one.
 //! - Before the core completes a request with an error, it names the replicas that have caused it
 //!   ([`Output::Failed`]).

@@ -35,9 +35,9 @@ enum RebuildStep {
     },
 }
 
-/// The next step of a join, which the caller takes.
+/// The next of the last steps of a rebuild, which the caller takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum JoinStep {
+pub(crate) enum FinalStep {
     /// Wait for the flush.
     Wait,
     /// Send this mark to the rebuilding replica.
@@ -57,7 +57,7 @@ impl Rebuilds {
     }
 
     /// Returns true if some replica is taking the last steps.
-    pub fn is_joining(&self) -> bool {
+    pub fn is_finishing(&self) -> bool {
         self.next.is_some()
     }
 
@@ -75,8 +75,8 @@ impl Rebuilds {
         true
     }
 
-    /// Continues after every replica has answered the flush in `slot`. Returns the replica that cannot join
-    /// because the flush has failed.
+    /// Continues after every replica has answered the flush in `slot`. Returns the replica that cannot
+    /// become a member because the flush has failed.
     pub fn flush_answered(&mut self, slot: SlotId, is_durable: bool) -> Option<PeerIndex> {
         let (peer, step) = self.next.as_mut()?;
         if *step != RebuildStep::Flushing(slot) {
@@ -96,23 +96,23 @@ impl Rebuilds {
         absent: &AbsentReplicas,
         stamp: u32,
         size_bytes: u64,
-    ) -> JoinStep {
+    ) -> FinalStep {
         match self.next {
             Some((peer, RebuildStep::Stamping)) => {
                 self.next = Some((peer, RebuildStep::SendingSets { absent: 0, from: None }));
-                JoinStep::Send(peer, MarkRegions::stamp(stamp))
+                FinalStep::Send(peer, MarkRegions::stamp(stamp))
             }
             Some((peer, RebuildStep::SendingSets { absent: first, from })) => {
                 let others = absent.trusted().without(PeerMask::one(peer)).filter(|other| other >= first);
                 match next_set(membership, absent, others, from, size_bytes) {
                     Some((next, change)) => {
                         self.next = Some((peer, next));
-                        JoinStep::Send(peer, change)
+                        FinalStep::Send(peer, change)
                     }
-                    None => JoinStep::Propose(peer),
+                    None => FinalStep::Propose(peer),
                 }
             }
-            _ => JoinStep::Wait,
+            _ => FinalStep::Wait,
         }
     }
 
@@ -192,11 +192,11 @@ mod tests {
         rebuilds
     }
 
-    fn set_of(replica: u64, runs: &[(u32, u32)]) -> JoinStep {
+    fn set_of(replica: u64, runs: &[(u32, u32)]) -> FinalStep {
         let of = RegionsOf::OutOfSync(ReplicaId::from_random(replica));
         let stamp = u32::try_from(replica * 10).unwrap();
         let (action, runs) = (MarkAction::Add, runs.to_vec());
-        JoinStep::Send(1, MarkRegions { of, action, runs, stamp, size_bytes: SIZE_BYTES })
+        FinalStep::Send(1, MarkRegions { of, action, runs, stamp, size_bytes: SIZE_BYTES })
     }
 
     #[test]
@@ -204,12 +204,12 @@ mod tests {
         let (membership, absent) = replicas([&[], &[2, 3, 6], &[]]);
         let mut rebuilds = flushed(&absent);
         let mut next = || rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES);
-        assert_eq!(next(), JoinStep::Send(1, MarkRegions::stamp(5)));
+        assert_eq!(next(), FinalStep::Send(1, MarkRegions::stamp(5)));
         assert_eq!(next(), set_of(2, &[]), "first it learns that the set exists");
         assert_eq!(next(), set_of(2, &[(2, 2), (6, 1)]));
         assert_eq!(next(), set_of(3, &[]));
-        assert_eq!(next(), JoinStep::Propose(1));
-        assert_eq!(next(), JoinStep::Propose(1), "until the caller starts over");
+        assert_eq!(next(), FinalStep::Propose(1));
+        assert_eq!(next(), FinalStep::Propose(1), "until the caller starts over");
     }
 
     #[test]
@@ -218,9 +218,9 @@ mod tests {
         absent.distrust(2);
         let mut rebuilds = flushed(&absent);
         let mut next = || rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES);
-        assert_eq!(next(), JoinStep::Send(1, MarkRegions::stamp(5)));
+        assert_eq!(next(), FinalStep::Send(1, MarkRegions::stamp(5)));
         assert_eq!(next(), set_of(3, &[]));
-        assert_eq!(next(), JoinStep::Propose(1));
+        assert_eq!(next(), FinalStep::Propose(1));
     }
 
     #[test]
@@ -230,10 +230,10 @@ mod tests {
         let mut rebuilds = Rebuilds::default();
         rebuilds.start_copy(2);
         rebuilds.choose(rebuilding, &absent);
-        assert!(!rebuilds.is_joining() && !rebuilds.take_flush(SLOT));
+        assert!(!rebuilds.is_finishing() && !rebuilds.take_flush(SLOT));
         rebuilds.end_copy(2);
         rebuilds.choose(rebuilding, &absent);
-        assert!(rebuilds.is_joining() && rebuilds.take_flush(SLOT));
+        assert!(rebuilds.is_finishing() && rebuilds.take_flush(SLOT));
         assert_eq!(rebuilds.flush_answered(SLOT, false), Some(2));
     }
 
@@ -242,10 +242,10 @@ mod tests {
         let (membership, absent) = replicas([&[], &[], &[]]);
         let mut rebuilds = flushed(&absent);
         rebuilds.start_over();
-        assert!(!rebuilds.is_joining());
+        assert!(!rebuilds.is_finishing());
         rebuilds.choose(PeerMask::one(1), &absent);
         assert!(rebuilds.take_flush(SlotId { slot: 8, ..SLOT }));
         assert_eq!(rebuilds.flush_answered(SLOT, true), None);
-        assert_eq!(rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES), JoinStep::Wait);
+        assert_eq!(rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES), FinalStep::Wait);
     }
 }

@@ -75,7 +75,7 @@ pub trait RebuildTask {
 
 type Error<C> = <<C as RebuildTask>::Engine as ServingEngine>::Error;
 
-/// The regions that a replica lacks that is about to join.
+/// The regions that a replica lacks before its rebuild.
 struct Lack {
     missing: RegionSet,
     /// The division that `missing` counts in: the volume may grow meanwhile.
@@ -411,7 +411,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
         let is_copy = lack.is_copy;
         // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from
         // the core.
-        let joined = self.decide(|core, outputs| {
+        let counting = self.decide(|core, outputs| {
             if size_bytes < self.engine.size_bytes() {
                 return None;
             }
@@ -426,7 +426,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
             self.rebuild_task.report_rebuilding(left.map_or(0, |(_, bytes)| bytes), is_copy);
             Some(self.counting(core))
         });
-        let count_now = match joined {
+        let count_now = match counting {
             Ok(Some(count_now)) => count_now,
             Ok(None) => {
                 self.drop_queues("the replica has not followed an expansion yet");

@@ -51,7 +51,7 @@ const FREE_BREAKS: u32 = 3;
 /// The pause after the first break beyond these; doubled with each further one.
 const FIRST_BREAK_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause. It is shorter than [`BREAKS_FORGIVEN`], or each pause would be forgiven, and longer
-/// than the last steps of a usual join.
+/// than the last steps of a usual rebuild.
 const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
 
 /// The time for which a replica stays out.

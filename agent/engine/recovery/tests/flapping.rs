@@ -1,4 +1,4 @@
-//! Two replicas come back, and one of them flaps for ever: it does not keep the other one from joining.
+//! Two replicas come back, and one of them flaps for ever: it does not prevent the rebuild of the other one.
 //!
 //! Each return and each loss of a replica makes the others restart their last steps. The pauses of
 //! [`Standing`] give them the time to end these.
@@ -16,8 +16,8 @@ use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View, 
 
 const SIZE_BYTES: u64 = 16 << 20;
 const TICK_MS: u64 = 50;
-/// The maximum number of breaks of the connection before the other replica has joined. Three come without a
-/// pause, and the others after pauses that are shorter than the last steps of a join.
+/// The maximum number of breaks of the connection before the other replica is a member. Three come without a
+/// pause, and the others after pauses that are shorter than the last steps of a rebuild.
 const BREAKS_MAX: u32 = 9;
 /// Far more breaks than that.
 const ENDLESS: u32 = 300;
@@ -146,8 +146,8 @@ impl Volume {
         self.apply(Event::Tick { now_ms: self.now_ms });
     }
 
-    /// Returns how often the one has flapped before the other has joined, [`ENDLESS`] at most.
-    fn breaks_before_the_other_joins(mut self) -> u32 {
+    /// Returns how often the one has flapped before the other is a member, [`ENDLESS`] at most.
+    fn breaks_before_the_other_is_a_member(mut self) -> u32 {
         let other = 3 - self.flapping;
         while self.core.membership().state(other) != PeerState::Member && self.breaks < ENDLESS {
             self.pass();
@@ -177,13 +177,13 @@ fn most_breaks(answer_ms: u64, has_pauses: bool) -> u32 {
     let lives_ms = (0..40).map(|tenth| tenth * answer_ms / 4);
     let runs = lives_ms.flat_map(|life_ms| [1, 2].map(|flapping| (flapping, life_ms)));
     let breaks = |(flapping, life_ms)| {
-        Volume::new(flapping, answer_ms, life_ms, has_pauses).breaks_before_the_other_joins()
+        Volume::new(flapping, answer_ms, life_ms, has_pauses).breaks_before_the_other_is_a_member()
     };
     runs.map(breaks).max().unwrap()
 }
 
 #[test]
-fn a_replica_that_flaps_keeps_no_other_one_from_joining() {
+fn a_replica_that_flaps_prevents_no_rebuild_of_another_one() {
     // The last steps of a join take several answers.
     for answer_ms in [50, 200, 1000] {
         let breaks = most_breaks(answer_ms, true);

@@ -289,7 +289,7 @@ mod tests {
                 DurableStep::RemoveSet(key) => format!("remove {key}"),
                 DurableStep::RecordMadeUpFor => "made up for".to_owned(),
                 DurableStep::RecordLeft => "left".to_owned(),
-                DurableStep::RecordRejoined => "joined".to_owned(),
+                DurableStep::RecordMember => "member".to_owned(),
             });
             Ok(())
         }

@@ -164,7 +164,7 @@ impl ReplicaState {
         self.record_left(disk, &next)?;
         self.save_views(disk, next)?;
         let ended = self.end_sets_of_members(disk);
-        let ended = ended.and_then(|()| self.record_rejoined(disk));
+        let ended = ended.and_then(|()| self.record_member(disk));
         match ended {
             Err(error) if is_final(error.errno()) => Err(error),
             _ => Ok(()),
@@ -262,12 +262,12 @@ impl ReplicaState {
     }
 
     /// Takes that back if all views that may count have the replica.
-    fn record_rejoined<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
+    fn record_member<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         if (self.is_left_recorded || self.may_be_left_recorded) && is_in_all(self.me, &self.views) {
             // If only the end of the step fails, the record is gone: the next view without the replica has it
             // made once more.
             (self.is_left_recorded, self.may_be_left_recorded) = (false, true);
-            self.perform(disk, DurableStep::RecordRejoined)?;
+            self.perform(disk, DurableStep::RecordMember)?;
             self.may_be_left_recorded = false;
         }
         Ok(())
@@ -301,7 +301,7 @@ fn describe(step: DurableStep<'_>, error: &impl Fault) -> String {
         DurableStep::RecordMadeUpFor => {
             format!("that lost data is made up for could not be recorded: {error}")
         }
-        DurableStep::RecordLeft | DurableStep::RecordRejoined => {
+        DurableStep::RecordLeft | DurableStep::RecordMember => {
             format!("whether the replica has left its view could not be recorded in volume.meta: {error}")
         }
     }

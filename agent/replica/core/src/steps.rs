@@ -30,7 +30,7 @@ pub enum DurableStep<'a> {
     /// Records for Longhorn, which has no views, that the replica has left one and may lack data.
     RecordLeft,
     /// Records for Longhorn that the replica is a member again.
-    RecordRejoined,
+    RecordMember,
 }
 
 /// Performs steps.

@@ -125,7 +125,7 @@ impl Disk for Shelf<'_> {
                     "the replica is not in the view of its volume: volume.meta tells Longhorn that it lacks data"
                 );
             }
-            DurableStep::RecordRejoined => {
+            DurableStep::RecordMember => {
                 self.store.set_left(false)?;
                 tracing::info!(
                     "the replica is in the view of its volume: volume.meta tells Longhorn that it is whole"

@@ -463,7 +463,7 @@ fn lose_missing(
     }
 }
 
-/// Rebuilds replicas that are not members; then they join.
+/// Rebuilds replicas that are not members, until they are members.
 fn start_serving(
     view: &mut ObservedEngine,
     volume: &str,
@@ -481,11 +481,11 @@ fn start_serving(
     let waiting = view.members.iter_mut().find(|(id, member)| member.mode != MemberMode::Member && here(id));
     let Some((id, member)) = waiting else { return };
     if member.mode == MemberMode::Rebuilding {
-        let joined = current.members.with(*id).unwrap();
+        let grown = current.members.with(*id).unwrap();
         // All members of a view store it before it is through.
-        if joined.iter().all(|id| here(&id)) {
+        if grown.iter().all(|id| here(&id)) {
             member.mode = MemberMode::Member;
-            views.through(volume, next(current, joined));
+            views.through(volume, next(current, grown));
         }
     } else {
         member.mode = MemberMode::Rebuilding;

@@ -15,7 +15,7 @@
 //!    engines have acknowledged: a stale read, which only a lease would prevent. That is why a volume is
 //!    attached elsewhere only when its old engine is stopped, or the replicas that it reads from are fenced.
 //! 4. **No early member.** The view of the newest engine that has served has no replica whose data was
-//!    replaced for a join that has not come through. (An engine that does not know of a grant may take one
+//!    replaced by a rebuild that is not complete. (An engine that does not know of a grant may take one
 //!    for a member at first. It has no quorum then but by a grant, and does not get that.)
 //! 5. **Generations only rise**, on every replica; and on every replica the committed view does.
 //! 6. **It can start again.** Once all replicas and the arbiter are reached and no older engine is left, an
@@ -117,7 +117,7 @@ fn no_early_member(state: &State) -> Result<(), Violation> {
     if early.is_empty() {
         return Ok(());
     }
-    broken(4, format!("{} serves with {early:?}, copied but never joined", newest.generation))
+    broken(4, format!("{} serves with {early:?}, copied but not admitted", newest.generation))
 }
 
 fn generations_rise(before: &State, after: &State) -> Result<(), Violation> {

@@ -25,8 +25,8 @@
 //! - A write is an element of a set, durable when it is applied. The model has no places, so no order of
 //!   overlapping writes, and no volatile cache (think of FUA writes). Messages that arrive late over a closed
 //!   connection never take effect.
-//! - The copy before the first view and the one to a joining replica happen at once. They happen only between
-//!   replicas that the engine holds; writes on the target that are not on the source are lost by it.
+//! - The copy before the first view and the one to a rebuilding replica happen at once. They happen only
+//!   between replicas that the engine holds; writes on the target that are not on the source are lost by it.
 //! - Time: the engine may take any replica for failed at any moment, and never has to.
 //! - Salvage by an operator, replacing a replica by an empty one, and more than sixteen proposed views.
 //! - Replicas that fail requests after they have reported: a start may leave out any that it has reached, for

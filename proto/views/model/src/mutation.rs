@@ -20,14 +20,14 @@ pub enum Mutation {
     /// from outside of the replaced ones, and its grant counts as committed. The real arbiter and the real
     /// start each prevent the harm of giving up: the rule against it is a second line.
     GiveUpGranted,
-    /// Writes in flight are not sent again to a replica that joins.
+    /// Writes in flight are not sent again to a replica that is rebuilt.
     ForgetInFlight,
     /// Views have a number but no generation, and a replica treats a view that it refuses for its number as
     /// stored.
     NoGeneration,
     /// A replica reports before it refuses the engine before.
     ServeBeforeFence,
-    /// A joining replica counts as a member once it has stored the view, even if others have not.
+    /// A rebuilding replica counts as a member once it has stored the view, even if others have not.
     EarlyMember,
     /// The arbiter does not mind that an engine has not honoured its last grant. Found only if hosts
     /// forget grants.

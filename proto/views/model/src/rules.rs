@@ -202,7 +202,7 @@ impl Rules {
         !underway.asked || self.is(Mutation::GiveUpGranted)
     }
 
-    /// Returns true if a joining replica is sent the requests in flight again.
+    /// Returns true if a rebuilding replica is sent the requests in flight again.
     pub fn sends_again(self) -> bool {
         !self.is(Mutation::ForgetInFlight)
     }

@@ -135,7 +135,7 @@ fn a_generation_without_a_nonce() {
 }
 
 #[test]
-fn a_joiner_before_its_time() {
+fn a_member_before_its_time() {
     find(Mutation::EarlyMember, NO_GIVING_UP, 12_001..=22_000);
 }
 

@@ -47,7 +47,7 @@ impl Simulation {
             operation,
             Operation::Read | Operation::CheckedRead | Operation::Flush | Operation::Verify
         ) && slot.slot < DEPTH;
-        if modifies && self.is_sabotaged(Sabotage::JoinerSkipped) && self.is_rebuilding(engine, peer) {
+        if modifies && self.is_sabotaged(Sabotage::RebuildingSkipped) && self.is_rebuilding(engine, peer) {
             return self.apply(engine, Event::Reply { peer, slot, outcome: Ok(()) });
         }
         self.ask(engine, peer, slot.queue, ID_REQUEST | u64::from(slot.slot), ask);
@@ -158,8 +158,8 @@ impl Simulation {
             }
             Output::ViewChanged { view } => self.view_changed(engine, *view),
             Output::Rebuilt { peer } => {
-                self.trace(|| format!("engine {engine}: {peer} has joined"));
-                self.count("joins");
+                self.trace(|| format!("engine {engine}: {peer} is rebuilt"));
+                self.count("rebuilds");
             }
             Output::Resynced => self.count("resynced"),
             Output::ClearedAll => self.cleared_all(engine),

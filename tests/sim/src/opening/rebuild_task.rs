@@ -53,7 +53,7 @@ impl Process {
                     }
                     Err(_) => {}
                 }
-                self.sim.borrow_mut().count("joins given up");
+                self.sim.borrow_mut().count("rebuilds given up");
                 pause = (pause * 2).min(LONGEST_PAUSE_US);
             }
         }
@@ -479,7 +479,7 @@ impl RebuildTask for Rebuild<'_> {
         let Rebuild { process, replica, .. } = self;
         process.sim.borrow_mut().trace(|| {
             let engine = process.engine;
-            format!("engine {engine}: {replica} joins, copy: {is_copy}, {missing_bytes} bytes are missing")
+            format!("engine {engine}: {replica} is rebuilt, copy: {is_copy}, {missing_bytes} bytes are missing")
         });
     }
 }

@@ -177,7 +177,7 @@ impl Durable {
             DurableStep::RemoveSet(key) => drop(self.sets.remove(&key)),
             DurableStep::RecordMadeUpFor => self.power_was_lost = false,
             DurableStep::RecordLeft => self.says_left = true,
-            DurableStep::RecordRejoined => self.says_left = false,
+            DurableStep::RecordMember => self.says_left = false,
         }
     }
 

@@ -158,8 +158,8 @@ impl EngineCore {
         if self.marks.forget(MarkFor::Clearing, peer) {
             self.cleared();
         }
-        // The out-of-sync sets of the others have grown: a replica that is about to join has to get them
-        // again.
-        self.start_join_over();
+        // The out-of-sync sets of the others have grown: a replica that is about to be a member has to get
+        // them again.
+        self.restart_finish();
     }
 }

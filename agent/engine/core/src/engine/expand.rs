@@ -53,7 +53,7 @@ impl EngineCore {
         self.resync.grow(before, regions);
         self.intent.grow(before, regions);
         self.absent.grow(before, regions);
-        // A replica that is about to join gets the out-of-sync sets of the others again.
-        self.start_join_over();
+        // A replica that is about to be a member gets the out-of-sync sets of the others again.
+        self.restart_finish();
     }
 }

@@ -10,7 +10,7 @@ use crate::job::Job;
 use crate::marks::MarkFor;
 use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
 use crate::ranges::Access;
-use crate::rebuild::JoinStep;
+use crate::rebuild::FinalStep;
 use crate::slot::SlotId;
 
 impl EngineCore {
@@ -34,7 +34,7 @@ impl EngineCore {
         self.absent.stop_counting(peer);
         self.count(peer);
         self.distrust(peer);
-        self.start_join_over();
+        self.restart_finish();
         self.wake.work();
     }
 
@@ -50,7 +50,7 @@ impl EngineCore {
         self.closed.reopen(peer);
         self.timeouts.forgive(peer, self.clock.now_ms());
         self.membership.start_rebuild(peer);
-        self.start_join_over();
+        self.restart_finish();
         self.wake.work();
     }
 
@@ -73,7 +73,7 @@ impl EngineCore {
         }
         self.lose(peer, "it is given up".to_owned(), out);
         self.absent.stop_counting(peer);
-        self.start_join_over();
+        self.restart_finish();
         self.wake.work();
     }
 
@@ -110,7 +110,7 @@ impl EngineCore {
         if self.resync.is_under_way() {
             return;
         }
-        if !self.rebuilds.is_joining() {
+        if !self.rebuilds.is_finishing() {
             return self.rebuilds.choose(self.membership.rebuilding(), &self.absent);
         }
         if self.marks.is_outstanding(MarkFor::Rebuilding) {
@@ -118,19 +118,19 @@ impl EngineCore {
         }
         let (stamp, size_bytes) = (self.clearing.stamp(), self.size.regions().size_bytes());
         match self.rebuilds.next_step(&self.membership, &self.absent, stamp, size_bytes) {
-            JoinStep::Wait => {}
-            JoinStep::Send(peer, change) => {
+            FinalStep::Wait => {}
+            FinalStep::Send(peer, change) => {
                 let to = PeerMask::one(peer);
                 self.marks.send(MarkFor::Rebuilding, to, &change, self.clock.now_ms(), out);
             }
             // A repair that follows from a check is something that it would miss.
-            JoinStep::Propose(_) if self.jobs.is_checking() => {}
-            JoinStep::Propose(peer) => self.propose_rebuilt(peer, out),
+            FinalStep::Propose(_) if self.jobs.is_checking() => {}
+            FinalStep::Propose(peer) => self.propose_rebuilt(peer, out),
         }
     }
 
     fn propose_rebuilt(&mut self, peer: PeerIndex, out: &mut Outputs) {
-        self.start_join_over();
+        self.restart_finish();
         if self.absent.is_up_to_date(peer) {
             let step = self.membership.admit(peer);
             self.follow(step, out);
@@ -140,12 +140,12 @@ impl EngineCore {
     }
 
     /// Makes the replica that becomes a member next take all steps again.
-    pub(super) fn start_join_over(&mut self) {
+    pub(super) fn restart_finish(&mut self) {
         self.rebuilds.start_over();
         self.marks.abandon(MarkFor::Rebuilding);
     }
 
-    /// Continues a join after every replica has answered its flush.
+    /// Continues the last steps after every replica has answered the flush.
     pub(super) fn rebuild_flushed(&mut self, slot: SlotId, is_durable: bool, out: &mut Outputs) {
         if let Some(peer) = self.rebuilds.flush_answered(slot, is_durable) {
             self.lose(peer, "the last member cannot flush".to_owned(), out);

@@ -130,7 +130,7 @@ impl EngineCore {
     fn repair(&mut self, id: SlotId, range: ByteRange, odd: PeerMask, sources: PeerMask, out: &mut Outputs) {
         let touched = self.size.regions().touched(range);
         self.absent.miss(&touched);
-        self.start_join_over();
+        self.restart_finish();
         self.take_slot(id, Job::Copy(Copy::new(CopyReason::Repair { odd, sources }, range, odd)));
         self.advance(id, out);
     }

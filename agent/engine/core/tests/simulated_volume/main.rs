@@ -81,7 +81,7 @@ struct SimulatedVolume {
     next_value: u32,
     now_ms: u64,
     is_frozen: bool,
-    joined: u64,
+    rebuilt: u64,
     /// True for replicas with full disks.
     is_full: [bool; REPLICAS],
     is_bad: [bool; REPLICAS],
@@ -109,7 +109,7 @@ impl SimulatedVolume {
             next_value: 1,
             now_ms: 0,
             is_frozen: false,
-            joined: 0,
+            rebuilt: 0,
             is_full: [false; REPLICAS],
             is_bad: [false; REPLICAS],
             is_forgotten: [false; REPLICAS],
@@ -267,7 +267,7 @@ impl SimulatedVolume {
             }
             Output::Rebuilt { peer } => {
                 self.replicas[usize::from(peer)].lost_cache = false;
-                self.joined += 1;
+                self.rebuilt += 1;
                 return self.check_equal();
             }
             Output::ScrubFound { range, odd, .. } => panic!("{odd:?} differ in {range}"),

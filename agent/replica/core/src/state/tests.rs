@@ -98,7 +98,7 @@ impl Disk for Memory {
             DurableStep::RemoveSet(key) => format!("remove {key}"),
             DurableStep::RecordMadeUpFor => "made up for".to_owned(),
             DurableStep::RecordLeft => "left".to_owned(),
-            DurableStep::RecordRejoined => "joined".to_owned(),
+            DurableStep::RecordMember => "member".to_owned(),
         });
         match step {
             DurableStep::SaveViews(views) => self.views = views.clone(),
@@ -106,7 +106,7 @@ impl Disk for Memory {
             DurableStep::RemoveSet(key) => drop(self.sets.remove(&key)),
             DurableStep::RecordMadeUpFor => self.lost_cache = false,
             DurableStep::RecordLeft => self.says_left = true,
-            DurableStep::RecordRejoined => self.says_left = false,
+            DurableStep::RecordMember => self.says_left = false,
         }
         failure.map_or(Ok(()), |(errno, _)| Err(errno))
     }
@@ -286,7 +286,7 @@ fn leaving_is_recorded_before_the_view_is_stored_and_coming_back_after_it_is_thr
     propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
     assert_eq!(disk.done(), ["views", "views"], "it is not a member before the view is through");
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
-    assert_eq!(disk.done(), ["views", "joined"]);
+    assert_eq!(disk.done(), ["views", "member"]);
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
     assert!(disk.done().is_empty(), "once");
     // It hears of the change only when that is through.
@@ -305,14 +305,14 @@ fn whatever_fails_longhorn_takes_no_replica_as_whole_that_knows_it_has_left() {
     };
     with_each_failure(|disk, state| propose(disk, state, view(1, &[2, 3])), opened, check);
     with_each_failure(|disk, state| commit(disk, state, view(1, &[2, 3])), opened, check);
-    let joining = || {
+    let returning = || {
         let (mut disk, mut state) = opened();
         commit(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
         propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
         disk.done();
         (disk, state)
     };
-    with_each_failure(|disk, state| commit(disk, state, view(2, &[1, 2, 3])), joining, check);
+    with_each_failure(|disk, state| commit(disk, state, view(2, &[1, 2, 3])), returning, check);
 }
 
 #[test]
@@ -327,7 +327,7 @@ fn without_space_for_the_note_the_view_is_not_stored() {
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
     assert_eq!((disk.done(), disk.says_left), (vec!["views".to_owned()], true), "it is tried again");
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
-    assert_eq!((disk.done(), disk.says_left), (vec!["joined".to_owned()], false));
+    assert_eq!((disk.done(), disk.says_left), (vec!["member".to_owned()], false));
 }
 
 #[test]
@@ -462,7 +462,7 @@ fn every_view_that_may_count_protects_its_members() {
         state.views.propose(Generation::new(1, 0), view(1, proposed), &basis).unwrap();
         state.check_may_discard(false, true, false).is_err()
     };
-    assert!(denied(&[2], &[1, 2]), "it may have joined");
+    assert!(denied(&[2], &[1, 2]), "it may be a member");
     assert!(denied(&[1, 2], &[2]), "it may not have left");
     assert!(!denied(&[2], &[2, 3]));
 }

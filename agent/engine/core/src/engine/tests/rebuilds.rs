@@ -78,7 +78,7 @@ fn reads_pass_a_copy() {
     assert_eq!(sent_to(&bench.reply(2, COPY, Ok(())), 1), [], "the read has to end first");
 }
 
-/// A replica that joins and is sent a copy in sixteen parts: every other block holds zeroes.
+/// A replica that is rebuilt and is sent a copy in sixteen parts: every other block holds zeroes.
 struct Slow {
     bench: Bench,
     now_ms: u64,
@@ -442,10 +442,10 @@ fn a_replica_does_not_join_before_its_last_connections_are_closed() {
     bench.apply(Event::Lost { peer: 2, reason: "test".into() });
     bench.view_stored(0, 2);
     bench.view_stored(1, 2);
-    let join = || Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) };
-    assert!(matches!(drops(&bench.apply(join()))[..], [(2, reason)] if reason.contains("not closed")));
+    let rebuild = || Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) };
+    assert!(matches!(drops(&bench.apply(rebuild()))[..], [(2, reason)] if reason.contains("not closed")));
     bench.close(2);
-    assert_eq!(drops(&bench.apply(join())), []);
+    assert_eq!(drops(&bench.apply(rebuild())), []);
 }
 
 /// Counts the rebuilding replica as being rebuilt until then: if it alone were left, no engine could start

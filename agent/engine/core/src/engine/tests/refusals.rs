@@ -64,12 +64,12 @@ fn every_request_is_refused_while_the_view_changes_and_when_it_is_frozen() {
 }
 
 #[test]
-fn a_replica_joins_a_volume_that_refuses_requests() {
+fn a_volume_that_refuses_requests_rebuilds_a_replica() {
     let mut bench = refusing(2);
     let out = bench.tick(1);
     bench.answer(out, &[]);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[4])) });
-    assert_refuses(&mut bench, "while a replica joins");
+    assert_refuses(&mut bench, "while a replica is rebuilt");
     let out = bench.answer(out, &[]);
     assert!(out.contains(&Output::Rebuilt { peer: 2 }));
     assert_refuses(&mut bench, "when it is a member");

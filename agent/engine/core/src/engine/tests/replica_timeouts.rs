@@ -276,8 +276,8 @@ fn nothing_new_is_sent_while_too_few_are_heard_of() {
 #[test]
 fn a_rebuilding_replica_is_dropped_after_the_time_out() {
     let mut bench = Bench::with(&config(3, 2));
-    let join = Event::Rebuild { peer: 2, missing: Box::new(region_set(&[0])) };
-    let out = bench.apply(join);
+    let rebuild = Event::Rebuild { peer: 2, missing: Box::new(region_set(&[0])) };
+    let out = bench.apply(rebuild);
     answer_but(&mut bench, out, &[2], &[]);
     let (dropped, out) = pass(&mut bench, 2 * TIMEOUT_MS, &[2], &[]);
     assert_eq!((dropped, awaited(&out)), (vec![(TIMEOUT_MS + 250, 2)], vec![]));
