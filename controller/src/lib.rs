@@ -2,7 +2,7 @@
 //!
 //! - [`kubernetes`][]: everything of Kubernetes: the API server, custom resources, events, certificates.
 //! - [`store`][]: keeps the objects, with compare-and-swap.
-//! - [`agents`][]: the connections to the agents, and their views.
+//! - [`agents`][]: the connections to the agents, and their reports.
 //! - [`queue`][]: the objects to reconcile.
 //! - [`work`][]: runs the reconcilers when something changes, and carries their actions out.
 //! - [`api`][]: the gRPC interface of the controller.
@@ -17,10 +17,10 @@
 pub mod agents;
 pub mod api;
 mod backoff;
+pub mod ca_storage;
 pub mod config;
 pub mod counts;
 pub mod csi;
-pub mod keeper;
 pub mod kubernetes;
 pub mod manual;
 pub mod metrics;

@@ -31,7 +31,7 @@ use crate::kubernetes::ConnectError;
 use crate::kubernetes::store::OpenError;
 use crate::metrics::{ControllerMetrics, Metered, Metrics, ReadinessPhase};
 use crate::store::{Store, StoreError};
-use crate::tls::{Keeper, Tls, TlsError};
+use crate::tls::{CaStorage, Tls, TlsError};
 
 /// The reason why the controller cannot run, or had to end.
 #[derive(Debug, Error)]
@@ -141,11 +141,11 @@ struct Run {
 impl Run {
     /// Opens the CA, and starts the tasks that need no server.
     async fn new(config: Config, opened: Opened, source: Arc<ControllerMetrics>) -> Result<Run, ServeError> {
-        let Opened { keeper, store, mut tasks, kubernetes } = opened;
+        let Opened { ca_storage, store, mut tasks, kubernetes } = opened;
         let (metrics, readiness) = (source.metrics(), Arc::clone(source.readiness()));
         let store = Arc::new(Metered::new(store, metrics.clone(), readiness));
         tasks.spawn(Arc::clone(&store).follow());
-        let (tls, mut tasks) = open_tls(keeper, store.cluster(), tasks).await?;
+        let (tls, mut tasks) = open_tls(ca_storage, store.cluster(), tasks).await?;
         let (nodes, credentials) = (&config.nodes, Some(tls.credentials().clone()));
         let events = kubernetes.as_ref().map(|kubernetes| kubernetes.events().clone());
         let reconciling =
@@ -214,11 +214,11 @@ impl Run {
 
 /// Opens the cluster's CA while this controller has the lease.
 async fn open_tls(
-    keeper: Arc<dyn Keeper>,
+    ca_storage: Arc<dyn CaStorage>,
     cluster: &str,
     mut tasks: LeaderTasks,
 ) -> Result<(Arc<Tls>, LeaderTasks), ServeError> {
-    match tasks.during(Tls::open(keeper, cluster)).await? {
+    match tasks.during(Tls::open(ca_storage, cluster)).await? {
         Ok(tls) => Ok((tls, tasks)),
         Err(error) => {
             // The next attempt, maybe of another controller, need not wait for the end of this lease.

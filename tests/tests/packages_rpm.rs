@@ -81,15 +81,15 @@ fn file(package: &str, version: &str) -> Result<PathBuf> {
 
 /// A root directory in a mount namespace of its own.
 struct Host {
-    keeper: Child,
+    unshare: Child,
     root: PathBuf,
     _folder: tempfile::TempDir,
 }
 
 impl Drop for Host {
     fn drop(&mut self) {
-        let _ = self.keeper.kill();
-        let _ = self.keeper.wait();
+        let _ = self.unshare.kill();
+        let _ = self.unshare.wait();
     }
 }
 
@@ -100,17 +100,17 @@ impl Host {
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-c", ROOT]).current_dir(folder.path());
         command.env("PWD", folder.path()).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let keeper = command.spawn().context("starting unshare")?;
-        let mut host = Host { keeper, root: folder.path().join("root"), _folder: folder };
+        let unshare = command.spawn().context("starting unshare")?;
+        let mut host = Host { unshare, root: folder.path().join("root"), _folder: folder };
         let mut line = String::new();
-        BufReader::new(host.keeper.stdout.take().context("a pipe")?).read_line(&mut line)?;
+        BufReader::new(host.unshare.stdout.take().context("a pipe")?).read_line(&mut line)?;
         ensure!(line == "ready\n", "the root directory cannot be made: {line}");
         Ok(host)
     }
 
     /// Returns the path of a file of the root directory for this process.
     fn path(&self, name: &str) -> PathBuf {
-        let root = format!("/proc/{}/root{}", self.keeper.id(), self.root.display());
+        let root = format!("/proc/{}/root{}", self.unshare.id(), self.root.display());
         Path::new(&root).join(name)
     }
 
@@ -127,7 +127,7 @@ impl Host {
     /// Returns a program of this machine that sees the mounts of the root directory.
     fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
-        command.arg(format!("--mount=/proc/{}/ns/mnt", self.keeper.id())).arg(program);
+        command.arg(format!("--mount=/proc/{}/ns/mnt", self.unshare.id())).arg(program);
         command.stdin(Stdio::null()).current_dir("/");
         command
     }

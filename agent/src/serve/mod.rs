@@ -109,7 +109,7 @@ async fn keep_engine_states_few(hub: Arc<instance::Hub>, mut stopping: watch::Re
 }
 
 /// Starts the tasks that run until the agent stops.
-fn spawn_keepers(
+fn spawn_background_tasks(
     config: &Config,
     hub: &Arc<Hub>,
     network: DataNetwork,
@@ -166,7 +166,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
-    spawn_keepers(&config, &hub, network, &disks, &tls, &stopping);
+    spawn_background_tasks(&config, &hub, network, &disks, &tls, &stopping);
     source.show(MetricsInputs {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),

@@ -14,7 +14,7 @@ use crate::requests::{self, Change, RequestError};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct ClaimRecord {
     /// The PersistentVolume that keeps the volume, if any.
-    keeper: Option<String>,
+    persistent_volume: Option<String>,
     /// The claim that has it, or had it last, as NAMESPACE/NAME.
     claim: Option<String>,
 }
@@ -64,7 +64,7 @@ impl Claims {
         claims
     }
 
-    /// Sets the current PersistentVolume of that name. Returns the volumes whose note may have to change.
+    /// Sets the current PersistentVolume of that name. Returns the volumes whose record may have to change.
     pub fn set(&mut self, name: String, found: Option<PersistentVolume>) -> BTreeSet<String> {
         let mut volumes = BTreeSet::new();
         if let Some(before) = self.by_name.remove(&name) {
@@ -84,24 +84,24 @@ impl Claims {
         volumes
     }
 
-    /// Returns the current note for a volume. Of several PersistentVolumes, one that keeps its volume comes
-    /// first, and then the first by name, so that the note does not alternate.
+    /// Returns the current record of a volume. Of several PersistentVolumes, one that keeps its volume comes
+    /// first, and then the first by name, so that the record does not alternate.
     fn record_of(&self, volume: &str) -> ClaimRecord {
         let names = self.of_volume.get(volume).into_iter().flatten();
         let found = || names.clone().filter_map(|name| Some((name, self.by_name.get(name)?)));
-        let keeper = found().find(|(_, found)| found.keeps());
-        let first = keeper.or_else(|| found().next());
+        let keeps = found().find(|(_, found)| found.keeps());
+        let first = keeps.or_else(|| found().next());
         let claim = first.and_then(|(_, found)| found.claim.clone());
-        ClaimRecord { keeper: keeper.map(|(name, _)| name.clone()), claim }
+        ClaimRecord { persistent_volume: keeps.map(|(name, _)| name.clone()), claim }
     }
 
-    /// Returns true if the stored note of a volume differs from the current one.
+    /// Returns true if the stored record of a volume differs from the current one.
     #[must_use]
     pub fn is_outdated(&self, volume: &Volume) -> bool {
         recorded_of(volume) != self.record_of(&volume.metadata.name)
     }
 
-    /// Returns the volumes whose stored note differs from the current one.
+    /// Returns the volumes whose stored record differs from the current one.
     #[must_use]
     pub fn outdated(&self, cluster: &ClusterState) -> BTreeSet<String> {
         let outdated = cluster.volumes.values().filter(|volume| self.is_outdated(volume));
@@ -109,12 +109,15 @@ impl Claims {
     }
 }
 
-/// Returns the stored note of a volume.
+/// Returns the stored record of a volume.
 fn recorded_of(volume: &Volume) -> ClaimRecord {
-    ClaimRecord { keeper: volume.status.persistent_volume.clone(), claim: volume.status.claim.clone() }
+    ClaimRecord {
+        persistent_volume: volume.status.persistent_volume.clone(),
+        claim: volume.status.claim.clone(),
+    }
 }
 
-/// Returns the volume with the current note.
+/// Returns the volume with the current record.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].
@@ -123,8 +126,8 @@ pub fn recorded(cluster: &ClusterState, claims: &Claims, name: &str) -> Result<C
     if !claims.is_outdated(&volume) {
         return Ok(Change::AlreadySo(volume));
     }
-    let ClaimRecord { keeper, claim } = claims.record_of(name);
-    (volume.status.persistent_volume, volume.status.claim) = (keeper, claim);
+    let record = claims.record_of(name);
+    (volume.status.persistent_volume, volume.status.claim) = (record.persistent_volume, record.claim);
     Ok(Change::Store(volume))
 }
 
@@ -183,8 +186,8 @@ mod tests {
             ("a", "v", "Released"),
             ("d", "w", "Released"),
         ]));
-        assert_eq!(kept.record_of("v").keeper.as_deref(), Some("b"), "the first that keeps it");
-        let released = ClaimRecord { keeper: None, claim: Some("shop/w".to_owned()) };
+        assert_eq!(kept.record_of("v").persistent_volume.as_deref(), Some("b"), "the first that keeps it");
+        let released = ClaimRecord { persistent_volume: None, claim: Some("shop/w".to_owned()) };
         assert_eq!(kept.record_of("w"), released, "whose it was is known for as long as it is there");
         let (free, taken) = (cluster(None), cluster(Some("b")));
         let only = |name: &str| BTreeSet::from([name.to_owned()]);
@@ -201,11 +204,14 @@ mod tests {
         assert_eq!(recorded(&free, &kept, "w"), Err(RequestError::NoVolume("w".to_owned())));
         // A deleted one, and one that is another volume now.
         assert_eq!(kept.set("b".to_owned(), None), only("v"));
-        assert_eq!(kept.record_of("v").keeper.as_deref(), Some("c"));
+        assert_eq!(kept.record_of("v").persistent_volume.as_deref(), Some("c"));
         let both = BTreeSet::from(["v".to_owned(), "x".to_owned()]);
         assert_eq!(kept.set("c".to_owned(), Some(found("x", "Bound", true, false))), both);
-        assert_eq!(kept.record_of("v"), ClaimRecord { keeper: None, claim: Some("shop/v".to_owned()) });
-        assert_eq!(kept.record_of("x").keeper.as_deref(), Some("c"));
+        assert_eq!(
+            kept.record_of("v"),
+            ClaimRecord { persistent_volume: None, claim: Some("shop/v".to_owned()) }
+        );
+        assert_eq!(kept.record_of("x").persistent_volume.as_deref(), Some("c"));
         assert_eq!(kept.set("a".to_owned(), None), only("v"));
         assert_eq!(kept.record_of("v"), ClaimRecord::default());
     }

@@ -13,7 +13,7 @@ use shorthorn_kube::{bounded, is_code};
 use tokio::sync::Mutex;
 
 use super::store::KEY_NAME;
-use crate::keeper::{Keeper, KeeperError};
+use crate::ca_storage::{CaStorage, CaStorageError};
 
 /// The Secret that has the CA.
 pub const CA_NAME: &str = "shorthorn-ca";
@@ -26,34 +26,34 @@ const FIELD: &str = "ca.json";
 const STATE_MAX_BYTES: usize = 1_000_000;
 
 /// Keeps the CA in a Secret.
-pub struct SecretKeeper {
+pub struct CaSecret {
     secrets: Api<Secret>,
     /// The version of the Secret that was read or written last. With another one, nothing is written: it is
     /// read again first.
     version: Mutex<Option<String>>,
 }
 
-impl std::fmt::Debug for SecretKeeper {
+impl std::fmt::Debug for CaSecret {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("SecretKeeper")
+        f.write_str("CaSecret")
     }
 }
 
-impl SecretKeeper {
+impl CaSecret {
     /// Keeps the CA in this namespace.
     #[must_use]
-    pub fn new(client: kube::Client, namespace: &str) -> SecretKeeper {
-        SecretKeeper { secrets: Api::namespaced(client, namespace), version: Mutex::default() }
+    pub fn new(client: kube::Client, namespace: &str) -> CaSecret {
+        CaSecret { secrets: Api::namespaced(client, namespace), version: Mutex::default() }
     }
 
-    async fn marked_pin(&self) -> Result<Option<String>, KeeperError> {
+    async fn marked_pin(&self) -> Result<Option<String>, CaStorageError> {
         let key =
             bounded(self.secrets.get(KEY_NAME)).await.map_err(|error| failed("get", KEY_NAME, &error))?;
         Ok(key.metadata.annotations.and_then(|all| all.get(PIN_ANNOTATION).cloned()))
     }
 
     /// Records the pin of the CA at the Secret with the volume key.
-    async fn mark(&self, pin: &str) -> Result<(), KeeperError> {
+    async fn mark(&self, pin: &str) -> Result<(), CaStorageError> {
         let change = json!({ "metadata": { "annotations": { PIN_ANNOTATION: pin } } });
         let (parameters, change) = (PatchParams::default(), Patch::Merge(change));
         let marked = bounded(self.secrets.patch(KEY_NAME, &parameters, &change)).await;
@@ -61,14 +61,14 @@ impl SecretKeeper {
     }
 }
 
-fn failed(verb: &str, name: &str, error: &dyn std::fmt::Display) -> KeeperError {
-    KeeperError(format!("cannot {verb} Secret {name}: {error}; is packaging/deploy/rbac.yaml applied?"))
+fn failed(verb: &str, name: &str, error: &dyn std::fmt::Display) -> CaStorageError {
+    CaStorageError(format!("cannot {verb} Secret {name}: {error}; is packaging/deploy/rbac.yaml applied?"))
 }
 
-fn state_of(secret: &Secret) -> Result<Vec<u8>, KeeperError> {
+fn state_of(secret: &Secret) -> Result<Vec<u8>, CaStorageError> {
     let field = secret.data.as_ref().and_then(|data| data.get(FIELD));
     field.map(|bytes| bytes.0.clone()).ok_or_else(|| {
-        KeeperError(format!(
+        CaStorageError(format!(
             "Secret {CA_NAME} has no field {FIELD}: restore it from a backup (docs/security.md)"
         ))
     })
@@ -87,21 +87,21 @@ fn secret(state: Vec<u8>) -> Secret {
 }
 
 /// The pin of the CA in a state.
-fn pin_of(state: &[u8]) -> Result<String, KeeperError> {
-    let authority = crate::tls::read(state.to_vec()).map_err(|error| KeeperError(error.to_string()))?;
-    authority.pin().map(|pin| pin.to_string()).map_err(|error| KeeperError(error.to_string()))
+fn pin_of(state: &[u8]) -> Result<String, CaStorageError> {
+    let authority = crate::tls::read(state.to_vec()).map_err(|error| CaStorageError(error.to_string()))?;
+    authority.pin().map(|pin| pin.to_string()).map_err(|error| CaStorageError(error.to_string()))
 }
 
 #[async_trait]
-impl Keeper for SecretKeeper {
-    async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+impl CaStorage for CaSecret {
+    async fn load(&self) -> Result<Option<Vec<u8>>, CaStorageError> {
         let found = bounded(self.secrets.get_opt(CA_NAME)).await;
         let found = found.map_err(|error| failed("get", CA_NAME, &error))?;
         let marked = self.marked_pin().await?;
         let Some(secret) = found else {
             return match marked {
                 None => Ok(None),
-                Some(pin) => Err(KeeperError(format!(
+                Some(pin) => Err(CaStorageError(format!(
                     "Secret {CA_NAME} is lost (pin {pin}): restore it from a backup. Without one, remove the \
                      annotation {PIN_ANNOTATION} of Secret {KEY_NAME}, and enrol every node again \
                      (docs/security.md)"
@@ -124,9 +124,9 @@ impl Keeper for SecretKeeper {
         Ok(Some(state))
     }
 
-    async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError> {
+    async fn save(&self, state: Vec<u8>) -> Result<(), CaStorageError> {
         if state.len() > STATE_MAX_BYTES {
-            return Err(KeeperError(format!(
+            return Err(CaStorageError(format!(
                 "{} bytes do not fit into Secret {CA_NAME}: wait until some certificates expire",
                 state.len()
             )));
@@ -149,7 +149,7 @@ impl Keeper for SecretKeeper {
                 *version = saved.metadata.resource_version;
                 Ok(())
             }
-            Err(error) if is_code(&error, 409) => Err(KeeperError(format!(
+            Err(error) if is_code(&error, 409) => Err(CaStorageError(format!(
                 "Secret {CA_NAME} was changed by another controller or by hand: try again"
             ))),
             Err(error) => Err(failed("write", CA_NAME, &error)),

@@ -29,7 +29,7 @@ pub mod signer;
 pub mod store;
 pub mod workloads;
 
-pub use ca_secret::SecretKeeper;
+pub use ca_secret::CaSecret;
 pub use client::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, connect};
 pub use shorthorn_kube::{
     ConnectError, FIELD_MANAGER, GROUP, KINDS, VERSION, VOLUME_LABEL, crds, kind_name, plural, resource,

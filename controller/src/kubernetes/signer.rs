@@ -373,15 +373,15 @@ mod tests {
     }
 
     #[async_trait::async_trait]
-    impl crate::keeper::Keeper for Memory {
-        async fn load(&self) -> Result<Option<Vec<u8>>, crate::keeper::KeeperError> {
+    impl crate::ca_storage::CaStorage for Memory {
+        async fn load(&self) -> Result<Option<Vec<u8>>, crate::ca_storage::CaStorageError> {
             Ok(self.stored.lock().unwrap().clone())
         }
 
-        async fn save(&self, state: Vec<u8>) -> Result<(), crate::keeper::KeeperError> {
+        async fn save(&self, state: Vec<u8>) -> Result<(), crate::ca_storage::CaStorageError> {
             self.saves.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             if self.is_full.load(std::sync::atomic::Ordering::SeqCst) {
-                return Err(crate::keeper::KeeperError("full".to_owned()));
+                return Err(crate::ca_storage::CaStorageError("full".to_owned()));
             }
             *self.stored.lock().unwrap() = Some(state);
             Ok(())
@@ -471,18 +471,18 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_store_that_fails_for_long_fails_no_request() {
         use std::sync::atomic::Ordering;
-        let keeper = Arc::<Memory>::default();
-        let kept: Arc<dyn crate::keeper::Keeper> = Arc::<Memory>::clone(&keeper);
+        let ca_storage = Arc::<Memory>::default();
+        let kept: Arc<dyn crate::ca_storage::CaStorage> = Arc::<Memory>::clone(&ca_storage);
         let tls = Tls::open(kept, "c0ffee").await.unwrap();
-        keeper.is_full.store(true, Ordering::SeqCst);
+        ca_storage.is_full.store(true, Ordering::SeqCst);
         let api = OneRequest::new(false);
         let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
-        let before = keeper.saves.load(Ordering::SeqCst);
+        let before = ca_storage.saves.load(Ordering::SeqCst);
         tokio::time::sleep(Duration::from_mins(50)).await;
         assert_eq!(api.conditions(), ["Approved"]);
-        let saves = keeper.saves.load(Ordering::SeqCst) - before;
+        let saves = ca_storage.saves.load(Ordering::SeqCst) - before;
         assert!((40..60).contains(&saves), "the pauses do not grow, or grow too much: {saves} attempts");
-        keeper.is_full.store(false, Ordering::SeqCst);
+        ca_storage.is_full.store(false, Ordering::SeqCst);
         tokio::time::sleep(LOOK_PAUSE_MAX).await;
         signing.abort();
         assert!(api.is_signed(), "it is not signed soon after the store works again");

@@ -16,10 +16,10 @@ use crate::kubernetes::guard_pods::GuardPods;
 use crate::kubernetes::leader_pod;
 use crate::kubernetes::lease_thread::{END_LIMIT, LeaseThread};
 use crate::kubernetes::store::KubeStore;
-use crate::kubernetes::{KubernetesConfig, SecretKeeper, connect};
+use crate::kubernetes::{CaSecret, KubernetesConfig, connect};
 use crate::metrics::{Readiness, ReadinessPhase};
 use crate::store::{RedbStore, Store};
-use crate::tls::Keeper;
+use crate::tls::CaStorage;
 
 /// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
 /// recorded. After that they work with the stored claims.
@@ -31,7 +31,7 @@ const LOG_LIMIT: Duration = Duration::from_millis(100);
 /// An open store that this controller may write, and the parts that belong to it.
 pub(super) struct Opened {
     /// The place for the CA.
-    pub(super) keeper: Arc<dyn Keeper>,
+    pub(super) ca_storage: Arc<dyn CaStorage>,
     pub(super) store: Arc<dyn Store>,
     pub(super) tasks: LeaderTasks,
     /// None outside of Kubernetes.
@@ -43,8 +43,8 @@ pub(super) async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<
     match config {
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
-            let keeper = store.keeper();
-            Ok(Opened { keeper, store, tasks: LeaderTasks::alone(), kubernetes: None })
+            let ca_storage = store.ca_storage();
+            Ok(Opened { ca_storage, store, tasks: LeaderTasks::alone(), kubernetes: None })
         }
         StoreConfig::Kubernetes(config) => lead(config, readiness).await,
     }
@@ -87,9 +87,9 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let (known, kept, image) = (Arc::clone(&machines), Arc::clone(&store), config.guards());
     let guards = GuardPods::new(client.clone(), &config.namespace, image, known, kept, events.clone());
     tasks.spawn(guards.run());
-    let keeper: Arc<dyn Keeper> = Arc::new(SecretKeeper::new(client.clone(), &config.namespace));
+    let ca_storage: Arc<dyn CaStorage> = Arc::new(CaSecret::new(client.clone(), &config.namespace));
     let kubernetes = Some(InKubernetes::new(client, machines, events, config));
-    Ok(Opened { keeper, store, tasks, kubernetes })
+    Ok(Opened { ca_storage, store, tasks, kubernetes })
 }
 
 /// Starts the task that records the claims of volumes, and waits for its first round. Objects that were

@@ -19,14 +19,14 @@ use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
-use self::ca::{RedbKeeper, Saves};
+use self::ca::{RedbCa, Saves};
 use self::disk::Disk;
 use self::file::StoreFile;
 use self::turns::{Answer, Turns, Write};
 use self::writer::Writer;
 use super::cache::Cache;
 use super::{Store, StoreError};
-use crate::keeper::Keeper;
+use crate::ca_storage::CaStorage;
 use crate::random::new_cluster;
 
 /// The longest that a caller waits for the disk. A commit waits for one fsync. A disk that takes longer has
@@ -79,8 +79,8 @@ impl RedbStore {
 
     /// The place for the CA in this file.
     #[must_use]
-    pub fn keeper(&self) -> Arc<dyn Keeper> {
-        Arc::new(RedbKeeper(RedbStore { inner: Arc::clone(&self.inner) }))
+    pub fn ca_storage(&self) -> Arc<dyn CaStorage> {
+        Arc::new(RedbCa(RedbStore { inner: Arc::clone(&self.inner) }))
     }
 
     /// Runs `write` on a thread that may block. It completes even if the caller is gone, so that memory and

@@ -21,7 +21,7 @@ use thiserror::Error;
 use tokio::sync::{Notify, RwLock};
 
 pub use self::service::TlsApi;
-pub use crate::keeper::{Keeper, KeeperError};
+pub use crate::ca_storage::{CaStorage, CaStorageError};
 
 /// The largest state, as it is stored, of a CA that signs and makes tokens. A Secret has room for 1 MiB, and
 /// a revocation shall always find some.
@@ -33,7 +33,7 @@ const RECORDS_MAX_BYTES: usize = 800_000;
 pub enum TlsError {
     /// The state of the CA cannot be loaded or stored.
     #[error("the cluster's CA: {0}")]
-    Keeper(#[from] KeeperError),
+    CaStorage(#[from] CaStorageError),
     /// The CA refuses, or its state is damaged.
     #[error(transparent)]
     Authority(#[from] AuthorityError),
@@ -67,7 +67,7 @@ pub(crate) struct NodeSeen {
 
 /// The CA, and the certificate of this controller.
 pub struct Tls {
-    keeper: Arc<dyn Keeper>,
+    ca_storage: Arc<dyn CaStorage>,
     /// Held for writing while a change is stored: changes have an order.
     authority: RwLock<Authority>,
     /// The end of the CA that signs, in seconds since 1970, for readers that must not wait for a store.
@@ -96,16 +96,16 @@ impl Tls {
     ///
     /// # Errors
     /// [`TlsError`]; a CA that is lost or damaged is never replaced.
-    pub async fn open(keeper: Arc<dyn Keeper>, cluster: &str) -> Result<Arc<Tls>, TlsError> {
+    pub async fn open(ca_storage: Arc<dyn CaStorage>, cluster: &str) -> Result<Arc<Tls>, TlsError> {
         let expected = ClusterId::new(cluster)?;
-        let stored = keeper.load().await?.map(read).transpose()?;
+        let stored = ca_storage.load().await?.map(read).transpose()?;
         // A cluster whose volume key was recreated has another id. Its CA is of use to enrolled nodes only.
         let kept = stored.filter(|stored| *stored.cluster() == expected || !enrolled(stored).1.is_empty());
         let mut authority = match kept {
             Some(stored) => stored,
             None => {
                 let made = Authority::create(expected.clone(), now())?;
-                keeper.save(stored_form(&made)?).await?;
+                ca_storage.save(stored_form(&made)?).await?;
                 tracing::warn!(pin = %made.pin()?, "the cluster's CA is made: back it up (docs/security.md)");
                 made
             }
@@ -116,7 +116,7 @@ impl Tls {
         let identity = authority.issue(&Role::Controller, now())?;
         let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
         Ok(Arc::new(Tls {
-            keeper,
+            ca_storage,
             authority_end_s: AtomicU64::new(authority.expires_at_s()),
             authority: RwLock::new(authority),
             credentials: Credentials::new(bundle)?,
@@ -146,7 +146,7 @@ impl Tls {
         if !is_new_trust && state.len() > RECORDS_MAX_BYTES {
             return Err(TlsError::Full);
         }
-        if let Err(error) = self.keeper.save(state).await {
+        if let Err(error) = self.ca_storage.save(state).await {
             self.take_stored(&mut authority).await;
             return Err(error.into());
         }
@@ -166,7 +166,7 @@ impl Tls {
     /// Continues with the stored state after a store that has failed. The store may have come about although
     /// the answer is lost, or an administrator has changed the state: every later store would fail too.
     async fn take_stored(&self, authority: &mut Authority) {
-        let stored = match self.keeper.load().await {
+        let stored = match self.ca_storage.load().await {
             Ok(Some(state)) => read(state),
             Ok(None) => return,
             Err(error) => Err(error.into()),
@@ -298,14 +298,14 @@ mod tests {
     struct Broken(std::sync::atomic::AtomicBool);
 
     #[async_trait]
-    impl Keeper for Broken {
-        async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+    impl CaStorage for Broken {
+        async fn load(&self) -> Result<Option<Vec<u8>>, CaStorageError> {
             Ok(None)
         }
 
-        async fn save(&self, _: Vec<u8>) -> Result<(), KeeperError> {
+        async fn save(&self, _: Vec<u8>) -> Result<(), CaStorageError> {
             if self.0.load(std::sync::atomic::Ordering::SeqCst) {
-                return Err(KeeperError("full".to_owned()));
+                return Err(CaStorageError("full".to_owned()));
             }
             Ok(())
         }
@@ -313,14 +313,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_change_that_cannot_be_stored_has_no_effect() {
-        let keeper = Arc::new(Broken::default());
-        let kept: Arc<dyn Keeper> = Arc::<Broken>::clone(&keeper);
+        let ca_storage = Arc::new(Broken::default());
+        let kept: Arc<dyn CaStorage> = Arc::<Broken>::clone(&ca_storage);
         let tls = Tls::open(kept, "c0ffee").await.unwrap();
         let node = Role::node("a").unwrap();
         tls.change(|authority| authority.issue(&node, now())).await.unwrap();
-        keeper.0.store(true, std::sync::atomic::Ordering::SeqCst);
+        ca_storage.0.store(true, std::sync::atomic::Ordering::SeqCst);
         let revoked = tls.change(|authority| authority.revoke(|_| true, now())).await;
-        assert!(matches!(revoked, Err(TlsError::Keeper(_))), "{revoked:?}");
+        assert!(matches!(revoked, Err(TlsError::CaStorage(_))), "{revoked:?}");
         assert_eq!(tls.look(|authority| authority.revoked().len()).await, 0);
         assert!(tls.credentials().current().trust.revoked().is_empty());
         assert_eq!(tls.nodes_behind().await, ["a"]);
@@ -331,12 +331,12 @@ mod tests {
     struct Hanging(std::sync::atomic::AtomicBool);
 
     #[async_trait]
-    impl Keeper for Hanging {
-        async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+    impl CaStorage for Hanging {
+        async fn load(&self) -> Result<Option<Vec<u8>>, CaStorageError> {
             Ok(None)
         }
 
-        async fn save(&self, _: Vec<u8>) -> Result<(), KeeperError> {
+        async fn save(&self, _: Vec<u8>) -> Result<(), CaStorageError> {
             if self.0.swap(true, Ordering::SeqCst) {
                 std::future::pending::<()>().await;
             }
@@ -369,14 +369,14 @@ mod tests {
     struct Old;
 
     #[async_trait]
-    impl Keeper for Old {
-        async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+    impl CaStorage for Old {
+        async fn load(&self) -> Result<Option<Vec<u8>>, CaStorageError> {
             let yesterday = UnixTime::since_unix_epoch(Duration::from_secs(now().as_secs() - 24 * 3600));
             let made = Authority::create(ClusterId::new("c0ffee").unwrap(), yesterday).unwrap();
             Ok(Some(stored_form(&made).unwrap()))
         }
 
-        async fn save(&self, _: Vec<u8>) -> Result<(), KeeperError> {
+        async fn save(&self, _: Vec<u8>) -> Result<(), CaStorageError> {
             Ok(())
         }
     }
@@ -400,11 +400,11 @@ mod tests {
         for _ in 0..2 {
             let store = RedbStore::open(&path).unwrap();
             let cluster = crate::store::Store::cluster(&store).to_owned();
-            let tls = Tls::open(store.keeper(), &cluster).await.unwrap();
+            let tls = Tls::open(store.ca_storage(), &cluster).await.unwrap();
             pins.push(tls.look(|authority| authority.pin().unwrap()).await);
             let node = Role::node("a").unwrap();
             tls.change(|authority| authority.issue(&node, now())).await.unwrap();
-            let other = Tls::open(store.keeper(), "another").await;
+            let other = Tls::open(store.ca_storage(), "another").await;
             assert!(matches!(other, Err(TlsError::OtherCluster { .. })), "{other:?}");
         }
         assert_eq!(pins[0], pins[1]);

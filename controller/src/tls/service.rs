@@ -70,7 +70,7 @@ impl TlsApi {
 fn status(error: TlsError) -> Status {
     let text = error.to_string();
     match error {
-        TlsError::Keeper(_) => Status::unavailable(text),
+        TlsError::CaStorage(_) => Status::unavailable(text),
         TlsError::Authority(AuthorityError::Token(_)) => Status::permission_denied(text),
         TlsError::Authority(AuthorityError::Request(_) | AuthorityError::Name(_)) => {
             Status::invalid_argument(text)

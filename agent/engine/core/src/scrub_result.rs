@@ -61,8 +61,8 @@ pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
     if agree(member_checksums) {
         // If two members that have kept sums hold the same, the differing sum is wrong. Members without kept
         // sums confirm nothing: they may be copies of the rot.
-        let mut keepers = member_checksums.iter().filter(|(_, checksums)| checksums.kept.is_some());
-        return match (keepers.next(), keepers.next()) {
+        let mut with_kept = member_checksums.iter().filter(|(_, checksums)| checksums.kept.is_some());
+        return match (with_kept.next(), with_kept.next()) {
             (Some((alone, checksums)), None) if checksums.contradicts_itself() => {
                 ScrubResult::Undecided(vec![*alone])
             }

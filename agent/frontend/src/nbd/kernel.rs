@@ -211,7 +211,7 @@ struct KernelQueue {
     broken: bool,
     /// True if another process is to serve the device.
     is_quiesced: bool,
-    /// Takes the kernel's ends of new pairs to the keeper.
+    /// Takes the kernel's ends of new pairs to the thread that reconnects them.
     sender: Sender<OwnedFd>,
     closed: Arc<AtomicBool>,
 }
@@ -244,7 +244,7 @@ impl KernelQueue {
                 return;
             }
         };
-        // Without a keeper the device is gone, and needs no repair.
+        // Without that thread the device is gone, and needs no repair.
         if self.sender.send(kernels).is_ok()
             && let Some(id) = self.service.add(ours, Opening::Transmission)
         {
@@ -301,7 +301,7 @@ struct NbdDevice {
     record: DeviceRecord,
     /// The sockets for the kernel, until it has taken them.
     kernel_ends: Vec<OwnedFd>,
-    /// The broken connections, until the keeper has taken the receiver.
+    /// The broken connections, until the reconnecting thread has taken the receiver.
     broken: Option<Receiver<OwnedFd>>,
     /// No connection is to be mended any more.
     closed: Arc<AtomicBool>,
@@ -414,7 +414,7 @@ impl NbdDevice {
             target.reconnect(&socket).map_err(|source| system(format!("reconnect {name}"), source))?;
         }
         if let Some(broken) = self.broken.take() {
-            link::keep(target, broken, Arc::clone(&self.closed))
+            link::spawn_reconnect(target, broken, Arc::clone(&self.closed))
                 .map_err(|source| system("start the thread that mends NBD connections", source))?;
         }
         if !new {

@@ -110,8 +110,12 @@ impl Target {
 
 /// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from
 /// `broken`. Ends when all queues have ended. Sets `closed` if the device is gone for good.
-pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<AtomicBool>) -> io::Result<()> {
-    let keeper = move || {
+pub(super) fn spawn_reconnect(
+    target: Target,
+    broken: Receiver<OwnedFd>,
+    closed: Arc<AtomicBool>,
+) -> io::Result<()> {
+    let reconnect = move || {
         // The device waits for this process; the queues' threads report missing protections.
         let _ = protect_thread();
         for socket in broken {
@@ -131,7 +135,7 @@ pub(super) fn keep(target: Target, broken: Receiver<OwnedFd>, closed: Arc<Atomic
             }
         }
     };
-    thread::Builder::new().name("nbd-keeper".into()).spawn(keeper).map(drop)
+    thread::Builder::new().name("nbd-reconnect".into()).spawn(reconnect).map(drop)
 }
 
 #[cfg(test)]

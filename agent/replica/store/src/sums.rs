@@ -1,9 +1,8 @@
 //! Keeps sums of snapshots' layers beside them in `shorthorn.sums-<snapshot>`, and repairs data that does not
 //! match them.
 //!
-//! The keeper of the sums decides on their contents. A file of sums belongs to one file of one layer, and is
-//! removed with the layer. It has the inode and size of that file, and the epoch in which it was written. The
-//! time of the layer's last change is not included: the sums have to find a layer that was changed unnoticed.
+//! The caller decides on their contents. A file of sums belongs to one file of one layer, and is removed with
+//! the layer. It has the inode and size of that file, and the epoch in which it was written. The time of the layer's last change is not included: the sums have to find a layer that was changed unnoticed.
 //!
 //! All numbers are little-endian.
 //!

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use async_trait::async_trait;
 
 use super::RedbStore;
-use crate::keeper::{Keeper, KeeperError};
+use crate::ca_storage::{CaStorage, CaStorageError};
 use crate::store::StoreError;
 
 /// The number of states of the CA that were to be saved.
@@ -29,25 +29,25 @@ impl Saves {
     }
 }
 
-/// The place of the CA.
+/// The storage of the CA.
 #[derive(Debug)]
-pub(super) struct RedbKeeper(pub(super) RedbStore);
+pub(super) struct RedbCa(pub(super) RedbStore);
 
 #[async_trait]
-impl Keeper for RedbKeeper {
-    async fn load(&self) -> Result<Option<Vec<u8>>, KeeperError> {
+impl CaStorage for RedbCa {
+    async fn load(&self) -> Result<Option<Vec<u8>>, CaStorageError> {
         let loaded = self.0.blocking(|inner| inner.disk.access().file().authority());
-        loaded.await.map_err(|error| KeeperError(error.to_string()))
+        loaded.await.map_err(|error| CaStorageError(error.to_string()))
     }
 
-    async fn save(&self, state: Vec<u8>) -> Result<(), KeeperError> {
+    async fn save(&self, state: Vec<u8>) -> Result<(), CaStorageError> {
         let number = self.0.inner.saves.begin();
         let saved = self.0.blocking(move |inner| {
             let writer = inner.disk.access();
             inner.saves.check_last(number)?;
             writer.file().save_authority(&state)
         });
-        saved.await.map_err(|error| KeeperError(error.to_string()))
+        saved.await.map_err(|error| CaStorageError(error.to_string()))
     }
 }
 

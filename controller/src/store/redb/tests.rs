@@ -198,7 +198,7 @@ async fn a_disk_that_hangs_holds_up_no_caller_and_is_shown() {
     let hangs = Arc::<(Mutex<bool>, Condvar)>::default();
     let backend = Hanging { disk: InMemoryBackend::new(), hangs: Arc::clone(&hangs) };
     let store = over(backend, LIMIT);
-    let keeper = store.keeper();
+    let ca_storage = store.ca_storage();
     let readiness = Arc::<Readiness>::default();
     readiness.reached(ReadinessPhase::Leading);
     let store = Arc::new(Metered::new(Arc::new(store), Metrics::default(), Arc::clone(&readiness)));
@@ -224,7 +224,7 @@ async fn a_disk_that_hangs_holds_up_no_caller_and_is_shown() {
     for name in ["e", "f", "g"] {
         assert!(store.put(node(name)).await.is_err());
     }
-    assert!(keeper.save(b"{}".to_vec()).await.is_err() && keeper.load().await.is_err());
+    assert!(ca_storage.save(b"{}".to_vec()).await.is_err() && ca_storage.load().await.is_err());
     assert!(before.elapsed() < LIMIT, "{:?}", before.elapsed());
     assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["a"]);
     assert!(began.elapsed() < Duration::from_secs(60));
@@ -247,9 +247,9 @@ async fn a_disk_that_hangs_holds_up_no_caller_and_is_shown() {
 #[tokio::test]
 async fn an_older_state_of_the_ca_never_replaces_a_later_one() {
     let store = over(InMemoryBackend::new(), LIMIT);
-    let keeper = store.keeper();
+    let ca_storage = store.ca_storage();
     let busy = store.inner.disk.access();
-    let late = keeper.save(b"older".to_vec()).await;
+    let late = ca_storage.save(b"older".to_vec()).await;
     assert!(late.is_err(), "other writes hold it up");
     store.inner.saves.begin();
     drop(busy);
@@ -258,7 +258,7 @@ async fn an_older_state_of_the_ca_never_replaces_a_later_one() {
         assert!(Instant::now() < deadline, "the older write does not end");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!(keeper.load().await.unwrap(), None);
-    keeper.save(b"later".to_vec()).await.unwrap();
-    assert_eq!(keeper.load().await.unwrap().as_deref(), Some(&b"later"[..]));
+    assert_eq!(ca_storage.load().await.unwrap(), None);
+    ca_storage.save(b"later".to_vec()).await.unwrap();
+    assert_eq!(ca_storage.load().await.unwrap().as_deref(), Some(&b"later"[..]));
 }

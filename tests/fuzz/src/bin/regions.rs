@@ -43,7 +43,7 @@ fn make_checks_fit(file: &mut [u8]) {
 fn use_file(file: &[u8], size_bytes: u64) {
     let regions = Regions::of(size_bytes);
     let (mut intent_log, damages) = WriteIntentLog::load(regions, EPOCH, file);
-    let content = intent_log.content(SetKey::Intent).expect("every keeper has a write intent");
+    let content = intent_log.content(SetKey::Intent).expect("every log has a write intent");
     if damages.len() * PAGE_BYTES >= file.len() {
         assert!(content.contains_all(0..regions.count()), "damaged pages count as full");
     }
@@ -56,6 +56,6 @@ fn use_file(file: &[u8], size_bytes: u64) {
         let Some(PageWrite { slot, .. }) = intent_log.begin_write(false) else { break };
         intent_log.end_write(slot, true);
     }
-    let now = intent_log.content(SetKey::Intent).expect("every keeper has a write intent");
+    let now = intent_log.content(SetKey::Intent).expect("every log has a write intent");
     assert!(content.runs(0).all(|run| now.contains_all(run)), "a region was lost");
 }

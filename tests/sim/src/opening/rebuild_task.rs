@@ -479,7 +479,9 @@ impl RebuildTask for Rebuild<'_> {
         let Rebuild { process, replica, .. } = self;
         process.sim.borrow_mut().trace(|| {
             let engine = process.engine;
-            format!("engine {engine}: {replica} is rebuilt, copy: {is_copy}, {missing_bytes} bytes are missing")
+            format!(
+                "engine {engine}: {replica} is rebuilt, copy: {is_copy}, {missing_bytes} bytes are missing"
+            )
         });
     }
 }

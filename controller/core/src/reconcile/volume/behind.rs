@@ -101,7 +101,8 @@ impl Run<'_> {
             let current = engine.spec.attach == attach && engine.status.seen_attach == attach;
             current && engine.status.is_serving()
         })?;
-        let reports = self.replicas.iter().filter_map(|replica| self.observed_replica(replica)?.views.as_ref());
+        let reports =
+            self.replicas.iter().filter_map(|replica| self.observed_replica(replica)?.views.as_ref());
         let committed = reports.map(|report| report.committed);
         let own = committed.filter(|view| Some(view.id.generation) == engine.status.generation);
         own.max_by_key(|view| view.id)
