@@ -1,4 +1,4 @@
-//! Tests the command setup in a folder, with a systemctl that only notes its calls.
+//! Tests the command setup in a folder, with a systemctl that only records its calls.
 #![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
 
 use std::fs;

@@ -93,7 +93,7 @@ fn kill(volume: &str) -> String {
     )
 }
 
-/// Returns a script that also notes the milliseconds that `script` takes. See [`away`].
+/// Returns a script that also records the milliseconds that `script` takes. See [`away`].
 fn timed(script: &str) -> String {
     format!("begin=$(date +%s%N); {script}; echo $((($(date +%s%N) - begin) / 1000000)) > /root/away")
 }

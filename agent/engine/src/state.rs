@@ -80,7 +80,7 @@ impl EngineState {
         if !state.has_users(attach, continues) {
             (state.content.live_boot, state.content.lost_writes) = (None, false);
         } else if state.content.live_boot.is_none() {
-            state.content.live_boot = Some(String::new()); // an earlier version did not note which
+            state.content.live_boot = Some(String::new()); // an earlier version did not store which
         }
         if attach > known {
             state.content.generation = drawn(Generation::new(attach, 0))?;

@@ -292,7 +292,7 @@ fn devices_belong_to_their_volumes() -> Result<()> {
     }
     vm.sh(&format!("dd if={NODE} of=/dev/null bs=1M count=1 iflag=direct status=none"))?;
 
-    // It dies between asking for the device and noting its number.
+    // It dies between asking for the device and storing its number.
     guest.end(first, "KILL")?;
     vm.sh(r#"sed -i 's/"kernel_id":0/"kernel_id":null/' /mem/memory.state"#)?;
     let first = guest.serve("memory", "")?;

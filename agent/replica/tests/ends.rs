@@ -78,35 +78,35 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     assert_eq!(replica.wait().code(), Some(FAILED));
 }
 
-/// An obstacle that neither lets the note be written nor be removed.
+/// An obstacle that neither lets the record be written nor be removed.
 struct RecordBlocked {
     paths: [PathBuf; 2],
-    note: Vec<u8>,
+    record: Vec<u8>,
 }
 
 impl RecordBlocked {
     fn new(directory: &Path) -> RecordBlocked {
         let paths = [directory.join("shorthorn.boot"), directory.join("shorthorn.boot.tmp")];
-        let note = fs::read(&paths[0]).unwrap();
+        let record = fs::read(&paths[0]).unwrap();
         fs::remove_file(&paths[0]).unwrap();
         paths.iter().for_each(|path| fs::create_dir(path).unwrap());
-        RecordBlocked { paths, note }
+        RecordBlocked { paths, record }
     }
 
-    /// Removes the note.
+    /// Removes the record.
     fn end(&self) {
         self.paths.iter().for_each(|path| fs::remove_dir(path).unwrap());
     }
 
-    /// Restores the note.
+    /// Restores the record.
     fn restore(&self) {
         self.end();
-        fs::write(&self.paths[0], &self.note).unwrap();
+        fs::write(&self.paths[0], &self.record).unwrap();
     }
 }
 
 #[test]
-fn it_may_end_if_it_can_note_the_loss_beside_its_socket() {
+fn it_may_end_if_it_can_record_the_loss_beside_its_socket() {
     if !may_mount() {
         return;
     }

@@ -406,10 +406,10 @@ fn a_replica_that_has_failed_is_stopped_and_remembers() {
 #[test]
 fn where_nothing_can_be_recorded_the_next_process_knows_all_the_same() {
     restarted_after(|mut replica, mut client| {
-        let note = replica.spec.directory.join("shorthorn.boot.tmp");
-        std::fs::create_dir(&note).unwrap();
+        let record = replica.spec.directory.join("shorthorn.boot.tmp");
+        std::fs::create_dir(&record).unwrap();
         assert_eq!(client.flush(), Err(libc::EIO));
-        std::fs::remove_dir(&note).unwrap();
+        std::fs::remove_dir(&record).unwrap();
         replica.kill();
     });
 }

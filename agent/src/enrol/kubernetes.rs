@@ -1,5 +1,5 @@
 //! Enrolment in a Kubernetes cluster: a CertificateSigningRequest that the kubelet's certificate
-//! authenticates. The API server notes the name of the node in it, and the controller signs for that node.
+//! authenticates. The API server records the name of the node in it, and the controller signs for that node.
 
 use std::time::Duration;
 

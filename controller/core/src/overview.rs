@@ -194,7 +194,7 @@ impl Matters {
 
 fn versions(cluster: &ClusterState, agents: &Agents, own: &str) -> Vec<Version> {
     let mut found: BTreeMap<(&'static str, String), Version> = BTreeMap::new();
-    let mut note = |program: &'static str, version: &str, name: String| {
+    let mut count = |program: &'static str, version: &str, name: String| {
         let differs = !version.is_empty() && version != own;
         let of_it = found.entry((program, version.to_owned())).or_insert_with(|| Version {
             program,
@@ -209,11 +209,11 @@ fn versions(cluster: &ClusterState, agents: &Agents, own: &str) -> Vec<Version> 
         }
     };
     for node in cluster.nodes.values().filter(|node| !node.status.version.is_empty()) {
-        note("agent", &node.status.version, node.metadata.name.clone());
+        count("agent", &node.status.version, node.metadata.name.clone());
     }
     for (key, instance) in agents.by_node().values().flat_map(|view| &view.instances) {
         if let Detail::Engine(engine) = &instance.detail {
-            note("engine", engine.version.as_deref().unwrap_or_default(), key.name.clone());
+            count("engine", engine.version.as_deref().unwrap_or_default(), key.name.clone());
         }
     }
     let controller = Version {

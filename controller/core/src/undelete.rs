@@ -37,7 +37,7 @@ pub struct Record {
     /// The time of the volume's creation, by a clock.
     pub volume_created: Timestamp,
     /// The version that the store had given to the volume. A store gives a greater one to each later volume
-    /// of the name. 0: the record is of a release that did not note it.
+    /// of the name. 0: the record is of a release that did not record it.
     #[serde(default)]
     pub volume_version: u64,
     /// Without its secret.

@@ -49,7 +49,7 @@ fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
 async fn record(reflector: &Reflector<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
     let mut first = Some(first);
     let (mut changes, mut found) = (store.changes(), reflector.changes());
-    // Nothing is recorded before the first complete list of Kubernetes: an existing note stays until then.
+    // Nothing is recorded before the first complete list of Kubernetes: an existing record stays until then.
     let mut claims: Option<Claims> = None;
     let mut pending = BTreeSet::new();
     let mut failures = 0;
@@ -89,7 +89,7 @@ async fn record(reflector: &Reflector<PersistentVolume>, store: &dyn Store, firs
     }
 }
 
-/// Waits for a change that outdates the notes of some volumes, and returns these volumes.
+/// Waits for a change that outdates the records of some volumes, and returns these volumes.
 async fn outdated_volumes(
     changes: &mut tokio::sync::broadcast::Receiver<shorthorn_controller_core::objects::Key>,
     store: &dyn Store,
@@ -117,8 +117,8 @@ async fn outdated_volumes(
     }
 }
 
-/// Updates the notes of these volumes; `pending` keeps those that failed. A refused note does not delay the
-/// other volumes.
+/// Updates the records of these volumes; `pending` keeps those that failed. A refused record does not delay
+/// the other volumes.
 async fn record_all(
     store: &dyn Store,
     claims: &Claims,
@@ -203,14 +203,14 @@ mod tests {
         // A task that waits for the first list is notified after the list is recorded, and not before.
         let reflector = Reflector::new();
         let (sender, mut first) = oneshot::channel();
-        let mut noting = std::pin::pin!(record(&reflector, &store, sender));
-        assert!(is_pending(noting.as_mut()).await && first.try_recv().is_err());
+        let mut recording = std::pin::pin!(record(&reflector, &store, sender));
+        assert!(is_pending(recording.as_mut()).await && first.try_recv().is_err());
         reflector.replace(std::collections::BTreeMap::from([(
             "pvc-1".to_owned(),
             read(DRIVER_NAME, "Bound").unwrap(),
         )]));
         tokio::select! {
-            () = noting => panic!("it ended"),
+            () = recording => panic!("it ended"),
             notified = first => notified.unwrap(),
         }
         assert_eq!(recorded(&store).as_deref(), Some("pvc-1"));

@@ -205,9 +205,9 @@ impl GuardPods {
 
     async fn clean(&self, there: &There, plan: &GuardPlan) -> Result<(), CallError> {
         for (name, message) in &plan.report {
-            let note = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
-            let (parameters, note) = (PatchParams::default(), Patch::Merge(note));
-            unless_code(bounded(there.pods.patch(name, &parameters, &note)).await, 404)?;
+            let holds = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
+            let (parameters, holds) = (PatchParams::default(), Patch::Merge(holds));
+            unless_code(bounded(there.pods.patch(name, &parameters, &holds)).await, 404)?;
         }
         for name in &plan.delete_pod {
             // The pod has no work to interrupt, and its kubelet may be unreachable.

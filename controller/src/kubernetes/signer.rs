@@ -1,4 +1,4 @@
-//! The signer `shorthorn.io/agent` for CertificateSigningRequests of Kubernetes. The API server notes the
+//! The signer `shorthorn.io/agent` for CertificateSigningRequests of Kubernetes. The API server records the
 //! maker of a request. A request that the kubelet of a node made proves that its maker is root there.
 
 use std::collections::{BTreeMap, BTreeSet};

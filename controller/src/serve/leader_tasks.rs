@@ -142,7 +142,7 @@ mod tests {
     use super::*;
     use crate::kubernetes::events::events;
 
-    /// A lease that this controller has until the test takes it. Its release notes whether the task has
+    /// A lease that this controller has until the test takes it. Its release records whether the task has
     /// ended before.
     struct FakeLease {
         taken: watch::Receiver<bool>,

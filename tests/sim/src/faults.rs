@@ -91,8 +91,9 @@ pub enum Broken {
     State,
     /// Pages of sets of regions.
     Page,
-    /// The note that data may be gone, once the replica has failed by something else.
-    Note,
+    /// The record that data may be gone, once the replica has failed by something else.
+    #[serde(rename = "note")]
+    LossRecord,
     /// No operation lies, but the process answers with an error after all is done.
     Answer,
     /// No operation lies, but the process answers with impossible regions.
@@ -124,7 +125,7 @@ impl Broken {
             Broken::SnapshotBlock => "error: block of a snapshot",
             Broken::State => "error: state",
             Broken::Page => "error: page",
-            Broken::Note => "error: note",
+            Broken::LossRecord => "error: loss record",
             Broken::Answer => "lie: an error where all is done",
             Broken::Regions => "lie: regions that cannot be",
             Broken::Extents => "lie: extents that cannot be",
@@ -154,7 +155,7 @@ pub enum Kind {
     BreakVerify,
     BreakState,
     BreakPage,
-    BreakNote,
+    BreakLossRecord,
     LieInAnswer,
     LieInRegions,
     LieInExtents,

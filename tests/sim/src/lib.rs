@@ -179,7 +179,7 @@ pub const COVERED: &[&str] = &[
     "error: verify",
     "error: state",
     "error: page",
-    "error: note",
+    "error: loss record",
     "failed replicas that ended",
     "failed replicas that were ended",
     "lie: an error where all is done",

@@ -355,7 +355,7 @@ impl Replica {
         self.admission.connections().next().is_none() && self.ops.is_empty() && self.pages.is_empty()
     }
 
-    /// Tries the note of a failure once more.
+    /// Tries the record of a failure once more.
     pub fn retry_record(&mut self) {
         self.change(|state, disk| state.retry_record(disk));
     }

@@ -314,7 +314,7 @@ impl Simulation {
         let is_recorded = replica.may_end();
         self.count(error.name());
         if !is_recorded {
-            self.count(Broken::Note.name());
+            self.count(Broken::LossRecord.name());
         }
         self.give_up_waiting(at, Errno::IO);
         self.after(restarts_after, Occurrence::Mend(Mend::Failed(at, boot)));
@@ -508,8 +508,9 @@ impl Simulation {
     /// Kills the process; with `power`, its host is off. It is back after `for_us`; 0: a random time. Returns
     /// false if it does not run.
     ///
-    /// A failed replica that could not note that stays until it can, or its host loses power. If it is killed
-    /// all the same, the next process takes its data for whole; the real one reports that to the operator.
+    /// A failed replica that could not record that stays until it can, or its host loses power. If it is
+    /// killed all the same, the next process takes its data for whole; the real one reports that to the
+    /// operator.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
         let sabotaged = self.options.sabotage == Some(Sabotage::EndUnrecorded);
         let is_unrecorded = self.options.sabotage == Some(Sabotage::MergesUnrecorded);

@@ -98,7 +98,7 @@ const WEIGHTS: [(Kind, u32); 40] = [
     (Kind::BreakVerify, 1),
     (Kind::BreakState, 3),
     (Kind::BreakPage, 2),
-    (Kind::BreakNote, 2),
+    (Kind::BreakLossRecord, 2),
     (Kind::LieInAnswer, 3),
     (Kind::LieInRegions, 4),
     (Kind::LieInExtents, 4),
@@ -236,7 +236,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::BreakVerify => broken(Broken::Verify, rng),
         Kind::BreakState => broken(Broken::State, rng),
         Kind::BreakPage => broken(Broken::Page, rng),
-        Kind::BreakNote => return break_note(broken, rng),
+        Kind::BreakLossRecord => return break_loss_record(broken, rng),
         Kind::LieInAnswer => broken(Broken::Answer, rng),
         Kind::LieInRegions => broken(Broken::Regions, rng),
         Kind::LieInExtents => broken(Broken::Extents, rng),
@@ -264,9 +264,9 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
     vec![(0, fault)]
 }
 
-fn break_note(broken: impl Fn(Broken, &mut Rng) -> Fault, rng: &mut Rng) -> Vec<(u64, Fault)> {
+fn break_loss_record(broken: impl Fn(Broken, &mut Rng) -> Fault, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let other = [Broken::Write, Broken::Flush, Broken::Flush, Broken::State][rng.usize(0..4)];
-    vec![(0, broken(Broken::Note, rng)), (0, broken(other, rng))]
+    vec![(0, broken(Broken::LossRecord, rng)), (0, broken(other, rng))]
 }
 
 fn restore_controller(later_us: u64) -> Vec<(u64, Fault)> {

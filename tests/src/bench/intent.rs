@@ -1,5 +1,5 @@
-//! Measures the cost, in the steady state, of noting regions before they are written, of keeping sums of
-//! blocks, and of verified reads. The same loads run on two volumes at the same time, one with the feature
+//! Measures the cost, in the steady state, of marking regions dirty before they are written, of keeping sums
+//! of blocks, and of verified reads. The same loads run on two volumes at the same time, one with the feature
 //! and one without. They take short turns, so that a change on the machine changes both.
 
 use std::os::unix::fs::MetadataExt;

@@ -112,7 +112,7 @@ fn the_volumes_are_deleted(cluster: &Cluster, page: &mut Documented) -> Result<(
             "persistentVolumeReclaimPolicy": "Retain", "storageClassName": "",
             "csi": { "driver": "csi.shorthorn.io", "volumeHandle": DELETED } } });
     cluster.api.ok("POST", "/api/v1/persistentvolumes", Some(&persistent))?;
-    until("note of the PersistentVolume", LIMIT, || {
+    until("record of the PersistentVolume", LIMIT, || {
         let volume = cluster.api.get(&format!("volumes/{DELETED}"))?.context("the volume is not there")?;
         ensure!(volume["status"]["persistentVolume"] == "kept", "{volume:#}");
         Ok(Some(()))

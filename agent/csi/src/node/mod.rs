@@ -85,7 +85,7 @@ impl NodeService {
 
     /// Returns the same service, which records dead mounts of pods in `dead_mounts`.
     #[must_use]
-    pub fn noting(self, dead_mounts: Arc<DeadMounts>) -> NodeService {
+    pub fn with_dead_mounts(self, dead_mounts: Arc<DeadMounts>) -> NodeService {
         NodeService { dead_mounts, ..self }
     }
 

@@ -212,7 +212,9 @@ impl Node {
         };
         let server = Server::builder()
             .add_service(IdentityService::new(DRIVER_NAME, "1.2.3").server())
-            .add_service(NodeService::new(volumes, options).noting(Arc::clone(&self.dead_mounts)).server())
+            .add_service(
+                NodeService::new(volumes, options).with_dead_mounts(Arc::clone(&self.dead_mounts)).server(),
+            )
             .serve_with_incoming(incoming);
         tokio::spawn(server);
         let uri = format!("unix://{}", socket.display());

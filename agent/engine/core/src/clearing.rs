@@ -5,7 +5,7 @@
 //!
 //! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`].
 //! If a disk is restored to a state before the flush, the engine sees that by the stamp. The intent sets do
-//! not note the missing regions of such a disk any more.
+//! not record the missing regions of such a disk any more.
 
 use crate::membership::{PeerIndex, PeerMask};
 

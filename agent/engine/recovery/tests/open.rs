@@ -178,7 +178,7 @@ impl OpeningEngine for Engine {
     }
 
     fn record_lost_writes(&mut self) -> Result<(), &'static str> {
-        self.called("note lost writes");
+        self.called("record lost writes");
         Ok(())
     }
 
@@ -309,7 +309,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
 fn lost_writes_are_recorded_before_the_proposal() {
     let mut engine = engine(2, &[1, 2], true);
     open(&mut engine, &volume(2)).unwrap();
-    assert_eq!(calls(&engine)[0], "note lost writes");
+    assert_eq!(calls(&engine)[0], "record lost writes");
 }
 
 #[test]
@@ -453,7 +453,7 @@ fn an_offender_that_the_start_needs_is_asked_again() {
         let (aborted, calls) = attempt_with_a_liar(&mut offenders, 3, lose);
         assert!(matches!(aborted, Err(NotOpen::Aborted { .. })), "{aborted:?}");
         assert!(calls.contains(&format!("{} propose", id(2))), "{calls:?}");
-        assert!(!calls.contains(&"note lost writes".to_owned()), "{calls:?}");
+        assert!(!calls.contains(&"record lost writes".to_owned()), "{calls:?}");
     }
 }
 

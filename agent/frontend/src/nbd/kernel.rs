@@ -133,7 +133,7 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
         system(format!("look for the NBD device of {} in /sys/block", spec.volume), source)
     })?;
     if let Some(previous) = &spec.previous {
-        // Without a number, the engine died after it had asked for the device and before it could note it.
+        // Without a number, the engine died after it had asked for the device and before it could store it.
         let recovered = found.iter().copied().find(|index| previous.kernel_id.is_none_or(|id| id == *index));
         if recovered.is_some() {
             return Ok(recovered);

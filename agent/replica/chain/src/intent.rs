@@ -1,8 +1,8 @@
-//! The note that exists while an operation runs, so that a crash leaves a defined state.
+//! The intent that is stored while an operation runs, so that a crash leaves a defined state.
 //!
-//! Each operation has one step that makes it happen (a rename). The note has the files from before. From
+//! Each operation has one step that makes it happen (a rename). The intent has the files from before. From
 //! these and the current files, recovery derives on which side of the step the crash was. Then it reverts the
-//! steps before it, or does the steps after it. Files are named with their inodes, so that an outdated note
+//! steps before it, or does the steps after it. Files are named with their inodes, so that an outdated intent
 //! does no harm.
 
 use serde::{Deserialize, Serialize};
@@ -34,7 +34,7 @@ pub enum Intent {
         snapshot: Option<String>,
     },
     /// The volume becomes larger, and its head with it. Unlike the others it is never reverted: once this
-    /// note exists, the next opening of the directory completes the expansion.
+    /// intent exists, the next opening of the directory completes the expansion.
     Expand {
         /// The head that grows.
         head: FileRef,
@@ -67,7 +67,7 @@ impl Intent {
             .map_err(|error| ChainError::Document { name: INTENT_FILE.to_owned(), reason: error.to_string() })
     }
 
-    /// Returns the note's content.
+    /// Returns the content of the intent file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         to_bytes(self)

@@ -163,7 +163,7 @@ impl Layout {
     }
 
     /// Checks that layers get no smaller towards the head, because volumes only grow. If one does get larger,
-    /// an expansion must have been there: one of Shorthorn, which the larger layer notes, or one of Longhorn.
+    /// an expansion must have been there: one of Shorthorn, which the larger layer has, or one of Longhorn.
     fn check_sizes(&self, chain: &[ImageName], checks: &Checks) -> Result<(), ChainError> {
         for image in chain {
             let size_bytes = self.disks[image].size_bytes;

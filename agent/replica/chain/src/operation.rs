@@ -352,7 +352,7 @@ fn record_intent(intent: &Intent) -> Vec<FileStep> {
     steps
 }
 
-/// Removes the note, after its repair is durable.
+/// Removes the intent file, after its repair is durable.
 fn remove_intent() -> [FileStep; 3] {
     [FileStep::SyncDirectory, FileStep::Unlink { name: INTENT_FILE.to_owned() }, FileStep::SyncDirectory]
 }

@@ -55,7 +55,7 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
     work.recover_stray_heads()?;
     work.recover_links_to_head();
     if intent.is_some() {
-        // The note is removed last: until then any repair could be lost again.
+        // The intent is removed last: until then any repair could be lost again.
         work.steps.extend([FileStep::SyncDirectory, FileStep::Unlink { name: INTENT_FILE.to_owned() }]);
     }
     if !work.steps.is_empty() {

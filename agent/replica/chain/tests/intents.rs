@@ -1,4 +1,4 @@
-//! Tests notes of operations that are out of date, because another program has had the directory since the
+//! Tests intents of operations that are out of date, because another program has had the directory since the
 //! crash.
 #![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
@@ -122,7 +122,7 @@ fn a_fold_whose_parent_was_lost_is_refused() {
 }
 
 #[test]
-fn a_damaged_note_is_refused() {
+fn a_damaged_intent_is_refused() {
     let mut facts = directory(&Intent::Delete { image: file("volume-snap-a.img", 1) });
     facts.intent = Some(b"{\"operation\":\"dance\"}".to_vec());
     let error = recover(facts, &Checks::default()).unwrap_err().to_string();

@@ -67,7 +67,7 @@ impl ReplicaState {
         }
     }
 
-    /// Stops serving after a failure. Before the caller learns of it, a note on the disk records that the
+    /// Stops serving after a failure. Before the caller learns of it, a record on the disk says that the
     /// data may lack acknowledged writes.
     ///
     /// A failed fdatasync means this, and so does a failed write. If the write was to be durable it is an
@@ -120,9 +120,9 @@ impl ReplicaState {
         Ok(fence)
     }
 
-    /// Stores a view that an engine proposes. If the view lacks this replica, the note of that is stored
+    /// Stores a view that an engine proposes. If the view lacks this replica, the record of that is stored
     /// first. Then the sets of replicas outside `view` begin, and then the view is stored. After a crash in
-    /// between, a note or a set is superfluous, which does no harm. The reverse order could leave a view
+    /// between, a record or a set is superfluous, which does no harm. The reverse order could leave a view
     /// without the set that the replica promises with it, and modifications would not be counted. Longhorn
     /// would also treat a replica as complete that knows that it has left. A refused view begins no set.
     ///
@@ -148,7 +148,7 @@ impl ReplicaState {
 
     /// Commits a view. The sets of replicas that are members again end after it is stored, because they may
     /// be needed until then. A set that cannot be removed for lack of space is kept, which does no harm. The
-    /// note that this replica has left is kept in the same case. Only a committed view removes it, never a
+    /// record that this replica has left is kept in the same case. Only a committed view removes it, never a
     /// start.
     ///
     /// # Errors
@@ -273,7 +273,7 @@ impl ReplicaState {
         Ok(())
     }
 
-    /// Removes the note when no data is missing any more. Without space for that, the removal is repeated
+    /// Removes the record when no data is missing any more. Without space for that, the removal is repeated
     /// after the next mark.
     pub(crate) fn record_made_up_for<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
         if !self.is_loss_recorded || self.intent_log.has_lost_cache() {

@@ -7,8 +7,8 @@
 //! A file that is damaged may have said that data is gone: then it counts as if it had.
 //!
 //! The kernel discards data that it could not write, and reports that once. So a failure is recorded here
-//! when it is reported: the next process, in the same boot, would not notice. The note includes the number of
-//! failures in a row, by which the caller decides how soon the next process is started. A file system that
+//! when it is reported: the next process, in the same boot, would not notice. The record includes the number
+//! of failures in a row, by which the caller decides how soon the next process is started. A file system that
 //! has failed accepts no record. The record is then made outside of the directory, and has to last only as
 //! long as the boot of the host.
 
@@ -45,11 +45,12 @@ pub(crate) struct Boot {
 /// The state of the record that data may be lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossRecord {
-    /// The note is written, with the count of failures.
+    /// The record is written, with the count of failures.
     Written,
-    /// The note could not be written. The file is removed instead, which means the same but loses the count.
+    /// The record could not be written. The file is removed instead, which means the same but loses the
+    /// count.
     FileRemoved,
-    /// The directory cannot be changed. The note is in
+    /// The directory cannot be changed. The record is in
     /// [`OpenOptions::loss_record`](crate::OpenOptions::loss_record).
     Elsewhere,
 }
@@ -131,9 +132,9 @@ impl Boot {
         Boot { lost_cache: self.is_lost_now, ..self.clone() }
     }
 
-    /// Records that data may be lost from now on, whatever the result of the note, with the number of
-    /// failures in a row. If the note cannot be written, the file is removed: an open directory without it
-    /// counts as one that has lost data too. If that is not possible either, the note is made elsewhere.
+    /// Records that data may be lost from now on, whatever the result of the record, with the number of
+    /// failures in a row. If the record cannot be written, the file is removed: an open directory without it
+    /// counts as one that has lost data too. If that is not possible either, the record is made elsewhere.
     ///
     /// # Errors
     /// Nothing of that is durable: the error of that record.

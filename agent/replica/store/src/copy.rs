@@ -146,7 +146,7 @@ impl Store {
             StoreError::io("sync", self.medium.directory().path_of(self.image.name(file)), errno)
                 .not_durable()
         });
-        self.noting_loss(synced)?;
+        self.recording_loss(synced)?;
         let Some(copy) = &mut self.copy else { return Err(StoreError::NoLayer(layer)) };
         copy.complete(layer, self.medium.directory())?;
         self.image.forget_map(&self.medium);

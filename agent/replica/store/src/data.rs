@@ -150,7 +150,7 @@ impl Store {
     /// [`StoreError::NotDurable`]: writes since the last successful flush may be lost.
     pub fn flush(&mut self) -> Result<()> {
         let synced = self.image.sync_head();
-        self.noting_loss(synced)
+        self.recording_loss(synced)
     }
 
     fn checked(&self, offset_bytes: u64, length: usize) -> std::result::Result<ByteRange, RangeError> {

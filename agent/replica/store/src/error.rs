@@ -197,7 +197,7 @@ impl StoreError {
     }
 
     /// Converts the error of a call that was to make the data of a layer durable. The holder of the store
-    /// notes it.
+    /// records it.
     pub(crate) fn not_durable(self) -> StoreError {
         match self {
             StoreError::Io { path, source, .. } => StoreError::NotDurable { path, source, recorded: false },

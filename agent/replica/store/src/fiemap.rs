@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 /// The number of extents of one call: 14 KiB of memory, and few calls for a file in many pieces.
 const EXTENTS: usize = 256;
 
-/// FIEMAP_FLAG_SYNC: the file is written first. A file system may note later than it says that a write is
+/// FIEMAP_FLAG_SYNC: the file is written first. A file system may record later than it says that a write is
 /// done that the extent is written.
 const SYNC: u32 = 0x1;
 /// FIEMAP_EXTENT_LAST.

@@ -65,7 +65,7 @@ impl Store {
             Err(error) => error,
         };
         self.abandon_coalesce();
-        self.medium.note_stop(Some(&error));
+        self.medium.record_stop(Some(&error));
         if !self.medium.is_broken() {
             // Blocks of the head may now be in the layer below, and the map does not have them there.
             self.reopen()?;

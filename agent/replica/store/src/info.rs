@@ -33,7 +33,7 @@ pub struct StoreInfo {
     /// True if the host was restarted or the disk has failed while data was not durable, and a rebuild has
     /// not made up for it.
     pub lost_cache: bool,
-    /// The number of failures in a row according to the last note.
+    /// The number of failures in a row according to the last record.
     pub failures: u32,
     /// The last user of the directory.
     pub provenance: Provenance,

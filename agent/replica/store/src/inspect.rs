@@ -169,7 +169,7 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     Ok(inspection)
 }
 
-/// Puts a repair's note into the future tense: an open would do it, and nothing has been done yet.
+/// Puts the text of a repair into the future tense: an open would do it, and nothing has been done yet.
 fn future(message: &str) -> String {
     format!("the next open mends this: {message}")
 }

@@ -23,10 +23,10 @@ impl Lock {
     pub fn exclusive(directory: &Directory) -> Result<Lock, StoreError> {
         let file = directory.open_file(LOCK_FILE, OFlag::O_RDWR | OFlag::O_CREAT)?;
         let mut file = lock(directory, file, FlockArg::LockExclusiveNonblock)?;
-        let note = format!("{}\n", std::process::id());
+        let pid = format!("{}\n", std::process::id());
         file.set_len(0)
             .and_then(|()| file.rewind())
-            .and_then(|()| file.write_all(note.as_bytes()))
+            .and_then(|()| file.write_all(pid.as_bytes()))
             .map_err(|error| StoreError::io("write", directory.path_of(LOCK_FILE), error))?;
         Ok(Lock { file: Some(file) })
     }

@@ -123,7 +123,7 @@ impl Medium {
     }
 
     /// Records the stop by the test hook, after which the directory is as after a crash.
-    pub fn note_stop(&mut self, error: Option<&StoreError>) {
+    pub fn record_stop(&mut self, error: Option<&StoreError>) {
         if matches!(error, Some(StoreError::Stopped)) {
             self.mark_broken();
         }
@@ -145,10 +145,10 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let mut medium = medium(&temp, false);
         medium.check_writable().unwrap();
-        medium.note_stop(Some(&StoreError::FoldRunning));
-        medium.note_stop(None);
+        medium.record_stop(Some(&StoreError::FoldRunning));
+        medium.record_stop(None);
         medium.check_writable().unwrap();
-        medium.note_stop(Some(&StoreError::Stopped));
+        medium.record_stop(Some(&StoreError::Stopped));
         assert!(medium.is_broken() && matches!(medium.check_writable(), Err(StoreError::Broken(_))));
         medium.check_not_read_only().unwrap();
         medium.mark_whole();

@@ -331,7 +331,7 @@ impl Store {
     }
 
     /// Records that data may be lost if the result of an operation says so.
-    pub(crate) fn noting_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
+    pub(crate) fn recording_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
         if let Err(StoreError::NotDurable { recorded, .. }) = &mut result {
             // Whether it fails by that, and how often it has, is for the caller to say.
             *recorded = self.record_lost_cache(self.boot.failures()).is_ok();
@@ -348,8 +348,8 @@ impl Store {
     /// Executes steps; a stop by the test hook leaves the store broken.
     pub(crate) fn run(&mut self, steps: &[FileStep]) -> Result<()> {
         let result = self.medium.executor().run(steps, &mut self.guard);
-        self.medium.note_stop(result.as_ref().err());
-        self.noting_loss(result)
+        self.medium.record_stop(result.as_ref().err());
+        self.recording_loss(result)
     }
 }
 

@@ -2,7 +2,8 @@
 //! match them.
 //!
 //! The caller decides on their contents. A file of sums belongs to one file of one layer, and is removed with
-//! the layer. It has the inode and size of that file, and the epoch in which it was written. The time of the layer's last change is not included: the sums have to find a layer that was changed unnoticed.
+//! the layer. It has the inode and size of that file, and the epoch in which it was written. The time of the
+//! layer's last change is not included: the sums have to find a layer that was changed unnoticed.
 //!
 //! All numbers are little-endian.
 //!

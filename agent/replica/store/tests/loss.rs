@@ -97,7 +97,7 @@ fn so_is_an_opening() {
     }
 }
 
-/// Blocks the path of the note, so that it cannot be written.
+/// Blocks the path of the record, so that it cannot be written.
 fn block_the_record(path: &Path) {
     std::fs::create_dir(path.join("shorthorn.boot.tmp")).unwrap();
 }
@@ -117,7 +117,7 @@ fn where_it_cannot_be_recorded_the_directory_counts_as_one_that_nobody_knows() {
 }
 
 #[test]
-fn failures_are_counted_until_the_next_note() {
+fn failures_are_counted_until_the_next_record() {
     let base = scratch();
     let path = prepared(base.path());
     for failures in [1, 2, 1] {
@@ -157,9 +157,9 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
 fn where_nothing_can_be_changed_it_is_recorded_elsewhere() {
     let base = scratch();
     let path = prepared(base.path());
-    let note = base.path().join("lost");
+    let record = base.path().join("lost");
     let open = || {
-        let options = OpenOptions { loss_record: Some(note.clone()), ..OpenOptions::default() };
+        let options = OpenOptions { loss_record: Some(record.clone()), ..OpenOptions::default() };
         Store::open(&path, options).unwrap()
     };
     let mut store = open();
@@ -172,7 +172,7 @@ fn where_nothing_can_be_changed_it_is_recorded_elsewhere() {
     blocked.iter().for_each(|path| std::fs::remove_dir(path).unwrap());
     std::fs::write(&blocked[1], boot).unwrap();
     let store = open();
-    assert!(store.info().lost_cache && !note.exists(), "the directory says so now");
+    assert!(store.info().lost_cache && !record.exists(), "the directory says so now");
     drop(store);
     assert!(open().info().lost_cache);
 }

@@ -213,7 +213,7 @@ impl Driver {
         let (volumes, dead_mounts) = (Arc::clone(&self.volumes), Arc::clone(&self.state.dead_mounts));
         server()
             .add_service(IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).server())
-            .add_service(NodeService::new(volumes, options).noting(dead_mounts).server())
+            .add_service(NodeService::new(volumes, options).with_dead_mounts(dead_mounts).server())
     }
 }
 

@@ -212,7 +212,7 @@ fn a_drain_is_not_over_while_a_replica_may_be_there_that_was_left_out() {
     assert!(on_b.iter().all(|left| !left.message.contains("mend it")), "{on_b:?}");
 }
 
-/// The reason that a run notes in its volume, and all else that it does.
+/// The reason that a run records in its volume, and all else that it does.
 fn settled(decision: Decision) -> (Option<String>, Vec<Action>) {
     let (mut reason, mut others) = (None, Vec::new());
     for action in decision.actions {

@@ -122,7 +122,7 @@ impl Disk for Shelf<'_> {
     }
 
     fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome {
-        if !takes_error(self.broken, Broken::Note) {
+        if !takes_error(self.broken, Broken::LossRecord) {
             return self.durable.record_failure(in_a_row);
         }
         match self.rng.u8(0..3) {

@@ -100,7 +100,7 @@ impl EngineCore {
     /// Returns some regions that can be cleared, and the replicas that clear them. These are the members and
     /// the rebuilding replicas that do not miss the regions. If a rebuilding replica misses a region, only
     /// the rebuilding replica has recorded durably that it may differ there. The rebuilding replica keeps
-    /// that note until the region is copied to it, which makes the region hot again.
+    /// that record until the region is copied to it, which makes the region hot again.
     fn clear_intent(&mut self) -> (Vec<(u32, u32)>, PeerMask) {
         let members = self.membership.answering();
         let rebuilding = self.membership.rebuilding();

@@ -316,7 +316,7 @@ fn whatever_fails_longhorn_takes_no_replica_as_whole_that_knows_it_has_left() {
 }
 
 #[test]
-fn without_space_for_the_note_the_view_is_not_stored() {
+fn without_space_for_the_record_the_view_is_not_stored() {
     let (mut disk, mut state) = opened();
     disk.fails = Some((0, Errno::NO_SPACE, false));
     assert_eq!(propose(&mut disk, &mut state, view(1, &[2, 3])), Err(Errno::NO_SPACE));

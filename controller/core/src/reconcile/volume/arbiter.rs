@@ -62,7 +62,7 @@ impl Run<'_> {
     }
 
     /// Takes the grant for reported once all that is stored of the members is as new as the granted view.
-    pub(super) fn note_reported_grant(&mut self) {
+    pub(super) fn record_reported_grant(&mut self) {
         let status = &self.stored.status;
         let (Some(granted), true) = (status.arbiter.granted(), status.grant_unreported) else { return };
         let (Some(served), Some(engine)) = (self.served_view(), self.engine) else { return };

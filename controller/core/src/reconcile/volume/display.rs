@@ -27,7 +27,7 @@ const BY_WEIGHT: [ConditionType; 7] = [
 impl Run<'_> {
     /// Updates the displayed fields. A start does not change them as long as its steps are not stored.
     pub(super) fn show(&mut self) {
-        self.note_program();
+        self.record_program();
         self.next.status.conditions.observe(self.stored.metadata.generation);
         if self.next.status.state == VolumeState::Attaching
             && !quiet_left(self.context, Some(self.stored)).is_zero()
@@ -45,7 +45,7 @@ impl Run<'_> {
 
     /// Records whether the engine runs the program that is installed on its node. A volume whose engine
     /// always did has no such condition. Until the programs are compared, the condition stays as it is.
-    fn note_program(&mut self) {
+    fn record_program(&mut self) {
         let running = self.engine.filter(|engine| engine.status.current_state == CurrentState::Running);
         let has_condition = self.next.status.conditions.get(ConditionType::EngineCurrent).is_some();
         let finding = match running.map(|engine| (engine, engine.status.needs_upgrade)) {

@@ -92,7 +92,7 @@ impl Run<'_> {
                 return;
             }
             self.renew_record();
-            self.note_reported_grant();
+            self.record_reported_grant();
             self.arbitrate();
             if self.pass_on_size() {
                 return;
