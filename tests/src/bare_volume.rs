@@ -252,10 +252,10 @@ impl BareVolume {
     ///
     /// # Errors
     /// It does not, within `limit`.
-    pub fn scrub(&self, order: ScrubCommand, limit: Duration) -> Result<ScrubStatus> {
+    pub fn scrub(&self, command: ScrubCommand, limit: Duration) -> Result<ScrubStatus> {
         let control = self.engine_control();
         let before = engine_status(&control)?.scrub.and_then(|scrub| scrub.number);
-        Client::connect(&control)?.request(&ProcessCommand::Scrub { scrub: Some(order) })?;
+        Client::connect(&control)?.request(&ProcessCommand::Scrub { scrub: Some(command) })?;
         until("end of the scrub", limit, || {
             let scrub = engine_status(&control)?.scrub.context("no scrub has begun")?;
             Ok(Some(scrub).filter(|scrub| scrub.number > before && !scrub.running))

@@ -288,8 +288,8 @@ fn come_back(
 /// Tests that a replica that was late again and again stays out for longer each time, unless an operator
 /// orders a scrub meanwhile.
 fn forgive(control: &Path) -> Result<()> {
-    let order = ScrubCommand { bytes_per_s: 1 << 20, repair: false };
-    for scrub in [Some(order), None] {
+    let command = ScrubCommand { bytes_per_s: 1 << 20, repair: false };
+    for scrub in [Some(command), None] {
         Client::connect(control)?.request(&ProcessCommand::Scrub { scrub })?;
     }
     Ok(())

@@ -95,7 +95,7 @@ impl Client {
         Ok(std::iter::from_fn(move || self.read(&mut lines).transpose()))
     }
 
-    /// Sends an order to the process. The result shows in its status.
+    /// Sends a command to the process. The result shows in its status.
     ///
     /// # Errors
     /// [`ControlError`].

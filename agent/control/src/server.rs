@@ -19,7 +19,7 @@ const LINE_MAX_BYTES: u64 = 32 << 10;
 /// the socket, so only a client that hangs makes the process wait.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Handles the orders of clients to the process.
+/// Handles the commands of clients to the process.
 type OnCommand = dyn Fn(ProcessCommand) + Send + Sync;
 /// Returns the counters of the requests of the device's user.
 type Count = dyn Fn() -> IoCounters + Send + Sync;
@@ -85,14 +85,14 @@ pub struct Server {
 
 impl Server {
     /// Binds the socket at `path` (mode 0600), in place of that of an earlier process, and serves it on its
-    /// own threads. `order` is called with the orders of clients.
+    /// own threads. `on_command` is called with the commands of clients.
     ///
     /// # Errors
     /// The error of bind, for instance for a path of more than 107 bytes.
     pub fn start(
         path: &Path,
         first: Status,
-        order: impl Fn(ProcessCommand) + Send + Sync + 'static,
+        on_command: impl Fn(ProcessCommand) + Send + Sync + 'static,
     ) -> io::Result<(Server, Publisher)> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -108,11 +108,11 @@ impl Server {
         };
         let publisher = Publisher(Arc::new(shared));
         let served = publisher.clone();
-        let order: Arc<OnCommand> = Arc::new(order);
+        let on_command: Arc<OnCommand> = Arc::new(on_command);
         thread::Builder::new()
             .name("control".into())
             .stack_size(128 << 10)
-            .spawn(move || accept(&listener, &served, &order))?;
+            .spawn(move || accept(&listener, &served, &on_command))?;
         Ok((Server { path: path.to_owned() }, publisher))
     }
 }
@@ -124,7 +124,7 @@ impl Drop for Server {
     }
 }
 
-fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<OnCommand>) {
+fn accept(listener: &UnixListener, publisher: &Publisher, on_command: &Arc<OnCommand>) {
     for client in listener.incoming() {
         let client = match client {
             Ok(client) => client,
@@ -138,12 +138,12 @@ fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<OnCommand>
             publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let (publisher, order) = (publisher.clone(), Arc::clone(order));
+        let (publisher, on_command) = (publisher.clone(), Arc::clone(on_command));
         let shared = Arc::clone(&publisher.0);
         let spawned =
             thread::Builder::new().name("control-client".into()).stack_size(128 << 10).spawn(move || {
                 // A client that disconnects ends its thread with an error that does not matter.
-                let _ = serve(client, &publisher, order.as_ref());
+                let _ = serve(client, &publisher, on_command.as_ref());
                 publisher.0.clients.fetch_sub(1, Ordering::Relaxed);
             });
         if let Err(error) = spawned {
@@ -153,7 +153,7 @@ fn accept(listener: &UnixListener, publisher: &Publisher, order: &Arc<OnCommand>
     }
 }
 
-fn serve(client: UnixStream, publisher: &Publisher, order: &OnCommand) -> io::Result<()> {
+fn serve(client: UnixStream, publisher: &Publisher, on_command: &OnCommand) -> io::Result<()> {
     client.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut lines = BufReader::new(client.try_clone()?);
     let mut line = String::new();
@@ -162,7 +162,7 @@ fn serve(client: UnixStream, publisher: &Publisher, order: &OnCommand) -> io::Re
             ProcessCommand::Status => send(&client, &publisher.status())?,
             ProcessCommand::Watch => return watch(&client, publisher),
             ProcessCommand::Io => send(&client, &publisher.counters())?,
-            other => order(other),
+            other => on_command(other),
         }
         line.clear();
     }
@@ -274,7 +274,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
         let (sender, stopped) = mpsc::channel();
-        let (_server, _) = Server::start(&path, status(), move |order| sender.send(order).unwrap()).unwrap();
+        let (_server, _) =
+            Server::start(&path, status(), move |command| sender.send(command).unwrap()).unwrap();
         let client = Client::connect(&path).unwrap();
         client.request(&ProcessCommand::Handover).unwrap();
         client.request(&ProcessCommand::Stop).unwrap();

@@ -69,14 +69,14 @@ const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 /// The way in which an engine process has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// For good, by order: its device is gone.
+    /// For good, by a command: its device is gone.
     Stopped,
     /// For the next process, which serves on: a device of the kernel is still there, and its requests wait.
     LeftToNext,
 }
 
 /// Runs the engine that `spec_file` describes until a signal or a client of the control socket ends it.
-/// SIGTERM and SIGINT leave a device of the kernel to the next process; an order to stop removes it.
+/// SIGTERM and SIGINT leave a device of the kernel to the next process; a command to stop removes it.
 ///
 /// # Errors
 /// The reason why it cannot start or continue. After [`EngineError::Frozen`] a new start waits for the
@@ -103,11 +103,11 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     } else {
         spec.queues = queues_on(planned(spec.frontend), spec.queues);
     }
-    let orders = sender.clone();
+    let commands = sender.clone();
     let (_server, publisher) =
-        Server::start(&spec.control_socket, status::first(&spec, &state), move |order| {
+        Server::start(&spec.control_socket, status::first(&spec, &state), move |command| {
             // The receiver is gone when the process is ending already.
-            let _ = orders.send(MainEvent::ControlCommand(order));
+            let _ = commands.send(MainEvent::ControlCommand(command));
         })
         .map_err(EngineError::system("binding the control socket"))?;
     let result = Start { begin, spec, state, sockets, publisher: &publisher, sender, events }.run();
@@ -260,7 +260,7 @@ impl Start<'_> {
         self.serve_and_end(&opened, &Arc::new(Mutex::new(device)), &shared, threads)
     }
 
-    /// Shows the opened volume, and lets the main thread obey an order that had to wait for it.
+    /// Shows the opened volume, and lets the main thread execute a command that had to wait for it.
     fn show_opened(&self, opened: &Opened) {
         publish(self.publisher, |engine| {
             engine.generation = opened.view.id.generation;

@@ -33,7 +33,7 @@ const MEMBER_LIMIT: Duration = Duration::from_secs(30);
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const FIRST_RETRY: Duration = Duration::from_millis(20);
 /// The time limit for a replica to store a view, and to say which sets of regions it keeps. The engine takes
-/// no order meanwhile, and the other replicas close connections that are silent for a minute.
+/// no command meanwhile, and the other replicas close connections that are silent for a minute.
 const PROPOSAL_LIMIT: Duration = Duration::from_secs(45);
 /// While the arbiter or a replica is waited for: the others close connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
@@ -159,17 +159,17 @@ impl Opener<'_> {
         }
     }
 
-    /// Waits at most `pause` for an order, a grant or a signal.
+    /// Waits at most `pause` for a command, a grant or a signal.
     fn wait(&mut self, pause: Duration) -> Result<Heard, Stop> {
-        let order = match self.events.recv_timeout(pause) {
+        let command = match self.events.recv_timeout(pause) {
             Ok(MainEvent::Terminate) => return Err(Stop::Ended(Ending::Terminate)),
-            Ok(MainEvent::ControlCommand(order)) => order,
+            Ok(MainEvent::ControlCommand(command)) => command,
             // The queues do not run yet, so no other event can come.
             Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
             Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended(Ending::Terminate)),
         };
         let volume = &self.spec.volume;
-        match order {
+        match command {
             ProcessCommand::Stop => return Err(Stop::Ended(Ending::Stop)),
             ProcessCommand::Handover => return Err(Stop::Ended(Ending::Terminate)),
             ProcessCommand::Grant { view } if view.id.generation.attach <= self.spec.attach => {
@@ -183,7 +183,7 @@ impl Opener<'_> {
                         self.spec.replicas = replicas;
                         return Ok(Heard::Replicas);
                     }
-                    Err(reason) => tracing::warn!(%volume, reason, "an order is ignored"),
+                    Err(reason) => tracing::warn!(%volume, reason, "a command is ignored"),
                 }
             }
             ProcessCommand::Replicas { .. } => {}
@@ -194,7 +194,7 @@ impl Opener<'_> {
                     return Ok(Heard::Size);
                 }
             }
-            order => tracing::warn!(%volume, ?order, "an order is ignored: the volume is not open yet"),
+            command => tracing::warn!(%volume, ?command, "a command is ignored: the volume is not open yet"),
         }
         Ok(Heard::Nothing)
     }

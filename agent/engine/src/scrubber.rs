@@ -49,14 +49,14 @@ impl Scrubbing {
     /// No thread is to be had.
     pub fn start(
         context: Arc<EngineContext>,
-        order: ScrubCommand,
+        command: ScrubCommand,
         number: u64,
     ) -> Result<Scrubbing, EngineError> {
         let (stop, stopped) = mpsc::channel();
         let pacer = Pacer::new(Instant::now());
         let mut scrubber = Scrubber {
             context,
-            order,
+            command,
             number,
             stopped,
             pacer,
@@ -81,7 +81,7 @@ impl Scrubbing {
 /// The reason why a scrub does not continue.
 #[derive(Debug)]
 enum ScrubError {
-    /// The scrub was stopped by an order.
+    /// The scrub was stopped by a command.
     Stopped,
     /// The scrub cannot continue.
     Failed(String),
@@ -108,7 +108,7 @@ impl Layer {
 
 struct Scrubber {
     context: Arc<EngineContext>,
-    order: ScrubCommand,
+    command: ScrubCommand,
     number: u64,
     stopped: Receiver<()>,
     pacer: Pacer,
@@ -243,7 +243,7 @@ impl Scrubber {
 
     /// Keeps to the limit.
     fn wait(&mut self, bytes: u64) -> Result<(), ScrubError> {
-        let pause = self.pacer.pause(self.order.bytes_per_s, bytes, Instant::now());
+        let pause = self.pacer.pause(self.command.bytes_per_s, bytes, Instant::now());
         self.pause(pause)
     }
 
@@ -320,7 +320,7 @@ impl Scrubber {
             ScrubResult::LookFurther => {
                 (member_checksums.iter().map(|(peer, _)| *peer).collect(), Done::Undecided)
             }
-            ScrubResult::Odd { odd, .. } if !self.order.repair => (odd.clone(), Done::Reported),
+            ScrubResult::Odd { odd, .. } if !self.command.repair => (odd.clone(), Done::Reported),
             ScrubResult::Odd { odd, sources } => {
                 (odd.clone(), self.repair(layer, piece, odd, sources, &member_checksums))
             }
@@ -395,9 +395,9 @@ mod tests {
         let (sender, events) = mpsc::channel();
         let context = context(sender);
         let before = context.snapshot_use.scrubbing().unwrap();
-        let order = ScrubCommand { bytes_per_s: 0, repair: true };
-        let stopped = Scrubbing::start(Arc::clone(&context), order, 1).unwrap();
-        let scrubbing = Scrubbing::start(Arc::clone(&context), order, 2).unwrap();
+        let command = ScrubCommand { bytes_per_s: 0, repair: true };
+        let stopped = Scrubbing::start(Arc::clone(&context), command, 1).unwrap();
+        let scrubbing = Scrubbing::start(Arc::clone(&context), command, 2).unwrap();
         assert!(events.recv_timeout(TURN_INTERVAL * 2).is_err(), "one is under way");
         drop((stopped, before));
         let ended = events.recv_timeout(Duration::from_secs(10)).unwrap();

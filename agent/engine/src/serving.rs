@@ -160,8 +160,8 @@ impl<'a> Serving<'a> {
     }
 
     /// Flushes every member and clears the write intent of regions that are not modified meanwhile, within
-    /// `limit`. Requests continue. Returns how serving ends now, and whether it is done: another order to end
-    /// that comes meanwhile ends it at once.
+    /// `limit`. Requests continue. Returns how serving ends now, and whether it is done: another command to
+    /// end that comes meanwhile ends it at once.
     ///
     /// # Errors
     /// The reason why the engine cannot continue.
@@ -238,7 +238,7 @@ impl<'a> Serving<'a> {
     fn take(&mut self, events: MainEvent) -> Result<Option<Ending>, EngineError> {
         match events {
             MainEvent::Terminate => return Ok(Some(Ending::Terminate)),
-            MainEvent::ControlCommand(order) => return self.obey(order),
+            MainEvent::ControlCommand(command) => return self.execute(command),
             MainEvent::Proposed => self.rebuild_tasks.retry_now(),
             MainEvent::View(view) => self.view_changed(view)?,
             MainEvent::Dropped { peer, reason, cause } => self.dropped(peer, reason, cause)?,
@@ -543,7 +543,7 @@ impl Serving<'_> {
 
     /// Completes an expansion, after every replica and the core have grown.
     fn expanded(&mut self, size_bytes: u64) -> Result<(), EngineError> {
-        // A smaller size belongs to an order that another one has overtaken.
+        // A smaller size belongs to a command that another one has overtaken.
         if size_bytes >= self.spec.size_bytes { self.resize_device() } else { Ok(()) }
     }
 

@@ -153,7 +153,7 @@ pub enum ReplicaError {
         /// The number of failures in a row.
         in_a_row: u32,
     },
-    /// The data thread has ended without an order.
+    /// The data thread has ended without a command.
     #[error("the data thread has ended unexpectedly")]
     ThreadEnded,
 }

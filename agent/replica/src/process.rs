@@ -155,7 +155,7 @@ fn start_control(
     (mailbox, next_address): (Mailbox, &Arc<NextAddress>),
 ) -> Result<(ControlServer, Publisher), ReplicaError> {
     let (woken, next_address) = (Arc::clone(woken), Arc::clone(next_address));
-    let obey = move |order| match order {
+    let on_command = move |command| match command {
         // It fails only where the counter is full: then the process is being woken already.
         ProcessCommand::Stop | ProcessCommand::Handover => drop(woken.write(1)),
         // If the data thread is gone, no engine is served any more.
@@ -163,7 +163,7 @@ fn start_control(
         ProcessCommand::Listen { address } => next_address.set(address),
         _ => {}
     };
-    ControlServer::start(&spec.control_socket, Status::Replica(first), obey).map_err(|source| {
+    ControlServer::start(&spec.control_socket, Status::Replica(first), on_command).map_err(|source| {
         ReplicaError::Listen { address: format!("control socket {}", spec.control_socket.display()), source }
     })
 }

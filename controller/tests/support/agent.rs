@@ -336,7 +336,7 @@ impl FakeAgent {
         self.state().limits
     }
 
-    /// Gives an order to the engine of that attachment, 0 being any.
+    /// Gives a command to the engine of that attachment, 0 being any.
     fn order_engine(
         &self,
         volume: &str,

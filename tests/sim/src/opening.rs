@@ -178,7 +178,7 @@ impl Process {
         }
     }
 
-    /// Takes orders before an attempt: the controller may want a larger volume by now, or other replicas.
+    /// Takes commands before an attempt: the controller may want a larger volume by now, or other replicas.
     fn take_orders(&self) {
         let mut sim = self.sim.borrow_mut();
         if !sim.controller.up {

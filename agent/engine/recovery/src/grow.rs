@@ -17,7 +17,7 @@ pub struct NotGrown<E> {
 
 /// Has every replica that is connected grow to the size of the volume, and then the core.
 ///
-/// A replica that is connected meanwhile is asked when it is greeted; if that was before the engine learned
+/// A replica that is connected meanwhile is asked in its handshake; if that was before the engine learned
 /// of the expansion, [`crate::rebuild()`] refuses it. So when none is left to ask, all have grown that the
 /// core will ever send anything.
 ///

@@ -29,7 +29,7 @@ pub(crate) enum Part {
     Connecting,
 }
 
-/// A replica that was greeted in the last attempt that has reached it.
+/// A replica with a handshake in the last attempt that has reached it.
 #[derive(Clone, Debug)]
 struct ReachedReplica {
     replica: ReplicaId,

@@ -1,4 +1,4 @@
-//! Orders of clients of the control socket.
+//! Commands of clients of the control socket.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::scrubber::Scrubbing;
 use crate::status;
 
 impl Serving<'_> {
-    pub(super) fn obey(&mut self, order: ProcessCommand) -> Result<Option<Ending>, EngineError> {
-        match order {
+    pub(super) fn execute(&mut self, command: ProcessCommand) -> Result<Option<Ending>, EngineError> {
+        match command {
             ProcessCommand::Stop => return Ok(Some(Ending::Stop)),
             ProcessCommand::Handover => return Ok(Some(Ending::Terminate)),
             ProcessCommand::Grant { view } => self.granted(view)?,
@@ -71,12 +71,12 @@ impl Serving<'_> {
 
     /// Starts a scrub with the snapshots. Their rot shows in the volume too, and two members cannot tell
     /// which of them is right there.
-    fn scrub(&mut self, order: Option<ScrubCommand>) -> Result<(), EngineError> {
-        tracing::info!(volume = %self.spec.volume, ?order, "scrub");
-        self.is_scrubbing = order.is_some();
+    fn scrub(&mut self, command: Option<ScrubCommand>) -> Result<(), EngineError> {
+        tracing::info!(volume = %self.spec.volume, ?command, "scrub");
+        self.is_scrubbing = command.is_some();
         self.snapshots = None;
         self.shared().send_to_core(Event::Scrub(None));
-        let Some(order) = order else {
+        let Some(command) = command else {
             self.publish(|engine| engine.change_scrub(ScrubStatus::stop));
             return Ok(());
         };
@@ -89,8 +89,8 @@ impl Serving<'_> {
             engine.scrub =
                 Some(ScrubStatus { number: Some(number), running: true, ..ScrubStatus::default() });
         });
-        let config = ScrubConfig { bytes_per_s: order.bytes_per_s, repair: order.repair };
-        let scrubbing = Scrubbing::start(Arc::clone(self.rebuild_tasks.context()), order, number)?;
+        let config = ScrubConfig { bytes_per_s: command.bytes_per_s, repair: command.repair };
+        let scrubbing = Scrubbing::start(Arc::clone(self.rebuild_tasks.context()), command, number)?;
         self.snapshots = Some((scrubbing, config));
         Ok(())
     }

@@ -262,8 +262,8 @@ impl Volume {
         child.wait().unwrap();
     }
 
-    pub fn request(&self, order: &ProcessCommand) {
-        Client::connect(&self.file("engine.control")).unwrap().request(order).unwrap();
+    pub fn request(&self, command: &ProcessCommand) {
+        Client::connect(&self.file("engine.control")).unwrap().request(command).unwrap();
     }
 
     /// Returns the counters of the engine.

@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::descriptor_store::DescriptorStore;
 use crate::pid_file::Holder;
 use crate::serve::instance::backend::Pending;
-use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, order_end};
+use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table, program,
 };
@@ -273,11 +273,11 @@ impl Instance {
         }
     }
 
-    /// Ends the process: an engine by order, if it takes one; with SIGTERM; and with SIGKILL if that does not
-    /// help.
-    async fn end(&self, living: &mut Living, order: &ProcessCommand) -> Result<(), BackendError> {
+    /// Ends the process: an engine by a command, if it takes one; with SIGTERM; and with SIGKILL if that does
+    /// not help.
+    async fn end(&self, living: &mut Living, command: &ProcessCommand) -> Result<(), BackendError> {
         if self.id.kind() == InstanceKind::Engine
-            && order_end(&self.id, &self.paths, order).await
+            && request_end(&self.id, &self.paths, command).await
             && timeout(ORDERLY_LIMIT, living.ended()).await.is_ok()
         {
             return Ok(());
@@ -299,7 +299,7 @@ impl Instance {
 
 /// The way in which a process ended.
 enum Ended {
-    /// The end was ordered: another program ordered the engine to leave its device to the next one.
+    /// The end was requested: another program requested the engine to leave its device to the next one.
     Well,
     /// The process failed; a message.
     Badly(String),

@@ -217,7 +217,7 @@ impl Hub {
         if process.phase == ProcessPhase::Stopped {
             return Ok(());
         }
-        // The order is sent even if no process is known at this moment: one may have read the spec just
+        // The command is sent even if no process is known at this moment: one may have read the spec just
         // before.
         send(id, &control, &command).await
     }

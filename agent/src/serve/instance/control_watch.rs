@@ -11,16 +11,16 @@ use tokio::time::{sleep, timeout};
 
 /// The longest line that a process may send; a status with eight members has about 2 KiB.
 const LINE_MAX_BYTES: u64 = 64 << 10;
-/// A process that does not take an order for so long hangs. The thread of the control socket takes orders
+/// A process that does not take a command for so long hangs. The thread of the control socket takes commands
 /// even while the process waits for a disk.
-const ORDER_LIMIT: Duration = Duration::from_secs(5);
+const COMMAND_LIMIT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Sends an order to the process. The result shows in its status.
+/// Sends a command to the process. The result shows in its status.
 ///
 /// # Errors
-/// No process listens there, or it does not take the order.
+/// No process listens there, or it does not take the command.
 pub async fn request(control: &Path, command: &ProcessCommand) -> io::Result<()> {
     let mut line = serde_json::to_vec(command)?;
     line.push(b'\n');
@@ -28,7 +28,7 @@ pub async fn request(control: &Path, command: &ProcessCommand) -> io::Result<()>
         let mut stream = UnixStream::connect(control).await?;
         stream.write_all(&line).await
     };
-    timeout(ORDER_LIMIT, sent).await.map_err(io::Error::from)?
+    timeout(COMMAND_LIMIT, sent).await.map_err(io::Error::from)?
 }
 
 /// Returns the counters of the requests of the engine's user. The caller limits the time.

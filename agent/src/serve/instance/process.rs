@@ -79,9 +79,9 @@ pub async fn ends_within(pid: i32, limit: Duration) -> bool {
     timeout(limit, process.readable()).await.is_ok_and(|ready| ready.is_ok())
 }
 
-/// Orders the process of an instance to end, if it has a control socket that answers. Returns false if it has
-/// none.
-pub async fn order_end(id: &InstanceId, paths: &InstancePaths, command: &ProcessCommand) -> bool {
+/// Requests the process of an instance to end, if it has a control socket that answers. Returns false if it
+/// has none.
+pub async fn request_end(id: &InstanceId, paths: &InstancePaths, command: &ProcessCommand) -> bool {
     let Ok(control) = paths.control(id) else { return false };
     match control_watch::request(&control, command).await {
         Ok(()) => true,

@@ -17,7 +17,7 @@ use zbus::fdo::PropertiesProxy;
 use zbus::{Connection, OwnedObjectPath};
 
 use crate::serve::instance::backend::Pending;
-use crate::serve::instance::process::{ORDERLY_LIMIT, ends_within, order_end};
+use crate::serve::instance::process::{ORDERLY_LIMIT, ends_within, request_end};
 use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy, UnitProxy, unit_of};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table,
@@ -159,7 +159,7 @@ impl Bus {
         let service = ServiceProxy::new(&self.connection, path).await?;
         for _ in 0..ORDERLY_ROUNDS {
             let pid = i32::try_from(service.main_pid().await?).unwrap_or_default();
-            if pid == 0 || !order_end(id, &self.paths, &ProcessCommand::Stop).await {
+            if pid == 0 || !request_end(id, &self.paths, &ProcessCommand::Stop).await {
                 return Ok(());
             }
             if !ends_within(pid, ORDERLY_LIMIT).await {

@@ -17,8 +17,8 @@ use crate::error::{CtlError, is_unreachable};
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 /// The interval of queries for the state of a volume.
 const POLL: Duration = Duration::from_millis(300);
-/// The longest pause after an order that got no answer.
-const ORDER_PAUSE_MAX: Duration = Duration::from_secs(10);
+/// The longest pause after a request that got no answer.
+const REQUEST_PAUSE_MAX: Duration = Duration::from_secs(10);
 
 /// The standing of a volume whose engine is replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,20 +58,20 @@ pub(super) struct One {
 /// The steps so far.
 #[derive(Debug, Default)]
 struct Progress {
-    /// The volume just before the first order.
+    /// The volume just before the first request.
     before: Option<v1::Volume>,
-    /// True if an order was sent.
-    is_ordered: bool,
-    /// The number of orders without an answer.
-    lost_orders: u32,
-    /// The time of the next order; none: at once.
-    next_order_at: Option<Instant>,
-    /// True if an order was answered.
+    /// True if a request was sent.
+    is_requested: bool,
+    /// The number of requests without an answer.
+    lost_requests: u32,
+    /// The time of the next request; none: at once.
+    next_request_at: Option<Instant>,
+    /// True if a request was answered.
     is_answered: bool,
     /// The engine was left alone: another one has replaced it.
     is_left_alone: bool,
     pause_ms: Option<u64>,
-    /// The last order that got no answer of the agent.
+    /// The last request that got no answer of the agent.
     lost: Option<Status>,
     /// The volume as it was seen last; none if no controller answers.
     standing: Option<Standing>,
@@ -87,9 +87,9 @@ impl One {
             progress.see(now.as_ref());
             match progress.standing {
                 Some(Standing::Done | Standing::Gone) => break,
-                Some(Standing::Recovering) if !progress.is_ordered => break, // another one replaces it
-                Some(Standing::Former) if progress.may_order(Instant::now()) => {
-                    self.order(&mut progress).await?;
+                Some(Standing::Recovering) if !progress.is_requested => break, // another one replaces it
+                Some(Standing::Former) if progress.may_request(Instant::now()) => {
+                    self.request_upgrade(&mut progress).await?;
                 }
                 _ => {}
             }
@@ -98,7 +98,7 @@ impl One {
             }
             sleep(POLL).await;
         }
-        let is_replaced = progress.is_ordered && !progress.is_left_alone;
+        let is_replaced = progress.is_requested && !progress.is_left_alone;
         let pause_ms = progress.pause_ms;
         Ok(is_replaced.then(|| Replaced { pause_ms, ..Replaced::new(self.volume, self.node) }))
     }
@@ -113,15 +113,15 @@ impl One {
         }
     }
 
-    async fn order(&mut self, progress: &mut Progress) -> Result<(), Failure> {
-        let order = v1::UpgradeVolumeEngineRequest { name: self.volume.clone(), only_outdated: true };
-        let mut request = tonic::Request::new(order);
+    async fn request_upgrade(&mut self, progress: &mut Progress) -> Result<(), Failure> {
+        let message = v1::UpgradeVolumeEngineRequest { name: self.volume.clone(), only_outdated: true };
+        let mut request = tonic::Request::new(message);
         request.set_timeout(UPGRADE_LIMIT);
         let was_lost = progress.lost.is_some();
         match self.client.upgrade_volume_engine(request).await {
             Ok(answer) => {
                 let v1::UpgradeEngineResponse { pause_ms, already_current, .. } = answer.into_inner();
-                // An order before, whose answer was lost, may be the one that was carried out.
+                // A request before, whose answer was lost, may be the one that was carried out.
                 progress.is_left_alone = already_current && !was_lost;
                 progress.pause_ms = (!already_current).then_some(pause_ms);
                 progress.is_answered = true;
@@ -129,7 +129,7 @@ impl One {
             Err(status) if is_passing(&status, was_lost) => progress.lose(status, Instant::now()),
             Err(status) => return Err(self.refused(&status)),
         }
-        progress.is_ordered = true;
+        progress.is_requested = true;
         Ok(())
     }
 
@@ -142,7 +142,7 @@ impl One {
         let why = format!("shorthornctl volume why {} has the reason", self.volume);
         match (progress.standing, &progress.lost) {
             (None, _) => self.failure("not replaced in time: no controller answers", true),
-            (Some(Standing::NotCompared), _) if !progress.is_ordered => {
+            (Some(Standing::NotCompared), _) if !progress.is_requested => {
                 self.failure("not replaced in time: its agent has not compared its program", false)
             }
             (Some(Standing::NotCompared), _) => {
@@ -171,24 +171,24 @@ impl One {
 }
 
 impl Progress {
-    /// Returns true if an order may be sent.
-    fn may_order(&self, now: Instant) -> bool {
-        !self.is_answered && self.next_order_at.is_none_or(|at| now >= at)
+    /// Returns true if a request may be sent.
+    fn may_request(&self, now: Instant) -> bool {
+        !self.is_answered && self.next_request_at.is_none_or(|at| now >= at)
     }
 
-    /// Records an order without an answer. The pause before the next one doubles each time: the agent or the
-    /// controller may be starting, with the orders for many engines.
+    /// Records a request without an answer. The pause before the next one doubles each time: the agent or the
+    /// controller may be starting, with the requests for many engines.
     fn lose(&mut self, status: Status, now: Instant) {
         self.lost = Some(status);
-        let factor = 2_u32.saturating_pow(self.lost_orders.min(16));
-        self.lost_orders = self.lost_orders.saturating_add(1);
-        self.next_order_at = Some(now + ORDER_PAUSE_MAX.min(POLL.saturating_mul(factor)));
+        let factor = 2_u32.saturating_pow(self.lost_requests.min(16));
+        self.lost_requests = self.lost_requests.saturating_add(1);
+        self.next_request_at = Some(now + REQUEST_PAUSE_MAX.min(POLL.saturating_mul(factor)));
     }
 
-    /// Records the volume as it is now. Until the first order, that is the volume before.
+    /// Records the volume as it is now. Until the first request, that is the volume before.
     fn see(&mut self, now: Option<&v1::Volume>) {
         self.standing = now.map(|now| {
-            if !self.is_ordered && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {
+            if !self.is_requested && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {
                 self.before = Some(now.clone());
             }
             self.before.as_ref().map_or(Standing::Gone, |before| standing(before, now))
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_volume_just_before_the_order_is_compared_with() {
+    fn the_volume_just_before_the_request_is_compared_with() {
         use EnginePhase::Serving;
         use Robustness::{Degraded, Healthy};
         let mut progress = Progress::default();
@@ -288,7 +288,7 @@ mod tests {
         // It loses a replica before its turn.
         progress.see(Some(&volume(Some(true), Serving, Degraded)));
         assert_eq!(progress.standing, Some(Standing::Former));
-        progress.is_ordered = true;
+        progress.is_requested = true;
         progress.see(Some(&volume(Some(false), Serving, Degraded)));
         assert_eq!(progress.standing, Some(Standing::Done));
         progress.see(None);
@@ -298,21 +298,21 @@ mod tests {
     }
 
     #[test]
-    fn lost_orders_are_repeated_after_longer_and_longer_pauses() {
+    fn lost_requests_are_repeated_after_longer_and_longer_pauses() {
         let (start, mut progress) = (Instant::now(), Progress::default());
         let mut now = start;
         let mut pauses_ms = Vec::new();
         for _ in 0..8 {
-            assert!(progress.may_order(now));
+            assert!(progress.may_request(now));
             progress.lose(Status::unavailable("gone"), now);
-            let next = progress.next_order_at.unwrap();
-            assert!(!progress.may_order(next - Duration::from_millis(1)));
+            let next = progress.next_request_at.unwrap();
+            assert!(!progress.may_request(next - Duration::from_millis(1)));
             pauses_ms.push((next - now).as_millis());
             now = next;
         }
         assert_eq!(pauses_ms, [300, 600, 1200, 2400, 4800, 9600, 10_000, 10_000]);
         progress.is_answered = true;
-        assert!(!progress.may_order(now));
+        assert!(!progress.may_request(now));
     }
 
     #[test]
