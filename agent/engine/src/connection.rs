@@ -381,7 +381,7 @@ impl Connection {
     /// Returns the socket, ready for a ring, with the nonces that prove that an answer is the replica's.
     ///
     /// # Errors
-    /// The error of the system; also if the replica was not greeted.
+    /// The error of the system; also if the handshake is not done.
     pub fn into_ready(mut self) -> io::Result<ReadyConnection> {
         self.set_timeout(None)?;
         let session = self.session.ok_or(io::ErrorKind::NotConnected)?;

@@ -12,7 +12,7 @@ use shorthorn_wire::{Claim, Welcome};
 
 use crate::connection::{ConnectError, Connection, finish};
 
-/// The replicas to greet, and the identity that greets them.
+/// The replicas to connect to, and the identity for the handshake.
 #[derive(Clone, Debug)]
 pub struct Connector {
     pub volume: shorthorn_types::VolumeName,
@@ -42,7 +42,7 @@ impl Connector {
         self.size_bytes.load(Ordering::Acquire)
     }
 
-    /// Sets the size of the volume: replicas that are greeted from now on grow first.
+    /// Sets the size of the volume: replicas grow first in each handshake from now on.
     pub fn set_size(&self, size_bytes: u64) {
         self.size_bytes.fetch_max(size_bytes, Ordering::AcqRel);
     }

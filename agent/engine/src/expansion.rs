@@ -2,7 +2,7 @@
 //! the last step the user of the device sees the old size, and sends no request beyond it.
 //!
 //! After any end in between, the next attempts complete the expansion. The size is in the spec before
-//! anything grows, so the next engine starts with it. A replica grows when it is greeted, if it was absent,
+//! anything grows, so the next engine starts with it. A replica grows in its handshake, if it was absent,
 //! is new, or was not reached by this process. A replica is therefore never larger than the size of its
 //! engine, and never used while it is smaller.
 

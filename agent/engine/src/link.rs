@@ -100,7 +100,7 @@ impl Link {
         }
     }
 
-    /// Takes a greeted connection if the place is free. Drops the socket otherwise.
+    /// Takes a connection with a complete handshake if none is in use. Drops the socket otherwise.
     pub fn connect(&mut self, ready: ReadyConnection) -> bool {
         if !self.is_absent() {
             return false;

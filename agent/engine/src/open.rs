@@ -523,8 +523,8 @@ impl Attempt<'_, '_> {
         }
     }
 
-    /// Greets the replicas that have not answered, each on its own thread. The receiver yields those that
-    /// answer.
+    /// Does the handshake with the replicas that have not answered, each on its own thread. The receiver
+    /// yields those that answer.
     fn search_others(&self, reached: &[Reached]) -> Receiver<ReplicaId> {
         let (sender, found) = mpsc::channel();
         let is_reached = |replica: ReplicaId| reached.iter().any(|one| one.replica == replica);

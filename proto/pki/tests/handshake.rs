@@ -80,7 +80,7 @@ async fn line(connection: &mut Connection) -> Result<String, String> {
 }
 
 /// The first line of the server, or the error of either side.
-async fn greet(address: SocketAddr, connector: &Connector) -> Result<(Connection, String), String> {
+async fn connect(address: SocketAddr, connector: &Connector) -> Result<(Connection, String), String> {
     let uri: Uri = format!("http://{address}").parse().unwrap();
     let mut connection = connector.connect(&uri).await.map_err(|error| error.to_string())?;
     let text = line(&mut connection).await?;
@@ -98,7 +98,7 @@ async fn clients_without_a_good_certificate_are_refused() {
     let controller = issue(&mut ca, &Role::Controller, now_s());
     let good = credentials(&ca, Some(controller));
     let address = serve(&server, ClientAuth::Required, Limits::default()).await;
-    let (_, role) = greet(address, &connector(&good, &node("a"))).await.unwrap();
+    let (_, role) = connect(address, &connector(&good, &node("a"))).await.unwrap();
     assert_eq!(role, "controller");
 
     let mut foreign = authority();
@@ -113,11 +113,11 @@ async fn clients_without_a_good_certificate_are_refused() {
         (Some(for_servers), "alert"),
     ] {
         let client = credentials(&ca, identity);
-        let error = greet(address, &connector(&client, &node("a"))).await.unwrap_err();
+        let error = connect(address, &connector(&client, &node("a"))).await.unwrap_err();
         assert!(error.contains(expected), "{error}, expected {expected}");
     }
     // Without a certificate the client does not even try; one that does is refused by the server.
-    let nothing = greet(address, &connector(&credentials(&ca, None), &node("a"))).await.unwrap_err();
+    let nothing = connect(address, &connector(&credentials(&ca, None), &node("a"))).await.unwrap_err();
     assert!(nothing.contains("no certificate"), "{nothing}");
     let mut plain = TcpStream::connect(address).await.unwrap();
     plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
@@ -142,7 +142,7 @@ async fn servers_of_another_name_ca_or_time_are_refused() {
     for (identity, expected) in cases {
         let server = credentials(&ca, Some(identity));
         let address = serve(&server, ClientAuth::Optional, Limits::default()).await;
-        let error = greet(address, &connector(&client, &node("a"))).await.unwrap_err();
+        let error = connect(address, &connector(&client, &node("a"))).await.unwrap_err();
         assert!(error.contains(expected), "{error}, expected {expected}");
     }
 }
@@ -154,7 +154,7 @@ async fn a_revocation_ends_open_connections_and_a_renewal_does_not() {
     let ann = issue(&mut ca, &Role::admin("ann").unwrap(), now_s());
     let client = credentials(&ca, Some(ann));
     let address = serve(&server, ClientAuth::Required, Limits::default()).await;
-    let (mut open, role) = greet(address, &connector(&client, &node("a"))).await.unwrap();
+    let (mut open, role) = connect(address, &connector(&client, &node("a"))).await.unwrap();
     assert_eq!(role, "admin/ann");
     let renewed = issue(&mut ca, &node("a"), now_s());
     server.replace(Bundle { identity: Some(renewed), trust: ca.trust().unwrap() }).unwrap();
@@ -165,7 +165,7 @@ async fn a_revocation_ends_open_connections_and_a_renewal_does_not() {
     server.replace(Bundle { identity, trust: ca.trust().unwrap() }).unwrap();
     open.write_all(b"x\n").await.unwrap();
     line(&mut open).await.unwrap_err();
-    let error = greet(address, &connector(&client, &node("a"))).await.unwrap_err();
+    let error = connect(address, &connector(&client, &node("a"))).await.unwrap_err();
     assert!(error.contains("CertificateRevoked"), "{error}");
 }
 
@@ -175,14 +175,14 @@ async fn a_pin_names_the_controller_of_the_first_contact() {
     let controller = credentials(&ca, Some(issue(&mut ca.clone(), &Role::Controller, now_s())));
     let address = serve(&controller, ClientAuth::Optional, Limits::default()).await;
     let pin = ca.pin().unwrap();
-    let (_, role) = greet(address, &Connector::pinned(pin).unwrap()).await.unwrap();
+    let (_, role) = connect(address, &Connector::pinned(pin).unwrap()).await.unwrap();
     assert_eq!(role, "stranger");
-    let other = greet(address, &Connector::pinned(Pin::of(b"other")).unwrap()).await.unwrap_err();
+    let other = connect(address, &Connector::pinned(Pin::of(b"other")).unwrap()).await.unwrap_err();
     assert!(other.contains("pin"), "{other}");
     // A node of the cluster must not play the controller.
     let node = issued(&mut ca, &node("a"));
     let address = serve(&node, ClientAuth::Optional, Limits::default()).await;
-    let played = greet(address, &Connector::pinned(pin).unwrap()).await.unwrap_err();
+    let played = connect(address, &Connector::pinned(pin).unwrap()).await.unwrap_err();
     assert!(played.contains("expected controller"), "{played}");
 }
 
@@ -207,7 +207,7 @@ async fn connections_that_do_not_shake_hands_do_not_hold_up_others() {
         let ended = timeout(LIMIT, silent.read(&mut byte)).await.unwrap();
         assert!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");
     }
-    greet(address, &connector(&client, &node("a"))).await.unwrap();
+    connect(address, &connector(&client, &node("a"))).await.unwrap();
 }
 
 /// Opens connections that send `bytes` each, and nothing else.
@@ -231,17 +231,17 @@ async fn a_pod_behind_the_address_of_the_controller_cannot_hold_its_handshakes()
     let limits = Limits { handshake_timeout: 10 * LIMIT, ..Limits::default() };
     let address = serve(&server, ClientAuth::Required, limits).await;
     let silent = flood(address, 400, b"").await;
-    timeout(LIMIT, greet(address, &connector(&client, &node("a")))).await.unwrap().unwrap();
+    timeout(LIMIT, connect(address, &connector(&client, &node("a")))).await.unwrap().unwrap();
     drop(silent);
 
     // The same for strays that have begun a handshake, on a server that has not met the controller yet.
     let address = serve(&server, ClientAuth::Required, limits).await;
     let talking = flood(address, 400, &[22, 3, 1]).await;
-    let greeted = async {
+    let connected = async {
         let connector = connector(&client, &node("a"));
-        while greet(address, &connector).await.is_err() {}
+        while connect(address, &connector).await.is_err() {}
     };
-    timeout(LIMIT, greeted).await.unwrap();
+    timeout(LIMIT, connected).await.unwrap();
     drop(talking);
 }
 
@@ -253,9 +253,9 @@ async fn connections_without_a_certificate_are_few() {
     let limits = Limits { strangers_max: 1, ..Limits::default() };
     let address = serve(&server, ClientAuth::Optional, limits).await;
     let stranger = Connector::pinned(ca.pin().unwrap()).unwrap();
-    let (_first, _) = greet(address, &stranger).await.unwrap();
-    greet(address, &stranger).await.unwrap_err();
-    greet(address, &connector(&admin, &Role::Controller)).await.unwrap();
+    let (_first, _) = connect(address, &stranger).await.unwrap();
+    connect(address, &stranger).await.unwrap_err();
+    connect(address, &connector(&admin, &Role::Controller)).await.unwrap();
 }
 
 #[tokio::test]

@@ -85,7 +85,7 @@ mod tests {
 
         use crate::{KeptSets, OutOfSyncSet, combine_sets};
 
-        // Replica 3 is not in the list of an engine that has greeted one of two members.
+        // Replica 3 is not in the list of an engine that has reached one of two members.
         let (now, list) = (view(5, &[1, 2]), ids(&[1, 2]));
         assert_eq!(out_of_sync_sets_to_forget(&ids(&[3]), &list, [&now]), ids(&[3]));
         // The next one has it again.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, View};
-use shorthorn_wire::{ExtentsPage, LayerList, RegionsPage, RegionsQuery};
+use shorthorn_wire::{ExtentsPage, LayerList, RegionsPage, RegionsQuery, Welcome};
 
 use crate::checker::Id;
 use crate::disk::{Block, SparseFile};
@@ -80,9 +80,6 @@ pub enum Ask {
 /// A block that holds rot, and its former data, which only the simulation knows.
 pub type RottenBlock = (u64, Block);
 
-/// The welcome that a replica sends an accepted engine.
-pub use shorthorn_wire::Welcome as Greeting;
-
 /// An answer of a replica.
 #[derive(Clone, Debug)]
 pub enum Answer {
@@ -91,7 +88,7 @@ pub enum Answer {
     /// To a PING: the space on the disk.
     Pong { free_mib: u32 },
     /// To a hello.
-    Welcome(Box<Greeting>),
+    Welcome(Box<Welcome>),
     /// To a read.
     Data(Vec<Id>),
     /// To a verify.

@@ -416,8 +416,8 @@ impl Process {
         }
         let mut links = vec![link];
         for queue in 1..queues {
-            let (link, greeting) = self.handshake(replica, queue).await.map_err(|_| replica)?;
-            if greeting.run != welcome.run {
+            let (link, answer) = self.handshake(replica, queue).await.map_err(|_| replica)?;
+            if answer.run != welcome.run {
                 self.close(link.0.into_conn());
                 return Err(replica);
             }

@@ -15,6 +15,7 @@ use shorthorn_replica_core::{Admission, KnownRot, ReplicaState, Waiting};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::ReplicaViews;
+use shorthorn_wire::Welcome;
 
 use self::durable::{Durable, Pages, Shelf, takes_error};
 pub use self::sums::Summing;
@@ -22,7 +23,7 @@ use crate::Sabotage;
 use crate::checker::{Id, Micros, ROT};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::{Broken, LieAt};
-use crate::net::{Ask, ConnId, Greeting};
+use crate::net::{Ask, ConnId};
 use crate::occurrence::Occurrence;
 use crate::script::Layout;
 
@@ -367,8 +368,8 @@ impl Replica {
             || self.waiting.marks().any(|(of, _)| *of == conn)
     }
 
-    pub fn greeting(&self) -> Greeting {
-        Greeting {
+    pub fn welcome(&self) -> Welcome {
+        Welcome {
             run: self.boot,
             report: self.state.views().report().clone(),
             lost_cache: self.state.intent_log().has_lost_cache(),

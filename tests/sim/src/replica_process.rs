@@ -150,9 +150,9 @@ impl Simulation {
         // The engine may have closed it while it waited.
         if self.is_open_at_replica(id) {
             let replica = &mut self.replicas[at];
-            let greeting = replica.greeting();
+            let welcome = replica.welcome();
             replica.admission.open(id, queue_id);
-            self.answer(id, number, Answer::Welcome(Box::new(greeting)));
+            self.answer(id, number, Answer::Welcome(Box::new(welcome)));
         }
     }
 

@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 
 use crate::console::ConsoleLog;
 
-/// The time that the first attempt waits for the agent's greeting. A guest that is still booting swallows
-/// connections, so attempts are given up. Each waits twice as long as the one before, so that a slow guest is
-/// reached as well.
+/// The time that the first attempt waits for the first answer of the agent. A guest that is still booting
+/// swallows connections, so attempts are given up. Each waits twice as long as the one before, so that a slow
+/// guest is reached as well.
 const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(4);
 

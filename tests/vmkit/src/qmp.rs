@@ -23,12 +23,12 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Greets QEMU on the other end of the socket.
+    /// Reads the greeting of QEMU on the other end of the socket.
     pub fn connect(stream: UnixStream) -> Result<Self> {
         let mut qmp = Self { reader: BufReader::new(stream), line: Vec::new(), events: VecDeque::new() };
         let greeting = qmp.read_message(Instant::now() + ANSWER_LIMIT)?;
         if greeting.get("QMP").is_none() {
-            bail!("QEMU greeted with {greeting}");
+            bail!("the greeting of QEMU is {greeting}");
         }
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)

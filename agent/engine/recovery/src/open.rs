@@ -142,8 +142,8 @@ pub trait OpeningEngine {
     /// The reason why the process ends.
     type Stop;
 
-    /// Greets every replica, which fences it, and tells it the size of the volume ([`crate::fit`]). Replicas
-    /// that do not answer in time, refuse, or are too large are left out.
+    /// Connects to every replica. The handshake fences it and has the size of the volume ([`crate::fit`]).
+    /// Replicas that do not answer in time, refuse, or are too large are left out.
     async fn reach(&mut self) -> Result<Vec<Reached<Self::Link>>, NotOpen<Self::Stop>>;
 
     /// Learns the outcome of the planning and shows it.

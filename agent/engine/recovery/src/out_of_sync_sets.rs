@@ -1,5 +1,4 @@
-//! Out-of-sync sets that replicas keep in vain: they are looked at at every greeting, and
-//! forgotten.
+//! Out-of-sync sets that replicas keep in vain: every handshake examines and forgets them.
 
 use shorthorn_types::{MarkRegions, Members, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{lacks_room, out_of_sync_sets_to_forget};
@@ -33,13 +32,13 @@ pub(crate) async fn make_room<L: Link>(
     forget(link, &out_of_sync_sets_to_forget(&welcome.tracks, wanted, known().chain([target]))).await
 }
 
-/// Makes a replica forget the out-of-sync sets that it keeps in vain. The replica was greeted over a new
+/// Makes a replica forget the out-of-sync sets that it keeps in vain. The replica has a new
 /// control connection. No other set begins on it meanwhile. That would take the control connection, which the
 /// caller holds, or a view, and then the replica is in a view.
 ///
 /// # Errors
 /// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next
-/// greeting tries again.
+/// handshake tries again.
 pub async fn forget_in_vain<E: ServingEngine>(
     engine: &E,
     link: &mut impl Link<Error = E::Error>,
@@ -62,9 +61,9 @@ fn wanted(engine: &impl ServingEngine) -> Members {
     Members::new(engine.peers().into_iter().map(|(_, peer)| peer.replica)).unwrap_or_default()
 }
 
-/// Makes the members forget the out-of-sync set of a replica that the volume no longer has. It greets each of
+/// Makes the members forget the out-of-sync set of a replica that the volume no longer has. It marks each of
 /// them after it has learned the view without the replica. Returns the members that did not do it: they keep
-/// the set in vain until they are greeted again.
+/// the set in vain until their next handshake.
 pub async fn give_up<E: ServingEngine>(engine: &E) -> Vec<(ReplicaId, E::Error)> {
     let mut failed = Vec::new();
     let Some(view) = engine.look(|core| core.membership().view()) else { return failed };

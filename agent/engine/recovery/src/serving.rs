@@ -54,7 +54,7 @@ pub trait ServingEngine {
     /// Records whether members and core know all that a replica has missed, if the volume still has it.
     fn set_complete(&self, of: Address, is_complete: bool);
 
-    /// Returns the size of the volume: every replica that is greeted from now on grows to it first.
+    /// Returns the size of the volume: every replica with a handshake from now on grows to it first.
     fn size_bytes(&self) -> u64;
 
     /// Returns the pending view, if any.

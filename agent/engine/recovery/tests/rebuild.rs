@@ -79,7 +79,7 @@ impl LinkError for Gone {
 /// The moment of a change of the volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {
-    Greeting,
+    Handshake,
     Layers,
     Connecting,
     /// The copied member lists its extents.
@@ -210,7 +210,7 @@ impl ServingEngine for Engine {
 
     async fn open_control(&self, to: Address) -> Result<Welcome, Gone> {
         assert_eq!(to, Address { peer: AWAY, replica: id(2) });
-        self.reaches(Moment::Greeting);
+        self.reaches(Moment::Handshake);
         Ok(Welcome {
             run: 7,
             size_bytes: SIZE_BYTES,
@@ -366,7 +366,7 @@ fn a_copy_of_a_member_that_has_left_does_not_join() {
 
 #[test]
 fn the_replica_that_has_got_its_number_does_not_join_in_its_place() {
-    let moments = [Moment::Greeting, Moment::Layers, Moment::Connecting];
+    let moments = [Moment::Handshake, Moment::Layers, Moment::Connecting];
     for (moment, is_complete) in moments.into_iter().flat_map(|moment| [(moment, true), (moment, false)]) {
         let engine = Engine::new(moment, is_complete);
         let trouble = rebuild(&engine).unwrap_err();

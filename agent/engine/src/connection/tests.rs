@@ -70,8 +70,8 @@ fn welcome() -> Welcome {
     Welcome { run: 7, size_bytes: 1 << 30, report, lost_cache: false, rebuilding: false, tracks, stamp: None }
 }
 
-/// Runs a greeting against a replica whose answer to the hello is made by `answer`: an errno or success,
-/// and a text. Returns the result of the greeting.
+/// Runs a handshake with a replica whose answer to the hello is made by `answer`: an errno or success,
+/// and a text. Returns the result of the handshake.
 fn handshake_with<T: Serialize>(
     answer: impl Fn(&Hello) -> (Result<(), Errno>, T) + Send,
 ) -> Result<Welcome, ConnectError> {

@@ -85,7 +85,7 @@ impl EngineContext {
         let (mut connection, welcome) = self.connector.connect(&peer.endpoint, CONTROL_QUEUE)?;
         set_limit(&mut connection, ANSWER_LIMIT)?;
         match finish(forget_in_vain(self, &mut connection, &welcome)) {
-            // The connection is as good as before; it is tried again at the next greeting.
+            // The connection is as good as before; the next handshake tries again.
             Err(ConnectError::Refused { message, .. }) => {
                 tracing::warn!(volume = %self.connector.volume, replica = %to.replica, tracks = %welcome.tracks, message, "a \
                  replica still has out-of-sync sets of removed replicas");

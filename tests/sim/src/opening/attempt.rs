@@ -21,14 +21,15 @@ pub(super) type Connections = Vec<(usize, Vec<ConnId>)>;
 pub(super) struct Attempt {
     process: Process,
     replicas: Vec<ReplicaId>,
-    /// Greets replicas that had not answered, while the arbiter is waited for. Each says whether it answers.
-    search: Vec<(ReplicaId, Greeting)>,
+    /// Handshakes with replicas that had not answered, while the arbiter is waited for. Each says whether it
+    /// answers.
+    search: Vec<(ReplicaId, Handshake)>,
     pub lost_writes: bool,
     /// True if the attempt continues without some of the reached replicas.
     pub leaves_out: bool,
 }
 
-type Greeting = Pin<Box<dyn Future<Output = bool>>>;
+type Handshake = Pin<Box<dyn Future<Output = bool>>>;
 
 impl Attempt {
     pub fn new(process: Process, replicas: Vec<ReplicaId>) -> Attempt {
@@ -112,8 +113,8 @@ impl OpeningEngine for Attempt {
             let is_reached = |replica| reached.iter().any(|one| one.replica == replica);
             for replica in self.replicas.iter().copied().filter(|replica| !is_reached(*replica)) {
                 let process = self.process.clone();
-                let greeting = async move { process.handshake(replica, 0).await.is_ok() };
-                self.search.push((replica, Box::pin(greeting)));
+                let handshake = async move { process.handshake(replica, 0).await.is_ok() };
+                self.search.push((replica, Box::pin(handshake)));
             }
         }
         let (process, search, replicas) = (&self.process, &mut self.search, &self.replicas);
@@ -137,7 +138,7 @@ impl OpeningEngine for Attempt {
                 }
             }
             let mut back = None;
-            search.retain_mut(|(replica, greeting)| match greeting.as_mut().poll(context) {
+            search.retain_mut(|(replica, handshake)| match handshake.as_mut().poll(context) {
                 Poll::Pending => true,
                 Poll::Ready(answers) => {
                     back = back.or_else(|| answers.then_some(*replica));

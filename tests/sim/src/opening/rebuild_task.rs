@@ -451,8 +451,8 @@ impl RebuildTask for Rebuild<'_> {
         let size_bytes = self.process.size_bytes();
         let queues = self.process.sim.borrow().queues;
         for queue in 0..queues {
-            let greeted = self.process.handshake(replica, queue).await;
-            let (link, welcome) = greeted.map_err(RebuildError::while_doing("connecting a queue"))?;
+            let connected = self.process.handshake(replica, queue).await;
+            let (link, welcome) = connected.map_err(RebuildError::while_doing("connecting a queue"))?;
             let conn = link.0.into_conn();
             if welcome.run != run {
                 self.process.close(conn);
