@@ -116,7 +116,7 @@ pub enum ReplicaError {
     #[error(
         "repairing {0} now would end all checksums, and more blocks hold rot than can be known without these: the next scrub repairs it"
     )]
-    RotWithoutPlace(ByteRange),
+    UntrackedRot(ByteRange),
     /// A repair would bring back a block that a request is modifying.
     #[error("a request is modifying {0}, which the layer has lost: the next scrub repairs it")]
     BeingModified(ByteRange),
@@ -171,7 +171,7 @@ impl ReplicaError {
             | ReplicaError::TooLarge(_)
             | ReplicaError::Sums { .. } => Errno::INVALID,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
-            ReplicaError::RotWithoutPlace(_)
+            ReplicaError::UntrackedRot(_)
             | ReplicaError::BeingModified(_)
             | ReplicaError::UndecidedHole(_) => Errno::new(libc::EBUSY),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),

@@ -75,7 +75,7 @@ impl<S> Handshakes<S> {
         self.running.iter().filter(|one| one.socket.is_some())
     }
 
-    /// Returns the place of the oldest handshake of the origin that has the most.
+    /// Returns the index of the oldest handshake of the origin that has the most.
     fn victim(&self, is_local: bool) -> Option<usize> {
         let of = |origin: Origin| self.heard().filter(|one| one.origin == origin).count();
         let most =

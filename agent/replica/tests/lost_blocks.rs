@@ -404,10 +404,10 @@ fn modifications_beside_rot_that_cannot_be_tracked_are_refused() {
     assert_eq!(client.write((last + 3) * BLOCK, &data[..4096]), Err(Errno::IO.raw()));
     assert_eq!(read_checked(&mut client, last + 9), Err(ROTTEN), "it is still known");
     client.write(3 * BLOCK, &data[..4096]).unwrap();
-    // Places are free when a page was repaired, and summed again.
+    // Blocks can be tracked when a page was repaired, and summed again.
     client.write(9 * BLOCK, &data[9 * 4096..10 * 4096]).unwrap();
     is_clean(&mut client, size_bytes);
-    wait_for("a place is free", TIMEOUT, || {
+    wait_for("a block can be tracked", TIMEOUT, || {
         // Its page is not in memory then: the modification has to wait for that.
         (1..PAGES - 1).for_each(|page| assert!(read_checked(&mut client, page * 512 + 20).is_ok()));
         client.write((last + 3) * BLOCK, &data[..4096])

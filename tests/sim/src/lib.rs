@@ -102,8 +102,8 @@ pub enum Sabotage {
     EarlyForgetting,
     /// A page of sums that is not in memory counts as one without sums.
     UnreadPages,
-    /// The sums beside rot end although no place is left for them.
-    RotWithoutPlace,
+    /// The sums beside rot end although the limit of tracked blocks is reached.
+    UntrackedRot,
     /// The sums of lost blocks that are merged with new data are not recorded.
     MergesUnrecorded,
     /// A repair of a snapshot makes its blocks unknown, also beside requests.

@@ -1,7 +1,7 @@
 //! Trouble, and its end.
 
 use fastrand::Rng;
-use shorthorn_replica_core::Places;
+use shorthorn_replica_core::RotLimits;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::faults::Fault;
@@ -310,7 +310,7 @@ impl Simulation {
             replica.has_space();
             replica.slow_by_us = 0;
             replica.broken.clear();
-            replica.known_rot.set_places(Places::default());
+            replica.known_rot.set_limits(RotLimits::default());
             // A replica that has seen an error of its disk serves nothing until it is started again. If that
             // is not recorded, its host is.
             if replica.failed {

@@ -24,7 +24,7 @@ const SABOTAGES: [&str; 32] = [
     "reports-forgotten",
     "merges-unrecorded",
     "unread-pages",
-    "rot-without-place",
+    "untracked-rot",
     "forgotten-rot",
     "no-intent",
     "lying-flush",

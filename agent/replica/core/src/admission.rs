@@ -144,7 +144,7 @@ impl<C: Copy + PartialEq, W> Admission<C, W> {
         self.connections.retain(|(other, _)| *other != connection);
     }
 
-    /// Returns the place of a connection, until the connection is removed.
+    /// Returns the queue of a connection, until the connection is removed.
     pub fn queue_id(&self, connection: C) -> Option<QueueId> {
         self.connections.iter().find(|(other, _)| *other == connection).map(|(_, queue_id)| *queue_id)
     }

@@ -27,8 +27,8 @@
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
 //!
-//! The number of places is bounded. The place of a block becomes free when the block gets other data, and
-//! when it was read back sound and its sum is durable again. If a page with rot finds no place, its blocks
+//! The number of known blocks is bounded. A block is forgotten when the block gets other data, and
+//! when it was read back sound and its sum is durable again. If a page with rot exceeds it, its blocks
 //! must not be modified, because that would invalidate its sums. The rot thus stays known by the page.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -49,18 +49,19 @@ const NO_SUM: u32 = 0;
 
 /// The bounds of the knowledge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Places {
+pub struct RotLimits {
     /// The maximum number of blocks with a known sum. Lost blocks come on top: the file that records them has
     /// a bound of its own.
     pub blocks: usize,
-    /// The maximum number of pages without a place. Beyond that, every page counts as one.
-    pub homeless_pages: usize,
+    /// The maximum number of untracked pages: those with rot that exceed `blocks`. Beyond that, every page
+    /// counts as one.
+    pub untracked_pages: usize,
 }
 
-impl Default for Places {
+impl Default for RotLimits {
     /// The blocks of 64 pages of the file of sums.
-    fn default() -> Places {
-        Places { blocks: 64 * 512, homeless_pages: 4096 }
+    fn default() -> RotLimits {
+        RotLimits { blocks: 64 * 512, untracked_pages: 4096 }
     }
 }
 
@@ -96,14 +97,14 @@ pub enum After {
 /// See the module. `R` identifies a request in execution.
 #[derive(Clone, Debug)]
 pub struct KnownRot<R> {
-    places: Places,
+    limits: RotLimits,
     blocks: BTreeMap<u64, Known<R>>,
     /// The number of blocks that requests are modifying.
     under_way: usize,
     /// The number of lost blocks.
     lost: usize,
-    /// The pages with rot that have found no place; none: there were too many.
-    homeless: Option<BTreeSet<u64>>,
+    /// The pages with rot that exceed the limit of blocks; none: there were too many.
+    untracked: Option<BTreeSet<u64>>,
 }
 
 /// The knowledge about one block.
@@ -183,7 +184,8 @@ impl<R> Known<R> {
         self.merged.iter().filter(|merged| merged.sum == sum).fold(0, |fresh, merged| fresh | merged.fresh)
     }
 
-    /// A request has decided about its data, with which it stays known. Returns false if its sum is not known.
+    /// A request has decided about its data, with which it stays known. Returns false if its sum is not
+    /// known.
     fn decide(&mut self, after: After) -> bool {
         let After::Sum(sum) = after else { return false };
         *self = Known::new(Some(sum));
@@ -224,36 +226,37 @@ fn sectors(block: u64, range: ByteRange) -> u8 {
 impl<R> Default for KnownRot<R> {
     fn default() -> KnownRot<R> {
         KnownRot {
-            places: Places::default(),
+            limits: RotLimits::default(),
             blocks: BTreeMap::new(),
             under_way: 0,
             lost: 0,
-            homeless: Some(BTreeSet::new()),
+            untracked: Some(BTreeSet::new()),
         }
     }
 }
 
 impl<R: Copy + PartialEq> KnownRot<R> {
     /// Sets the bounds of what can be known from now on.
-    pub fn set_places(&mut self, places: Places) {
-        self.places = places;
+    pub fn set_limits(&mut self, limits: RotLimits) {
+        self.limits = limits;
     }
 
-    /// Keeps the sums, which count, of some blocks. Known blocks stay. Returns false if not all find a place.
+    /// Keeps the sums, which count, of some blocks. Known blocks stay. Returns false if they exceed the
+    /// limit.
     pub fn keep_some(&mut self, sums: impl IntoIterator<Item = (u64, u32)>) -> bool {
         let new: Vec<(u64, u32)> =
             sums.into_iter().filter(|(block, _)| !self.blocks.contains_key(block)).collect();
-        let has_place = self.blocks.len() - self.lost + new.len() <= self.places.blocks;
-        if has_place {
+        let fits = self.blocks.len() - self.lost + new.len() <= self.limits.blocks;
+        if fits {
             self.blocks.extend(new.into_iter().map(|(block, sum)| (block, Known::new(Some(sum)))));
         }
-        has_place
+        fits
     }
 
     /// The repair of a layer is about to show other data, with the sum `shown`, in a block that reads as
     /// `zeroes` now, and that no request is modifying. `kept` is its sum in a page, if that counts. If
     /// nothing decides, the block counts as rot from now on, so that other members decide. Such blocks get
-    /// no more than half of the places.
+    /// no more than half of the limit.
     pub fn decide_about_hole(
         &mut self,
         block: u64,
@@ -271,7 +274,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         if has_shown {
             return AboutHole::ShowsLayer;
         }
-        if self.blocks.len() - self.lost < self.places.blocks / 2 {
+        if self.blocks.len() - self.lost < self.limits.blocks / 2 {
             self.keep_some([(block, kept.unwrap_or(NO_SUM))]);
         }
         if let Some(known) = self.blocks.get_mut(&block) {
@@ -281,36 +284,36 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     }
 
     /// Keeps the sums, which count, of all blocks of a page with rot. Known blocks stay. Returns false if the
-    /// page finds no place: see [`KnownRot::may_modify`].
+    /// page exceeds the limit: see [`KnownRot::may_modify`].
     pub fn keep(&mut self, page: u64, sums: impl IntoIterator<Item = (u64, u32)>) -> bool {
-        let has_place = self.keep_some(sums);
-        let Some(homeless) = &mut self.homeless else { return has_place };
-        if has_place {
-            homeless.remove(&page);
+        let fits = self.keep_some(sums);
+        let Some(untracked) = &mut self.untracked else { return fits };
+        if fits {
+            untracked.remove(&page);
         } else {
-            homeless.insert(page);
+            untracked.insert(page);
         }
-        if homeless.len() > self.places.homeless_pages {
-            self.homeless = None;
+        if untracked.len() > self.limits.untracked_pages {
+            self.untracked = None;
         }
-        has_place
+        fits
     }
 
     /// Returns false if the page has rot that would be forgotten when its sums end. The sums of a region may
     /// end once they are kept: see [`KnownRot::keep_some`].
     #[must_use]
     pub fn may_modify(&self, page: u64) -> bool {
-        self.homeless.as_ref().is_some_and(|homeless| !homeless.contains(&page))
+        self.untracked.as_ref().is_some_and(|untracked| !untracked.contains(&page))
     }
 
     /// Returns true if a page has rot that would be forgotten when the sums of all pages end.
     #[must_use]
-    pub fn has_homeless(&self) -> bool {
-        self.homeless.as_ref().is_none_or(|homeless| !homeless.is_empty())
+    pub fn has_untracked(&self) -> bool {
+        self.untracked.as_ref().is_none_or(|untracked| !untracked.is_empty())
     }
 
-    /// Frees the place of a block that was read back with this sum: a sum that says the same is durable, and
-    /// counts. A block with rot, or that a request is modifying, keeps its place.
+    /// Forgets a block that was read back with this sum: a sum that says the same is durable, and
+    /// counts. A block with rot, or that a request is modifying, stays known.
     pub fn summed(&mut self, block: u64, found: u32) {
         let is_over = |known: &Known<R>| !known.is_lost() && known.change.is_none();
         if self.is_rotten(block, found) == Some(false) && self.blocks.get(&block).is_some_and(is_over) {
@@ -528,15 +531,15 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.lost -= usize::from(known.is_lost());
     }
 
-    /// No page of sums counts any more: none of them knows rot that has found no place.
+    /// No page of sums counts any more: none of them knows untracked rot.
     pub fn forget_pages(&mut self) {
-        self.homeless = Some(BTreeSet::new());
+        self.untracked = Some(BTreeSet::new());
     }
 
     /// Forgets all blocks but the lost ones, which the caller bounds: no sum counts any more. A request that
     /// is modifying a lost block may still give it other data, or merge a part of it.
     pub fn forget_sums(&mut self, lost: impl IntoIterator<Item = u64>) {
-        let before = std::mem::replace(self, KnownRot { places: self.places, ..KnownRot::default() });
+        let before = std::mem::replace(self, KnownRot { limits: self.limits, ..KnownRot::default() });
         self.keep_lost(lost);
         for (block, known) in before.blocks.into_iter().filter(|(_, known)| known.is_lost()) {
             if let Some(kept) = self.blocks.get_mut(&block) {

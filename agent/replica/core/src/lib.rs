@@ -21,7 +21,7 @@ mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, RefusalReason, Superseded};
 pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
-pub use known_rot::{AboutHole, After, KnownRot, Places};
+pub use known_rot::{AboutHole, After, KnownRot, RotLimits};
 pub use revision::revision_counter;
 pub use start::{Started, StoredFiles, SumsFound};
 pub use state::ReplicaState;

@@ -28,8 +28,8 @@ pub(crate) struct BlockSums {
     pub(super) zero_sum: u32,
     /// The number of times that a request has found rot.
     pub(super) rotten: u64,
-    /// The number of times that a page with rot has found no place: see [`KnownRot`].
-    pub(super) homeless: u64,
+    /// The number of times that a page with rot was not tracked: see [`KnownRot`].
+    pub(super) untracked: u64,
     pub(super) are_pages_reported: bool,
 }
 
@@ -46,7 +46,7 @@ impl BlockSums {
             lost: LostBlocks::new(),
             zero_sum: sum_of_zeroes(),
             rotten: 0,
-            homeless: 0,
+            untracked: 0,
             are_pages_reported: false,
         })
     }

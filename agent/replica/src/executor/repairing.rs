@@ -65,8 +65,8 @@ impl Executor {
         self.requests.void_plans();
         self.zero_jobs.void_reads();
         let is_followed = self.end_sums_in(range);
-        if !is_followed && self.block_sums.known.has_homeless() {
-            return Err(ReplicaError::RotWithoutPlace(range));
+        if !is_followed && self.block_sums.known.has_untracked() {
+            return Err(ReplicaError::UntrackedRot(range));
         }
         let repaired = match is_followed {
             true => self.store.repair_layer(image, range, &runs, data),

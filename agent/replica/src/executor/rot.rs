@@ -86,7 +86,7 @@ impl Executor {
         let Ok(page) = ByteRange::new(start, SUM_PAGE_SPAN_BYTES) else { return };
         let number = start / SUM_PAGE_SPAN_BYTES;
         if self.block_sums.pages.peek(number).is_none() && self.has_summed(page) {
-            return; // the block was known, and the sums beside it are not: they may still have no place
+            return; // the block was known, and the sums beside it are not: they may still be untracked
         }
         let sums = self.kept_sums_of(page);
         let was_kept = self.block_sums.known.may_modify(number);
@@ -108,8 +108,8 @@ impl Executor {
     }
 
     fn report_too_much_rot(&mut self, page: ByteRange) {
-        self.block_sums.homeless += 1;
-        if self.block_sums.homeless <= REPORTED_ROTTEN_MAX {
+        self.block_sums.untracked += 1;
+        if self.block_sums.untracked <= REPORTED_ROTTEN_MAX {
             tracing::error!(%page, "more blocks hold rot than can be tracked: modifications here fail, because they would make \
                  the rest of the rot look sound; repair the volume by a scrub, or replace this replica");
         }
@@ -120,9 +120,9 @@ impl Executor {
     /// the request is started again.
     ///
     /// # Errors
-    /// Only the page of sums knows the rot, and no places are left to keep the sums of the page.
+    /// Only the page of sums knows the rot, and the sums of the page exceed the limit of blocks.
     pub(super) fn keep_rot(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Result<bool, Errno> {
-        if self.block_sums.homeless == 0 || !self.block_sums.pages.is_kept() {
+        if self.block_sums.untracked == 0 || !self.block_sums.pages.is_kept() {
             return Ok(true);
         }
         if !self.has_summed(range) {
@@ -150,7 +150,7 @@ impl Executor {
         Ok(true)
     }
 
-    /// Starts the modifications again that waited for pages of sums: one was read, or a place is free.
+    /// Starts the modifications again that waited for pages of sums: one was read, or an entry is free.
     pub(super) fn go_on_keeping(&mut self, ring: &mut Ring) {
         let mut retried = self.block_sums.unkept.take();
         for slot in retried.drain(..) {
@@ -178,7 +178,7 @@ mod tests {
         intent_log.end_sums(true);
     }
 
-    /// A page with rot that has found no place has to be read before any of its regions is modified.
+    /// An untracked page with rot has to be read before any of its regions is modified.
     #[test]
     fn a_known_block_of_a_page_that_is_not_in_memory_gives_the_page_no_place() {
         let temp = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
 //! The pages of sums of blocks that are in memory: those used last. Modifications and the summing of clean
-//! regions need a few. Reads that are compared get more places, as long as they need them.
+//! regions need a few. Reads that are compared get more entries, as long as they need them.
 
 use std::collections::HashMap;
 use std::io;
@@ -40,13 +40,13 @@ enum State {
 /// The result of a search for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PageSearch {
-    /// The page is in this place.
+    /// The page is in this entry.
     Here(usize),
     /// The page is being read.
     Loading,
-    /// The page has to be read into this place.
+    /// The page has to be read into this entry.
     Load(usize),
-    /// No place is free before something ends that is under way.
+    /// No entry is free before something ends that is under way.
     Full,
 }
 
@@ -55,7 +55,7 @@ pub(super) enum PageSearch {
 pub(super) struct SumPages {
     entries: Vec<Entry>,
     /// The entry of each number.
-    places: HashMap<u64, usize>,
+    by_number: HashMap<u64, usize>,
     /// A buffer for each entry; those that no entry ever used cost nothing.
     arena: Arena,
     clock: u64,
@@ -67,7 +67,7 @@ impl SumPages {
     pub fn new() -> io::Result<SumPages> {
         Ok(SumPages {
             entries: (0..SUM_PAGES).map(|_| Entry::empty()).collect(),
-            places: HashMap::with_capacity(SUM_PAGES),
+            by_number: HashMap::with_capacity(SUM_PAGES),
             arena: Arena::new(SUM_PAGES_MAX, SUM_PAGE_BYTES)?,
             clock: 0,
             released_at: 0,
@@ -77,7 +77,7 @@ impl SumPages {
     /// Searches a page. A page that has to be loaded counts as being read from now on.
     pub fn find(&mut self, number: u64) -> PageSearch {
         self.clock += 1;
-        if let Some(at) = self.places.get(&number).copied() {
+        if let Some(at) = self.by_number.get(&number).copied() {
             self.entries[at].used = self.clock;
             return if self.entries[at].state == State::Loading {
                 PageSearch::Loading
@@ -90,14 +90,14 @@ impl SumPages {
         self.empty(at);
         let entry = &mut self.entries[at];
         (entry.number, entry.state, entry.used) = (Some(number), State::Loading, self.clock);
-        self.places.insert(number, at);
+        self.by_number.insert(number, at);
         PageSearch::Load(at)
     }
 
-    /// Searches a page for a read, which may add a place: up to [`SUM_PAGES_MAX`].
+    /// Searches a page for a read, which may add an entry: up to [`SUM_PAGES_MAX`].
     pub fn find_for_read(&mut self, number: u64) -> PageSearch {
-        let is_known = self.places.contains_key(&number);
-        if !is_known && self.places.len() >= SUM_PAGES && self.entries.len() < SUM_PAGES_MAX {
+        let is_known = self.by_number.contains_key(&number);
+        if !is_known && self.by_number.len() >= SUM_PAGES && self.entries.len() < SUM_PAGES_MAX {
             self.entries.push(Entry::empty());
         }
         self.find(number)
@@ -106,7 +106,7 @@ impl SumPages {
     /// Marks a page as used. Returns true if its content is cached.
     pub fn touch(&mut self, number: u64) -> bool {
         self.clock += 1;
-        let Some(at) = self.places.get(&number) else { return false };
+        let Some(at) = self.by_number.get(&number) else { return false };
         let entry = &mut self.entries[*at];
         entry.used = self.clock;
         entry.state != State::Loading
@@ -114,11 +114,11 @@ impl SumPages {
 
     /// Returns the content of a page, if it is cached.
     pub fn peek(&self, number: u64) -> Option<&SumPage> {
-        let entry = &self.entries[*self.places.get(&number)?];
+        let entry = &self.entries[*self.by_number.get(&number)?];
         (entry.state != State::Loading).then_some(&entry.sums)
     }
 
-    /// Removes the places that reads have added, if nothing has used them since the last call.
+    /// Removes the entries that reads have added, if nothing has used them since the last call.
     pub fn release_unused(&mut self) {
         let since = std::mem::replace(&mut self.released_at, self.clock);
         let is_unused = |entry: &Entry| entry.state == State::Ready && entry.used <= since;
@@ -129,7 +129,7 @@ impl SumPages {
             self.arena.release_pages(at, 0);
         }
         if self.entries.len() == SUM_PAGES {
-            self.places.shrink_to(SUM_PAGES);
+            self.by_number.shrink_to(SUM_PAGES);
         }
     }
 
@@ -138,7 +138,7 @@ impl SumPages {
         let entry = &mut self.entries[at];
         entry.sums.clear();
         if let Some(number) = entry.number.take() {
-            self.places.remove(&number);
+            self.by_number.remove(&number);
         }
     }
 
@@ -151,7 +151,7 @@ impl SumPages {
         self.arena.buf(at)
     }
 
-    /// Returns the number of the page that is being read into this place, if it is still needed.
+    /// Returns the number of the page that is being read into this entry, if it is still needed.
     pub fn loading(&self, at: usize) -> Option<u64> {
         let entry = &self.entries[at];
         entry.number.filter(|_| entry.state == State::Loading)
@@ -193,7 +193,7 @@ impl SumPages {
 
     /// Forgets all pages.
     pub fn forget(&mut self) {
-        self.places.clear();
+        self.by_number.clear();
         for entry in &mut self.entries {
             (entry.number, entry.used) = (None, 0);
             if entry.state != State::Ready {
@@ -222,29 +222,29 @@ mod tests {
     #[test]
     fn those_used_last_stay() {
         let mut pages = SumPages::new().unwrap();
-        let places: Vec<usize> = (0..SUM_PAGES as u64).map(|number| load(&mut pages, number)).collect();
-        assert_eq!(pages.find(0), PageSearch::Here(places[0]));
-        assert_eq!(pages.find(100), PageSearch::Load(places[1]), "0 was used later");
-        assert_eq!(pages.find(0), PageSearch::Here(places[0]));
+        let entries: Vec<usize> = (0..SUM_PAGES as u64).map(|number| load(&mut pages, number)).collect();
+        assert_eq!(pages.find(0), PageSearch::Here(entries[0]));
+        assert_eq!(pages.find(100), PageSearch::Load(entries[1]), "0 was used later");
+        assert_eq!(pages.find(0), PageSearch::Here(entries[0]));
         assert_eq!(pages.peek(0).map(|sums| sums.sum(1)), Some(7));
     }
 
     #[test]
-    fn reads_add_places_that_go_when_they_are_not_used() {
+    fn reads_add_entries_that_end_when_they_are_not_used() {
         let mut pages = SumPages::new().unwrap();
         for number in 0..SUM_PAGES_MAX as u64 + 1 {
             let PageSearch::Load(at) = pages.find_for_read(number) else { panic!("{number}") };
             pages.loaded(at, 5, 0);
         }
-        assert_eq!((pages.entries.len(), pages.places.len()), (SUM_PAGES_MAX, SUM_PAGES_MAX));
+        assert_eq!((pages.entries.len(), pages.by_number.len()), (SUM_PAGES_MAX, SUM_PAGES_MAX));
         assert_eq!(pages.find_for_read(0), PageSearch::Load(1), "it was used first; now 1 was");
         pages.loaded(1, 5, 0);
         pages.release_unused();
         assert_eq!(pages.entries.len(), SUM_PAGES_MAX, "they were used since the start");
         assert!(pages.touch(100));
-        assert!(!pages.touch(1), "0 has its place");
+        assert!(!pages.touch(1), "0 has its entry");
         pages.release_unused();
-        assert_eq!((pages.entries.len(), pages.places.len()), (101, 101), "100 was used");
+        assert_eq!((pages.entries.len(), pages.by_number.len()), (101, 101), "100 was used");
         pages.release_unused();
         assert_eq!(pages.entries.len(), SUM_PAGES);
         assert_eq!(pages.find(3), PageSearch::Here(3));
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn modifications_add_no_place() {
+    fn modifications_add_no_entry() {
         let mut pages = SumPages::new().unwrap();
         for number in 0..SUM_PAGES as u64 * 2 {
             let PageSearch::Load(at) = pages.find(number) else { panic!("{number}") };
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_ring_has_keeps_its_place() {
+    fn an_entry_of_the_ring_stays() {
         let mut pages = SumPages::new().unwrap();
         let at = load(&mut pages, 0);
         assert!(pages.begin_write(at, 5) && !pages.begin_write(at, 5));

@@ -248,7 +248,7 @@ impl Executor {
         if let Some(job) = self.block_sums.job.run().filter(|job| job.step == SummingStep::Writing) {
             self.sums_are_stored(job, well, is_wanted);
         }
-        // Modifications come first: comparisons would take the places of their pages.
+        // Modifications come first: comparisons would take the entries of their pages.
         self.go_on_keeping(ring);
         self.go_on_comparing(ring);
     }
@@ -271,7 +271,7 @@ impl Executor {
         }
     }
 
-    /// Frees the places of known blocks that were read back sound: their durable sums count.
+    /// Forgets known blocks that were read back sound: their durable sums count.
     fn free_known(&mut self) {
         let mut read_back = self.block_sums.job.take_known();
         for (block, found) in read_back.drain(..) {
@@ -302,7 +302,7 @@ impl Executor {
         {
             self.sums_are_unknown(number);
         }
-        // Modifications come first: comparisons would take the places of their pages.
+        // Modifications come first: comparisons would take the entries of their pages.
         self.go_on_keeping(ring);
         self.go_on_comparing(ring);
     }

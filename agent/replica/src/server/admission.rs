@@ -85,7 +85,7 @@ impl Server {
     /// Admits all candidates that no older connection blocks.
     pub(super) fn welcome_ready(&mut self) {
         let failed = self.failed();
-        while let Some(free) = self.connections.free_place()
+        while let Some(free) = self.connections.free_index()
             && let Some(ready) = self.admission.next_ready(failed.is_some())
         {
             match ready {

@@ -1,58 +1,58 @@
-//! The places of the connections of engines.
+//! The connections of engines by index.
 
 use shorthorn_ring::Ring;
 
 use crate::connection::Connection;
 use crate::limits::CONNECTIONS_MAX;
 
-/// See the module. A place is the index of its connection in tokens and slots.
+/// See the module. The index of a connection is in tokens and slots.
 #[derive(Debug)]
 pub(super) struct Connections {
-    places: Vec<Option<Connection>>,
+    by_index: Vec<Option<Connection>>,
 }
 
 impl Connections {
     pub fn new() -> Connections {
-        let mut places = Vec::with_capacity(CONNECTIONS_MAX);
-        places.resize_with(CONNECTIONS_MAX, || None);
-        Connections { places }
+        let mut by_index = Vec::with_capacity(CONNECTIONS_MAX);
+        by_index.resize_with(CONNECTIONS_MAX, || None);
+        Connections { by_index }
     }
 
-    /// Returns the indices of all places.
+    /// Returns all indices.
     pub fn indices(&self) -> impl Iterator<Item = u16> + use<> {
         0..u16::try_from(CONNECTIONS_MAX).unwrap_or(u16::MAX)
     }
 
-    /// Returns the connection at a place.
+    /// Returns the connection at an index.
     pub fn get(&mut self, index: u16) -> Option<&mut Connection> {
-        self.places.get_mut(usize::from(index))?.as_mut()
+        self.by_index.get_mut(usize::from(index))?.as_mut()
     }
 
-    /// Returns the connection at a place unless it is over.
+    /// Returns the connection at an index unless it is over.
     pub fn open(&mut self, index: u16) -> Option<&mut Connection> {
         self.get(index).filter(|connection| !connection.ending)
     }
 
-    /// Returns a free place.
-    pub fn free_place(&self) -> Option<u16> {
-        self.places.iter().position(Option::is_none).and_then(|index| u16::try_from(index).ok())
+    /// Returns a free index.
+    pub fn free_index(&self) -> Option<u16> {
+        self.by_index.iter().position(Option::is_none).and_then(|index| u16::try_from(index).ok())
     }
 
     pub fn put(&mut self, index: u16, connection: Connection) {
-        self.places[usize::from(index)] = Some(connection);
+        self.by_index[usize::from(index)] = Some(connection);
     }
 
     pub fn remove(&mut self, index: u16) {
-        self.places[usize::from(index)] = None;
+        self.by_index[usize::from(index)] = None;
     }
 
     pub fn is_empty(&self) -> bool {
-        self.places.iter().all(Option::is_none)
+        self.by_index.iter().all(Option::is_none)
     }
 
     /// Starts the sends of all connections that are not over.
     pub fn flush(&mut self, ring: &mut Ring) {
-        for connection in self.places.iter_mut().flatten().filter(|connection| !connection.ending) {
+        for connection in self.by_index.iter_mut().flatten().filter(|connection| !connection.ending) {
             connection.stream.flush(ring);
         }
     }
@@ -68,14 +68,14 @@ mod tests {
         let mut connections = Connections::new();
         let mut others = Vec::new();
         for index in connections.indices() {
-            assert_eq!(connections.free_place(), Some(index));
+            assert_eq!(connections.free_index(), Some(index));
             let (connection, other) = connection(index);
             connections.put(index, connection);
             others.push(other);
         }
-        assert_eq!(connections.free_place(), None);
+        assert_eq!(connections.free_index(), None);
         connections.remove(5);
-        assert_eq!(connections.free_place(), Some(5));
+        assert_eq!(connections.free_index(), Some(5));
         connections.indices().for_each(|index| connections.remove(index));
         assert!(connections.is_empty());
     }

@@ -49,7 +49,7 @@ pub(crate) struct Server {
     executor: Executor,
     slots: Slots,
     connections: Connections,
-    /// The places of the connections, by their index in the list, and the waiting candidates.
+    /// The connections by index, and the waiting candidates.
     admission: Admission<u16, Candidate>,
     status: StatusReport,
     finished: Vec<(u16, Outcome)>,

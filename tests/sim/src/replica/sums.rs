@@ -6,11 +6,11 @@
 //! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
 //! and its simulation keep them in the same way: see [`KnownRot`].
 //!
-//! In some scripts few sums can stay known, and pages are small, so that rot finds no place. The simulation
+//! In some scripts few sums can stay known, and pages are small, so that rot stays untracked. The simulation
 //! reads a page at once.
 
 use super::*;
-use shorthorn_replica_core::{After, Places};
+use shorthorn_replica_core::{After, RotLimits};
 use shorthorn_types::Errno;
 use shorthorn_types::limits::SECTOR_BYTES;
 
@@ -18,12 +18,12 @@ use crate::Sabotage;
 
 /// The number of blocks whose sums are in one page of the file of a replica.
 pub const PAGE_BLOCKS: u64 = 512;
-/// The same if few places are left for the knowledge of rot: a small volume has several pages then.
+/// The same if few blocks can be tracked: a small volume has several pages then.
 const FEW_PLACES_PAGE_BLOCKS: u64 = 24;
 /// The sum of a page for a block without one.
 const NO_SUM: u32 = 0;
-/// The number of pages without a place, if few are left.
-const HOMELESS_PAGES: usize = 3;
+/// The maximum number of untracked pages, if few blocks can be tracked.
+const UNTRACKED_PAGES: usize = 3;
 
 /// Regions that are being summed.
 #[derive(Debug)]
@@ -103,11 +103,11 @@ impl Replica {
         intent_log.regions().touched(range).any(|region| intent_log.is_summed(region))
     }
 
-    /// Bounds the knowledge of rot, so that pages find no place in it.
-    pub fn limit_known_rot(&mut self, places: usize) {
-        if places > 0 {
+    /// Bounds the knowledge of rot, so that pages exceed it.
+    pub fn limit_known_rot(&mut self, blocks: usize) {
+        if blocks > 0 {
             self.page_blocks = FEW_PLACES_PAGE_BLOCKS;
-            self.known_rot.set_places(Places { blocks: places, homeless_pages: HOMELESS_PAGES });
+            self.known_rot.set_limits(RotLimits { blocks, untracked_pages: UNTRACKED_PAGES });
         }
     }
 
@@ -118,12 +118,12 @@ impl Replica {
     }
 
     /// Returns true if rot that only a page shows would be forgotten by a modification of `range`.
-    pub fn has_homeless_rot(&self, range: ByteRange) -> bool {
+    pub fn has_untracked_rot(&self, range: ByteRange) -> bool {
         self.pages_of(range).any(|page| !self.known_rot.may_modify(page))
     }
 
-    /// Keeps the sums that a modification of `range` ends, if their pages have rot and found no place. Every
-    /// page can be read at once. Returns an error if no place is left.
+    /// Keeps the sums that a modification of `range` ends, if their pages have untracked rot. Every page
+    /// can be read at once. Returns an error if the limit is reached.
     pub fn keep_rot(&mut self, range: ByteRange) -> Result<(), Errno> {
         if !self.has_summed(block_numbers(range)) {
             return Ok(());

@@ -80,7 +80,7 @@ impl Simulation {
         if !has_source || !is_covered && !replica.is_known_rotten(block) {
             return;
         }
-        if replica.has_homeless_rot(block_range(block)) {
+        if replica.has_untracked_rot(block_range(block)) {
             return self.count("repairs refused beside rot");
         }
         let kept = match replica.keep_zeroes(block, sabotage) {

@@ -269,7 +269,7 @@ fn a_place_is_free_when_the_sum_of_a_sound_block_is_durable() {
 fn a_page_without_a_place_must_not_be_modified() {
     let mut known = KnownRot::<u16>::default();
     known.keep_lost([1 << 40]);
-    assert!(known.keep(0, (0..Places::default().blocks as u64).map(|block| (block, 70))));
+    assert!(known.keep(0, (0..RotLimits::default().blocks as u64).map(|block| (block, 70))));
     let far = 100 * 512;
     assert!(!known.keep(100, [(far, 70)]) && !known.keep_some([(far, 70)]));
     assert_eq!((known.has(far), known.may_modify(0), known.may_modify(100)), (false, true, false));
@@ -277,8 +277,8 @@ fn a_page_without_a_place_must_not_be_modified() {
     known.summed(3, 70);
     assert!(known.keep_some([(far, 70)]) && !known.may_modify(100), "that is a part of the page");
     assert!(known.keep(100, [(far, 70)]) && known.may_modify(100));
-    let homeless = 110..=110 + Places::default().homeless_pages as u64;
-    assert!(homeless.clone().all(|page| !known.keep(page, [(page * 512, 70)])));
+    let untracked = 110..=110 + RotLimits::default().untracked_pages as u64;
+    assert!(untracked.clone().all(|page| !known.keep(page, [(page * 512, 70)])));
     assert!(!known.may_modify(1 << 20), "too many to be listed");
     known.forget_sums([]);
     assert!(known.may_modify(110));
@@ -380,7 +380,7 @@ fn an_undecided_block_stays_known_with_the_data_that_decides() {
 #[test]
 fn undecided_blocks_leave_half_of_the_places() {
     let mut known = known();
-    known.set_places(Places { blocks: 10, homeless_pages: 1 });
+    known.set_limits(RotLimits { blocks: 10, untracked_pages: 1 });
     assert!((20..30).all(|block| known.decide_about_hole(block, (ZEROES, 70), None) == AboutHole::Undecided));
     assert_eq!([20, 21].map(|block| known.has(block)), [true, false]);
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use nix::fcntl::{FallocateFlags, fallocate};
-use shorthorn_replica_core::Places;
+use shorthorn_replica_core::RotLimits;
 use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_zeroes};
 use shorthorn_types::Errno;
 use shorthorn_wire::{Flags, Header, Opcode};
@@ -351,7 +351,7 @@ fn a_repair_that_would_end_all_sums_waits_while_rot_has_no_place() {
     let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
     executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
     let known = &mut executor.block_sums.known;
-    known.set_places(Places { blocks: 0, homeless_pages: 1 });
+    known.set_limits(RotLimits { blocks: 0, untracked_pages: 1 });
     assert!(!known.keep(5, [(5 * SUM_PAGE_SPAN_BYTES / BLOCK_BYTES, 70)]));
     let mut ring = Ring::new(16).unwrap();
     begin_write(&mut executor, 0, SIZE / BLOCK_BYTES - 1, 4096, &mut ring);
