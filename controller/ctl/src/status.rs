@@ -53,7 +53,8 @@ struct NodesOutput {
 struct SpaceOutput {
     storage_maximum: u64,
     storage_available: u64,
-    storage_scheduled: u64,
+    #[serde(rename = "storageScheduled")]
+    scheduled_bytes: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -176,7 +177,7 @@ fn overview_output(overview: v1::Overview) -> OverviewOutput {
         space: SpaceOutput {
             storage_maximum: overview.total_bytes,
             storage_available: overview.available_bytes,
-            storage_scheduled: overview.scheduled_bytes,
+            scheduled_bytes: overview.scheduled_bytes,
         },
         wrong,
         wrong_more,
