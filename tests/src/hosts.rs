@@ -361,7 +361,7 @@ impl Hosts {
         NbdClient::connect(&socket, volume, LIMIT)
     }
 
-    /// Starts an engine of the next attachment on another host by hand. A controller that has lost sight of
+    /// Starts an engine of the next attachment on another host by hand. A controller that does not reach
     /// the host of the first one does the same.
     ///
     /// # Errors

@@ -19,7 +19,7 @@ use shorthorn_tests::{install, until, until_whole};
 
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Longer than it takes to lose sight of an agent, and to decide.
+/// Longer than until an agent counts as unreachable, and the controller has decided.
 const QUIET: Duration = Duration::from_secs(16);
 const OURS: &str = "csi.shorthorn.io";
 const OTHERS: &str = "disks.example";
@@ -215,7 +215,7 @@ fn pod_path(pod: &str) -> String {
 
 /// A pod comes off a lost node, and its volume with it, only where everything says that it may.
 #[test]
-fn pods_of_a_lost_node_are_released() -> Result<()> {
+fn pods_of_a_lost_node_are_force_deleted() -> Result<()> {
     let mut cluster = Cluster::start()?;
     let lost = name(0);
     for host in 0..3 {
@@ -232,7 +232,7 @@ fn pods_of_a_lost_node_are_released() -> Result<()> {
 
     cluster.ensure_quiet("the node is well")?;
     cluster.say_ready(&lost, "Unknown")?;
-    cluster.ensure_quiet("its agent is in sight")?;
+    cluster.ensure_quiet("its agent is reachable")?;
     cluster.say_ready(&lost, "True")?;
     cluster.hosts.kill_agent(0)?;
     cluster.ensure_quiet("its kubelet is well")?;
@@ -241,7 +241,7 @@ fn pods_of_a_lost_node_are_released() -> Result<()> {
     cluster.ensure_quiet("the administrator wants to keep them")?;
 
     cluster.replace_controller("delete", &[])?;
-    cluster.until_gone(&pod_path("released"))?;
+    cluster.until_gone(&pod_path("force-deleted"))?;
     until("attachment that is being deleted", LIMIT, || Ok(cluster.is_deleting("one")?.then_some(())))?;
     what_must_stay(&cluster)?;
     the_last_pods_go(&cluster, &lost)?;
@@ -249,13 +249,14 @@ fn pods_of_a_lost_node_are_released() -> Result<()> {
     a_role_that_is_missing_breaks_nothing(&cluster, &lost)
 }
 
-/// Creates a pod that is to be released, and one of each kind that is not, all of them on the volume `two`.
+/// Creates a pod that is to be force deleted, and one of each kind that is not, all of them on the volume
+/// `two`.
 fn pods(cluster: &Cluster, node: &str) -> Result<()> {
     let owner =
         json!({ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "1", "controller": true });
     let nothing = json!({});
     let table: [(&str, &[&str], Value, Option<u32>); 6] = [
-        ("released", &["one"], nothing.clone(), Some(1)),
+        ("force-deleted", &["one"], nothing.clone(), Some(1)),
         ("other-driver", &["two", "foreign"], nothing.clone(), Some(1)),
         ("daemon", &["two"], json!({ "ownerReferences": [owner] }), Some(1)),
         ("time-left", &["two"], nothing.clone(), Some(LONG_S)),
@@ -272,7 +273,7 @@ fn pods(cluster: &Cluster, node: &str) -> Result<()> {
 }
 
 fn what_must_stay(cluster: &Cluster) -> Result<()> {
-    cluster.until_event("default", "Pod", "released", "PodForceDeleted")?;
+    cluster.until_event("default", "Pod", "force-deleted", "PodForceDeleted")?;
     cluster.until_event(NAMESPACE, "Volume", "one", "PodForceDeleted")?;
     cluster.until_event(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;
     cluster.until_event("default", "Pod", "other-driver", "PodNotForceDeleted")?;
@@ -283,7 +284,7 @@ fn what_must_stay(cluster: &Cluster) -> Result<()> {
     ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
     ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver goes");
     let deleted = cluster.deletions()?;
-    ensure!(deleted == ["delete pods released", "delete volumeattachments csi-one"], "{deleted:?}");
+    ensure!(deleted == ["delete pods force-deleted", "delete volumeattachments csi-one"], "{deleted:?}");
     Ok(())
 }
 

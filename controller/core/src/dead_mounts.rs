@@ -17,7 +17,7 @@ pub struct RestagePlan {
     pub report: Vec<(Pod, Vec<String>)>,
 }
 
-/// Returns the nodes in sight that have dead mounts, with these.
+/// Returns the dead mounts of reachable nodes.
 #[must_use]
 pub fn nodes(agents: &Agents) -> Vec<(NodeName, Vec<DeadMount>)> {
     let synced = agents.by_node().iter().filter(|(_, view)| view.is_synced());

@@ -67,7 +67,7 @@ impl Api {
     }
 
     /// Checks that the trash of a disk is empty, or that the request forces the removal of the disk. After
-    /// the removal, the trash is out of sight. A disk that was given up is not checked, because it cannot be
+    /// the removal, the trash cannot be listed. A disk that was given up is not checked, because it cannot be
     /// asked.
     async fn check_trash(&self, node: &NodeName, wanted: &RemoveDisk) -> Result<(), Status> {
         let is_given_up = self

@@ -1,4 +1,4 @@
-//! Words of a later version. An object with one stays in sight: it is read as the word that assumes the
+//! Words of a later version. An object with one is not left out: it is read as the word that assumes the
 //! least.
 
 use serde::de::{DeserializeOwned, Error};

@@ -40,7 +40,7 @@ fn attachment(of: &str, is_ours: bool) -> Attachment {
     }
 }
 
-fn released(plan: &PodPlan) -> Vec<&str> {
+fn force_deleted(plan: &PodPlan) -> Vec<&str> {
     plan.force_delete.iter().map(|pod| pod.name.name.as_str()).collect()
 }
 
@@ -49,12 +49,12 @@ fn detached(plan: &PodPlan) -> Vec<&str> {
 }
 
 #[test]
-fn a_pod_is_released_first_and_its_volume_taken_away_after() {
+fn a_pod_is_force_deleted_first_and_its_volume_is_detached_after() {
     let attachments = [attachment("data", true)];
     let first = plan(LOST, &[pod("p", &["data"])], &attachments, at(0));
-    assert_eq!((released(&first), detached(&first)), (vec!["p"], vec![]));
+    assert_eq!((force_deleted(&first), detached(&first)), (vec!["p"], vec![]));
     let second = plan(LOST, &[], &attachments, at(0));
-    assert_eq!((released(&second), detached(&second)), (vec![], vec!["csi-data"]));
+    assert_eq!((force_deleted(&second), detached(&second)), (vec![], vec!["csi-data"]));
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn an_attachment_that_nobody_can_name_may_be_that_of_any_claim() {
     let attachments = [attachment("data", true), unknown];
     let pods = [pod("p", &["data"]), pod("q", &["data", "files"])];
     let plan = plan(LOST, &pods, &attachments, at(0));
-    assert_eq!(released(&plan), ["p"]);
+    assert_eq!(force_deleted(&plan), ["p"]);
     assert!(
         matches!(&plan.keep[..], [(pod, KeepReason::OtherDriver(_))] if pod.name.name == "q"),
         "{plan:?}"
@@ -143,7 +143,7 @@ fn an_attachment_that_nobody_can_name_may_be_that_of_any_claim() {
 fn attachments_stay_while_a_pod_uses_them() {
     let table: Vec<(&str, Vec<Pod>, Attachment, bool)> = vec![
         ("unknown", vec![pod("p", &["b"])], attachment("a", true), true),
-        ("a pod that is released now", vec![pod("p", &["a"])], attachment("a", true), false),
+        ("a pod that is force deleted now", vec![pod("p", &["a"])], attachment("a", true), false),
         (
             "a pod that Kubernetes has not deleted",
             vec![Pod { gone_by: None, ..pod("p", &["a"]) }],

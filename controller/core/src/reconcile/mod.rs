@@ -202,14 +202,14 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
     keys
 }
 
-/// The controller's sight of a node.
+/// The reachability of a node.
 pub(crate) enum Reachability<'a> {
     /// The agent is reachable, and its reports are up to date.
     Reachable(&'a ObservedAgent),
     /// The agent has been unreachable for a short time. The reconciler concludes nothing yet, and runs again
     /// after this duration.
     Uncertain(Duration),
-    /// Out of reach; the reason for people.
+    /// The agent does not answer; the reason for people.
     Unreachable(String),
 }
 

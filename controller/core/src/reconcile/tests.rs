@@ -258,8 +258,8 @@ fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica 
     }
 }
 
-/// Returns a world in which the volume is attached to a, with one replica there and one on b. The replica on
-/// b has been absent for too long; c is free.
+/// Returns a cluster in which the volume is attached to a, with one replica there and one on b. The replica
+/// on b has been absent for too long; c is free.
 fn degraded_cluster() -> ClusterState {
     let mut cluster = cluster();
     let (kept, lost) = (ReplicaId::from_random(1), ReplicaId::from_random(2));

@@ -270,8 +270,8 @@ fn objects_of_before_are_read_as_they_were_meant() {
     assert_eq!(spec.data_locality, DataLocality::Disabled);
 }
 
-/// Returns a world in which volume v has a replica on each of two disks of 100 GiB. One of them has scheduled
-/// 80 GiB for others.
+/// Returns a cluster in which volume v has a replica on each of two disks of 100 GiB. One of them has
+/// scheduled 80 GiB for others.
 fn cluster_of_disks(volume: Volume) -> ClusterState {
     use crate::objects::{DesireState, Replica, ReplicaSpec, ReplicaStatus};
     use shorthorn_types::ReplicaId;

@@ -24,7 +24,7 @@ use crate::agent::{Event, SimAgent, Views};
 use crate::controller::Controller;
 
 pub const NODES: usize = 4;
-/// The number of rounds, each with a turn for all, after which a world counts as never coming to rest.
+/// The number of rounds, each with a turn for all, after which a cluster counts as never coming to rest.
 const ROUNDS_MAX: u32 = 200;
 
 /// A step; its numbers choose among the existing objects.

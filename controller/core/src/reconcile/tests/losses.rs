@@ -3,7 +3,7 @@
 use super::*;
 use crate::objects::{EnginePhase, Robustness, Volume, VolumeState};
 
-/// Returns a world in which the volume is attached to node a and served there.
+/// Returns a cluster in which the volume is attached to node a and served there.
 fn serving(lost_writes: bool) -> ClusterState {
     let mut cluster = cluster();
     let mut volume = cluster.volumes["v"].clone();

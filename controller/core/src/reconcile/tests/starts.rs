@@ -50,7 +50,7 @@ fn written(decision: &Decision) -> Vec<&Replica> {
 }
 
 #[test]
-fn a_wish_is_taken_back_only_once_it_is_stored_that_the_replica_may_run() {
+fn a_replica_is_stopped_only_after_its_desired_state_was_stored_as_running() {
     let mut cluster = starting(VolumeState::Detaching);
     let first = decide(&cluster, Kind::Volume, "v", now());
     let [recorded] = written(&first)[..] else { panic!("{first:#?}") };
