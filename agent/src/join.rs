@@ -13,7 +13,7 @@ use shorthorn_pki::{CertificateDer, Connector, JoinToken, Key, Pin, Role, Trust}
 use tonic::transport::Endpoint;
 
 use crate::cli::JoinArgs;
-use crate::enrol::{Answer, accept, file_in};
+use crate::enrol::{EnrolmentAnswer, accept, file_in};
 use crate::serve::config::Config;
 use crate::serve::tls::{now, trust};
 
@@ -43,7 +43,7 @@ pub fn join(args: &JoinArgs) -> anyhow::Result<String> {
     let trust = trust(list)?;
     check_pin(&trust, token.pin())?;
     let chain = certificates.chain.into_iter().map(CertificateDer::from).collect();
-    let answer = Answer { chain, trust: Some(trust) };
+    let answer = EnrolmentAnswer { chain, trust: Some(trust) };
     let bundle = accept(&file, known.as_ref(), &node, &key, answer, now())?;
     shorthorn_pki::store(&file, &bundle)?;
     fs::remove_file(&key_file).with_context(|| key_file.display().to_string())?;

@@ -128,7 +128,7 @@ pub struct ReadyConnection {
 
 /// A blocking connection.
 #[derive(Debug)]
-pub struct Connection {
+pub struct ReplicaConnection {
     stream: Stream,
     /// True if it has to be encrypted before the hello.
     is_to_encrypt: bool,
@@ -166,27 +166,27 @@ fn connect_unix(path: &str, timeout: Duration) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-impl Connection {
+impl ReplicaConnection {
     /// Connects to `unix:<path>` or `tcp:<ip>:<port>`; `timeout` holds for this and every later step.
-    pub fn open(address: &str, timeout: Duration) -> Result<Connection, ConnectError> {
+    pub fn open(address: &str, timeout: Duration) -> Result<ReplicaConnection, ConnectError> {
         let io = |source| ConnectError::Io { action: format!("connect to {address}"), source };
         if let Some(path) = address.strip_prefix("unix:") {
             let stream = connect_unix(path, timeout).map_err(io)?;
             // The system's limit may be lower: then requests are sent in more pieces.
             let _ = setsockopt(&stream, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
-            return Connection::new(Stream::Unix(stream), timeout).map_err(io);
+            return ReplicaConnection::new(Stream::Unix(stream), timeout).map_err(io);
         }
         let tcp: Option<SocketAddr> = address.strip_prefix("tcp:").and_then(|rest| rest.parse().ok());
         let socket = tcp.ok_or_else(|| ConnectError::Address(address.to_owned()))?;
         let stream = TcpStream::connect_timeout(&socket, timeout).map_err(io)?;
         set_up_tcp(&stream).map_err(io)?;
-        Connection::new(Stream::Tcp(stream), timeout).map_err(io)
+        ReplicaConnection::new(Stream::Tcp(stream), timeout).map_err(io)
     }
 
-    fn new(stream: Stream, timeout: Duration) -> io::Result<Connection> {
+    fn new(stream: Stream, timeout: Duration) -> io::Result<ReplicaConnection> {
         let (deadline, pages_deadline, session) = Default::default();
         let mut connection =
-            Connection { stream, is_to_encrypt: false, timeout: None, deadline, pages_deadline, session };
+            ReplicaConnection { stream, is_to_encrypt: false, timeout: None, deadline, pages_deadline, session };
         connection.set_timeout(Some(timeout))?;
         Ok(connection)
     }
@@ -213,7 +213,7 @@ impl Connection {
     }
 
     /// Does a part of the exchange that has a deadline of its own.
-    fn within<T>(&mut self, deadline: Option<Instant>, act: impl FnOnce(&mut Connection) -> T) -> T {
+    fn within<T>(&mut self, deadline: Option<Instant>, act: impl FnOnce(&mut ReplicaConnection) -> T) -> T {
         let before = self.deadline;
         self.deadline = before.into_iter().chain(deadline).min();
         let result = act(self);
@@ -247,7 +247,7 @@ impl Connection {
         &mut self,
         way: Way,
         length_bytes: usize,
-        mut act: impl FnMut(&mut Connection) -> io::Result<usize>,
+        mut act: impl FnMut(&mut ReplicaConnection) -> io::Result<usize>,
     ) -> io::Result<()> {
         let step_end = self.timeout.map(|timeout| Instant::now() + timeout);
         let end = step_end.into_iter().chain(self.deadline).min();
@@ -503,7 +503,7 @@ fn draw_nonce() -> Result<Nonce, ConnectError> {
     Ok(Nonce::new(random))
 }
 
-impl Read for Connection {
+impl Read for ReplicaConnection {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match &mut self.stream {
             Stream::Unix(stream) => stream.read(buf),
@@ -512,7 +512,7 @@ impl Read for Connection {
     }
 }
 
-impl Write for Connection {
+impl Write for ReplicaConnection {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         match &mut self.stream {
             Stream::Unix(stream) => stream.write(buf),

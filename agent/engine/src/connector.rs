@@ -10,7 +10,7 @@ use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Welcome};
 
-use crate::connection::{ConnectError, Connection, finish};
+use crate::connection::{ConnectError, ReplicaConnection, finish};
 
 /// The replicas to connect to, and the identity for the handshake.
 #[derive(Clone, Debug)]
@@ -52,7 +52,7 @@ impl Connector {
         &self,
         endpoint: &ReplicaEndpoint,
         queue: u16,
-    ) -> Result<(Connection, Welcome), ConnectError> {
+    ) -> Result<(ReplicaConnection, Welcome), ConnectError> {
         let mut last = ConnectError::Address(String::new());
         for address in &endpoint.addresses {
             match self.connect_at(address, endpoint.replica, queue) {
@@ -69,10 +69,10 @@ impl Connector {
         address: &str,
         replica: ReplicaId,
         queue: u16,
-    ) -> Result<(Connection, Welcome), ConnectError> {
+    ) -> Result<(ReplicaConnection, Welcome), ConnectError> {
         let (volume, generation) = (self.volume.clone(), self.generation);
         let claim = Claim { volume, replica, generation, queue };
-        let mut connection = Connection::open(address, self.timeout)?;
+        let mut connection = ReplicaConnection::open(address, self.timeout)?;
         connection.require_encryption(self.encrypts);
         let mut welcome = connection.handshake(claim, &self.secret)?;
         let size_bytes = self.size_bytes();

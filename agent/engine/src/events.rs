@@ -89,14 +89,14 @@ pub enum ScrubProgress {
     /// The current position of the scrub.
     At { snapshot: String, offset_bytes: u64 },
     /// Members differ.
-    Found(Finding),
+    Found(ScrubFinding),
     /// The scrub has ended. `incomplete` has the reason if it has not seen everything.
     Ended { incomplete: Option<String> },
 }
 
 /// A place where members differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct ScrubFinding {
     pub snapshot: String,
     pub range: ByteRange,
     /// Members with wrong data, or all members if the right one is not known.

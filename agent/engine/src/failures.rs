@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_core::{Cause, Failure, Operation};
-use shorthorn_frontend::Refusal;
+use shorthorn_core::{Cause, FailedRequest, Operation};
+use shorthorn_frontend::RefusedRequest;
 use shorthorn_types::Errno;
 
 /// The maximum number of errors that each queue logs in one [`INTERVAL`]: enough to show ranges and causes
@@ -21,9 +21,9 @@ const INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestError {
     /// The volume has failed a request.
-    Failed(Failure),
+    Failed(FailedRequest),
     /// The frontend has refused a request, so that the volume has not seen it.
-    Refused(Refusal),
+    Refused(RefusedRequest),
     /// More errors were counted and not logged one by one.
     More {
         /// The number of suppressed errors.

@@ -60,9 +60,9 @@ enum LinkPhase {
 }
 
 /// The connection of a queue to a replica, or the place for one. Errors end in [`Event::Lost`]; after
-/// [`Link::close`], [`Link::take_closed`] reports the end of the last operation on it.
+/// [`QueueLink::close`], [`QueueLink::take_closed`] reports the end of the last operation on it.
 #[derive(Debug)]
-pub struct Link {
+pub struct QueueLink {
     peer: PeerIndex,
     queue: u16,
     generation: Generation,
@@ -85,10 +85,10 @@ pub struct LinkSlots {
     pub copies: u16,
 }
 
-impl Link {
+impl QueueLink {
     /// Creates the place for a connection.
-    pub fn new(peer: PeerIndex, queue: u16, generation: Generation, slots: LinkSlots) -> Link {
-        Link {
+    pub fn new(peer: PeerIndex, queue: u16, generation: Generation, slots: LinkSlots) -> QueueLink {
+        QueueLink {
             peer,
             queue,
             generation,
@@ -220,8 +220,8 @@ impl Link {
         }
     }
 
-    /// Ends the connection; later messages do not count. [`Link::take_closed`] reports the end, even if no
-    /// connection existed any more.
+    /// Ends the connection; later messages do not count. [`QueueLink::take_closed`] reports the end, even if
+    /// no connection existed any more.
     pub fn close(&mut self) {
         self.phase = LinkPhase::Closing;
         if let Some(framed) = &self.framed {

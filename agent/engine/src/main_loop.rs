@@ -24,7 +24,7 @@ use shorthorn_types::limits::{
 use shorthorn_types::{Generation, VolumeName};
 use shorthorn_wire::{derived_password, fingerprint};
 
-use crate::connection::Connection;
+use crate::connection::ReplicaConnection;
 use crate::connector::Connector;
 use crate::context::{EngineContext, Peer};
 use crate::copy_limits::copy_limits;
@@ -33,7 +33,7 @@ use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
 use crate::expansion::SharedDevice;
 use crate::handover;
-use crate::link::{Link, LinkSlots};
+use crate::link::{QueueLink, LinkSlots};
 use crate::open::{Opened, Opener, Opening};
 use crate::queue::Queue;
 use crate::rebuild_task::RebuildTasks;
@@ -498,11 +498,11 @@ fn links(
     queue: u16,
     generation: Generation,
     slots: LinkSlots,
-    connections: Vec<Option<Connection>>,
-) -> std::io::Result<Vec<Link>> {
+    connections: Vec<Option<ReplicaConnection>>,
+) -> std::io::Result<Vec<QueueLink>> {
     let peers = (0..).take(MAX_MEMBERS).zip(connections.into_iter().chain(std::iter::repeat_with(|| None)));
-    let link = |(peer, connection): (PeerIndex, Option<Connection>)| {
-        let mut link = Link::new(peer, queue, generation, slots);
+    let link = |(peer, connection): (PeerIndex, Option<ReplicaConnection>)| {
+        let mut link = QueueLink::new(peer, queue, generation, slots);
         if let Some(connection) = connection {
             link.connect(connection.into_ready()?);
             shared.set_connected(queue, peer, true);

@@ -13,9 +13,9 @@ use shorthorn_recovery::{
     Grant, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, propose_to,
 };
 use shorthorn_types::{Members, RegionSet, Regions, ReplicaId, View};
-use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
+use shorthorn_views::{ViewChange, FencedReplica, KeptSets, NoPlan, StartPlan};
 
-use crate::connection::{ConnectError, Connection, finish};
+use crate::connection::{ConnectError, ReplicaConnection, finish};
 use crate::connector::Connector;
 use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
@@ -45,7 +45,7 @@ pub struct Opened {
     /// The newest view of earlier engines that is known to be through.
     pub last_view: View,
     /// For every replica of the spec, in its order: a connection per queue, if it is a member.
-    pub connections: Vec<Vec<Connection>>,
+    pub connections: Vec<Vec<ReplicaConnection>>,
     pub members: Vec<MemberStatus>,
     pub size_bytes: u64,
     /// Regions in which the members may differ.
@@ -242,7 +242,7 @@ impl Opener<'_> {
 
     fn opened(
         &self,
-        opened: shorthorn_recovery::Opened<Vec<Vec<Connection>>>,
+        opened: shorthorn_recovery::Opened<Vec<Vec<ReplicaConnection>>>,
         mut members: Vec<MemberStatus>,
     ) -> Opened {
         for member in &mut members {
@@ -321,12 +321,12 @@ struct Attempt<'a, 'b> {
     pinged: Instant,
 }
 
-type Reached = shorthorn_recovery::Reached<Connection>;
+type Reached = shorthorn_recovery::Reached<ReplicaConnection>;
 
 impl OpeningEngine for Attempt<'_, '_> {
-    type Link = Connection;
+    type Link = ReplicaConnection;
     /// For every replica of the spec, in its order: a connection per queue, if it is a member.
-    type Connections = Vec<Vec<Connection>>;
+    type Connections = Vec<Vec<ReplicaConnection>>;
     type Stop = Stop;
 
     /// Waits for each replica until it has answered or its time is over: a replica that is left out has to be
@@ -408,7 +408,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         self.opener.state.was_live() && !self.opener.state.lost_writes()
     }
 
-    fn ask_arbiter(&mut self, change: &Change, stored: Members) {
+    fn ask_arbiter(&mut self, change: &ViewChange, stored: Members) {
         let (view, honoured) = (change.target, change.honoured.clone());
         let message = format!("waiting for the arbiter's grant of view {view}: the others do not answer");
         tracing::warn!(volume = %self.opener.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
@@ -480,10 +480,10 @@ impl OpeningEngine for Attempt<'_, '_> {
         &mut self,
         reached: Vec<Reached>,
         proposal: &Proposal,
-    ) -> Result<Vec<Vec<Connection>>, NotOpen<Stop>> {
+    ) -> Result<Vec<Vec<ReplicaConnection>>, NotOpen<Stop>> {
         let (spec, connector) = (&*self.opener.spec, &self.connector);
         let connected = at_once(reached, |one| connect_queues(spec, one, connector, proposal));
-        let mut connections: Vec<Vec<Connection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
+        let mut connections: Vec<Vec<ReplicaConnection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         for result in connected {
             let (replica, opened) =
                 result.map_err(|(replica, reason)| NotOpen::aborted_by(replica, reason))?;
@@ -557,7 +557,7 @@ fn connect_queues(
     mut one: Reached,
     connector: &Connector,
     proposal: &Proposal,
-) -> Result<(ReplicaId, Vec<Connection>), (ReplicaId, String)> {
+) -> Result<(ReplicaId, Vec<ReplicaConnection>), (ReplicaId, String)> {
     let replica = one.replica;
     if let Err(error) = finish(conclude(&mut one, proposal)) {
         tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is committed, or still keeps out-of-sync sets of replicas that are gone");

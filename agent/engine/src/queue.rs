@@ -5,7 +5,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
-use shorthorn_frontend::{QueueFrontend, QueueIo, Quiesced, Refusal};
+use shorthorn_frontend::{QueueFrontend, QueueIo, Quiesced, RefusedRequest};
 use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
 use shorthorn_types::ByteRange;
 
@@ -14,7 +14,7 @@ use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::events::MainEvent;
 use crate::failures::{Limiter, RequestError};
-use crate::link::{self, Link, Notice};
+use crate::link::{self, QueueLink, Notice};
 use crate::shared::{QueueMessage, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
@@ -38,7 +38,7 @@ pub struct Queue {
     pub arena: Arena,
     pub wake: Wake,
     /// The links, with a place for every possible replica.
-    pub links: Vec<Link>,
+    pub links: Vec<QueueLink>,
     pub frontend: Box<dyn QueueFrontend>,
     pub shared: Arc<Shared>,
     pub meter: RequestMeter,
@@ -70,7 +70,7 @@ struct Running {
     ring: Ring,
     completions: Vec<Completion>,
     requests: Vec<Request>,
-    refusals: Vec<Refusal>,
+    refusals: Vec<RefusedRequest>,
     events: Vec<Event>,
     scratch: Outputs,
     outputs: Outputs,
@@ -366,7 +366,7 @@ impl Running {
                 Output::Failed(failure) => {
                     self.record_error(RequestError::Failed(failure), *now.get_or_insert_with(Instant::now));
                 }
-                Output::Ping { peer, .. } => self.with_link(peer, Link::ping),
+                Output::Ping { peer, .. } => self.with_link(peer, QueueLink::ping),
                 Output::Propose { peer, view, honoured } => {
                     self.with_link(peer, |link, events| link.propose(*view, *honoured, events));
                 }
@@ -390,7 +390,7 @@ impl Running {
         self.outputs = outputs;
     }
 
-    fn with_link(&mut self, peer: PeerIndex, act: impl FnOnce(&mut Link, &mut Vec<Event>)) {
+    fn with_link(&mut self, peer: PeerIndex, act: impl FnOnce(&mut QueueLink, &mut Vec<Event>)) {
         if let Some(link) = self.queue.links.get_mut(usize::from(peer)) {
             act(link, &mut self.events);
         }

@@ -13,15 +13,15 @@ use shorthorn_control::{
     CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
     MemberStatus, Publisher, ScrubStatus,
 };
-use shorthorn_core::{Cause, Event, Failure, PeerIndex, ScrubConfig};
-use shorthorn_frontend::Refusal;
+use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex, ScrubConfig};
+use shorthorn_frontend::RefusedRequest;
 use shorthorn_recovery::{RebuildDelay, Standing};
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
 use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
-use crate::events::{Done, Ending, ExpansionProgress, Finding, MainEvent, RebuildProgress, ScrubProgress};
+use crate::events::{Done, Ending, ExpansionProgress, ScrubFinding, MainEvent, RebuildProgress, ScrubProgress};
 use crate::expansion::{self, SharedDevice};
 use crate::failures::{self, RequestError};
 use crate::open::Opened;
@@ -272,13 +272,13 @@ impl<'a> Serving<'a> {
     pub fn log(&self, error: RequestError) {
         let volume = &self.spec.volume;
         match error {
-            RequestError::Failed(Failure { operation, range, errno, cause, .. }) => {
+            RequestError::Failed(FailedRequest { operation, range, errno, cause, .. }) => {
                 let (operation, reason) = (failures::name(operation), failures::reason(cause, errno));
                 let replicas = self.names(cause);
                 let (offset_bytes, length_bytes) = (range.offset(), range.length());
                 tracing::error!(%volume, replicas, operation, offset_bytes, length_bytes, %errno, reason, "a request has failed: the user of the volume gets the error");
             }
-            RequestError::Refused(Refusal { operation, offset_bytes, length_bytes, errno }) => {
+            RequestError::Refused(RefusedRequest { operation, offset_bytes, length_bytes, errno }) => {
                 let operation = operation.map_or("unknown operation", failures::name);
                 tracing::warn!(%volume, operation, offset_bytes, length_bytes, %errno, "a request is refused: no volume of this size can do it");
             }
@@ -460,8 +460,8 @@ impl<'a> Serving<'a> {
         }
     }
 
-    fn snapshot_differs(&self, finding: Finding) {
-        let Finding { snapshot, range, odd, done } = finding;
+    fn snapshot_differs(&self, finding: ScrubFinding) {
+        let ScrubFinding { snapshot, range, odd, done } = finding;
         let name =
             |peer: &PeerIndex| self.replica(*peer).map(|replica| replica.to_string()).unwrap_or_default();
         let replicas = odd.iter().map(name).collect::<Vec<_>>().join(" ");

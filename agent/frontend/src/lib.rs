@@ -25,5 +25,5 @@ pub use modules::{NBD_PARTITIONS_REMEDY, nbd_partitions_max};
 #[cfg(shorthorn_fuzzing)]
 pub use nbd::fuzzing;
 pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
-pub use queue::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE};
+pub use queue::{QueueFrontend, QueueIo, Quiesced, RefusedRequest, SOURCE};
 pub use ublk::prepare_ublk;

@@ -20,13 +20,13 @@ pub struct QueueIo<'a> {
     pub requests: &'a mut Vec<Request>,
     /// Requests that the frontend answers with an error itself. The list never gets longer than `requests`,
     /// with one answer for each. The engine takes them after every call.
-    pub refusals: &'a mut Vec<Refusal>,
+    pub refusals: &'a mut Vec<RefusedRequest>,
 }
 
 /// A request that no volume can do: the frontend has answered it with an error, and the engine does not see
 /// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct RefusedRequest {
     /// The operation; none if a volume does not support it.
     pub operation: Option<Operation>,
     /// The offset of the request, which may lie outside of the volume.

@@ -19,7 +19,7 @@ use tracing::Span;
 
 use crate::error::ReplicaError;
 use crate::handshake::{Proven, ReplicaIdentity, handshake};
-use crate::handshakes::{Handshakes, Origin};
+use crate::handshakes::{EngineHandshakes, Origin};
 use crate::limits::{HANDSHAKE_TIMEOUT, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
 
@@ -150,7 +150,7 @@ struct AcceptorState {
     span: Span,
     /// Wakes the accepting thread: a handshake has ended, the address changes, or everything ends.
     next: Arc<NextAddress>,
-    handshakes: Mutex<Handshakes<UnixStream>>,
+    handshakes: Mutex<EngineHandshakes<UnixStream>>,
     stopping: AtomicUsize,
 }
 
@@ -166,7 +166,7 @@ impl Acceptor {
         next: Arc<NextAddress>,
         publish: Box<Publish>,
     ) -> Result<Acceptor, ReplicaError> {
-        let (handshakes, stopping) = (Mutex::new(Handshakes::new()), AtomicUsize::new(0));
+        let (handshakes, stopping) = (Mutex::new(EngineHandshakes::new()), AtomicUsize::new(0));
         let shared = Arc::new(AcceptorState { identity, data, span, next, handshakes, stopping });
         let served = Arc::clone(&shared);
         let thread = thread::Builder::new()
@@ -190,7 +190,7 @@ impl AcceptorState {
         self.next.wake();
     }
 
-    fn handshakes(&self) -> MutexGuard<'_, Handshakes<UnixStream>> {
+    fn handshakes(&self) -> MutexGuard<'_, EngineHandshakes<UnixStream>> {
         // Nothing in there panics between two changes.
         self.handshakes.lock().unwrap_or_else(PoisonError::into_inner)
     }

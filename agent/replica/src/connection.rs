@@ -13,7 +13,7 @@ pub(crate) const SOURCE_RECEIVE: u8 = 3;
 
 /// A connection of an engine.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub(crate) struct EngineConnection {
     /// The socket, for all but headers of frames.
     pub stream: Stream,
     /// Makes and reads the headers, so that none is left out of the numbers.
@@ -31,13 +31,13 @@ pub(crate) struct Connection {
     pub silent_ticks: u32,
 }
 
-impl Connection {
+impl EngineConnection {
     /// Creates the connection number `index`, on a socket that is open already.
-    pub fn new(socket: OwnedFd, session: Session, peer: String, index: u16) -> Connection {
+    pub fn new(socket: OwnedFd, session: Session, peer: String, index: u16) -> EngineConnection {
         let token = |source| Token { source, kind: 0, index, tag: 0 };
         // Every response has a slot, and there is one welcome beside.
         let limits = StreamLimits { frames: SLOTS + 1, receive_bytes: RECEIVE_BYTES };
-        Connection {
+        EngineConnection {
             stream: Stream::new(socket, token(SOURCE_SEND), token(SOURCE_RECEIVE), limits),
             session,
             peer,
@@ -85,13 +85,13 @@ pub(crate) mod tests {
     use crate::limits::{SILENT_TICKS_MAX, TICK};
 
     /// Returns a connection, and the engine's end of its socket.
-    pub(crate) fn connection(index: u16) -> (Connection, UnixStream) {
+    pub(crate) fn connection(index: u16) -> (EngineConnection, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
         let claim = Claim { volume, replica, generation: Generation::new(1, 0), queue: 0 };
         let nonce = Nonce::new([5; 32]);
         let session = Session::of_replica(&Secret::new([3; 32]), nonce, nonce, &claim);
-        (Connection::new(ours.into(), session, "test".to_owned(), index), theirs)
+        (EngineConnection::new(ours.into(), session, "test".to_owned(), index), theirs)
     }
 
     #[test]

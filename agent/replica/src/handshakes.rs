@@ -27,7 +27,7 @@ impl Origin {
 
 /// The running handshakes. `S` is a handle that stops one.
 #[derive(Debug)]
-pub(crate) struct Handshakes<S> {
+pub(crate) struct EngineHandshakes<S> {
     next_id: u64,
     /// From the oldest to the newest.
     running: Vec<Handshake<S>>,
@@ -41,9 +41,9 @@ struct Handshake<S> {
     socket: Option<S>,
 }
 
-impl<S> Handshakes<S> {
-    pub fn new() -> Handshakes<S> {
-        Handshakes { next_id: 0, running: Vec::new() }
+impl<S> EngineHandshakes<S> {
+    pub fn new() -> EngineHandshakes<S> {
+        EngineHandshakes { next_id: 0, running: Vec::new() }
     }
 
     /// Returns true if no connection may be accepted until one has ended.
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn silent_hosts_keep_out_neither_this_host_nor_others() {
-        let mut handshakes = Handshakes::new();
+        let mut handshakes = EngineHandshakes::new();
         for _ in 0..REMOTE_MAX {
             assert_eq!(handshakes.begin(remote(1), "silent").1, None);
         }
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_handshake_that_has_ended_makes_room() {
-        let mut handshakes = Handshakes::new();
+        let mut handshakes = EngineHandshakes::new();
         let first = handshakes.begin(Origin::Local, 0).0;
         for socket in 1..LOCAL_MAX {
             handshakes.begin(Origin::Local, socket);
@@ -133,7 +133,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_newest_is_never_ended(hosts in proptest::collection::vec(0u8..5, 0..200)) {
-            let mut handshakes = Handshakes::new();
+            let mut handshakes = EngineHandshakes::new();
             for (number, host) in hosts.into_iter().enumerate() {
                 let origin = if host == 0 { Origin::Local } else { remote(host) };
                 let (id, evicted) = handshakes.begin(origin, number);

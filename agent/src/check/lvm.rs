@@ -3,7 +3,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::check::Finding;
+use crate::check::HostFinding;
 use crate::check::facts::{Facts, LvmSettings};
 use crate::check::rules::{passed, warned};
 
@@ -36,7 +36,7 @@ fn value_of<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 }
 
 /// Judges the filters.
-pub fn judge(facts: &Facts) -> Vec<Finding> {
+pub fn judge(facts: &Facts) -> Vec<HostFinding> {
     let Some(settings) = &facts.block_tools.lvm else { return Vec::new() };
     if settings.uses_devices_file {
         return vec![passed("lvm", "LVM reads only the devices of its devices file".to_owned())];
@@ -97,7 +97,7 @@ mod tests {
 
     const ALL: &str = "[\"a|.*|\"]";
 
-    fn judged(global_filter: &str, filter: &str) -> Finding {
+    fn judged(global_filter: &str, filter: &str) -> HostFinding {
         let mut facts = Facts {
             frontends: vec![
                 ("ublk".to_owned(), true, String::new()),

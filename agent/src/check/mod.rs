@@ -54,7 +54,7 @@ impl Level {
 
 /// A finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
+pub struct HostFinding {
     /// The name of the check, for programs.
     pub check: &'static str,
     /// The severity.
@@ -79,7 +79,7 @@ pub fn check(args: &CheckArgs) -> anyhow::Result<(String, u8)> {
 }
 
 /// Returns the findings about this host with the configuration in `file`, or in the usual place.
-pub fn findings(file: Option<&Path>) -> Vec<Finding> {
+pub fn findings(file: Option<&Path>) -> Vec<HostFinding> {
     match Config::load(file) {
         Ok(config) => {
             // Anything may be on a file system that does not answer.
@@ -101,16 +101,16 @@ pub fn warnings(config: &Config) -> Vec<String> {
         Ok(facts) => facts,
         Err(error) => return vec![format!("this host cannot be checked: {error:#}")],
     };
-    let is_shown = |finding: &Finding| finding.level != Level::Passed && SHOWN.contains(&finding.check);
+    let is_shown = |finding: &HostFinding| finding.level != Level::Passed && SHOWN.contains(&finding.check);
     let findings = rules::examine(&facts).into_iter().filter(is_shown);
-    let one_line = |finding: Finding| {
+    let one_line = |finding: HostFinding| {
         format!("{}: {}; {}", finding.check, finding.message, finding.remedy.replace('\n', " or "))
     };
     findings.map(one_line).collect()
 }
 
 /// Returns the exit code for these findings.
-pub fn exit_code(findings: &[Finding]) -> u8 {
+pub fn exit_code(findings: &[HostFinding]) -> u8 {
     match findings.iter().map(|finding| finding.level).max() {
         Some(Level::Failed) => FAILED,
         Some(Level::Warned) => WARNED,
@@ -119,7 +119,7 @@ pub fn exit_code(findings: &[Finding]) -> u8 {
 }
 
 /// Returns the findings for people.
-pub fn text(findings: &[Finding]) -> String {
+pub fn text(findings: &[HostFinding]) -> String {
     let mut text = String::new();
     for finding in findings {
         let _ = writeln!(text, "{:<7} {:<12} {}", finding.level.as_str(), finding.check, finding.message);
@@ -134,9 +134,9 @@ pub fn text(findings: &[Finding]) -> String {
 mod tests {
     use super::*;
 
-    fn finding(level: Level, remedy: &str) -> Finding {
+    fn finding(level: Level, remedy: &str) -> HostFinding {
         let message = "the clock is not synchronised".to_owned();
-        Finding { check: "time", level, message, remedy: remedy.to_owned() }
+        HostFinding { check: "time", level, message, remedy: remedy.to_owned() }
     }
 
     #[test]
@@ -148,7 +148,7 @@ mod tests {
             (vec![Passed, Warned, Passed], 1),
             (vec![Warned, Failed, Passed], 2),
         ] {
-            let findings: Vec<Finding> = levels.iter().map(|level| finding(*level, "")).collect();
+            let findings: Vec<HostFinding> = levels.iter().map(|level| finding(*level, "")).collect();
             assert_eq!(exit_code(&findings), code, "{levels:?}");
         }
     }

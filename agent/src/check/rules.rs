@@ -9,7 +9,7 @@ use std::path::Path;
 use shorthorn_frontend::{IscsidState, NBD_PARTITIONS_REMEDY};
 
 use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet, Ports};
-use crate::check::{Finding, Level, lvm};
+use crate::check::{HostFinding, Level, lvm};
 
 /// File systems on which replicas are tested.
 const TESTED_FILESYSTEMS: [&str; 3] = ["xfs", "ext4", "btrfs"];
@@ -33,7 +33,7 @@ const LOOPBACK: &str = "lo";
 const FOREIGN_PORTS_PART: usize = 10;
 
 /// Makes all checks.
-pub fn examine(facts: &Facts) -> Vec<Finding> {
+pub fn examine(facts: &Facts) -> Vec<HostFinding> {
     let checks = [
         kernel(facts),
         frontends(facts),
@@ -54,31 +54,31 @@ pub fn examine(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Returns the finding for a configuration that cannot be used. Nothing else can be checked then.
-pub fn of_configuration(error: &str) -> Finding {
+pub fn of_configuration(error: &str) -> HostFinding {
     let remedy = "shorthorn-agent serve --check  # and correct /etc/shorthorn/agent.toml";
     failed("config", error.to_owned(), remedy.to_owned())
 }
 
 /// Returns the finding for a host whose facts cannot be read.
-pub fn of_host(error: &str) -> Finding {
+pub fn of_host(error: &str) -> HostFinding {
     let message = format!("this host cannot be checked: {error}");
     failed("host", message, "sudo shorthorn-agent check".to_owned())
 }
 
-pub(super) fn passed(check: &'static str, message: String) -> Finding {
-    Finding { check, level: Level::Passed, message, remedy: String::new() }
+pub(super) fn passed(check: &'static str, message: String) -> HostFinding {
+    HostFinding { check, level: Level::Passed, message, remedy: String::new() }
 }
 
-pub(super) fn warned(check: &'static str, message: String, remedy: String) -> Finding {
-    Finding { check, level: Level::Warned, message, remedy }
+pub(super) fn warned(check: &'static str, message: String, remedy: String) -> HostFinding {
+    HostFinding { check, level: Level::Warned, message, remedy }
 }
 
-fn failed(check: &'static str, message: String, remedy: String) -> Finding {
-    Finding { check, level: Level::Failed, message, remedy }
+fn failed(check: &'static str, message: String, remedy: String) -> HostFinding {
+    HostFinding { check, level: Level::Failed, message, remedy }
 }
 
 /// Returns the findings, or that all is well.
-fn or_passed(check: &'static str, findings: Vec<Finding>, message: String) -> Vec<Finding> {
+fn or_passed(check: &'static str, findings: Vec<HostFinding>, message: String) -> Vec<HostFinding> {
     if findings.is_empty() { vec![passed(check, message)] } else { findings }
 }
 
@@ -89,7 +89,7 @@ fn quoted(path: &Path) -> String {
     if text.chars().all(is_plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
 }
 
-fn kernel(facts: &Facts) -> Vec<Finding> {
+fn kernel(facts: &Facts) -> Vec<HostFinding> {
     let release = &facts.kernel;
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse::<u32>().ok());
     let version: [Option<u32>; 2] = std::array::from_fn(|_| numbers.next().flatten());
@@ -108,7 +108,7 @@ fn kernel(facts: &Facts) -> Vec<Finding> {
     vec![passed("kernel", format!("kernel {release}"))]
 }
 
-fn frontends(facts: &Facts) -> Vec<Finding> {
+fn frontends(facts: &Facts) -> Vec<HostFinding> {
     let usable: Vec<&str> =
         facts.frontends.iter().filter(|(_, usable, _)| *usable).map(|(name, ..)| name.as_str()).collect();
     let mut findings = Vec::new();
@@ -138,7 +138,7 @@ fn frontends(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Judges the daemon that a host with iSCSI alone depends on.
-fn iscsid(state: IscsidState) -> Finding {
+fn iscsid(state: IscsidState) -> HostFinding {
     match state {
         IscsidState::Runs => passed("iscsi", "iscsid runs".to_owned()),
         IscsidState::OnDemand => passed("iscsi", "systemd starts iscsid on demand".to_owned()),
@@ -151,7 +151,7 @@ fn iscsid(state: IscsidState) -> Finding {
 }
 
 /// Judges the driver NBD: a guest can write any partition table into its volume.
-fn partitions(nbd_partitions_max: Option<u32>) -> Vec<Finding> {
+fn partitions(nbd_partitions_max: Option<u32>) -> Vec<HostFinding> {
     vec![match nbd_partitions_max {
         None => passed("partitions", "the driver nbd is not loaded".to_owned()),
         Some(0) => passed("partitions", "the kernel reads no partition tables of NBD devices".to_owned()),
@@ -165,7 +165,7 @@ fn partitions(nbd_partitions_max: Option<u32>) -> Vec<Finding> {
     }]
 }
 
-fn multipath(facts: &Facts) -> Vec<Finding> {
+fn multipath(facts: &Facts) -> Vec<HostFinding> {
     let tools = &facts.block_tools;
     if !tools.multipathd_runs {
         return vec![passed("multipath", "multipathd does not run".to_owned())];
@@ -185,7 +185,7 @@ fn multipath(facts: &Facts) -> Vec<Finding> {
     vec![failed("multipath", message.to_owned(), remedy)]
 }
 
-fn udev(facts: &Facts) -> Vec<Finding> {
+fn udev(facts: &Facts) -> Vec<HostFinding> {
     let tools = &facts.block_tools;
     if !tools.udev_runs {
         return vec![passed("udev", "udev does not run: nothing scans new devices".to_owned())];
@@ -203,7 +203,7 @@ fn udev(facts: &Facts) -> Vec<Finding> {
     }]
 }
 
-fn kubelet(kubelet: &Kubelet) -> Vec<Finding> {
+fn kubelet(kubelet: &Kubelet) -> Vec<HostFinding> {
     let Some(root) = &kubelet.root else {
         let message = "this host has no directory of a kubelet".to_owned();
         if kubelet.is_wanted {
@@ -231,7 +231,7 @@ fn kubelet(kubelet: &Kubelet) -> Vec<Finding> {
     }
 }
 
-fn disks(facts: &Facts) -> Vec<Finding> {
+fn disks(facts: &Facts) -> Vec<HostFinding> {
     if facts.disks.is_empty() {
         let message = "this node has no disk: it gets no replicas".to_owned();
         return vec![warned("disks", message, "shorthorn-agent disk discover".to_owned())];
@@ -239,7 +239,7 @@ fn disks(facts: &Facts) -> Vec<Finding> {
     facts.disks.iter().map(disk).collect()
 }
 
-fn disk(disk: &DiskFacts) -> Finding {
+fn disk(disk: &DiskFacts) -> HostFinding {
     let (path, quoted) = (disk.path.display(), quoted(&disk.path));
     if !disk.problem.is_empty() {
         let remedy = format!(
@@ -284,7 +284,7 @@ fn serves(listening: &SocketAddr, wanted: &SocketAddr) -> bool {
         && (listening.ip() == wanted.ip() || listening.ip().is_unspecified() || wanted.ip().is_unspecified())
 }
 
-fn ports(facts: &Facts) -> Vec<Finding> {
+fn ports(facts: &Facts) -> Vec<HostFinding> {
     let ports = &facts.ports;
     let mut findings = Vec::new();
     for (key, address) in &ports.own {
@@ -313,7 +313,7 @@ fn ports(facts: &Facts) -> Vec<Finding> {
     or_passed("ports", findings, "the ports of agent and replicas are theirs".to_owned())
 }
 
-fn data_ports(ports: &Ports) -> Vec<Finding> {
+fn data_ports(ports: &Ports) -> Vec<HostFinding> {
     let mut findings = Vec::new();
     let Some(range) = &ports.data_ports else { return findings };
     let (first, last) = (range.start(), range.end());
@@ -354,7 +354,7 @@ fn data_ports(ports: &Ports) -> Vec<Finding> {
     findings
 }
 
-fn time(facts: &Facts) -> Vec<Finding> {
+fn time(facts: &Facts) -> Vec<HostFinding> {
     vec![match facts.is_clock_synchronised {
         Some(true) => passed("time", "the clock is synchronised".to_owned()),
         Some(false) => warned(
@@ -370,7 +370,7 @@ fn time(facts: &Facts) -> Vec<Finding> {
     }]
 }
 
-fn network(facts: &Facts) -> Vec<Finding> {
+fn network(facts: &Facts) -> Vec<HostFinding> {
     let Some(data) = &facts.data else {
         let message = "other nodes do not reach replicas here: this node has no data address".to_owned();
         // Before the first key: the file may end with a table.
@@ -392,7 +392,7 @@ fn network(facts: &Facts) -> Vec<Finding> {
     or_passed("network", findings, format!("data address {text}{}", interface.unwrap_or_default()))
 }
 
-fn mtu(data: &DataFacts) -> Vec<Finding> {
+fn mtu(data: &DataFacts) -> Vec<HostFinding> {
     let mut findings = Vec::new();
     let Some((interface, mtu)) = &data.interface else { return findings };
     // If a router announces an address of lo, packets leave through other interfaces with other MTUs.
@@ -418,7 +418,7 @@ fn mtu(data: &DataFacts) -> Vec<Finding> {
     findings
 }
 
-fn tls(facts: &Facts) -> Vec<Finding> {
+fn tls(facts: &Facts) -> Vec<HostFinding> {
     let remedy = || "shorthorn-agent serve --check  # docs/security.md".to_owned();
     vec![match &facts.tls {
         None => passed("tls", "the certificate of this node is usable, or not needed".to_owned()),
@@ -427,7 +427,7 @@ fn tls(facts: &Facts) -> Vec<Finding> {
     }]
 }
 
-fn encryption(facts: &Facts) -> Vec<Finding> {
+fn encryption(facts: &Facts) -> Vec<HostFinding> {
     let Some(reason) = &facts.no_encryption else {
         return vec![passed("encryption", "the kernel encrypts volumes with encryptInTransit".to_owned())];
     };
@@ -437,7 +437,7 @@ fn encryption(facts: &Facts) -> Vec<Finding> {
     vec![warned("encryption", message, remedy)]
 }
 
-fn longhorn(facts: &Facts) -> Vec<Finding> {
+fn longhorn(facts: &Facts) -> Vec<HostFinding> {
     let remedy = "kubectl get pods -A -o wide -l longhorn.io/component  # stop one of the two on this node: \
                   Longhorn, or systemctl disable --now shorthorn-agent";
     let warn = |text: &String| warned("longhorn", text.clone(), remedy.to_owned());

@@ -63,7 +63,7 @@ pub enum AnswerError {
 
 /// A signed certificate as it was received.
 #[derive(Debug)]
-pub struct Answer {
+pub struct EnrolmentAnswer {
     /// The certificate of the node, then its CA.
     pub chain: Vec<CertificateDer<'static>>,
     /// The trusted CAs, if the signer says more than its own.
@@ -79,7 +79,7 @@ pub fn accept(
     known: Option<&Trust>,
     node: &Role,
     key: &Key,
-    answer: Answer,
+    answer: EnrolmentAnswer,
     now: UnixTime,
 ) -> Result<Bundle, AnswerError> {
     let identity = Identity::new(key, answer.chain)?;
@@ -138,7 +138,7 @@ mod tests {
         key: &Key,
         chain: Vec<CertificateDer<'static>>,
     ) -> Result<Bundle, String> {
-        let answer = Answer { chain, trust: None };
+        let answer = EnrolmentAnswer { chain, trust: None };
         let node = Role::node("n1").unwrap();
         accept(Path::new("/tls/agent.pem"), known, &node, key, answer, NOW).map_err(|error| error.to_string())
     }

@@ -60,7 +60,7 @@ impl fmt::Display for ListenAddress {
 }
 
 /// Connections without TLS to any of the addresses, as they come.
-pub type Incoming = Pin<Box<dyn Stream<Item = io::Result<Connection>> + Send>>;
+pub type Incoming = Pin<Box<dyn Stream<Item = io::Result<ClientStream>> + Send>>;
 
 /// Binds all `addresses` without TLS. A socket that an earlier agent has left is replaced. The caller holds
 /// the lock that makes sure that no running agent has the socket.
@@ -87,7 +87,7 @@ async fn bind_one(address: &ListenAddress) -> io::Result<Incoming> {
             }
             let listener = UnixListener::bind(path)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-            Ok(Box::pin(UnixListenerStream::new(listener).map(|stream| stream.map(Connection::Unix))))
+            Ok(Box::pin(UnixListenerStream::new(listener).map(|stream| stream.map(ClientStream::Unix))))
         }
         ListenAddress::Tls(_) => Ok(Box::pin(tokio_stream::empty())),
         ListenAddress::Tcp(tcp) => {
@@ -95,7 +95,7 @@ async fn bind_one(address: &ListenAddress) -> io::Result<Incoming> {
             Ok(Box::pin(listener.map(|stream| {
                 let stream = stream?;
                 stream.set_nodelay(true)?;
-                Ok(Connection::Tcp(stream))
+                Ok(ClientStream::Tcp(stream))
             })))
         }
     }
@@ -103,51 +103,51 @@ async fn bind_one(address: &ListenAddress) -> io::Result<Incoming> {
 
 /// A connection of a client.
 #[derive(Debug)]
-pub enum Connection {
+pub enum ClientStream {
     /// Over a Unix socket.
     Unix(UnixStream),
     /// Over TCP.
     Tcp(TcpStream),
 }
 
-impl Connected for Connection {
+impl Connected for ClientStream {
     type ConnectInfo = ();
 
     fn connect_info(&self) {}
 }
 
-impl AsyncRead for Connection {
+impl AsyncRead for ClientStream {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Connection::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
-            Connection::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
+            ClientStream::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
+            ClientStream::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
         }
     }
 }
 
-impl AsyncWrite for Connection {
+impl AsyncWrite for ClientStream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Connection::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
-            Connection::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
+            ClientStream::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+            ClientStream::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Connection::Unix(stream) => Pin::new(stream).poll_flush(cx),
-            Connection::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            ClientStream::Unix(stream) => Pin::new(stream).poll_flush(cx),
+            ClientStream::Tcp(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Connection::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
-            Connection::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            ClientStream::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+            ClientStream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }
 }

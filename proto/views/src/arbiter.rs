@@ -13,7 +13,7 @@ use crate::quorum::{Quorum, quorum};
 /// before.
 ///
 /// The arbiter has to trust two statements: which replicas have stored the target, and that the engine
-/// reports all views that it must honour. The replicas and [`crate::Change`] ensure that.
+/// reports all views that it must honour. The replicas and [`crate::ViewChange`] ensure that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     granted: Option<View>,

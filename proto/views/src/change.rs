@@ -6,7 +6,7 @@ use crate::quorum::{Quorum, quorum};
 ///
 /// It is through when all its members and a quorum of each view that it has to honour have stored it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Change {
+pub struct ViewChange {
     /// The honoured report in the proposal: the views of which it needs a quorum each.
     pub honoured: ReplicaReport,
     /// The view.
@@ -15,9 +15,9 @@ pub struct Change {
     granted: bool,
 }
 
-/// The progress of a [`Change`].
+/// The progress of a [`ViewChange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum ChangeProgress {
     /// Some members of the new view have not stored it yet.
     Storing,
     /// All members have, but that is not a quorum of a view that it replaces, and the arbiter cannot help.
@@ -28,11 +28,11 @@ pub enum Progress {
     Through,
 }
 
-impl Change {
+impl ViewChange {
     /// Proposes `target`, honouring the views in `honoured`.
     #[must_use]
-    pub fn new(honoured: ReplicaReport, target: View) -> Change {
-        Change { honoured, target, stored: Members::NONE, granted: false }
+    pub fn new(honoured: ReplicaReport, target: View) -> ViewChange {
+        ViewChange { honoured, target, stored: Members::NONE, granted: false }
     }
 
     /// Records that `replica` has stored the proposal durably.
@@ -64,15 +64,15 @@ impl Change {
 
     /// Returns the progress of the change.
     #[must_use]
-    pub fn progress(&self) -> Progress {
+    pub fn progress(&self) -> ChangeProgress {
         if !self.target.members.is_subset_of(&self.stored) || self.target.members.is_empty() {
-            return Progress::Storing;
+            return ChangeProgress::Storing;
         }
         let honoured = self.honoured.views();
         match honoured.map(|view| quorum(&view.members, &self.stored)).min() {
-            Some(Quorum::Less) | None => Progress::NoQuorum,
-            Some(Quorum::Half) if !self.granted => Progress::NeedsGrant,
-            Some(Quorum::Half | Quorum::More) => Progress::Through,
+            Some(Quorum::Less) | None => ChangeProgress::NoQuorum,
+            Some(Quorum::Half) if !self.granted => ChangeProgress::NeedsGrant,
+            Some(Quorum::Half | Quorum::More) => ChangeProgress::Through,
         }
     }
 }
@@ -94,27 +94,27 @@ mod tests {
         }
     }
 
-    fn change(old: &[u64], new: &[u64]) -> Change {
-        Change::new(ReplicaReport { committed: view(1, old), proposed: vec![] }, view(2, new))
+    fn change(old: &[u64], new: &[u64]) -> ViewChange {
+        ViewChange::new(ReplicaReport { committed: view(1, old), proposed: vec![] }, view(2, new))
     }
 
     #[test]
     fn two_of_three_go_on_by_themselves() {
         let mut change = change(&[1, 2, 3], &[1, 2]);
-        assert_eq!(change.progress(), Progress::Storing);
+        assert_eq!(change.progress(), ChangeProgress::Storing);
         change.stored(id(1));
-        assert_eq!(change.progress(), Progress::Storing);
+        assert_eq!(change.progress(), ChangeProgress::Storing);
         change.stored(id(2));
-        assert_eq!(change.progress(), Progress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Through);
     }
 
     #[test]
     fn one_of_two_needs_the_arbiter() {
         let mut change = change(&[1, 2], &[1]);
         change.stored(id(1));
-        assert_eq!(change.progress(), Progress::NeedsGrant);
+        assert_eq!(change.progress(), ChangeProgress::NeedsGrant);
         change.granted();
-        assert_eq!(change.progress(), Progress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Through);
     }
 
     #[test]
@@ -122,7 +122,7 @@ mod tests {
         let mut change = change(&[1, 2, 3], &[1]);
         change.stored(id(1));
         change.granted();
-        assert_eq!(change.progress(), Progress::NoQuorum);
+        assert_eq!(change.progress(), ChangeProgress::NoQuorum);
     }
 
     #[test]
@@ -130,17 +130,17 @@ mod tests {
         let mut change = change(&[1, 2, 3], &[1]);
         change.stored(id(1));
         change.stored(id(3));
-        assert_eq!(change.progress(), Progress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Through);
     }
 
     #[test]
     fn every_honoured_view_needs_its_quorum() {
         let honoured = ReplicaReport { committed: view(1, &[1, 2, 3]), proposed: vec![view(2, &[2, 3])] };
-        let mut change = Change::new(honoured, view(3, &[2]));
+        let mut change = ViewChange::new(honoured, view(3, &[2]));
         change.stored(id(2));
         change.stored(id(1));
-        assert_eq!(change.progress(), Progress::NeedsGrant);
+        assert_eq!(change.progress(), ChangeProgress::NeedsGrant);
         change.stored(id(3));
-        assert_eq!(change.progress(), Progress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Through);
     }
 }

@@ -4,8 +4,8 @@
 //! - A replica keeps [`ReplicaViews`]: the generation that it serves, the newest committed view, and every
 //!   proposed view newer than that. The shell makes them durable before it answers.
 //! - An engine that starts computes its [`StartPlan`], with its [`Basis`], from the reports of the replicas.
-//!   It commits its first view as a [`Change`].
-//! - An engine that loses a member brings the view without it through as a [`Change`].
+//!   It commits its first view as a [`ViewChange`].
+//! - An engine that loses a member brings the view without it through as a [`ViewChange`].
 //! - The controller keeps an [`Arbiter`], which lets one of two halves continue.
 //!
 //! Quorum of a view: more than half of its members, or exactly half together with the arbiter's grant.
@@ -40,7 +40,7 @@ mod replica;
 mod start;
 
 pub use arbiter::{Arbiter, NotGranted};
-pub use change::{Change, Progress};
+pub use change::{ViewChange, ChangeProgress};
 pub use combined_sets::{CombinedSets, KeptSets, OutOfSyncSet, combine_sets};
 pub use out_of_sync_sets::{lacks_room, out_of_sync_sets_to_forget};
 pub use plan::{FencedReplica, NoPlan, StartPlan, plan, remembers};

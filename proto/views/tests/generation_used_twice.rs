@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{Arbiter, Change, Fence, NotGranted, Progress, Refused, ReplicaViews, basis};
+use shorthorn_views::{Arbiter, ViewChange, Fence, NotGranted, ChangeProgress, Refused, ReplicaViews, basis};
 
 fn id(n: u64) -> ReplicaId {
     ReplicaId::from_random(n)
@@ -87,14 +87,14 @@ fn the_higher_one_goes_on_and_nothing_is_lost() {
     }
     // The second replica fails, and writes are acknowledged that the first alone has.
     let alone = view(second, 2, &[1]);
-    let mut change = Change::new(only(both), alone);
+    let mut change = ViewChange::new(only(both), alone);
     volume.replicas[0].propose(second, alone, &only(both)).unwrap();
     change.stored(id(1));
-    assert_eq!(change.progress(), Progress::NeedsGrant);
+    assert_eq!(change.progress(), ChangeProgress::NeedsGrant);
     assert_ne!(volume.arbiter.granted(), Some(alone), "it was granted to the other process only");
     volume.arbiter = volume.arbiter.ask(7, alone, &only(both), &alone.members).unwrap();
     change.granted();
-    assert_eq!(change.progress(), Progress::Through);
+    assert_eq!(change.progress(), ChangeProgress::Through);
 
     // The next engine reaches the second one alone.
     let eight = Generation::new(8, 0).of_nonce(1);

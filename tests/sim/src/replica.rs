@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
 use shorthorn_regions::{SetKey, WriteIntentLog};
-use shorthorn_replica_core::{Admission, KnownRot, ReplicaState, Waiting};
+use shorthorn_replica_core::{Admission, KnownRot, ReplicaState, WaitingRequests};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Generation, Members, Regions, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::ReplicaViews;
@@ -128,7 +128,7 @@ pub struct Replica {
     /// In the hands of the disk.
     pub ops: BTreeMap<u64, Op>,
     /// Wait for pages.
-    pub waiting: Waiting<Op, (ConnId, u64)>,
+    pub waiting: WaitingRequests<Op, (ConnId, u64)>,
     pub pages: Pages,
     /// Regions that are being summed.
     pub summing: Option<Summing>,
@@ -208,7 +208,7 @@ impl Replica {
             state,
             map: chain_map(size_bytes, has_snapshot, can_punch),
             ops: BTreeMap::new(),
-            waiting: Waiting::default(),
+            waiting: WaitingRequests::default(),
             pages: BTreeMap::new(),
             summing: None,
             known_rot: KnownRot::default(),

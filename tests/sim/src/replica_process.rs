@@ -11,7 +11,7 @@ use std::rc::Rc;
 
 use fastrand::Rng;
 use shorthorn_regions::PAGE_BYTES;
-use shorthorn_replica_core::{PageEnd, QueueId, Ready, RefusalReason, Superseded, Waiter, Waiting};
+use shorthorn_replica_core::{PageEnd, QueueId, Ready, RefusalReason, Superseded, Waiter, WaitingRequests};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, Generation, Regions, ReplicaId};
 use shorthorn_wire::{LayerList, RegionsQuery};
@@ -548,7 +548,7 @@ impl Simulation {
                 _ => replica.durable.write_page(key, page, &bytes[..rng.usize(0..PAGE_BYTES / 512) * 512]),
             }
         }
-        replica.waiting = Waiting::default();
+        replica.waiting = WaitingRequests::default();
         let admission = std::mem::take(&mut replica.admission);
         if power {
             replica.files.head.lose_power(rng);

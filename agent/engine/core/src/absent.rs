@@ -3,7 +3,7 @@ use std::ops::Range;
 use shorthorn_types::{RUNS_PER_MARK_MAX, RegionSet, Regions};
 
 use crate::copy::CopyReason;
-use crate::intent::Intent;
+use crate::intent::WriteIntent;
 use crate::job::Jobs;
 use crate::membership::{PeerIndex, PeerMask};
 
@@ -244,14 +244,14 @@ impl AbsentReplicas {
     }
 
     /// Starts to clear some regions that were copied to `peer` from the members' out-of-sync sets of it.
-    pub fn clear_some(&mut self, peer: PeerIndex, intent: &mut Intent) -> Vec<(u32, u32)> {
+    pub fn clear_some(&mut self, peer: PeerIndex, intent: &mut WriteIntent) -> Vec<(u32, u32)> {
         let Some(absent) = self.get_mut(peer) else { return Vec::new() };
         absent.covered.remove_all(&absent.out_of_sync);
         intent.clear_some_of(&mut absent.covered, RUNS_PER_MARK_MAX)
     }
 
     /// Ends that clearing.
-    pub fn cleared(&mut self, peer: PeerIndex, intent: &mut Intent) {
+    pub fn cleared(&mut self, peer: PeerIndex, intent: &mut WriteIntent) {
         intent.cleared_of(self.get_mut(peer).map(|absent| &mut absent.copied));
     }
 
@@ -348,7 +348,7 @@ mod tests {
         assert!(absent.is_up_to_date(PEER) && !absent.any_misses(rebuilding));
         assert!(absent.turn(rebuilding, || std::iter::once(4..5)));
         absent.count(PEER, &set(&[]), 4);
-        let mut intent = Intent::new(REGIONS);
+        let mut intent = WriteIntent::new(REGIONS);
         assert_eq!(absent.clear_some(PEER, &mut intent), [], "the copies do not count after a loss");
     }
 
@@ -357,7 +357,7 @@ mod tests {
         let (mut absent, rebuilding) = (counted(&[1, 2, 4]), PeerMask::one(PEER));
         [1, 2, 4].into_iter().for_each(|region| absent.copied(region, rebuilding));
         assert!(absent.turn(rebuilding, || std::iter::once(4..5)));
-        let mut intent = Intent::new(REGIONS);
+        let mut intent = WriteIntent::new(REGIONS);
         absent.miss(&(2..3));
         assert_eq!(absent.clear_some(PEER, &mut intent), [(1, 1)]);
         absent.cleared(PEER, &mut intent);

@@ -6,7 +6,7 @@ use crate::slot::SlotId;
 
 /// A request of the frontend that is completed with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub struct FailedRequest {
     /// The slot of the request.
     pub slot: SlotId,
     /// The operation that failed.

@@ -17,7 +17,7 @@ use crate::clock::Clock;
 use crate::closed::ClosedConnections;
 use crate::event::{CopyProgress, CoreConfig, DropCause, Event, Output, Outputs};
 use crate::flight::Flights;
-use crate::intent::Intent;
+use crate::intent::WriteIntent;
 use crate::job::{Job, Jobs};
 use crate::marks::Marks;
 use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerState};
@@ -63,7 +63,7 @@ pub struct EngineCore {
     scrub: Option<Scrub>,
     suspects: Suspects,
 
-    intent: Intent,
+    intent: WriteIntent,
     clearing: Clearing,
     marks: Marks,
     absent: AbsentReplicas,
@@ -93,7 +93,7 @@ impl EngineCore {
             slots,
             bucket: Bucket::new(config.copy_limits),
             resync: Resync::new(regions.count(), &config.dirty),
-            intent: Intent::new(regions.count()),
+            intent: WriteIntent::new(regions.count()),
             clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes, config.stamp),
             marks: Marks::default(),
             absent: AbsentReplicas::new(config.peers.len()),

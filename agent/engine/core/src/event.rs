@@ -2,7 +2,7 @@
 
 use shorthorn_types::{ByteRange, Errno, MarkRegions, Members, RegionSet, ReplicaReport, View, ViewId};
 
-use crate::cause::Failure;
+use crate::cause::FailedRequest;
 use crate::membership::{PeerConfig, PeerIndex};
 use crate::request::{Operation, Request};
 use crate::slot::SlotId;
@@ -287,7 +287,7 @@ pub enum Output {
         outcome: Result<(), Errno>,
     },
     /// For people: why the next [`Output::Complete`] of this slot has an error.
-    Failed(Failure),
+    Failed(FailedRequest),
     /// Send a PING.
     Ping {
         /// To which replica.

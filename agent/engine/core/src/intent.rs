@@ -11,7 +11,7 @@ use shorthorn_types::{RegionSet, Regions};
 /// are left out. When the flush is answered, the cool regions that did not become hot since the turn can be
 /// *cleared*.
 #[derive(Debug)]
-pub(crate) struct Intent {
+pub(crate) struct WriteIntent {
     hot: RegionSet,
     warm: RegionSet,
     cool: RegionSet,
@@ -21,10 +21,10 @@ pub(crate) struct Intent {
     clearing: RegionSet,
 }
 
-impl Intent {
-    pub fn new(regions: u32) -> Intent {
+impl WriteIntent {
+    pub fn new(regions: u32) -> WriteIntent {
         let empty = || RegionSet::empty(regions);
-        Intent { hot: empty(), warm: empty(), cool: empty(), covered: empty(), clearing: empty() }
+        WriteIntent { hot: empty(), warm: empty(), cool: empty(), covered: empty(), clearing: empty() }
     }
 
     /// Grows the set while no region is being cleared. If regions become larger, the regions that could be
@@ -107,7 +107,7 @@ impl Intent {
         self.covered.next(0)
     }
 
-    /// Starts to clear like [`Intent::clear_some`], but only regions in `among`.
+    /// Starts to clear like [`WriteIntent::clear_some`], but only regions in `among`.
     pub fn clear_some_within(&mut self, among: &RegionSet, runs_max: usize) -> Vec<(u32, u32)> {
         let mut part = self.covered.clone();
         part.keep_all(among);
@@ -191,7 +191,7 @@ mod tests {
         /// cleared, and always counts as dirty.
         #[test]
         fn never_clears_what_is_not_flushed(deeds in prop::collection::vec(deed(), 1..200)) {
-            let mut intent = Intent::new(REGIONS);
+            let mut intent = WriteIntent::new(REGIONS);
             let mut in_flight: Vec<u32> = Vec::new();
             let mut unflushed: BTreeSet<u32> = BTreeSet::new();
             let mut covered_by_flush: Option<BTreeSet<u32>> = None;
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn what_has_cooled_down_is_cleared_after_one_turn() {
-        let mut intent = Intent::new(REGIONS);
+        let mut intent = WriteIntent::new(REGIONS);
         intent.touch(1..3);
         intent.touch(5..6);
         intent.cool_down();
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn what_is_left_alone_is_cleared_after_two_turns() {
-        let mut intent = Intent::new(REGIONS);
+        let mut intent = WriteIntent::new(REGIONS);
         intent.touch(1..3);
         intent.touch(5..6);
         assert!(!intent.turn(std::iter::empty()));

@@ -61,7 +61,7 @@ mod space;
 mod turns;
 mod wake;
 
-pub use cause::{Blamed, Cause, Failure};
+pub use cause::{Blamed, Cause, FailedRequest};
 pub use engine::EngineCore;
 pub use event::{
     CopyLimits, CopyProgress, CoreConfig, DropCause, Event, FlightLimits, Output, Outputs, ScrubConfig,

@@ -1,6 +1,6 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{Change, Progress, Quorum, quorum};
+use shorthorn_views::{ViewChange, ChangeProgress, Quorum, quorum};
 
 /// Index of a replica in the engine's list, below [`MAX_MEMBERS`].
 pub type PeerIndex = u8;
@@ -91,7 +91,7 @@ struct Peer {
 pub struct Membership {
     peers: Vec<Peer>,
     view: View,
-    change: Option<Change>,
+    change: Option<ViewChange>,
     /// True if the arbiter was asked for the change: then either it succeeds or no change does.
     is_asked: bool,
     /// True if too few replicas are left: no change follows.
@@ -310,7 +310,7 @@ impl Membership {
         let is_left = |id: ReplicaId| answering.iter().any(|left| self.replica(left) == Some(id));
         let members = self.view.members.filter(is_left);
         if members.is_empty() {
-            self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
+            self.change = Some(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
             return self.freeze(format!("the last of its members {} is lost", self.view.members));
         }
         if let Some(change) = self.change.as_ref().filter(|_| self.is_asked) {
@@ -321,7 +321,7 @@ impl Membership {
         if quorum(&self.view.members, &members) == Quorum::Less {
             // It could never go through, and once stored it would only stand in the way of others.
             let old = self.view.members;
-            self.change = Some(Change::new(self.honoured(), View { id: self.view.id, members }));
+            self.change = Some(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
             return self.freeze(format!("{members} is less than half of {old}: no quorum"));
         }
         self.propose(members)
@@ -337,7 +337,7 @@ impl Membership {
         self.next_number += 1;
         let target = View { id, members };
         let honoured = self.honoured();
-        self.change = Some(Change::new(honoured.clone(), target));
+        self.change = Some(ViewChange::new(honoured.clone(), target));
         self.stored = PeerMask::NONE;
         MembershipStep::Propose(target, honoured)
     }
@@ -370,14 +370,14 @@ impl Membership {
         let Some(change) = &self.change else { return MembershipStep::Wait };
         let (target, old) = (change.target, self.view.members);
         match change.progress() {
-            Progress::Storing => MembershipStep::Wait,
-            Progress::Through => self.install(target),
-            Progress::NeedsGrant if self.is_asked => MembershipStep::Wait,
-            Progress::NeedsGrant => {
+            ChangeProgress::Storing => MembershipStep::Wait,
+            ChangeProgress::Through => self.install(target),
+            ChangeProgress::NeedsGrant if self.is_asked => MembershipStep::Wait,
+            ChangeProgress::NeedsGrant => {
                 self.is_asked = true;
                 MembershipStep::AskGrant(target, change.honoured.clone(), *change.who_stored())
             }
-            Progress::NoQuorum => {
+            ChangeProgress::NoQuorum => {
                 self.freeze(format!("{} is less than half of {old}: no quorum", target.members))
             }
         }

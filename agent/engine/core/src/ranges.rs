@@ -18,7 +18,7 @@ pub struct RangeTable {
 
 /// The way in which a request uses its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum RangeAccess {
     /// Reads from a member.
     Read,
     /// Copies from a member to replicas that serve no reads. It conflicts with modifications and other
@@ -29,11 +29,11 @@ pub enum Access {
     Modify,
 }
 
-impl Access {
-    fn conflicts_with(self, other: Access) -> bool {
+impl RangeAccess {
+    fn conflicts_with(self, other: RangeAccess) -> bool {
         match (self, other) {
-            (Access::Modify, _) | (_, Access::Modify) | (Access::Rebuild, Access::Rebuild) => true,
-            (Access::Read, _) | (_, Access::Read) => false,
+            (RangeAccess::Modify, _) | (_, RangeAccess::Modify) | (RangeAccess::Rebuild, RangeAccess::Rebuild) => true,
+            (RangeAccess::Read, _) | (_, RangeAccess::Read) => false,
         }
     }
 }
@@ -43,7 +43,7 @@ struct Entry {
     start: u64,
     end: u64,
     slot: SlotId,
-    access: Access,
+    access: RangeAccess,
     /// Greater than that of every entry that came before.
     order: u64,
 }
@@ -69,7 +69,7 @@ impl RangeTable {
     }
 
     /// Adds a request. Returns true if it may start at once, else it waits.
-    pub fn enter(&mut self, slot: SlotId, range: ByteRange, access: Access) -> bool {
+    pub fn enter(&mut self, slot: SlotId, range: ByteRange, access: RangeAccess) -> bool {
         let range = range.grown_to_blocks();
         let entry = Entry { start: range.offset(), end: range.end(), slot, access, order: self.next_order };
         self.next_order += 1;
@@ -121,7 +121,7 @@ impl RangeTable {
 mod tests {
     use proptest::prelude::*;
 
-    use super::Access::{Modify, Read, Rebuild};
+    use super::RangeAccess::{Modify, Read, Rebuild};
     use super::*;
 
     fn slot(slot: u16) -> SlotId {
@@ -185,7 +185,7 @@ mod tests {
             steps in prop::collection::vec((0u64..12, 1u64..5, 0u8..3, any::<prop::sample::Index>()), 1..60),
         ) {
             let mut table = RangeTable::new(64);
-            let mut unfinished: Vec<(u16, ByteRange, Access)> = Vec::new();
+            let mut unfinished: Vec<(u16, ByteRange, RangeAccess)> = Vec::new();
             let mut going: Vec<u16> = Vec::new();
             for (n, (first, count, access, pick)) in (0u16..).zip(steps) {
                 let (range, access) = (blocks(first, count), [Read, Rebuild, Modify][usize::from(access)]);
@@ -202,7 +202,7 @@ mod tests {
                 }
                 let mut expected: Vec<u16> = (0..unfinished.len()).filter(|at| {
                     let (_, range, mine) = unfinished[*at];
-                    let in_the_way = |(_, earlier, theirs): &(u16, ByteRange, Access)| {
+                    let in_the_way = |(_, earlier, theirs): &(u16, ByteRange, RangeAccess)| {
                         let free = [(Read, Read), (Read, Rebuild), (Rebuild, Read)];
                         !free.contains(&(mine, *theirs)) && earlier.overlaps(range)
                     };

@@ -4,7 +4,7 @@ use shorthorn_types::{RegionSet, Regions};
 
 use crate::bucket::Bucket;
 use crate::copy::CopyReason;
-use crate::intent::Intent;
+use crate::intent::WriteIntent;
 use crate::job::Jobs;
 
 /// The regions in which the members may differ after an unclean end. Requests read and change none of them
@@ -70,14 +70,14 @@ impl Resync {
     }
 
     /// Records that `region` is equal. It stays dirty as after any write.
-    pub fn region_equal(&mut self, region: u32, intent: &mut Intent) {
+    pub fn region_equal(&mut self, region: u32, intent: &mut WriteIntent) {
         self.left.remove(region);
         intent.touch(region..region + 1);
     }
 
     /// Clears the regions of a single member, which differs from no other one. While a copy to it runs,
     /// requests wait until that has ended, because its writes would overtake them.
-    pub fn keep_copied_regions(&mut self, jobs: &Jobs, intent: &mut Intent) {
+    pub fn keep_copied_regions(&mut self, jobs: &Jobs, intent: &mut WriteIntent) {
         intent.touch_all(&self.left);
         let mut copied = RegionSet::empty(self.left.limit());
         for copy in jobs.copies() {
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn requests_wait_until_their_region_is_equal() {
-        let (mut resync, mut intent) = (resync(&[2, 5]), Intent::new(REGIONS));
+        let (mut resync, mut intent) = (resync(&[2, 5]), WriteIntent::new(REGIONS));
         assert!(resync.is_under_way() && resync.holds_up(0..3) && !resync.holds_up(3..5));
         resync.region_equal(2, &mut intent);
         assert!(!resync.holds_up(0..5) && !resync.take_end());
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_single_member_differs_only_where_it_is_being_written() {
-        let (mut resync, mut intent) = (resync(&[1, 4, 6]), Intent::new(REGIONS));
+        let (mut resync, mut intent) = (resync(&[1, 4, 6]), WriteIntent::new(REGIONS));
         resync.keep_copied_regions(&jobs(&[4]), &mut intent);
         assert_eq!(resync.left().iter().collect::<Vec<_>>(), [4]);
         let mut dirty = RegionSet::empty(REGIONS);

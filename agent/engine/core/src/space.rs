@@ -16,7 +16,7 @@ const ROOM_MIB: u32 = 16;
 #[derive(Debug)]
 pub(crate) struct Space {
     /// In the order in which they have failed.
-    requests: Vec<Waiting>,
+    requests: Vec<WaitingForSpace>,
     /// The number of requests that need the answers of the members.
     asking: usize,
     known: PeerMask,
@@ -27,7 +27,7 @@ pub(crate) struct Space {
 
 /// A request that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitingForSpace {
     /// The slot of the request.
     pub id: SlotId,
     /// The time since which it waits.
@@ -72,7 +72,7 @@ impl Space {
             (self.known, self.has_room, self.since_ms) = (PeerMask::NONE, PeerMask::NONE, now_ms);
         }
         self.asking += usize::from(asks);
-        self.requests.push(Waiting { id, since_ms: now_ms, asks });
+        self.requests.push(WaitingForSpace { id, since_ms: now_ms, asks });
         is_first
     }
 
@@ -89,7 +89,7 @@ impl Space {
     }
 
     /// Returns the request at position `at` of those that wait.
-    pub fn get(&self, at: usize) -> Option<Waiting> {
+    pub fn get(&self, at: usize) -> Option<WaitingForSpace> {
         self.requests.get(at).copied()
     }
 
@@ -100,7 +100,7 @@ impl Space {
     }
 
     /// Ends the wait of the first request for which `test` is true, and returns it.
-    pub fn remove_first(&mut self, test: impl Fn(&Space, Waiting) -> bool) -> Option<SlotId> {
+    pub fn remove_first(&mut self, test: impl Fn(&Space, WaitingForSpace) -> bool) -> Option<SlotId> {
         let at = self.requests.iter().position(|waiting| test(self, *waiting))?;
         let id = self.requests[at].id;
         self.remove(at);

@@ -1,6 +1,6 @@
 use shorthorn_types::ByteRange;
 
-use crate::ranges::{Access, RangeTable};
+use crate::ranges::{RangeAccess, RangeTable};
 use crate::slot::SlotId;
 
 /// The order in which requests and copies are sent.
@@ -29,7 +29,7 @@ impl Turns {
     }
 
     /// Lets the request or copy in slot `id` wait for its range. Returns true if it has its turn at once.
-    pub fn enter(&mut self, id: SlotId, range: ByteRange, access: Access) -> bool {
+    pub fn enter(&mut self, id: SlotId, range: ByteRange, access: RangeAccess) -> bool {
         self.ranges.enter(id, range, access)
     }
 
@@ -100,8 +100,8 @@ mod tests {
         let mut turns = Turns::new(8);
         let range = ByteRange::new(0, 4096).unwrap();
         for _ in 0..3 {
-            assert!(turns.enter(id(0), range, Access::Modify));
-            assert!(!turns.enter(id(1), range, Access::Modify));
+            assert!(turns.enter(id(0), range, RangeAccess::Modify));
+            assert!(!turns.enter(id(1), range, RangeAccess::Modify));
             let ready = turns.leave(id(0));
             assert_eq!((ready.as_slice(), ready.capacity()), ([id(1)].as_slice(), 8));
             turns.hold(id(1));

@@ -9,7 +9,7 @@
 //! - [`Link`]: a connection to one replica that has taken this engine.
 //! - [`OpeningEngine`]: the process while it opens the volume.
 //! - [`ServingEngine`]: the process while it serves.
-//! - [`RebuildTask`]: the task that brings one replica back.
+//! - [`ReplicaRebuild`]: the task that brings one replica back.
 //!
 //! [`Offenders`] are the replicas that an attempt to open the volume leaves out. [`BadSources`] are the
 //! members that the next copy does not read. [`Standing`] decides how soon a dropped replica may come back.
@@ -34,6 +34,6 @@ pub use open::{
 };
 pub use other_member::BlockSearch;
 pub use out_of_sync_sets::{forget_in_vain, give_up};
-pub use rebuild::{OTHER_RUN, RebuildError, RebuildTask, SOURCE_HAS_LEFT, Source, rebuild};
-pub use serving::{Address, Peer, PendingView, ServingEngine, members};
+pub use rebuild::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
+pub use serving::{Address, KnownPeer, PendingView, ServingEngine, members};
 pub use standing::{RebuildDelay, Standing};

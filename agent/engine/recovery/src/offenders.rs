@@ -22,7 +22,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// The part of an attempt in which a replica has failed. A replica that has come further than that is well
 /// again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Part {
+pub(crate) enum AttemptPart {
     /// The replica was asked to store the view, and which sets of regions it keeps.
     Storing,
     /// The replica was asked for a connection of each queue.
@@ -38,7 +38,7 @@ struct ReachedReplica {
     /// The number of failures in a row.
     failures: u32,
     /// In which part of an attempt it has failed last.
-    part: Part,
+    part: AttemptPart,
     /// The description of the last failure.
     reason: String,
 }
@@ -63,7 +63,7 @@ impl Offenders {
                 continue;
             }
             self.reached.retain(|known| known.replica != replica);
-            let (failures, part, reason) = (0, Part::Storing, String::new());
+            let (failures, part, reason) = (0, AttemptPart::Storing, String::new());
             self.reached.push(ReachedReplica { replica, run, failures, part, reason });
         }
     }
@@ -79,7 +79,7 @@ impl Offenders {
     }
 
     /// Records that a replica has failed a request.
-    pub(crate) fn failed(&mut self, replica: ReplicaId, part: Part, reason: String) {
+    pub(crate) fn failed(&mut self, replica: ReplicaId, part: AttemptPart, reason: String) {
         if let Some(known) = self.reached.iter_mut().find(|known| known.replica == replica) {
             known.failures = known.failures.saturating_add(1);
             (known.part, known.reason) = (part, reason);
@@ -87,7 +87,7 @@ impl Offenders {
     }
 
     /// Records that a replica has done all requests in a part of an attempt.
-    pub(crate) fn did(&mut self, replica: ReplicaId, part: Part) {
+    pub(crate) fn did(&mut self, replica: ReplicaId, part: AttemptPart) {
         if let Some(known) =
             self.reached.iter_mut().find(|known| known.replica == replica && known.part <= part)
         {
@@ -179,8 +179,8 @@ mod tests {
         for number in [1, 2, 3] {
             match failing.contains(&number) {
                 _ if left_out.contains(id(number)) => {}
-                true => offenders.failed(id(number), Part::Storing, "it lies".to_owned()),
-                false => offenders.did(id(number), Part::Storing),
+                true => offenders.failed(id(number), AttemptPart::Storing, "it lies".to_owned()),
+                false => offenders.did(id(number), AttemptPart::Storing),
             }
         }
         left_out
@@ -214,11 +214,11 @@ mod tests {
         offenders.reached([(id(1), 7)], &[id(1)]);
         for _ in 0..FAILURES_MAX {
             assert_eq!(offenders.next_left_out(), Members::NONE);
-            offenders.did(id(1), Part::Storing);
-            offenders.failed(id(1), Part::Connecting, String::new());
+            offenders.did(id(1), AttemptPart::Storing);
+            offenders.failed(id(1), AttemptPart::Connecting, String::new());
         }
         assert_eq!(offenders.next_left_out(), ids(&[1]));
-        offenders.did(id(1), Part::Connecting);
+        offenders.did(id(1), AttemptPart::Connecting);
         offenders.next_left_out();
         assert_eq!(offenders.next_left_out(), Members::NONE);
     }
@@ -231,7 +231,7 @@ mod tests {
         }
         offenders.reached([(id(1), 7), (id(2), 7)], &[id(1), id(3)]);
         assert_eq!(offenders.reached.len(), 2);
-        offenders.failed(id(2), Part::Storing, String::new());
+        offenders.failed(id(2), AttemptPart::Storing, String::new());
         assert!(offenders.reached.iter().all(|known| known.failures == 0));
     }
 

@@ -5,13 +5,13 @@ use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{
-    Change, CombinedSets, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, Progress, StartPlan, combine_sets,
+    ViewChange, CombinedSets, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, ChangeProgress, StartPlan, combine_sets,
     out_of_sync_sets_to_forget, plan,
 };
 use shorthorn_wire::Welcome;
 
 use crate::link::{Link, LinkError, regions, regions_or_all};
-use crate::offenders::{Offenders, Part};
+use crate::offenders::{Offenders, AttemptPart};
 use crate::out_of_sync_sets::{forget, make_room};
 
 /// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out. One
@@ -164,7 +164,7 @@ pub trait OpeningEngine {
     fn has_user(&self) -> bool;
 
     /// Begins to ask the arbiter for the view of `change`, which `stored` are to store.
-    fn ask_arbiter(&mut self, change: &Change, stored: Members);
+    fn ask_arbiter(&mut self, change: &ViewChange, stored: Members);
 
     /// Waits for the next thing that happens, for a moment, and keeps the connections alive.
     async fn next_grant(&mut self, reached: &mut [Reached<Self::Link>])
@@ -205,7 +205,7 @@ pub async fn open<E: OpeningEngine>(
     offenders.reached(reached.iter().map(|one| (one.replica, one.welcome.run)), &volume.replicas);
     let (plan, left_out) = plan_view(engine, volume, &reached, offenders)?;
     let view = View { id: ViewId { generation: volume.generation, number: 1 }, members: plan.members };
-    let mut change = Change::new(plan.basis.honoured, view);
+    let mut change = ViewChange::new(plan.basis.honoured, view);
     let is_asked = |id| !plan.blank.contains(id) && !left_out.contains(id);
     let asked = reached.iter().map(|one| one.replica).filter(|id| is_asked(*id));
     let stored = Members::new(asked).unwrap_or_default(); // there are no more replicas than a set can have
@@ -216,7 +216,7 @@ pub async fn open<E: OpeningEngine>(
         let waits_max = (!left_out.is_empty()).then_some(GRANT_WAITS_MAX);
         let granted = await_grant(engine, &change, &mut reached, waits_max).await;
         engine.ask_no_more();
-        granted.map_err(|error| blamed(engine, offenders, Part::Storing, error))?;
+        granted.map_err(|error| blamed(engine, offenders, AttemptPart::Storing, error))?;
         change.granted();
     }
     if plan.lost_writes {
@@ -285,7 +285,7 @@ fn with_unfit(none: &NoPlan) -> String {
 /// happens after `waits_max` calls.
 async fn await_grant<E: OpeningEngine>(
     engine: &mut E,
-    change: &Change,
+    change: &ViewChange,
     reached: &mut [Reached<E::Link>],
     waits_max: Option<u32>,
 ) -> Result<(), NotOpen<E::Stop>> {
@@ -314,7 +314,7 @@ async fn await_grant<E: OpeningEngine>(
 async fn bring_through<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
-    mut change: Change,
+    mut change: ViewChange,
     (asked, stamps): (Vec<Reached<E::Link>>, Vec<Option<u32>>),
     offenders: &mut Offenders,
 ) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
@@ -326,7 +326,7 @@ async fn bring_through<E: OpeningEngine>(
     for (one, answer) in engine.propose(asked, &proposal).await {
         match answer {
             Ok(sets) => {
-                offenders.did(one.replica, Part::Storing);
+                offenders.did(one.replica, AttemptPart::Storing);
                 change.stored(one.replica);
                 kept.extend(sets);
                 stored.push(one);
@@ -336,14 +336,14 @@ async fn bring_through<E: OpeningEngine>(
                 let reason = error.to_string();
                 engine.offended(one.replica, &reason);
                 refused.push(format!("{}: {reason}", one.replica));
-                offenders.failed(one.replica, Part::Storing, reason);
+                offenders.failed(one.replica, AttemptPart::Storing, reason);
             }
         }
     }
     if let Some(holder) = deposed_by {
         return Err(NotOpen::Deposed(holder));
     }
-    if change.progress() != Progress::Through || kept.len() != view.members.len() {
+    if change.progress() != ChangeProgress::Through || kept.len() != view.members.len() {
         return Err(NotOpen::aborted(format!("view {view} is not through: {}", refused.join("; "))));
     }
     let combined = combine_sets(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
@@ -352,7 +352,7 @@ async fn bring_through<E: OpeningEngine>(
     let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
     let runs = volume.replicas.iter().map(run).collect();
     let connected = engine.connect(stored, &proposal).await;
-    let connections = connected.map_err(|error| blamed(engine, offenders, Part::Connecting, error))?;
+    let connections = connected.map_err(|error| blamed(engine, offenders, AttemptPart::Connecting, error))?;
     let last_view = proposal.honoured.committed;
     Ok(Opened {
         view,
@@ -371,7 +371,7 @@ async fn bring_through<E: OpeningEngine>(
 fn blamed<E: OpeningEngine>(
     engine: &mut E,
     offenders: &mut Offenders,
-    part: Part,
+    part: AttemptPart,
     error: NotOpen<E::Stop>,
 ) -> NotOpen<E::Stop> {
     match error {

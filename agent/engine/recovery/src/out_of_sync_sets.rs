@@ -5,7 +5,7 @@ use shorthorn_views::{lacks_room, out_of_sync_sets_to_forget};
 use shorthorn_wire::Welcome;
 
 use crate::link::Link;
-use crate::serving::{Address, Peer, ServingEngine, members};
+use crate::serving::{Address, KnownPeer, ServingEngine, members};
 
 /// Has a replica forget the out-of-sync sets of `gone`.
 pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), L::Error> {
@@ -68,7 +68,7 @@ pub async fn give_up<E: ServingEngine>(engine: &E) -> Vec<(ReplicaId, E::Error)>
     let mut failed = Vec::new();
     let Some(view) = engine.look(|core| core.membership().view()) else { return failed };
     let known = ReplicaReport { committed: view, proposed: Vec::new() };
-    for (peer, Peer { replica, .. }) in members(engine).unwrap_or_default() {
+    for (peer, KnownPeer { replica, .. }) in members(engine).unwrap_or_default() {
         let member = Address { peer, replica };
         let asked = match engine.control(member).commit(view, &known).await {
             Ok(()) => engine.open_control(member).await.map(drop),

@@ -18,7 +18,7 @@ use self::error::describe;
 pub use self::source::Source;
 use crate::link::{Link, LinkError, regions_unless};
 use crate::offenders::BadSources;
-use crate::serving::{Address, Peer, ServingEngine, members};
+use crate::serving::{Address, KnownPeer, ServingEngine, members};
 
 /// The maximum number of attempts to report the end of a copy.
 const COPY_END_TRIES: u32 = 5;
@@ -31,7 +31,7 @@ pub const OTHER_RUN: &str = "the replica restarted during the attempt";
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
 /// The task that brings one replica back. Each replica has only one.
-pub trait RebuildTask {
+pub trait ReplicaRebuild {
     /// The engine that it belongs to.
     type Engine: ServingEngine;
 
@@ -73,7 +73,7 @@ pub trait RebuildTask {
     fn report_rebuilding(&self, missing_bytes: u64, is_copy: bool);
 }
 
-type Error<C> = <<C as RebuildTask>::Engine as ServingEngine>::Error;
+type Error<C> = <<C as ReplicaRebuild>::Engine as ServingEngine>::Error;
 
 /// The regions that a replica lacks before its rebuild.
 struct Lack {
@@ -89,7 +89,7 @@ struct Lack {
 ///
 /// # Errors
 /// [`RebuildError`]; the replica is not in the view, and the attempt can be made again.
-pub async fn rebuild<C: RebuildTask>(
+pub async fn rebuild<C: ReplicaRebuild>(
     rebuild_task: &C,
     bad_sources: &mut BadSources,
 ) -> Result<(), RebuildError<Error<C>>> {
@@ -109,7 +109,7 @@ pub async fn rebuild<C: RebuildTask>(
 }
 
 /// The state of one attempt. The replica may be given up at any time, and come back under another number.
-struct Attempt<'a, C: RebuildTask> {
+struct Attempt<'a, C: ReplicaRebuild> {
     rebuild_task: &'a C,
     engine: &'a C::Engine,
     me: PeerIndex,
@@ -117,8 +117,8 @@ struct Attempt<'a, C: RebuildTask> {
     bad_sources: &'a BadSources,
 }
 
-impl<C: RebuildTask> Attempt<'_, C> {
-    async fn run(&self, peer: &Peer) -> Result<(), RebuildError<Error<C>>> {
+impl<C: ReplicaRebuild> Attempt<'_, C> {
+    async fn run(&self, peer: &KnownPeer) -> Result<(), RebuildError<Error<C>>> {
         if !self.engine.is_disconnected(self.me) {
             return Err(RebuildError::NotYet("its previous connections are being closed"));
         }
@@ -172,7 +172,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
 
     /// Returns whether it lacks more than is counted, as its disk has not kept all that it had stored before
     /// it left.
-    fn was_restored(&self, peer: &Peer, welcome: &Welcome) -> Result<bool, RebuildError<Error<C>>> {
+    fn was_restored(&self, peer: &KnownPeer, welcome: &Welcome) -> Result<bool, RebuildError<Error<C>>> {
         let sent = self.look(|core| core.stamp_of(self.me))?;
         let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
         if is_restored {
@@ -223,7 +223,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
     /// member first if its former data does not count.
     async fn find_lack(
         &self,
-        peer: &Peer,
+        peer: &KnownPeer,
         welcome: &Welcome,
         remembers: bool,
     ) -> Result<Lack, RebuildError<Error<C>>> {
@@ -260,7 +260,7 @@ impl<C: RebuildTask> Attempt<'_, C> {
     fn sources(&self) -> Result<Vec<Source>, RebuildError<Error<C>>> {
         let members = members(self.engine).ok_or(RebuildError::Ended)?;
         self.look(|core| {
-            let source = |(index, peer): (PeerIndex, Peer)| {
+            let source = |(index, peer): (PeerIndex, KnownPeer)| {
                 let losses = core.membership().losses_of_member(index)?;
                 let has_failed = self.bad_sources.has_failed(peer.replica);
                 let address = Address { peer: index, replica: peer.replica };

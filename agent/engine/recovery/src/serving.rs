@@ -8,7 +8,7 @@ use crate::link::{Link, LinkError};
 
 /// The knowledge of one replica that is kept beside the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Peer {
+pub struct KnownPeer {
     /// The id of the replica.
     pub replica: ReplicaId,
     /// True if it is on the host of the engine.
@@ -49,7 +49,7 @@ pub trait ServingEngine {
         Self: 'a;
 
     /// Returns all replicas that the volume is to have, with their numbers.
-    fn peers(&self) -> Vec<(PeerIndex, Peer)>;
+    fn peers(&self) -> Vec<(PeerIndex, KnownPeer)>;
 
     /// Records whether members and core know all that a replica has missed, if the volume still has it.
     fn set_complete(&self, of: Address, is_complete: bool);
@@ -79,12 +79,12 @@ pub trait ServingEngine {
     async fn open_control(&self, to: Address) -> Result<Welcome, Self::Error>;
 
     /// Returns replica number `peer`, unless it was given up.
-    fn peer(&self, peer: PeerIndex) -> Option<Peer> {
+    fn peer(&self, peer: PeerIndex) -> Option<KnownPeer> {
         self.peers().into_iter().find(|(index, _)| *index == peer).map(|(_, peer)| peer)
     }
 
     /// Returns a replica with its number, unless it was given up.
-    fn find(&self, replica: ReplicaId) -> Option<(PeerIndex, Peer)> {
+    fn find(&self, replica: ReplicaId) -> Option<(PeerIndex, KnownPeer)> {
         self.peers().into_iter().find(|(_, peer)| peer.replica == replica)
     }
 
@@ -95,7 +95,7 @@ pub trait ServingEngine {
 }
 
 /// Returns the replicas in the view with their numbers, those on this host first.
-pub fn members(engine: &impl ServingEngine) -> Option<Vec<(PeerIndex, Peer)>> {
+pub fn members(engine: &impl ServingEngine) -> Option<Vec<(PeerIndex, KnownPeer)>> {
     let view = engine.look(|core| core.membership().view())?;
     let mut members = engine.peers();
     members.retain(|(_, peer)| view.members.contains(peer.replica));

@@ -15,7 +15,7 @@ use shorthorn_recovery::{
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
+use shorthorn_views::{ViewChange, FencedReplica, KeptSets, NoPlan, StartPlan};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
 
 const SIZE_BYTES: u64 = 16 << 20;
@@ -160,7 +160,7 @@ impl OpeningEngine for Engine {
         true
     }
 
-    fn ask_arbiter(&mut self, _: &Change, _: Members) {
+    fn ask_arbiter(&mut self, _: &ViewChange, _: Members) {
         self.called("ask");
     }
 

@@ -11,7 +11,7 @@ use shorthorn_core::{
     PeerState,
 };
 use shorthorn_recovery::{
-    Address, BadSources, Link, LinkError, Peer, PendingView, RebuildError, RebuildTask, ServingEngine, Source,
+    Address, BadSources, Link, LinkError, KnownPeer, PendingView, RebuildError, ReplicaRebuild, ServingEngine, Source,
 };
 use shorthorn_types::{
     Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -90,7 +90,7 @@ enum Moment {
 /// An engine with replicas 1 and 4 in the view, and replica 2 away.
 struct Engine {
     core: RefCell<EngineCore>,
-    peers: RefCell<Vec<Peer>>,
+    peers: RefCell<Vec<KnownPeer>>,
     outputs: RefCell<Outputs>,
     moment: Moment,
     /// The rebuild task has to end, and sets of regions have two pages.
@@ -108,14 +108,14 @@ struct Engine {
 impl Engine {
     /// Creates an engine. `is_complete`: all that replica 2 has missed is known.
     fn new(moment: Moment, is_complete: bool) -> Engine {
-        let peer = |number: u64, is_local, is_complete| Peer {
+        let peer = |number: u64, is_local, is_complete| KnownPeer {
             replica: id(number),
             is_local,
             is_complete,
             last_view: Some(view(&[1, 2, 4])),
         };
         let peers = vec![peer(1, true, true), peer(2, false, is_complete), peer(4, false, true)];
-        let config = |peer: &Peer| PeerConfig { replica: peer.replica, local: peer.is_local };
+        let config = |peer: &KnownPeer| PeerConfig { replica: peer.replica, local: peer.is_local };
         let nothing = RegionSet::empty(Regions::of(SIZE_BYTES).count());
         let core = EngineCore::new(&CoreConfig {
             queues: 1,
@@ -160,7 +160,7 @@ impl Engine {
             let lost = Event::Lost { peer: 0, reason: "the test wants it".to_owned() };
             self.core.borrow_mut().apply(lost, &mut self.outputs.borrow_mut());
         } else {
-            let new = Peer { replica: id(3), is_local: false, is_complete: false, last_view: None };
+            let new = KnownPeer { replica: id(3), is_local: false, is_complete: false, last_view: None };
             self.peers.borrow_mut()[usize::from(AWAY)] = new;
             let (mut core, mut outputs) = (self.core.borrow_mut(), self.outputs.borrow_mut());
             core.apply(Event::Forget { peer: AWAY }, &mut outputs);
@@ -174,7 +174,7 @@ impl ServingEngine for Engine {
     type Error = Gone;
     type Control<'a> = Control<'a>;
 
-    fn peers(&self) -> Vec<(PeerIndex, Peer)> {
+    fn peers(&self) -> Vec<(PeerIndex, KnownPeer)> {
         (0..).zip(self.peers.borrow().iter().copied()).collect()
     }
 
@@ -301,7 +301,7 @@ impl Link for Control<'_> {
     }
 }
 
-impl RebuildTask for &Engine {
+impl ReplicaRebuild for &Engine {
     type Engine = Engine;
 
     fn engine(&self) -> &Engine {

@@ -8,7 +8,7 @@ use shorthorn_tls::{EngineTls, RECORD_HEADER_BYTES, TlsError, prepare_kernel};
 use shorthorn_wire::{Challenge, HEADER_BYTES, Header, Opcode, Refusal, decode_text};
 use thiserror::Error;
 
-use super::{ConnectError, Connection, Stream};
+use super::{ConnectError, ReplicaConnection, Stream};
 
 /// The reason why a connection was not encrypted. Nothing of the volume has been sent.
 #[derive(Debug, Error)]
@@ -26,7 +26,7 @@ pub enum EncryptionError {
     Declined(String),
 }
 
-impl Connection {
+impl ReplicaConnection {
     /// Has the connection encrypted before the hello, unless it is a Unix socket, which does not leave the
     /// host.
     pub fn require_encryption(&mut self, is_required: bool) {
@@ -75,7 +75,7 @@ impl Connection {
 }
 
 /// The connection, with the limits of a step for each read and write. A read fills the buffer.
-struct InTime<'a>(&'a mut Connection);
+struct InTime<'a>(&'a mut ReplicaConnection);
 
 impl Read for InTime<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {

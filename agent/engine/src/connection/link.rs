@@ -9,7 +9,7 @@ use shorthorn_wire::{
     RegionsQuery, ReplicaReport, ViewMessage,
 };
 
-use super::{ConnectError, Connection};
+use super::{ConnectError, ReplicaConnection};
 
 /// The time limit for all pages of a set of regions together, at most some hundred. A replica answers each
 /// page from memory.
@@ -41,7 +41,7 @@ impl LinkError for ConnectError {
 }
 
 /// Each of these blocks until the answer has arrived, or its time is over.
-impl Link for Connection {
+impl Link for ReplicaConnection {
     type Error = ConnectError;
 
     async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {

@@ -11,9 +11,9 @@ use super::*;
 /// Far more than anything takes.
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn pair(timeout: Duration) -> (Connection, UnixStream) {
+fn pair(timeout: Duration) -> (ReplicaConnection, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    (Connection::new(Stream::Unix(ours), timeout).unwrap(), theirs)
+    (ReplicaConnection::new(Stream::Unix(ours), timeout).unwrap(), theirs)
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn the_wait_for_a_listener_that_accepts_no_connection_is_bounded() {
 }
 
 /// Answers one request with `text`.
-fn answer_with(text: &(impl Serialize + Sync)) -> Connection {
+fn answer_with(text: &(impl Serialize + Sync)) -> ReplicaConnection {
     let (mut connection, mut theirs) = pair(LIMIT);
     let nonces = (CHALLENGE.nonce, Nonce::new([6; 32]));
     connection.session = Some(Session::of_engine(&SECRET, nonces.0, nonces.1, &claim()));
@@ -241,10 +241,10 @@ fn an_answer_in_two_parts_leaves_the_time_for_the_next() {
 }
 
 /// Returns a connection over TCP that has to encrypt, and the socket of the replica.
-fn encrypting() -> (Connection, TcpStream) {
+fn encrypting() -> (ReplicaConnection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());
-    let mut connection = Connection::open(&address, LIMIT).unwrap();
+    let mut connection = ReplicaConnection::open(&address, LIMIT).unwrap();
     connection.require_encryption(true);
     (connection, listener.accept().unwrap().0)
 }

@@ -7,7 +7,7 @@ use shorthorn_core::PeerIndex;
 use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use crate::connection::Connection;
+use crate::connection::ReplicaConnection;
 use crate::shared::lock;
 
 /// The age at which an unused connection is replaced. A replica closes a connection that is silent for a
@@ -29,13 +29,13 @@ impl ControlConnections {
 #[derive(Debug)]
 pub struct ControlConnection {
     replica: ReplicaId,
-    pub connection: Connection,
+    pub connection: ReplicaConnection,
     used: Instant,
 }
 
 impl ControlConnection {
     /// Returns the connection that was just opened to `replica`.
-    pub fn new(replica: ReplicaId, connection: Connection) -> ControlConnection {
+    pub fn new(replica: ReplicaId, connection: ReplicaConnection) -> ControlConnection {
         ControlConnection { replica, connection, used: Instant::now() }
     }
 

@@ -11,7 +11,7 @@ use shorthorn_wire::{
 
 use super::control_connections::ControlConnection;
 use super::{EngineContext, Peer};
-use crate::connection::{ConnectError, Connection, finish};
+use crate::connection::{ConnectError, ReplicaConnection, finish};
 
 /// The time limit of an answer over a control connection. Syncing a layer, or reading the extents of a large
 /// one, takes longer than a request.
@@ -38,7 +38,7 @@ impl EngineContext {
     pub fn with_control<T>(
         &self,
         to: Address,
-        ask: impl FnOnce(&mut Connection) -> Result<T, ConnectError>,
+        ask: impl FnOnce(&mut ReplicaConnection) -> Result<T, ConnectError>,
     ) -> Result<T, ConnectError> {
         let mut slot = self.control_connections.of(to.peer);
         self.find_at(to)?;
@@ -59,7 +59,7 @@ impl EngineContext {
     pub fn with_control_of<T>(
         &self,
         peer: PeerIndex,
-        ask: impl FnOnce(&mut Connection) -> Result<T, ConnectError>,
+        ask: impl FnOnce(&mut ReplicaConnection) -> Result<T, ConnectError>,
     ) -> Result<T, ConnectError> {
         let known = self.known_peer(peer).ok_or(ConnectError::GivenUp)?;
         self.with_control(Address { peer, replica: known.endpoint.replica }, ask)
@@ -151,7 +151,7 @@ impl Link for ControlLink<'_> {
     }
 }
 
-fn set_limit(connection: &mut Connection, limit: Duration) -> Result<(), ConnectError> {
+fn set_limit(connection: &mut ReplicaConnection, limit: Duration) -> Result<(), ConnectError> {
     let set = connection.set_timeout(Some(limit));
     set.map_err(|source| ConnectError::Io { action: "set a time-out".to_owned(), source })
 }

@@ -34,7 +34,7 @@ fn session() -> Session {
 }
 
 struct Bench {
-    link: Link,
+    link: QueueLink,
     replica: UnixStream,
     session: Session,
     ring: Ring,
@@ -52,7 +52,7 @@ impl Bench {
         let (ours, replica) = UnixStream::pair().unwrap();
         replica.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut bench = Bench {
-            link: Link::new(1, 0, GENERATION, slots),
+            link: QueueLink::new(1, 0, GENERATION, slots),
             replica,
             session: session(),
             ring: Ring::new(8).unwrap(),

@@ -9,7 +9,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList, WireLayer};
 
 use super::{RebuildError, RebuildTask};
-use crate::connection::{ConnectError, Connection};
+use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::RebuildProgress;
 use crate::pacer::{Pacer, piece_bytes};
 
@@ -86,7 +86,7 @@ impl RebuildTask {
         while let Some(from_bytes) = from {
             self.check_commands()?;
             let query = ExtentsQuery { layer: number, from_bytes };
-            let list = |control: &mut Connection| control.list_extents(query, || size_bytes);
+            let list = |control: &mut ReplicaConnection| control.list_extents(query, || size_bytes);
             let page = self.context.with_control(source.address, list);
             let page = page
                 .map_err(RebuildError::while_reading(source, "asking a member for the extents of a layer"))?;
@@ -213,7 +213,7 @@ impl RebuildTask {
         for (layer, WireLayer { size_bytes, .. }) in list.layers[..=number].iter().enumerate().rev() {
             let layer = u32::try_from(layer).unwrap_or(u32::MAX);
             let query = ExtentsQuery { layer, from_bytes: at };
-            let ask = |control: &mut Connection| control.list_extents(query, || *size_bytes);
+            let ask = |control: &mut ReplicaConnection| control.list_extents(query, || *size_bytes);
             let page = context.with_control(other.address, ask)?;
             let has_block = |extent: &Extent| {
                 extent.offset_bytes <= at && at < extent.offset_bytes.saturating_add(extent.length_bytes)

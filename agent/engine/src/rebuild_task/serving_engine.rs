@@ -22,8 +22,8 @@ impl ServingEngine for EngineContext {
     type Error = ConnectError;
     type Control<'a> = ControlLink<'a>;
 
-    fn peers(&self) -> Vec<(PeerIndex, shorthorn_recovery::Peer)> {
-        let known = |peer: context::Peer| shorthorn_recovery::Peer {
+    fn peers(&self) -> Vec<(PeerIndex, shorthorn_recovery::KnownPeer)> {
+        let known = |peer: context::Peer| shorthorn_recovery::KnownPeer {
             replica: peer.endpoint.replica,
             is_local: peer.endpoint.local,
             is_complete: peer.is_complete,
@@ -69,7 +69,7 @@ impl ServingEngine for EngineContext {
     }
 }
 
-impl shorthorn_recovery::RebuildTask for RebuildTask {
+impl shorthorn_recovery::ReplicaRebuild for RebuildTask {
     type Engine = EngineContext;
 
     fn engine(&self) -> &EngineContext {

@@ -6,7 +6,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
 
 use super::{Layer, Scrubber};
-use crate::connection::{ConnectError, Connection};
+use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::Done;
 
 const BLOCK: usize = 4096;
@@ -140,7 +140,7 @@ impl Scrubber {
         while let Some(from_bytes) = from.filter(|from| *from < piece.end()) {
             let query = ExtentsQuery { layer, from_bytes };
             let size_bytes = || self.context.connector.size_bytes();
-            let list = |control: &mut Connection| control.list_extents(query, size_bytes);
+            let list = |control: &mut ReplicaConnection| control.list_extents(query, size_bytes);
             let page = self.context.with_control_of(peer, list)?;
             for extent in &page.extents {
                 let end = extent.offset_bytes.saturating_add(extent.length_bytes).min(piece.end());

@@ -16,7 +16,7 @@ use shorthorn_types::{ByteRange, Errno};
 
 use super::channel::Channel;
 use super::protocol::{self, FIXED_BYTES, FuseOperation, FuseRequest, Reply};
-use crate::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE};
+use crate::{QueueFrontend, QueueIo, Quiesced, RefusedRequest, SOURCE};
 
 /// The only completion of this frontend: the descriptor is readable.
 const READABLE: Token = Token { source: SOURCE, kind: 0, index: 0, tag: 0 };
@@ -236,7 +236,7 @@ impl QueueFrontend for FuseQueue {
 enum Step {
     Volume(Operation, ByteRange, Pending),
     Answer(Reply),
-    Refuse(Refusal),
+    Refuse(RefusedRequest),
     Nothing,
 }
 
@@ -307,7 +307,7 @@ fn zeroes(pending: Pending, (offset_bytes, length_bytes): (u64, u64), mode: u32,
 }
 
 fn refuse(operation: Operation, offset_bytes: u64, length_bytes: u64, errno: Errno) -> Step {
-    Step::Refuse(Refusal { operation: Some(operation), offset_bytes, length_bytes, errno })
+    Step::Refuse(RefusedRequest { operation: Some(operation), offset_bytes, length_bytes, errno })
 }
 
 /// Returns the range if it is in the volume and made of sectors.

@@ -6,9 +6,9 @@ use shorthorn_types::ByteRange;
 
 use super::command::{Commands, Part};
 use super::protocol::{CommandKind, NbdError, RequestHeader};
-use crate::{QueueIo, Refusal};
+use crate::{QueueIo, RefusedRequest};
 
-pub(super) fn refusal(header: &RequestHeader, error: NbdError) -> Refusal {
+pub(super) fn refusal(header: &RequestHeader, error: NbdError) -> RefusedRequest {
     let fua = header.fua();
     let operation = match header.kind {
         CommandKind::Read => Some(Operation::Read),
@@ -19,7 +19,7 @@ pub(super) fn refusal(header: &RequestHeader, error: NbdError) -> Refusal {
         CommandKind::Disconnect | CommandKind::Unknown(_) => None,
     };
     let (offset_bytes, length_bytes) = (header.offset_bytes, header.length_bytes.into());
-    Refusal { operation, offset_bytes, length_bytes, errno: error.errno() }
+    RefusedRequest { operation, offset_bytes, length_bytes, errno: error.errno() }
 }
 
 pub(super) fn buffer(io: &QueueIo<'_>, slot: u16, part: Part) -> IoBuf {

@@ -17,7 +17,7 @@ use shorthorn_types::{ByteRange, Errno};
 use super::abi::{self, IoCommand, IoDescriptor};
 use super::fetching::{Fetching, cannot_map};
 use super::privilege;
-use crate::{QueueFrontend, QueueIo, Quiesced, Refusal, SOURCE, kernel_release};
+use crate::{QueueFrontend, QueueIo, Quiesced, RefusedRequest, SOURCE, kernel_release};
 
 /// A queue: tag N of the driver is slot N.
 ///
@@ -271,8 +271,8 @@ fn operation_of(descriptor: IoDescriptor) -> Option<Operation> {
     }
 }
 
-fn refusal(descriptor: IoDescriptor, errno: Errno) -> Refusal {
-    Refusal {
+fn refusal(descriptor: IoDescriptor, errno: Errno) -> RefusedRequest {
+    RefusedRequest {
         operation: operation_of(descriptor),
         offset_bytes: descriptor.start_sector.saturating_mul(SECTOR_BYTES),
         length_bytes: u64::from(descriptor.sectors) * SECTOR_BYTES,
@@ -373,7 +373,7 @@ mod tests {
     fn a_refusal_says_what_was_asked_for() {
         let (operation, errno) = (Some(Operation::Write { fua: true }), Errno::INVALID);
         let too_long = refusal(descriptor(abi::IO_OP_WRITE | abi::IO_F_FUA, 8, 4096), errno);
-        assert_eq!(too_long, Refusal { operation, offset_bytes: 4096, length_bytes: 2 << 20, errno });
+        assert_eq!(too_long, RefusedRequest { operation, offset_bytes: 4096, length_bytes: 2 << 20, errno });
         let unknown = refusal(descriptor(4, u64::MAX, 1), Errno::NOT_SUPPORTED);
         assert_eq!((unknown.operation, unknown.offset_bytes), (None, u64::MAX));
     }

@@ -23,7 +23,7 @@ pub struct FileRef {
 /// The operation in progress.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "operation", rename_all = "kebab-case")]
-pub enum Intent {
+pub enum OperationIntent {
     /// Another head takes over, when `volume.meta` names it: snapshot and revert.
     ReplaceHead {
         /// The head until then.
@@ -57,12 +57,12 @@ pub enum Intent {
     },
 }
 
-impl Intent {
+impl OperationIntent {
     /// Reads the intent file.
     ///
     /// # Errors
     /// [`ChainError::Document`].
-    pub fn parse(bytes: &[u8]) -> Result<Intent, ChainError> {
+    pub fn parse(bytes: &[u8]) -> Result<OperationIntent, ChainError> {
         serde_json::from_slice(bytes)
             .map_err(|error| ChainError::Document { name: INTENT_FILE.to_owned(), reason: error.to_string() })
     }

@@ -42,7 +42,7 @@ pub use document::{DiskMeta, VolumeMeta};
 pub use error::ChainError;
 pub use extents::{ExtentSource, FileIndex};
 pub use facts::{DirectoryFacts, ImageFacts, MetaFacts};
-pub use intent::{FileRef, Intent};
+pub use intent::{FileRef, OperationIntent};
 pub use layout::{Disk, Layout};
 pub use limits::{MAX_LAYERS, WINDOW_BYTES, memory_limit_bytes};
 pub use names::{

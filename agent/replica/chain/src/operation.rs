@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
-use crate::intent::{FileRef, Intent};
+use crate::intent::{FileRef, OperationIntent};
 use crate::layout::{Disk, Layout, check_size};
 use crate::limits::MAX_LAYERS;
 use crate::names::{INTENT_FILE, ImageName, SnapshotName, VOLUME_META};
@@ -110,7 +110,7 @@ impl Layout {
         disk.size_bytes = size_bytes;
         disk.meta.set_bytes_below(size_bytes, below_bytes);
         let head_ref = FileRef { name: head.to_string(), inode: disk.inode };
-        let mut steps = record_intent(&Intent::Expand { head: head_ref, size_bytes });
+        let mut steps = record_intent(&OperationIntent::Expand { head: head_ref, size_bytes });
         steps.extend(expand_steps(&head, size_bytes, disk.meta.to_bytes()));
         steps.extend(after.volume_steps());
         steps.extend(remove_intent());
@@ -137,7 +137,7 @@ impl Layout {
         disk.meta.set_bytes_below(size_bytes, below_bytes);
         snapshot.as_str().clone_into(&mut disk.meta.name);
 
-        let intent = Intent::ReplaceHead {
+        let intent = OperationIntent::ReplaceHead {
             old_head: FileRef { name: old.to_string(), inode: disk.inode },
             new_head: head.to_string(),
             snapshot: Some(snapshot.to_string()),
@@ -176,7 +176,7 @@ impl Layout {
         }
         let mut after = self.clone();
         let disk = after.disks.remove(&old).ok_or_else(|| missing(&old))?;
-        let intent = Intent::ReplaceHead {
+        let intent = OperationIntent::ReplaceHead {
             old_head: FileRef { name: old.to_string(), inode: disk.inode },
             new_head: head.to_string(),
             snapshot: None,
@@ -243,7 +243,7 @@ impl Layout {
     }
 
     fn delete(&self, image: &ImageName, disk: &Disk) -> Operation {
-        let intent = Intent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
+        let intent = OperationIntent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
         let mut steps = record_intent(&intent);
         steps.extend(unlink_image(image));
         steps.push(FileStep::Unlink { name: image.checksum_name() });
@@ -261,7 +261,7 @@ impl Layout {
             FileStep::Fold { from: child.clone(), into: parent.clone() },
             FileStep::SyncFile { name: parent.to_string() },
         ];
-        let intent = Intent::Fold {
+        let intent = OperationIntent::Fold {
             parent: FileRef { name: parent.to_string(), inode: disk.inode },
             child: FileRef { name: child.to_string(), inode: upper.inode },
             grandparent: disk.meta.parent.clone(),
@@ -346,7 +346,7 @@ fn unlink_image(image: &ImageName) -> [FileStep; 2] {
     [FileStep::Unlink { name: image.to_string() }, FileStep::Unlink { name: image.meta_name() }]
 }
 
-fn record_intent(intent: &Intent) -> Vec<FileStep> {
+fn record_intent(intent: &OperationIntent) -> Vec<FileStep> {
     let mut steps = document_steps(INTENT_FILE, intent.to_bytes());
     steps.push(FileStep::SyncDirectory);
     steps

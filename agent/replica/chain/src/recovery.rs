@@ -1,8 +1,8 @@
 //! Derives the layout of a directory from its files, and finishes or reverts interrupted operations.
 //!
-//! Shorthorn's own operations leave an intent file ([`Intent`]), so that recovery does not guess. Longhorn
-//! leaves none. Its remains are repaired if only one reading is possible, and left alone if data would have
-//! to be discarded. They are refused if the chain depends on a guess.
+//! Shorthorn's own operations leave an intent file ([`OperationIntent`]), so that recovery does not guess.
+//! Longhorn leaves none. Its remains are repaired if only one reading is possible, and left alone if data
+//! would have to be discarded. They are refused if the chain depends on a guess.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::checks::Checks;
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
 use crate::facts::{DirectoryFacts, ImageFacts, MetaFacts};
-use crate::intent::{FileRef, Intent};
+use crate::intent::{FileRef, OperationIntent};
 use crate::layout::{Layout, head_of};
 use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
 use crate::operation::expand_steps;
@@ -37,7 +37,7 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
     }
     let volume = VolumeMeta::parse(facts.volume_meta.as_deref().ok_or(ChainError::NoVolumeMeta)?)?;
     let head = head_of(&volume)?;
-    let intent = facts.intent.as_deref().map(Intent::parse).transpose()?;
+    let intent = facts.intent.as_deref().map(OperationIntent::parse).transpose()?;
     let mut work = Work {
         head,
         volume,
@@ -91,16 +91,16 @@ impl Work {
         Ok(Recovery { layout, steps: self.steps, messages: self.messages })
     }
 
-    fn recover(&mut self, intent: &Intent) -> Result<(), ChainError> {
+    fn recover(&mut self, intent: &OperationIntent) -> Result<(), ChainError> {
         match intent {
-            Intent::ReplaceHead { old_head, new_head, snapshot } => {
+            OperationIntent::ReplaceHead { old_head, new_head, snapshot } => {
                 let snapshot = snapshot.as_deref().and_then(ImageName::parse);
                 self.recover_head_change(old_head, new_head, snapshot);
                 Ok(())
             }
-            Intent::Expand { head, size_bytes } => self.recover_expansion(head, *size_bytes),
-            Intent::Fold { parent, child, grandparent } => self.recover_fold(parent, child, grandparent),
-            Intent::Delete { image } => {
+            OperationIntent::Expand { head, size_bytes } => self.recover_expansion(head, *size_bytes),
+            OperationIntent::Fold { parent, child, grandparent } => self.recover_fold(parent, child, grandparent),
+            OperationIntent::Delete { image } => {
                 self.recover_delete(image);
                 Ok(())
             }

@@ -5,7 +5,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use shorthorn_chain::{
-    DiskMeta, FileRef, ImageName, Intent, VolumeMeta, classify, with_check, without_check,
+    DiskMeta, FileRef, ImageName, OperationIntent, VolumeMeta, classify, with_check, without_check,
 };
 
 const VOLUME: &str = "{\"Size\":67108864,\"Head\":\"volume-head-002.img\",\"Dirty\":false,\"Rebuilding\":true,\"Error\":\"\",\
@@ -17,8 +17,8 @@ const DISK: &str = "{\"Name\":\"volume-head-001.img\",\"Parent\":\"volume-snap-s
 fn documents() -> Vec<Vec<u8>> {
     let file = |name: &str| FileRef { name: name.to_owned(), inode: 7 };
     let intents = [
-        Intent::Expand { head: file("volume-head-001.img"), size_bytes: 8192 },
-        Intent::Delete { image: file("volume-snap-a.img") },
+        OperationIntent::Expand { head: file("volume-head-001.img"), size_bytes: 8192 },
+        OperationIntent::Delete { image: file("volume-snap-a.img") },
     ];
     let all = [VOLUME, DISK].map(|text| text.as_bytes().to_vec()).into_iter();
     all.chain(intents.map(|intent| intent.to_bytes())).collect()
@@ -79,8 +79,8 @@ fn check_every_kind(bytes: &[u8]) -> usize {
         let _ = disk.below_bytes();
         accepted += 1;
     }
-    if let Ok(intent) = Intent::parse(bytes) {
-        assert_eq!(Intent::parse(&intent.to_bytes()).unwrap(), intent);
+    if let Ok(intent) = OperationIntent::parse(bytes) {
+        assert_eq!(OperationIntent::parse(&intent.to_bytes()).unwrap(), intent);
         accepted += 1;
     }
     accepted
@@ -91,7 +91,7 @@ fn each_document_is_accepted_as_it_is() {
     for document in documents() {
         assert!(check_every_kind(&document) > 0, "{}", String::from_utf8_lossy(&document));
     }
-    let intents = documents().into_iter().skip(2).filter(|document| Intent::parse(document).is_ok());
+    let intents = documents().into_iter().skip(2).filter(|document| OperationIntent::parse(document).is_ok());
     assert_eq!(intents.count(), 2);
 }
 

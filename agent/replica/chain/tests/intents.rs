@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use shorthorn_chain::{
-    Checks, DirectoryFacts, DiskMeta, FileRef, FileStep, ImageFacts, ImageName, Intent, MetaFacts,
+    Checks, DirectoryFacts, DiskMeta, FileRef, FileStep, ImageFacts, ImageName, OperationIntent, MetaFacts,
     VolumeMeta, recover,
 };
 
@@ -16,7 +16,7 @@ fn image(name: &str) -> ImageName {
 }
 
 /// Returns `volume-head-005.img` on `volume-snap-b.img` on `volume-snap-a.img`, and an intent file.
-fn directory(intent: &Intent) -> DirectoryFacts {
+fn directory(intent: &OperationIntent) -> DirectoryFacts {
     let volume = VolumeMeta {
         size: i64::try_from(SIZE_BYTES).unwrap(),
         head: "volume-head-005.img".to_owned(),
@@ -47,7 +47,7 @@ fn file(name: &str, inode: u64) -> FileRef {
 }
 
 /// Checks that the recovery removes only the intent file itself.
-fn does_no_harm(intent: &Intent) {
+fn does_no_harm(intent: &OperationIntent) {
     let recovery = recover(directory(intent), &Checks::default()).unwrap();
     let unlinked: BTreeMap<_, _> = recovery
         .steps
@@ -65,7 +65,7 @@ fn does_no_harm(intent: &Intent) {
 #[test]
 fn files_that_are_others_by_now_are_left_alone() {
     let other = 77;
-    let head = |old, new: &str, snapshot: Option<&str>| Intent::ReplaceHead {
+    let head = |old, new: &str, snapshot: Option<&str>| OperationIntent::ReplaceHead {
         old_head: old,
         new_head: new.to_owned(),
         snapshot: snapshot.map(str::to_owned),
@@ -76,8 +76,8 @@ fn files_that_are_others_by_now_are_left_alone() {
     does_no_harm(&head(file("volume-head-005.img", other), "volume-head-006.img", Some("volume-snap-b.img")));
     // The new head is in use, and the snapshot's name is in use too.
     does_no_harm(&head(file("volume-snap-b.img", other), "volume-head-005.img", None));
-    does_no_harm(&Intent::Delete { image: file("volume-snap-a.img", other) });
-    let fold = |parent, child| Intent::Fold { parent, child, grandparent: "volume-snap-z.img".to_owned() };
+    does_no_harm(&OperationIntent::Delete { image: file("volume-snap-a.img", other) });
+    let fold = |parent, child| OperationIntent::Fold { parent, child, grandparent: "volume-snap-z.img".to_owned() };
     // Not renamed yet.
     does_no_harm(&fold(file("volume-snap-a.img", 1), file("volume-snap-b.img", 2)));
     // The parent is gone, but the child is not the result of its fold.
@@ -89,7 +89,7 @@ fn files_that_are_others_by_now_are_left_alone() {
 
 #[test]
 fn a_fold_that_was_renamed_is_finished() {
-    let fold = Intent::Fold {
+    let fold = OperationIntent::Fold {
         parent: file("volume-snap-gone.img", 2),
         child: file("volume-snap-b.img", 9),
         grandparent: "volume-snap-a.img".to_owned(),
@@ -109,7 +109,7 @@ fn a_fold_that_was_renamed_is_finished() {
 /// The parent's file was lost before it took the child's name: that is not a finished fold.
 #[test]
 fn a_fold_whose_parent_was_lost_is_refused() {
-    let fold = Intent::Fold {
+    let fold = OperationIntent::Fold {
         parent: file("volume-snap-gone.img", 77),
         child: file("volume-snap-b.img", 2),
         grandparent: "volume-snap-a.img".to_owned(),
@@ -123,7 +123,7 @@ fn a_fold_whose_parent_was_lost_is_refused() {
 
 #[test]
 fn a_damaged_intent_is_refused() {
-    let mut facts = directory(&Intent::Delete { image: file("volume-snap-a.img", 1) });
+    let mut facts = directory(&OperationIntent::Delete { image: file("volume-snap-a.img", 1) });
     facts.intent = Some(b"{\"operation\":\"dance\"}".to_vec());
     let error = recover(facts, &Checks::default()).unwrap_err().to_string();
     assert!(error.contains("shorthorn.operation is damaged"), "{error}");

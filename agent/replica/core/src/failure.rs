@@ -34,7 +34,7 @@ pub enum RecordOutcome {
 
 /// The reason why the replica serves nothing any more.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub struct ReplicaFailure {
     /// A description of the failure.
     pub message: String,
     /// The number of failures in a row, this one included.
@@ -45,7 +45,7 @@ pub struct Failure {
     pub is_asked_for: bool,
 }
 
-impl Failure {
+impl ReplicaFailure {
     /// Returns the time after the failure at which the process ends, or later if engines are still connected
     /// then. None: it must not end.
     #[must_use]
@@ -62,7 +62,7 @@ impl Failure {
     /// Returns a message about the failure and the future of the process, for people.
     #[must_use]
     pub fn outlook(&self) -> String {
-        let Failure { message, in_a_row, .. } = self;
+        let ReplicaFailure { message, in_a_row, .. } = self;
         let times = if *in_a_row > 1 { format!(" (failure {in_a_row} in a row)") } else { String::new() };
         match self.pause_before_end() {
             Some(Duration::ZERO) => format!(
@@ -85,10 +85,10 @@ mod tests {
     use super::*;
 
     fn pause_s(in_a_row: u32, recorded: RecordOutcome) -> Option<u64> {
-        pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: false })
+        pause_s_of(&ReplicaFailure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: false })
     }
 
-    fn pause_s_of(failure: &Failure) -> Option<u64> {
+    fn pause_s_of(failure: &ReplicaFailure) -> Option<u64> {
         failure.pause_before_end().map(|pause| pause.as_secs())
     }
 
@@ -110,7 +110,7 @@ mod tests {
     #[test]
     fn an_engine_that_comes_later_does_not_wait_for_long() {
         let asked = |in_a_row, recorded| {
-            pause_s_of(&Failure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: true })
+            pause_s_of(&ReplicaFailure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: true })
         };
         assert_eq!(
             [1, 2, 9].map(|times| asked(times, RecordOutcome::Counted)),

@@ -5,9 +5,9 @@
 //!   becomes durable have an order, and a failed one has consequences. The shell performs each step
 //!   ([`Disk`]).
 //! - [`KnownRot`]: which blocks hold rot, while and after requests modify them.
-//! - [`Failure`]: when the process of a replica that has failed ends.
+//! - [`ReplicaFailure`]: when the process of a replica that has failed ends.
 //! - [`revision_counter`]: the number by which Longhorn sees how new a replica is.
-//! - [`Waiting`]: requests that wait until regions are recorded.
+//! - [`WaitingRequests`]: requests that wait until regions are recorded.
 #![forbid(unsafe_code)]
 
 mod admission;
@@ -20,10 +20,10 @@ mod steps;
 mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, RefusalReason, Superseded};
-pub use failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
+pub use failure::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, RecordOutcome};
 pub use known_rot::{AboutHole, After, KnownRot, RotLimits};
 pub use revision::revision_counter;
 pub use start::{Started, StoredFiles, SumsFound};
 pub use state::ReplicaState;
 pub use steps::{Denied, Disk, DurableStep, Fault, is_final};
-pub use waiting::{PageEnd, Waiter, Waiting};
+pub use waiting::{PageEnd, Waiter, WaitingRequests};

@@ -6,14 +6,14 @@ use shorthorn_regions::{Marked, NewSet, SetKey, Ticket, WriteIntentLog};
 use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Fence, ReplicaViews};
 
-use crate::failure::{FAILURES_FORGIVEN_AFTER, Failure, RecordOutcome};
+use crate::failure::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, RecordOutcome};
 use crate::steps::{Denied, Disk, DurableStep, Fault, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///
 /// A step that has failed for lack of space or memory has changed nothing. After any other error the content
 /// of the disk is unknown. The replica has failed, and the shell answers every request with an error until
-/// the process ends: see [`Failure`].
+/// the process ends: see [`ReplicaFailure`].
 #[derive(Debug)]
 pub struct ReplicaState {
     pub(crate) me: ReplicaId,
@@ -27,7 +27,7 @@ pub struct ReplicaState {
     pub(crate) may_be_left_recorded: bool,
     /// The number of earlier failures in a row.
     pub(crate) failures: u32,
-    pub(crate) failure: Option<Failure>,
+    pub(crate) failure: Option<ReplicaFailure>,
 }
 
 impl ReplicaState {
@@ -56,7 +56,7 @@ impl ReplicaState {
 
     /// Returns the failure after which the replica serves nothing, if any.
     #[must_use]
-    pub fn failure(&self) -> Option<&Failure> {
+    pub fn failure(&self) -> Option<&ReplicaFailure> {
         self.failure.as_ref()
     }
 
@@ -76,13 +76,13 @@ impl ReplicaState {
     /// reports a loss only once, to the first caller, and the affected data is unknown. A false alarm costs a
     /// copy of the regions written lately.
     ///
-    /// If even the record fails, the process must not end ([`Failure::pause_before_end`]).
+    /// If even the record fails, the process must not end ([`ReplicaFailure::pause_before_end`]).
     pub fn fail<D: Disk>(&mut self, disk: &mut D, message: String) {
         if self.failure.is_none() {
             let in_a_row = self.failures.saturating_add(1);
             let recorded = disk.record_failure(in_a_row);
             self.is_loss_recorded = true;
-            self.failure = Some(Failure { message, in_a_row, recorded, is_asked_for: false });
+            self.failure = Some(ReplicaFailure { message, in_a_row, recorded, is_asked_for: false });
         }
     }
 

@@ -13,7 +13,7 @@ const AGAIN: Errno = Errno::new(11);
 
 /// The modifications and marks that wait until pages are written. `M` is a modification, `T` names a mark.
 #[derive(Debug)]
-pub struct Waiting<M, T> {
+pub struct WaitingRequests<M, T> {
     modifications: Vec<M>,
     marks: Vec<(T, Ticket)>,
     /// True if the last write of a page has failed for lack of space. The next attempt is made when another
@@ -43,12 +43,12 @@ pub enum PageEnd {
     Failed(Errno),
 }
 
-impl<M, T> Waiting<M, T> {
+impl<M, T> WaitingRequests<M, T> {
     /// Creates an empty queue with room for `count` of each kind.
     #[must_use]
-    pub fn with_capacity(count: usize) -> Waiting<M, T> {
+    pub fn with_capacity(count: usize) -> WaitingRequests<M, T> {
         let (modifications, marks) = (Vec::with_capacity(count), Vec::with_capacity(count));
-        Waiting { modifications, marks, is_stalled: false }
+        WaitingRequests { modifications, marks, is_stalled: false }
     }
 
     /// Returns the modification of `range` if it may be executed. Else it waits until its regions are durably
@@ -123,9 +123,9 @@ impl<M, T> Waiting<M, T> {
     }
 }
 
-impl<M, T> Default for Waiting<M, T> {
-    fn default() -> Waiting<M, T> {
-        Waiting::with_capacity(0)
+impl<M, T> Default for WaitingRequests<M, T> {
+    fn default() -> WaitingRequests<M, T> {
+        WaitingRequests::with_capacity(0)
     }
 }
 
@@ -138,9 +138,9 @@ mod tests {
 
     /// Returns a replica for which modification 'm' and mark 't' wait, for the page that is being written to
     /// the slot.
-    fn waiting() -> (Memory, ReplicaState, Waiting<char, char>, u8) {
+    fn waiting() -> (Memory, ReplicaState, WaitingRequests<char, char>, u8) {
         let (mut disk, mut state) = opened();
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitingRequests::default();
         assert_eq!(waiting.admit(&mut state, range(), 'm'), None);
         let (of, action) = (RegionsOf::Intent, MarkAction::Add);
         let mark = MarkRegions { of, action, runs: vec![(3, 1)], stamp: 0, size_bytes: 0 };

@@ -8,14 +8,14 @@ use shorthorn_wire::Opcode;
 
 use super::Executor;
 use super::block::{block_count, distance, length_of};
-use super::operation::{Outcome, is_passing, kind, not_rot, piece_token};
+use super::operation::{OperationResult, is_passing, kind, not_rot, piece_token};
 use super::piece::Piece;
 use super::requests::{SUM_SLOT, Work, is_durable};
 use crate::limits::EDGE_BLOCKS;
 
 impl Executor {
     /// Reads the blocks of `range`, of which any part was requested.
-    pub(super) fn start_read(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+    pub(super) fn start_read(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
         let blocks = range.grown_to_blocks();
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();
@@ -42,7 +42,7 @@ impl Executor {
 
     /// Starts a write: all of its data is written to the head in one operation. Blocks that it changes in
     /// part are read and completed first.
-    pub(super) fn start_write(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+    pub(super) fn start_write(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
         let plan = self.store.plan_write(range).map_err(|error| self.not_planned(&error))?;
         for (edge, found) in [plan.first, plan.last].into_iter().enumerate() {
             match found.map(|found| found.source) {

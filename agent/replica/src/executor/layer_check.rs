@@ -9,7 +9,7 @@ use shorthorn_wire::{EMPTY_SUM, KeepSums, LayerCheck, LayerRange, SUM_PIECE_BYTE
 
 use super::Executor;
 use super::cached_layer_sums::{Checked, PIECE_BYTES, no_layer, piece_of, sum_at};
-use super::operation::{Outcome, kind};
+use super::operation::{OperationResult, kind};
 use super::piece::Piece;
 use crate::error::ReplicaError;
 
@@ -54,12 +54,12 @@ impl Executor {
     }
 
     /// Returns the result of the check in `slot`, if a check was begun there.
-    pub fn layer_check(&self, slot: u16, outcome: Outcome) -> Option<Result<LayerCheck, StoreError>> {
+    pub fn layer_check(&self, slot: u16, outcome: OperationResult) -> Option<Result<LayerCheck, StoreError>> {
         let checked = self.work(slot).checked?;
         Some(self.summed(slot, checked, outcome))
     }
 
-    fn summed(&self, slot: u16, checked: Checked, outcome: Outcome) -> Result<LayerCheck, StoreError> {
+    fn summed(&self, slot: u16, checked: Checked, outcome: OperationResult) -> Result<LayerCheck, StoreError> {
         let Checked { file, piece, kept } = checked;
         let sum = match outcome {
             Ok(()) => {

@@ -6,13 +6,13 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
 use super::Executor;
-use super::operation::{Outcome, is_passing, kind, piece_token};
+use super::operation::{OperationResult, is_passing, kind, piece_token};
 use super::piece::Piece;
 use super::requests::layer_of;
 
 impl Executor {
     /// Reads the blocks of `range` from one layer, independently of the others.
-    pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+    pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
         let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
         self.begin_check(slot);
         let piece = Piece::blocks_of(range.grown_to_blocks().length(), file);
@@ -21,7 +21,7 @@ impl Executor {
     }
 
     /// Writes blocks of a snapshot that is being copied and is not whole.
-    pub(super) fn start_write_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+    pub(super) fn start_write_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
         let layer = layer_of(&self.work(slot).header)?;
         let file = self.store.copy_target(layer).ok_or(Errno::INVALID)?;
         let fits = self.store.layer_bytes(layer).is_some_and(|size_bytes| range.end() <= size_bytes);

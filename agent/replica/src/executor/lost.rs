@@ -12,7 +12,7 @@ use shorthorn_wire::{Flags, Header, Opcode};
 use super::Executor;
 use super::block::{block_ranges, number_of};
 use super::block_sums::BlockSums;
-use super::operation::Outcome;
+use super::operation::OperationResult;
 use super::requests::Work;
 use crate::error::ReplicaError;
 
@@ -84,7 +84,7 @@ impl Executor {
 
     /// Records the blocks of the head that a copy is about to overwrite with rot, because no member has them.
     /// The record is durable before the data: a recorded block is lost, whatever it holds.
-    pub(super) fn record_rot_of_head(&mut self, slot: u16) -> Outcome {
+    pub(super) fn record_rot_of_head(&mut self, slot: u16) -> OperationResult {
         let Work { header, blocks, .. } = *self.work(slot);
         if !is_rot_of_head(&header) {
             return Ok(());
@@ -97,7 +97,7 @@ impl Executor {
 
     /// Records the sums of lost blocks that the request in the slot has merged with new data, and is about to
     /// write. So they stay lost after another program has had the directory open. Waits for the disk.
-    pub(super) fn record_merged(&mut self, slot: u16) -> Outcome {
+    pub(super) fn record_merged(&mut self, slot: u16) -> OperationResult {
         if self.block_sums.lost.is_empty() || self.block_sums.known.merged_by(slot).next().is_none() {
             return Ok(());
         }
@@ -109,7 +109,7 @@ impl Executor {
     }
 
     /// The request in the slot has succeeded. Blocks that have other data now are not lost any more.
-    pub(super) fn record_cured(&mut self, slot: u16) -> Outcome {
+    pub(super) fn record_cured(&mut self, slot: u16) -> OperationResult {
         if !self.cures_lost(slot) {
             return Ok(());
         }
@@ -128,7 +128,7 @@ impl Executor {
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
     /// Sound data does not end a record before the layer is whole, and its data durable. Another attempt
     /// makes the layer again, and keeps the ones below it.
-    pub(super) fn layer_is_written(&mut self, slot: u16) -> Outcome {
+    pub(super) fn layer_is_written(&mut self, slot: u16) -> OperationResult {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;
         let is_rotten = header.flags.has(Flags::ROTTEN);
@@ -142,7 +142,7 @@ impl Executor {
     }
 
     /// Records that the data in the slot is that of lost blocks.
-    fn record_rot(&mut self, slot: u16, blocks: ByteRange) -> Outcome {
+    fn record_rot(&mut self, slot: u16, blocks: ByteRange) -> OperationResult {
         let mut lost = self.block_sums.lost.clone();
         for block in block_ranges(blocks) {
             let number = number_of(block);
@@ -154,7 +154,7 @@ impl Executor {
         self.record_lost(lost)
     }
 
-    fn record_lost(&mut self, lost: LostBlocks) -> Outcome {
+    fn record_lost(&mut self, lost: LostBlocks) -> OperationResult {
         if lost.len() > LOST_BLOCKS_MAX {
             tracing::error!(
                 "more than {LOST_BLOCKS_MAX} blocks are lost, which cannot be recorded: this replica cannot be made; restore \
@@ -178,14 +178,14 @@ impl Executor {
 
     /// Handles the end of a copy, or of that of a layer. Blocks that have got other data meanwhile are not
     /// lost any more.
-    pub(super) fn record_cured_by_copy(&mut self) -> Outcome {
+    pub(super) fn record_cured_by_copy(&mut self) -> OperationResult {
         let is_over = |block: &u64| !self.block_sums.known.is_lost(*block);
         let cured: Vec<u64> = self.block_sums.lost.keys().copied().filter(is_over).collect();
         self.make_cured_durable(&cured)
     }
 
     /// Makes the data of these blocks durable, then the record. Waits for the disk.
-    fn make_cured_durable(&mut self, cured: &[u64]) -> Outcome {
+    fn make_cured_durable(&mut self, cured: &[u64]) -> OperationResult {
         if !cured.iter().any(|block| self.block_sums.lost.contains_key(block)) {
             return Ok(());
         }
@@ -197,7 +197,7 @@ impl Executor {
     }
 
     /// Ends the records of these blocks, whose other data is durable.
-    fn end_records(&mut self, cured: &[u64]) -> Outcome {
+    fn end_records(&mut self, cured: &[u64]) -> OperationResult {
         let mut lost = self.block_sums.lost.clone();
         lost.retain(|block, _| !cured.contains(block));
         self.record_lost(lost)
@@ -235,7 +235,7 @@ mod tests {
     }
 
     /// Executes a modification to its end. Returns its outcome, and the operations of the ring on the data.
-    fn execute(executor: &mut Executor, header: Header) -> (Outcome, Vec<u8>) {
+    fn execute(executor: &mut Executor, header: Header) -> (OperationResult, Vec<u8>) {
         execute_with(executor, header, 5, |_| {})
     }
 
@@ -245,7 +245,7 @@ mod tests {
         header: Header,
         byte: u8,
         mut change: impl FnMut(&mut Completion),
-    ) -> (Outcome, Vec<u8>) {
+    ) -> (OperationResult, Vec<u8>) {
         let mut ring = Ring::new(16).unwrap();
         executor.assign(0, header);
         if header.data_bytes() > 0 {

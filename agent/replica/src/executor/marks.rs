@@ -7,7 +7,7 @@
 use std::io;
 
 use shorthorn_regions::{PAGE_BYTES, PAGE_WRITES_MAX, SetKey, Ticket};
-use shorthorn_replica_core::{PageEnd, ReplicaState, Waiter, Waiting};
+use shorthorn_replica_core::{PageEnd, ReplicaState, Waiter, WaitingRequests};
 use shorthorn_ring::{Arena, Ring};
 use shorthorn_store::RegionFile;
 use shorthorn_types::{ByteRange, Errno};
@@ -23,7 +23,7 @@ pub(crate) struct Marks {
     /// The buffers of running page writes.
     pages: Arena,
     /// The slots of modifications and marks that wait.
-    waiting: Waiting<u16, u16>,
+    waiting: WaitingRequests<u16, u16>,
     /// Requests that are examined again.
     retried: Vec<u16>,
 }
@@ -34,7 +34,7 @@ impl Marks {
         Ok(Marks {
             files: SetFiles::default(),
             pages: Arena::new(PAGE_WRITES_MAX, PAGE_BYTES)?,
-            waiting: Waiting::with_capacity(SLOTS),
+            waiting: WaitingRequests::with_capacity(SLOTS),
             retried: Vec::with_capacity(SLOTS),
         })
     }

@@ -41,7 +41,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::Instant;
 
-use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, Failure, ReplicaState, is_final};
+use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{FileIndex, ReadSegment, Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, Generation};
@@ -56,7 +56,7 @@ use self::in_flight::InFlight;
 pub(crate) use self::load::Loaded;
 use self::marks::Marks;
 use self::operation::kind;
-pub(crate) use self::operation::{Outcome, SOURCE_DISK};
+pub(crate) use self::operation::{OperationResult, SOURCE_DISK};
 use self::piece::Piece;
 pub(crate) use self::requests::reads_data;
 use self::requests::{Requests, SUM_SLOT, Work};
@@ -83,7 +83,7 @@ pub(crate) struct Executor {
     requests: Requests,
     buffers: Buffers,
     in_flight: InFlight,
-    finished: Vec<(u16, Outcome)>,
+    finished: Vec<(u16, OperationResult)>,
 
     segments: Vec<ReadSegment>,
     /// Failed reads so far; only the first is logged.
@@ -173,7 +173,7 @@ impl Executor {
         }
     }
 
-    fn begin(&mut self, slot: u16, ring: &mut Ring) -> Outcome {
+    fn begin(&mut self, slot: u16, ring: &mut Ring) -> OperationResult {
         let header = self.work(slot).header;
         match header.opcode {
             Opcode::Flush => self.flush(slot, ring),
@@ -201,7 +201,7 @@ impl Executor {
         Ok(())
     }
 
-    fn modify(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> Outcome {
+    fn modify(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
         if self.work(slot).header.opcode == Opcode::Write {
             return self.start_write(slot, range, ring);
         }
@@ -244,7 +244,7 @@ impl Executor {
 
     /// Moves the finished requests into `finished`, which is empty, in their order. Returns false if none has
     /// finished.
-    pub fn take_finished(&mut self, finished: &mut Vec<(u16, Outcome)>) -> bool {
+    pub fn take_finished(&mut self, finished: &mut Vec<(u16, OperationResult)>) -> bool {
         debug_assert!(finished.is_empty());
         std::mem::swap(&mut self.finished, finished);
         !finished.is_empty()
@@ -266,7 +266,7 @@ impl Executor {
     }
 
     /// Returns the failure after which nothing is served, if any.
-    pub fn failure(&self) -> Option<&Failure> {
+    pub fn failure(&self) -> Option<&ReplicaFailure> {
         self.state.failure()
     }
 
@@ -323,7 +323,7 @@ impl Executor {
         self.fd(self.store.head())
     }
 
-    fn finish(&mut self, slot: u16, outcome: Outcome) {
+    fn finish(&mut self, slot: u16, outcome: OperationResult) {
         let outcome = if self.state.failure().is_some() { Err(Errno::IO) } else { outcome };
         if slot == SUM_SLOT {
             return self.sum_read(outcome);

@@ -33,7 +33,7 @@ pub(super) mod kind {
 }
 
 /// The result of a request.
-pub(crate) type Outcome = Result<(), Errno>;
+pub(crate) type OperationResult = Result<(), Errno>;
 
 /// Returns the token of an operation on a piece of the slot's buffer.
 pub(super) fn piece_token(kind: u8, slot: u16, piece: Piece) -> Token {

@@ -13,7 +13,7 @@ use shorthorn_wire::Opcode;
 use super::Executor;
 use super::block::{block_ranges, number_of};
 use super::lost::is_rot_of_head;
-use super::operation::Outcome;
+use super::operation::OperationResult;
 use crate::limits::{REPORTED_ROTTEN_MAX, SUM_LOOK_INTERVAL};
 
 impl Executor {
@@ -49,7 +49,7 @@ impl Executor {
     }
 
     /// The request in the slot has ended.
-    pub(super) fn sums_followed(&mut self, slot: u16, outcome: Outcome) {
+    pub(super) fn sums_followed(&mut self, slot: u16, outcome: OperationResult) {
         if outcome.is_err() && self.is_only_member() {
             self.block_sums.known.failed_alone(slot);
         }

@@ -4,7 +4,7 @@ use shorthorn_store::SumPage;
 use shorthorn_types::ByteRange;
 
 use super::block::number_in_page;
-use super::operation::Outcome;
+use super::operation::OperationResult;
 
 /// See the module.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ pub(super) enum SummingStep {
     /// A piece is being read.
     Reading,
     /// The read has ended, well or with an error.
-    Read(Outcome),
+    Read(OperationResult),
     /// The sums of a page are made: that has to be here.
     Page { number: u64 },
     /// The sums are being written.

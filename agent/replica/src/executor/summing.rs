@@ -19,7 +19,7 @@ use shorthorn_wire::{Header, Opcode};
 use super::Executor;
 use super::block::block_ranges;
 use super::block_sums::BlockSums;
-use super::operation::{Outcome, is_passing};
+use super::operation::{OperationResult, is_passing};
 use super::requests::SUM_SLOT;
 use super::sum_job::{Run, SummingStep};
 use crate::error::ReplicaError;
@@ -192,12 +192,12 @@ impl Executor {
     }
 
     /// Handles the end of the read of a piece.
-    pub(super) fn sum_read(&mut self, outcome: Outcome) {
+    pub(super) fn sum_read(&mut self, outcome: OperationResult) {
         self.block_sums.job.set_step(SummingStep::Read(outcome));
     }
 
     /// Makes the sums of a piece that was read.
-    fn take_piece(&mut self, job: Run, outcome: Outcome) -> bool {
+    fn take_piece(&mut self, job: Run, outcome: OperationResult) -> bool {
         if job.is_void || outcome.is_err() {
             // Unreadable blocks have no sums; a scrub finds them.
             self.state.intent_log_mut().end_sums(false);

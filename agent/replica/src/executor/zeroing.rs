@@ -8,7 +8,7 @@ use shorthorn_wire::Opcode;
 
 use super::Executor;
 use super::block::{distance, length_of};
-use super::operation::{Outcome, SOURCE_DISK, is_passing, kind, not_rot};
+use super::operation::{OperationResult, SOURCE_DISK, is_passing, kind, not_rot};
 use super::requests::is_durable;
 use super::zeroes::Next;
 
@@ -37,7 +37,7 @@ impl Executor {
         }
     }
 
-    fn plan_zeroing(&mut self, index: u8, piece: ByteRange) -> Outcome {
+    fn plan_zeroing(&mut self, index: u8, piece: ByteRange) -> OperationResult {
         let job = self.zero_jobs.job(index);
         let mut steps = job.take_plan();
         let discards = job.slot().is_some_and(|slot| self.header(slot).opcode == Opcode::Discard);
@@ -158,7 +158,7 @@ impl Executor {
         self.end_zeroing(job, Err(errno), ring);
     }
 
-    fn end_zeroing(&mut self, job: u8, outcome: Outcome, ring: &mut Ring) {
+    fn end_zeroing(&mut self, job: u8, outcome: OperationResult, ring: &mut Ring) {
         let slot = self.zero_jobs.job(job).slot();
         self.zero_jobs.end(job);
         let Some(slot) = slot else { return };
@@ -204,7 +204,7 @@ mod tests {
         executor: &mut Executor,
         header: Header,
         mut change: impl FnMut(Option<ZeroStep>, &mut Completion),
-    ) -> Outcome {
+    ) -> OperationResult {
         let mut ring = Ring::new(16).unwrap();
         executor.assign(0, header);
         executor.modify(0, header.range().unwrap(), &mut ring).unwrap();

@@ -9,7 +9,7 @@ use shorthorn_views::{Fence, Refused};
 use shorthorn_wire::{Refusal, Welcome, encode_text};
 
 use super::Server;
-use crate::connection::Connection;
+use crate::connection::EngineConnection;
 use crate::handshake::refusal_frame;
 use crate::mailbox::Candidate;
 
@@ -110,7 +110,7 @@ impl Server {
         };
         let (header, text) = encode_text(hello.response(Ok(())), &session.prove_welcome(&welcome));
         tracing::info!(generation = %queue_id.generation, queue = queue_id.queue, peer, "connection opened");
-        let mut connection = Connection::new(socket, session, peer, index);
+        let mut connection = EngineConnection::new(socket, session, peer, index);
         // The stream is empty: it has room for one frame.
         let sent = connection.stream.send_owned(&header.encode(), text);
         connection.stream.arm(&mut self.ring);

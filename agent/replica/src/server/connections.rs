@@ -2,13 +2,13 @@
 
 use shorthorn_ring::Ring;
 
-use crate::connection::Connection;
+use crate::connection::EngineConnection;
 use crate::limits::CONNECTIONS_MAX;
 
 /// See the module. The index of a connection is in tokens and slots.
 #[derive(Debug)]
 pub(super) struct Connections {
-    by_index: Vec<Option<Connection>>,
+    by_index: Vec<Option<EngineConnection>>,
 }
 
 impl Connections {
@@ -24,12 +24,12 @@ impl Connections {
     }
 
     /// Returns the connection at an index.
-    pub fn get(&mut self, index: u16) -> Option<&mut Connection> {
+    pub fn get(&mut self, index: u16) -> Option<&mut EngineConnection> {
         self.by_index.get_mut(usize::from(index))?.as_mut()
     }
 
     /// Returns the connection at an index unless it is over.
-    pub fn open(&mut self, index: u16) -> Option<&mut Connection> {
+    pub fn open(&mut self, index: u16) -> Option<&mut EngineConnection> {
         self.get(index).filter(|connection| !connection.ending)
     }
 
@@ -38,7 +38,7 @@ impl Connections {
         self.by_index.iter().position(Option::is_none).and_then(|index| u16::try_from(index).ok())
     }
 
-    pub fn put(&mut self, index: u16, connection: Connection) {
+    pub fn put(&mut self, index: u16, connection: EngineConnection) {
         self.by_index[usize::from(index)] = Some(connection);
     }
 

@@ -1,6 +1,6 @@
 use std::time::Instant;
 
-use shorthorn_replica_core::Failure;
+use shorthorn_replica_core::ReplicaFailure;
 
 /// The failure of the replica, as far as it matters to the end of the process.
 #[derive(Debug, Default)]
@@ -29,7 +29,7 @@ impl FailureWatch {
     }
 
     /// Returns true if the process ends now because of `failure`.
-    pub fn ends_by(&self, failure: &Failure) -> bool {
+    pub fn ends_by(&self, failure: &ReplicaFailure) -> bool {
         let pause = self.failed_at.zip(failure.pause_before_end());
         pause.is_some_and(|(failed_at, pause)| failed_at.elapsed() >= pause)
     }
@@ -41,8 +41,8 @@ mod tests {
 
     use super::*;
 
-    fn failure(recorded: RecordOutcome) -> Failure {
-        Failure { message: "the disk".to_owned(), in_a_row: 1, recorded, is_asked_for: false }
+    fn failure(recorded: RecordOutcome) -> ReplicaFailure {
+        ReplicaFailure { message: "the disk".to_owned(), in_a_row: 1, recorded, is_asked_for: false }
     }
 
     #[test]

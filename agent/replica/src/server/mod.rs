@@ -18,7 +18,7 @@ mod sums;
 use std::time::Instant;
 
 use shorthorn_control::Publisher;
-use shorthorn_replica_core::{Admission, Failure};
+use shorthorn_replica_core::{Admission, ReplicaFailure};
 use shorthorn_ring::{Completion, Ring, Token};
 use shorthorn_types::Errno;
 
@@ -28,7 +28,7 @@ use self::idle_memory::IdleMemory;
 use self::status_report::StatusReport;
 use crate::connection::{SOURCE_RECEIVE, SOURCE_SEND};
 use crate::error::ReplicaError;
-use crate::executor::{Executor, Outcome, SOURCE_DISK};
+use crate::executor::{Executor, OperationResult, SOURCE_DISK};
 use crate::limits::{RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
 use crate::mailbox::{Candidate, Inbox, Message};
 use crate::slots::Slots;
@@ -52,7 +52,7 @@ pub(crate) struct Server {
     /// The connections by index, and the waiting candidates.
     admission: Admission<u16, Candidate>,
     status: StatusReport,
-    finished: Vec<(u16, Outcome)>,
+    finished: Vec<(u16, OperationResult)>,
     /// Slots whose response has gone out.
     sent: Vec<u32>,
     memory: IdleMemory,
@@ -90,7 +90,7 @@ impl Server {
     /// Serves until it is stopped; leaves the directory clean.
     ///
     /// # Errors
-    /// The ring fails, the directory cannot be closed, or the replica has failed: see [`Failure`].
+    /// The ring fails, the directory cannot be closed, or the replica has failed: see [`ReplicaFailure`].
     pub fn run(mut self) -> Result<(), ReplicaError> {
         let mut completions = Vec::with_capacity(RING_ENTRIES as usize * 4);
         let mut last_tick = Instant::now();
@@ -126,7 +126,7 @@ impl Server {
     /// Returns the failure by which the process ends now. The directory is left alone.
     fn ends_by(&self) -> Option<ReplicaError> {
         let failure = self.executor.failure().filter(|_| !self.stopping && self.is_quiet())?;
-        let Failure { message, in_a_row, .. } = failure;
+        let ReplicaFailure { message, in_a_row, .. } = failure;
         let ends = self.failure.ends_by(failure);
         ends.then(|| ReplicaError::Failed { message: message.clone(), in_a_row: *in_a_row })
     }

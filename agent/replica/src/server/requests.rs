@@ -9,7 +9,7 @@ use shorthorn_wire::{HEADER_BYTES, Header, Opcode, Refusal, decode_text, encode_
 
 use super::Server;
 use crate::error::ReplicaError;
-use crate::executor::{Outcome, reads_data};
+use crate::executor::{OperationResult, reads_data};
 use crate::limits::RECEIVE_BYTES;
 
 /// The maximum data of a request that is received whole before it is handled. Its data is copied once more,
@@ -187,7 +187,7 @@ impl Server {
         self.finished = finished;
     }
 
-    pub(super) fn respond(&mut self, slot: u16, outcome: Outcome) {
+    pub(super) fn respond(&mut self, slot: u16, outcome: OperationResult) {
         let header = self.executor.header(slot);
         if header.opcode == Opcode::CheckLayer {
             return self.respond_check(slot, &header, outcome);
@@ -195,7 +195,7 @@ impl Server {
         self.respond_plainly(slot, &header, outcome);
     }
 
-    pub(super) fn respond_plainly(&mut self, slot: u16, header: &Header, outcome: Outcome) {
+    pub(super) fn respond_plainly(&mut self, slot: u16, header: &Header, outcome: OperationResult) {
         let mut response = header.response(outcome);
         let mut payload = None;
         if reads_data(header) && outcome.is_ok() {

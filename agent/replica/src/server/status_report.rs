@@ -1,5 +1,5 @@
 use shorthorn_control::{Publisher, ReplicaPhase, ReplicaStatus, Status};
-use shorthorn_replica_core::Failure;
+use shorthorn_replica_core::ReplicaFailure;
 use shorthorn_views::ReplicaViews;
 
 /// The part of the published status that the data thread knows.
@@ -35,7 +35,7 @@ impl StatusReport {
     }
 
     /// Publishes the failure after which nothing is served.
-    pub fn failure(&self, failure: &Failure) {
+    pub fn failure(&self, failure: &ReplicaFailure) {
         let (failures, message) = (failure.in_a_row, failure.outlook());
         self.update(|replica| {
             replica.phase = ReplicaPhase::Failed;

@@ -4,7 +4,7 @@ use shorthorn_types::Errno;
 use shorthorn_wire::{Header, KeepSums, LayerRange, decode_patch};
 
 use super::Server;
-use crate::executor::Outcome;
+use crate::executor::OperationResult;
 
 impl Server {
     /// Begins to look at a piece of a layer; [`Server::respond_check`] answers.
@@ -16,7 +16,7 @@ impl Server {
     }
 
     /// Answers a check, whose piece of a layer was read, or could not be.
-    pub(super) fn respond_check(&mut self, slot: u16, header: &Header, outcome: Outcome) {
+    pub(super) fn respond_check(&mut self, slot: u16, header: &Header, outcome: OperationResult) {
         if self.executor.failure().is_some() {
             return self.respond_plainly(slot, header, Err(Errno::IO));
         }

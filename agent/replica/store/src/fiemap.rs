@@ -31,7 +31,7 @@ struct Head {
 /// `struct fiemap_extent`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Extent {
+pub(crate) struct FiemapExtent {
     logical: u64,
     physical: u64,
     length: u64,
@@ -44,7 +44,7 @@ pub(crate) struct Extent {
 #[derive(Debug)]
 struct Map {
     head: Head,
-    extents: [Extent; EXTENTS],
+    extents: [FiemapExtent; EXTENTS],
 }
 
 mod system {
@@ -54,7 +54,7 @@ mod system {
     );
 }
 
-impl Extent {
+impl FiemapExtent {
     pub fn offset(&self) -> u64 {
         self.logical
     }
@@ -78,11 +78,11 @@ pub(crate) struct ExtentPage(Box<Map>);
 
 impl ExtentPage {
     pub fn new() -> ExtentPage {
-        ExtentPage(Box::new(Map { head: Head::default(), extents: [Extent::default(); EXTENTS] }))
+        ExtentPage(Box::new(Map { head: Head::default(), extents: [FiemapExtent::default(); EXTENTS] }))
     }
 
     /// Returns the first extents of `file` that have a byte from `start` to `end`.
-    pub fn read(&mut self, file: &File, start: u64, end: u64) -> nix::Result<&[Extent]> {
+    pub fn read(&mut self, file: &File, start: u64, end: u64) -> nix::Result<&[FiemapExtent]> {
         let map = &mut *self.0;
         map.head = Head {
             start,

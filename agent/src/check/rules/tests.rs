@@ -84,7 +84,7 @@ const COMMANDS: [&str; 20] = [
 ];
 
 /// Asserts that each line of the remedy is a command, which a shell can parse.
-fn assert_commands(finding: &Finding) {
+fn assert_commands(finding: &HostFinding) {
     assert!(!finding.remedy.is_empty(), "{finding:?}");
     for line in finding.remedy.lines() {
         let program = line.split(' ').next().unwrap_or_default();
@@ -98,7 +98,7 @@ fn assert_commands(finding: &Finding) {
 fn assert_ill(change: impl FnOnce(&mut Facts), check: &str, level: Level, message: &str, remedy: &str) {
     let mut facts = well();
     change(&mut facts);
-    let findings: Vec<Finding> =
+    let findings: Vec<HostFinding> =
         examine(&facts).into_iter().filter(|finding| finding.level != Level::Passed).collect();
     let [found] = findings.as_slice() else { panic!("not one finding: {findings:?}") };
     assert_eq!((found.check, found.level), (check, level), "{found:?}");

@@ -9,7 +9,7 @@ use thiserror::Error;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use crate::enrol::Answer;
+use crate::enrol::EnrolmentAnswer;
 use crate::enrol::https::{ApiServer, HttpsError};
 use crate::enrol::kubeconfig::{self, KubeconfigError};
 use crate::enrol::kubernetes::{self, CsrError};
@@ -116,6 +116,6 @@ async fn enrol_once(tls: &NodeTls, file: &std::path::Path) -> Result<(), EnrolEr
     let server = ApiServer::new(&identity)?;
     let signed = kubernetes::request(&server, name_of(tls.node())).await?;
     let chain = chain_from_pem(&signed.chain)?;
-    tls.enrolled(&signed.key, Answer { chain, trust: None })?;
+    tls.enrolled(&signed.key, EnrolmentAnswer { chain, trust: None })?;
     Ok(())
 }

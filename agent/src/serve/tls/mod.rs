@@ -23,7 +23,7 @@ use shorthorn_pki::{
 use thiserror::Error;
 use tokio::sync::watch;
 
-use crate::enrol::{self, Answer, AnswerError};
+use crate::enrol::{self, AnswerError, EnrolmentAnswer};
 
 pub use check::check;
 pub use enrolment::keep_enrolled;
@@ -209,7 +209,7 @@ impl NodeTls {
             return Err(TlsError::Unusable(problem.clone()));
         }
         let key = change.requested.take().ok_or(TlsError::NoKey)?;
-        let taken = self.take(&key, Answer { chain, trust: None }, &mut change.seen);
+        let taken = self.take(&key, EnrolmentAnswer { chain, trust: None }, &mut change.seen);
         if taken.is_err() {
             // The right certificate may still come.
             change.requested = Some(key);
@@ -221,11 +221,11 @@ impl NodeTls {
     ///
     /// # Errors
     /// [`TlsError`]; the certificate of before stays in use.
-    pub fn enrolled(&self, key: &Key, answer: Answer) -> Result<(), TlsError> {
+    pub fn enrolled(&self, key: &Key, answer: EnrolmentAnswer) -> Result<(), TlsError> {
         self.take(key, answer, &mut self.change().seen)
     }
 
-    fn take(&self, key: &Key, answer: Answer, seen: &mut Option<Stamp>) -> Result<(), TlsError> {
+    fn take(&self, key: &Key, answer: EnrolmentAnswer, seen: &mut Option<Stamp>) -> Result<(), TlsError> {
         let current = self.credentials().map(|credentials| credentials.current());
         let known = current.as_ref().map(|bundle| &bundle.trust);
         let bundle = enrol::accept(&self.file, known, &self.node, key, answer, now())?;

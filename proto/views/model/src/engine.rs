@@ -1,7 +1,7 @@
 use std::rc::Rc;
 
 use shorthorn_types::{Members, ReplicaReport, View};
-use shorthorn_views::{Basis, Change, Progress};
+use shorthorn_views::{Basis, ViewChange, ChangeProgress};
 
 use crate::bits::{Bits, id, members};
 use crate::model::Model;
@@ -95,19 +95,19 @@ impl Model {
         self.go_on(state, engine);
     }
 
-    fn progress(&self, state: &State, at: &Engine) -> Option<Progress> {
+    fn progress(&self, state: &State, at: &Engine) -> Option<ChangeProgress> {
         let holds = |replica: &u8| state.holds(at, Bits::NONE.with(*replica));
         let fenced = state.all().filter(holds).fold(Bits::NONE, Bits::with);
         Some(self.rules.progress(at, at.underway.as_ref()?, fenced))
     }
 
     pub(crate) fn needs_grant(&self, state: &State, at: &Engine) -> bool {
-        self.progress(state, at) == Some(Progress::NeedsGrant)
+        self.progress(state, at) == Some(ChangeProgress::NeedsGrant)
     }
 
     /// Installs the view under way if it is through.
     fn go_on(&self, state: &mut State, engine: u8) {
-        if self.progress(state, state.engine(engine)) != Some(Progress::Through) {
+        if self.progress(state, state.engine(engine)) != Some(ChangeProgress::Through) {
             return;
         }
         let at = state.engine_mut(engine);
@@ -236,7 +236,7 @@ impl State {
 impl Engine {
     /// Plans the next view; it is not proposed yet.
     fn plan(&mut self, target: View, honoured: ReplicaReport) {
-        let change = Change::new(honoured.clone(), target);
+        let change = ViewChange::new(honoured.clone(), target);
         let reached = self.reached;
         self.underway = Some(Underway {
             change,

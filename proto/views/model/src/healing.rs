@@ -1,7 +1,7 @@
 //! Checks that a volume can be started once all faults are over.
 
 use shorthorn_types::{Generation, View};
-use shorthorn_views::{Change, Progress, ReplicaViews};
+use shorthorn_views::{ViewChange, ChangeProgress, ReplicaViews};
 
 use crate::bits::{Bits, bits, id, members};
 use crate::rules::{Reported, Rules, view};
@@ -85,7 +85,7 @@ impl Start<'_> {
             return Err(Failed::NoBasis(format!("no basis in {reports:?}, {:?} granted", self.known)));
         };
         let target = view(rules.view_id(&engine), bits(&found.members));
-        let mut change = Change::new(found.honoured.clone(), target);
+        let mut change = ViewChange::new(found.honoured.clone(), target);
         let proposal = Proposal { target, honoured: found.honoured, stored: reached };
         if rules.asks_first(&change, &reached) {
             self.ask(&mut change, &proposal)?;
@@ -95,16 +95,16 @@ impl Start<'_> {
                 change.stored(id(replica));
             }
         }
-        if change.progress() == Progress::NeedsGrant && rules.asks_late(&engine) {
+        if change.progress() == ChangeProgress::NeedsGrant && rules.asks_late(&engine) {
             self.ask(&mut change, &proposal)?;
         }
         match change.progress() {
-            Progress::Through => Ok(()),
+            ChangeProgress::Through => Ok(()),
             progress => Err(Failed::NotThrough(format!("{progress:?}, from {reports:?}"))),
         }
     }
 
-    fn ask(&self, change: &mut Change, proposal: &Proposal) -> Result<(), Failed> {
+    fn ask(&self, change: &mut ViewChange, proposal: &Proposal) -> Result<(), Failed> {
         let answer = self.rules.ask(&self.state.arbiter, self.attach, self.generation(), proposal);
         answer.map_err(|refused| Failed::NotThrough(refused.to_string()))?;
         change.granted();

@@ -1,6 +1,6 @@
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::{
-    Arbiter, Basis, Change, NotGranted, Progress, Quorum, Refused, ReplicaViews, basis, basis_without, quorum,
+    Arbiter, Basis, ViewChange, NotGranted, ChangeProgress, Quorum, Refused, ReplicaViews, basis, basis_without, quorum,
 };
 
 use crate::bits::{Bits, id, members};
@@ -127,23 +127,23 @@ impl Rules {
     }
 
     /// Returns the progress of the engine's change.
-    pub fn progress(self, engine: &Engine, underway: &Underway, fenced: Bits) -> Progress {
+    pub fn progress(self, engine: &Engine, underway: &Underway, fenced: Bits) -> ChangeProgress {
         let change = &underway.change;
         let progress = change.progress();
         match self.mutation {
-            Some(Mutation::LessThanHalf) if progress == Progress::NoQuorum => match underway.granted {
-                true => Progress::Through,
-                false => Progress::NeedsGrant,
+            Some(Mutation::LessThanHalf) if progress == ChangeProgress::NoQuorum => match underway.granted {
+                true => ChangeProgress::Through,
+                false => ChangeProgress::NeedsGrant,
             },
-            Some(Mutation::CountFenced) if !engine.served && progress != Progress::Storing => {
+            Some(Mutation::CountFenced) if !engine.served && progress != ChangeProgress::Storing => {
                 with(change, &members(fenced)).progress()
             }
-            Some(Mutation::CountOffenders) if !engine.served && progress != Progress::Storing => {
+            Some(Mutation::CountOffenders) if !engine.served && progress != ChangeProgress::Storing => {
                 let left_out = underway.reached.iter().fold(engine.reached, Bits::without);
                 with(change, &members(left_out)).progress()
             }
-            Some(Mutation::EarlyMember) if progress == Progress::Storing => match engine.rebuilt {
-                Some(rebuilt) if change.who_stored().contains(id(rebuilt)) => Progress::Through,
+            Some(Mutation::EarlyMember) if progress == ChangeProgress::Storing => match engine.rebuilt {
+                Some(rebuilt) if change.who_stored().contains(id(rebuilt)) => ChangeProgress::Through,
                 _ => progress,
             },
             _ => progress,
@@ -176,11 +176,11 @@ impl Rules {
 
     /// Returns true if a start has to ask the arbiter before it proposes `change` to the replicas that it has
     /// `reached`.
-    pub fn asks_first(self, change: &Change, reached: &Members) -> bool {
+    pub fn asks_first(self, change: &ViewChange, reached: &Members) -> bool {
         match self.mutation {
             Some(Mutation::ProposeFirst) => false,
             Some(Mutation::LessThanHalf) => {
-                change.would_need_grant(reached) || with(change, reached).progress() == Progress::NoQuorum
+                change.would_need_grant(reached) || with(change, reached).progress() == ChangeProgress::NoQuorum
             }
             _ => change.would_need_grant(reached),
         }
@@ -239,7 +239,7 @@ fn forget(reports: &mut [Reported], dead: impl Fn(&View) -> bool) {
 }
 
 /// Returns `change` with the additional votes of `more`.
-fn with(change: &Change, more: &Members) -> Change {
+fn with(change: &ViewChange, more: &Members) -> ViewChange {
     let mut change = change.clone();
     more.iter().for_each(|replica| change.stored(replica));
     change

@@ -1,7 +1,7 @@
 use std::rc::Rc;
 
 use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
-use shorthorn_views::{Arbiter, Change, ReplicaViews};
+use shorthorn_views::{Arbiter, ViewChange, ReplicaViews};
 
 use crate::bits::{Bits, REPLICAS_MAX, bits, members};
 use crate::network::Message;
@@ -108,7 +108,7 @@ pub struct Proposal {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Underway {
     /// The real state machine.
-    pub change: Change,
+    pub change: ViewChange,
     /// To whom it may be proposed.
     pub reached: Bits,
     /// True if it was.

@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use shorthorn_chain::{DiskMeta, ImageName, Intent, VolumeMeta, classify, with_check, without_check};
+use shorthorn_chain::{DiskMeta, ImageName, OperationIntent, VolumeMeta, classify, with_check, without_check};
 
 fuzz_target!(|data: &[u8]| {
     if let Ok(volume) = VolumeMeta::parse(data) {
@@ -22,8 +22,8 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!(again, disk);
         let _ = disk.below_bytes();
     }
-    if let Ok(intent) = Intent::parse(data) {
-        assert_eq!(Intent::parse(&intent.to_bytes()).expect("a written document"), intent);
+    if let Ok(intent) = OperationIntent::parse(data) {
+        assert_eq!(OperationIntent::parse(&intent.to_bytes()).expect("a written document"), intent);
     }
     let _ = without_check("x", data);
     let Ok(name) = std::str::from_utf8(data) else { return };

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use shorthorn_recovery::{Grant, NotOpen, OpeningEngine, Proposal, Reached, propose_to};
 use shorthorn_types::{Members, ReplicaId};
-use shorthorn_views::{Change, FencedReplica, KeptSets, NoPlan, StartPlan};
+use shorthorn_views::{ViewChange, FencedReplica, KeptSets, NoPlan, StartPlan};
 
 use super::link::{CallError, Via, Wire};
 use super::{Process, RETRY_US};
@@ -97,7 +97,7 @@ impl OpeningEngine for Attempt {
         host.is_some_and(|host| sim.hosts[host].was_live && !sim.hosts[host].lost_writes)
     }
 
-    fn ask_arbiter(&mut self, change: &Change, stored: Members) {
+    fn ask_arbiter(&mut self, change: &ViewChange, stored: Members) {
         let engine = self.process.engine;
         let mut sim = self.process.sim.borrow_mut();
         sim.count("grants asked");

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, BadSources, BlockSearch, LinkError, OTHER_RUN, Peer, PendingView, RebuildError, RebuildTask,
+    Address, BadSources, BlockSearch, LinkError, OTHER_RUN, KnownPeer, PendingView, RebuildError, ReplicaRebuild,
     SOURCE_HAS_LEFT, Source, forget_in_vain, rebuild,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
@@ -177,13 +177,13 @@ impl ServingEngine for Process {
     type Error = CallError;
     type Control<'a> = Via<ControlLink<'a>>;
 
-    fn peers(&self) -> Vec<(PeerIndex, Peer)> {
+    fn peers(&self) -> Vec<(PeerIndex, KnownPeer)> {
         let sim = self.sim.borrow();
         let Some(process) = sim.engines.get(&self.engine) else { return Vec::new() };
         let peers = process.peers.iter().enumerate().filter(|(_, peer)| !peer.is_given_up);
         let known = |(at, peer): (usize, &crate::engine::Peer)| {
             let crate::engine::Peer { replica, is_complete, last_view, .. } = *peer;
-            (index(at), Peer { replica, is_local: at == 0, is_complete, last_view })
+            (index(at), KnownPeer { replica, is_local: at == 0, is_complete, last_view })
         };
         peers.map(known).collect()
     }
@@ -399,7 +399,7 @@ impl Rebuild<'_> {
     }
 }
 
-impl RebuildTask for Rebuild<'_> {
+impl ReplicaRebuild for Rebuild<'_> {
     type Engine = Process;
 
     fn engine(&self) -> &Process {

@@ -20,7 +20,7 @@ use crate::event::Outputs;
 use crate::job::Job;
 use crate::membership::{PeerIndex, PeerMask};
 use crate::slot::{SlotId, SlotPhase};
-use crate::space::{NoSpaceAction, Space, Waiting};
+use crate::space::{NoSpaceAction, Space, WaitingForSpace};
 
 impl EngineCore {
     /// Continues the request in slot `id`, which every replica has answered, after some have found no space.
@@ -85,7 +85,7 @@ impl EngineCore {
         }
     }
 
-    fn no_space_action(&self, Waiting { id, since_ms, .. }: Waiting) -> NoSpaceAction {
+    fn no_space_action(&self, WaitingForSpace { id, since_ms, .. }: WaitingForSpace) -> NoSpaceAction {
         let waited_ms = self.clock.now_ms().saturating_sub(since_ms);
         self.space.no_space_action(self.slots.at(id), &self.membership, &self.timeouts, waited_ms)
     }
@@ -94,7 +94,7 @@ impl EngineCore {
     pub(super) fn start_resync(&mut self, id: SlotId, out: &mut Outputs) {
         let (members, timeouts, now_ms) = (&self.membership, &self.timeouts, self.clock.now_ms());
         let slots = &self.slots;
-        let fails = |space: &Space, Waiting { id, since_ms, .. }: Waiting| {
+        let fails = |space: &Space, WaitingForSpace { id, since_ms, .. }: WaitingForSpace| {
             let waited_ms = now_ms.saturating_sub(since_ms);
             space.no_space_action(slots.at(id), members, timeouts, waited_ms) == NoSpaceAction::Fail
         };

@@ -9,7 +9,7 @@ use crate::event::{DropCause, Output, Outputs};
 use crate::job::Job;
 use crate::marks::MarkFor;
 use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
-use crate::ranges::Access;
+use crate::ranges::RangeAccess;
 use crate::rebuild::FinalStep;
 use crate::slot::SlotId;
 
@@ -89,7 +89,7 @@ impl EngineCore {
         self.take_slot(id, Job::Copy(Copy::new(CopyReason::Rebuild { region }, range, targets)));
         // It repairs members that hold rot there: until that is done, a verified read of them shows the rot,
         // which has no sums any more.
-        let access = if self.verify_reads { Access::Modify } else { Access::Rebuild };
+        let access = if self.verify_reads { RangeAccess::Modify } else { RangeAccess::Rebuild };
         if self.turns.enter(id, range, access) {
             self.advance(id, out);
         }

@@ -9,7 +9,7 @@ use crate::copy::{Copy, CopyReason};
 use crate::event::{Output, Outputs, ScrubConfig};
 use crate::job::{Check, Job};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::ranges::Access;
+use crate::ranges::RangeAccess;
 use crate::request::Operation;
 use crate::scrub::{Scrub, ScrubStep, mask, scrub_result_of};
 use crate::scrub_result::ScrubResult;
@@ -52,7 +52,7 @@ impl EngineCore {
     fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
         let check = Check { range, sums: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
         self.take_slot(id, Job::Check(check));
-        if self.turns.enter(id, range, Access::Modify) {
+        if self.turns.enter(id, range, RangeAccess::Modify) {
             self.advance(id, out);
         }
     }

@@ -4,10 +4,10 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
 use super::EngineCore;
-use crate::cause::{Blamed, Cause, Failure};
+use crate::cause::{Blamed, Cause, FailedRequest};
 use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::ranges::Access;
+use crate::ranges::RangeAccess;
 use crate::request::{Operation, Request};
 use crate::slot::{Slot, SlotId};
 
@@ -23,13 +23,13 @@ impl EngineCore {
         let Request { operation, range, .. } = request;
         if self.refuses_requests {
             // Before anything is counted, ordered or held: so nothing can keep it waiting.
-            let failure = Failure { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
+            let failure = FailedRequest { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
             out.push(Output::Failed(failure));
             out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
             return;
         }
         self.slots.open(id, request);
-        let access = if operation.modifies() { Access::Modify } else { Access::Read };
+        let access = if operation.modifies() { RangeAccess::Modify } else { RangeAccess::Read };
         if operation == Operation::Flush || self.turns.enter(id, range, access) {
             self.issue_request(id, out);
         }
@@ -259,7 +259,7 @@ impl EngineCore {
                 None if !slot.rotten.is_empty() => Cause::Rot(Blamed(slot.rotten)),
                 None => Cause::Replicas(Blamed(slot.no_space)),
             };
-            out.push(Output::Failed(Failure { slot: id, operation, range, errno, cause }));
+            out.push(Output::Failed(FailedRequest { slot: id, operation, range, errno, cause }));
         }
         out.push(Output::Complete { slot: id, outcome });
         self.wake.all_if(self.flights.land(&slot));

@@ -3,7 +3,7 @@
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, View, ViewId};
 
 use super::*;
-use crate::cause::{Cause, Failure};
+use crate::cause::{Cause, FailedRequest};
 use crate::event::{CopyLimits, DropCause, FlightLimits};
 use crate::membership::PeerConfig;
 use crate::request::{Operation, Request};
@@ -408,7 +408,7 @@ fn blamed(out: &[Output], slot: u16) -> Vec<(PeerIndex, Errno)> {
         Output::Failed(failure) if failure.slot == id(slot) => Some(failure),
         _ => None,
     });
-    let Some(Failure { errno, cause: Cause::Replicas(blamed), .. }) = failure else { return Vec::new() };
+    let Some(FailedRequest { errno, cause: Cause::Replicas(blamed), .. }) = failure else { return Vec::new() };
     blamed.iter().map(|peer| (peer, *errno)).collect()
 }
 

@@ -28,7 +28,7 @@ fn assert_refuses(bench: &mut Bench, when: &str) {
         let range = ByteRange::new(4096, if operation == Operation::Flush { 0 } else { 4096 }).unwrap();
         let (slot, errno, cause) = (id(3), Errno::IO, Cause::LostWrites);
         let refused = [
-            Output::Failed(Failure { slot, operation, range, errno, cause }),
+            Output::Failed(FailedRequest { slot, operation, range, errno, cause }),
             Output::Complete { slot, outcome: Err(errno) },
         ];
         let out = bench.submit(3, operation, 1);
