@@ -15,7 +15,7 @@ use common::{Running, agent};
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
-use shorthorn_pki::{Bundle, CertificateDer, Request, Role, Trust};
+use shorthorn_pki::{Bundle, CertificateDer, CertificateRequest, Role, Trust};
 use tempfile::TempDir;
 use tonic::service::Interceptor;
 use tonic::transport::Channel;
@@ -205,7 +205,7 @@ async fn a_certificate_is_renewed_under_a_stream() {
     let early = v1::SetCertificateRequest { chain: Vec::new() };
     assert_eq!(tls.set_certificate(early).await.unwrap_err().code(), Code::FailedPrecondition);
     let csr = tls.create_certificate_request(v1::CreateCertificateRequestRequest {}).await.unwrap();
-    let request = Request::from_der(&csr.into_inner().csr).unwrap();
+    let request = CertificateRequest::from_der(&csr.into_inner().csr).unwrap();
     assert_eq!(request.common_name(), "n1");
     let signed = |cluster: &mut Cluster, role: &Role| {
         let chain = cluster.0.sign(&request, role, common::tls::now()).unwrap();

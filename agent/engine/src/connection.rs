@@ -185,8 +185,14 @@ impl ReplicaConnection {
 
     fn new(stream: Stream, timeout: Duration) -> io::Result<ReplicaConnection> {
         let (deadline, pages_deadline, session) = Default::default();
-        let mut connection =
-            ReplicaConnection { stream, is_to_encrypt: false, timeout: None, deadline, pages_deadline, session };
+        let mut connection = ReplicaConnection {
+            stream,
+            is_to_encrypt: false,
+            timeout: None,
+            deadline,
+            pages_deadline,
+            session,
+        };
         connection.set_timeout(Some(timeout))?;
         Ok(connection)
     }

@@ -33,7 +33,7 @@ use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
 use crate::expansion::SharedDevice;
 use crate::handover;
-use crate::link::{QueueLink, LinkSlots};
+use crate::link::{LinkSlots, QueueLink};
 use crate::open::{Opened, Opener, Opening};
 use crate::queue::Queue;
 use crate::rebuild_task::RebuildTasks;

@@ -13,7 +13,7 @@ use shorthorn_recovery::{
     Grant, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, propose_to,
 };
 use shorthorn_types::{Members, RegionSet, Regions, ReplicaId, View};
-use shorthorn_views::{ViewChange, FencedReplica, KeptSets, NoPlan, StartPlan};
+use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
 
 use crate::connection::{ConnectError, ReplicaConnection, finish};
 use crate::connector::Connector;
@@ -483,7 +483,8 @@ impl OpeningEngine for Attempt<'_, '_> {
     ) -> Result<Vec<Vec<ReplicaConnection>>, NotOpen<Stop>> {
         let (spec, connector) = (&*self.opener.spec, &self.connector);
         let connected = at_once(reached, |one| connect_queues(spec, one, connector, proposal));
-        let mut connections: Vec<Vec<ReplicaConnection>> = self.endpoints.iter().map(|_| Vec::new()).collect();
+        let mut connections: Vec<Vec<ReplicaConnection>> =
+            self.endpoints.iter().map(|_| Vec::new()).collect();
         for result in connected {
             let (replica, opened) =
                 result.map_err(|(replica, reason)| NotOpen::aborted_by(replica, reason))?;

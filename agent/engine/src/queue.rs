@@ -14,7 +14,7 @@ use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::events::MainEvent;
 use crate::failures::{Limiter, RequestError};
-use crate::link::{self, QueueLink, Notice};
+use crate::link::{self, Notice, QueueLink};
 use crate::shared::{QueueMessage, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };

@@ -25,7 +25,7 @@ use shorthorn_wire::{LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
 use crate::connection::ConnectError;
 use crate::context::EngineContext;
 use crate::error::EngineError;
-use crate::events::{Done, ScrubFinding, MainEvent, ScrubProgress};
+use crate::events::{Done, MainEvent, ScrubFinding, ScrubProgress};
 use crate::pacer::Pacer;
 use sum_writer::SumWriter;
 
@@ -334,7 +334,12 @@ impl Scrubber {
         } else {
             self.unrepaired.insert(piece.offset());
         }
-        self.report(ScrubProgress::Found(ScrubFinding { snapshot: layer.snapshot(), range: piece, odd, done }));
+        self.report(ScrubProgress::Found(ScrubFinding {
+            snapshot: layer.snapshot(),
+            range: piece,
+            odd,
+            done,
+        }));
         Ok(sums)
     }
 }

@@ -21,7 +21,9 @@ use shorthorn_types::{ByteRange, ReplicaId, View};
 
 use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
-use crate::events::{Done, Ending, ExpansionProgress, ScrubFinding, MainEvent, RebuildProgress, ScrubProgress};
+use crate::events::{
+    Done, Ending, ExpansionProgress, MainEvent, RebuildProgress, ScrubFinding, ScrubProgress,
+};
 use crate::expansion::{self, SharedDevice};
 use crate::failures::{self, RequestError};
 use crate::open::Opened;

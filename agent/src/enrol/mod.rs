@@ -113,7 +113,7 @@ pub fn accept(
 mod tests {
     use std::time::Duration;
 
-    use shorthorn_pki::{Authority, ClusterId, Request};
+    use shorthorn_pki::{Authority, CertificateRequest, ClusterId};
 
     use super::*;
 
@@ -127,7 +127,7 @@ mod tests {
         }
 
         fn signed(&mut self, key: &Key, name: &str) -> Vec<CertificateDer<'static>> {
-            let request = Request::from_der(&key.request(name).unwrap()).unwrap();
+            let request = CertificateRequest::from_der(&key.request(name).unwrap()).unwrap();
             let role = Role::node(name).unwrap();
             self.0.sign(&request, &role, NOW).unwrap()
         }

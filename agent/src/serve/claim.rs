@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use serde::{Deserialize, Serialize};
 use shorthorn_api::CLUSTER_HEADER;
 use shorthorn_control::{Unknown, load_spec, store_spec};
-use shorthorn_pki::Peer;
+use shorthorn_pki::TlsPeer;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
@@ -186,7 +186,7 @@ fn cluster_of(request: &http::Request<Body>) -> Option<Result<String, NodeError>
         Ok(header) => header,
         Err(error) => return Some(Err(error)),
     };
-    let certificate = request.extensions().get::<Peer>().and_then(|peer| peer.certificate.as_ref());
+    let certificate = request.extensions().get::<TlsPeer>().and_then(|peer| peer.certificate.as_ref());
     let proven = certificate.map(|certificate| certificate.name.cluster.as_str());
     if let (Some(proven), Some(header)) = (proven, header.filter(|header| proven != Some(*header))) {
         return Some(Err(NodeError::Precondition(format!(
@@ -262,7 +262,7 @@ mod tests {
             public: Vec::new(),
         };
         let address = "10.0.0.1:1".parse().unwrap();
-        let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
+        let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };
         let asked = |method: &str, header: Option<&str>| {
             let mut request = http::Request::builder().uri(format!("http://a/shorthorn.v1.Node/{method}"));
             if let Some(header) = header {

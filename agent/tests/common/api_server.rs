@@ -191,7 +191,7 @@ impl State {
 
     fn signed(&mut self, csr: &Value, node: &str) -> Value {
         let text = BASE64_STANDARD.decode(csr["spec"]["request"].as_str().unwrap()).unwrap();
-        let request = shorthorn_pki::Request::from_pem(&text).unwrap();
+        let request = shorthorn_pki::CertificateRequest::from_pem(&text).unwrap();
         let chain = self.authority.sign(&request, &Role::node(node).unwrap(), now()).unwrap();
         json!({ "certificate": BASE64_STANDARD.encode(chain_to_pem(&chain)) })
     }

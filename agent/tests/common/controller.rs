@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_server::{ControllerTls, ControllerTlsServer};
 use shorthorn_pki::{
-    AccessLayer, Authority, Bundle, ClientAuth, Credentials, Limits, Request as Csr, incoming,
+    AccessLayer, Authority, Bundle, CertificateRequest, ClientAuth, Credentials, Limits, incoming,
 };
 use tokio::net::TcpListener;
 use tonic::transport::Server;
@@ -35,7 +35,7 @@ impl ControllerTls for Enrolment {
     async fn enroll(&self, request: Request<v1::EnrollRequest>) -> Answer<v1::Certificates> {
         let v1::EnrollRequest { token, node_name, csr } = request.into_inner();
         let mut authority = self.0.lock().unwrap();
-        let csr = Csr::from_der(&csr).unwrap();
+        let csr = CertificateRequest::from_der(&csr).unwrap();
         let chain = authority.enrol(&token.parse().unwrap(), &node_name, &csr, now());
         let chain = chain.map_err(|error| Status::permission_denied(error.to_string()))?;
         let trust = authority.trust().unwrap();

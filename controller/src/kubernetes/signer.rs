@@ -12,7 +12,7 @@ use k8s_openapi::api::certificates::v1::{
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::json;
 use shorthorn_kube::{CallError, bounded, is_code};
-use shorthorn_pki::{CertificateDer, Request, Role, SIGNER_NAME, chain_to_pem};
+use shorthorn_pki::{CertificateDer, CertificateRequest, Role, SIGNER_NAME, chain_to_pem};
 use tokio::time::Instant;
 
 use super::list_watch::Pages;
@@ -38,7 +38,7 @@ const USAGES: &[&str] = &["digital signature", "key encipherment", "server auth"
 #[derive(Debug)]
 enum RequestDecision {
     /// Sign it for this node.
-    Sign { node: String, request: Box<Request> },
+    Sign { node: String, request: Box<CertificateRequest> },
     /// Deny it for this reason.
     Deny(String),
     /// The request is already signed or denied.
@@ -189,7 +189,7 @@ async fn sign(
     tls: &Tls,
     name: &str,
     node: &str,
-    request: &Request,
+    request: &CertificateRequest,
     attempts: &mut Attempts,
 ) -> Result<(), SignError> {
     let role = Role::Node(node.to_owned());
@@ -272,7 +272,7 @@ fn judge(found: &CertificateSigningRequest) -> RequestDecision {
 }
 
 /// The node that the request is for, if its maker is the kubelet of that node.
-fn check(spec: &CertificateSigningRequestSpec) -> Result<(String, Request), String> {
+fn check(spec: &CertificateSigningRequestSpec) -> Result<(String, CertificateRequest), String> {
     if spec.signer_name != SIGNER_NAME {
         return Err(format!("the request is for another signer than {SIGNER_NAME}"));
     }
@@ -286,7 +286,7 @@ fn check(spec: &CertificateSigningRequestSpec) -> Result<(String, Request), Stri
     if let Some(other) = usages.iter().find(|usage| !USAGES.contains(&usage.as_str())) {
         return Err(format!("usage {other:?} is not given; use \"digital signature\" and \"server auth\""));
     }
-    let request = Request::from_pem(&spec.request.0).map_err(|error| error.to_string())?;
+    let request = CertificateRequest::from_pem(&spec.request.0).map_err(|error| error.to_string())?;
     request.check_names(node).map_err(|error| error.to_string())?;
     Ok((node.to_owned(), request))
 }

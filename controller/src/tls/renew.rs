@@ -7,7 +7,7 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_controller_core::NodeName;
-use shorthorn_pki::{Authority, Issued, LEAF_SECONDS, Request, Role, Trust};
+use shorthorn_pki::{Authority, CertificateRequest, Issued, LEAF_SECONDS, Role, Trust};
 use tokio::task::JoinSet;
 use tonic::{Code, Status};
 
@@ -151,7 +151,7 @@ impl Tls {
         let request = v1::CreateCertificateRequestRequest {};
         let request = client.create_certificate_request(limited(request, CALL_LIMIT)).await?.into_inner();
         let refused = |error: &dyn std::fmt::Display| Status::failed_precondition(error.to_string());
-        let request = Request::from_der(&request.csr).map_err(|error| refused(&error))?;
+        let request = CertificateRequest::from_der(&request.csr).map_err(|error| refused(&error))?;
         request.check_names(node.as_str()).map_err(|error| refused(&error))?;
         let role = Role::node(node.as_str()).map_err(|error| refused(&error))?;
         let signed = self.change(|authority| authority.sign(&request, &role, now())).await;

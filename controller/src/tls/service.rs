@@ -6,7 +6,7 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_server::{ControllerTls, ControllerTlsServer};
 use shorthorn_api::v1::revoke_certificate_request::Which;
 use shorthorn_pki::{
-    Authority, AuthorityError, CertificateDer, JoinToken, Phase, Request, Role, Serial, TokenError,
+    Authority, AuthorityError, CertificateDer, CertificateRequest, JoinToken, Phase, Role, Serial, TokenError,
 };
 use tonic::{Response, Status};
 
@@ -93,7 +93,7 @@ impl ControllerTls for TlsApi {
         let v1::EnrollRequest { token, node_name, csr } = request.into_inner();
         let token: JoinToken = token.parse().map_err(|error| invalid(&error))?;
         Role::node(&node_name).map_err(|error| invalid(&error))?;
-        let request = Request::from_der(&csr).map_err(|error| invalid(&error))?;
+        let request = CertificateRequest::from_der(&csr).map_err(|error| invalid(&error))?;
         let enrolled = self.0.change(|authority| authority.enrol(&token, &node_name, &request, now())).await;
         let chain = enrolled.map_err(|error| {
             let (token, node) = (token.id(), &node_name);
@@ -132,7 +132,7 @@ impl ControllerTls for TlsApi {
     ) -> Result<Response<v1::Certificates>, Status> {
         let v1::IssueAdminCertificateRequest { name, csr } = request.into_inner();
         let role = Role::admin(&name).map_err(|error| invalid(&error))?;
-        let request = Request::from_der(&csr).map_err(|error| invalid(&error))?;
+        let request = CertificateRequest::from_der(&csr).map_err(|error| invalid(&error))?;
         request.check_names(&name).map_err(|error| invalid(&error))?;
         let signed = self.0.change(|authority| authority.sign(&request, &role, now())).await;
         let chain = signed.map_err(status)?;

@@ -7,7 +7,7 @@ use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
 use tower_layer::Layer;
 
-use crate::guard::Peer;
+use crate::guard::TlsPeer;
 use crate::role::Role;
 
 /// The kinds of callers.
@@ -106,7 +106,7 @@ pub const TABLE: &[(&str, &[RoleKind])] = &[
 
 /// A call is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum CallRefusal {
     /// The caller has to show a certificate.
     NoCertificate,
     /// The role of the caller may not call this method.
@@ -118,35 +118,39 @@ pub enum Refusal {
 /// Checks that a caller of this role may call the method with this path.
 ///
 /// # Errors
-/// [`Refusal`].
-pub fn check(path: &str, role: Option<&Role>) -> Result<(), Refusal> {
+/// [`CallRefusal`].
+pub fn check(path: &str, role: Option<&Role>) -> Result<(), CallRefusal> {
     let entry = TABLE.iter().find(|(known, _)| *known == path);
-    let kinds = entry.map(|(_, kinds)| *kinds).ok_or(Refusal::UnknownMethod)?;
+    let kinds = entry.map(|(_, kinds)| *kinds).ok_or(CallRefusal::UnknownMethod)?;
     if kinds.contains(&RoleKind::Anyone) {
         return Ok(());
     }
-    let role = role.ok_or(Refusal::NoCertificate)?;
+    let role = role.ok_or(CallRefusal::NoCertificate)?;
     let kind = match role {
         Role::Controller => RoleKind::Controller,
         Role::Admin(_) => RoleKind::Admin,
         Role::Node(_) => RoleKind::Node,
     };
-    if kinds.contains(&kind) { Ok(()) } else { Err(Refusal::NotPermitted(role.clone())) }
+    if kinds.contains(&kind) { Ok(()) } else { Err(CallRefusal::NotPermitted(role.clone())) }
 }
 
-impl Refusal {
+impl CallRefusal {
     fn status(&self, path: &str) -> Status {
         match self {
-            Refusal::NoCertificate => Status::unauthenticated(format!(
+            CallRefusal::NoCertificate => Status::unauthenticated(format!(
                 "{path} needs a certificate: use --tls-identity FILE, from shorthornctl tls issue"
             )),
-            Refusal::NotPermitted(role) => Status::permission_denied(format!("{role} may not call {path}")),
-            Refusal::UnknownMethod => Status::permission_denied(format!("{path} is not permitted over TLS")),
+            CallRefusal::NotPermitted(role) => {
+                Status::permission_denied(format!("{role} may not call {path}"))
+            }
+            CallRefusal::UnknownMethod => {
+                Status::permission_denied(format!("{path} is not permitted over TLS"))
+            }
         }
     }
 }
 
-/// A layer for servers behind [`crate::incoming()`], which checks each call. Without the [`Peer`] of a
+/// A layer for servers behind [`crate::incoming()`], which checks each call. Without the [`TlsPeer`] of a
 /// connection it permits the methods for anyone only.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AccessLayer;
@@ -179,15 +183,15 @@ where
     }
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let peer = request.extensions().get::<Peer>();
+        let peer = request.extensions().get::<TlsPeer>();
         let path = request.uri().path();
-        if let Err(refusal) = check(path, peer.and_then(Peer::role)) {
+        if let Err(refusal) = check(path, peer.and_then(TlsPeer::role)) {
             let address = peer.map(|peer| peer.address.to_string()).unwrap_or_default();
             let status = refusal.status(path);
             let reason = status.message();
             match refusal {
                 // A stranger shall not fill the log.
-                Refusal::NoCertificate => tracing::debug!(%address, path, reason, "call refused"),
+                CallRefusal::NoCertificate => tracing::debug!(%address, path, reason, "call refused"),
                 _ => tracing::warn!(%address, path, reason, "call refused"),
             }
             return Box::pin(async move { Ok(status.into_http()) });

@@ -16,7 +16,7 @@ use time::OffsetDateTime;
 
 use crate::bundle::{BundleError, Identity};
 use crate::key::Key;
-use crate::request::{Request, RequestError};
+use crate::request::{CertificateRequest, RequestError};
 use crate::role::{ClusterId, Name, NameError, Role};
 use crate::serial::{Serial, from_hex, hex};
 use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
@@ -221,7 +221,7 @@ impl Authority {
     /// [`AuthorityError`].
     pub fn sign(
         &mut self,
-        request: &Request,
+        request: &CertificateRequest,
         role: &Role,
         now: UnixTime,
     ) -> Result<Vec<CertificateDer<'static>>, AuthorityError> {
@@ -333,7 +333,7 @@ impl Authority {
         &mut self,
         token: &JoinToken,
         node: &str,
-        request: &Request,
+        request: &CertificateRequest,
         now: UnixTime,
     ) -> Result<Vec<CertificateDer<'static>>, AuthorityError> {
         let role = Role::node(node)?;

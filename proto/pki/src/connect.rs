@@ -20,7 +20,7 @@ use tonic::codegen::{BoxFuture, Service};
 
 use crate::certificate::Certificate;
 use crate::credentials::Credentials;
-use crate::guard::{Guard, Guarded, Limit, Peer};
+use crate::guard::{Guard, Guarded, Limit, TlsPeer};
 use crate::pinned::enrolment_config;
 use crate::role::Role;
 use crate::trust::{Pin, Usage};
@@ -135,7 +135,7 @@ impl Connector {
     ///
     /// # Errors
     /// [`ConnectError`] of the last address that was tried.
-    pub async fn connect(&self, uri: &Uri) -> Result<Connection, ConnectError> {
+    pub async fn connect(&self, uri: &Uri) -> Result<ClientConnection, ConnectError> {
         let host = uri.host().ok_or_else(|| ConnectError::NoHost(uri.clone()))?;
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = uri.port_u16().unwrap_or(PORT);
@@ -152,7 +152,7 @@ impl Connector {
         result
     }
 
-    async fn connect_to(&self, address: SocketAddr) -> Result<Connection, ConnectError> {
+    async fn connect_to(&self, address: SocketAddr) -> Result<ClientConnection, ConnectError> {
         let is_plain = !self.always_tls && address.ip().to_canonical().is_loopback();
         let config = match &self.mode {
             _ if is_plain => None,
@@ -168,7 +168,7 @@ impl Connector {
         let failed = |error| ConnectError::Connect { address, error };
         let stream = limited(TcpStream::connect(address)).await.map_err(failed)?;
         stream.set_nodelay(true).map_err(failed)?;
-        let Some(config) = config else { return Ok(Connection::Plain(stream)) };
+        let Some(config) = config else { return Ok(ClientConnection::Plain(stream)) };
         let shaking = TlsConnector::from(Arc::clone(config)).connect(ServerName::from(address.ip()), stream);
         let shaken = limited(shaking).await;
         let stream =
@@ -176,9 +176,13 @@ impl Connector {
         self.guarded(stream, address)
     }
 
-    fn guarded(&self, stream: TlsStream<TcpStream>, address: SocketAddr) -> Result<Connection, ConnectError> {
+    fn guarded(
+        &self,
+        stream: TlsStream<TcpStream>,
+        address: SocketAddr,
+    ) -> Result<ClientConnection, ConnectError> {
         let Mode::Role { credentials, expected, .. } = &self.mode else {
-            return Ok(Connection::Pinned(Box::new(stream)));
+            return Ok(ClientConnection::Pinned(Box::new(stream)));
         };
         let failed = |error| ConnectError::Handshake { address, error };
         let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first).cloned();
@@ -193,9 +197,9 @@ impl Connector {
             generation: 0,
             _friend: None,
         };
-        let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
+        let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };
         let limit = Limit::Certificate(Box::new(guard));
-        Ok(Connection::Tls(Box::new(Guarded { stream, limit, peer })))
+        Ok(ClientConnection::Tls(Box::new(Guarded { stream, limit, peer })))
     }
 }
 
@@ -214,9 +218,9 @@ async fn limited<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> 
 }
 
 impl Service<Uri> for Connector {
-    type Response = TokioIo<Connection>;
+    type Response = TokioIo<ClientConnection>;
     type Error = ConnectError;
-    type Future = BoxFuture<TokioIo<Connection>, ConnectError>;
+    type Future = BoxFuture<TokioIo<ClientConnection>, ConnectError>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), ConnectError>> {
         Poll::Ready(Ok(()))
@@ -230,7 +234,7 @@ impl Service<Uri> for Connector {
 
 /// A connection of a client.
 #[derive(Debug)]
-pub enum Connection {
+pub enum ClientConnection {
     /// To this host.
     Plain(TcpStream),
     /// To a server whose CA has the pin of a join token.
@@ -242,15 +246,15 @@ pub enum Connection {
 macro_rules! delegate {
     ($self:ident, $stream:ident => $call:expr) => {
         match $self.get_mut() {
-            Connection::Plain($stream) => {
+            ClientConnection::Plain($stream) => {
                 let $stream = StdPin::new($stream);
                 $call
             }
-            Connection::Pinned($stream) => {
+            ClientConnection::Pinned($stream) => {
                 let $stream = StdPin::new($stream.as_mut());
                 $call
             }
-            Connection::Tls($stream) => {
+            ClientConnection::Tls($stream) => {
                 let $stream = StdPin::new($stream.as_mut());
                 $call
             }
@@ -258,7 +262,7 @@ macro_rules! delegate {
     };
 }
 
-impl AsyncRead for Connection {
+impl AsyncRead for ClientConnection {
     fn poll_read(
         self: StdPin<&mut Self>,
         context: &mut Context<'_>,
@@ -268,7 +272,7 @@ impl AsyncRead for Connection {
     }
 }
 
-impl AsyncWrite for Connection {
+impl AsyncWrite for ClientConnection {
     fn poll_write(
         self: StdPin<&mut Self>,
         context: &mut Context<'_>,

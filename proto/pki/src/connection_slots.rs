@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::handshakes::{Handshakes, source};
+use crate::handshakes::{TlsHandshakes, source};
 
 /// The room that a connection without a certificate takes, until it ends.
 #[derive(Debug)]
@@ -19,13 +19,16 @@ pub(crate) struct UncertifiedSlot {
 /// A connection with a certificate; it has ended when this is dropped.
 #[derive(Debug)]
 pub(crate) struct CertifiedConnection {
-    handshakes: Arc<Mutex<Handshakes>>,
+    handshakes: Arc<Mutex<TlsHandshakes>>,
     address: IpAddr,
 }
 
 impl CertifiedConnection {
     /// Counts the connection as one of its address.
-    pub(crate) fn connect(handshakes: &Arc<Mutex<Handshakes>>, address: SocketAddr) -> CertifiedConnection {
+    pub(crate) fn connect(
+        handshakes: &Arc<Mutex<TlsHandshakes>>,
+        address: SocketAddr,
+    ) -> CertifiedConnection {
         lock(handshakes).connect(address.ip());
         CertifiedConnection { handshakes: Arc::clone(handshakes), address: address.ip() }
     }
@@ -38,7 +41,7 @@ impl Drop for CertifiedConnection {
 }
 
 /// Locks the state of all handshakes.
-pub(crate) fn lock(handshakes: &Mutex<Handshakes>) -> MutexGuard<'_, Handshakes> {
+pub(crate) fn lock(handshakes: &Mutex<TlsHandshakes>) -> MutexGuard<'_, TlsHandshakes> {
     handshakes.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

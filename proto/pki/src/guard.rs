@@ -21,14 +21,14 @@ use crate::trust::Usage;
 
 /// The client of a connection, as a request's extensions have it.
 #[derive(Clone, Debug)]
-pub struct Peer {
+pub struct TlsPeer {
     /// The address of the client.
     pub address: SocketAddr,
     /// The certificate of the client; none if the client has shown none.
     pub certificate: Option<Arc<Certificate>>,
 }
 
-impl Peer {
+impl TlsPeer {
     /// Returns the role of the client, if the client has shown a certificate.
     #[must_use]
     pub fn role(&self) -> Option<&Role> {
@@ -80,7 +80,7 @@ pub(crate) enum Limit {
 pub struct Guarded<T> {
     pub(crate) stream: T,
     pub(crate) limit: Limit,
-    pub(crate) peer: Peer,
+    pub(crate) peer: TlsPeer,
 }
 
 impl<T> Guarded<T> {
@@ -93,7 +93,7 @@ impl<T> Guarded<T> {
     }
 
     /// The other side.
-    pub fn peer(&self) -> &Peer {
+    pub fn peer(&self) -> &TlsPeer {
         &self.peer
     }
 }
@@ -148,8 +148,8 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Guarded<T> {
 }
 
 impl<T> Connected for Guarded<T> {
-    type ConnectInfo = Peer;
-    fn connect_info(&self) -> Peer {
+    type ConnectInfo = TlsPeer;
+    fn connect_info(&self) -> TlsPeer {
         self.peer.clone()
     }
 }

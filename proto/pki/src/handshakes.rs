@@ -32,7 +32,7 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 
 /// The clients that are known, and their handshakes.
 #[derive(Debug)]
-pub(crate) struct Handshakes {
+pub(crate) struct TlsHandshakes {
     addresses: HashMap<IpAddr, Address>,
     /// In progress, from the oldest to the newest. At most `max` are of addresses that have authenticated
     /// lately, and at most `max` of others.
@@ -46,7 +46,7 @@ pub(crate) struct Handshakes {
 
 /// The outcome of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum HandshakeOutcome {
     /// With a certificate that is accepted here.
     Authenticated,
     /// Without one, if that is permitted.
@@ -127,11 +127,11 @@ impl Address {
     }
 }
 
-impl Handshakes {
+impl TlsHandshakes {
     /// At most `max` handshakes at once, and `max_of_source` of one address.
-    pub fn new(max: usize, max_of_source: usize) -> Handshakes {
+    pub fn new(max: usize, max_of_source: usize) -> TlsHandshakes {
         let (addresses, running, next_id) = Default::default();
-        Handshakes { addresses, running, next_id, max, max_of_source, logged_at: None, not_logged: 0 }
+        TlsHandshakes { addresses, running, next_id, max, max_of_source, logged_at: None, not_logged: 0 }
     }
 
     /// Begins a handshake with a client at this address. Returns none if the client has to be disconnected.
@@ -216,15 +216,15 @@ impl Handshakes {
     }
 
     /// A handshake has ended.
-    pub fn end(&mut self, begun: Begun, outcome: Outcome, now: Instant) {
+    pub fn end(&mut self, begun: Begun, outcome: HandshakeOutcome, now: Instant) {
         let place = self.running.iter().position(|one| one.id == begun.id);
         let is_running = place.map(|at| self.running.remove(at)).is_some();
         let Some(known) = self.addresses.get_mut(&begun.address) else { return };
         known.under_way = known.under_way.saturating_sub(usize::from(is_running));
         match outcome {
-            Outcome::Authenticated => (known.failures, known.authenticated_at) = (0, Some(now)),
-            Outcome::Anonymous | Outcome::Silent => {}
-            Outcome::Failed => known.failures = known.failures.saturating_add(1),
+            HandshakeOutcome::Authenticated => (known.failures, known.authenticated_at) = (0, Some(now)),
+            HandshakeOutcome::Anonymous | HandshakeOutcome::Silent => {}
+            HandshakeOutcome::Failed => known.failures = known.failures.saturating_add(1),
         }
     }
 
@@ -294,24 +294,24 @@ mod tests {
 
     #[test]
     fn an_address_that_fails_waits_and_is_forgiven() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         for _ in 0..FAILURES_MAX {
             let begun = all.begin(address(1), now).unwrap();
-            all.end(begun, Outcome::Failed, now);
+            all.end(begun, HandshakeOutcome::Failed, now);
         }
         assert_eq!(all.begin(address(1), now), None);
         assert!(all.begin(address(2), now).is_some(), "another address has failed at nothing");
         let later = now + FORGIVEN_EVERY;
         let begun = all.begin(address(1), later).unwrap();
-        all.end(begun, Outcome::Failed, later);
+        all.end(begun, HandshakeOutcome::Failed, later);
         assert_eq!(all.begin(address(1), later), None, "one failure was forgiven");
     }
 
     #[test]
     fn strangers_do_not_keep_out_an_address_that_has_authenticated() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         let begun = all.begin(address(0), now).unwrap();
-        all.end(begun, Outcome::Authenticated, now);
+        all.end(begun, HandshakeOutcome::Authenticated, now);
         let friend = all.begin(address(0), now).unwrap();
         let held: Vec<Begun> = (1..100).filter_map(|n| all.begin(address(n), now)).collect();
         assert_eq!(all.running.len(), 1 + 16, "each takes the place of another stranger");
@@ -319,15 +319,15 @@ mod tests {
         let friends: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(0), now)).collect();
         assert_eq!(all.running.len(), 16 + 16);
         for begun in held.into_iter().chain(friends).chain([friend]) {
-            all.end(begun, Outcome::Authenticated, now);
+            all.end(begun, HandshakeOutcome::Authenticated, now);
         }
         assert!(all.running.is_empty() && all.addresses.values().all(|known| known.under_way == 0));
     }
 
     #[test]
     fn a_handshake_takes_the_place_of_the_oldest_of_its_address() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
-        let begin = |all: &mut Handshakes| all.begin(address(1), now).unwrap();
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
+        let begin = |all: &mut TlsHandshakes| all.begin(address(1), now).unwrap();
         let silent: Vec<Begun> = (0..4).map(|_| begin(&mut all)).collect();
         let controller = begin(&mut all);
         assert_eq!(controller.displaced, Some(silent[0].id));
@@ -341,16 +341,16 @@ mod tests {
         let talking: Vec<Begun> = (0..3).map(|_| begin(&mut all)).collect();
         talking.iter().for_each(|one| assert!(all.keep(*one)));
         assert_eq!(all.begin(address(1), now), None);
-        all.end(controller, Outcome::Authenticated, now);
+        all.end(controller, HandshakeOutcome::Authenticated, now);
         assert_eq!(all.addresses[&address(1)].under_way, 3);
-        all.end(silent[0], Outcome::Silent, now);
+        all.end(silent[0], HandshakeOutcome::Silent, now);
         assert_eq!(all.addresses[&address(1)].under_way, 3, "its place was taken before");
     }
 
     /// Begins handshakes of one address of `floods` after the other, at random times with the mean interval
     /// `every`. Now and then, a client at address 0 tries, and each try takes `takes`. Strays send something
     /// and stay; their failures are not counted. Returns the share of the tries that succeed, in percent.
-    fn flood(all: &mut Handshakes, floods: &[IpAddr], every: Duration, takes: Duration) -> u32 {
+    fn flood(all: &mut TlsHandshakes, floods: &[IpAddr], every: Duration, takes: Duration) -> u32 {
         let (mut now, mut random) = (Instant::now(), 1_u64);
         let (mut tries, mut done, mut trying) = (0, 0, None::<(Begun, Instant)>);
         for from in floods.iter().cycle().take(20_000) {
@@ -358,7 +358,7 @@ mod tests {
             now += every * u32::try_from((random >> 33) % 201).unwrap() / 100;
             if let Some((begun, _)) = trying.take_if(|(_, since)| now.duration_since(*since) >= takes) {
                 done += u32::from(all.keep(begun));
-                all.end(begun, Outcome::Anonymous, now); // which makes no friend of it
+                all.end(begun, HandshakeOutcome::Anonymous, now); // which makes no friend of it
             }
             if trying.is_none() && (random >> 44) % 97 == 0 {
                 tries += 1;
@@ -376,9 +376,9 @@ mod tests {
 
     #[test]
     fn a_flood_from_the_same_address_does_not_keep_a_handshake_from_its_end() {
-        let (mut all, now) = (Handshakes::new(64, 8), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(64, 8), Instant::now());
         let friend = all.begin(address(0), now).unwrap();
-        all.end(friend, Outcome::Authenticated, now);
+        all.end(friend, HandshakeOutcome::Authenticated, now);
         // 250 begin in 50 ms, and 32 of them get a place: 12 %.
         let (every, takes) = (Duration::from_micros(200), Duration::from_millis(20));
         let share = flood(&mut all, &[address(0)], every, takes);
@@ -389,14 +389,14 @@ mod tests {
     fn a_flood_from_other_addresses_keeps_no_handshake_out() {
         let others: Vec<IpAddr> = (1..20).map(address).collect();
         let (every, takes) = (Duration::from_micros(100), Duration::from_millis(20));
-        let share = flood(&mut Handshakes::new(64, 8), &others, every, takes);
+        let share = flood(&mut TlsHandshakes::new(64, 8), &others, every, takes);
         assert!(share >= 99, "{share} % of the tries succeed: the last one may be under way");
     }
 
     #[test]
     fn young_handshakes_keep_their_places_and_silent_ones_do_not() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
-        let begin = |all: &mut Handshakes, at| all.begin(address(1), at);
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
+        let begin = |all: &mut TlsHandshakes, at| all.begin(address(1), at);
         let talking: Vec<Begun> = (0..3).filter_map(|_| begin(&mut all, now)).collect();
         talking.iter().for_each(|one| all.hear(*one));
         let silent = begin(&mut all, now).unwrap();
@@ -409,10 +409,10 @@ mod tests {
 
     #[test]
     fn an_address_stays_a_friend_while_it_is_connected() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         let begun = all.begin(address(0), now).unwrap();
         all.connect(address(0));
-        all.end(begun, Outcome::Authenticated, now);
+        all.end(begun, HandshakeOutcome::Authenticated, now);
         let later = now + 2 * FRIEND_FOR;
         assert!(all.addresses[&address(0)].is_friend(later));
         all.disconnect(address(0), later);
@@ -422,20 +422,20 @@ mod tests {
 
     #[test]
     fn one_address_holds_few_handshakes_and_many_addresses_are_forgotten() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         let held: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(1), now)).collect();
         assert_eq!((held.len(), all.running.len()), (100, 4));
         for n in 2..5000 {
             let begun = all.begin(address(n), now).unwrap();
-            all.end(begun, Outcome::Failed, now);
+            all.end(begun, HandshakeOutcome::Failed, now);
         }
         assert!(all.addresses.len() <= ADDRESSES_MAX);
         assert_eq!(all.begin(address(1), now).unwrap().displaced, Some(held[96].id), "those under way count");
         let friend = all.begin(address(6000), now).unwrap();
-        all.end(friend, Outcome::Authenticated, now);
+        all.end(friend, HandshakeOutcome::Authenticated, now);
         for n in 7000..9000 {
             let begun = all.begin(address(n), now).unwrap();
-            all.end(begun, Outcome::Failed, now);
+            all.end(begun, HandshakeOutcome::Failed, now);
         }
         assert!(all.addresses[&address(6000)].is_friend(now));
         assert!(!all.addresses[&address(6000)].is_friend(now + FRIEND_FOR));
@@ -443,7 +443,7 @@ mod tests {
 
     #[test]
     fn addresses_of_one_network_count_together() {
-        let (mut all, now) = (Handshakes::new(16, 2), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(16, 2), Instant::now());
         let mut begin = |text: &str| all.begin(text.parse().unwrap(), now);
         let displaced = |begun: Option<Begun>| begun.and_then(|begun| begun.displaced);
         let first = begin("fd00::1").unwrap();
@@ -457,7 +457,7 @@ mod tests {
 
     #[test]
     fn failures_are_logged_now_and_then() {
-        let (mut all, now) = (Handshakes::new(16, 4), Instant::now());
+        let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         assert_eq!(all.log(now), Some(0));
         assert_eq!((all.log(now), all.log(now)), (None, None));
         assert_eq!(all.log(now + LOG_EVERY), Some(2));

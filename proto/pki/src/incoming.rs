@@ -17,8 +17,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::certificate::Certificate;
 use crate::connection_slots::{CertifiedConnection, Sources, UncertifiedSlot, lock};
 use crate::credentials::{ClientAuth, Credentials};
-use crate::guard::{Guard, Guarded, Limit, Peer};
-use crate::handshakes::{Begun, Handshakes, Outcome};
+use crate::guard::{Guard, Guarded, Limit, TlsPeer};
+use crate::handshakes::{Begun, HandshakeOutcome, TlsHandshakes};
 use crate::trust::Usage;
 
 /// Connections that wait for the server.
@@ -76,7 +76,7 @@ pub fn incoming(
         acceptor,
         credentials: credentials.clone(),
         limits,
-        handshakes: Arc::new(Mutex::new(Handshakes::new(
+        handshakes: Arc::new(Mutex::new(TlsHandshakes::new(
             limits.handshakes_max,
             limits.handshakes_per_source_max,
         ))),
@@ -91,7 +91,7 @@ struct Door {
     acceptor: TlsAcceptor,
     credentials: Credentials,
     limits: Limits,
-    handshakes: Arc<Mutex<Handshakes>>,
+    handshakes: Arc<Mutex<TlsHandshakes>>,
     stranger_sources: Sources,
     strangers: Arc<Semaphore>,
 }
@@ -147,12 +147,12 @@ async fn handshake(
     let shaken = tokio::time::timeout(door.limits.handshake_timeout, shake).await;
     match &shaken {
         Ok(Ok(guarded)) if guarded.peer().certificate.is_some() => {
-            shaking.outcome = Outcome::Authenticated;
+            shaking.outcome = HandshakeOutcome::Authenticated;
             if !lock(&door.handshakes).keep(shaking.begun) {
                 return; // at this moment, a newer one has taken its place
             }
         }
-        Ok(Ok(_)) => shaking.outcome = Outcome::Anonymous,
+        Ok(Ok(_)) => shaking.outcome = HandshakeOutcome::Anonymous,
         _ => {}
     }
     match shaken {
@@ -167,7 +167,7 @@ async fn handshake(
 impl Door {
     fn begin(&self, address: SocketAddr) -> Option<Shaking> {
         let begun = lock(&self.handshakes).begin(address.ip(), Instant::now())?;
-        Some(Shaking { handshakes: Arc::clone(&self.handshakes), begun, outcome: Outcome::Silent })
+        Some(Shaking { handshakes: Arc::clone(&self.handshakes), begun, outcome: HandshakeOutcome::Silent })
     }
 
     /// Scanners and health checks fail too: no warning, and not each of them.
@@ -195,7 +195,7 @@ impl Door {
             let held = held.ok_or_else(|| io::Error::other("too many connections without a certificate"))?;
             let until = Instant::now() + self.limits.stranger_limit;
             let timer = Box::pin(tokio::time::sleep(self.limits.stranger_limit));
-            let peer = Peer { address, certificate: None };
+            let peer = TlsPeer { address, certificate: None };
             return Ok(Guarded { stream, limit: Limit::Stranger { until, timer, _held: held }, peer });
         };
         let certificate = Certificate::from_der(&leaf).map_err(io::Error::other)?;
@@ -208,21 +208,21 @@ impl Door {
             generation: 0,
             _friend: Some(CertifiedConnection::connect(&self.handshakes, address)),
         };
-        let peer = Peer { address, certificate: Some(Arc::new(certificate)) };
+        let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };
         Ok(Guarded { stream, limit: Limit::Certificate(Box::new(guard)), peer })
     }
 }
 
 /// A handshake in progress, which ends when this is dropped.
 struct Shaking {
-    handshakes: Arc<Mutex<Handshakes>>,
+    handshakes: Arc<Mutex<TlsHandshakes>>,
     begun: Begun,
-    outcome: Outcome,
+    outcome: HandshakeOutcome,
 }
 
 impl Shaking {
     fn hear(&mut self) {
-        self.outcome = Outcome::Failed; // unless it ends otherwise
+        self.outcome = HandshakeOutcome::Failed; // unless it ends otherwise
         lock(&self.handshakes).hear(self.begun);
     }
 }

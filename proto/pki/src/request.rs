@@ -14,7 +14,7 @@ const PEM_TAG: &str = "CERTIFICATE REQUEST";
 
 /// A request whose signature proves that its sender has the private key.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct CertificateRequest {
     common_name: String,
     dns_names: Vec<String>,
     pub(crate) public: SubjectPublicKeyInfo,
@@ -53,12 +53,12 @@ pub enum RequestError {
     Make(String),
 }
 
-impl Request {
+impl CertificateRequest {
     /// Reads a request in DER and checks its signature.
     ///
     /// # Errors
     /// [`RequestError`] says why the CA does not sign it.
-    pub fn from_der(der: &[u8]) -> Result<Request, RequestError> {
+    pub fn from_der(der: &[u8]) -> Result<CertificateRequest, RequestError> {
         if der.len() > MAX_BYTES {
             return Err(RequestError::Read("more than 16 KiB"));
         }
@@ -73,14 +73,14 @@ impl Request {
         parsed.verify_signature().map_err(|_| RequestError::Signature)?;
         let common_name = common_name(&parsed)?;
         let dns_names = dns_names(&parsed)?;
-        Ok(Request { common_name, dns_names, public })
+        Ok(CertificateRequest { common_name, dns_names, public })
     }
 
     /// Reads a request in PEM, as Kubernetes has it.
     ///
     /// # Errors
     /// [`RequestError`] says why the CA does not sign it.
-    pub fn from_pem(text: &[u8]) -> Result<Request, RequestError> {
+    pub fn from_pem(text: &[u8]) -> Result<CertificateRequest, RequestError> {
         if text.len() > 2 * MAX_BYTES {
             return Err(RequestError::Read("more than 32 KiB"));
         }
@@ -88,7 +88,7 @@ impl Request {
         if block.tag() != PEM_TAG {
             return Err(RequestError::Read("no CERTIFICATE REQUEST in PEM"));
         }
-        Request::from_der(block.contents())
+        CertificateRequest::from_der(block.contents())
     }
 
     /// Checks that the request names `expected` and nothing else.
@@ -169,19 +169,19 @@ mod tests {
     use super::*;
     use crate::Key;
 
-    fn request(change: impl FnOnce(&mut CertificateParams)) -> Result<Request, RequestError> {
+    fn request(change: impl FnOnce(&mut CertificateParams)) -> Result<CertificateRequest, RequestError> {
         let key = Key::generate().unwrap();
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, "node-a");
         change(&mut params);
-        Request::from_der(params.serialize_request(&key.0).unwrap().der())
+        CertificateRequest::from_der(params.serialize_request(&key.0).unwrap().der())
     }
 
     #[test]
     fn a_request_names_one_node_only() {
         let key = Key::generate().unwrap();
-        let read = Request::from_der(&key.request("node-a").unwrap()).unwrap();
+        let read = CertificateRequest::from_der(&key.request("node-a").unwrap()).unwrap();
         assert_eq!((read.common_name(), read.public()), ("node-a", key.public()));
         read.check_names("node-a").unwrap();
         assert!(matches!(read.check_names("node-b"), Err(RequestError::Name { .. })));
@@ -211,17 +211,20 @@ mod tests {
         let mut der = key.request("node-a").unwrap();
         let last = der.len() - 1;
         der[last] ^= 1;
-        assert!(Request::from_der(&der).is_err());
+        assert!(CertificateRequest::from_der(&der).is_err());
         let mut longer = key.request("node-a").unwrap();
         longer.push(0);
-        assert_eq!(Request::from_der(&longer).unwrap_err(), RequestError::Read("bytes after its end"));
+        assert_eq!(
+            CertificateRequest::from_der(&longer).unwrap_err(),
+            RequestError::Read("bytes after its end")
+        );
     }
 
     proptest! {
         #[test]
         fn every_text_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..512)) {
-            prop_assert!(Request::from_der(&bytes).is_err());
-            prop_assert!(Request::from_pem(&bytes).is_err());
+            prop_assert!(CertificateRequest::from_der(&bytes).is_err());
+            prop_assert!(CertificateRequest::from_pem(&bytes).is_err());
         }
 
         #[test]
@@ -231,7 +234,7 @@ mod tests {
             let at = at.index(der.len());
             der[at] ^= 1 << bit;
             // The reader accepts some tags around the signed part that it does not need.
-            if let Ok(read) = Request::from_der(&der) {
+            if let Ok(read) = CertificateRequest::from_der(&der) {
                 prop_assert_eq!(read.common_name(), "node-a");
                 prop_assert_eq!(read.public(), key.public());
             }

@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
 use shorthorn_pki::{
-    Authority, Bundle, ClientAuth, ClusterId, Connection, Connector, Credentials, Identity, LEAF_SECONDS,
-    Limits, Pin, Role, UnixTime, incoming,
+    Authority, Bundle, ClientAuth, ClientConnection, ClusterId, Connector, Credentials, Identity,
+    LEAF_SECONDS, Limits, Pin, Role, UnixTime, incoming,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -68,7 +68,7 @@ async fn serve(credentials: &Credentials, auth: ClientAuth, limits: Limits) -> S
     address
 }
 
-async fn line(connection: &mut Connection) -> Result<String, String> {
+async fn line(connection: &mut ClientConnection) -> Result<String, String> {
     let mut text = String::new();
     loop {
         let byte = timeout(LIMIT, connection.read_u8()).await.unwrap().map_err(|error| error.to_string())?;
@@ -80,7 +80,7 @@ async fn line(connection: &mut Connection) -> Result<String, String> {
 }
 
 /// The first line of the server, or the error of either side.
-async fn connect(address: SocketAddr, connector: &Connector) -> Result<(Connection, String), String> {
+async fn connect(address: SocketAddr, connector: &Connector) -> Result<(ClientConnection, String), String> {
     let uri: Uri = format!("http://{address}").parse().unwrap();
     let mut connection = connector.connect(&uri).await.map_err(|error| error.to_string())?;
     let text = line(&mut connection).await?;
@@ -266,8 +266,8 @@ async fn only_addresses_of_this_host_are_plain() {
     let address = serve(&server, ClientAuth::Required, Limits::default()).await;
     let uri: Uri = format!("http://localhost:{}", address.port()).parse().unwrap();
     let by_default = Connector::new(&client, node("a")).unwrap();
-    assert!(matches!(by_default.connect(&uri).await.unwrap(), Connection::Plain(_)));
-    assert!(matches!(by_default.always_tls().connect(&uri).await.unwrap(), Connection::Tls(_)));
+    assert!(matches!(by_default.connect(&uri).await.unwrap(), ClientConnection::Plain(_)));
+    assert!(matches!(by_default.always_tls().connect(&uri).await.unwrap(), ClientConnection::Tls(_)));
     // TEST-NET-1 is refused before a connection is tried.
     let other: Uri = "http://192.0.2.1:9501".parse().unwrap();
     let refused = Connector::loopback_only("use --tls-identity").connect(&other).await.unwrap_err();

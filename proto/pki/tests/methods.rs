@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use shorthorn_pki::Role;
-use shorthorn_pki::access::{Refusal, RoleKind, TABLE, check};
+use shorthorn_pki::access::{CallRefusal, RoleKind, TABLE, check};
 
 #[test]
 fn each_method_is_in_the_table_once() {
@@ -38,5 +38,5 @@ fn agents_obey_the_controller_and_the_controller_obeys_administrators() {
         assert_eq!(by_admin.is_err(), of_node, "{path}: {by_admin:?}");
     }
     let unknown = check("/shorthorn.v1.Node/Format", Some(&Role::Controller));
-    assert_eq!(unknown, Err(Refusal::UnknownMethod));
+    assert_eq!(unknown, Err(CallRefusal::UnknownMethod));
 }

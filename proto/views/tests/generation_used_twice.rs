@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{Arbiter, ViewChange, Fence, NotGranted, ChangeProgress, Refused, ReplicaViews, basis};
+use shorthorn_views::{Arbiter, ChangeProgress, Fence, NotGranted, Refused, ReplicaViews, ViewChange, basis};
 
 fn id(n: u64) -> ReplicaId {
     ReplicaId::from_random(n)

@@ -1,6 +1,6 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
-use shorthorn_views::{ViewChange, ChangeProgress, Quorum, quorum};
+use shorthorn_views::{ChangeProgress, Quorum, ViewChange, quorum};
 
 /// Index of a replica in the engine's list, below [`MAX_MEMBERS`].
 pub type PeerIndex = u8;

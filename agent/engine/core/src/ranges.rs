@@ -32,7 +32,9 @@ pub enum RangeAccess {
 impl RangeAccess {
     fn conflicts_with(self, other: RangeAccess) -> bool {
         match (self, other) {
-            (RangeAccess::Modify, _) | (_, RangeAccess::Modify) | (RangeAccess::Rebuild, RangeAccess::Rebuild) => true,
+            (RangeAccess::Modify, _)
+            | (_, RangeAccess::Modify)
+            | (RangeAccess::Rebuild, RangeAccess::Rebuild) => true,
             (RangeAccess::Read, _) | (_, RangeAccess::Read) => false,
         }
     }

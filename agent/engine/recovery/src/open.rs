@@ -5,13 +5,13 @@ use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{
-    ViewChange, CombinedSets, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, ChangeProgress, StartPlan, combine_sets,
-    out_of_sync_sets_to_forget, plan,
+    ChangeProgress, CombinedSets, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, StartPlan, ViewChange,
+    combine_sets, out_of_sync_sets_to_forget, plan,
 };
 use shorthorn_wire::Welcome;
 
 use crate::link::{Link, LinkError, regions, regions_or_all};
-use crate::offenders::{Offenders, AttemptPart};
+use crate::offenders::{AttemptPart, Offenders};
 use crate::out_of_sync_sets::{forget, make_room};
 
 /// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out. One

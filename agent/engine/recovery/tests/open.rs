@@ -15,7 +15,7 @@ use shorthorn_recovery::{
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{ViewChange, FencedReplica, KeptSets, NoPlan, StartPlan};
+use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
 
 const SIZE_BYTES: u64 = 16 << 20;

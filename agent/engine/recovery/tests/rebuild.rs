@@ -11,7 +11,8 @@ use shorthorn_core::{
     PeerState,
 };
 use shorthorn_recovery::{
-    Address, BadSources, Link, LinkError, KnownPeer, PendingView, RebuildError, ReplicaRebuild, ServingEngine, Source,
+    Address, BadSources, KnownPeer, Link, LinkError, PendingView, RebuildError, ReplicaRebuild,
+    ServingEngine, Source,
 };
 use shorthorn_types::{
     Generation, MarkRegions, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,

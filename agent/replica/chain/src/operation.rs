@@ -243,7 +243,8 @@ impl Layout {
     }
 
     fn delete(&self, image: &ImageName, disk: &Disk) -> Operation {
-        let intent = OperationIntent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
+        let intent =
+            OperationIntent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
         let mut steps = record_intent(&intent);
         steps.extend(unlink_image(image));
         steps.push(FileStep::Unlink { name: image.checksum_name() });

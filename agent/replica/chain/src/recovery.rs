@@ -99,7 +99,9 @@ impl Work {
                 Ok(())
             }
             OperationIntent::Expand { head, size_bytes } => self.recover_expansion(head, *size_bytes),
-            OperationIntent::Fold { parent, child, grandparent } => self.recover_fold(parent, child, grandparent),
+            OperationIntent::Fold { parent, child, grandparent } => {
+                self.recover_fold(parent, child, grandparent)
+            }
             OperationIntent::Delete { image } => {
                 self.recover_delete(image);
                 Ok(())

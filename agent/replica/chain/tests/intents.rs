@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use shorthorn_chain::{
-    Checks, DirectoryFacts, DiskMeta, FileRef, FileStep, ImageFacts, ImageName, OperationIntent, MetaFacts,
+    Checks, DirectoryFacts, DiskMeta, FileRef, FileStep, ImageFacts, ImageName, MetaFacts, OperationIntent,
     VolumeMeta, recover,
 };
 
@@ -77,7 +77,8 @@ fn files_that_are_others_by_now_are_left_alone() {
     // The new head is in use, and the snapshot's name is in use too.
     does_no_harm(&head(file("volume-snap-b.img", other), "volume-head-005.img", None));
     does_no_harm(&OperationIntent::Delete { image: file("volume-snap-a.img", other) });
-    let fold = |parent, child| OperationIntent::Fold { parent, child, grandparent: "volume-snap-z.img".to_owned() };
+    let fold =
+        |parent, child| OperationIntent::Fold { parent, child, grandparent: "volume-snap-z.img".to_owned() };
     // Not renamed yet.
     does_no_harm(&fold(file("volume-snap-a.img", 1), file("volume-snap-b.img", 2)));
     // The parent is gone, but the child is not the result of its fold.

@@ -85,7 +85,12 @@ mod tests {
     use super::*;
 
     fn pause_s(in_a_row: u32, recorded: RecordOutcome) -> Option<u64> {
-        pause_s_of(&ReplicaFailure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: false })
+        pause_s_of(&ReplicaFailure {
+            message: "the disk".to_owned(),
+            in_a_row,
+            recorded,
+            is_asked_for: false,
+        })
     }
 
     fn pause_s_of(failure: &ReplicaFailure) -> Option<u64> {
@@ -110,7 +115,12 @@ mod tests {
     #[test]
     fn an_engine_that_comes_later_does_not_wait_for_long() {
         let asked = |in_a_row, recorded| {
-            pause_s_of(&ReplicaFailure { message: "the disk".to_owned(), in_a_row, recorded, is_asked_for: true })
+            pause_s_of(&ReplicaFailure {
+                message: "the disk".to_owned(),
+                in_a_row,
+                recorded,
+                is_asked_for: true,
+            })
         };
         assert_eq!(
             [1, 2, 9].map(|times| asked(times, RecordOutcome::Counted)),

@@ -20,7 +20,7 @@ mod steps;
 mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, RefusalReason, Superseded};
-pub use failure::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, RecordOutcome};
+pub use failure::{FAILURES_FORGIVEN_AFTER, RecordOutcome, ReplicaFailure};
 pub use known_rot::{AboutHole, After, KnownRot, RotLimits};
 pub use revision::revision_counter;
 pub use start::{Started, StoredFiles, SumsFound};

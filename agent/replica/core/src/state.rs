@@ -6,7 +6,7 @@ use shorthorn_regions::{Marked, NewSet, SetKey, Ticket, WriteIntentLog};
 use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Fence, ReplicaViews};
 
-use crate::failure::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, RecordOutcome};
+use crate::failure::{FAILURES_FORGIVEN_AFTER, RecordOutcome, ReplicaFailure};
 use crate::steps::{Denied, Disk, DurableStep, Fault, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.

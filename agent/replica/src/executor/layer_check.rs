@@ -59,7 +59,12 @@ impl Executor {
         Some(self.summed(slot, checked, outcome))
     }
 
-    fn summed(&self, slot: u16, checked: Checked, outcome: OperationResult) -> Result<LayerCheck, StoreError> {
+    fn summed(
+        &self,
+        slot: u16,
+        checked: Checked,
+        outcome: OperationResult,
+    ) -> Result<LayerCheck, StoreError> {
         let Checked { file, piece, kept } = checked;
         let sum = match outcome {
             Ok(()) => {

@@ -12,7 +12,12 @@ use super::requests::layer_of;
 
 impl Executor {
     /// Reads the blocks of `range` from one layer, independently of the others.
-    pub(super) fn start_read_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
+    pub(super) fn start_read_layer(
+        &mut self,
+        slot: u16,
+        range: ByteRange,
+        ring: &mut Ring,
+    ) -> OperationResult {
         let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
         self.begin_check(slot);
         let piece = Piece::blocks_of(range.grown_to_blocks().length(), file);
@@ -21,7 +26,12 @@ impl Executor {
     }
 
     /// Writes blocks of a snapshot that is being copied and is not whole.
-    pub(super) fn start_write_layer(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
+    pub(super) fn start_write_layer(
+        &mut self,
+        slot: u16,
+        range: ByteRange,
+        ring: &mut Ring,
+    ) -> OperationResult {
         let layer = layer_of(&self.work(slot).header)?;
         let file = self.store.copy_target(layer).ok_or(Errno::INVALID)?;
         let fits = self.store.layer_bytes(layer).is_some_and(|size_bytes| range.end() <= size_bytes);

@@ -189,12 +189,12 @@ fn a_node_joins_once_by_token_and_only_under_its_name() {
     let token = authority.create_token(Some("a"), 60, at(0)).unwrap();
     assert_eq!(token.pin(), authority.pin().unwrap());
     let key = Key::generate().unwrap();
-    let request = Request::from_der(&key.request("a").unwrap()).unwrap();
+    let request = CertificateRequest::from_der(&key.request("a").unwrap()).unwrap();
     assert!(authority.enrol(&token, "b", &request, at(1)).is_err());
     let chain = authority.enrol(&token, "a", &request, at(1)).unwrap();
     let identity = Identity::new(&key, chain).unwrap();
     assert_eq!(identity.certificate().name.role, node("a"));
-    let other = Request::from_der(&Key::generate().unwrap().request("a").unwrap()).unwrap();
+    let other = CertificateRequest::from_der(&Key::generate().unwrap().request("a").unwrap()).unwrap();
     let replayed = authority.enrol(&token, "a", &other, at(2));
     assert!(matches!(replayed, Err(AuthorityError::Token(TokenError::Used))), "{replayed:?}");
     assert!(authority.create_token(Some("-"), 60, at(0)).is_err());

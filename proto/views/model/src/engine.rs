@@ -1,7 +1,7 @@
 use std::rc::Rc;
 
 use shorthorn_types::{Members, ReplicaReport, View};
-use shorthorn_views::{Basis, ViewChange, ChangeProgress};
+use shorthorn_views::{Basis, ChangeProgress, ViewChange};
 
 use crate::bits::{Bits, id, members};
 use crate::model::Model;

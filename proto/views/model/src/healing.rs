@@ -1,7 +1,7 @@
 //! Checks that a volume can be started once all faults are over.
 
 use shorthorn_types::{Generation, View};
-use shorthorn_views::{ViewChange, ChangeProgress, ReplicaViews};
+use shorthorn_views::{ChangeProgress, ReplicaViews, ViewChange};
 
 use crate::bits::{Bits, bits, id, members};
 use crate::rules::{Reported, Rules, view};

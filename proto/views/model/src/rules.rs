@@ -1,6 +1,7 @@
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::{
-    Arbiter, Basis, ViewChange, NotGranted, ChangeProgress, Quorum, Refused, ReplicaViews, basis, basis_without, quorum,
+    Arbiter, Basis, ChangeProgress, NotGranted, Quorum, Refused, ReplicaViews, ViewChange, basis,
+    basis_without, quorum,
 };
 
 use crate::bits::{Bits, id, members};
@@ -180,7 +181,8 @@ impl Rules {
         match self.mutation {
             Some(Mutation::ProposeFirst) => false,
             Some(Mutation::LessThanHalf) => {
-                change.would_need_grant(reached) || with(change, reached).progress() == ChangeProgress::NoQuorum
+                change.would_need_grant(reached)
+                    || with(change, reached).progress() == ChangeProgress::NoQuorum
             }
             _ => change.would_need_grant(reached),
         }

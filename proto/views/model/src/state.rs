@@ -1,7 +1,7 @@
 use std::rc::Rc;
 
 use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
-use shorthorn_views::{Arbiter, ViewChange, ReplicaViews};
+use shorthorn_views::{Arbiter, ReplicaViews, ViewChange};
 
 use crate::bits::{Bits, REPLICAS_MAX, bits, members};
 use crate::network::Message;

@@ -4,17 +4,17 @@
 
 use libfuzzer_sys::fuzz_target;
 use shorthorn_pki::{
-    Bundle, Certificate, JoinToken, Request, Trust, chain_from_pem, chain_to_pem, request_to_pem,
+    Bundle, Certificate, JoinToken, CertificateRequest, Trust, chain_from_pem, chain_to_pem, request_to_pem,
 };
 
 fuzz_target!(|data: &[u8]| {
     let _ = Certificate::from_der(data);
-    for request in [Request::from_der(data), Request::from_pem(data)].into_iter().flatten() {
+    for request in [CertificateRequest::from_der(data), CertificateRequest::from_pem(data)].into_iter().flatten() {
         assert!(!request.public().is_empty());
         let _ = request.check_names(request.common_name());
     }
-    let in_pem = Request::from_pem(request_to_pem(data).as_bytes());
-    assert_eq!(in_pem.is_ok(), Request::from_der(data).is_ok());
+    let in_pem = CertificateRequest::from_pem(request_to_pem(data).as_bytes());
+    assert_eq!(in_pem.is_ok(), CertificateRequest::from_der(data).is_ok());
     if let Ok(bundle) = Bundle::from_pem(data) {
         bundle.check().expect("a checked bundle");
         let written = bundle.to_pem().expect("a bundle that was read");

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use shorthorn_recovery::{Grant, NotOpen, OpeningEngine, Proposal, Reached, propose_to};
 use shorthorn_types::{Members, ReplicaId};
-use shorthorn_views::{ViewChange, FencedReplica, KeptSets, NoPlan, StartPlan};
+use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
 
 use super::link::{CallError, Via, Wire};
 use super::{Process, RETRY_US};

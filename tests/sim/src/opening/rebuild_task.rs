@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
-    Address, BadSources, BlockSearch, LinkError, OTHER_RUN, KnownPeer, PendingView, RebuildError, ReplicaRebuild,
-    SOURCE_HAS_LEFT, Source, forget_in_vain, rebuild,
+    Address, BadSources, BlockSearch, KnownPeer, LinkError, OTHER_RUN, PendingView, RebuildError,
+    ReplicaRebuild, SOURCE_HAS_LEFT, Source, forget_in_vain, rebuild,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};

@@ -23,7 +23,8 @@ impl EngineCore {
         let Request { operation, range, .. } = request;
         if self.refuses_requests {
             // Before anything is counted, ordered or held: so nothing can keep it waiting.
-            let failure = FailedRequest { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
+            let failure =
+                FailedRequest { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
             out.push(Output::Failed(failure));
             out.push(Output::Complete { slot: id, outcome: Err(Errno::IO) });
             return;

@@ -408,7 +408,9 @@ fn blamed(out: &[Output], slot: u16) -> Vec<(PeerIndex, Errno)> {
         Output::Failed(failure) if failure.slot == id(slot) => Some(failure),
         _ => None,
     });
-    let Some(FailedRequest { errno, cause: Cause::Replicas(blamed), .. }) = failure else { return Vec::new() };
+    let Some(FailedRequest { errno, cause: Cause::Replicas(blamed), .. }) = failure else {
+        return Vec::new();
+    };
     blamed.iter().map(|peer| (peer, *errno)).collect()
 }
 
